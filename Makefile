@@ -1,0 +1,35 @@
+# `make quickstart` and `make test` do all the set-up that they need, in .venv.
+#
+# pip takes torch from its usual index; on a machine without a GPU this fetches the small build:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make quickstart
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: setup quickstart test test-all lint bench
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+quickstart: setup
+	$(BIN)/longshift train examples/quickstart.yaml save.dir=$(RUN)
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long'
+
+test-all: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+bench: setup
+	@for name in parity static switch_plan machine_profile; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done

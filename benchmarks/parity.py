@@ -1,0 +1,112 @@
+"""Is every layout the same training as one process? Worst relative differences, in float64, of the loss, the gradients, the weights after
+20 steps and the optimizer's moments, to a plain one-process run of the decoder with torch's AdamW.
+
+Documents are packed, of uneven lengths, 1 and 2 tokens among them; the vocabulary is prime, blocks, heads and feed-forward columns do
+not divide. Exit code 1 when a difference is above LIMIT.
+
+[Note: eps] A key bias without rotary embedding moves all scores of a query alike and changes no softmax: its gradient is rounding noise,
+which AdamW divides by eps. In GPT-2 the usual 1e-8 makes of that noise weight differences of 9e-13 in 20 steps, 1e-6 of 1e-14.
+"""
+
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from common import arguments, publish, say
+
+import longshift.train.check  # noqa: F401  (what the forked ranks call is imported before they fork)
+from longshift.dist.fork import ForkedWorld
+from longshift.layout.layout import Layout, Recompute
+from longshift.layout.legal import faults
+from longshift.spec.families import preset
+from longshift.spec.model import ModelSpec
+from longshift.train.check import Trial, uneven_lengths
+
+LIMIT = 1e-12
+STEPS, QUICK_STEPS, QUICK_EVERY = 20, 3, 7  # steps; one in 7 of the cases
+CLIP = 0.4  # below every step's gradient norm
+DEADLINE_S = 300.0
+KINDS = ("loss", "grad", "weight", "optimizer")
+
+_SIZES: Mapping = {
+    **{"vocab": 257, "width": 24, "layers": 5, "heads": 4, "kv_heads": 2, "head_width": 6, "ffn": 37},
+    **{"max_positions": 64, "init_std": 0.1},
+}
+
+FAMILIES: Mapping[str, ModelSpec] = {
+    "llama": replace(preset("tiny-llama"), **_SIZES),
+    "llama-tied": replace(preset("tiny-llama"), **_SIZES, tied=True),
+    "llama-6-heads": replace(preset("tiny-llama"), **_SIZES | {"heads": 6, "head_width": 4}),
+    "gpt2": replace(preset("tiny-gpt2"), **_SIZES | {"kv_heads": 4}),
+    "qwen3": replace(preset("tiny-qwen3"), **_SIZES, tied=False, qkv_bias=True),
+}
+
+LAYOUTS = (
+    *("dp2", "dp3", "dp4", "dp8", "tp2", "tp4", "u2", "u4", "ring2", "ring4"),
+    *("pp2", "pp2.gpipe", "pp2.v2", "pp2:4-1", "pp3", "pp4", "pp4.gpipe", "pp5"),
+    *("dp2.tp2", "dp2.u2", "dp2.ring2", "pp2.dp2", "u2.tp2", "ring2.tp2", "ring2.u2", "pp2.tp2", "pp2.u2", "pp2.ring2"),
+    *("pp2.dp2.tp2", "pp2.dp2.u2"),
+)
+MORE = ("tp3", "u3", "ring3", "pp2.dp3", "pp2.dp2.ring2", "pp2.dp2.tp2.v2", "pp2.u2.tp2", "dp2.u2.tp2", "ring2.u2.tp2")
+RECOMPUTED = ("dp2", "tp2", "u2", "ring2", "pp2", "dp2.tp2", "pp2.dp2.tp2")
+FULL = "llama"  # goes through all stages of ZeRO, MORE and both recomputations; the other families take one stage a layout, in turn
+
+
+def trial_of(family: str, steps: int, **other: object) -> Trial:
+    """What is trained: packs of up to 48 tokens, 1 to 4 a step; 4 in the first and 3 in the 20th, whose gradients are compared. The
+    clip is active in every step. [Note: eps]"""
+    values = {"capacity": 48, "clip": CLIP, "eps": 1e-6} | other
+    return Trial(FAMILIES[family], uneven_lengths(steps, 15, 40, (6, 2, 2, 3)), **values)  # pyright: ignore[reportArgumentType]
+
+
+def layouts_of(family: str) -> Iterator[Layout]:
+    """The legal layouts of the matrix."""
+    turn, full = list(FAMILIES).index(family), family == FULL
+    for number, text in enumerate(LAYOUTS + (MORE if full else MORE[turn::4])):
+        layout = Layout.parse(text)
+        if not faults(FAMILIES[family], layout, None):
+            stages = range(4) if full and text in LAYOUTS else [(number + turn) % 4]
+            yield from (replace(layout, zero=zero) for zero in stages)
+    policies: tuple[Recompute, ...] = ("selective", "full")
+    for number, text in enumerate(RECOMPUTED if full else RECOMPUTED[turn % 2 :: 2]):
+        for policy in policies if full else policies[number % 2 :][:1]:
+            yield replace(Layout.parse(text), recompute=policy, zero=(number + turn) % 4)
+
+
+def main() -> int:
+    options = arguments("Worst relative differences of every layout to one process.").parse_args()
+    steps, rows, started = QUICK_STEPS if options.quick else STEPS, [], time.monotonic()
+    cases = {family: list(layouts_of(family))[:: QUICK_EVERY if options.quick else 1] for family in FAMILIES}
+    total = sum(map(len, cases.values()))
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longshift-")))
+        sizes = sorted({1} | {layout.world for layouts in cases.values() for layout in layouts})
+        worlds = {size: stack.enter_context(ForkedWorld(size)) for size in sizes}
+        for family, layouts in cases.items():
+            what = {"trial": trial_of(family, steps).to_json(), "path": str(scratch / f"{family}.safetensors")}
+            worlds[1].call("longshift.train.check:write_reference", DEADLINE_S, **what)
+            for layout in layouts:
+                found = worlds[layout.world].call("longshift.train.check:compare", DEADLINE_S, layout=str(layout), **what)
+                worst = {kind: largest(answer[kind] for answer in found) for kind in KINDS}
+                rows.append({"family": family, "layout": str(layout), "dtype": "float64", **worst})
+                verdict = "" if largest(worst.values()) <= LIMIT else "   ABOVE THE LIMIT"
+                say(f"{len(rows)}/{total} {family} {layout}: {largest(worst.values()):.1e}{verdict}")
+    worst = largest(row[kind] for row in rows for kind in KINDS)
+    summary = {"worst": worst, "rows": len(rows), "limit": LIMIT, "steps": steps, "seconds": round(time.monotonic() - started, 1)}
+    publish("parity", summary, rows, options.json)
+    return 0 if worst <= LIMIT else 1
+
+
+def largest(values: Iterable[float]) -> float:
+    """The maximum; NaN if one is NaN."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""Longshift under the layout named by `variant`."""
+
+from longshift.dist.world import World
+from longshift.layout.layout import Layout
+from longshift.train.check import Trial
+from longshift.train.check import build as build_trial
+from longshift.train.step import train_step
+from peers.session import Step
+
+
+def build(world: World, trial: Trial, variant: str) -> Step:
+    state, worker = build_trial(trial, Layout.parse(variant), world)
+    batches = trial.batches()
+
+    def step(number: int) -> float:
+        return train_step(state, batches[number % len(batches)], worker, trial.capacity).loss
+
+    return step

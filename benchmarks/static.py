@@ -1,0 +1,160 @@
+"""A small Llama on two ranks under Longshift's static layouts, against torch DDP and FSDP2 and, where `longshift[peers]` is installed,
+DeepSpeed and the Hugging Face Trainer; tensor and pipeline parallelism against torch's own.
+
+All train the same function from the same weights on the same packs (two documents of equal length), one thread a rank, over gloo, with
+torch's fused AdamW and one clip a step; the losses must agree, else the exit code is 1. Every system has its own pair of processes;
+rounds are interleaved, each begins with another system, and ratios are taken within a round. The first round is not counted.
+"""
+
+import importlib
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from common import arguments, publish, say
+from peers.session import small_llama
+
+from longshift.dist.fork import ForkedWorld
+from longshift.train.check import Trial
+
+RANKS = 2
+DEADLINE_S = 300.0
+LOSS_LIMIT: Mapping[str, float] = {"float32": 1e-4, "bf16": 1e-2}  # relative, over the first updates
+EXTRA: Mapping[str, tuple[str, ...]] = {  # peer: what it needs
+    "deepspeed": ("deepspeed",),
+    "hf": ("transformers", "accelerate"),
+    "dtensor": ("transformers",),
+}
+
+# Longshift's layout -> the peers that do the same. None: no system here cuts the sequence; any data-parallel one.
+LIKE: Mapping[str, tuple[str, ...] | None] = {
+    "dp2": ("ddp dp2", "hf dp2"),
+    "dp2.z1": ("fsdp2 z1", "deepspeed z1"),
+    "dp2.z2": ("fsdp2 z2", "deepspeed z2"),
+    "dp2.z3": ("fsdp2 z3", "deepspeed z3"),
+    "tp2": ("dtensor tp2",),
+    "pp2": ("pipelining pp2",),
+    "pp2:3-1": ("pipelining pp2:3-1",),
+    "u2": None,
+    "ring2": None,
+}
+
+
+@dataclass(frozen=True)
+class Round:
+    """One block of one system: tokens a second of both ranks, the larger peak memory and processor time a step of a rank."""
+
+    rate: float
+    peak_mib: float
+    base_mib: float
+    cpu_s: float
+
+
+def available() -> tuple[list[str], dict[str, str]]:
+    """Names "system variant" of everything that can run here, and why the other systems cannot. Imports them: the ranks are forked."""
+    peers = [name for names in LIKE.values() for name in names or ()]
+    skipped = {}
+    for system, needs in EXTRA.items():
+        try:
+            for module in (*needs, f"peers.{system}"):
+                importlib.import_module(module)
+        except ImportError as fault:
+            skipped[system] = f"{fault}; the extra `peers` of the package brings it"
+            say(f"without {system}: {skipped[system]}")
+    return [f"longshift {layout}" for layout in LIKE] + [name for name in peers if name.split()[0] not in skipped], skipped
+
+
+def measure(names: Sequence[str], trial: Trial, rounds: int, steps: int) -> tuple[dict[str, list[Round]], dict[str, list[float]]]:
+    """Rounds and losses of every system, the uncounted first round's losses included."""
+    text, tokens = json.dumps(trial.to_json()), sum(trial.lengths[0])
+    found: dict[str, list[Round]] = {name: [] for name in names}
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    with ExitStack() as stack:
+        worlds = {name: stack.enter_context(ForkedWorld(RANKS)) for name in names}
+        for number in range(rounds + 1):
+            turn = number % len(names)
+            for name in (*names[turn:], *names[:turn]):
+                system, variant = name.split()
+                call = {"system": system, "variant": variant, "trial": text, "first": number * steps, "steps": steps}
+                ranks = worlds[name].call("peers.session:block", DEADLINE_S, **call)
+                losses[name] += ranks[0]["losses"]
+                if number:
+                    rate = steps * tokens / max(rank["seconds"] for rank in ranks)
+                    peak, base, cpu_s = (max(rank[key] for rank in ranks) for key in ("peak_mib", "base_mib", "cpu_s"))
+                    found[name].append(Round(rate, peak, base, cpu_s / steps))
+            say(f"{trial.precision}: round {number} of {rounds}")
+    return found, losses
+
+
+def spread(values: Sequence[float]) -> float:
+    """Distance between the quartiles, relative to the median."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def row(name: str, dtype: str, rounds: Sequence[Round]) -> dict:
+    system, variant = name.split()
+    rates = [r.rate for r in rounds]
+    return {
+        "system": system,
+        "layout": variant,
+        "dtype": dtype,
+        "tokens_per_s": statistics.median(rates),
+        "spread": spread(rates),
+        "peak_mib": max(r.peak_mib for r in rounds),
+        "base_mib": max(r.base_mib for r in rounds),
+        "cpu_s_per_step": statistics.median(r.cpu_s for r in rounds),
+    }
+
+
+def ratio(found: Mapping[str, list[Round]], layout: str, like: Sequence[str]) -> dict:
+    """Longshift's rate over that of the best of the peers `like`, round by round."""
+    best = max(like, key=lambda name: statistics.median(r.rate for r in found[name]))
+    pairs = [ours.rate / theirs.rate for ours, theirs in zip(found[f"longshift {layout}"], found[best])]
+    return {"peer": best, "ratio": statistics.median(pairs), "spread": spread(pairs)}
+
+
+def worst_loss(losses: Mapping[str, list[float]], steps: int) -> float:
+    """Largest relative distance from DDP's losses over the first updates."""
+    truth = losses["ddp dp2"][:steps]
+    return max(abs(loss - right) / right for mine in losses.values() for loss, right in zip(mine, truth))
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--rounds", type=int, default=9, help="counted rounds")
+    parser.add_argument("--steps", type=int, default=2, help="updates a round and system")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bf16"], choices=["float32", "bf16"])
+    parser.add_argument("--width", type=int, default=256, help="model width")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a document; a pack holds two, a step four packs")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.steps, options.dtypes, options.width, options.length = 3, 1, ["float32"], 128, 64
+    names, skipped = available()
+    keys = ("ratio_to_best_peer", "ratio_spread", "best_peer", "ratio_to_best_data_parallel", "loss_difference")
+    rows: list[dict] = []
+    summary: dict[str, dict] = {key: {} for key in keys} | {"skipped": skipped}
+    for dtype in options.dtypes:
+        lengths = ((options.length,) * 8,) * 4
+        trial = Trial(small_llama(options.width, 4, 4096), lengths, dtype, capacity=2 * options.length)  # pyright: ignore[reportArgumentType]
+        found, losses = measure(names, trial, options.rounds, options.steps)
+        rows += [row(name, dtype, rounds) for name, rounds in found.items()]
+        replicas = [name for layout, like in LIKE.items() if layout.startswith("dp") for name in like or () if name in found]
+        for layout, like in LIKE.items():
+            told = ratio(found, layout, [name for name in like or () if name in found] or replicas)
+            for key, value in (("ratio_to_best_peer", "ratio"), ("ratio_spread", "spread"), ("best_peer", "peer")):
+                summary[key].setdefault(layout, {})[dtype] = told[value]
+            summary["ratio_to_best_data_parallel"].setdefault(layout, {})[dtype] = ratio(found, layout, replicas)["ratio"]
+        summary["loss_difference"][dtype] = worst_loss(losses, 4)
+    publish("static", summary, rows, options.json)
+    wrong = [dtype for dtype, value in summary["loss_difference"].items() if not value <= LOSS_LIMIT[dtype]]
+    if wrong:
+        say(f"the systems do not train the same: losses differ by {summary['loss_difference']}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

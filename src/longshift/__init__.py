@@ -1,0 +1,9 @@
+"""Longshift: train transformer language models on sequences of any length, under any parallel layout, with the same numbers."""
+
+from longshift.api import train
+from longshift.config import Config, load_config
+from longshift.errors import LongshiftError
+from longshift.layout.layout import Layout
+from longshift.train.metrics import StepMetrics
+
+__all__ = ["Config", "Layout", "LongshiftError", "StepMetrics", "load_config", "train"]

@@ -1,0 +1,343 @@
+"""The command line. Exit codes are those of `errors.py`, and 130 after Ctrl-C; an error is printed once, last.
+
+Imports of what needs torch stand inside the commands: see [Note: imports inside functions] in `api.py`.
+"""
+
+import json as jsonlib
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from longshift.cluster import files
+from longshift.config import Config, format_size, load_config
+from longshift.errors import LongshiftError, UsageError
+from longshift.layout import legal
+from longshift.layout.layout import Layout
+from longshift.starter import starter
+from longshift.train.interrupt import Interrupt
+from longshift.train.metrics import Display, read_rows
+from longshift.train.run_folder import RunFolder, prepare, read_config, write_cause
+
+if TYPE_CHECKING:
+    from longshift.data.tokens import TokenCache
+
+INTERRUPTED = 130
+
+app = App(name="longshift", help="Train transformer language models on sequences of any length.", version_flags=["--version"])
+
+Json = Annotated[bool, Parameter(name="--json", negative="", help="print JSON")]
+Overrides = Annotated[str, Parameter(help="changes to the config, as in train.lr=2e-5")]
+
+
+@app.command
+def init(
+    model: str = "tiny-llama",
+    /,
+    *,
+    data: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
+    to: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Write a commented starter config.
+
+    Parameters
+    ----------
+    model
+        A preset, or a Hugging Face folder on this machine.
+    data
+        Files, folders or patterns of text; the standard library's sources if none.
+    to
+        The file to write; standard output if not given.
+    """
+    text = starter(model, data)
+    if to is not None:
+        try:
+            with to.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            raise UsageError(f"{to} exists already; choose another name with --to") from None
+        except OSError as fault:
+            raise UsageError(f"{to} cannot be written: {fault.strerror}") from None
+    if json:
+        print(jsonlib.dumps({"config": text, "file": str(to) if to else None}))
+    elif to is None:
+        print(text, end="")
+    else:
+        print(f"wrote {to}; start it with: longshift train {to}")
+
+
+@app.command
+def train(config: Path, /, *overrides: Overrides, resume: bool = False, json: Json = False) -> None:
+    """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment.
+
+    Parameters
+    ----------
+    config
+        The run's config file.
+    resume
+        Continue from the newest checkpoint in save.dir.
+    """
+    run = load_config(config, overrides)
+    rank, world = _place()
+    if world is not None:
+        legal.check(run.spec, run.layout, world, run.data.max_len)
+    folder = prepare(run, resume)
+    if world is not None or run.layout.world == 1:
+        _run(run, folder, rank, resume, json)
+    else:
+        _open_corpus(run)
+        from longshift.train.launch import launch
+
+        flags = ["--resume"] * resume + ["--json"] * json
+        command = [sys.executable, "-m", "longshift.cli", "worker", str(folder.path), *flags]
+        launch(command, run.layout.world, folder, say=_say)
+    if rank == 0:
+        _farewell(run, folder, json)
+    if world is not None:
+        _leave(0)
+
+
+@app.command(show=False)
+def worker(run: Path, /, *, resume: bool = False, json: Json = False) -> None:
+    """One rank that `train` started."""
+    stop = Interrupt()
+    rank, _ = _place()
+    folder = RunFolder(run)
+    from longshift.dist.world import end_with_parent
+    from longshift.train.launch import rank_error
+
+    end_with_parent(signal.SIGTERM)
+    try:
+        _run(read_config(run), folder, rank, resume, json, stop)
+        _leave(0)
+    except Exception as fault:
+        write_cause(folder, rank, rank_error(fault, rank))
+        _leave(1)
+
+
+@app.command
+def data(config: Path, /, *overrides: Overrides, json: Json = False) -> None:
+    """Show documents, tokens, a length histogram and what each cap would lose.
+
+    Parameters
+    ----------
+    config
+        The run's config file.
+    """
+    run = load_config(config, overrides)
+    from longshift.train.corpus import survey
+
+    found = survey(_open_corpus(run), run.data.max_len)
+    if json:
+        print(jsonlib.dumps(found))
+        return
+    console = Console(highlight=False)
+    spread = ", ".join(f"{name} {tokens:,}" for name, tokens in found["quantiles"].items())
+    reasons = Counter(why for _, why in found["skipped"])
+    print(f"{found['documents']:,} documents, {found['tokens']:,} tokens; length {spread}")
+    if reasons:
+        print(f"skipped files: {', '.join(f'{n} {why}' for why, n in reasons.items())} (--json names them)")
+    console.print(_histogram(found["histogram"]), "", _caps(found["caps"], found["tokens"], run.data.max_len))
+
+
+@app.command
+def check(config: Path, /, *overrides: Overrides, against: str, json: Json = False) -> None:
+    """Compute the same batch under the config's layout and another: loss, gradients, documents that leak.
+
+    Parameters
+    ----------
+    config
+        The run's config file.
+    against
+        The other layout, such as dp2.tp2.
+    """
+    run = load_config(config, overrides)
+    other = Layout.parse(against)
+    legal.check(run.spec, other, None, run.data.max_len)
+    from longshift.train.check_run import check as compare
+
+    found = compare(run, [run.layout, other])
+    if json:
+        print(jsonlib.dumps(found))
+        return
+    print(f"{found['documents']} documents, {found['tokens']:,} tokens; loss {found['reference_loss']:.4f} in {found['reference']}")
+    table = Table(*found["rows"][0], box=None)
+    for row in found["rows"]:
+        table.add_row(*(f"{value:.1e}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(highlight=False).print(table)
+
+
+@app.command
+def export(run: Path, /, *, to: Path, json: Json = False) -> None:
+    """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer.
+
+    Parameters
+    ----------
+    run
+        The run folder.
+    to
+        The folder to make.
+    """
+    config = read_config(run)
+    from longshift.train.export import export as write
+
+    write(config, run, to)
+    if json:
+        print(jsonlib.dumps({"folder": str(to), "files": sorted(file.name for file in to.iterdir())}))
+    else:
+        print(f"exported {run} to {to}")
+
+
+@app.command
+def profile(
+    *,
+    quick: bool = False,
+    fresh: bool = False,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    html: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Measure this machine: matmul, attention, links, copies, disk. What was measured before is shown again.
+
+    On several GPUs, or under torchrun, all ranks measure together.
+
+    Parameters
+    ----------
+    quick
+        Fewer sizes, in less than half the time.
+    fresh
+        Measure even where hardware, driver, torch and threads are those of an earlier profile.
+    output
+        A file for the profile, which commands that plan take as a machine.
+    html
+        A file for two plots: rates of matmul and attention, and what copies, links and disk carry.
+    """
+    from longshift.profile.run import measure_here
+
+    rank, world = _place()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world or 1))
+    found = measure_here(per_node, quick, fresh, _say if rank == 0 else lambda line: None)
+    if rank != 0:
+        return
+    if output is not None:
+        files.save(found, output)
+    if html is not None:
+        try:
+            from longshift.profile.plots import write_html
+        except ImportError:
+            raise UsageError("--html needs a package: pip install 'longshift[report]'") from None
+        write_html(found, html)
+    if json:
+        print(jsonlib.dumps(files.encode(found)))
+        return
+    from longshift.profile.report import show
+
+    show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+
+
+def _open_corpus(run: Config) -> "TokenCache":
+    """The tokens of a run, with a progress bar on standard error while they are made."""
+    from longshift.train.corpus import open_corpus
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("tokens", total=None)
+        return open_corpus(run, lambda done, total: progress.update(task, completed=done, total=total))[1]
+
+
+def _histogram(bins: Sequence[Mapping[str, int]]) -> Table:
+    """Share of documents and of tokens in each range of lengths."""
+    documents, tokens = (sum(bin[what] for bin in bins) for what in ("documents", "tokens"))
+    table = Table("length", "documents", "tokens", "share of tokens", box=None)
+    for bin in bins:
+        share = bin["tokens"] / tokens
+        bar = "█" * round(40 * share)
+        table.add_row(f"to {format_size(bin['high'])}", f"{bin['documents'] / documents:.1%}", f"{share:.1%}", bar)
+    return table
+
+
+def _caps(caps: Sequence[Mapping[str, int]], tokens: int, max_len: int) -> Table:
+    """What each cap on the length would cost under the three policies."""
+    table = Table("max_len", "longer documents", "split: pieces", "truncate: lost", "drop: lost", box=None)
+    for row in caps:
+        mark = " (this config)" if row["cap"] == max_len else ""
+        lost = (f"{row[f'{policy}_tokens'] / tokens:.1%}" for policy in ("truncate", "drop"))
+        table.add_row(format_size(row["cap"]) + mark, f"{row['documents']:,}", f"{row['split_pieces']:,}", *lost)
+    return table
+
+
+def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, stop: Callable[[], bool] | None = None) -> None:
+    """This process's rank; rank 0 shows the steps."""
+    stop = stop or Interrupt()
+    from longshift.api import run_rank
+
+    display = Display(run.train.steps, json) if rank == 0 else None
+    with display or nullcontext():
+        for step in run_rank(run, folder, resume, stop):
+            if display:
+                display.show(step)
+
+
+def _farewell(run: Config, folder: RunFolder, json: bool) -> None:
+    """Where the run is, and what can be done with it."""
+    rows = read_rows(folder.metrics)
+    done, first, last = (rows[-1]["step"], rows[0]["loss"], rows[-1]["loss"]) if rows else (0, float("nan"), float("nan"))
+    finished = done >= run.train.steps
+    resume = folder.resume_command + (f" train.steps={2 * done}" if finished else "")
+    if json:
+        facts = {"run": str(folder.path), "steps": done, "finished": finished, "export": folder.export_command, "resume": resume}
+        print(jsonlib.dumps(facts))
+        return
+    how = "finished" if finished else "stopped"
+    print(f"run     {folder.shown}: {how} at step {done} of {run.train.steps}, loss {first:.3f} -> {last:.3f}")
+    print(f"export  {folder.export_command}")
+    print(f"resume  {resume}")
+
+
+def _leave(code: int) -> None:
+    """End a rank at once: gloo's own orderly shutdown now and then aborts or hangs, and would fail a run that has succeeded."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _place() -> tuple[int, int | None]:
+    """Rank and world size that a launcher put into the environment; (0, None) where there is none."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return 0, None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _say(line: str) -> None:
+    print(f"longshift: {line}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Entry point: run the command, turn its failure into one message and an exit code."""
+    as_json = "--json" in sys.argv
+    try:
+        app(sys.argv[1:], exit_on_error=False, print_error=False)
+    except (LongshiftError, CycloptsError) as fault:
+        code = fault.exit_code if isinstance(fault, LongshiftError) else UsageError.exit_code
+        if as_json:
+            print(jsonlib.dumps({"error": str(fault), "kind": type(fault).__name__, "exit_code": code}))
+        else:
+            _say(str(fault))
+        sys.exit(code)
+    except KeyboardInterrupt:
+        _say("stopped")
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What is known of machines: constants and measured curves, each with its source."""

@@ -1,0 +1,251 @@
+"""A machine in numbers: nodes, devices, memories, links, and how long operations take on it.
+
+Two kinds of knowledge, each number with its source. *Curves* are measured by `longshift profile`. *Constants* are a datasheet's, with the
+share of each that is reached in practice. A question is answered from a curve where there is one, else from the constants (a roofline);
+a preset of published numbers holds no curves.
+
+Levels of links, each one way and per device: `device` to its host's memory, `node` to a device of the same node, `network` to another
+node's. bytes of a collective: the whole buffer, that a rank ends up with (all_gather), starts with (reduce_scatter, all_to_all) or both
+(all_reduce); the message of a send.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from longshift.cluster.curves import Curve
+from longshift.errors import UsageError
+
+Level = Literal["device", "node", "network"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+Number = float | np.ndarray
+
+LEVELS = ("device", "node", "network")
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bf16": 2, "fp16": 2}
+SHARES = ("matmul", "attention forward", "attention backward", "memory", "device link", "node link", "network link")
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes on. `flops_per_s`: dense peak by dtype. `launch_s`: least time between two operations. `cores`: processor
+    cores that the rank's own process gets, which on a CPU are the device."""
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    memory_bytes: float
+    memory_bytes_per_s: float
+    flops_per_s: Mapping[str, float]
+    launch_s: float
+    cores: float | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way, per device, both ways at once unless a curve says otherwise."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Of one node."""
+
+    bytes: float
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of an attention: query heads, key/value heads, width of each."""
+
+    query: int
+    key: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.query}/{self.key}x{self.width}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Heads":
+        query, _, rest = text.partition("/")
+        key, _, width = rest.partition("x")
+        return cls(int(query), int(key), int(width))
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An attention kernel as this machine has it. `why_not`: empty where it runs. `lse`: it returns the log-sum-exp; `global_lse`: its
+    backward takes the output and log-sum-exp of a larger attention, which ring attention and streaming need. Errors are relative, to
+    float64."""
+
+    name: str
+    dtype: str
+    why_not: str = ""
+    lse: bool = False
+    global_lse: bool = False
+    forward_error: float | None = None
+    backward_error: float | None = None
+
+    @property
+    def legal(self) -> bool:
+        """Whether ring attention and streaming can use it."""
+        return not self.why_not and self.lse and self.global_lse
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`shares`: what part of a constant is reached, by the names in SHARES; 1 where the constants are measured. `sources`: where each
+    constant comes from, by its path, as in `device.launch_s`. `facts`: hardware and software that the numbers hold for."""
+
+    name: str
+    origin: Literal["measured", "published"]
+    nodes: int
+    devices_per_node: int
+    device: Device
+    host_bytes: float
+    links: Mapping[str, Link]
+    shares: Mapping[str, float]
+    sources: Mapping[str, str]
+    disk: Disk | None = None
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    backends: tuple[Backend, ...] = ()
+    facts: Mapping[str, str | int | float] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def matmul_s(self, m: Number, k: Number, n: Number, dtype: str, beyond: bool = False) -> np.ndarray:
+        """Seconds of [m, k] @ [k, n]."""
+        curve = self.curves.get(f"matmul {dtype}")
+        if curve:
+            return curve(m, k, n, beyond=beyond)
+        m, k, n = (np.asarray(size, dtype=float) for size in (m, k, n))
+        moved_bytes = DTYPE_BYTES[dtype] * (m * k + k * n + m * n)
+        return self._roofline(2 * m * k * n, moved_bytes, dtype, "matmul")
+
+    def attention_s(
+        self,
+        queries: Number,
+        keys: Number,
+        heads: Heads,
+        dtype: str,
+        direction: Literal["forward", "backward"] = "forward",
+        causal: bool = False,
+        backend: str | None = None,
+        beyond: bool = False,
+    ) -> np.ndarray:
+        """Seconds of one attention; causal ones are square. `backend`: the best legal one for these sizes if not given. Heads that were
+        not measured (allowed by `beyond`) take their time from the nearest that were, in proportion to heads and width."""
+        if causal and np.any(np.asarray(queries) != np.asarray(keys)):
+            raise UsageError("a causal attention is square; cut a longer one into a diagonal and full pairs")
+        measured = self._attentions(dtype, direction, causal, backend)
+        if not measured and backend is None:
+            queries, keys = np.asarray(queries, dtype=float), np.asarray(keys, dtype=float)
+            flops = attention_flops(queries, keys, heads, direction, causal)
+            tensors = 2 if direction == "forward" else 4  # q and out; and their gradients
+            moved_bytes = DTYPE_BYTES[dtype] * tensors * heads.width * (heads.query * queries + heads.key * keys)
+            return self._roofline(flops, moved_bytes, dtype, f"attention {direction}")
+        known = {at for _, at in measured}
+        if not known:
+            raise self._unknown(f"attention {direction} by {backend} in {dtype}")
+        if heads not in known and not beyond:
+            raise UsageError(f"attention with heads {heads} was not measured, only {', '.join(map(str, known))}; beyond=True guesses")
+        nearest = min(known, key=lambda at: (abs(np.log(at.width / heads.width)), abs(np.log(at.query / heads.query))))
+        scale = heads.query * heads.width / (nearest.query * nearest.width)
+        sizes = (queries,) if causal else (queries, keys)
+        options = [curve(*sizes, beyond=beyond) for (_, at), curve in measured.items() if at == nearest]
+        return np.asarray(scale * np.minimum.reduce(options))
+
+    def best_backend(
+        self, queries: float, keys: float, heads: Heads, dtype: str, direction: Literal["forward", "backward"] = "forward", causal=False
+    ) -> str:
+        """The fastest backend for this shape that ring attention and streaming can use."""
+        names = {name for name, at in self._attentions(dtype, direction, causal, None) if at == heads}
+        if not names:
+            raise self._unknown(f"attention {direction} with heads {heads} in {dtype}")
+        at = (queries, keys, heads, dtype, direction, causal)
+        return min(sorted(names), key=lambda name: float(self.attention_s(*at, backend=name, beyond=True)))
+
+    def elementwise_s(self, moved_bytes: Number, dtype: str, beyond: bool = False) -> np.ndarray:
+        """Seconds of an operation that reads and writes so many bytes in all."""
+        curve = self.curves.get(f"elementwise {dtype}")
+        return curve(moved_bytes, beyond=beyond) if curve else self._roofline(0.0, moved_bytes, dtype, "matmul")
+
+    def collective_s(self, operation: Operation, size_bytes: Number, ranks: int, level: Level, beyond: bool = False) -> np.ndarray:
+        """Seconds of a collective whose slowest link is of this level."""
+        if ranks == 1:
+            return np.zeros_like(np.asarray(size_bytes, dtype=float))
+        curve = self.curves.get(f"{operation} {level}")
+        if curve:
+            return curve(ranks, size_bytes, beyond=beyond)
+        link, share = self._link(level)
+        hops, wire_bytes = hops_and_wire_bytes(operation, np.asarray(size_bytes, dtype=float), ranks)
+        return np.asarray(hops * link.latency_s + wire_bytes / (link.bytes_per_s * share))
+
+    def copy_s(self, way: str, size_bytes: Number, beyond: bool = False) -> np.ndarray:
+        """Seconds of a copy between host and device. `way` is to_device or to_host, with how it is done and what runs beside it where
+        that was measured: `to_device pinned`, `to_host pinned both`, `to_device pinned matmul`."""
+        curve = self.curves.get(f"copy {way}")
+        if curve:
+            return curve(size_bytes, beyond=beyond)
+        if self.curves or way.split()[0] not in ("to_device", "to_host"):
+            raise self._unknown(f"copy {way}")
+        link, share = self._link("device")
+        return link.latency_s + np.asarray(size_bytes, dtype=float) / (link.bytes_per_s * share)
+
+    def disk_s(self, direction: Literal["read", "write"], size_bytes: Number, depth: int, mode: str = "direct", beyond=False) -> np.ndarray:
+        """Seconds a block of this size, with `depth` of them under way at a time; mode plain (through the page cache) or direct."""
+        curve = self.curves.get(f"disk {direction} {mode} depth{depth}")
+        if curve:
+            return curve(size_bytes, beyond=beyond)
+        if self.disk is None or self.curves:
+            raise self._unknown(f"disk {direction} {mode} at depth {depth}")
+        rate = self.disk.read_bytes_per_s if direction == "read" else self.disk.write_bytes_per_s
+        return np.asarray(size_bytes, dtype=float) / rate
+
+    def _attentions(self, dtype: str, direction: str, causal: bool, backend: str | None) -> dict[tuple[str, Heads], Curve]:
+        """Measured attentions of this kind, by (backend, heads): of the named backend, or of all legal ones."""
+        usable = {b.name for b in self.backends if b.dtype == dtype and b.legal} if backend is None else {backend}
+        found = {}
+        for name, curve in self.curves.items():
+            words = name.split()
+            if words[0] == "attention" and words[1] in usable and words[2:5] == [dtype, direction, "causal" if causal else "full"]:
+                found[words[1], Heads.parse(words[5])] = curve
+        return found
+
+    def _roofline(self, flops: Number, moved_bytes: Number, dtype: str, share: str) -> np.ndarray:
+        if dtype not in self.device.flops_per_s:
+            raise self._unknown(f"arithmetic in {dtype}")
+        compute_s = np.asarray(flops) / (self.device.flops_per_s[dtype] * self.shares[share])
+        memory_s = np.asarray(moved_bytes) / (self.device.memory_bytes_per_s * self.shares["memory"])
+        return self.device.launch_s + np.maximum(compute_s, memory_s)
+
+    def _link(self, level: str) -> tuple[Link, float]:
+        """The link, and the share of its bandwidth that is reached."""
+        if level not in self.links:
+            raise self._unknown(f"links of level {level}")
+        return self.links[level], self.shares[f"{level} link"]
+
+    def _unknown(self, what: str) -> UsageError:
+        known = ", ".join(sorted({" ".join(name.split()[:3]) for name in self.curves})) or "constants only"
+        return UsageError(f"nothing is known of {what} on {self.name} ({known}); measure it there with: longshift profile")
+
+
+def attention_flops(queries: Number, keys: Number, heads: Heads, direction: str, causal: bool) -> Number:
+    """Floating-point operations of one attention: 2 matmuls forward, 5 backward (the scores are computed again); half when causal."""
+    matmuls = 2 if direction == "forward" else 5
+    return 2 * matmuls * heads.query * heads.width * np.asarray(queries, dtype=float) * keys * (0.5 if causal else 1.0)
+
+
+def hops_and_wire_bytes(operation: Operation, size_bytes: Number, ranks: int) -> tuple[int, Number]:
+    """Messages in a row, and bytes that leave each rank, of a ring (all_to_all and send: direct)."""
+    if operation == "send":
+        return 1, size_bytes
+    hops = 2 * (ranks - 1) if operation == "all_reduce" else ranks - 1
+    return hops, size_bytes * (hops / ranks)

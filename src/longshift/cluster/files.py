@@ -1,0 +1,177 @@
+"""Clusters as JSON files: presets that come with Longshift, and profiles that it measured.
+
+A profile carries the SHA-256 of its contents and the fingerprint of the hardware and software it was measured on. A file that is not a
+profile, is damaged, or is of another machine than the one asked for, is refused with the reason.
+"""
+
+import difflib
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from longshift.cluster.cluster import LEVELS, SHARES, Backend, Cluster, Device, Disk, Link
+from longshift.cluster.curves import Axis, Curve
+from longshift.errors import UsageError
+
+FORMAT = "longshift cluster"
+VERSION = 1
+
+
+def cluster(text: str) -> Cluster:
+    """What a person names: a preset (`H100`: one node of them; `64xH100`: so many devices) or a file that `longshift profile` wrote.
+    Raises UsageError."""
+    match = re.fullmatch(r"(?:(\d+)x)?([\w-]+)", text)
+    if not match:
+        return load(Path(text))
+    made = preset(match[2])
+    if match[1] is None:
+        return made
+    count, per_node = int(match[1]), made.devices_per_node
+    if count < 1 or (count > per_node and count % per_node):
+        near = max(1, round(count / per_node)) * per_node
+        raise UsageError(f"{text}: {count} devices do not fill nodes of {per_node}; write {near}x{match[2]}")
+    return replace(made, nodes=max(1, count // per_node), devices_per_node=min(count, per_node))
+
+
+def presets() -> tuple[str, ...]:
+    """Names of the machines that come with Longshift."""
+    folder = resources.files("longshift.cluster") / "presets"
+    return tuple(sorted(file.name.removesuffix(".json") for file in folder.iterdir() if file.name.endswith(".json")))
+
+
+def preset(name: str) -> Cluster:
+    """A machine that comes with Longshift. Raises UsageError that names the nearest."""
+    known = presets()
+    if name.lower() not in known:
+        close = difflib.get_close_matches(name.lower(), known, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+        raise UsageError(f"preset {name!r} does not exist; {hint}")
+    file = resources.files("longshift.cluster") / "presets" / f"{name.lower()}.json"
+    return _read(file.read_text(encoding="utf-8"), f"preset {name}")
+
+
+def fingerprint(facts: Mapping[str, object]) -> str:
+    """Of hardware and software: equal facts, equal fingerprint."""
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load(path: Path, facts: Mapping[str, object] | None = None) -> Cluster:
+    """The profile in a file; with `facts`, only one of the machine that they describe. Raises UsageError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist; presets are {', '.join(presets())}, and longshift profile -o writes a file") from None
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UsageError(f"{path} cannot be read: {fault}") from None
+    found = _read(text, str(path))
+    if facts is not None and fingerprint(found.facts) != fingerprint(facts):
+        keys = [key for key in {**facts, **found.facts} if facts.get(key) != found.facts.get(key)]
+        differ = "; ".join(f"{key} {found.facts.get(key)!r}, here {facts.get(key)!r}" for key in keys)
+        raise UsageError(f"{path} was measured elsewhere ({differ}); measure here with: longshift profile --fresh")
+    return found
+
+
+def save(profile: Cluster, path: Path) -> None:
+    """Write a file that appears whole or not at all. Raises UsageError where it cannot be written."""
+    body = encode(profile)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, building = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(json.dumps({"format": FORMAT, "version": VERSION, "sha256": _digest(body), **body}, indent=1) + "\n")
+            os.replace(building, path)
+        except BaseException:
+            os.unlink(building)
+            raise
+    except OSError as fault:
+        raise UsageError(f"{path} cannot be written: {fault.strerror}") from None
+
+
+def _digest(body: object) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def encode(profile: Cluster) -> dict[str, Any]:
+    """A cluster in JSON values."""
+    body = asdict(profile)
+    body["curves"] = {name: asdict(curve) for name, curve in sorted(profile.curves.items())}
+    return json.loads(json.dumps(body))
+
+
+def _read(text: str, name: str) -> Cluster:
+    """A cluster from JSON; `name` stands for the file in faults."""
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as fault:
+        raise UsageError(f"{name} is damaged: not JSON ({fault}); measure again with: longshift profile --fresh") from None
+    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
+        raise UsageError(f"{name} is not a profile: it does not begin with format {FORMAT!r}")
+    version = document.pop("version", None)
+    if version != VERSION:
+        raise UsageError(f"{name} has version {version}, and this Longshift reads {VERSION}; measure again with: longshift profile --fresh")
+    digest = document.pop("sha256", None)
+    if document.get("origin") != "published" and digest != _digest(document):
+        raise UsageError(f"{name} is damaged or was edited: its SHA-256 differs; measure again with: longshift profile --fresh")
+    try:
+        return decode(document)
+    except (UsageError, KeyError, TypeError, ValueError, AttributeError) as fault:
+        raise UsageError(f"{name} is damaged: {type(fault).__name__}: {fault}") from None
+
+
+def decode(body: dict[str, Any]) -> Cluster:
+    """Inverse of `encode`. Raises one of several errors for what cannot be a cluster."""
+    made: dict[str, Callable[[Any], Any]] = {
+        "device": lambda value: Device(**value),
+        "disk": lambda value: None if value is None else Disk(**value),
+        "links": lambda value: {level: Link(**link) for level, link in value.items()},
+        "curves": lambda value: {name: decode_curve(curve) for name, curve in value.items()},
+        "backends": lambda value: tuple(Backend(**backend) for backend in value),
+    }
+    found = Cluster(**{key: made.get(key, lambda value: value)(value) for key, value in body.items()})
+    _check(found)
+    return found
+
+
+def decode_curve(value: dict[str, Any]) -> Curve:
+    """A curve from JSON values."""
+    axes = tuple(Axis(**{**axis, "sizes": tuple(axis["sizes"])}) for axis in value["axes"])
+    return Curve(axes, tuple(value["seconds"]), tuple(value["spread"]))
+
+
+def constants(found: Cluster) -> dict[str, float]:
+    """Every constant by its path, such as `device.flops_per_s.bf16` or `links.node.latency_s`."""
+    tree = {key: encode(found)[key] for key in ("device", "host_bytes", "disk", "links", "shares")}
+    flat: dict[str, float] = {}
+
+    def walk(node: object, at: str) -> None:
+        if isinstance(node, dict):
+            for key, value in node.items():
+                walk(value, f"{at}.{key}" if at else key)
+        elif isinstance(node, int | float):
+            flat[at] = node
+
+    walk(tree, "")
+    return flat
+
+
+def _check(found: Cluster) -> None:
+    """Raises ValueError for a cluster that cannot be."""
+    numbers = constants(found)
+    wrong = [path for path, value in numbers.items() if not (math.isfinite(value) and value > 0)]
+    wrong += [f"links.{level}" for level in found.links if level not in LEVELS]
+    wrong += [f"shares.{name}" for name in SHARES if not 0 < found.shares.get(name, 0) <= 1]
+    wrong += [name for name in ("nodes", "devices_per_node") if not (isinstance(getattr(found, name), int) and getattr(found, name) > 0)]
+    wrong += ["origin"] if found.origin not in ("measured", "published") else []
+    if wrong:
+        raise ValueError(f"impossible: {', '.join(wrong)}")
+    if unsourced := sorted(set(numbers) - set(found.sources)):
+        raise ValueError(f"no source for {', '.join(unsourced)}")

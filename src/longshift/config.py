@@ -1,0 +1,343 @@
+"""One YAML file is the whole truth about a run. It is validated, every fault at once, before torch is imported.
+
+    model: {preset: tiny-llama}
+    data: {train: [{corpus: python}], max_len: 32K, overlong: split}
+    train: {tokens_per_step: 64K, steps: 200, lr: 3e-4}
+    layout: dp2.tp2
+    save: {dir: runs/demo}
+
+Paths are taken from the working directory and made absolute, so that the copy of the config in the run folder stays true.
+"""
+
+import difflib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from longshift.errors import UsageError
+from longshift.layout import legal
+from longshift.layout.layout import Layout
+from longshift.spec.families import PRESETS, read_spec
+from longshift.spec.model import ModelSpec
+
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def parse_size(value: object) -> object:
+    """`"4K"` to 4096; K, M and G are binary. What is not text passes through, for the type check that follows."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    unit = UNITS.get(text[-1:].upper(), 0)
+    try:
+        size = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        size = 0.5
+    if not size.is_integer():
+        raise ValueError(f"{value!r} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are binary)")
+    return int(size)
+
+
+def format_size(size: int) -> str:
+    """`4096` to `"4K"`, where that loses nothing."""
+    for letter, unit in reversed(UNITS.items()):
+        if size and size % unit == 0:
+            return f"{size // unit}{letter}"
+    return str(size)
+
+
+def _parse_layout(value: object) -> Layout:
+    if isinstance(value, Layout):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("groups of lengths are not supported in a static run; write one layout as text, such as layout: dp2.tp2")
+    try:
+        return Layout.parse(value)
+    except UsageError as fault:
+        raise ValueError(str(fault)) from None
+
+
+def _absolute(value: object) -> object:
+    return str(Path(value).expanduser().absolute()) if isinstance(value, str) and value else value
+
+
+def _some(value: object) -> object:
+    if value in ([], ()):
+        raise ValueError("name at least one source, as in train: [{corpus: python}]")
+    return value
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, strict=True)]
+Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, strict=True)]
+PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
+LayoutText = Annotated[Layout, PlainValidator(_parse_layout), PlainSerializer(str)]
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, and a key that it does not know is a fault."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """Which model: a preset of Longshift, or a Hugging Face folder. A preset is always initialised from scratch."""
+
+    preset: str | None = None
+    path: PathText | None = None
+    init: Literal["pretrained", "scratch"] = Field(default_factory=lambda data: "pretrained" if data.get("path") else "scratch")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> "ModelConfig":
+        if (self.preset is None) == (self.path is None):
+            raise ValueError("name exactly one of preset and path, as in model: {preset: tiny-llama}")
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f"preset {self.preset!r} does not exist{did_you_mean(self.preset, PRESETS)}")
+        if self.preset is not None and self.init == "pretrained":
+            raise ValueError("a preset has no pretrained weights; leave init out, or give a model path")
+        try:
+            _ = self.spec
+        except UsageError as fault:
+            raise ValueError(str(fault)) from None
+        return self
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model in numbers."""
+        return PRESETS[self.preset or ""] if self.path is None else read_spec(Path(self.path))
+
+
+class Source(Section):
+    """Where documents come from. `path` is a file, a folder or a pattern; `text` names the field that holds the text."""
+
+    path: PathText | None = None
+    corpus: Literal["python"] | None = None
+    text: str = "text"
+
+    @model_validator(mode="after")
+    def _one_of(self) -> "Source":
+        if (self.path is None) == (self.corpus is None):
+            raise ValueError("name exactly one of path and corpus, as in {path: books/*.parquet, text: text} or {corpus: python}")
+        return self
+
+
+class DataConfig(Section):
+    """Documents and how they become tokens. `max_len` is the longest document in tokens; `overlong`, what happens to a longer one,
+    must be given as soon as there is one. `cache` is where tokens and the project's tokenizer are kept."""
+
+    train: Annotated[tuple[Source, ...], BeforeValidator(_some)]
+    tokenizer: PathText | None = None
+    max_len: Annotated[Size, Field(ge=2)]
+    overlong: Literal["split", "truncate", "drop"] | None = None
+    cache: PathText = Field("~/.cache/longshift", validate_default=True)
+
+    @model_validator(mode="after")
+    def _tokenizer_exists(self) -> "DataConfig":
+        if self.tokenizer is not None and not Path(self.tokenizer).exists():
+            raise ValueError(f"tokenizer {self.tokenizer} does not exist; it is a tokenizer.json or a folder that holds one")
+        return self
+
+
+class TrainConfig(Section):
+    """Steps and the optimizer. A step takes whole documents until `tokens_per_step` is reached, whatever the layout."""
+
+    tokens_per_step: Size
+    pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
+    steps: Size
+    lr: float = Field(gt=0)
+    min_lr: float = Field(default_factory=lambda data: 0.1 * data.get("lr", 0.0), ge=0)
+    warmup: Count = 0
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
+    precision: Literal["float32", "bf16", "fp16", "float64"] = "bf16"
+    seed: int = Field(0, ge=0, lt=2**63)
+    weight_decay: float = Field(0.1, ge=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainConfig":
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
+        if self.warmup > self.steps:
+            raise ValueError(f"warmup {self.warmup} is longer than the run of {self.steps} steps; write train.warmup={self.steps // 10}")
+        return self
+
+
+class SaveConfig(Section):
+    """The run folder; a checkpoint every `every` steps and at the end, of which the newest `keep` stay."""
+
+    dir: PathText
+    every: Size = 100
+    keep: Size = 3
+    tensorboard: bool = False
+
+
+class Config(Section):
+    """A run."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    layout: LayoutText = Layout()
+    save: SaveConfig
+
+    @model_validator(mode="after")
+    def _a_pack_holds_a_document(self) -> "Config":
+        if self.pack_tokens < self.data.max_len:
+            pack, longest = format_size(self.pack_tokens), format_size(self.data.max_len)
+            raise ValueError(
+                f"train.pack_tokens {pack} is less than data.max_len {longest}, and a pack must hold the longest document; "
+                f"write train.pack_tokens={longest} or leave it out"
+            )
+        return self
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.model.spec
+
+    @property
+    def pack_tokens(self) -> int:
+        """Capacity of a pack in tokens."""
+        return self.train.pack_tokens or self.data.max_len
+
+    def to_yaml(self) -> str:
+        """The resolved config; `parse_config` of it gives an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. Raises UsageError that lists every fault."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"config {path} does not exist; write one with: longshift init --to {path}") from None
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UsageError(f"config {path} cannot be read: {fault}") from None
+    return parse_config(text, overrides, name=str(path))
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config") -> Config:
+    """As `load_config`, of text; `name` stands for the file in faults."""
+    faults, lines = [], {}
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as fault:
+        raise UsageError(f"{name} is not YAML: {' '.join(str(fault).split())}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{name}: a config is a mapping with the keys {', '.join(Config.model_fields)}; see longshift init")
+    _walk(node, (), lines, faults)
+    places = {key: f"{name}:{line}" for key, line in lines.items()}
+    faults = [f"{name}:{line}: {'.'.join(map(str, key))}: given twice" for key, line in faults]
+    for override in overrides:
+        key, sign, value = override.partition("=")
+        keys = tuple(key.split("."))
+        if not sign or not all(keys):
+            faults.append(f"command line: {override!r}: an override is key=value, as in train.lr=2e-5")
+        elif not _put(values, keys, _scalar(value)):
+            faults.append(f"command line: {key}: {'.'.join(keys[:-1])} is not a section")
+        else:
+            places[keys] = "command line"
+            places |= {keys[:n]: "command line" for n in range(1, len(keys)) if keys[:n] not in places}
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as fault:
+        found = fault.errors(include_url=False)
+        faults += [_describe(error, places, name) for error in found if error["type"] != "default_factory_not_called"]
+    else:
+        place = places.get(("layout",), name)
+        faults += [f"{place}: layout: {fault}" for fault in legal.faults(config.spec, config.layout, None, config.data.max_len)]
+        if not faults:
+            return config
+    count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"
+    raise UsageError("\n  ".join([f"{name}: {count} in the config", *faults]))
+
+
+def did_you_mean(word: str, known: Sequence[str] | Any) -> str:
+    """The end of a sentence about an unknown word: the nearest known one, or all of them."""
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def _scalar(text: str) -> object:
+    """The value of an override: YAML, or the text as it stands where it is not YAML."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
+    """Set a nested key in place; False where the way to it leads through something that is not a mapping."""
+    for key in keys[:-1]:
+        values = values.setdefault(key, {}) if isinstance(values, dict) else None  # pyright: ignore[reportAssignmentType]
+    if not isinstance(values, dict):
+        return False
+    values[keys[-1]] = value
+    return True
+
+
+def _walk(node: yaml.Node | None, at: tuple, lines: dict[tuple, int], twice: list[tuple[tuple, int]]) -> None:
+    """Line (from 1) of every key below `node`, and the keys that a mapping gives twice (YAML itself would keep the last)."""
+    lines.setdefault(at, node.start_mark.line + 1 if node else 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here, line = (*at, key.value), key.start_mark.line + 1
+            if here in lines:
+                twice.append((here, line))
+            lines[here] = line
+            _walk(value, here, lines, twice)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _walk(value, (*at, index), lines, twice)
+
+
+def _fields(at: tuple) -> dict[str, Any]:
+    """The known keys of the section at a key path; empty where that is no section."""
+    section: Any = Config
+    for key in at:
+        if isinstance(key, int):
+            continue
+        field = section.model_fields.get(key)
+        args = getattr(field.annotation, "__args__", (field.annotation,)) if field else ()
+        section = next((a for a in args if isinstance(a, type) and issubclass(a, Section)), None)
+        if section is None:
+            return {}
+    return section.model_fields
+
+
+def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
+    """One fault as `file:line: key: what is wrong and what mends it`."""
+    at = tuple(error["loc"])
+    place = next((places[at[:n]] for n in range(len(at), -1, -1) if at[:n] in places), name)
+    key = ".".join(map(str, at)) or "config"
+    if error["type"] == "extra_forbidden":
+        here = did_you_mean(str(at[-1]), _fields(at[:-1]))
+        return f"{place}: {key}: no such key{here}"
+    if error["type"] == "missing":
+        return f"{place}: {key}: must be given"
+    if error["type"] == "value_error":
+        return f"{place}: {key}: {error['ctx']['error']}"
+    if error["type"] == "literal_error":
+        word = error["input"]
+        known = [w.strip(" '") for w in error["ctx"]["expected"].replace(" or ", ",").split(",")]
+        close = difflib.get_close_matches(str(word), known, 1)
+        return f"{place}: {key}: {word!r} is not one of {', '.join(known)}" + (f"; did you mean {close[0]!r}?" if close else "")
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return f"{place}: {key}: must be a section with the keys {', '.join(_fields(at))}"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{place}: {key}: {message}, not {error['input']!r}"

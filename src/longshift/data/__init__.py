@@ -1,0 +1,1 @@
+"""Files to token cache to the tensors of a micro-batch."""

@@ -1,0 +1,262 @@
+"""Files to texts: JSON lines, parquet, plain text, folders of Hugging Face `datasets`, and the standard library's own sources.
+
+A text is exactly what the file holds: nothing is stripped, joined, normalized or left out. What cannot be read stops with a
+DataError that names the file and, as far as the format has them, line or row and byte. Only `corpus: python` skips: the library has
+files that are not UTF-8 on purpose and files that are empty; each is reported as Skipped.
+"""
+
+import difflib
+import glob
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset, load_from_disk
+
+from longshift.errors import DataError, UsageError
+
+Format = Literal["jsonl", "parquet", "text", "dataset", "python"]
+
+_SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}  # others are text
+_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
+_LINE_LIMIT_BYTES = 1 << 30
+_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of `data.train`: a path (`*`, `?`, `[...]`, `**` as in a shell) whose records hold the text in field `text`, or a
+    corpus. Raises UsageError unless exactly one is given."""
+
+    path: str | None = None
+    corpus: str | None = None
+    text: str = "text"
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.corpus is None):
+            raise UsageError("a data source has either a path or a corpus: {path: ./books/*.jsonl, text: text} or {corpus: python}")
+        if self.corpus not in (None, "python"):
+            raise UsageError(f"corpus {self.corpus!r} is not known; did you mean {{corpus: python}}?")
+
+
+@dataclass(frozen=True)
+class File:
+    """What a source reads as one piece: a file, or a folder of `datasets`. Size and time tell whether it has changed."""
+
+    path: str
+    format: Format
+    field: str
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """One document; `where` is its file and line or row."""
+
+    text: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file that holds no document, and why."""
+
+    where: str
+    why: str
+
+
+def files(source: Source) -> tuple[File, ...]:
+    """The files of a source, sorted by path. Raises DataError when there are none, naming what does exist."""
+    if source.path is None:
+        return tuple(_file(path, "python", "") for path in _library())
+    pattern = os.path.expanduser(source.path)
+    matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    found = [path for path in matches if os.path.isfile(path) or _is_dataset(path)]
+    if not found:
+        raise DataError(_nothing(source.path, pattern, matches))
+    return tuple(_file(path, _format(path), source.text) for path in found)
+
+
+def read(file: File) -> Iterator[Text | Skipped]:
+    """The documents of a file, in its order. Raises DataError at the first that is bad: nothing after it is read."""
+    readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "text": _read_text, "dataset": _read_dataset, "python": _read_python}
+    try:
+        yield from readers[file.format](file)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{file.path}: cannot be read as {file.format}: {error}") from error
+
+
+def unchanged(file: File) -> bool:
+    """Whether a file still has the size and time it had when it was listed."""
+    return os.path.exists(file.path) and _file(file.path, file.format, file.field) == file
+
+
+# Finding files
+
+
+def _library() -> list[str]:
+    """The `.py` files of the standard library, by their path in it."""
+    root = Path(sysconfig.get_path("stdlib"))
+    inside = (path.relative_to(root) for path in root.rglob("*.py"))
+    return [str(root / path) for path in sorted(inside, key=lambda p: p.as_posix()) if not _NOT_LIBRARY & set(path.parts)]
+
+
+def _is_dataset(path: str) -> bool:
+    return os.path.isdir(path) and any(os.path.exists(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+
+
+def _format(path: str) -> Format:
+    return "dataset" if os.path.isdir(path) else _SUFFIXES.get(os.path.splitext(path)[1].lower(), "text")
+
+
+def _file(path: str, form: Format, field: str) -> File:
+    path = os.path.abspath(path)
+    inside = [p for p in Path(path).rglob("*") if p.is_file()] if os.path.isdir(path) else [Path(path)]
+    stats = [p.stat() for p in inside]
+    return File(path, form, field, sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats))
+
+
+def _nothing(given: str, pattern: str, matches: Sequence[str]) -> str:
+    """Why a path gives no file: it names folders, or something on the way to it does not exist."""
+    if matches:
+        return f"{given} is a folder, and not one of `datasets`; to read the files in it, write path: {matches[0].rstrip('/')}/**/*"
+    parent, rest = Path(pattern), []
+    while not parent.exists():
+        parent, rest = parent.parent, [parent.name, *rest]
+    names = sorted(p.name for p in parent.iterdir()) if parent.is_dir() else []
+    close = difflib.get_close_matches(rest[0], names, 1, 0.5)
+    if close:
+        hint = f"did you mean {parent / close[0]}?"
+    elif names:
+        hint = f"it holds {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    else:
+        hint = "it is an empty folder" if parent.is_dir() else "it is a file"
+    return f"{given} matches no file. The nearest that exists is {parent.absolute()}; {hint}"
+
+
+# Reading files
+
+
+def _read_jsonl(file: File) -> Iterator[Text]:
+    offset = 0
+    with open(file.path, "rb") as lines:
+        number = 0
+        while line := lines.readline(_LINE_LIMIT_BYTES + 1):
+            number += 1
+            yield _json_line(line, file, number, offset)
+            offset += len(line)
+    if not number:
+        raise DataError(f"{file.path}: the file is empty")
+
+
+def _json_line(line: bytes, file: File, number: int, offset: int) -> Text:
+    where = f"{file.path}, line {number}"
+
+    def bad(why: str, at: int = 0) -> DataError:
+        return DataError(f"{where}, byte {offset + at}: {why}")
+
+    if len(line) > _LINE_LIMIT_BYTES:
+        raise bad(f"the line is longer than {_LINE_LIMIT_BYTES} bytes; is this a file of JSON lines?")
+    if not line.strip():
+        raise bad('the line is empty; each line is one JSON object such as {"text": "..."}')
+    try:
+        record = json.loads(line.decode().rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        raise bad(f"not UTF-8: {error.reason} (0x{line[error.start]:02x})", error.start) from None
+    except json.JSONDecodeError as error:
+        raise bad(f"not JSON: {error.msg}", len(error.doc[: error.pos].encode())) from None
+    except (ValueError, RecursionError) as error:
+        raise bad(f"not JSON that can be read: {error}") from None
+    if not isinstance(record, dict):
+        raise bad(f'a JSON {type(record).__name__}, where one object a line is needed, such as {{"text": "..."}}')
+    if file.field not in record:
+        raise bad(_no_field(file.field, list(record)))
+    return _text(record[file.field], where, file.field, f", byte {offset}")
+
+
+def _read_parquet(file: File) -> Iterator[Text]:
+    with pq.ParquetFile(file.path) as table:
+        if file.field not in table.schema_arrow.names:
+            raise DataError(f"{file.path}: {_no_field(file.field, table.schema_arrow.names)}")
+        yield from _rows(file, (batch.column(file.field) for batch in table.iter_batches(_ROWS, columns=[file.field])))
+
+
+def _read_dataset(file: File) -> Iterator[Text]:
+    try:
+        dataset = load_from_disk(file.path)
+    except (ValueError, KeyError) as error:  # a damaged state.json or dataset_info.json
+        raise DataError(f"{file.path}: cannot be read as a folder of `datasets`: {error}") from error
+    if not isinstance(dataset, Dataset):
+        splits = [str(name) for name in dataset]
+        raise DataError(f"{file.path}: holds splits ({', '.join(splits)}); name one, as in path: {file.path}/{splits[0]}")
+    if file.field not in dataset.column_names:
+        raise DataError(f"{file.path}: {_no_field(file.field, dataset.column_names)}")
+    tables = dataset.select_columns([file.field]).with_format("arrow").iter(_ROWS)
+    yield from _rows(file, (chunk for table in tables for chunk in cast(pa.Table, table).column(0).chunks))
+
+
+def _rows(file: File, columns: Iterator[pa.Array]) -> Iterator[Text]:
+    """The strings of a column, decoded one by one so that a bad one can be named."""
+    row = 0
+    for column in columns:
+        if isinstance(column, pa.DictionaryArray):
+            column = column.dictionary_decode()
+        if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+            raise DataError(f"{file.path}, row {row}: {file.field!r} holds {column.type}, where a string is needed")
+        for value in column.cast(pa.large_binary()).to_pylist():
+            where = f"{file.path}, row {row}"
+            try:
+                yield _text(value if value is None else value.decode(), where, file.field)
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}, byte {error.start} of {file.field!r}: not UTF-8: {error.reason}") from None
+            row += 1
+    if not row:
+        raise DataError(f"{file.path}: there are no rows")
+
+
+def _read_text(file: File) -> Iterator[Text]:
+    data = Path(file.path).read_bytes()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        why = f"not UTF-8: {error.reason} (0x{data[error.start]:02x})"
+        raise DataError(f"{file.path}, line {line}, byte {error.start}: {why}") from None
+    if not text:
+        raise DataError(f"{file.path}: the file is empty")
+    yield Text(text, file.path)
+
+
+def _read_python(file: File) -> Iterator[Text | Skipped]:
+    data = Path(file.path).read_bytes()
+    try:
+        yield Text(data.decode(), file.path) if data else Skipped(file.path, "empty")
+    except UnicodeDecodeError:
+        yield Skipped(file.path, "not UTF-8")
+
+
+def _text(value: object, where: str, field: str, at: str = "") -> Text:
+    """A document, if the value is a string that can be one."""
+    if not isinstance(value, str):
+        raise DataError(f"{where}{at}: {field!r} holds {type(value).__name__}, where a string is needed")
+    if not value:
+        raise DataError(f"{where}{at}: {field!r} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}{at}: character {error.start} of {field!r} is half of a surrogate pair, no Unicode") from None
+    return Text(value, where)
+
+
+def _no_field(field: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(field, known, 1)
+    name = close[0] if close else known[0] if len(known) == 1 else None
+    hint = f"; did you mean text: {name}?" if name else ""
+    return f"there is no field {field!r} (data.train.text), only {', '.join(map(repr, known)) or 'none'}{hint}"

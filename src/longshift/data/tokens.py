@@ -1,0 +1,234 @@
+"""The token cache: every document's tokens end to end in one memory-mapped file, made once and then only read.
+
+    <folder>/<key>/tokens.bin      uint16 or uint32, little-endian
+                   offsets.bin     int64: document d is tokens[offsets[d] : offsets[d + 1]], end of text last
+                   manifest.json   what it was made from, what it holds, SHA-256 of both files
+
+The key stands for the tokenizer and for path, size and time of every source file, so that changed sources make a new cache and
+never alter one that is in use. The fingerprint stands for the tokens alone: the same on every machine and under any path.
+"""
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longshift.data.sources import File, Skipped, Source, Text, files, read, unchanged
+from longshift.data.tokenizer import Tokenizer
+from longshift.errors import DataError
+from longshift.files import publish
+
+Progress = Callable[[int, int], None]  # bytes of the sources done, bytes in all
+
+_FORMAT = 1
+_BATCH_CHARACTERS = 4 << 20
+_READ_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class CachedFile:
+    """A source file and the documents it gave; `first` is the number of its first."""
+
+    path: str
+    format: str
+    first: int
+    documents: int
+
+
+@dataclass(frozen=True, eq=False)
+class TokenCache:
+    """Documents of a corpus as tokens.
+
+    `lengths` int64 [documents], end of text included; `vocab` and `eos` of the tokenizer; `largest_id` the largest token id that
+    occurs, first in document `largest_document`; `fingerprint` of the tokens, `tokenizer_fingerprint` of what made them; `skipped`
+    (path, reason) of each file that gave none.
+    """
+
+    folder: Path
+    lengths: np.ndarray
+    vocab: int
+    eos: int
+    largest_id: int
+    largest_document: int
+    fingerprint: str
+    tokenizer_fingerprint: str
+    files: tuple[CachedFile, ...]
+    skipped: tuple[tuple[str, str], ...]
+    _offsets: np.ndarray
+    _tokens: np.ndarray
+
+    @classmethod
+    def open(cls, folder: Path | str, verify: bool = True) -> "TokenCache":
+        """Open a finished cache. Raises DataError with the reason when it is damaged; `verify` reads every token to be sure."""
+        folder = Path(folder)
+        body = _read_manifest(folder)
+        for name, items, dtype in (("tokens.bin", body["tokens"], body["dtype"]), ("offsets.bin", body["documents"] + 1, "<i8")):
+            _check_file(folder / name, items * np.dtype(dtype).itemsize, body["sha256"][name] if verify else None)
+        offsets = np.memmap(folder / "offsets.bin", "<i8", "r")
+        counts = [f["documents"] for f in body["files"]]
+        return cls(
+            folder=folder,
+            lengths=np.diff(offsets).astype(np.int64, copy=False),
+            vocab=body["vocab"],
+            eos=body["eos"],
+            largest_id=body["largest_id"],
+            largest_document=body["largest_document"],
+            fingerprint=_digest(body["tokenizer"], body["sha256"]),
+            tokenizer_fingerprint=body["tokenizer"],
+            files=tuple(CachedFile(f["path"], f["format"], end - n, n) for f, n, end in zip(body["files"], counts, accumulate(counts))),
+            skipped=tuple((path, why) for path, why in body["skipped"]),
+            _offsets=offsets,
+            _tokens=np.memmap(folder / "tokens.bin", body["dtype"], "r"),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Tokens `start` to `stop` of a document, cut at its end: a read-only view of the file, uint16 or uint32."""
+        begin, end = int(self._offsets[document]), int(self._offsets[document + 1])
+        return self._tokens[begin + start : end if stop is None else min(begin + stop, end)]
+
+    def where(self, document: int) -> str:
+        """The file a document came from, and its line or row there."""
+        file = self.files[bisect_right(self.files, document, key=lambda f: f.first) - 1]
+        nth = document - file.first
+        return file.path + {"jsonl": f", line {nth + 1}", "parquet": f", row {nth}", "dataset": f", row {nth}"}.get(file.format, "")
+
+
+def build(sources: Sequence[Source], tokenizer: Tokenizer, folder: Path | str, progress: Progress | None = None) -> TokenCache:
+    """The token cache of these sources under `folder`: the one that is there if nothing changed, else a new one.
+
+    Any number of processes may do this at once: each writes aside, the first to finish provides. `progress` is called after every
+    document. Raises DataError for bad input, for a damaged cache, and when the folder cannot be written.
+    """
+    inputs = [file for source in sources for file in files(source)]
+    key = _digest(_FORMAT, tokenizer.fingerprint, [asdict(file) for file in inputs])
+    target = Path(folder).expanduser() / key[:16]
+    if not target.exists():
+        try:
+            publish(target, lambda new: _write(inputs, tokenizer, new, progress or (lambda done, total: None)))
+        except OSError as error:
+            raise DataError(f"{target}: cannot write the token cache: {error.strerror or error}") from error
+    return TokenCache.open(target)
+
+
+# Writing
+
+
+def _write(inputs: Sequence[File], tokenizer: Tokenizer, folder: Path, progress: Progress) -> None:
+    dtype = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
+    nothing = len(tokenizer.encode([""])[0])
+    lengths: list[int] = []
+    largest, largest_document = -1, 0
+    counts, skipped = [0] * len(inputs), []
+    with open(folder / "tokens.bin", "wb") as out:
+        for batch in _batches(_texts(inputs, skipped, progress)):
+            for (nth, text), ids in zip(batch, tokenizer.encode([text.text for _, text in batch])):
+                if len(ids) == nothing:
+                    raise DataError(f"{text.where}: the tokenizer finds no token in this text of {len(text.text)} characters")
+                tokens = np.array(ids, dtype)
+                out.write(tokens.tobytes())
+                if (top := int(tokens.max())) > largest:
+                    largest, largest_document = top, len(lengths)
+                lengths.append(len(ids))
+                counts[nth] += 1
+    if not lengths:
+        raise DataError("the sources of data.train hold no document")
+    np.array([0, *accumulate(lengths)], "<i8").tofile(folder / "offsets.bin")
+    body = {
+        "format": _FORMAT,
+        "dtype": dtype.str,
+        "documents": len(lengths),
+        "tokens": sum(lengths),
+        "vocab": tokenizer.vocab,
+        "eos": tokenizer.eos,
+        "largest_id": largest,
+        "largest_document": largest_document,
+        "tokenizer": tokenizer.fingerprint,
+        "sha256": {name: _sha256(folder / name) for name in ("tokens.bin", "offsets.bin")},
+        "files": [{**asdict(file), "documents": count} for file, count in zip(inputs, counts)],
+        "skipped": skipped,
+    }
+    (folder / "manifest.json").write_text(json.dumps({"sha256": _digest(body), "body": body}, indent=1) + "\n")
+
+
+def _texts(inputs: Sequence[File], skipped: list[tuple[str, str]], progress: Progress) -> Iterator[tuple[int, Text]]:
+    """The documents of all files, each with the number of its file; files that give none are added to `skipped`."""
+    total, before = sum(file.size_bytes for file in inputs), 0
+    for nth, file in enumerate(inputs):
+        done = 0
+        for item in read(file):
+            if isinstance(item, Skipped):
+                skipped.append((item.where, item.why))
+            else:
+                done += len(item.text)
+                yield nth, item
+            progress(before + min(done, file.size_bytes), total)
+        if not unchanged(file):
+            raise DataError(f"{file.path}: changed while it was read; start again when nothing writes to it")
+        before += file.size_bytes
+        progress(before, total)
+
+
+def _batches(texts: Iterable[tuple[int, Text]]) -> Iterator[list[tuple[int, Text]]]:
+    """Runs of documents that the tokenizer takes at once."""
+    batch, characters = [], 0
+    for nth, text in texts:
+        batch.append((nth, text))
+        characters += len(text.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+# Checking
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_bytes())
+        body, digest = manifest["body"], manifest["sha256"]
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing; {_again(folder)}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged: {error}; {_again(folder)}") from error
+    if _digest(body) != digest:
+        raise DataError(f"{path} is damaged: its contents do not give its SHA-256; {_again(folder)}")
+    if body["format"] != _FORMAT:
+        raise DataError(f"{path}: format {body['format']}, where {_FORMAT} is read; {_again(folder)}")
+    return body
+
+
+def _check_file(path: Path, size: int, sha256: str | None) -> None:
+    if not path.exists():
+        raise DataError(f"{path} is missing; {_again(path.parent)}")
+    if path.stat().st_size != size:
+        raise DataError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}; {_again(path.parent)}")
+    if sha256 is not None and _sha256(path) != sha256:
+        raise DataError(f"{path} is damaged: its contents do not give its SHA-256; {_again(path.parent)}")
+
+
+def _again(folder: Path) -> str:
+    return f"to make it again: rm -r '{folder}'"
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _digest(*values: object) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Processes, groups and differentiable collectives."""

@@ -1,0 +1,167 @@
+"""Groups of ranks: fused buffers that move between them, and the differentiable collectives that models are cut with.
+
+Native collectives serve NCCL. gloo's reduce-scatter is an all-reduce underneath and its all-gather a ring of copies; on gloo both are
+all-to-alls here, each rank to each peer (see docs/log.md, "gloo: everything is an all-to-all"). That moves the same bytes, (P-1)/P of the
+buffer in and out of every rank, and a sum is taken once, in rank order and in at least float32.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Renamed in torch 2.13; the old names warn there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+LOCALLY = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax, dist.ReduceOp.MIN: torch.amin}
+
+
+@dataclass
+class Pending:
+    """Traffic under way. `keep` holds tensors that must live until `wait`, which may be called once."""
+
+    works: Sequence[dist.Work | None] = ()
+    keep: tuple[Tensor, ...] = ()
+    finish: Callable[[], object] | None = None
+
+    def wait(self) -> None:
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        if self.finish is not None:
+            self.finish()
+        self.works, self.keep, self.finish = (), (), None
+
+
+class Group:
+    """`ranks` in ascending order; `index` is this rank's place among them; alone when `handle` is None."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None):
+        self.ranks, self.handle = ranks, handle
+        self.size, self.index = len(ranks), ranks.index(rank)
+        self.direct = handle is not None and dist.get_backend(handle) == "gloo"
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        """out [P, ...] = every rank's x [...]. Valid after `wait`."""
+        if self.handle is None:
+            out.copy_(x.view_as(out))
+            return Pending()
+        if self.direct:
+            copies = x.expand(self.size, *x.shape).contiguous()
+            return Pending([dist.all_to_all_single(out.view_as(copies), copies, group=self.handle, async_op=True)], (copies, out))
+        return Pending([_all_gather(out, x, group=self.handle, async_op=True)], (x,))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
+        """out [...] = sum over ranks of their x [P, ...] at this rank's index. Valid after `wait`."""
+        if self.handle is None:
+            out.copy_(x.view_as(out))
+            return Pending()
+        if not self.direct:
+            return Pending([_reduce_scatter(out, x, group=self.handle, async_op=True)], (x,))
+        parts = torch.empty_like(x).view(self.size, *out.shape)
+        work = dist.all_to_all_single(parts, x.view_as(parts), group=self.handle, async_op=True)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return Pending([work], (parts, x), lambda: out.copy_(torch.sum(parts, 0, dtype=wide)))
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """In place, for small tensors, the same bits on every rank; returns x."""
+        if self.direct:
+            rows = x.new_empty((self.size, *x.shape))
+            self.all_gather(rows, x).wait()
+            return x.copy_(LOCALLY[op](rows, 0))
+        if self.handle is not None:
+            dist.all_reduce(x, op, group=self.handle)
+        return x
+
+    def start_all_reduce(self, x: Tensor) -> Pending:
+        """x = sum over ranks of their x, in place, bitwise the same on all. Valid after `wait`."""
+        return Pending([dist.all_reduce(x, group=self.handle, async_op=True)] if self.handle is not None else (), (x,))
+
+    def exchange(self, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[Pending, list[Tensor]]:
+        """Send `sends[i]` to the i-th rank and receive a tensor of `shapes[i]` from it; all of one dtype, empty ones included. Returns
+        what has arrived after `wait`. Both sides of a pair must agree on the size."""
+        own = sends[self.index]
+        out_sizes = [0 if i == self.index else math.prod(shape) for i, shape in enumerate(shapes)]
+        in_sizes = [0 if i == self.index else t.numel() for i, t in enumerate(sends)]
+        fused = torch.cat([own.new_empty(0), *(t.reshape(-1) for i, t in enumerate(sends) if i != self.index)])
+        out = own.new_empty(sum(out_sizes))
+        work = None
+        if self.handle is not None:
+            work = dist.all_to_all_single(out, fused, out_sizes, in_sizes, group=self.handle, async_op=True)
+        pieces = out.split(out_sizes)
+        received = [own if i == self.index else pieces[i].view(shape) for i, shape in enumerate(shapes)]
+        return Pending([work], (fused, out)), received
+
+    def send(self, x: Tensor, to: int, tag: int) -> Pending:
+        """To the `to`-th rank of the group."""
+        return Pending([dist.isend(x, group=self.handle, group_dst=to, tag=tag)], (x,))
+
+    def receive(self, out: Tensor, source: int, tag: int) -> Pending:
+        """From the `source`-th rank of the group."""
+        return Pending([dist.irecv(out, group=self.handle, group_src=source, tag=tag)], (out,))
+
+
+class GatherTokens(torch.autograd.Function):
+    """[T/P, ...] on each rank -> [T, ...] on all; backward sums over the ranks and scatters."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        return gather_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return scatter_tokens(grad, ctx.group), None
+
+
+class ScatterTokens(torch.autograd.Function):
+    """Partial sums [T, ...] on each rank -> their sum's [T/P, ...] share; backward gathers."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group = group
+        return scatter_tokens(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gather_tokens(grad, ctx.group), None
+
+
+class AllToAll(torch.autograd.Function):
+    """apply(group, receive_shapes, *sends): sends[i] goes to rank i; returns what came from each rank, in order. Backward goes back."""
+
+    @staticmethod
+    def forward(ctx, group: Group, receive_shapes, *sends: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.send_shapes = group, [tuple(t.shape) for t in sends]
+        return all_to_all(group, sends, receive_shapes)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, *all_to_all(ctx.group, grads, ctx.send_shapes)
+
+
+def gather_tokens(x: Tensor, group: Group) -> Tensor:
+    """Concatenation along dim 0 of every rank's x."""
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    group.all_gather(out, x.contiguous()).wait()
+    return out
+
+
+def scatter_tokens(x: Tensor, group: Group) -> Tensor:
+    """This rank's share along dim 0 of the sum of every rank's x."""
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    group.reduce_scatter(out, x.contiguous()).wait()
+    return out
+
+
+def all_to_all(group: Group, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """What came from each rank; `sends` need not be contiguous."""
+    pending, received = group.exchange(sends, shapes)
+    pending.wait()
+    own = received[group.index]
+    received[group.index] = own.clone()  # an autograd.Function must not return its input
+    return tuple(received)

@@ -1,0 +1,135 @@
+"""The processes of a run, the device of this one, and groups of them.
+
+A rank's place comes from torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK). Ranks meet at LONGSHIFT_STORE (host:port, set by
+`longshift train` for workers that it starts, loopback only) or, under torchrun, Slurm or Kubernetes, at MASTER_ADDR and MASTER_PORT.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from longshift import errors
+from longshift.dist.collectives import Group
+from longshift.errors import LongshiftError, PeerError
+
+TIMEOUT = timedelta(minutes=10)
+
+
+def launched() -> bool:
+    """Whether this process was started as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def stay_on_loopback() -> None:
+    """Keep gloo's listeners of this process, and of those it starts, on the loopback interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+
+
+def end_with_parent(how: signal.Signals) -> None:
+    """Linux: send this process a signal when the one that started it dies, rather than run on unwatched."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG
+
+
+def keep_freed_memory() -> None:
+    """glibc: let the heap keep up to 1 GiB of freed memory, as caching allocators of GPUs do. What goes back to the system costs a page
+    fault for every 4 KiB when it is used again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: the largest that glibc would come to by itself
+
+
+class World:
+    """This process among its peers. Mutable: it remembers the groups it has made."""
+
+    def __init__(self, rank: int, size: int, device: torch.device):
+        self.rank, self.size, self.device = rank, size, device
+        self.everyone = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
+        self._groups: dict[tuple[tuple[int, ...], str], Group | None] = {}
+
+    @classmethod
+    def from_environment(cls) -> "World":
+        """Join the peers that the environment describes. Raises PeerError when they cannot be reached."""
+        keep_freed_memory()
+        if not launched():
+            return cls.alone()
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        address = os.environ.get("LONGSHIFT_STORE")
+        try:
+            if address:
+                host, port = address.rsplit(":", 1)
+                store = dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
+                dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+            else:
+                dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
+        except (dist.DistError, RuntimeError, ValueError) as fault:
+            raise PeerError(f"rank {rank} of {size} could not join the others: {fault}") from fault
+        return cls(rank, size, device)
+
+    @classmethod
+    def alone(cls) -> "World":
+        """One process, no peers."""
+        return cls(0, 1, torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+
+    def prepare(self, groups: Iterable[tuple[int, ...]], purpose: str = "") -> None:
+        """Make process groups for these sets of ranks. Every rank of the world calls it with the same sets in the same order, members
+        or not: torch names a group by how many were made before. `purpose` keeps traffic apart that may cross (the two directions of a
+        pipeline)."""
+        for ranks in groups:
+            if len(ranks) > 1 and (ranks, purpose) not in self._groups:
+                handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=TIMEOUT)  # pyright: ignore[reportAssignmentType]
+                self._groups[ranks, purpose] = Group(ranks, self.rank, handle) if self.rank in ranks else None
+
+    def group(self, ranks: tuple[int, ...], purpose: str = "") -> Group:
+        """The group of these ranks, made before by `prepare`; a group of one needs no making."""
+        if len(ranks) == 1:
+            return Group(ranks, self.rank, None)
+        group = self._groups[ranks, purpose]
+        assert group is not None, f"rank {self.rank} is not in {ranks}"
+        return group
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every rank's text, by rank, on every rank."""
+        everyone, data = self.everyone, text.encode()
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        everyone.all_gather(sizes, torch.tensor([len(data)], device=self.device)).wait()
+        longest = max(1, int(sizes.max()))
+        own = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+        rows = own.new_empty((self.size, longest))
+        everyone.all_gather(rows, own).wait()
+        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows.cpu(), sizes.tolist())]
+
+    def agree(self, fault: LongshiftError | None) -> None:
+        """Raise on every rank when one of them has a fault: its own there, the lowest faulty rank's elsewhere, of the same class."""
+        told = [text.partition(" ") for text in self.gather_text(f"{type(fault).__name__} {fault}" if fault else "")]
+        if fault is not None:
+            raise fault
+        for kind, _, message in told:
+            if kind:
+                raise getattr(errors, kind)(message)
+
+    def forget(self) -> None:
+        """Take all prepared groups down; collective. A process that tries many layouts should: every gloo group keeps a thread that wakes a
+        hundred times a second."""
+        self.everyone.all_reduce(torch.zeros(1, device=self.device))  # nobody uses them any more
+        for group in self._groups.values():
+            if group is not None and group.handle is not None:
+                dist.destroy_process_group(group.handle)
+                group.handle = None
+        self._groups.clear()
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()

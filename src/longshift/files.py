@@ -1,0 +1,38 @@
+"""Files that are on the disk when we say so, and folders that appear whole or not at all."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def publish(target: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write files into a temporary folder beside `target`, make them durable, and rename it to `target`.
+
+    When another process publishes `target` first, its folder stays and ours is dropped: for names that determine the content.
+    Raises OSError (disk full, no permission) and what `fill` raises; then nothing is left behind.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".building", dir=target.parent))
+    try:
+        fill(building)
+        for path in [*building.iterdir(), building]:
+            sync(path)
+        try:
+            building.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+        sync(target.parent)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Make a file's contents, or a folder's entries, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

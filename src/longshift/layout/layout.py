@@ -1,0 +1,177 @@
+"""Layout: one way to compute, as one line of text; and where each rank stands in it.
+
+    dp2.tp2            two replicas, each on two tensor-parallel ranks
+    pp2.dp2.tp2.z3     pipeline of two stages, ZeRO-3 over the replicas
+    u4.ring2           sequence over eight ranks: Ulysses inside, ring outside
+    pp2:3-2.gpipe      three and two layers in the stages, all-forward-all-backward
+    pp2.v2             interleaved 1F1B with two model chunks a rank
+    dp4.recompute-full
+
+`tp` varies fastest over ranks, then `ulysses`, `ring`, `dp`, `pp`: the axes that move most bytes sit closest together.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Literal
+
+from longshift.errors import UsageError
+
+AXES = ("tp", "ulysses", "ring", "dp", "pp")  # fastest first
+ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 and weights"
+
+Order = Literal["gpipe", "1f1b"]
+Recompute = Literal["none", "selective", "full"]
+
+_DEGREES = {"dp": "dp", "pp": "pp", "tp": "tp", "u": "ulysses", "ring": "ring", "z": "zero", "v": "virtual"}
+_FLAGS = {
+    "gpipe": ("order", "gpipe"),
+    "1f1b": ("order", "1f1b"),
+    "recompute-selective": ("recompute", "selective"),
+    "recompute-full": ("recompute", "full"),
+}
+
+
+@dataclass(frozen=True)
+class Coord:
+    """A rank's position along each axis."""
+
+    tp: int
+    ulysses: int
+    ring: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees and policies of one way to compute.
+
+    `zero` 0..3; `virtual` model chunks per pipeline rank (interleaved 1F1B when above 1); `stages` blocks in each of the
+    `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention half of a block) or full (whole
+    block).
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    zero: int = 0
+    virtual: int = 1
+    order: Order = "1f1b"
+    recompute: Recompute = "none"
+    stages: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """Read the text form. Raises UsageError that names the bad word and the nearest good one."""
+        values: dict[str, object] = {}
+        for word in text.strip().split("."):
+            match = re.fullmatch(r"(dp|pp|tp|u|ring|z|v)(\d+)(?::(\d+(?:-\d+)*))?", word)
+            if match:
+                name, number = _DEGREES[match[1]], int(match[2])
+                if match[3]:
+                    if name != "pp":
+                        raise UsageError(f"layout {text!r}: only pp takes a list of layers per stage, as in pp2:3-2")
+                    values["stages"] = tuple(int(n) for n in match[3].split("-"))
+                if name == "zero" and number > 3:
+                    raise UsageError(f"layout {text!r}: z{number} does not exist; {ZERO_MEANING}")
+                if name != "zero" and number < 1:
+                    raise UsageError(f"layout {text!r}: {word!r}: a degree is at least 1")
+                value: object = number
+            elif word in _FLAGS:
+                name, value = _FLAGS[word]
+            else:
+                raise UsageError(f"layout {text!r}: {word!r} is not a layout word{_nearest(word)}")
+            if name in values:
+                raise UsageError(f"layout {text!r}: {word!r} sets {name} a second time")
+            values[name] = value
+        return cls(**values)  # pyright: ignore[reportArgumentType]
+
+    def __str__(self) -> str:
+        words = []
+        if self.pp > 1 or self.stages:
+            words.append(f"pp{self.pp}" + (":" + "-".join(map(str, self.stages)) if self.stages else ""))
+        words += [f"{short}{n}" for short, n in (("dp", self.dp), ("ring", self.ring), ("u", self.ulysses), ("tp", self.tp)) if n > 1]
+        words += [f"v{self.virtual}"] if self.virtual > 1 else []
+        words += ["gpipe"] if self.order == "gpipe" else []
+        words += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
+        words += [f"z{self.zero}"] if self.zero else []
+        return ".".join(words) or "dp1"
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.ulysses * self.ring * self.dp * self.pp
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that hold different tokens of one pack between attention and linear layers."""
+        return self.tp * self.ulysses * self.ring
+
+    def degree(self, axis: str) -> int:
+        if axis not in AXES:
+            raise UsageError(f"{axis!r} is not an axis{_nearest(axis, AXES)}")
+        return getattr(self, axis)
+
+    def coord(self, rank: int) -> Coord:
+        """Where a rank stands. Raises UsageError outside the layout's world."""
+        if not 0 <= rank < self.world:
+            raise UsageError(f"rank {rank} is outside layout {self}, which has ranks 0 to {self.world - 1}")
+        at = {}
+        for axis in AXES:
+            rank, at[axis] = divmod(rank, self.degree(axis))
+        return Coord(**at)
+
+    def rank(self, coord: Coord) -> int:
+        """Inverse of `coord`."""
+        rank = 0
+        for axis in reversed(AXES):
+            rank = rank * self.degree(axis) + getattr(coord, axis)
+        return rank
+
+    def ranks(self, *axes: str, of: int) -> tuple[int, ...]:
+        """The ranks that differ from rank `of` along `axes` only, ascending; `of` among them."""
+        for axis in axes:
+            self.degree(axis)
+        at = self.coord(of)
+        varied = (range(self.degree(axis)) if axis in axes else (getattr(at, axis),) for axis in reversed(AXES))
+        return tuple(self.rank(Coord(**dict(zip(reversed(AXES), coords)))) for coords in product(*varied))
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """All such groups; they partition the world."""
+        for axis in axes:
+            self.degree(axis)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            at = self.coord(rank)
+            found.setdefault(tuple(getattr(at, a) for a in AXES if a not in axes), []).append(rank)
+        return tuple(tuple(group) for group in found.values())
+
+    def layers_of(self, layers: int) -> tuple[tuple[int, int], ...]:
+        """Half-open block range of every virtual stage, in model order. Virtual stage s runs on pipeline coordinate s % pp as its
+        model chunk s // pp."""
+        count = self.pp * self.virtual
+        sizes = self.stages or tuple(layers // count + (i < layers % count) for i in range(count))
+        if len(sizes) != count or sum(sizes) != layers:
+            raise UsageError(f"layout {self}: stages {sizes} must be {count} numbers that add up to {layers} layers")
+        ends = [sum(sizes[: i + 1]) for i in range(count)]
+        return tuple((end - size, end) for size, end in zip(sizes, ends))
+
+    def units_of(self, layers: int, pp: int) -> tuple[tuple[int, ...], ...]:
+        """For each model chunk of pipeline coordinate `pp`: the units (see `spec.model`) it computes, in order."""
+        spans, last = self.layers_of(layers), self.pp * self.virtual - 1
+        chunks = []
+        for stage in range(pp, self.pp * self.virtual, self.pp):
+            start, stop = spans[stage]
+            blocks = tuple(range(start + 1, stop + 1))
+            chunks.append((0,) * (stage == 0) + blocks + (layers + 1,) * (stage == last))
+        return tuple(chunks)
+
+
+def _nearest(word: str, known: tuple[str, ...] = ()) -> str:
+    candidates = known or (*(f"{w}2" for w in _DEGREES), *_FLAGS, *(f.name for f in fields(Layout)))
+    close = difflib.get_close_matches(word, candidates, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known or (*_DEGREES, *_FLAGS))}"

@@ -1,0 +1,148 @@
+"""Why a layout is not possible for a model, a world and a longest document: every reason at once, with the arithmetic and the
+nearest values that work.
+
+Uneven is possible: heads, feed-forward columns, vocabulary rows and blocks are shared in whole pieces, some ranks taking one more.
+What is refused leaves a rank without any, contradicts itself, or asks the model for something it does not compute.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import log2
+
+from longshift.errors import UsageError
+from longshift.layout.layout import AXES, Layout
+from longshift.spec.model import ModelSpec, share
+
+_AXES = tuple(reversed(AXES))
+
+
+def faults(spec: ModelSpec, layout: Layout, world: int | None, max_tokens: int | None = None) -> tuple[str, ...]:
+    """All reasons, one line each; empty where the layout is possible.
+
+    `world`: ranks that are here, None where that is not known yet; `max_tokens`: the longest document after the over-length policy.
+    """
+    broken = tuple(_degrees(layout))
+    if broken:
+        return broken  # no arithmetic holds below
+    return (
+        *_world(spec, layout, world),
+        *_tensor(spec, layout),
+        *_ulysses(spec, layout),
+        *_pipeline(spec, layout),
+        *_length(spec, max_tokens),
+    )
+
+
+def check(spec: ModelSpec, layout: Layout, world: int | None, max_tokens: int | None = None) -> None:
+    """Raise UsageError with all faults, if any."""
+    found = faults(spec, layout, world, max_tokens)
+    if found:
+        raise UsageError("\n  ".join((f"layout {layout} is not possible here:", *found)))
+
+
+def _degrees(layout: Layout) -> Iterator[str]:
+    for name in ("dp", "pp", "tp", "ulysses", "ring", "virtual"):
+        if getattr(layout, name) < 1:
+            yield f"{name} is {getattr(layout, name)}: a degree is at least 1"
+    if not 0 <= layout.zero <= 3:
+        yield f"zero is {layout.zero}: it is 0, 1, 2 or 3"
+
+
+def _world(spec: ModelSpec, layout: Layout, world: int | None) -> Iterator[str]:
+    if world is None or world == layout.world:
+        return
+    degrees = [str(getattr(layout, name)) for name in _AXES if getattr(layout, name) > 1]
+    product = f"{' x '.join(degrees)} = {layout.world}" if len(degrees) > 1 else f"{layout.world}"
+    near = [str(other) for other in _nearest(layout, world) if not faults(spec, other, world)][:2]
+    hint = f": try {' or '.join(near)}" if near else ""
+    yield f"{layout} needs {_count(product, 'rank')}, {world} {'is' if world == 1 else 'are'} here{hint}"
+
+
+def _nearest(layout: Layout, world: int) -> list[Layout]:
+    """Layouts of `world` ranks over dp and the axes in use, those whose degrees change least first."""
+    axes = [name for name in _AXES if name == "dp" or getattr(layout, name) > 1]
+
+    def change(degrees: tuple[int, ...]) -> tuple[float, int]:
+        """In doublings; between equals, one that changes dp alone."""
+        changes = [abs(log2(degree / getattr(layout, name))) for name, degree in zip(axes, degrees)]
+        return sum(changes), sum(c > 0 for name, c in zip(axes, changes) if name != "dp")
+
+    layouts = []
+    for degrees in sorted(_factors(world, len(axes)), key=change):
+        other = replace(layout, **dict(zip(axes, degrees)))
+        if other.pp != layout.pp:
+            other = replace(other, stages=(), virtual=layout.virtual if other.pp > 1 else 1)
+        layouts.append(other)
+    return layouts
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write `number` as an ordered product of `count` factors."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            yield from ((first, *rest) for rest in _factors(number // first, count - 1))
+
+
+def _tensor(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    for count, what in ((spec.heads, "query heads"), (spec.ffn, "feed-forward columns"), (spec.vocab, "vocabulary rows")):
+        if layout.tp > count:
+            yield f"tp{layout.tp} shares {count} {what} among {layout.tp} ranks, which leaves some none: at most tp{count}"
+
+
+def _ulysses(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    """Ulysses shares a tensor-parallel rank's query heads; fewer key/value heads are replicated."""
+    least, largest_tp = spec.heads // layout.tp, spec.heads // layout.ulysses
+    if 1 <= least < layout.ulysses:
+        after = f" after tp{layout.tp} (of {spec.heads})" if layout.tp > 1 else ""
+        other = f", or tp{largest_tp} with u{layout.ulysses}" if 1 <= largest_tp < layout.tp else ""
+        shares = f"u{layout.ulysses} shares {_count(least, 'query head')}{after} among {layout.ulysses} ranks"
+        yield f"{shares}: at most u{least}{other}; ring has no such limit"
+
+
+def _pipeline(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    pp, virtual, layers = layout.pp, layout.virtual, spec.layers
+    if virtual > 1 and layout.order == "gpipe":
+        yield f"gpipe and v{virtual} contradict: model chunks are what 1F1B interleaves; drop gpipe or v{virtual}"
+    if virtual > 1 and pp == 1:
+        yield f"v{virtual} interleaves the model chunks of several pipeline ranks, and pp is 1: drop v{virtual} or add pp2"
+    elif pp * virtual > layers:
+        made = f"pp{pp}.v{virtual} makes {pp} x {virtual} = {pp * virtual}" if virtual > 1 else f"pp{pp} makes {pp}"
+        works = [f"pp{p}.v{v}" for p, v in ((layers // virtual, virtual), (pp, layers // pp)) if p > 1 and v > 1]
+        most = " or ".join(works) or f"pp{min(pp, layers)}"
+        yield f"{made} stages of at least one block, the model has {layers}: at most {most}"
+    if layout.stages:
+        yield from _stages(layout, layers)
+
+
+def _stages(layout: Layout, layers: int) -> Iterator[str]:
+    """Explicit stage sizes: as many as virtual stages, each at least one block, together the model."""
+    given, count = "-".join(map(str, layout.stages)), layout.pp * layout.virtual
+    wrong = []
+    if len(layout.stages) != count:
+        wrong.append(f"{_count(len(layout.stages), 'stage')}, {count} are needed")
+    if sum(layout.stages) != layers:
+        wrong.append(f"{given.replace('-', ' + ')} = {sum(layout.stages)} blocks, the model has {layers}")
+    if min(layout.stages) < 1:
+        wrong.append("a stage without a block")
+    if wrong:
+        equal = "-".join(str(stop - start) for start, stop in (share(layers, count, i) for i in range(count)))
+        yield f"pp{layout.pp}:{given} has {' and '.join(wrong)}" + (f": try pp{layout.pp}:{equal}" if count <= layers else "")
+
+
+def _length(spec: ModelSpec, max_tokens: int | None) -> Iterator[str]:
+    if max_tokens is None:
+        return
+    limits = (
+        (spec.max_positions if spec.learned_positions else None, "the model has learned {} positions"),
+        (spec.sliding_window, "the model attends to the last {} tokens only, and windowed attention is not implemented"),
+    )
+    for limit, why in limits:
+        if limit is not None and max_tokens > limit:
+            yield f"documents are up to {max_tokens} tokens long, {why.format(limit)}: data.max_len at most {limit}"
+
+
+def _count(number: int | str, noun: str) -> str:
+    return f"{number} {noun}" if number in (1, "1") else f"{number} {noun}s"

@@ -1,0 +1,1 @@
+"""The decoder in plain PyTorch; it knows no rank."""

@@ -1,0 +1,231 @@
+"""Hugging Face model folders: `config.json`, safetensors weights (one file, or shards with an index), tokenizer files.
+
+Reading is lazy, box by box: a rank reads no byte of a weight that it does not hold. Writing is atomic: a temporary folder beside
+the target, fsynced, then renamed. Nothing here opens a pickle.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from longshift.errors import CheckpointError
+from longshift.files import sync
+from longshift.layout.box import Box
+from longshift.spec.families import to_hugging_face
+from longshift.spec.model import ModelSpec
+
+INDEX = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Buffers that older checkpoints carry: GPT-2's causal mask, Llama's rotary frequencies.
+_BUFFER = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
+_ROW_BLOCK = 4096
+
+
+class WeightFolder:
+    """The weights of a folder, verified against the parameter table of `spec` when opened: names, shapes and dtypes, all faults
+    listed in one CheckpointError. Values are read on demand.
+
+    A name may lack the table's first part, as in folders of the model without its head (`wte.weight`). A tied head that is stored
+    all the same must equal the embedding.
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec):
+        self.folder = folder
+        self.files = {path: _open(path) for path in _weight_files(folder)}
+        self.stored: dict[str, tuple[Path, str]] = {}
+        stored, faults = {}, []
+        for path, file in self.files.items():
+            faults += [f"twice       {name} in {stored[name].name} and {path.name}" for name in file.keys() if name in stored]  # noqa: SIM118
+            stored |= dict.fromkeys(file.keys(), path)
+        for p in spec.params:
+            bare = p.name.removeprefix("model.").removeprefix("transformer.")
+            names = [name for name in dict.fromkeys((p.name, bare)) if name in stored]
+            if not names:
+                faults.append(f"missing     {p.name} {list(p.shape)}")
+                continue
+            self.stored[p.name] = stored.pop(names[0]), names[0]
+            view = self._slice(p.name)
+            if tuple(view.get_shape()) != p.shape:
+                faults.append(f"wrong shape {p.name}: {view.get_shape()} in the folder, config.json says {list(p.shape)}")
+            if view.get_dtype() not in _DTYPES:
+                faults.append(f"wrong dtype {p.name}: {view.get_dtype()}; supported: {', '.join(_DTYPES)}")
+        tied_head = stored.pop("lm_head.weight", None) if spec.tied else None
+        faults += [f"unexpected  {name} in {path.name}" for name, path in stored.items() if not _BUFFER.search(name)]
+        if faults:
+            raise CheckpointError(f"{folder} does not hold the weights of its config.json:\n  " + "\n  ".join(faults))
+        if tied_head:
+            self._check_tied(spec, tied_head)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The part of weight `name` inside `box`, on the CPU, in the dtype that the folder has."""
+        view = self._slice(name)
+        if not box:
+            return torch.empty(box.shape, dtype=_DTYPES[view.get_dtype()])
+        with _reading(self.stored[name][0]):
+            return view[tuple(slice(a, b) for a, b in zip(box.start, box.stop))]
+
+    def _slice(self, name: str) -> Any:
+        path, stored = self.stored[name]
+        with _reading(path):
+            return self.files[path].get_slice(stored)
+
+    def _check_tied(self, spec: ModelSpec, path: Path) -> None:
+        embedding = spec.params[0]
+        with _reading(path):
+            head = self.files[path].get_slice("lm_head.weight")
+        same = tuple(head.get_shape()) == embedding.shape
+        for row in range(0, spec.vocab if same else 0, _ROW_BLOCK):
+            rows = Box.whole(embedding.shape).cut(0, row, min(row + _ROW_BLOCK, spec.vocab))
+            with _reading(path):
+                same = same and torch.equal(head[row : row + _ROW_BLOCK], self.read(embedding.name, rows))
+        if not same:
+            raise CheckpointError(
+                f"{path}: lm_head.weight differs from {embedding.name}, but config.json ties them; "
+                'set "tie_word_embeddings": false in config.json to train both'
+            )
+
+
+def write_folder(
+    folder: Path,
+    spec: ModelSpec,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    tokenizer_from: Path | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a model that transformers opens. `tensors` come whole, in the order of the parameter table, and are cast to `dtype`; at
+    most one shard is in memory at a time.
+
+    `tokenizer_from`: a model folder whose tokenizer files and special token ids are carried along, or one `tokenizer.json`.
+    Raises CheckpointError when `folder` exists and is not empty, or cannot be written; nothing is left behind then.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not empty; export to another folder, or remove it: rm -r {folder}")
+    scratch = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    try:
+        scratch.mkdir(parents=True)
+        _write_weights(scratch, spec, iter(tensors), dtype, max_shard_bytes)
+        _write_config(scratch, spec, dtype, tokenizer_from)
+        for path in (*scratch.iterdir(), scratch):
+            sync(path)
+        scratch.replace(folder)
+        sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {folder}: {error}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_weights(folder: Path, spec: ModelSpec, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, limit: int) -> None:
+    shards = _shards(spec, dtype, limit)
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        weight_map |= dict.fromkeys(names, file)
+        save_file({name: _next(tensors, spec, name, dtype) for name in names}, folder / file, metadata={"format": "pt"})
+    if extra := next(tensors, None):
+        raise ValueError(f"{extra[0]}: more tensors than the parameter table has")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": spec.parameters * dtype.itemsize}, "weight_map": weight_map}
+        _write_json(folder / INDEX, index)
+
+
+def _next(tensors: Iterator[tuple[str, Tensor]], spec: ModelSpec, name: str, dtype: torch.dtype) -> Tensor:
+    got, tensor = next(tensors, ("nothing", torch.empty(0)))
+    if got != name or tuple(tensor.shape) != spec.by_name[name].shape:
+        raise ValueError(f"expected {name} {list(spec.by_name[name].shape)}, got {got} {list(tensor.shape)}")
+    return tensor.detach().to("cpu", dtype).contiguous()
+
+
+def _shards(spec: ModelSpec, dtype: torch.dtype, limit: int) -> list[list[str]]:
+    """Names of each file: consecutive, each within `limit` bytes or a single weight."""
+    shards: list[list[str]] = []
+    filled = 0
+    for p in spec.params:
+        size = p.elements * dtype.itemsize
+        if not shards or filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(p.name)
+        filled += size
+    return shards
+
+
+def _write_config(folder: Path, spec: ModelSpec, dtype: torch.dtype, tokenizer_from: Path | None) -> None:
+    ids = dict.fromkeys(TOKEN_IDS)  # null, because a family's default ids belong to another tokenizer
+    if tokenizer_from is not None and tokenizer_from.is_dir():
+        for name in TOKENIZER_FILES:
+            if (tokenizer_from / name).is_file():
+                shutil.copyfile(tokenizer_from / name, folder / name)
+        with suppress(FileNotFoundError):
+            source = json.loads((tokenizer_from / "config.json").read_text("utf-8"))
+            ids |= {key: source[key] for key in TOKEN_IDS if key in source}
+    elif tokenizer_from is not None:
+        shutil.copyfile(tokenizer_from, folder / "tokenizer.json")
+    if (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
+        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    _write_json(folder / "config.json", {**to_hugging_face(spec), **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder; every one that the index names must be there."""
+    if (folder / INDEX).is_file():
+        try:
+            files = [folder / name for name in sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder / INDEX} cannot be read as an index of weight files: {error!r}") from error
+        missing = [path.name for path in files if not path.is_file()]
+        if missing:
+            raise CheckpointError(f"{folder}: {INDEX} names {len(missing)} of {len(files)} files that are missing: {', '.join(missing)}")
+        return files
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if pickles := sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*")):
+        raise CheckpointError(
+            f"{folder} holds its weights as pickles ({', '.join(pickles[:3])}), which can run any code and are never opened here; "
+            "convert them once, if you trust them:\n  "
+            f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
+            f".save_pretrained('{folder}-safetensors')\""
+        )
+    raise CheckpointError(f"{folder} holds neither model.safetensors nor {INDEX}")
+
+
+def _open(path: Path) -> Any:
+    with _reading(path):
+        return safe_open(path, framework="pt")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns a fault of a weight file into a CheckpointError that names it."""
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: torch could not map the file
+        raise CheckpointError(f"{path} is damaged or unreadable: {error}; fetch it again") from error
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

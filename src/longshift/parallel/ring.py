@@ -1,0 +1,138 @@
+"""Ring attention over packed documents.
+
+Papers: Ring Attention (arXiv 2310.01889), its causal balance by two-ended cuts as in Llama 3 (arXiv 2407.21783); the merge of partial
+attentions by log-sum-exp is FlashAttention's (arXiv 2205.14135).
+
+Sharding over r ranks: every document is cut in 2r pieces and rank i holds pieces i and 2r-1-i (`schedule.sequence`). Keys and values
+travel round the ring, their gradients behind them in float32; queries, outputs and log-sum-exps stay.
+
+    step 0   own keys        causal            rank 0 ── k,v ──> rank 1
+    step s   keys of i - s   earlier pieces       ^                │
+             (all queries or all keys of half)    └── rank r-1 <───┘
+
+For every document, step and rank the work is half a square, whoever holds the keys. Bytes in and out of a rank: forward
+2 (T/r) K H (r-1) elements; backward the same and, in float32, 2 (T/r) K H r.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from longshift.dist.collectives import Group, Pending
+from longshift.model.attention import flash, flash_backward
+from longshift.schedule.sequence import PADDING, Run, TokenOrder
+
+Pair = tuple[slice, slice, bool]  # local queries, the sender's local keys, whether the mask is causal
+
+
+class RingAttention(torch.autograd.Function):
+    """apply(q [L, N, H], k [L, K, H], v [L, K, H], order, scale, group) -> o [L, N, H] for this rank's L tokens of the pack."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, order: TokenOrder, scale: float, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]
+        out = lse = q.new_empty(0)
+        kv = torch.stack((k, v))
+        for step in range(group.size):
+            pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
+            for queries, keys, causal in pairs(order, group.index, (group.index - step) % group.size):
+                part = flash(q[queries], kv[0, keys], kv[1, keys], causal, scale)
+                if not out.numel():
+                    out, lse = _accumulators(q, part[1])
+                _merge(out[queries], lse[queries], *part, first=step == 0)
+            pending.wait()
+            kv = following
+        o = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.order, ctx.scale, ctx.group = order, scale, group
+        return o
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, o, lse = ctx.saved_tensors
+        group, wide = ctx.group, torch.promote_types(q.dtype, torch.float32)
+        dq, kv = torch.zeros_like(q, dtype=wide), torch.stack((k, v))
+        dkv = torch.zeros_like(kv, dtype=wide)
+        arriving, received = Pending(), dkv
+        for step in range(group.size):
+            pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
+            here = torch.zeros_like(dkv)
+            for queries, keys, causal in pairs(ctx.order, group.index, (group.index - step) % group.size):
+                inputs = (q[queries], kv[0, keys], kv[1, keys], o[queries], lse[queries])
+                parts = flash_backward(grad[queries], *inputs, causal, ctx.scale)
+                for total, part in zip((dq[queries], here[0, keys], here[1, keys]), parts):
+                    total += part
+            arriving.wait()
+            dkv = here + received if step else here
+            arriving, received = _pass_on(dkv, group)
+            pending.wait()
+            kv = following
+        arriving.wait()
+        dk, dv = received.to(k.dtype).unbind()
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+@lru_cache(maxsize=256)
+def pairs(order: TokenOrder, mine: int, theirs: int) -> tuple[Pair, ...]:
+    """What ring coordinate `mine` computes with the keys of `theirs`: rectangles of local tokens, and the causal diagonal with its own."""
+    if mine == theirs:
+        return tuple((at, at, True) for _, at, _ in _documents(order.runs(mine)))
+    keys = {document: (at.start, runs) for document, at, runs in _documents(order.runs(theirs))}
+    found = []
+    for document, at, runs in _documents(order.runs(mine)):
+        if document == PADDING or document not in keys:
+            continue
+        start = at.start
+        key_start, key_runs = keys[document]
+        rectangles: list[Pair] = []
+        for run in runs:
+            seen = sum(other.length for other in key_runs if other.start < run.start)
+            if seen:
+                span = slice(key_start, key_start + seen)
+                if rectangles and rectangles[-1][1] == span:
+                    rectangles[-1] = (slice(rectangles[-1][0].start, start + run.length), span, False)
+                else:
+                    rectangles.append((slice(start, start + run.length), span, False))
+            start += run.length
+        found.extend(rectangles)
+    return tuple(found)
+
+
+def _documents(runs: Sequence[Run]) -> Iterator[tuple[int, slice, list[Run]]]:
+    """(document, its local tokens, its runs) in local order."""
+    start = 0
+    for document, group in groupby(runs, key=attrgetter("document")):
+        same = list(group)
+        length = sum(run.length for run in same)
+        yield document, slice(start, start + length), same
+        start += length
+
+
+def _pass_on(x: Tensor, group: Group) -> tuple[Pending, Tensor]:
+    """Send x to the next rank of the ring; returns the traffic and what is arriving from the rank before."""
+    following, before = (group.index + 1) % group.size, (group.index - 1) % group.size
+    nothing = x.new_empty(0)
+    pending, received = group.exchange(
+        [x if i == following else nothing for i in range(group.size)], [x.shape if i == before else (0,) for i in range(group.size)]
+    )
+    return pending, received[before]
+
+
+def _accumulators(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return torch.empty_like(q, dtype=wide), torch.empty(q.shape[:2], dtype=lse.dtype, device=q.device)
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    """Fold one partial attention into `out` and `lse`, in place. The first is the causal diagonal, which reaches every query, so
+    nothing is ever -inf; logaddexp keeps any gap between the two finite."""
+    if first:
+        out.copy_(part)
+        lse.copy_(part_lse)
+        return
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp().unsqueeze(-1)).add_(part * (part_lse - total).exp().unsqueeze(-1))
+    lse.copy_(total)

@@ -1,0 +1,47 @@
+"""Tensor parallelism with Megatron sequence parallelism.
+
+Papers: Megatron-LM (arXiv 1909.08053), Reducing Activation Recomputation (arXiv 2205.05198, "sequence parallelism").
+
+Sharding over t tensor-parallel ranks: weights that enter wide, W[F_t, D] (q, k, v, gate, up), are cut by output; weights that leave,
+W[D, F_t] (o, down), by input; embedding and head by vocabulary, E[V_t, D]. The residual stream x[T_t, D] and the norms see a share of
+the tokens, so that every weight's gradient, the uncut norms' too, is a partial sum over the ranks that hold it.
+
+    x[T_t, D] ─ norm ─ all-gather ─ [T, D] W[F_t, D] ─ [T, F_t] ─ W[D, F_t] ─ partial [T, D] ─ reduce-scatter ─ x[T_t, D]
+
+Bytes in and out of a rank, per block: forward 2 all-gathers and 2 reduce-scatters of T*D*(t-1)/t elements; backward the same.
+The loss moves three numbers a token.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from longshift.dist.collectives import GatherTokens, Group, ScatterTokens
+from longshift.model.loss import CrossEntropySum
+
+
+def enter(x: Tensor, group: Group) -> Tensor:
+    """[T/t, D] -> [T, D]; backward: reduce-scatter."""
+    return GatherTokens.apply(x, group)  # pyright: ignore[reportReturnType]
+
+
+def leave(x: Tensor, group: Group) -> Tensor:
+    """Partial sums [T, D] -> [T/t, D]; backward: all-gather."""
+    return ScatterTokens.apply(x, group)  # pyright: ignore[reportReturnType]
+
+
+def embed(weight: Tensor, tokens_T: Tensor, first: int, group: Group) -> Tensor:
+    """This rank's share [T/t, D] of the embeddings; it holds vocabulary rows [first, first + len(weight))."""
+    here = (tokens_T >= first) & (tokens_T < first + weight.shape[0])
+    rows = F.embedding(torch.where(here, tokens_T - first, 0), weight)
+    return leave(rows * here.unsqueeze(-1), group)
+
+
+def loss(logits: Tensor, labels_T: Tensor, first: int, group: Group) -> Tensor:
+    """Sum of cross-entropies over a head cut by vocabulary; the same number on every rank of the group."""
+
+    def all_max(x: Tensor) -> Tensor:
+        return group.all_reduce(x, dist.ReduceOp.MAX)
+
+    return CrossEntropySum.apply(logits, labels_T, first, all_max, group.all_reduce)  # pyright: ignore[reportReturnType]

@@ -1,0 +1,53 @@
+"""Ulysses sequence parallelism.
+
+Paper: DeepSpeed-Ulysses (arXiv 2309.14509).
+
+Sharding over u ranks: tokens everywhere, x[T_u, D], but heads inside attention, q[T, N_u, H]. One all-to-all turns one into the other,
+another turns back. Heads are dealt nearly equally; with fewer key/value heads than ranks, neighbours get the same one and its gradient
+is their sum (by autograd, where the slices overlap).
+
+    q[T_u, N, H] ┐
+    k[T_u, K, H] ├ all-to-all ─ q[T, N_u, H], k, v ─ attention ─ o[T, N_u, H] ─ all-to-all ─ o[T_u, N, H]
+    v[T_u, K, H] ┘
+
+Bytes in and out of a rank, forward: (T/u) * (2 N + 2 max(K, u)) * H * (u-1)/u elements when heads divide; backward the same.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longshift.dist.collectives import AllToAll, Group
+from longshift.spec.model import share
+
+Attend = Callable[[Tensor, Tensor, Tensor, range, range], Tensor]  # q, k, v, their global query heads and key/value heads
+
+
+def heads_of(heads: range, group_size: int, ranks: int, index: int) -> tuple[range, range]:
+    """Global query heads, of `heads`, that the `index`-th of `ranks` attends with, and the key/value heads that those need."""
+    first, last = share(len(heads), ranks, index)
+    queries = heads[first:last]
+    return queries, range(queries.start // group_size, -(-queries.stop // group_size))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, heads: range, kv_heads: range, group_size: int, group: Group, inner: Attend) -> Tensor:
+    """o [T/u, N, H] of this rank's tokens, `inner` attending over all T with this rank's heads.
+
+    `heads` and `kv_heads` are the global numbers of the heads in q [T/u, N, H] and k, v [T/u, K, H]; `group_size` query heads share
+    one key/value head.
+    """
+    deals = [heads_of(heads, group_size, group.size, i) for i in range(group.size)]
+    sends = [torch.cat((_pick(q, mine, heads), _pick(k, kv, kv_heads), _pick(v, kv, kv_heads)), 1) for mine, kv in deals]
+    tokens, width = q.shape[0], q.shape[2]
+    queries, keys = deals[group.index]
+    n, m = len(queries), len(keys)
+    received = torch.cat(AllToAll.apply(group, [(tokens, n + 2 * m, width)] * group.size, *sends))  # pyright: ignore
+    q, k, v = received.split((n, m, m), dim=1)
+    o = inner(q, k, v, queries, keys)
+    back = AllToAll.apply(group, [(tokens, len(mine), width) for mine, _ in deals], *o.split(tokens))
+    return torch.cat(back, 1)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _pick(x: Tensor, wanted: range, held: range) -> Tensor:
+    return x[:, wanted.start - held.start : wanted.stop - held.start]

@@ -1,0 +1,94 @@
+"""Attention: which kernels run here, and their seconds by length, heads and direction.
+
+Two kinds of piece, as ring attention and streaming cut it: `causal`, a square on the diagonal, and `full`, queries that see all keys.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longshift.cluster.cluster import Backend, Heads, attention_flops
+from longshift.cluster.curves import Axis, Curve
+from longshift.profile.backends import Kernel, gradients, kernels, probe
+from longshift.profile.bench import Bench, Plan, Run
+from longshift.profile.compute import DTYPES, noise
+
+HEADS = (Heads(8, 2, 64), Heads(32, 8, 128))
+TOKENS = {  # (device, quick): lengths on the diagonal; queries and keys of full pieces
+    ("cpu", True): ((256, 1024), (256, 1024)),
+    ("cpu", False): ((128, 512, 1024, 2048), (256, 1024)),
+    ("cuda", True): ((1024, 8192), (1024, 8192)),
+    ("cuda", False): ((1024, 2048, 4096, 8192, 16384, 32768, 65536), (1024, 8192, 65536)),
+}
+MOST_FLOPS = {("cpu", True): 6e9, ("cpu", False): 1.2e10, ("cuda", True): 2e13, ("cuda", False): 1.5e14}  # of one operation
+
+
+def dtypes(device: torch.device) -> dict[str, torch.dtype]:
+    """Fused kernels of GPUs take 16-bit numbers only."""
+    return DTYPES if device.type == "cpu" else {"bf16": torch.bfloat16}
+
+
+def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[str, Curve]]:
+    """Every kernel's verdict, and the curves `attention KERNEL DTYPE DIRECTION causal|full HEADS` of those that run."""
+    verdicts, plans = [], {}
+    kind = bench.device.type, bench.quick
+    shown = HEADS[:1] if kind == ("cpu", True) else HEADS
+    for name, dtype in dtypes(bench.device).items():
+        inputs = {heads: _inputs(heads, max(max(lengths) for lengths in TOKENS[kind]), dtype, bench.device) for heads in shown}
+        for kernel in kernels(bench.device):
+            verdict = probe(kernel, dtype, name, bench.device)
+            verdicts.append(verdict)
+            if verdict.why_not or (kernel.name == "math" and bench.quick):
+                continue
+            for heads in shown if kernel.name != "math" else shown[:1]:
+                for rest, plan in _plans(kernel, heads, inputs[heads], kind).items():
+                    plans[f"attention {kernel.name} {name} {rest} {heads}"] = plan
+    return tuple(verdicts), bench.curves(plans, budget_s)
+
+
+def _inputs(heads: Heads, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Gradient, q, k and v of the longest attention; shorter ones take their beginning."""
+    counts = (heads.query, heads.query, heads.key, heads.key)
+    return [noise(tokens * n * heads.width, dtype, device).view(tokens, n, heads.width) for n in counts]
+
+
+def _plans(kernel: Kernel, heads: Heads, inputs: list[Tensor], kind: tuple[str, bool]) -> dict[str, Plan]:
+    square, pairs = TOKENS[kind]
+    plans = {}
+    for causal, lengths in ((True, square), (False, pairs)):
+        fitting = tuple(tokens for tokens in lengths if _fits(kernel, heads, tokens, causal, MOST_FLOPS[kind]))
+        if fitting:
+            axes = (Axis("tokens", fitting, 2.0),) if causal else (Axis("queries", fitting), Axis("keys", fitting))
+            for direction in ("forward", "backward"):
+                piece = _Piece(kernel, inputs, causal, direction == "backward")
+                plans[f"{direction} {'causal' if causal else 'full'}"] = Plan(axes, piece)
+    return plans
+
+
+def _fits(kernel: Kernel, heads: Heads, tokens: int, causal: bool, most_flops: float) -> bool:
+    few = heads.query * tokens**2 <= kernel.most_scores
+    return few and bool(attention_flops(tokens, tokens, heads, "backward", causal) <= most_flops)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Prepares the points of one curve: attention of the first queries to the first keys."""
+
+    kernel: Kernel
+    inputs: list[Tensor]
+    causal: bool
+    back: bool
+
+    def __call__(self, queries: int, keys: int | None = None) -> Run:
+        keys = keys or queries
+        grad, q, k, v = (t[:n] for t, n in zip(self.inputs, (queries, queries, keys, keys)))
+        scale = q.shape[-1] ** -0.5
+        if self.back:
+            backward = gradients(self.kernel, grad, q, k, v, self.causal, scale)
+            return lambda: _none(backward())
+        return lambda: _none(self.kernel.forward(q, k, v, self.causal, scale))
+
+
+def _none(_: object) -> None:
+    """What ran did not time itself."""

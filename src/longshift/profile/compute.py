@@ -1,0 +1,94 @@
+"""Arithmetic: matmuls by shape, elementwise operations by bytes, the least time between two operations, cores that a process gets."""
+
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from longshift.cluster.curves import Axis, Curve
+from longshift.profile.bench import Bench, Plan, Run
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+SPIN_S = 0.4
+
+SHAPES = {  # (device, quick): rows; inner and outer widths
+    ("cpu", True): ((16, 128, 1024), (256, 1024)),
+    ("cpu", False): ((1, 16, 128, 1024), (256, 1024, 4096)),
+    ("cuda", True): ((128, 1024, 8192), (1024, 8192)),
+    ("cuda", False): ((1, 128, 1024, 4096, 16384), (1024, 4096, 16384)),
+}
+STREAMED = {  # bytes read and written
+    ("cpu", True): (2**18, 2**22, 3 * 2**26),
+    ("cpu", False): (2**14, 2**18, 2**20, 2**22, 2**24, 3 * 2**26),
+    ("cuda", True): (2**20, 2**26, 3 * 2**29),
+    ("cuda", False): (2**16, 2**20, 2**23, 2**26, 3 * 2**29),
+}
+
+
+def matmuls(bench: Bench, budget_s: float) -> dict[str, Curve]:
+    rows, widths = SHAPES[bench.device.type, bench.quick]
+    axes = (Axis("m", rows), Axis("k", widths), Axis("n", widths))
+
+    def plan(dtype: torch.dtype) -> Plan:
+        x, w, out = (noise(max(rows + widths) * max(widths), dtype, bench.device) for _ in range(3))
+
+        def prepare(m: int, k: int, n: int) -> Run:
+            operands = x[: m * k].view(m, k), w[: n * k].view(n, k).t()
+            into = out[: m * n].view(m, n)
+            return lambda: _done(torch.mm(*operands, out=into))
+
+        return Plan(axes, prepare)
+
+    return bench.curves({f"matmul {name}": plan(dtype) for name, dtype in DTYPES.items()}, budget_s)
+
+
+def elementwise(bench: Bench, budget_s: float) -> dict[str, Curve]:
+    """c = a + b: two thirds of the bytes are read, a third written."""
+    sizes = STREAMED[bench.device.type, bench.quick]
+
+    def plan(dtype: torch.dtype) -> Plan:
+        a, b, c = (noise(math.ceil(max(sizes) / 3 / dtype.itemsize), dtype, bench.device) for _ in range(3))
+
+        def prepare(moved_bytes: int) -> Run:
+            count = max(1, moved_bytes // 3 // dtype.itemsize)
+            return lambda: _done(torch.add(a[:count], b[:count], out=c[:count]))
+
+        return Plan((Axis("bytes", sizes),), prepare)
+
+    return bench.curves({f"elementwise {name}": plan(dtype) for name, dtype in DTYPES.items()}, budget_s)
+
+
+def launch(bench: Bench, budget_s: float) -> dict[str, Curve]:
+    """Many operations on one number, one after the other; on a GPU the queue runs full, so this is what launching costs."""
+    x = torch.zeros(1, device=bench.device)
+
+    def prepare(count: int) -> Run:
+        def run() -> None:
+            for _ in range(count):
+                x.add_(1.0)
+
+        return run
+
+    return bench.curves({"launch": Plan((Axis("operations", (256,)),), prepare)}, budget_s)
+
+
+def granted_cores() -> float:
+    """Processor time that this process gets in a second of matmuls on all its threads."""
+    x = noise(512 * 512, torch.float32, torch.device("cpu")).view(512, 512)
+    out = torch.empty_like(x)
+    torch.mm(x, x, out=out)
+    started, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() - started < SPIN_S:
+        torch.mm(x, x, out=out)
+    return (time.process_time() - used) / (time.perf_counter() - started)
+
+
+def noise(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal numbers; a run of them, over and over, where that saves time: power and speed do not depend on more."""
+    some = torch.randn(min(count, 2**20), generator=torch.Generator().manual_seed(count)).to(dtype)
+    return some.repeat(math.ceil(count / len(some)))[:count].to(device)
+
+
+def _done(_: Tensor) -> None:
+    """What ran did not time itself."""

@@ -1,0 +1,110 @@
+"""What was measured, as tables that a person can read."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from longshift.cluster.cluster import Cluster, Heads, attention_flops
+from longshift.cluster.curves import Curve
+
+FAMILIES = (  # (first word of the curves' names, title)
+    ("matmul", "matmul: [m, k] @ [k, n]"),
+    ("attention", "attention, by tokens or keys"),
+    ("elementwise", "elementwise, by bytes read and written"),
+    ("copy", "copies, by bytes"),
+    ("beside", "a matmul beside a copy, by n"),
+    ("pin", "pinning host memory, by bytes"),
+    ("all_gather", ""),
+    ("reduce_scatter", ""),
+    ("all_reduce", ""),
+    ("all_to_all", ""),
+    ("send", "collectives, by bytes of the whole buffer"),
+    ("disk", "disk, by bytes of a block"),
+)
+
+
+def show(cluster: Cluster, console: Console) -> None:
+    """Print constants, kernels and rates."""
+    console.print(_summary(cluster))
+    if cluster.backends:
+        console.print(_backends(cluster))
+    rows: list[tuple[str, Curve]] = []
+    for word, title in FAMILIES:
+        rows += [(name, curve) for name, curve in cluster.curves.items() if name.split()[0] == word]
+        if title and rows:
+            console.print("", _rates(title, rows))
+            rows = []
+
+
+def rate(name: str, sizes: Sequence[float], seconds: float) -> tuple[float, str]:
+    """Work a second at a point of a curve, and its unit."""
+    words = name.split()
+    if words[0] in ("matmul", "beside"):
+        return 2 * sizes[0] * sizes[1] * sizes[2] / seconds, "FLOP/s"
+    if words[0] == "attention":
+        flops = attention_flops(sizes[0], sizes[-1], Heads.parse(words[5]), words[3], words[4] == "causal")
+        return float(flops) / seconds, "FLOP/s"
+    return sizes[-1] / seconds, "B/s"
+
+
+def si(value: float) -> str:
+    """Three digits and a decimal prefix: 1.21 G."""
+    for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if value >= factor:
+            return f"{value / factor:.3g} {letter}"
+    return f"{value:.3g} "
+
+
+def _summary(cluster: Cluster) -> Table:
+    device = cluster.device
+    table = Table("", "", box=None, show_header=False)
+    nodes = f"{cluster.nodes} x {cluster.devices_per_node}" if cluster.devices > 1 else "1"
+    threads = f", {cluster.facts['threads']} threads" if "threads" in cluster.facts else ""
+    cores = f", {device.cores:.2f} cores granted" if device.cores else ""
+    table.add_row("device", f"{device.name}, {nodes}{threads}{cores}")
+    table.add_row("origin", f"{cluster.origin} ({cluster.facts.get('measured', 'constants')}), torch {cluster.facts.get('torch', '-')}")
+    table.add_row("arithmetic", ", ".join(f"{name} {si(flops)}FLOP/s" for name, flops in device.flops_per_s.items()))
+    table.add_row("memory", f"{device.memory_bytes / 2**30:.1f} GiB, {si(device.memory_bytes_per_s)}B/s")
+    table.add_row("launch floor", f"{device.launch_s * 1e6:.2f} us")
+    for level, link in cluster.links.items():
+        table.add_row(f"{level} link", f"{si(link.bytes_per_s)}B/s one way, {link.latency_s * 1e6:.0f} us")
+    if cluster.disk:
+        table.add_row("disk", f"reads {si(cluster.disk.read_bytes_per_s)}B/s, writes {si(cluster.disk.write_bytes_per_s)}B/s")
+    return table
+
+
+def _backends(cluster: Cluster) -> Table:
+    table = Table("attention kernel", "dtype", "log-sum-exp", "takes a global one", "error fwd", "bwd", "", title="kernels", box=None)
+    for backend in cluster.backends:
+        errors = [f"{error:.1e}" if error is not None else "" for error in (backend.forward_error, backend.backward_error)]
+        answers = ("yes" if yes else "no" for yes in (backend.lse, backend.global_lse)) if not backend.why_not else ("", "")
+        table.add_row(backend.name, backend.dtype, *answers, *errors, escape(f"not here: {backend.why_not}") if backend.why_not else "")
+    return table
+
+
+def _rates(title: str, rows: Sequence[tuple[str, Curve]]) -> Table:
+    """A row for each curve and each choice of its leading sizes; a column for each last size."""
+    sizes = sorted({size for _, curve in rows for size in curve.axes[-1].sizes})
+    leading = max(len(curve.axes) for _, curve in rows) > 1
+    unit = rate(rows[0][0], rows[0][1].points[0], 1.0)[1]
+    table = Table("", *([""] if leading else []), *(_size(size) for size in sizes), "spread", title=escape(f"{title} ({unit})"), box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, curve in rows:
+        shown: dict[tuple[float, ...], dict[float, str]] = {}
+        for point, seconds in zip(curve.points, curve.seconds):
+            shown.setdefault(point[:-1], {})[point[-1]] = si(rate(name, point, seconds)[0])
+        spread = f"{sorted(curve.spread)[len(curve.spread) // 2]:.0%}" if curve.spread else ""
+        for first, cells in shown.items():
+            at = [", ".join(f"{axis.name} {_size(size)}" for axis, size in zip(curve.axes, first))] if leading else []
+            table.add_row(name, *at, *(cells.get(size, "") for size in sizes), spread)
+    return table
+
+
+def _size(size: float) -> str:
+    for letter, unit in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
+        if size >= unit and size % unit == 0:
+            return f"{int(size // unit)}{letter}"
+    return f"{size:.4g}"

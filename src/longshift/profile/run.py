@@ -1,0 +1,221 @@
+"""`longshift profile`: everything that is measured, in order, and the cache of what was measured before.
+
+Under a launcher every rank measures at once, as training computes at once; medians over the ranks are kept. In one process on a CPU,
+collectives are measured in forked processes, one a core.
+"""
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from longshift.cluster.cluster import SHARES, Cluster, Device, Disk, Link
+from longshift.cluster.curves import Curve
+from longshift.cluster.files import constants, decode, decode_curve, encode, fingerprint, load, save
+from longshift.dist.fork import ForkedWorld
+from longshift.dist.world import World, launched
+from longshift.errors import UsageError
+from longshift.profile import attention, compute, copies, disk, links, machine
+from longshift.profile.bench import LONG_S, SHORT_S, Bench
+from longshift.train.launch import launch
+from longshift.train.run_folder import RunFolder
+
+CACHE = Path("~/.cache/longshift")
+SOURCE = "longshift profile"
+BUSY = 0.85  # of the cores; a quiet machine gives more
+
+BUDGETS_S = {  # of each family: CPU quick, CPU full, GPU quick, GPU full
+    "links": (3.0, 4.0, 10.0, 30.0),
+    "launch": (0.2, 0.3, 0.5, 1.0),
+    "matmul": (3.0, 7.0, 5.0, 15.0),
+    "elementwise": (1.0, 2.0, 2.0, 4.0),
+    "attention": (4.0, 9.0, 10.0, 40.0),
+    "copies": (0.5, 1.5, 5.0, 15.0),
+    "disk": (3.0, 4.0, 5.0, 15.0),
+}
+
+
+def measure_here(per_node: int, quick: bool, fresh: bool, tell: Callable[[str], None]) -> Cluster:
+    """`obtain` in this process: as one of its ranks where a launcher started it; with a process a GPU where there are several; else alone.
+    The result is in the cache."""
+    if launched() or torch.cuda.device_count() <= 1:
+        world = World.from_environment()
+        try:
+            return obtain(world, per_node, quick, fresh, tell)
+        finally:
+            world.close()
+    count = torch.cuda.device_count()
+    with tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
+        written = Path(scratch) / "profile.json"
+        words = [str(written), str(count), *["quick"] * quick, *["fresh"] * fresh]
+        launch([sys.executable, "-m", "longshift.profile.run", *words], count, RunFolder(Path(scratch)), tell)
+        return load(written)
+
+
+def obtain(world: World, per_node: int, quick: bool, fresh: bool, tell: Callable[[str], None], cache: Path = CACHE) -> Cluster:
+    """The profile of this machine, from the cache unless `fresh`, else measured. Every rank of a launched world calls it, and gets the
+    same."""
+    if world.size % per_node:
+        raise UsageError(f"{world.size} ranks do not fill nodes of {per_node}; start as many on each node")
+    known = None if fresh else cached(world, per_node, quick, cache, tell)
+    if all(world.gather_text("known" if known else "")) and known:
+        tell(f"measured before; kept in {cache_file(known.facts, cache)}")
+        return known
+    return profile(world, per_node, quick, tell, cache)
+
+
+def cache_file(facts: Mapping[str, object], cache: Path) -> Path:
+    return cache.expanduser() / "profiles" / f"{fingerprint(facts)}.json"
+
+
+def cached(world: World, per_node: int, quick: bool, cache: Path, tell: Callable[[str], None]) -> Cluster | None:
+    """What was measured before with the same hardware and software; a full profile serves for a quick one. A damaged file is told of and
+    passed over."""
+    for detail in (False, True) if quick else (False,):
+        facts = machine.facts(world.device, world.size // per_node, per_node, detail)
+        file = cache_file(facts, cache)
+        if file.exists():
+            try:
+                return load(file, facts)
+            except UsageError as fault:
+                tell(str(fault))
+    return None
+
+
+def profile(world: World, per_node: int, quick: bool, tell: Callable[[str], None], cache: Path = CACHE) -> Cluster:
+    """Measure, and put the result into the cache. `tell`: progress."""
+    facts = machine.facts(world.device, world.size // per_node, per_node, quick)
+    which = 2 * (world.device.type == "cuda") + (not quick)
+    budget_s = {family: budgets[which] for family, budgets in BUDGETS_S.items()}
+
+    tell("collectives")
+    curves = _collectives(world, per_node, quick, budget_s["links"])
+    cores, wanted = compute.granted_cores(), min(torch.get_num_threads(), machine.core_quota() or machine.core_count())
+    if busy := cores < BUSY * wanted:
+        tell(f"this process gets {cores:.2f} of its {wanted:g} cores: others run, or its cores are capped; the numbers hold for that")
+    bench = Bench(world.device, quick, LONG_S if busy else SHORT_S)
+    tell("launch floor and matmuls")
+    curves |= compute.launch(bench, budget_s["launch"])
+    curves |= compute.matmuls(bench, budget_s["matmul"])
+    tell("elementwise operations and copies")
+    curves |= compute.elementwise(bench, budget_s["elementwise"])
+    curves |= copies.copies(bench, budget_s["copies"])
+    tell("attention")
+    backends, measured = attention.attention(bench, budget_s["attention"])
+    curves |= measured
+    if world.rank % per_node == 0:  # ranks of a node share its disk
+        tell("disk")
+        with suppress(OSError):
+            curves |= disk.disk(bench, cache.expanduser(), budget_s["disk"])
+
+    mine = _cluster(world, per_node, facts, curves, cores, cache.expanduser())
+    mine = replace(mine, backends=backends)
+    merged = merge([decode(json.loads(text)) for text in world.gather_text(json.dumps(encode(mine)))])
+    if world.rank == 0:
+        save(merged, cache_file(facts, cache))
+    return merged
+
+
+def merge(ranks: list[Cluster]) -> Cluster:
+    """One cluster of what its ranks measured: medians over those that measured the same points."""
+    names = dict.fromkeys(name for rank in ranks for name in rank.curves)
+    curves = {}
+    for name in names:
+        found = [rank.curves[name] for rank in ranks if name in rank.curves]
+        medians = [tuple(map(statistics.median, zip(*(getattr(curve, part) for curve in found)))) for part in ("seconds", "spread")]
+        curves[name] = Curve(found[0].axes, *medians)
+    devices = [rank.device for rank in ranks]
+
+    def median(part: str) -> float:
+        return statistics.median(getattr(device, part) for device in devices)
+
+    device = replace(
+        devices[0],
+        memory_bytes_per_s=median("memory_bytes_per_s"),
+        launch_s=median("launch_s"),
+        cores=median("cores"),
+        flops_per_s={dtype: statistics.median(d.flops_per_s[dtype] for d in devices) for dtype in devices[0].flops_per_s},
+    )
+    return replace(ranks[0], device=device, curves=curves)
+
+
+def _collectives(world: World, per_node: int, quick: bool, budget_s: float) -> dict[str, Curve]:
+    arguments = {"quick": quick, "budget_s": budget_s}
+    if world.size > 1:
+        return _decoded(links.collectives(world, per_node, **arguments))
+    cores = min(8, machine.core_count())
+    if world.device.type == "cuda" or cores == 1:
+        return {}
+    with ForkedWorld(cores) as forked:
+        return _decoded(forked.call("longshift.profile.links:collectives", 300.0, per_node=cores, **arguments)[0])
+
+
+def _decoded(curves: dict[str, dict]) -> dict[str, Curve]:
+    return {name: decode_curve(curve) for name, curve in curves.items()}
+
+
+def _cluster(world: World, per_node: int, facts: dict, curves: dict[str, Curve], cores: float, folder: Path) -> Cluster:
+    """What the curves say, with the constants that follow from them."""
+    device = world.device
+    flops = {name.split()[1]: _best(curve, lambda m, k, n: 2 * m * k * n) for name, curve in curves.items() if name.startswith("matmul ")}
+    stream = curves["elementwise float32"]
+    found: dict[str, Link] = {name.split()[1]: links.link_of(curve) for name, curve in curves.items() if name.startswith("send ")}
+    if device.type == "cuda":
+        found["device"] = links.link_of(curves["copy to_device pinned"])
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else psutil.virtual_memory().total / per_node
+    reads, writes = ([c for name, c in curves.items() if name.startswith(f"disk {way}")] for way in ("read", "write"))
+    cluster = Cluster(
+        name=str(facts["device"]),
+        origin="measured",
+        nodes=world.size // per_node,
+        devices_per_node=per_node,
+        device=Device(
+            name=str(facts["device"]),
+            kind="cuda" if device.type == "cuda" else "cpu",
+            memory_bytes=float(memory),
+            memory_bytes_per_s=float(stream.axes[0].sizes[-1] / stream.seconds[-1]),
+            flops_per_s=flops,
+            launch_s=curves["launch"].seconds[0] / curves["launch"].axes[0].sizes[0],
+            cores=cores,
+        ),
+        host_bytes=float(psutil.virtual_memory().total),
+        links=found,
+        shares=dict.fromkeys(SHARES, 1.0),
+        sources={},
+        disk=Disk(float(shutil.disk_usage(folder).total), _rate(reads), _rate(writes)) if reads else None,
+        curves=curves,
+        facts=facts,
+    )
+    return replace(cluster, sources=dict.fromkeys(constants(cluster), SOURCE))
+
+
+def _best(curve: Curve, work: Callable[..., float]) -> float:
+    """Largest rate among the measured points."""
+    return max(work(*point) / seconds for point, seconds in zip(curve.points, curve.seconds))
+
+
+def _rate(curves: list[Curve]) -> float:
+    """Largest bytes a second among the measured points."""
+    return max(_best(curve, lambda *point: point[-1]) for curve in curves)
+
+
+def _rank(file: str, per_node: str, *words: str) -> None:
+    """One of the processes that `measure_here` started."""
+    world = World.from_environment()
+    tell = (lambda line: print(f"longshift: {line}", file=sys.stderr, flush=True)) if world.rank == 0 else (lambda line: None)
+    found = obtain(world, int(per_node), "quick" in words, "fresh" in words, tell)
+    if world.rank == 0:
+        save(found, Path(file))
+    world.close()
+
+
+if __name__ == "__main__":
+    _rank(*sys.argv[1:])

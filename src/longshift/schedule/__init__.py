@@ -1,0 +1,1 @@
+"""Event lists and token orders, walked by the runtime and by the simulator. Imports no torch."""

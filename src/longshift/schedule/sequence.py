@@ -1,0 +1,111 @@
+"""Which token of a pack lies where when the sequence axes (ring x Ulysses x tensor parallel) share one pack.
+
+A pack is whole documents end to end; a token's global index runs over them in order. Tokens are cut as `x[T_{ring.ulysses.tp}, D]`:
+
+1. Ring, zigzag (Striped Attention, arXiv 2311.09431, names the imbalance; the two-ended cut is Llama 3's, arXiv 2407.21783): every
+   document is cut into 2R consecutive, nearly equal pieces and ring coordinate i takes pieces i and 2R-1-i, so that each coordinate
+   attends to as many earlier tokens as any other, document by document.
+
+       R = 2, documents of 8 and 4:    0 0 1 1 1 1 0 0 | 0 1 1 0
+
+2. A coordinate keeps its tokens in the documents' order, low piece before high piece, padded at the end up to a length that is
+   equal on all coordinates and a multiple of ulysses * tp. Padding is an isolated document of its own, index -1, label -100.
+3. Ulysses coordinate u holds the u-th contiguous 1/ulysses of that, and tensor-parallel coordinate t the t-th contiguous 1/tp of
+   Ulysses' share (Megatron sequence parallelism).
+
+No bytes move here: the data room gives every rank its tokens in this order from the start.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive tokens of one document, positions `start` to `start + length`; `document` PADDING has no tokens. Never empty."""
+
+    document: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """Where each token of one pack lies. `spans[i]`: ring coordinate i's runs in local order, padding last, `local_tokens` in all.
+
+    Two runs of one document never overlap: the keys of one lie wholly before or wholly after the queries of the other, so that only
+    a run with itself needs a causal mask.
+    """
+
+    lengths: tuple[int, ...]
+    spans: tuple[tuple[Run, ...], ...]
+    local_tokens: int
+
+    def runs(self, ring: int) -> tuple[Run, ...]:
+        """Maximal runs of ring coordinate `ring`; neighbouring pieces of a document are one run, empty ones none."""
+        return self.spans[ring]
+
+    def index(self, ring: int) -> np.ndarray:
+        """int64 [local_tokens]: the global index of each local token, PADDING (-1) where there is none."""
+        starts = (0, *accumulate(self.lengths))
+        return _concatenate(
+            np.full(run.length, PADDING, np.int64)
+            if run.document == PADDING
+            else np.arange(starts[run.document] + run.start, starts[run.document] + run.start + run.length, dtype=np.int64)
+            for run in self.spans[ring]
+        )
+
+    def positions(self, ring: int) -> np.ndarray:
+        """int64 [local_tokens]: each local token's position in its document, counting from 0 in the padding too."""
+        return _concatenate(np.arange(run.start, run.start + run.length, dtype=np.int64) for run in self.spans[ring])
+
+
+def token_order(lengths: Sequence[int], ring: int, multiple: int) -> TokenOrder:
+    """Share documents of these lengths over `ring` coordinates, each padded to a multiple of `multiple` (ulysses * tp).
+
+    Before padding, the coordinates hold equally many tokens up to one. Raises ValueError for a negative length or a degree below 1.
+    """
+    if ring < 1 or multiple < 1 or any(n < 0 for n in lengths):
+        raise ValueError(f"lengths must be >= 0, ring {ring} and multiple {multiple} >= 1")
+    spans: list[list[Run]] = [[] for _ in range(ring)]
+    turn = 0  # the coordinate that takes the next of the tokens left over by 2R; goes on from document to document
+    for document, length in enumerate(lengths):
+        bounds = (0, *accumulate(_pieces(length, ring, turn)))
+        turn = (turn + length) % ring
+        for i, runs in enumerate(spans):
+            runs.extend(_zigzag(document, bounds, i))
+    totals = [sum(run.length for run in runs) for runs in spans]
+    local = -(-max(totals) // multiple) * multiple
+    for runs, total in zip(spans, totals):
+        runs.extend([Run(PADDING, 0, local - total)] if total < local else [])
+    return TokenOrder(tuple(lengths), tuple(map(tuple, spans)), local)
+
+
+def _pieces(length: int, ring: int, turn: int) -> list[int]:
+    """Sizes of the 2R pieces of a document. The remainder is dealt one token a coordinate, from coordinate `turn` on: to low pieces
+    in the first round, to high pieces in the second."""
+    each, extra = divmod(length, 2 * ring)
+    sizes = [each] * (2 * ring)
+    for dealt in range(extra):
+        coord = (turn + dealt) % ring
+        sizes[coord if dealt < ring else 2 * ring - 1 - coord] += 1
+    return sizes
+
+
+def _zigzag(document: int, bounds: Sequence[int], coord: int) -> list[Run]:
+    """The pieces `coord` and its mirror image as runs; `bounds` are the 2R+1 piece boundaries."""
+    low, high = coord, len(bounds) - 2 - coord
+    if bounds[low + 1] == bounds[high]:
+        pieces = [(bounds[low], bounds[high + 1])]
+    else:
+        pieces = [(bounds[low], bounds[low + 1]), (bounds[high], bounds[high + 1])]
+    return [Run(document, start, stop - start) for start, stop in pieces if stop > start]
+
+
+def _concatenate(parts) -> np.ndarray:
+    return np.concatenate([np.empty(0, np.int64), *parts])

@@ -1,0 +1,197 @@
+"""ModelSpec: one decoder-only transformer in numbers, and its parameter table.
+
+The table is the single description of the weights: canonical (Hugging Face) name, shape, the unit of the model that uses it, and
+how tensor parallelism cuts it. Placement, the runtime model, checkpoints and the simulator all read it.
+
+    unit 0          embeddings
+    unit 1 .. L     the blocks
+    unit L+1        final norm and output head
+
+Letters: T tokens, D model width, N query heads, K key/value heads, H head width, F feed-forward width, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+
+def share(total: int, parts: int, index: int) -> tuple[int, int]:
+    """Half-open range of the `index`-th of `parts` contiguous, nearly equal shares of `total`; the first ones are the larger."""
+    each, extra = divmod(total, parts)
+    start = index * each + min(index, extra)
+    return start, start + each + (index < extra)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding. `scaling` None, or the fields of Llama-3 or linear scaling."""
+
+    theta: float = 10000.0
+    scaling: Literal["linear", "llama3"] | None = None
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of the cut dim made of `units` indivisible pieces of `size` rows: heads, feed-forward columns, vocabulary rows.
+
+    `heads`: the units are key/value heads that serve this many query heads; a coordinate then gets those that its query heads need,
+    so that neighbours may hold the same one (grouped queries, K < tp).
+    """
+
+    units: int
+    size: int = 1
+    heads: int | None = None
+
+    def rows(self, parts: int, index: int) -> tuple[int, int]:
+        """Half-open range of rows, relative to the part's start, of coordinate `index` of `parts`."""
+        first, last = share(self.heads or self.units, parts, index)
+        if self.heads:
+            group = self.heads // self.units
+            first, last = first // group, -(-last // group)
+        return first * self.size, last * self.size
+
+
+@dataclass(frozen=True)
+class Param:
+    """One weight. `dim` None: tensor-parallel ranks hold all of it. Else `parts` tile dim `dim` and each is cut on its own, so that
+    the query, key and value thirds of a fused matrix are never sliced together."""
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    unit: int
+    dim: int | None = None
+    parts: tuple[Part, ...] = ()
+    decay: bool = True
+    init: Literal["normal", "normal_out", "zeros", "ones"] = "normal"
+    also_unit: int | None = None  # tied embeddings: the head uses it too
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Sizes and switches of a decoder. Two specs are the same function exactly when they are equal."""
+
+    family: str
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    ffn: int
+    max_positions: int
+    tied: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    gated: bool = True
+    fused_qkv: bool = False  # GPT-2: one matrix, stored input-major
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope: Rope | None = Rope()
+    learned_positions: bool = False
+    sliding_window: int | None = None
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads do not divide into {self.kv_heads} key/value heads")
+
+    @cached_property
+    def params(self) -> tuple[Param, ...]:
+        """The parameter table in canonical order."""
+        return tuple(_gpt2_table(self) if self.fused_qkv else _llama_table(self))
+
+    @cached_property
+    def by_name(self) -> dict[str, Param]:
+        return {p.name: p for p in self.params}
+
+    @property
+    def units(self) -> int:
+        return self.layers + 2
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of weights, tied ones once."""
+        return sum(p.elements for p in self.params)
+
+    def of_unit(self, unit: int) -> tuple[Param, ...]:
+        """The weights that a unit computes with: its own and, for a tied head, the embedding."""
+        return tuple(p for p in self.params if unit in (p.unit, p.also_unit))
+
+    def flops_per_token(self, context: float) -> float:
+        """Model FLOP of forward and backward for a token that attends to `context` others on average (causal: half its document).
+        6 per matmul weight (embedding look-ups excluded) and 12 * N * H per attended token and layer; recomputation not counted."""
+        lookups = self.vocab * self.width * (0 if self.tied else 1) + self.max_positions * self.width * self.learned_positions
+        return 6.0 * (self.parameters - lookups) + 12.0 * self.layers * self.heads * self.head_width * context
+
+
+def _llama_table(s: ModelSpec) -> Iterator[Param]:
+    d, n, k, h, f, v = s.width, s.heads, s.kv_heads, s.head_width, s.ffn, s.vocab
+    vocab, query, kv, ffn = (Part(v),), (Part(n, h),), (Part(k, h, heads=n),), (Part(f),)
+    yield Param("model.embed_tokens.weight", "embed", (v, d), 0, 0, vocab, also_unit=s.layers + 1 if s.tied else None)
+    for layer in range(s.layers):
+        unit, at = layer + 1, f"model.layers.{layer}."
+        yield Param(at + "input_layernorm.weight", "norm1", (d,), unit, decay=False, init="ones")
+        for role, part, rows in (("q", query, n * h), ("k", kv, k * h), ("v", kv, k * h)):
+            yield Param(f"{at}self_attn.{role}_proj.weight", role, (rows, d), unit, 0, part)
+            if s.qkv_bias:
+                yield Param(f"{at}self_attn.{role}_proj.bias", role + "_bias", (rows,), unit, 0, part, decay=False, init="zeros")
+        if s.qk_norm:
+            yield Param(at + "self_attn.q_norm.weight", "q_norm", (h,), unit, decay=False, init="ones")
+            yield Param(at + "self_attn.k_norm.weight", "k_norm", (h,), unit, decay=False, init="ones")
+        yield Param(at + "self_attn.o_proj.weight", "o", (d, n * h), unit, 1, query, init="normal_out")
+        if s.out_bias:
+            yield Param(at + "self_attn.o_proj.bias", "o_bias", (d,), unit, decay=False, init="zeros")
+        yield Param(at + "post_attention_layernorm.weight", "norm2", (d,), unit, decay=False, init="ones")
+        for role in ("gate", "up"):
+            yield Param(f"{at}mlp.{role}_proj.weight", role, (f, d), unit, 0, ffn)
+            if s.mlp_bias:
+                yield Param(f"{at}mlp.{role}_proj.bias", role + "_bias", (f,), unit, 0, ffn, decay=False, init="zeros")
+        yield Param(at + "mlp.down_proj.weight", "down", (d, f), unit, 1, ffn, init="normal_out")
+        if s.mlp_bias:
+            yield Param(at + "mlp.down_proj.bias", "down_bias", (d,), unit, decay=False, init="zeros")
+    yield Param("model.norm.weight", "norm", (d,), s.layers + 1, decay=False, init="ones")
+    if not s.tied:
+        yield Param("lm_head.weight", "head", (v, d), s.layers + 1, 0, vocab)
+
+
+def _gpt2_table(s: ModelSpec) -> Iterator[Param]:
+    """GPT-2 stores linear weights input-major ("Conv1D"): the output dim of `c_attn` and `c_fc` is dim 1."""
+    d, n, k, h, f, v = s.width, s.heads, s.kv_heads, s.head_width, s.ffn, s.vocab
+    vocab, ffn, query = (Part(v),), (Part(f),), (Part(n, h),)
+    fused = (Part(n, h), Part(k, h, heads=n), Part(k, h, heads=n))
+    yield Param("transformer.wte.weight", "embed", (v, d), 0, 0, vocab, also_unit=s.layers + 1 if s.tied else None)
+    yield Param("transformer.wpe.weight", "positions", (s.max_positions, d), 0)
+    for layer in range(s.layers):
+        unit, at = layer + 1, f"transformer.h.{layer}."
+        yield Param(at + "ln_1.weight", "norm1", (d,), unit, decay=False, init="ones")
+        yield Param(at + "ln_1.bias", "norm1_bias", (d,), unit, decay=False, init="zeros")
+        yield Param(at + "attn.c_attn.weight", "fused", (d, (n + 2 * k) * h), unit, 1, fused)
+        yield Param(at + "attn.c_attn.bias", "fused_bias", ((n + 2 * k) * h,), unit, 0, fused, decay=False, init="zeros")
+        yield Param(at + "attn.c_proj.weight", "o", (n * h, d), unit, 0, query, init="normal_out")
+        yield Param(at + "attn.c_proj.bias", "o_bias", (d,), unit, decay=False, init="zeros")
+        yield Param(at + "ln_2.weight", "norm2", (d,), unit, decay=False, init="ones")
+        yield Param(at + "ln_2.bias", "norm2_bias", (d,), unit, decay=False, init="zeros")
+        yield Param(at + "mlp.c_fc.weight", "up", (d, f), unit, 1, ffn)
+        yield Param(at + "mlp.c_fc.bias", "up_bias", (f,), unit, 0, ffn, decay=False, init="zeros")
+        yield Param(at + "mlp.c_proj.weight", "down", (f, d), unit, 0, ffn, init="normal_out")
+        yield Param(at + "mlp.c_proj.bias", "down_bias", (d,), unit, decay=False, init="zeros")
+    yield Param("transformer.ln_f.weight", "norm", (d,), s.layers + 1, decay=False, init="ones")
+    yield Param("transformer.ln_f.bias", "norm_bias", (d,), s.layers + 1, decay=False, init="zeros")
+    if not s.tied:
+        yield Param("lm_head.weight", "head", (v, d), s.layers + 1, 0, vocab)

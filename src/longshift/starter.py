@@ -1,0 +1,65 @@
+"""The commented config that `longshift init` writes."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from longshift.config import format_size
+from longshift.spec.families import preset, read_spec
+
+TEMPLATE = """\
+# A run of Longshift. Check it with `longshift data`, start it with `longshift train`; any key can be changed on the command line,
+# as in `train.lr=1e-4`. Sizes take K, M and G (binary: 4K is 4096). Paths start at the working directory.
+
+model: {model}
+# model: {{preset: tiny-llama}}            a preset, from scratch
+# model: {{path: ./Qwen3-0.6B}}            a Hugging Face folder on this machine; init: scratch leaves its weights out
+
+data:
+  train:{sources}
+  # - {{path: "books/*.jsonl", text: text}}  files (jsonl, parquet, txt), a folder of them, or a saved Hugging Face dataset
+  # - {{corpus: python}}                   the sources of the installed standard library
+  # tokenizer: ./tokenizer.json          the model folder's own if not given; for a preset, one trained on the standard library
+  max_len: {max_len}                            # longest document, in tokens
+  overlong: split                        # what happens to longer ones: split | truncate | drop
+
+train:
+  tokens_per_step: {tokens_per_step}                   # whole documents are taken until this is reached
+  steps: 100
+  lr: {lr}
+  warmup: 10
+  schedule: cosine                       # cosine | linear | constant; ends at min_lr, a tenth of lr
+  clip: 1.0
+  precision: {precision}                     # float32 | bf16 | fp16 | float64
+  seed: 0
+
+layout: {layout}                            # dp: replicas, tp: tensor, pp: pipeline, u and ring: sequence; z1 to z3: sharded state
+
+save: {{dir: runs/{name}, every: 50, keep: 3}}
+"""
+
+
+def starter(model: str, data: Sequence[str]) -> str:
+    """A config for a preset or a model folder, and data files (none: the standard library's sources). Raises UsageError for a model
+    that does not exist or is not supported."""
+    is_folder = Path(model).is_dir() or "/" in model or model.startswith(".")
+    which = _mapping(path=model) if is_folder else _mapping(preset=model)
+    sources = [_mapping(path=path) for path in data] or [_mapping(corpus="python")]
+    spec = read_spec(Path(model)) if is_folder else preset(model)
+    return TEMPLATE.format(
+        model=which,
+        sources="".join(f"\n    - {source}" for source in sources),
+        max_len=format_size(min(4096, spec.max_positions)),
+        tokens_per_step="64K" if is_folder else "16K",
+        lr="2e-5" if is_folder else "3e-3",
+        precision="bf16" if is_folder else "float32",
+        layout="dp1" if is_folder else "dp2",
+        name=Path(model).resolve().name if is_folder else model,
+    )
+
+
+def _mapping(**field: str) -> str:
+    """One pair as YAML in braces; a value that YAML could read as something else is quoted."""
+    [(key, value)] = field.items()
+    return f"{{{key}: {value}}}" if re.fullmatch(r"[A-Za-z./][\w./-]*", value) else f"{{{key}: {json.dumps(value)}}}"

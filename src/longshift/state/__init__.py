@@ -1,0 +1,1 @@
+"""Home and its three verbs; optimizer, precision, checkpoints."""

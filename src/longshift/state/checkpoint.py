@@ -1,0 +1,363 @@
+"""Checkpoints: home, as boxes. A file knows no layout, so any layout and any number of ranks loads any checkpoint.
+
+    checkpoints/step-N/rank-00000.safetensors   masters and moments of the boxes that rank 0 speaks for, "kind|weight|box"
+                       rank-00001.safetensors   ...
+                       manifest.json            files with size and SHA-256, facts of the run, a SHA-256 of itself
+    LATEST                                      "step-N", moved only after N is durable
+
+Written into a hidden folder, fsynced, renamed, then LATEST is moved, then old ones are purged: a death at any point leaves the last
+good checkpoint in place, and hidden folders that the next save removes. Everything is verified before it is used; nothing is
+unpickled. One run saves into a folder at a time.
+"""
+
+import hashlib
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from longshift.dist.world import World
+from longshift.errors import CheckpointError
+from longshift.files import sync
+from longshift.layout.box import Box
+from longshift.spec.model import ModelSpec
+from longshift.state.home import Source
+from longshift.state.optimizer import MOMENTS
+
+FORMAT = 1
+KINDS = ("master", *MOMENTS)
+Entries = Iterable[tuple[str, Box, bool, dict[str, Tensor]]]
+T = TypeVar("T")
+
+
+class SavedFile(BaseModel):
+    """One file of a checkpoint. `tensors` are its keys, "kind|weight|box"."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: Annotated[str, Field(pattern=r"^rank-[0-9]{5,}\.safetensors$")]
+    bytes: int
+    sha256: str
+    tensors: list[str]
+
+
+class Manifest(BaseModel):
+    """What a checkpoint holds. `facts` are the run's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    format: int
+    step: Annotated[int, Field(ge=0)]
+    facts: dict[str, Any]
+    files: list[SavedFile]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where the values of one box lie."""
+
+    path: Path
+    key: str
+    box: Box
+
+
+Index = dict[tuple[str, str], list[Saved]]  # by kind and weight
+
+
+def save(run: Path, step: int, entries: Entries, facts: Mapping[str, Any], world: World, keep: int) -> None:
+    """Write checkpoint `step` of a run, replacing one of the same step; collective. `entries` as from `Optimizer.state`, `facts` any
+    JSON. Then the newest `keep` up to this one stay. Raises CheckpointError, on every rank in the same words, when one cannot write; the
+    checkpoints before it, and LATEST, are then untouched."""
+    scratch = run / "checkpoints" / f".step-{step}.writing"
+    fault = f"checkpoint {run / 'checkpoints' / f'step-{step}'} cannot be written; the ones before it are untouched"
+
+    def begin() -> None:
+        _sweep(run)
+        scratch.mkdir(parents=True)
+
+    def publish(files: list[dict]) -> None:
+        _write_text(scratch / "manifest.json", _render({"format": FORMAT, "step": step, "facts": dict(facts), "files": files}))
+        sync(scratch)
+        _publish(run, step, scratch)
+
+    first = world.rank == 0
+    try:
+        _together(world, fault, begin if first else None)
+        own = _together(world, fault, lambda: _write_tensors(scratch, entries, world.rank))
+        files = [row for text in world.gather_text(json.dumps(own)) for row in json.loads(text)]
+        _together(world, fault, (lambda: publish(files)) if first else None)
+        _together(world, f"old checkpoints of {run} cannot be removed", (lambda: _purge(run, step, keep)) if first else None)
+    except CheckpointError:  # on every rank: none leaves, and with it ends the others, before what was written is gone
+        if first:
+            _sweep(run)
+        world.gather_text("")
+        raise
+
+
+class Checkpoint:
+    """A verified checkpoint, read box by box on demand. It keeps its files open."""
+
+    def __init__(self, folder: Path, step: int, facts: dict[str, Any], index: Index):
+        self.folder, self.step, self.facts, self._index = folder, step, facts, index
+        self._files: dict[Path, Any] = {}
+
+    @classmethod
+    def latest(cls, run: Path, world: World) -> "Checkpoint":
+        """The checkpoint that LATEST names; collective. Raises CheckpointError, on every rank in the same words, when there is none or it
+        is damaged: the message names the file, and the older checkpoint that may serve instead."""
+        name = _together(world, f"{run} cannot be read", lambda: _latest(run))
+        return cls.open(run / "checkpoints" / world.gather_text(name)[0], world)
+
+    @classmethod
+    def open(cls, folder: Path, world: World) -> "Checkpoint":
+        """Verify and index a checkpoint; collective: every rank reads a share of the files to check them. Raises CheckpointError as
+        `latest` does."""
+        fault = f"{folder} cannot be read"
+        manifest = _together(world, fault, lambda: _read_manifest(folder))
+        if len(set(world.gather_text(_digest(manifest.model_dump())))) > 1:
+            raise CheckpointError(f"{folder} is not the same on all ranks: all machines must see one run folder")
+        index = _together(world, fault, lambda: _index(folder, manifest))
+        _together(world, fault, lambda: _verify(folder, manifest.files[world.rank :: world.size]))
+        return cls(folder, manifest.step, manifest.facts, index)
+
+    def expect(self, spec: ModelSpec) -> None:
+        """Raises CheckpointError unless this holds every value of the model's state, and no other weight's."""
+        for name, whole in ((p.name, Box.whole(p.shape)) for p in spec.params):
+            for kind in KINDS:
+                boxes = [saved.box for saved in self._index.get((kind, name), ())]
+                held = sum(box.elements for box in boxes)
+                if held != whole.elements or not all(len(box.shape) == len(whole.shape) and box in whole for box in boxes):
+                    is_ = f"is {', '.join(map(str, boxes[:4]))}{', ...' if len(boxes) > 4 else ''}" if boxes else "is not there"
+                    raise CheckpointError(f"{self.folder}: {kind} {name} {is_}, {whole} is needed: incomplete, or of another model")
+        foreign = sorted({name for _, name in self._index} - set(spec.by_name))
+        if foreign:
+            raise CheckpointError(f"{self.folder} holds {foreign[0]}, which this model does not have: it is of another model")
+
+    def read(self, kind: str, name: str, box: Box) -> Tensor:
+        """The values inside `box`, put together from whatever boxes were saved. Raises CheckpointError where some are missing."""
+        out, found = None, 0
+        for saved in self._index.get((kind, name), ()):
+            part = saved.box & box
+            if not part:
+                continue
+            if saved.path not in self._files:
+                self._files[saved.path] = safe_open(saved.path, framework="pt")
+            values = self._files[saved.path].get_slice(saved.key)[part.within(saved.box)]
+            out = torch.empty(box.shape, dtype=values.dtype) if out is None else out
+            out[part.within(box)] = values
+            found += part.elements
+        if out is None or found != box.elements:
+            raise CheckpointError(f"{self.folder} holds {found} of the {box.elements} values of {kind} {name}{box}")
+        return out
+
+    def source(self, kind: str = "master") -> Source:
+        """For Home: where weights come from."""
+        return lambda name, box: self.read(kind, name, box) if box else torch.empty(box.shape)
+
+    def restore(self, entries: Entries) -> None:
+        """Fill the views of `entries` (as from `Optimizer.state`), all kinds."""
+        for name, box, _, views in entries:
+            for kind, view in views.items():
+                if box:
+                    view.copy_(self.read(kind, name, box))
+
+
+def _together(world: World, what: str, work: Callable[[], T] | None) -> T:
+    """The result of `work` on this rank; None has nothing to do. A failure on any rank is everyone's CheckpointError, in the words of the
+    lowest that failed."""
+    result, fault = None, ""
+    try:
+        result = work() if work is not None else None
+    except CheckpointError as error:
+        fault = str(error)
+    except (OSError, SafetensorError) as error:
+        fault = f"{what}: rank {world.rank}: {error}"
+    faults = [text for text in world.gather_text(fault) if text]
+    if faults:
+        raise CheckpointError(faults[0])
+    return result  # pyright: ignore[reportReturnType]
+
+
+def _write_tensors(folder: Path, entries: Entries, rank: int) -> list[dict]:
+    """This rank's file, durable; none where it speaks for nothing."""
+    tensors = {
+        f"{kind}|{name}|{box}": view.detach().cpu().contiguous()
+        for name, box, owned, views in entries
+        if owned and box
+        for kind, view in views.items()
+    }
+    if not tensors:
+        return []
+    path = folder / f"rank-{rank:05}.safetensors"
+    save_file(tensors, path)
+    sync(path)
+    return [{"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path), "tensors": sorted(tensors)}]
+
+
+def _publish(run: Path, step: int, scratch: Path) -> None:
+    """Make a finished folder the newest checkpoint. What may fail for want of space comes before the first rename."""
+    final, pointer = scratch.with_name(f"step-{step}"), run / ".LATEST.writing"
+    _write_text(pointer, final.name + "\n")
+    if final.exists():
+        final.rename(final.with_name(f".{final.name}.replaced"))
+    scratch.rename(final)
+    sync(final.parent)
+    pointer.rename(run / "LATEST")
+    sync(run)
+
+
+def _purge(run: Path, step: int, keep: int) -> None:
+    """Hide, then remove, all but the newest `keep` up to `step`. Newer ones are of a run that a person went back from: they are left
+    until this one reaches them."""
+    folder = run / "checkpoints"
+    for old in [s for s in _steps(folder) if s <= step][:-keep]:
+        (folder / f"step-{old}").rename(folder / f".step-{old}.purged")
+    _sweep(run)
+
+
+def _sweep(run: Path) -> None:
+    """Remove what saves that died have left."""
+    for path in (run / "checkpoints").glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        (run / ".LATEST.writing").unlink()
+
+
+def _latest(run: Path) -> str:
+    pointer = run / "LATEST"
+    try:
+        name = pointer.read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise CheckpointError(f"{pointer} cannot be read: {fault}.{_instead(run / 'checkpoints' / 'none')}") from None
+    known = re.fullmatch(r"step-[0-9]+", name) is not None
+    folder = run / "checkpoints" / (name if known else "none")
+    if not folder.is_dir():
+        raise CheckpointError(f"{pointer} names {name!r}, which is not a checkpoint of this run.{_instead(folder)}")
+    return name
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    path = folder / "manifest.json"
+    try:
+        text = path.read_text("utf-8")
+        body = json.loads(text)
+        del body["sha256"]
+        intact = text == _render(body)
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        raise CheckpointError(f"{path} is missing or damaged: {fault}.{_instead(folder)}") from None
+    if not intact:
+        raise CheckpointError(f"{path} is damaged: its own SHA-256 differs.{_instead(folder)}")
+    if body.get("format") != FORMAT:
+        found = f"{path} has format {body.get('format')}, this version of longshift reads {FORMAT}: use the one that wrote it."
+        raise CheckpointError(found + _instead(folder))
+    try:
+        return Manifest(**body)
+    except ValidationError as fault:
+        first = fault.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path} is malformed: {where} is {first['input']!r}: {first['msg']}.{_instead(folder)}") from None
+
+
+def _index(folder: Path, manifest: Manifest) -> Index:
+    """Where every box lies; the boxes of a weight are disjoint."""
+    path, index = folder / "manifest.json", Index()
+    for file in manifest.files:
+        for key in file.tensors:
+            kind, name, box = _parse_key(path, key)
+            index.setdefault((kind, name), []).append(Saved(folder / file.name, key, box))
+    for (kind, name), saved in index.items():
+        both = _overlap([s.box for s in saved])
+        if both:
+            raise CheckpointError(f"{path} is malformed: {kind} {name} is there twice, as {both[0]} and {both[1]}.{_instead(folder)}")
+    return index
+
+
+def _parse_key(path: Path, key: str) -> tuple[str, str, Box]:
+    try:
+        kind, name, text = key.split("|")
+        box = Box.parse(text)
+        if str(box) == text and box and min(box.start) >= 0:
+            return kind, name, box
+    except ValueError:
+        pass
+    raise CheckpointError(f"{path} is malformed: {key!r} is not KIND|WEIGHT|BOX.{_instead(path.parent)}")
+
+
+def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share a value or differ in their number of dims, if any. Sweeps along dim 0."""
+    beside: list[Box] = []
+    for box in sorted(boxes):
+        beside = [other for other in beside if other.stop[0] > box.start[0]]
+        for other in beside:
+            if len(other.shape) != len(box.shape) or other & box:
+                return other, box
+        beside.append(box)
+    return None
+
+
+def _verify(folder: Path, files: Iterable[SavedFile]) -> None:
+    """Size, hash and header of files against the manifest."""
+    for file in files:
+        path = folder / file.name
+        try:
+            size = path.stat().st_size
+            if size != file.bytes:
+                raise CheckpointError(f"{path} is damaged: it has {size} bytes, {file.bytes} were written.{_instead(folder)}")
+            if _sha256(path) != file.sha256:
+                raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest's.{_instead(folder)}")
+            if dict(_shapes(path)) != {key: _parse_key(path, key)[2].shape for key in file.tensors}:
+                raise CheckpointError(f"{path} does not hold the boxes that manifest.json lists.{_instead(folder)}")
+        except (OSError, SafetensorError) as fault:
+            raise CheckpointError(f"{path} cannot be read: {fault}.{_instead(folder)}") from None
+
+
+def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    with safe_open(path, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            yield key, tuple(file.get_slice(key).get_shape())
+
+
+def _instead(folder: Path) -> str:
+    """What may serve instead of the checkpoint `folder`: the newest before it, or of all where it is no step, that has a manifest."""
+    match = re.fullmatch(r"step-([0-9]+)", folder.name)
+    for step in reversed(_steps(folder.parent)):
+        if (match is None or step < int(match[1])) and (folder.parent / f"step-{step}" / "manifest.json").is_file():
+            latest = shlex.quote(str(folder.parent.parent / "LATEST"))
+            return f" An older checkpoint may serve: echo step-{step} > {latest}"
+    return f" There is no {'older' if match else 'other'} checkpoint of this run."
+
+
+def _steps(checkpoints: Path) -> list[int]:
+    """Steps with a checkpoint, ascending; none where there is no such folder."""
+    names = (re.fullmatch(r"step-([0-9]+)", path.name) for path in checkpoints.glob("step-*"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def _render(body: dict[str, Any]) -> str:
+    """The one text of a manifest: any other is a damaged one."""
+    return json.dumps({"sha256": _digest(body), **body}, indent=1)
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, "utf-8")
+    sync(path)

@@ -1,0 +1,202 @@
+"""Working copies of one layout, and the three verbs between them and home: gather, reduce, release.
+
+    gather    home rows of every holder, cast at the source ── all-gather ──> the rank's tensors
+    reduce    the rank's gradients, summed over micro-batches in the home format ── reduce-scatter (ZeRO-0: all-reduce) ──> home
+    release   the copies' storage is dropped
+
+One fused collective a bucket, started at once and waited for as late as possible. Bytes in and out of a holder, P holders, W elements:
+gather W (P-1)/P in the compute format; reduce W (P-1)/P in the home format, twice that under ZeRO-0.
+
+ZeRO is when the verbs are called: stage 3 gathers a unit before each use, the next one meanwhile, and releases it after; stages 0..2
+gather once a step. Stages 2 and 3 reduce a unit after every backward, stages 0 and 1 after the last.
+
+[Note: released storage] A graph kept for backward holds views of the copies. Release shrinks their storage to nothing and gather fills
+the same storage again, through an alias with a version counter of its own, so that autograd sees the tensors it saved.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from longshift.dist.collectives import Pending
+from longshift.dist.world import World
+from longshift.layout.box import Box
+from longshift.layout.layout import Layout
+from longshift.layout.placement import Bucket, assemble, local_boxes, local_shape, moving_unit, stages_of
+from longshift.model.decoder import Unit
+from longshift.spec.model import ModelSpec
+from longshift.state.home import Home, Shard
+
+IN_FLIGHT = 8  # reductions under way at one time: each holds its fused buffer
+
+Place = tuple[str, tuple[slice, ...]]  # a weight's name, and where in the rank's tensor of it
+
+
+class Route:
+    """How one bucket lies in its fused buffer [slots, width]: one slot a holder when home is sharded, else one. Immutable."""
+
+    def __init__(self, bucket: Bucket, rank: int, boxes: dict[str, tuple[Box, ...]], spec: ModelSpec):
+        self.bucket = bucket
+        self.slots = len(bucket.holders) if bucket.sharded else 1
+        self.places: list[Place] = []
+        self.spans: list[tuple[int, int, int, tuple[int, ...]]] = []  # slot, start, stop, shape: same order as `places`
+        ends = []
+        for slot in range(self.slots):
+            start = 0
+            for name, box in bucket.home(bucket.holders[slot]):
+                if box:
+                    dim = spec.by_name[name].dim
+                    self.places.append((name, assemble(box, boxes[name], dim)))
+                    self.spans.append((slot, start, start + box.elements, box.shape))
+                start += box.elements
+            ends.append(start)
+        self.width = max(ends)
+        self.own = ends[bucket.holders.index(rank)] if bucket.sharded else self.width
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The buffer's pieces, in the order of `places`."""
+        return [buffer[slot, start:stop].view(shape) for slot, start, stop, shape in self.spans]
+
+
+class UnitCopies:
+    """One moving unit on this rank. Mutable. `flat` holds the weights that are not home's own tensors."""
+
+    def __init__(self, weights: dict[str, nn.Parameter], flat: Tensor | None, borrowed: set[str], routes: list[tuple[Route, Shard]]):
+        self.weights, self.flat, self.routes = weights, flat, routes
+        self.bytes = 0 if flat is None else flat.untyped_storage().nbytes()
+        # For every route, what a gather writes: the views of the fused buffer to read (by number) and those of the weights to fill.
+        self.wanted = [[i for i, (name, _) in enumerate(route.places) if name not in borrowed] for route, _ in routes]
+        self.targets = [[weights[r.places[i][0]].data[r.places[i][1]] for i in wanted] for (r, _), wanted in zip(routes, self.wanted)]
+        self.arriving: list[Pending] | None = None
+        self.present = False
+        self.sums: list[Tensor] | None = None  # fused gradient buffers, one a route
+
+    def copy_in(self, number: int, buffer: Tensor) -> None:
+        """From the fused buffer of a route into the weights."""
+        if self.targets[number]:
+            views = self.routes[number][0].views(buffer)
+            torch._foreach_copy_(self.targets[number], [views[i] for i in self.wanted[number]])
+
+
+class Copies:
+    """The working copies of `layout` on this rank, with home as their only source. Mutable."""
+
+    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, compute: torch.dtype):
+        self.spec, self.layout, self.world, self.home, self.compute = spec, layout, world, home, compute
+        self.units: dict[int, UnitCopies] = {}
+        self.reducing: list[tuple[Pending, Tensor, Shard]] = []
+        at = layout.coord(world.rank)
+        mine: dict[int, list[str]] = {}
+        for param in spec.params:
+            if at.pp in stages_of(spec, layout, param):
+                mine.setdefault(moving_unit(spec, param), []).append(param.name)
+        boxes = {name: local_boxes(spec.by_name[name], layout, at.tp) for names in mine.values() for name in names}
+        for unit, names in mine.items():
+            shards = [shard for shard in home.shards if shard.bucket.unit == unit]
+            routes = [(Route(shard.bucket, world.rank, boxes, spec), shard) for shard in shards]
+            self.units[unit] = self._allocate(names, boxes, routes)
+
+    def _allocate(self, names: list[str], boxes: dict[str, tuple[Box, ...]], routes: list[tuple[Route, Shard]]) -> UnitCopies:
+        """Tensors of a unit: home's own where home keeps all of a weight in the compute format, else slices of one flat vector."""
+        at_home = {}
+        for route, shard in routes:
+            if not route.bucket.sharded and shard.master.dtype == self.compute:
+                at_home |= {name: view for name, box, view in shard.views(shard.master) if boxes[name] == (box,)}
+        shapes = {name: local_shape(self.spec.by_name[name], boxes[name]) for name in names if name not in at_home}
+        flat, start = None, 0
+        weights = {name: nn.Parameter(view.data) for name, view in at_home.items()}
+        if shapes:
+            sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+            flat = torch.empty(sum(sizes.values()), dtype=self.compute, device=self.world.device)
+            alias = flat.data  # [Note: released storage]
+            for name, shape in shapes.items():
+                weights[name] = nn.Parameter(alias[start : start + sizes[name]].view(shape))
+                start += sizes[name]
+        return UnitCopies(weights, flat, set(at_home), routes)
+
+    def fill(self, module: Unit) -> None:
+        """Make a unit of the model compute with these copies."""
+        for param in module.table:
+            module.register_parameter(param.role, self.units[moving_unit(self.spec, param)].weights[param.name])
+
+    def gather(self, unit: int) -> None:
+        """Start bringing a unit's weights here; nothing to do where they are here or under way."""
+        copies = self.units[unit]
+        if copies.present or copies.arriving is not None:
+            return
+        if copies.flat is not None:
+            copies.flat.untyped_storage().resize_(copies.bytes)
+        copies.arriving = [self._start(copies, number) for number in range(len(copies.routes))]
+
+    def _start(self, copies: UnitCopies, number: int) -> Pending:
+        route, shard = copies.routes[number]
+        if not route.bucket.sharded:
+            copies.copy_in(number, shard.master.unsqueeze(0))
+            return Pending()
+        own = torch.zeros(route.width, dtype=self.compute, device=self.world.device)
+        own[: route.own].copy_(shard.master)
+        buffer = own.new_empty((route.slots, route.width))
+        pending = self.world.group(route.bucket.holders).all_gather(buffer, own)
+        pending.finish = partial(copies.copy_in, number, buffer)
+        return pending
+
+    def ready(self, unit: int) -> None:
+        """Return when a unit's weights are here."""
+        self.gather(unit)
+        copies = self.units[unit]
+        for pending in copies.arriving or ():
+            pending.wait()
+        copies.arriving, copies.present = None, True
+
+    def release(self, unit: int) -> None:
+        """Drop a unit's copies. Gradients not yet accumulated must not need them."""
+        copies = self.units[unit]
+        copies.present = False
+        if copies.flat is not None:
+            copies.flat.untyped_storage().resize_(0)
+
+    def outdated(self) -> None:
+        """Home has changed: every copy must be gathered again before its next use."""
+        for copies in self.units.values():
+            copies.present = False
+
+    def accumulate(self, unit: int) -> None:
+        """Add the gradients that a backward left on the unit's weights to its fused buffers, in the home format."""
+        copies = self.units[unit]
+        first = copies.sums is None
+        if copies.sums is None:
+            copies.sums = [shard.master.new_zeros((route.slots, route.width)) for route, shard in copies.routes]
+        for (route, _), total in zip(copies.routes, copies.sums):
+            pairs = [
+                (view, grad[at])
+                for view, (name, at) in zip(route.views(total), route.places)
+                if (grad := copies.weights[name].grad) is not None
+            ]
+            if pairs:
+                views, grads = map(list, zip(*pairs))
+                (torch._foreach_copy_ if first else torch._foreach_add_)(views, grads)
+        for weight in copies.weights.values():
+            weight.grad = None
+
+    def reduce(self, unit: int) -> None:
+        """Start summing a unit's gradients over its holders into home; a unit that computed nothing contributes zeros."""
+        self.accumulate(unit)
+        copies = self.units[unit]
+        for (route, shard), total in zip(copies.routes, copies.sums or ()):
+            group = self.world.group(route.bucket.holders)
+            if route.bucket.sharded:
+                out = total.new_empty(route.width)
+                self.reducing.append((group.reduce_scatter(out, total), out[: route.own], shard))
+            else:
+                flat = total.view(-1)
+                self.reducing.append((group.start_all_reduce(flat), flat, shard))
+        copies.sums = None
+        self.finish(leave=IN_FLIGHT)
+
+    def finish(self, leave: int = 0) -> None:
+        """Wait for all but the `leave` newest reductions, in the order they were started; home then holds the sums."""
+        while len(self.reducing) > leave:
+            pending, total, shard = self.reducing.pop(0)
+            pending.wait()
+            shard.receive(total)

@@ -1,0 +1,114 @@
+"""Home: the training state, once. Master weights, gradient sums and Adam moments of the boxes that this rank keeps.
+
+Where the boxes lie is `layout.placement`'s: ZeRO-0 keeps whole pieces on every holder, ZeRO-1..3 (arXiv 1910.02054) deal the rows of
+each piece over its holders. A bucket's boxes are one flat vector, weights that decay first, in the order of the fused collectives, so
+that a gather sends it and a reduction ends in it without rearranging.
+
+    bucket   │ q rows │ k rows │ v rows │ o rows │ ... │ norm │      one master, one gradient, two moments of this shape
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from longshift.layout.box import Box
+from longshift.layout.placement import Bucket
+from longshift.spec.model import ModelSpec, Param
+
+Source = Callable[[str, Box], Tensor]
+NORM_RUN = 1 << 15  # elements
+
+
+@dataclass
+class Shard:
+    """This rank's home of one bucket. `grad` is None between steps where nothing has been reduced. Mutable."""
+
+    bucket: Bucket
+    boxes: tuple[tuple[str, Box], ...]
+    owned: bool
+    decaying: int  # elements, from the start, that weight decay applies to
+    master: Tensor
+    grad: Tensor | None = None
+
+    def views(self, flat: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
+        """(name, box, its view) of a vector shaped like `master`."""
+        start = 0
+        for name, box in self.boxes:
+            yield name, box, flat[start : start + box.elements].view(box.shape)
+            start += box.elements
+
+    def receive(self, total: Tensor) -> None:
+        """Add a reduced gradient; keeps `total` as the sum when it is the first."""
+        if self.grad is None:
+            self.grad = total
+        else:
+            self.grad += total
+
+
+class Home:
+    """All shards of one rank. Mutable; it stays where it is for the whole run."""
+
+    def __init__(self, spec: ModelSpec, buckets: tuple[Bucket, ...], rank: int, dtype: torch.dtype, device: torch.device, source: Source):
+        self.spec, self.rank, self.buckets = spec, rank, buckets
+        self.shards = [self._shard(b, dtype, device, source) for b in buckets if rank in b.holders]
+
+    def _shard(self, bucket: Bucket, dtype: torch.dtype, device: torch.device, source: Source) -> Shard:
+        boxes = bucket.home(self.rank)
+        decaying = sum(box.elements for name, box in boxes if self.spec.by_name[name].decay)
+        master = torch.empty(sum(box.elements for _, box in boxes), dtype=dtype, device=device)
+        shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, master)
+        for name, box, view in shard.views(master):
+            view.copy_(source(name, box))
+        return shard
+
+    def squared_norm(self) -> Tensor:
+        """float64 scalar: this rank's part of the squared global gradient norm, each element counted on one rank only.
+
+        Squares are summed in the home format over NORM_RUN elements, where float32 loses 1e-7, and in float64 beyond: a float64 copy of
+        a whole shard would cost its memory twice over. Infinite where a float32 gradient is above 1e19."""
+        runs = [run for s in self.shards if s.owned and s.grad is not None for run in s.grad.split(NORM_RUN)]
+        if not runs:
+            return torch.zeros((), dtype=torch.float64, device=self.shards[0].master.device)
+        return torch.stack(torch._foreach_norm(runs)).double().square().sum()
+
+    def not_finite(self, what: Literal["master", "grad"]) -> list[str]:
+        """Names of the weights whose master, or gradient, has a value here that is not finite."""
+        flats = ((s, s.master if what == "master" else s.grad) for s in self.shards)
+        views = ((name, view) for s, flat in flats if flat is not None for name, _, view in s.views(flat))
+        return [name for name, view in views if not bool(view.isfinite().all())]
+
+    def scale_gradients(self, factor: float) -> None:
+        for shard in self.shards:
+            if shard.grad is not None:
+                shard.grad.mul_(factor)
+
+    def drop_gradients(self) -> None:
+        for shard in self.shards:
+            shard.grad = None
+
+
+def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:
+    """Initial weights: each a function of (seed, name) alone, so that no layout changes them. Residual outputs are scaled by
+    1/sqrt(2 L) as in GPT-2."""
+
+    def weight(param: Param) -> Tensor:
+        if param.init in ("zeros", "ones"):
+            return torch.full(param.shape, float(param.init == "ones"), dtype=dtype)
+        digest = hashlib.sha256(f"{seed}/{param.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        std = spec.init_std / ((2 * spec.layers) ** 0.5 if param.init == "normal_out" else 1.0)
+        return torch.randn(param.shape, generator=generator, dtype=torch.float32).mul_(std).to(dtype)
+
+    last: dict[str, Tensor] = {}  # a weight's boxes are asked for one after another
+
+    def source(name: str, box: Box) -> Tensor:
+        if name not in last:
+            last.clear()
+            last[name] = weight(spec.by_name[name])
+        return last[name][box.within(Box.whole(spec.by_name[name].shape))]
+
+    return source

@@ -1,0 +1,48 @@
+"""Which number formats a run uses, and dynamic loss scaling for float16.
+
+Weights are kept, gradients summed and moments updated in the home format; copies compute in the compute format. Paper: Mixed
+Precision Training (arXiv 1710.03740).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Name = Literal["float64", "float32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`compute`: working copies and activations. `home`: masters, gradient sums and moments."""
+
+    compute: torch.dtype
+    home: torch.dtype
+
+    @classmethod
+    def of(cls, name: Name) -> "Precision":
+        if name == "float64":
+            return cls(torch.float64, torch.float64)
+        compute = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+        return cls(compute, torch.float32)
+
+    @property
+    def scaled(self) -> bool:
+        """float16 gradients need a loss scale: their exponent ends at 2^-24."""
+        return self.compute == torch.float16
+
+
+@dataclass
+class LossScale:
+    """Mutable: the factor on the loss. Halved when a gradient overflows (the step is skipped), doubled after `patience` good steps."""
+
+    scale: float = 2.0**16
+    good_steps: int = 0
+    patience: int = 2000
+
+    def update(self, finite: bool) -> None:
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good_steps == self.patience:
+            self.scale, self.good_steps = self.scale * 2, 0

@@ -1,0 +1,1 @@
+"""Which boxes move from which rank to which. Imports no torch."""

@@ -1,0 +1,95 @@
+"""Who has which boxes: the two sides of a move.
+
+A `Spread` is one weight's boxes with the ranks that have each of them; boxes may overlap (home's rows and a rank's copy), as long as equal
+elements have equal values. Weights that lie alike share one `Spread` object, and are then refined and planned once.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from longshift.layout.box import Box
+from longshift.layout.layout import Layout
+from longshift.layout.placement import Piece, pieces_of
+from longshift.spec.model import ModelSpec, Param
+
+Side = Literal["copies", "home", "rows"]
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Boxes of one weight and the ranks, ascending, that have each. Compared by identity."""
+
+    boxes: tuple[tuple[Box, tuple[int, ...]], ...]
+
+
+Placed = Mapping[str, Spread]  # by weight, in the order in which the weights move
+
+
+def placed(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spread]:
+    """Every weight under a layout.
+
+    copies   what the ranks compute with
+    home     what they keep: whole pieces (ZeRO-0), or their rows of each
+    rows     each piece's rows dealt over its holders, as under ZeRO-1..3: every element once, whatever home is
+    """
+    stages: dict[int, list[int]] = {}
+    for pp in range(layout.pp):
+        for chunk in layout.units_of(spec.layers, pp):
+            for unit in chunk:
+                stages.setdefault(unit, []).append(pp)
+    alike: dict[tuple, Spread] = {}
+
+    def spread(param: Param) -> Spread:
+        where = {pp for unit in (param.unit, param.also_unit) if unit is not None for pp in stages[unit]}
+        key = param.shape, param.dim, param.parts, frozenset(where)
+        if key not in alike:
+            alike[key] = Spread(tuple(part for piece in pieces_of(spec, layout, param) for part in _kept(piece, layout, side)))
+        return alike[key]
+
+    return {param.name: spread(param) for param in spec.params}
+
+
+def by_rank(boxes: Sequence[Sequence[tuple[str, Box]]]) -> dict[str, Spread]:
+    """From the (weight, box) pairs of every rank."""
+    found: dict[str, dict[Box, list[int]]] = {}
+    for rank, pairs in enumerate(boxes):
+        for name, box in pairs:
+            if box:
+                found.setdefault(name, {}).setdefault(box, []).append(rank)
+    return {name: Spread(tuple((box, tuple(ranks)) for box, ranks in spread.items())) for name, spread in found.items()}
+
+
+def together(*sides: Placed) -> dict[str, Spread]:
+    """All that any of them has: home and the working copies of the layout before, for one."""
+    alike: dict[tuple[Spread, ...], Spread] = {}
+    joined = {}
+    for name in dict.fromkeys(name for side in sides for name in side):
+        parts = tuple(side[name] for side in sides if name in side)
+        joined[name] = alike.setdefault(parts, Spread(tuple(box for part in parts for box in part.boxes)))
+    return joined
+
+
+def _kept(piece: Piece, layout: Layout, side: Side) -> list[tuple[Box, tuple[int, ...]]]:
+    if side == "copies" or (side == "home" and not layout.zero):
+        return [(piece.box, piece.holders)]
+    return [(rows, (rank,)) for rank in piece.holders if (rows := piece.rows(rank))]
+
+
+def turn_about(held: Placed, wanted: Placed) -> dict[str, Spread]:
+    """`wanted` in an order in which weights of different pipeline stages, first of those that hold them, come turn about: a switch then
+    keeps all ranks busy all the time, where the model's own order would take one stage after the other."""
+    return _in_turn(held, _in_turn(wanted, wanted))
+
+
+def _in_turn(by: Placed, order: Placed) -> dict[str, Spread]:
+    """`order` with the weights that lie on the same ranks by `by` turn about with the others."""
+    ranks = {spread: frozenset(r for _, some in spread.boxes for r in some) for spread in set(by.values())}
+    turns: Counter[frozenset[int]] = Counter()
+    keys = []
+    for place, name in enumerate(order):
+        where = ranks[by[name]]
+        keys.append((turns[where], place, name))
+        turns[where] += 1
+    return {name: order[name] for _, _, name in sorted(keys)}

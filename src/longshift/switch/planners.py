@@ -1,0 +1,161 @@
+"""Who sends each needed slice to whom. Three planners, each a pure function of one weight's slices and of what everyone has sent so far.
+
+    algorithm1    HotSPa (SOSP 2024), Algorithm 1: for every slice and every rank that needs it, the holder on the same node that has sent
+                  least inside nodes; where there is none, the holder that has sent least between nodes
+    fan_out       a slice enters a node that lacks it once, by the network card of whichever of its ranks has received least, and spreads
+                  inside the node from there: two rounds. Between nodes a byte then travels once a node instead of once a rank
+    first_owner   no planner: the lowest rank that holds the slice
+
+        algorithm1   A0 ──> B0, B1, B2, B3          fan_out   round 0   A0 ──> B1
+                     (four times between nodes)               round 1   B1 ──> B0, B2, B3
+
+Ties go to the lowest rank; loads are whole bytes. So every rank finds the same plan.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from longshift.switch.links import Links
+from longshift.switch.slices import Slices
+
+Planner = Literal["fan_out", "algorithm1", "first_owner"]
+
+FULL = 2**62
+INSIDE, BETWEEN, ENTERED = range(3)  # rows of the loads: sent inside nodes, sent between nodes, received from other nodes
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Moves of one weight, by slice, then round, then target: int32 [moves] each. A round's moves need those of the round before."""
+
+    slice: np.ndarray
+    round: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.slice)
+
+
+def assign(planner: Planner, slices: Slices, links: Links, loads: np.ndarray) -> Moves:
+    """The moves of one weight. Adds what they send to `loads`, int64 [3, world]."""
+    if planner == "first_owner":
+        rows, targets = np.nonzero(slices.needs)
+        parts = [(rows, np.zeros_like(rows), slices.has.argmax(1)[rows], targets)]
+    else:
+        wave = _Algorithm1 if planner == "algorithm1" else _FanOut
+        parts = [part for rows in slices.waves for part in wave(slices, rows, links, loads).parts()]
+    if not parts:
+        return Moves(*(np.zeros(0, np.int32) for _ in range(4)))
+    joined = [np.concatenate(column).astype(np.int32) for column in zip(*parts)]
+    order = np.lexsort((joined[3], joined[1], joined[0]))
+    return Moves(*(column[order] for column in joined))
+
+
+Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # slice, round, source, target
+
+
+class _Wave:
+    """Slices `rows` of a weight, no two with a common holder. `near`: needed where the node has a holder; `far`: where it has none."""
+
+    def __init__(self, slices: Slices, rows: np.ndarray, links: Links, loads: np.ndarray):
+        self.rows, self.loads = rows, loads
+        self.has, self.wants, self.size = slices.has[rows], slices.wants[rows], slices.size_bytes[rows]
+        world = self.has.shape[1]
+        self.per_node = min(links.per_node, world)
+        self.node = np.arange(world) // self.per_node
+        self.starts = np.arange(0, world, self.per_node)
+        needs = slices.needs[rows]
+        held_near = self._by_node(self.has)[:, self.node] > 0
+        self.near, self.far = needs & held_near, needs & ~held_near
+
+    def _by_node(self, flags: np.ndarray) -> np.ndarray:
+        """Counts, int64 [slices, nodes]."""
+        return np.add.reduceat(flags, self.starts, axis=1, dtype=np.int64)
+
+    def _deal_near(self) -> Part:
+        """Inside each node, its holders share what the others need."""
+        count = self._by_node(self.near)
+        which, targets = np.nonzero(self.near)
+        group = np.cumsum(count.ravel() > 0).reshape(count.shape) - 1
+        row, holder = np.nonzero(self.has & (count > 0)[:, self.node])
+        asked = np.nonzero(count)
+        sources = deal(group[row, self.node[holder]], holder, count[asked], self.size[asked[0]], self.loads[INSIDE])
+        return self.rows[which], np.zeros_like(which), sources, targets
+
+    def _deal_far(self, count: np.ndarray) -> np.ndarray:
+        """All holders of a slice share its `count` sends to other nodes; the sources, by slice."""
+        asked = np.flatnonzero(count)
+        row, holder = np.nonzero(self.has[asked])
+        return deal(row, holder, count[asked], self.size[asked], self.loads[BETWEEN])
+
+
+class _Algorithm1(_Wave):
+    def parts(self) -> list[Part]:
+        which, targets = np.nonzero(self.far)
+        sources = self._deal_far(self.far.sum(1))
+        return [self._deal_near(), (self.rows[which], np.zeros_like(which), sources, targets)]
+
+
+class _FanOut(_Wave):
+    def parts(self) -> list[Part]:
+        lacking = self._by_node(self.far) > 0
+        which, nodes = np.nonzero(lacking)
+        entries = self._entries(lacking)
+        doors = entries[which, nodes]
+        first = self.rows[which], np.zeros_like(which), self._deal_far(lacking.sum(1)), doors
+        spread = self.far.copy()
+        spread[which, doors] = False
+        inner, targets = np.nonzero(spread)
+        sources = entries[inner, self.node[targets]]
+        np.add.at(self.loads[INSIDE], sources, self.size[inner])
+        second = self.rows[inner], np.ones_like(inner), sources, targets
+        return [first, second, self._deal_near()]
+
+    def _entries(self, lacking: np.ndarray) -> np.ndarray:
+        """The rank by which each slice enters each lacking node: the one that has received least from outside. One that does not want
+        the slice counts as one slice fuller, for it would only pass it on. int64 [slices, nodes], -1 where nothing enters."""
+        rows, nodes = lacking.shape
+        world, places = len(self.node), nodes * self.per_node
+        received = np.full(places, FULL)
+        received[:world] = self.loads[ENTERED]
+        detour = np.zeros((rows, places), np.int64)
+        detour[:, :world] = self.size[:, None] * ~self.wants
+        received, detour = received.reshape(nodes, self.per_node), detour.reshape(rows, nodes, self.per_node)
+        entries = np.full(lacking.shape, -1)
+        for row in np.flatnonzero(lacking.any(1)):
+            into = np.flatnonzero(lacking[row])
+            door = (received[into] + detour[row, into]).argmin(1)
+            received[into, door] += self.size[row]
+            entries[row, into] = into * self.per_node + door
+        self.loads[ENTERED] = received.ravel()[:world]
+        return entries
+
+
+def deal(group: np.ndarray, rank: np.ndarray, count: np.ndarray, size: np.ndarray, load: np.ndarray) -> np.ndarray:
+    """In each group, `count` times: the member of least load, the first of equals, takes `size`.
+
+    `group`, `rank`: the members, by group (0, 1, ... without gaps), then by rank; no rank is in two.
+    `count`, `size`: by group. Returns the ranks taken, by group, in the order of taking; adds the sizes to `load`.
+
+    A member taken j times before has load + j * size: the picks of a group are the `count` least of these numbers.
+    """
+    groups = np.arange(len(count))
+    first = np.searchsorted(group, groups)
+    members = np.diff(np.append(first, len(group)))
+    if (members == 1).all():
+        taken = rank.repeat(count)
+    else:
+        base = load[rank]
+        level = np.maximum.reduceat(base, first) + size * (-(-count // members) - 1)  # up to here there are `count` numbers or more
+        turns = np.minimum((level[group] - base) // size[group] + 1, count[group])
+        member = np.repeat(np.arange(len(rank)), turns)
+        nth = np.arange(len(member)) - np.repeat(np.cumsum(turns) - turns, turns)
+        order = np.lexsort((member, base[member] + nth * size[group[member]], group[member]))
+        member = member[order]
+        place = np.arange(len(member)) - np.searchsorted(group[member], groups)[group[member]]
+        taken = rank[member[place < count[group[member]]]]
+    np.add.at(load, taken, size.repeat(count))
+    return taken

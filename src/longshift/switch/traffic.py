@@ -1,0 +1,67 @@
+"""What a plan puts on the links, and the least time they need for it."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from longshift.switch.links import Links
+from longshift.switch.plan import Plan
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a plan by link, and the seconds that they take.
+
+    `bound_s`: all links at work at one time, bandwidth alone. `overlapped_s`: in exchanges one after another, each a bucket's first round
+    with the second round of the bucket before, latency included. `in_order_s`: an exchange for every round.
+    """
+
+    max_received_bytes: int
+    inter_node_bytes: int
+    intra_node_bytes: int
+    bound_s: float
+    overlapped_s: float
+    in_order_s: float
+    by_node: tuple[tuple[int, ...], ...]  # from node, to node; the diagonal is inside nodes
+
+    def __str__(self) -> str:
+        inside, between = self.intra_node_bytes / 1e9, self.inter_node_bytes / 1e9
+        return f"{inside:.3g} GB inside nodes, {between:.3g} GB between them, at least {self.bound_s:.3g} s"
+
+
+def traffic(plan: Plan) -> Traffic:
+    """Of a device's links to its node and to other nodes, one way each, the busiest sets the time."""
+    pairs, links = plan.bytes_by_pair, plan.links
+    played = _by_round(plan)
+    overlapped = np.zeros((plan.buckets + plan.rounds - 1, *played.shape[2:]), np.int64)
+    for number in range(plan.rounds):
+        overlapped[number : number + plan.buckets] += played[:, number]
+    starts = np.arange(0, plan.world, links.per_node)
+    by_node = np.add.reduceat(np.add.reduceat(pairs, starts, 0), starts, 1)
+    return Traffic(
+        max_received_bytes=int(pairs.sum(0).max()),
+        inter_node_bytes=int(by_node.sum() - by_node.trace()),
+        intra_node_bytes=int(by_node.trace()),
+        bound_s=_seconds(played.sum((0, 1))[None], replace(links, latency_s=0.0)),
+        overlapped_s=_seconds(overlapped, links),
+        in_order_s=_seconds(played.reshape(-1, *played.shape[2:]), links),
+        by_node=tuple(tuple(map(int, row)) for row in by_node),
+    )
+
+
+def _seconds(loads: np.ndarray, links: Links) -> float:
+    """Of exchanges one after another, int64 [exchanges, 4, world]; one that moves nothing takes no time."""
+    rates = np.array((links.intra_bytes_s, links.intra_bytes_s, links.inter_bytes_s, links.inter_bytes_s))
+    return float((loads.max(2) / rates).max(1).sum()) + links.latency_s * int(loads.any((1, 2)).sum())
+
+
+def _by_round(plan: Plan) -> np.ndarray:
+    """Bytes of every round of every bucket, sent and received inside nodes, sent and received between them: int64 [buckets, rounds, 4,
+    world]."""
+    loads = np.zeros((plan.buckets, plan.rounds, 4, plan.world), np.int64)
+    for w in plan.weights:
+        m, bucket, size = w.moves, w.bucket[w.moves.slice], w.slices.size_bytes[w.moves.slice]
+        sent = 2 * (m.source // plan.links.per_node != m.target // plan.links.per_node)
+        np.add.at(loads, (bucket, m.round, sent, m.source), size)
+        np.add.at(loads, (bucket, m.round, sent + 1, m.target), size)
+    return loads

@@ -1,0 +1,1 @@
+"""A layout composed into a step, and steps into a run."""

@@ -1,0 +1,178 @@
+"""A layout composed: the one ordered list of what it inserts into the model, and a rank's worker for it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longshift.data.batch import Document
+from longshift.data.micro import micro_batch
+from longshift.dist.world import World
+from longshift.layout.layout import Layout
+from longshift.layout.placement import buckets
+from longshift.model.attention import PackedAttention, match_heads
+from longshift.model.decoder import MicroBatch, Ops, build_unit
+from longshift.parallel import pipeline, recompute, tensor, ulysses
+from longshift.parallel.recompute import Segment
+from longshift.parallel.ring import RingAttention
+from longshift.spec.model import ModelSpec, Part, share
+from longshift.state.copies import Copies
+from longshift.state.home import Home
+from longshift.state.precision import Precision
+from longshift.state.transfer import Visit
+
+
+def prepare(world: World, spec: ModelSpec, layout: Layout) -> None:
+    """Make every process group that the layout needs, in one order on all ranks."""
+    everyone = tuple(range(layout.world))
+    axes = [group for axis in ("tp", "ulysses", "ring") for group in layout.groups(axis)]
+    holders = sorted({bucket.holders for bucket in buckets(spec, layout)})
+    world.prepare([everyone, *axes, *holders])
+    for direction in ("rising", "falling"):
+        world.prepare(layout.groups("pp"), direction)
+
+
+class LayoutOps(Ops):
+    """The seams under a layout. Outermost first: tensor parallel around whole halves of a block, then Ulysses, then the ring."""
+
+    def __init__(self, spec: ModelSpec, layout: Layout, world: World):
+        super().__init__(spec)
+        at = layout.coord(world.rank)
+        self.tp, self.ulysses, self.ring = (world.group(layout.ranks(axis, of=world.rank)) for axis in ("tp", "ulysses", "ring"))
+        self.heads = range(*share(spec.heads, layout.tp, at.tp))
+        self.kv_heads = range(*Part(spec.kv_heads, heads=spec.heads).rows(layout.tp, at.tp))
+        self.vocab_first = share(spec.vocab, layout.tp, at.tp)[0]
+
+    def enter(self, x: Tensor) -> Tensor:
+        return tensor.enter(x, self.tp) if self.tp.size > 1 else x
+
+    def leave(self, x: Tensor) -> Tensor:
+        return tensor.leave(x, self.tp) if self.tp.size > 1 else x
+
+    def embed(self, weight_VD: Tensor, tokens_T: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return super().embed(weight_VD, tokens_T)
+        return tensor.embed(weight_VD, tokens_T, self.vocab_first, self.tp)
+
+    def loss(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return super().loss(logits_TV, labels_T)
+        return tensor.loss(logits_TV, labels_T, self.vocab_first, self.tp)
+
+    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch) -> Tensor:
+        group_size, scale = self.spec.heads // self.spec.kv_heads, self.spec.head_width**-0.5
+
+        def inner(q: Tensor, k: Tensor, v: Tensor, heads: range, kv_heads: range) -> Tensor:
+            k, v = match_heads(k, v, heads, kv_heads, group_size)
+            if self.ring.size > 1:
+                return RingAttention.apply(q, k, v, micro.order, scale, self.ring)  # pyright: ignore[reportReturnType]
+            lengths = tuple(run.length for run in micro.order.runs(0))
+            return PackedAttention.apply(q, k, v, lengths, scale)  # pyright: ignore[reportReturnType]
+
+        if self.ulysses.size == 1:
+            return inner(q_TNH, k_TKH, v_TKH, self.heads, self.kv_heads)
+        return ulysses.attend(q_TNH, k_TKH, v_TKH, self.heads, self.kv_heads, group_size, self.ulysses, inner)
+
+
+class Worker:
+    """One rank of a layout: forward and backward of packs, gradients to home. Mutable: copies, graphs waiting for their backward."""
+
+    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
+        prepare(world, spec, layout)
+        self.spec, self.layout, self.world, self.precision = spec, layout, world, precision
+        self.at = layout.coord(world.rank)
+        self.visit = None
+        if home.buckets != (own := buckets(spec, layout)):
+            guest = Home(spec, own, world.rank, precision.home, world.device, lambda _, box: torch.zeros(box.shape))
+            self.visit = Visit(home, guest, world)
+            home = guest
+        self.copies = Copies(spec, layout, world, home, precision.compute)
+        self.ops = LayoutOps(spec, layout, world)
+        self.chunks = layout.units_of(spec.layers, self.at.pp)
+        self.modules = {unit: build_unit(spec, unit) for chunk in self.chunks for unit in chunk}
+        for module in self.modules.values():
+            self.copies.fill(module)
+        self.tied = [spec.units] if spec.units in self.copies.units else []
+        self.held: dict[tuple[int, int], list[list[Segment]]] = {}
+        self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
+
+    def run(self, packs: Sequence[Sequence[Document]], seed_gradient: float) -> Tensor:
+        """Forward and backward of this replica's packs (the same number on every replica; an empty one is padding only), and their
+        gradients, times `seed_gradient`, to home. Returns this rank's part of the loss sum, float64: zero where a peer holds it."""
+        micros = [micro_batch(self.spec, pack, self.layout, self.world.rank, self.precision.compute, self.world.device) for pack in packs]
+        self.loss = torch.zeros_like(self.loss)
+        if self.visit:
+            self.visit.lend()
+        self._begin()
+
+        def forward(micro: int, chunk: int, x: Tensor | None) -> Tensor | None:
+            return self._forward(micros[micro], micro, chunk, x)
+
+        def backward(micro: int, chunk: int, grad: Tensor | None) -> Tensor | None:
+            seed = torch.full((), seed_gradient, dtype=torch.promote_types(self.precision.compute, torch.float32), device=self.world.device)
+            return self._backward(micros[micro], micro, chunk, seed if grad is None else grad, last=micro == len(micros) - 1)
+
+        ranks = self.layout.ranks("pp", of=self.world.rank)
+        rising, falling = (self.world.group(ranks, direction) for direction in ("rising", "falling"))
+        shapes = [(len(m.positions), self.spec.width) for m in micros]
+        like = torch.empty(0, dtype=self.precision.compute, device=self.world.device)
+        pipeline.play(self.layout, self.at.pp, rising, falling, shapes, like, forward, backward)
+        for unit in self.tied:
+            self.copies.reduce(unit)
+        self.copies.finish()
+        if self.visit:
+            self.visit.give_back()
+        return self.loss
+
+    def _begin(self) -> None:
+        """Stages 0..2 start all gathers now, in the order of use; stage 3 only those that stay for the step."""
+        self.copies.outdated()
+        used = [unit for chunk in self.chunks for unit in chunk] if self.layout.zero < 3 else []
+        for unit in (*self.tied, *(u for u in used if u in self.copies.units)):
+            self.copies.gather(unit)
+        for unit in self.tied:
+            self.copies.ready(unit)
+
+    def _forward(self, micro: MicroBatch, number: int, chunk: int, x: Tensor | None) -> Tensor | None:
+        units = self.chunks[chunk]
+        held = []
+        for i, unit in enumerate(units):
+            self._need(unit, following=units[i + 1 : i + 2])
+            x, segments = recompute.forward(self.modules[unit], x, micro, self.ops, self.layout.recompute)
+            held.append(segments)
+            if self.layout.pp > 1 or unit != units[-1]:  # else its backward comes next
+                self._done(unit)
+        self.held[number, chunk] = held
+        if units[-1] != self.spec.layers + 1:
+            return x
+        if self.at.tp == 0:
+            assert x is not None
+            self.loss += x
+        return None
+
+    def _backward(self, micro: MicroBatch, number: int, chunk: int, grad: Tensor | None, last: bool) -> Tensor | None:
+        units, held = self.chunks[chunk], self.held.pop((number, chunk))
+        for i in reversed(range(len(units))):
+            unit = units[i]
+            self._need(unit, following=units[i - 1 : i] if i else ())
+            assert grad is not None or i == 0
+            grad = recompute.backward(held.pop(), grad, micro, self.ops)  # pyright: ignore[reportArgumentType]
+            for tied in self.tied if unit in (0, self.spec.layers + 1) else ():
+                self.copies.accumulate(tied)
+            if unit in self.copies.units:
+                (self.copies.reduce if last or self.layout.zero >= 2 else self.copies.accumulate)(unit)
+            self._done(unit)
+        return grad
+
+    def _need(self, unit: int, following: Sequence[int]) -> None:
+        """Wait for a unit's weights and start bringing the next one's. A unit may have none: Llama's embedding, when it is tied."""
+        if unit in self.copies.units:
+            self.copies.ready(unit)
+        for after in following:
+            if after in self.copies.units:
+                self.copies.gather(after)
+
+    def _done(self, unit: int) -> None:
+        """Stage 3 drops a unit's weights after each use."""
+        if self.layout.zero == 3 and unit in self.copies.units:
+            self.copies.release(unit)

@@ -1,0 +1,243 @@
+"""Is a layout the same training as one process? The parity harness behind `longshift check`, the tests and `benchmarks/parity.py`.
+
+The reference is plain PyTorch: the decoder in one process, one document at a time, torch's clip and its unfused AdamW. Four things are
+compared: the loss of every step, every weight's gradient (first and last step), the weights, and the optimizer's moments.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from longshift.data.batch import Document, StepBatch
+from longshift.data.micro import micro_batch
+from longshift.dist.world import World
+from longshift.layout.box import Box
+from longshift.layout.layout import Layout
+from longshift.layout.placement import buckets
+from longshift.model.decoder import Decoder, Ops
+from longshift.model.huggingface import WeightFolder
+from longshift.model.loss import IGNORE
+from longshift.spec.model import ModelSpec, Rope
+from longshift.state.home import Home, Source, random_source
+from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
+from longshift.state.precision import LossScale, Name, Precision
+from longshift.train.build import Worker, prepare
+from longshift.train.step import State, train_step
+
+KINDS = ("grad-first", "grad-last", "master", *MOMENTS)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is trained, how, and on what; without a layout. `lengths`: documents of each step, their tokens drawn from `seed`, or `given`:
+    (ids, labels) of each document of each step. `folder`: a model folder to start from, else weights are drawn."""
+
+    spec: ModelSpec
+    lengths: tuple[tuple[int, ...], ...]
+    precision: Name = "float64"
+    capacity: int = 64
+    seed: int = 0
+    lr: float = 3e-3
+    warmup: int = 2
+    clip: float | None = 1.0
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    given: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], ...] = ()
+    folder: str | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        return Schedule(self.lr, len(self.given or self.lengths), self.lr / 10, self.warmup)
+
+    def source(self) -> Source:
+        """Initial weights, the same float32 numbers in every precision; drawn ones with norms and biases moved off their usual 1 and 0, so
+        that a wrong gradient of theirs shows."""
+        if self.folder is not None:
+            return WeightFolder(Path(self.folder), self.spec).read
+        drawn = random_source(self.spec, self.seed, torch.float32)
+
+        def source(name: str, box: Box) -> Tensor:
+            if self.spec.by_name[name].init not in ("zeros", "ones"):
+                return drawn(name, box)
+            start = sum(box.start)
+            return drawn(name, box) + 0.1 * torch.sin(torch.arange(start, start + box.elements, dtype=torch.float32)).view(box.shape)
+
+        return source
+
+    def batches(self) -> list[StepBatch]:
+        """The steps' documents; of drawn ones the labels are the ids shifted, none at a document's end."""
+        if self.given:
+            return [self._batch([Document(np.array(ids), np.array(labels)) for ids, labels in step]) for step in self.given]
+        generator = torch.Generator().manual_seed(self.seed)
+        found = []
+        for lengths in self.lengths:
+            documents = []
+            for length in lengths:
+                ids = torch.randint(0, self.spec.vocab, (length,), generator=generator)
+                documents.append(Document(ids.numpy(), torch.cat((ids[1:], torch.tensor([-100]))).numpy()))
+            found.append(self._batch(documents))
+        return found
+
+    @staticmethod
+    def _batch(documents: Sequence[Document]) -> StepBatch:
+        targets = sum(int((d.labels != IGNORE).sum()) for d in documents)
+        return StepBatch(tuple(documents), targets, 0, len(documents))
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict) -> "Trial":
+        spec = dict(value["spec"])
+        spec["rope"] = Rope(**spec["rope"]) if spec["rope"] else None
+        rest = {k: v for k, v in value.items() if k != "spec"}
+        rest |= {"lengths": tuple(map(tuple, value["lengths"])), "betas": tuple(value["betas"])}
+        return cls(ModelSpec(**spec), **rest)
+
+
+@dataclass
+class Differences:
+    """Squared differences and squared references, by kind and weight; additive over boxes and ranks."""
+
+    names: Sequence[str]
+    squares: dict[str, Tensor] = field(default_factory=dict)  # [2, weights]
+
+    def add(self, kind: str, name: str, ours: Tensor, truth: Tensor) -> None:
+        both = self.squares.setdefault(kind, torch.zeros(2, len(self.names), dtype=torch.float64))
+        at = self.names.index(name)
+        both[0, at] += (ours.double() - truth.double()).square().sum()
+        both[1, at] += truth.double().square().sum()
+
+    def worst(self, kind: str, reduce: Callable[[Tensor], Tensor]) -> float:
+        """Largest ||ours - truth|| / ||truth|| of a weight, over all ranks. A reference of zero must be met exactly."""
+        both = reduce(self.squares.get(kind, torch.zeros(2, len(self.names), dtype=torch.float64)).clone())
+        ratio = torch.where(both[1] > 0, both[0] / both[1], torch.where(both[0] > 0, math.inf, 0.0))
+        return float(ratio.max().sqrt())
+
+
+def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | None = None) -> dict[str, Tensor]:
+    """The truth, in one process: "loss" [steps], and "KIND/NAME" for the kinds above."""
+    spec, dtype, device = trial.spec, Precision.of(trial.precision).home, torch.device("cpu")
+    source = trial.source()
+    model = Decoder(spec).load({p.name: source(p.name, Box.whole(p.shape)).to(dtype).clone() for p in spec.params})
+    weights = model.weights()
+    decays = {True: [], False: []}
+    for name, weight in weights.items():
+        decays[spec.by_name[name].decay].append(weight)
+    groups = [{"params": decays[True], "weight_decay": trial.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=trial.betas, eps=trial.eps, foreach=False)
+    alone, ops, schedule, batches = Layout(), Ops(spec), trial.schedule, trial.batches()
+    out: dict[str, Tensor] = {}
+    losses = []
+    for step, batch in enumerate(batches):
+        adamw.zero_grad()
+        total = 0.0
+        for document in batch.documents:
+            loss = model(micro_batch(spec, [document], alone, 0, dtype, device), ops)
+            (loss / batch.target_tokens).backward()
+            total += float(loss.detach())
+        losses.append(total / batch.target_tokens)
+        for kind, when in (("grad-first", 0), ("grad-last", len(batches) - 1)):
+            if step == when:
+                out |= {f"{kind}/{name}": w.grad.clone() for name, w in weights.items() if w.grad is not None}
+        if trial.clip:
+            torch.nn.utils.clip_grad_norm_(weights.values(), trial.clip)
+        for group in adamw.param_groups:
+            group["lr"] = schedule.at(step)
+        adamw.step()
+    out["loss"] = torch.tensor(losses, dtype=torch.float64)
+    for name, weight in weights.items():
+        out[f"master/{name}"] = weight.detach()
+        out |= {f"{kind}/{name}": adamw.state[weight][kind] for kind in MOMENTS}
+    return out
+
+
+def write_reference(world: World, trial: dict, path: str) -> float:
+    """`reference` into a safetensors file, for a forked world of one; returns the last loss."""
+    truth = reference(Trial.from_json(trial))
+    save_file({key: value.contiguous() for key, value in truth.items()}, path)
+    return float(truth["loss"][-1])
+
+
+def sizes(world: World, trial: dict, path: str) -> dict[str, float]:
+    """How large the reference in `path` is where it is smallest, over steps or weights: the loss, a gradient's norm, a weight's change
+    in training relative to its start, a first moment's norm. A comparison with a reference near zero would say nothing."""
+    what, truth = Trial.from_json(trial), load_file(Path(path))
+    source = what.source()
+    starts = {p.name: source(p.name, Box.whole(p.shape)).double() for p in what.spec.params}
+    return {
+        "loss": float(truth["loss"].min()),
+        "grad": min(float(truth[f"{kind}/{name}"].norm()) for name in starts for kind in ("grad-first", "grad-last")),
+        "weight": min(float((truth[f"master/{name}"] - start).norm() / start.norm()) for name, start in starts.items()),
+        "optimizer": min(float(truth[f"exp_avg/{name}"].norm()) for name in starts),
+    }
+
+
+def build(trial: Trial, layout: Layout, world: World, home_layout: Layout | None = None) -> tuple[State, Worker]:
+    """State and worker of a trial under a layout, home cut as another one cuts it where that is given."""
+    precision = Precision.of(trial.precision)
+    home = Home(trial.spec, buckets(trial.spec, home_layout or layout), world.rank, precision.home, world.device, trial.source())
+    optimizer = Optimizer(home, trial.betas, trial.eps, trial.weight_decay)
+    state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
+    return state, Worker(trial.spec, layout, world, home, precision)
+
+
+def compare(world: World, trial: dict, layout: str, path: str, home_layout: str | None = None) -> dict[str, float]:
+    """Worst relative differences of this layout to the reference in `path`: loss, grad, weight, optimizer. Ranks outside the layout's
+    world do nothing and answer with zeros."""
+    what, how = Trial.from_json(trial), Layout.parse(layout)
+    if world.rank >= how.world:
+        prepare(world, what.spec, how)
+        world.forget()
+        return dict.fromkeys(("loss", "grad", "weight", "optimizer"), 0.0)
+    truth = load_file(Path(path))
+    state, worker = build(what, how, world, Layout.parse(home_layout) if home_layout else None)
+    found = Differences([p.name for p in what.spec.params])
+    losses, batches = [], what.batches()
+    for step, batch in enumerate(batches):
+
+        def watch(home: Home, step: int = step, scale: float = state.scale.scale if state.scale else 1.0) -> None:
+            for kind, when in (("grad-first", 0), ("grad-last", len(batches) - 1)):
+                if step == when:
+                    _compare_gradients(found, kind, home, scale, truth)
+
+        losses.append(train_step(state, batch, worker, what.capacity, watch).loss)
+    for name, box, _, views in state.optimizer.state():
+        for kind, view in views.items():
+            if box:
+                found.add(kind, name, view, truth[f"{kind}/{name}"][box.within(Box.whole(what.spec.by_name[name].shape))])
+    group = world.group(tuple(range(how.world)))
+    worst = {kind: found.worst(kind, group.all_reduce) for kind in KINDS}
+    world.forget()
+    ours = torch.tensor(losses, dtype=torch.float64)
+    return {
+        "loss": float(((ours - truth["loss"]) / truth["loss"]).abs().max()),
+        "grad": max(worst["grad-first"], worst["grad-last"]),
+        "weight": worst["master"],
+        "optimizer": max(worst[kind] for kind in MOMENTS),
+    }
+
+
+def _compare_gradients(found: Differences, kind: str, home: Home, scale: float, truth: dict[str, Tensor]) -> None:
+    for shard in home.shards:
+        assert shard.grad is not None
+        for name, box, view in shard.views(shard.grad):
+            if box:
+                found.add(kind, name, view / scale, truth[f"{kind}/{name}"][box.within(Box.whole(home.spec.by_name[name].shape))])
+
+
+def uneven_lengths(steps: int, seed: int, largest: int = 61, documents: Iterable[int] = (9, 5, 7)) -> tuple[tuple[int, ...], ...]:
+    """Document lengths of some steps, with very short ones among them; the number of documents varies from step to step."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = list(documents)
+    return tuple(
+        (1, 2, *(int(n) for n in torch.randint(3, largest + 1, (counts[step % len(counts)],), generator=generator)))
+        for step in range(steps)
+    )

@@ -1,0 +1,46 @@
+"""The documents that a config asks for, as tokens, and what is in them."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from longshift.config import Config
+from longshift.data import sources, tokenizer, tokens
+from longshift.workload.lengths import cap_loss, histogram, quantiles
+
+PROJECT_VOCAB = 4096
+SHARES = (0.5, 0.9, 0.99, 1.0)
+
+
+def open_tokenizer(config: Config) -> tokenizer.Tokenizer:
+    """The tokenizer that `data.tokenizer` names, else the model folder's own, else the project's. Raises DataError, also where the
+    model's vocabulary does not hold its ids."""
+    named = config.data.tokenizer or config.model.path
+    if named is not None:
+        found = tokenizer.load(named)
+    else:
+        found = tokenizer.project_tokenizer(config.data.cache, min(PROJECT_VOCAB, config.spec.vocab))
+    found.check_model(config.spec.vocab)
+    return found
+
+
+def open_corpus(config: Config, progress: tokens.Progress | None = None) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
+    """The tokenizer, and the token cache of `data.train`, made now if it is not there. Raises DataError."""
+    found = open_tokenizer(config)
+    asked = [sources.Source(source.path, source.corpus, source.text) for source in config.data.train]
+    return found, tokens.build(asked, found, Path(config.data.cache), progress)
+
+
+def survey(cache: tokens.TokenCache, max_len: int) -> dict[str, Any]:
+    """Documents, tokens, lengths, and what each cap from `max_len` / 4 to the longest document would lose."""
+    longest = int(cache.lengths.max())
+    caps = sorted({max_len} | {2**n for n in range(max(1, (max_len // 4).bit_length() - 1), longest.bit_length())})
+    return {
+        "documents": len(cache),
+        "tokens": int(cache.lengths.sum()),
+        "skipped": [list(pair) for pair in cache.skipped],
+        "quantiles": {f"p{100 * share:g}": n for share, n in zip(SHARES, quantiles(cache.lengths, SHARES))},
+        "histogram": [asdict(bin) for bin in histogram(cache.lengths)],
+        "caps": [asdict(cap_loss(cache.lengths, cap)) for cap in caps if cap >= 2],
+        "cache": str(cache.folder),
+    }

@@ -1,0 +1,26 @@
+"""A run's newest checkpoint as a Hugging Face folder."""
+
+from pathlib import Path
+
+import torch
+
+from longshift.config import Config
+from longshift.dist.world import World
+from longshift.errors import CheckpointError
+from longshift.layout.box import Box
+from longshift.model.huggingface import write_folder
+from longshift.state.checkpoint import Checkpoint
+from longshift.train.corpus import open_tokenizer
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def export(config: Config, run: Path, to: Path, dtype: str = "float32") -> None:
+    """Write weights in `dtype`, config.json and the tokenizer to the new folder `to`. Raises CheckpointError."""
+    saved = Checkpoint.latest(run, World.alone())
+    tokenizer = open_tokenizer(config)
+    if tokenizer.fingerprint != saved.facts["fingerprints"]["tokenizer"]:
+        raise CheckpointError(f"the tokenizer changed since {saved.folder} was written; an export with it would be useless")
+    whole = ((p.name, saved.read("master", p.name, Box.whole(p.shape))) for p in config.spec.params)
+    carried = Path(config.model.path) if config.model.path else tokenizer.files[0]
+    write_folder(to, config.spec, whole, DTYPES[dtype], carried)

@@ -1,0 +1,175 @@
+"""Workers of one machine: started, watched and ended together, by the elastic agent of torch itself.
+
+    longshift train -> launch -> LocalElasticAgent -> longshift worker RUN (rank 0)
+                          |                           longshift worker RUN (rank 1) ...
+                          +-- TCPStore on 127.0.0.1  <- every rank connects
+
+[Note: loopback only]  torch's TCPStore listens on every interface, and so do its stock rendezvous backends. Here a socket bound
+to 127.0.0.1 is given to the store, and the rendezvous, which for a single agent has nobody to meet, hands out that store.
+"""
+
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from longshift.errors import LongshiftError, OutOfMemoryError, PeerError
+from longshift.train.run_folder import RunFolder, as_error, clear_causes, read_causes, root_cause
+
+HOST = "127.0.0.1"
+
+
+class _OneMachine(RendezvousHandler):
+    """A rendezvous of one agent: always complete."""
+
+    def __init__(self, store: TCPStore):
+        self._store = store
+
+    use_agent_store = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        here = RendezvousStoreInfo(HOST, self._store.port)
+        return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, here)
+
+    def get_backend(self) -> str:
+        return "one-machine"
+
+    def get_run_id(self) -> str:
+        return "longshift"
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def launch(command: Sequence[str], world: int, folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Run `command` once per local rank, until all have ended well or one has failed; then the rest are ended too.
+
+    The first Ctrl-C goes on to the ranks, which finish their step and save; the second ends them. `say` shows a line to the person.
+    Raises the LongshiftError of the rank that failed first; KeyboardInterrupt when the ranks were ended before they could save."""
+    clear_causes(folder)
+    _quiet(logging.getLogger("torch.distributed.elastic"))
+    store = _loopback_store()
+    with tempfile.TemporaryDirectory(prefix="longshift-") as logs, _environment(_worker_environment(store, world)):
+        spec = WorkerSpec(
+            role="longshift",
+            local_world_size=world,
+            rdzv_handler=_OneMachine(store),
+            entrypoint=command[0],
+            args=tuple(command[1:]),
+            max_restarts=0,
+            monitor_interval=0.1,
+        )
+        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=logs))
+        with _forward_interrupts(agent, say) as interrupted:
+            try:
+                result: RunResult = agent.run()  # pyright: ignore[reportAssignmentType]
+            except SignalException as stop:
+                if interrupted:
+                    raise KeyboardInterrupt from None
+                raise PeerError(f"the launcher was ended by {stop.sigval.name}, and its ranks with it") from None
+    if result.is_failed():
+        codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        if interrupted and all(-code == signal.SIGINT for code in codes.values()):
+            raise KeyboardInterrupt
+        raise as_error(root_cause(read_causes(folder), codes))
+
+
+def _loopback_store() -> TCPStore:
+    """A store that listens on loopback only."""
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(HOST, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
+
+
+def _worker_environment(store: TCPStore, world: int) -> dict[str, str]:
+    """What the ranks find in their environment, beside their place, which the agent tells them."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
+    return {
+        "LONGSHIFT_STORE": f"{HOST}:{store.port}",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        "OMP_NUM_THREADS": str(max(1, cores // world)),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGHUP,SIGQUIT",  # of the agent; SIGINT is ours
+    }
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """The agent passes its own environment on to the ranks: set it, and put it back after."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _forward_interrupts(agent: LocalElasticAgent, say: Callable[[str], None]) -> Iterator[list[int]]:
+    """Pass the first Ctrl-C on to the ranks (they are in sessions of their own and do not see it) and end them at the second.
+    Yields the list of those received."""
+    received: list[int] = []
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        pids = [worker.id for worker in agent.get_worker_group().workers if isinstance(worker.id, int)]
+        if len(received) > 1 or not pids:
+            raise SignalException("Ctrl-C", signal.SIGTERM)  # a rank that waits for a peer would not see SIGINT
+        say("finishing this step, then saving; Ctrl-C again stops at once")
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = [(number, signal.getsignal(number)) for number in watched]
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield received
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _quiet(logger: logging.Logger) -> None:
+    """The agent's own account of a failure would stand beside ours."""
+    logger.propagate = False
+    logger.addHandler(logging.NullHandler())
+
+
+def rank_error(error: Exception, rank: int) -> Exception:
+    """What a failure on a rank means: lost peers and exhausted memory get their own class; the rest stays as it is."""
+    text = str(error)
+    if isinstance(error, LongshiftError):
+        return error
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
+        return OutOfMemoryError(f"rank {rank}: {text}; in the layout, recompute-full, u2 or ring2, or a higher z takes less")
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL"))):
+        return PeerError(f"rank {rank} lost its peers: {text}")
+    return error

@@ -1,0 +1,184 @@
+"""The run on one rank: a generator of steps. Checkpoints are its business; what a person sees is its caller's."""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longshift.config import Config
+from longshift.data.batch import Batches, StepBatch
+from longshift.dist.world import World
+from longshift.errors import CheckpointError, LongshiftError, NonFiniteError
+from longshift.layout.placement import buckets
+from longshift.model.huggingface import WeightFolder
+from longshift.state.checkpoint import Checkpoint, save
+from longshift.state.home import Home, Source, random_source
+from longshift.state.optimizer import Optimizer, Schedule
+from longshift.state.precision import LossScale, Precision
+from longshift.train.build import Worker
+from longshift.train.corpus import open_corpus
+from longshift.train.metrics import StepMetrics
+from longshift.train.step import Outcome, State, train_step
+
+
+def train(config: Config, run: Path, resume: bool, stop: Callable[[], bool] = lambda: False) -> Iterator[StepMetrics]:
+    """Train as the rank that the environment says this process is, saving into `run`. `stop` is asked after each step; a yes on any
+    rank saves and ends the run on all. Raises LongshiftError."""
+    world = World.from_environment()
+    try:
+        yield from _steps(config, run, resume, stop, world)
+        world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
+    finally:
+        world.close()
+
+
+def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], world: World) -> Iterator[StepMetrics]:
+    batches, fingerprints = _open_data(config, world)
+    start, state = _begin(config, world, fingerprints, run if resume else None)
+    worker = Worker(config.spec, config.layout, world, state.home, Precision.of(config.train.precision))
+    for step in range(start + 1, config.train.steps + 1):
+        began = time.perf_counter()
+        batch = batches.at(state.cursor)
+        try:
+            outcome = train_step(state, batch, worker, config.pack_tokens)
+        except NonFiniteError as fault:
+            raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
+        seconds = time.perf_counter() - began
+        most, stopping = _most(world, _memory_bytes(world), stop())
+        yield _metrics(config, step, batch, outcome, seconds, most)
+        if stopping or step == config.train.steps or step % config.save.every == 0:
+            save(run, step, state.optimizer.state(), _facts(config, state, fingerprints), world, config.save.keep)
+        if stopping:
+            return
+
+
+def _begin(config: Config, world: World, fingerprints: dict[str, str], run: Path | None) -> tuple[int, State]:
+    """Steps done and the state after them: of the newest checkpoint of `run` where given. Its files are closed again."""
+    if run is None:
+        return 0, build_state(config, world, None)
+    saved = Checkpoint.latest(run, world)
+    _same_model(saved, config)
+    _same_data(saved, fingerprints)
+    saved.expect(config.spec)
+    return saved.step, build_state(config, world, saved)
+
+
+def build_state(config: Config, world: World, saved: Checkpoint | None) -> State:
+    """Home, optimizer and cursor: from a checkpoint, a model folder or the seed."""
+    spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
+    source = saved.source() if saved else _initial(config, precision.home)
+    home = Home(spec, buckets(spec, config.layout), world.rank, precision.home, world.device, source)
+    optimizer = Optimizer(home, train.betas, train.eps, train.weight_decay)
+    schedule = Schedule(train.lr, train.steps, train.min_lr, train.warmup, train.schedule)
+    state = State(spec, home, optimizer, schedule, train.clip, LossScale() if precision.scaled else None)
+    if saved:
+        saved.restore(optimizer.state())
+        optimizer.resume(saved.facts["updates"])
+        state.cursor = saved.facts["cursor"]
+        if state.scale and saved.facts["loss_scale"]:
+            state.scale.scale, state.scale.good_steps = saved.facts["loss_scale"]
+    return state
+
+
+def _initial(config: Config, dtype: torch.dtype) -> Source:
+    if config.model.path is not None and config.model.init == "pretrained":
+        return WeightFolder(Path(config.model.path), config.spec).read
+    return random_source(config.spec, config.train.seed, dtype)
+
+
+def _open_data(config: Config, world: World) -> tuple[Batches, dict[str, str]]:
+    """Every rank opens the token cache; the first one makes it where it is not there."""
+    fault, found = None, None
+    for turn in (world.rank == 0, world.rank > 0):
+        try:
+            found = open_corpus(config) if turn else found
+        except LongshiftError as error:
+            fault = error
+        world.agree(fault)
+    assert found is not None
+    tokenizer, cache = found
+    train, data = config.train, config.data
+    batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, config.spec.vocab)
+    return batches, {"tokenizer": tokenizer.fingerprint, "data": batches.fingerprint}
+
+
+def _same_model(saved: Checkpoint, config: Config) -> None:
+    """Another function of the same weights is another model, and weights kept in another format are other weights."""
+    now = json.loads(json.dumps(asdict(config.spec)))
+    for field, was in saved.facts["model"].items():
+        if now.get(field) != was:
+            raise CheckpointError(
+                f"the model changed since {saved.folder} was written: {field} was {was} and is {now.get(field)}; "
+                "put the old model back, or start a new run"
+            )
+    was, precision = saved.facts["config"]["train"]["precision"], config.train.precision
+    if Precision.of(was).home != Precision.of(precision).home:
+        raise CheckpointError(
+            f"{saved.folder} keeps its state in {Precision.of(was).home}, train.precision={precision} in {Precision.of(precision).home}: "
+            f"write train.precision={was}, or start a new run from an export of this one"
+        )
+
+
+def _same_data(saved: Checkpoint, fingerprints: dict[str, str]) -> None:
+    """A cursor means nothing in other data, a weight of the embedding nothing under another tokenizer."""
+    mends = {
+        "tokenizer": "put the old tokenizer back, or start a new run from an export of this one",
+        "data": "put back data.train, data.max_len, data.overlong and train.seed, or start a new run from an export of this one",
+    }
+    for what, now in fingerprints.items():
+        if saved.facts["fingerprints"][what] != now:
+            raise CheckpointError(f"the {what} changed since {saved.folder} was written: {mends[what]}")
+
+
+def _facts(config: Config, state: State, fingerprints: dict[str, str]) -> dict[str, Any]:
+    return {
+        "cursor": state.cursor,
+        "updates": state.optimizer.steps,
+        "loss_scale": [state.scale.scale, state.scale.good_steps] if state.scale else None,
+        "layout": str(config.layout),
+        "model": asdict(config.spec),
+        "config": config.model_dump(mode="json"),
+        "fingerprints": fingerprints,
+        "torch": torch.__version__,
+    }
+
+
+def _metrics(config: Config, step: int, batch: StepBatch, outcome: Outcome, seconds: float, memory_bytes: int) -> StepMetrics:
+    tokens = batch.tokens
+    context = sum(len(d.ids) ** 2 for d in batch.documents) / 2 / tokens
+    return StepMetrics(
+        step=step,
+        loss=outcome.loss,
+        grad_norm=outcome.grad_norm,
+        lr=outcome.lr,
+        tokens=tokens,
+        target_tokens=batch.target_tokens,
+        documents=len(batch.documents),
+        seconds=seconds,
+        tokens_per_s=tokens / seconds,
+        model_flops_per_s=tokens * config.spec.flops_per_token(context) / seconds,
+        memory_bytes=memory_bytes,
+        cursor=batch.next_cursor,
+        skipped=outcome.skipped,
+    )
+
+
+def _most(world: World, memory_bytes: int, stopping: bool) -> tuple[int, bool]:
+    """The largest memory of any rank, and whether any wants to stop."""
+    both = torch.tensor([memory_bytes, int(stopping)], device=world.device)
+    memory, stop = world.everyone.all_reduce(both, dist.ReduceOp.MAX).tolist()
+    return memory, bool(stop)
+
+
+def _memory_bytes(world: World) -> int:
+    """Peak so far: allocated on the GPU, resident on a CPU machine."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(world.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,127 @@
+"""What a step reports, and where it goes: one live line, `metrics.jsonl`, or JSON on standard output. Needs no torch."""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One training step, the same on every rank.
+
+    `loss` mean over the step's target tokens, in nats; `grad_norm` global, before clipping; `tokens` read, of which `target_tokens`
+    are predicted; `seconds` wall time; `model_flops_per_s` forward and backward of the whole world, recomputation not counted;
+    `memory_bytes` peak of the fullest rank; `cursor` documents drawn so far; `skipped` the update was left out (fp16 overflow).
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    target_tokens: int
+    documents: int
+    seconds: float
+    tokens_per_s: float
+    model_flops_per_s: float
+    memory_bytes: int
+    cursor: int
+    skipped: bool = False
+
+    def to_json(self) -> str:
+        """One line of strict JSON; a number that is not finite becomes null."""
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+        return json.dumps(row, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, object]) -> "StepMetrics":
+        return cls(**{k: math.nan if v is None else v for k, v in row.items()})  # pyright: ignore[reportArgumentType]
+
+
+class MetricsLog:
+    """Appends steps to `metrics.jsonl`. A resumed run computes again the steps after its checkpoint: their old rows leave the file,
+    so that it holds every step once."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._opened = False
+
+    def write(self, step: StepMetrics) -> None:
+        if not self._opened:
+            keep = [row for row in read_rows(self._path) if row["step"] < step.step]
+            fresh = self._path.with_suffix(".tmp")
+            fresh.write_text("".join(json.dumps(row) + "\n" for row in keep), encoding="utf-8")
+            os.replace(fresh, self._path)
+            self._opened = True
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(step.to_json() + "\n")
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a `metrics.jsonl`; none where there is no file. A last line cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+class Display:
+    """Shows steps as they come: one live line on a terminal, plain lines elsewhere, JSON lines where asked for."""
+
+    def __init__(self, steps: int, as_json: bool = False, console: Console | None = None):
+        self._steps, self._as_json = steps, as_json
+        self._console = console or Console(file=sys.stdout, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not as_json else None
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, step: StepMetrics) -> None:
+        if self._live:
+            self._live.update(Text(describe(step, self._steps), no_wrap=True, overflow="ellipsis"), refresh=True)
+        else:
+            print(step.to_json() if self._as_json else describe(step, self._steps), file=self._console.file, flush=True)
+
+
+def describe(step: StepMetrics, steps: int) -> str:
+    """A step as one line; `steps` is the length of the run."""
+    words = [
+        f"step {step.step}/{steps}",
+        f"loss {step.loss:.4f}",
+        f"norm {step.grad_norm:.3g}",
+        f"lr {step.lr:.2e}",
+        f"{step.tokens_per_s:,.0f} tokens/s",
+        f"{_short(step.model_flops_per_s)}FLOP/s",
+        f"{step.memory_bytes / 2**20:.0f} MiB",
+        f"ETA {_clock((steps - step.step) * step.seconds)}",
+    ]
+    return "  ".join(words + ["update skipped (fp16 overflow)"] * step.skipped)
+
+
+def _short(value: float) -> str:
+    """`12345.0` to `"12.3 k"`; powers of a thousand."""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} E"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

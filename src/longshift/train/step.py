@@ -1,0 +1,97 @@
+"""One training step, on one screen.
+
+The only divisor is the step's global count of target tokens, known before the first forward. Micro-batch identity travels with the
+data: packs are a function of the batch alone, and a layout decides only who computes which.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from longshift.data.batch import StepBatch
+from longshift.dist.world import World
+from longshift.errors import NonFiniteError
+from longshift.spec.model import ModelSpec
+from longshift.state.home import Home
+from longshift.state.optimizer import Optimizer, Schedule
+from longshift.state.precision import LossScale
+from longshift.train.build import Worker
+from longshift.workload.packs import cost, pack, shares
+
+
+@dataclass
+class State:
+    """All that a step changes. Mutable; what a checkpoint holds."""
+
+    spec: ModelSpec
+    home: Home
+    optimizer: Optimizer
+    schedule: Schedule
+    clip: float | None
+    scale: LossScale | None = None
+    cursor: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did: mean loss over target tokens, global gradient norm before the clip, learning rate, and whether a float16
+    overflow made it leave the weights alone."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+def train_step(state: State, batch: StepBatch, worker: Worker, capacity: int, watch: Callable[[Home], object] | None = None) -> Outcome:
+    """One exact update from `batch`, its documents packed up to `capacity` tokens. `watch` sees home while it holds the gradient sums.
+    Raises NonFiniteError; home is then as before."""
+    lengths = [len(document.ids) for document in batch.documents]
+    packs = pack(lengths, capacity)
+    deal = shares([cost([lengths[i] for i in p], state.spec) for p in packs], worker.layout.dp)
+    slots = max(len(share) for share in deal)
+    mine = [[batch.documents[i] for i in packs[p]] for p in deal[worker.at.dp]] + [[]] * (slots - len(deal[worker.at.dp]))
+    scale = state.scale.scale if state.scale else 1.0
+    loss_sum = worker.run(mine, scale / max(1, batch.target_tokens))
+
+    if watch is not None:
+        watch(state.home)
+    everyone = worker.world.group(tuple(range(worker.layout.world)))
+    total, squared = everyone.all_reduce(torch.stack((loss_sum, state.home.squared_norm()))).tolist()
+    loss, norm = total / max(1, batch.target_tokens), squared**0.5 / scale
+    finite = norm - norm == 0 and loss - loss == 0
+    lr = state.schedule.at(state.optimizer.steps)
+    if finite:
+        clipped = min(1.0, state.clip / (norm + 1e-6)) if state.clip else 1.0
+        if clipped != scale:
+            state.home.scale_gradients(clipped / scale)
+        state.optimizer.update(lr)
+    elif state.scale is None or state.scale.scale == 1.0:
+        culprit = _culprit(state, worker.world, batch, loss)
+        state.home.drop_gradients()
+        raise NonFiniteError(culprit)
+    state.home.drop_gradients()
+    if state.scale:
+        state.scale.update(finite)
+    state.cursor = batch.next_cursor
+    return Outcome(loss, norm, lr, skipped=not finite)
+
+
+def _culprit(state: State, world: World, batch: StepBatch, loss: float) -> str:
+    """The first weight, in canonical order, and the lowest rank where a master is not finite, else a gradient; the same words on every
+    rank."""
+    names = [p.name for p in state.spec.params]
+    suspects = [*names, *(f"the gradient of {name}" for name in names)]
+    found = [*state.home.not_finite("master"), *(f"the gradient of {name}" for name in state.home.not_finite("grad"))]
+    first = min(map(suspects.index, found), default=len(suspects))
+    worst = world.group(tuple(range(world.size))).all_reduce(
+        torch.tensor(first * world.size + world.rank, device=world.device), dist.ReduceOp.MIN
+    )
+    suspect, rank = divmod(int(worst), world.size)
+    where = f"{suspects[suspect]} at home on rank {rank}" if suspect < len(suspects) else "nothing at home"
+    return (
+        f"loss {loss}; not finite: {where}. Documents {batch.cursor} to {batch.next_cursor - 1} of the "
+        "shuffled order. Nothing was updated. A lower train.lr, more train.warmup or train.precision=float32 are the usual cures."
+    )

@@ -1,0 +1,24 @@
+"""Steps as TensorBoard scalars: `save: {tensorboard: true}`, and `pip install longshift[tensorboard]`."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from torch.utils.tensorboard.writer import SummaryWriter
+
+from longshift.train.metrics import StepMetrics
+
+
+class TensorBoardLog:
+    """Writes each step's numbers below `folder`. A resumed run hides the steps that it computes again."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+
+    def write(self, step: StepMetrics) -> None:
+        if self._writer is None:
+            self._writer = SummaryWriter(str(self._folder), purge_step=step.step)
+        for name, value in asdict(step).items():
+            if name != "step":
+                self._writer.add_scalar(name, value, step.step)
+        self._writer.flush()

@@ -1,0 +1,1 @@
+"""Documents to packs to shares; nothing dropped. Imports no torch."""

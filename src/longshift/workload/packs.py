@@ -1,0 +1,64 @@
+"""Lengths to packs to shares. Every document is in one pack and every pack in one share; nothing is padded, nothing dropped."""
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from longshift.errors import UsageError
+from longshift.spec.model import ModelSpec
+
+
+def pack(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
+    """Best-fit decreasing: whole documents, longest first, each into the fullest pack that still holds it, else into a new one.
+
+    Returns indices into `lengths`; the packs in the order they were opened. A function of its arguments alone: equal lengths keep
+    their order, and of equally full packs the first is taken. Needs at most 11/9 of the fewest possible packs, plus one.
+    Raises UsageError for a document longer than `capacity`: the over-length policy comes before packing.
+    """
+    packs: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, pack), ascending
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        if length > capacity:
+            raise UsageError(
+                f"document {index} of the batch has {length} tokens and a pack holds {capacity}; "
+                f"raise the capacity to {length}, or cut long documents with data.max_len and data.overlong"
+            )
+        fit = bisect_left(free, (length, 0))
+        left, at = free.pop(fit) if fit < len(free) else (capacity, len(packs))
+        if at == len(packs):
+            packs.append([])
+        packs[at].append(index)
+        insort(free, (left - length, at))
+    return tuple(map(tuple, packs))
+
+
+def shares(costs: Sequence[float], replicas: int) -> tuple[tuple[int, ...], ...]:
+    """Longest processing time first: each pack, dearest first, goes to the replica with the least to do.
+
+    Returns indices into `costs` for every replica, dearest first. Shares may differ in number and may be empty. A function of its
+    arguments alone: equal costs keep their order, and of equally loaded replicas the first is taken. The dearest share costs at
+    most 4/3 of the best possible. Raises UsageError for fewer than one replica.
+    """
+    if replicas < 1:
+        raise UsageError(f"{replicas} replicas cannot share {len(costs)} packs; at least one is needed")
+    taken: list[list[int]] = [[] for _ in range(replicas)]
+    loads = [(0.0, replica) for replica in range(replicas)]
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, replica = loads[0]
+        taken[replica].append(index)
+        heapq.heapreplace(loads, (load + costs[index], replica))
+    return tuple(map(tuple, taken))
+
+
+def cost(lengths: Sequence[int], spec: ModelSpec) -> float:
+    """Model FLOP of forward and backward over a pack of documents: linear in its tokens, quadratic in each document as far as the
+    model's sliding window reaches."""
+    return sum(n * spec.flops_per_token(_context(n, spec.sliding_window)) for n in lengths)
+
+
+def _context(length: int, window: int | None) -> float:
+    """Tokens that a token of a causal document attends to, on average."""
+    if window is None or length <= window:
+        return length / 2
+    return window - window * window / (2 * length)

@@ -1,0 +1,351 @@
+"""What the tests of checkpoints and faults run in forked worlds. Every function is called as f(world, **JSON) on each rank."""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from longshift.config import parse_config
+from longshift.data.tokenizer import train as train_tokenizer
+from longshift.dist.world import World
+from longshift.errors import CheckpointError, LongshiftError, NonFiniteError
+from longshift.layout.box import Box
+from longshift.layout.layout import Layout
+from longshift.layout.placement import buckets
+from longshift.spec.model import ModelSpec
+from longshift.state import checkpoint
+from longshift.state.checkpoint import Checkpoint
+from longshift.state.home import Home
+from longshift.state.optimizer import Optimizer
+from longshift.state.precision import LossScale
+from longshift.train import loop
+from longshift.train.check import Trial, build
+from longshift.train.step import State, train_step
+
+SPEC = ModelSpec("llama", vocab=37, width=12, layers=3, heads=4, kv_heads=2, head_width=4, ffn=14, max_positions=64, init_std=0.1)
+TRIAL = Trial(SPEC, ((5, 9, 1, 7), (11, 3, 8), (6, 6, 2)), precision="float32", capacity=16)
+FIRST_SCALE = 2.0**20
+TOUCHES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")  # audit events that touch the file system
+
+
+def bits(x: Tensor) -> bytes:
+    """A tensor's exact content: NaN equals itself, and 0 is not -0."""
+    return x.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def begin(world: World, run: str, layout: str, steps: int = 2) -> None:
+    """Train a little under a layout, write each rank's own view of its state beside the run, and save."""
+    state, worker = build(TRIAL, Layout.parse(layout), world)
+    for batch in TRIAL.batches()[:steps]:
+        train_step(state, batch, worker, TRIAL.capacity)
+    views = {f"{k}|{name}|{box}": v.clone() for name, box, _, kinds in state.optimizer.state() for k, v in kinds.items() if box}
+    save_file(views, f"{run}-live-{world.rank}.safetensors")
+    _save(world, Path(run), state, steps)
+
+
+def carry(world: World, source: str, target: str, layout: str, truth: str | None = None) -> tuple[int, int, int]:
+    """Load a run's newest checkpoint under a layout and save it elsewhere. Returns the step, the values this rank holds, and how many of
+    their kinds and boxes differ in any bit from the whole weights in the file `truth`."""
+    saved = Checkpoint.latest(Path(source), world)
+    saved.expect(SPEC)
+    state = _blank(world, Layout.parse(layout))
+    saved.restore(state.optimizer.state())
+    state.optimizer.resume(saved.facts["updates"])
+    whole = load_file(truth) if truth else {}
+    held = wrong = 0
+    for name, box, _, kinds in state.optimizer.state():
+        for kind, view in kinds.items():
+            all_of_it = Box.whole(SPEC.by_name[name].shape)
+            held += box.elements
+            wrong += bool(truth) and bits(view) != bits(whole[f"{kind}|{name}|{all_of_it}"][box.within(all_of_it)])
+    _save(world, Path(target), state, saved.step)
+    return state.optimizer.steps, held, wrong
+
+
+def _blank(world: World, layout: Layout) -> State:
+    """A state whose every value is wrong."""
+    home = Home(SPEC, buckets(SPEC, layout), world.rank, torch.float32, world.device, lambda _, box: torch.full(box.shape, -7.0))
+    optimizer = Optimizer(home, TRIAL.betas, TRIAL.eps, TRIAL.weight_decay)
+    for _, _, _, kinds in optimizer.state():
+        for view in kinds.values():
+            view.fill_(-7.0)
+    return State(SPEC, home, optimizer, TRIAL.schedule, TRIAL.clip)
+
+
+def _save(world: World, run: Path, state: State, step: int, keep: int = 3) -> None:
+    checkpoint.save(run, step, state.optimizer.state(), {"updates": state.optimizer.steps}, world, keep)
+
+
+def save_steps(world: World, run: str, layout: str, steps: list[int], keep: int = 3) -> None:
+    """Save the same state as several steps."""
+    state = build(TRIAL, Layout.parse(layout), world)[0]
+    for step in steps:
+        _save(world, Path(run), state, step, keep)
+
+
+def open_latest(world: World, run: str) -> dict[str, Any]:
+    """The step, or the error, of a run's newest checkpoint, which is read in full."""
+    try:
+        saved = Checkpoint.latest(Path(run), world)
+        saved.expect(SPEC)
+        for param in SPEC.params:
+            for kind in checkpoint.KINDS:
+                saved.read(kind, param.name, Box.whole(param.shape))
+    except CheckpointError as fault:
+        return {"fault": str(fault)}
+    return {"step": saved.step}
+
+
+def save_without_space(world: World, run: str, step: int, stage: str, ranks: list[int], limit_bytes: int) -> str:
+    """The error of a save in which files of some ranks cannot grow beyond a limit from `stage`, a function of checkpoint.py, on."""
+    state = build(TRIAL, Layout(dp=world.size, zero=1), world)[0]
+    original = getattr(checkpoint, stage)
+
+    def short(*arguments: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+        return original(*arguments)
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if world.rank in ranks:
+        setattr(checkpoint, stage, short)
+    try:
+        _save(world, Path(run), state, step)
+    except CheckpointError as fault:
+        return str(fault)
+    finally:
+        setattr(checkpoint, stage, original)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return ""
+
+
+def save_and_die(world: World, run: str, step: int, stage: str, after: bool, rank: int) -> None:
+    """SIGKILL on one rank as a save comes to a function of checkpoint.py, or leaves it."""
+    state = build(TRIAL, Layout(dp=world.size, zero=1), world)[0]
+    original = getattr(checkpoint, stage)
+
+    def die(*arguments: Any) -> None:
+        if after:
+            original(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if world.rank == rank:
+        setattr(checkpoint, stage, die)
+    _save(world, Path(run), state, step, keep=2)
+
+
+def save_and_die_at(world: World, run: str, step: int, touch: int | None) -> int:
+    """SIGKILL just before the save's `touch`-th access to the file system; its number of accesses where None."""
+    state = build(TRIAL, Layout(), world)[0]
+    count = 0
+    started = False
+
+    def hook(event: str, _: object) -> None:
+        nonlocal count
+        if started and event in TOUCHES:
+            if count == touch:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+
+    sys.addaudithook(hook)
+    started = True
+    _save(world, Path(run), state, step, keep=2)
+    started = False
+    return count
+
+
+def order_of_save(world: World, run: str, step: int) -> list[list[str]]:
+    """The fsyncs and renames of a save, in order: ["fsync", path] and ["rename", from, to], paths from the run folder."""
+    state, seen, root = build(TRIAL, Layout(), world)[0], [], os.path.realpath(run)
+    fsync, rename = os.fsync, os.rename
+
+    def short(path: object) -> str:
+        return os.path.relpath(str(path), root)
+
+    def spy_fsync(handle: int) -> None:
+        seen.append(["fsync", short(os.readlink(f"/proc/self/fd/{handle}"))])
+        fsync(handle)
+
+    def spy_rename(source: Any, target: Any) -> None:
+        seen.append(["rename", short(os.path.realpath(source)), short(os.path.realpath(target))])
+        rename(source, target)
+
+    os.fsync, os.rename = spy_fsync, spy_rename
+    try:
+        _save(world, Path(run), state, step, keep=1)
+    finally:
+        os.fsync, os.rename = fsync, rename
+    return seen
+
+
+def make_data(world: World, place: str) -> None:
+    """A text and a tokenizer for it. The text never changes: when float16 overflows depends on it."""
+    text = Path(__file__).with_name("text.txt").read_text()
+    (Path(place) / "text.txt").write_text(text)
+    train_tokenizer(iter([text]), 300).save(f"{place}/tokenizer.json")
+
+
+def make_tokenizer(world: World, place: str, vocab: int) -> None:
+    """Another tokenizer."""
+    train_tokenizer(iter([(Path(place) / "text.txt").read_text()]), vocab).save(f"{place}/tokenizer.json")
+
+
+def forget_moments(kind: str) -> Callable[..., None]:
+    """A `Checkpoint.restore` that leaves one kind as it was."""
+
+    def restore(saved: Checkpoint, entries: checkpoint.Entries) -> None:
+        for name, box, _, views in entries:
+            for other, view in views.items():
+                if box and other != kind:
+                    view.copy_(saved.read(other, name, box))
+
+    return restore
+
+
+def round_masters(saved: Checkpoint, entries: checkpoint.Entries) -> None:
+    """A `Checkpoint.restore` by way of bf16."""
+    for name, box, _, views in entries:
+        for kind, view in views.items():
+            if box:
+                view.copy_(saved.read(kind, name, box).to(torch.bfloat16) if kind == "master" else saved.read(kind, name, box))
+
+
+MUTANTS: dict[str, tuple[type, str, Callable[..., None]]] = {
+    "exp_avg": (Checkpoint, "restore", forget_moments("exp_avg")),
+    "exp_avg_sq": (Checkpoint, "restore", forget_moments("exp_avg_sq")),
+    "master": (Checkpoint, "restore", round_masters),
+    "steps": (Optimizer, "resume", lambda *_: None),
+}
+
+
+def run_loop(world: World, config: str, resume: bool = False, stop_after: int | None = None, mutant: str | None = None) -> dict[str, Any]:
+    """What the training loop yields; the last rank asks to stop after some step. Numbers as exact text. With the classes that anything
+    unpickled meanwhile. The loss scale doubles after 2 good steps, so that float16 overflows now and then."""
+    parsed = parse_config(config)
+    usual = LossScale.__init__.__defaults__
+    LossScale.__init__.__defaults__ = (FIRST_SCALE, 0, 2)
+    unpickled: list[str] = []
+    watching = True
+    sys.addaudithook(lambda event, what: unpickled.append(str(what)) if watching and event.startswith("pickle.") else None)
+    if mutant:
+        owner, name, wrong = MUTANTS[mutant]
+        original = getattr(owner, name)
+        setattr(owner, name, wrong)
+    rows = []
+    try:
+        stop = (lambda: len(rows) + 1 == stop_after) if world.rank == world.size - 1 else (lambda: False)
+        for step in loop._steps(parsed, Path(parsed.save.dir), resume, stop, world):
+            rows.append([step.step, float(step.loss).hex(), float(step.grad_norm).hex(), float(step.lr).hex(), step.cursor, step.skipped])
+    except LongshiftError as fault:
+        return {"fault": f"{type(fault).__name__}: {fault}"}
+    finally:
+        watching = False
+        LossScale.__init__.__defaults__ = usual
+        if mutant:
+            setattr(owner, name, original)
+    return {"rows": rows, "unpickled": unpickled}
+
+
+def poison(world: World, layout: str, rank: int, weight: str, precision: str = "float32", head_row: int | None = None) -> dict[str, Any]:
+    """Two good steps, a third in which one rank's home has a NaN in `weight` (or every rank's a huge row of the output head), then the
+    third again with the weight mended. What was said, whether home stayed as it was, and how the third step ended."""
+    trial = replace(TRIAL, precision=precision)
+    (state, worker), batches = build(trial, Layout.parse(layout), world), trial.batches()
+    if state.scale:
+        state.scale.scale = 1.0  # with more, a float16 step is skipped and the scale is halved
+    for batch in batches[:2]:
+        train_step(state, batch, worker, trial.capacity)
+    good = {(k, name, str(box)): v.clone() for name, box, _, kinds in state.optimizer.state() for k, v in kinds.items()}
+    put = 0
+    for name, box, _, kinds in state.optimizer.state():
+        if head_row is not None and name == "lm_head.weight" and box and box.start[0] <= head_row < box.stop[0]:
+            kinds["master"][head_row - box.start[0]] = 3e38
+            put += 1
+        if head_row is None and world.rank == rank and name == weight and box:
+            kinds["master"].view(-1)[-1] = float("nan")
+            put += 1
+    before = [bits(v) for _, _, _, kinds in state.optimizer.state() for v in kinds.values()]
+    cursor, said = state.cursor, ""
+    try:
+        train_step(state, batches[2], worker, trial.capacity)
+    except NonFiniteError as fault:
+        said = str(fault)
+    after = [bits(v) for _, _, _, kinds in state.optimizer.state() for v in kinds.values()]
+    same = before == after and state.optimizer.steps == 2 and state.cursor == cursor and all(s.grad is None for s in state.home.shards)
+    for name, box, _, kinds in state.optimizer.state():
+        kinds["master"].copy_(good["master", name, str(box)])
+    return {"said": said, "same": same, "put": put, "third": train_step(state, batches[2], worker, trial.capacity).loss.hex()}
+
+
+def third_loss(world: World, layout: str, precision: str = "float32") -> str:
+    """The loss of the third of three good steps."""
+    trial = replace(TRIAL, precision=precision)
+    state, worker = build(trial, Layout.parse(layout), world)
+    if state.scale:
+        state.scale.scale = 1.0
+    return [train_step(state, batch, worker, trial.capacity).loss.hex() for batch in trial.batches()][-1]
+
+
+def no_targets(world: World, layout: str, lengths: list[list[int]]) -> list[list[float]]:
+    """(loss, gradient norm) of steps with documents of these lengths, and last whether all of the state is finite."""
+    trial = replace(TRIAL, precision="float64", lengths=tuple(map(tuple, lengths)))
+    state, worker = build(trial, Layout.parse(layout), world)
+    outcomes = [train_step(state, batch, worker, trial.capacity) for batch in trial.batches()]
+    finite = all(bool(v.isfinite().all()) for _, _, _, kinds in state.optimizer.state() for v in kinds.values())
+    return [*([o.loss, o.grad_norm] for o in outcomes), [float(finite)]]
+
+
+def die_in_backward(world: World, layout: str, rank: int, folder: str) -> None:
+    """One rank ends without a word in the backward pass of the second step. The others write down what they see, and when, and end as the
+    ranks of a run do."""
+    state, worker = build(TRIAL, Layout.parse(layout), world)
+    batches, backward = TRIAL.batches(), worker._backward
+    train_step(state, batches[0], worker, TRIAL.capacity)
+
+    def die(*arguments: Any, **named: Any) -> Tensor | None:
+        backward(*arguments, **named)
+        leave("gone")
+
+    def leave(word: str) -> None:
+        (Path(folder) / f"{world.rank}.writing").write_text(json.dumps([time.time(), word]))
+        (Path(folder) / f"{world.rank}.writing").rename(Path(folder) / str(world.rank))
+        os._exit(9)
+
+    if world.rank == rank:
+        worker._backward = die
+    try:
+        train_step(state, batches[1], worker, TRIAL.capacity)
+    except RuntimeError as fault:
+        leave(str(fault))
+
+
+def fail(world: World, rank: int) -> None:
+    if world.rank == rank:
+        raise ZeroDivisionError("the reason")
+
+
+def sleep(world: World, rank: int, seconds: float) -> int:
+    if world.rank == rank:
+        time.sleep(seconds)
+    return os.getpid()
+
+
+def leave(world: World, rank: int) -> None:
+    """One rank ends without a word, the others wait."""
+    if world.rank == rank:
+        os._exit(0)
+    time.sleep(60.0)
+
+
+def pid(world: World) -> int:
+    return os.getpid()

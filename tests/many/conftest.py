@@ -1,0 +1,59 @@
+"""Worlds of forked ranks for the whole session, and references to compare with.
+
+A fork keeps neither threads nor autograd's state, so whoever uses `worlds` runs before the tests that start threads or run a backward
+pass in this process.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import longshift.train.check  # noqa: F401  (forked ranks need what they call to be imported)
+from longshift.dist.fork import ForkedWorld
+from longshift.train.check import Trial
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+DEADLINE_S = 120.0  # for a case of a second: the machine may be busy
+
+Worlds = Callable[[int], ForkedWorld]
+Truth = Callable[[Trial], str]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "worlds" not in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """worlds(size): ranks that stay for the session."""
+    made: dict[int, ForkedWorld] = {}
+
+    def world(size: int) -> ForkedWorld:
+        return made.setdefault(size, ForkedWorld(size))
+
+    yield world
+    for world_ in made.values():
+        world_.close()
+
+
+@pytest.fixture(scope="session")
+def truth(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    """truth(trial): the file of its one-process reference, made once, and checked to be worth comparing with."""
+    folder, made = tmp_path_factory.mktemp("truth"), {}
+
+    def path(trial: Trial) -> str:
+        if trial not in made:
+            made[trial] = str(folder / f"{len(made)}.safetensors")
+            arguments = {"trial": trial.to_json(), "path": made[trial]}
+            worlds(1).call("longshift.train.check:write_reference", DEADLINE_S, **arguments)
+            (sizes,) = worlds(1).call("longshift.train.check:sizes", DEADLINE_S, **arguments)
+            assert sizes["loss"] > 1, sizes
+            assert sizes["grad"] > 1e-4, sizes
+            assert sizes["weight"] > 1e-3, sizes
+            assert sizes["optimizer"] > 1e-5, sizes
+        return made[trial]
+
+    return path

@@ -1,0 +1,479 @@
+"""Named wrong variants of the trainer, each a mistake that a real system has made or could make. A comparison that lets one through is
+worth nothing.
+
+A mutant is a function that patches the package inside a forked rank; CASES says which layouts it must show under, and by how much.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import CLIP
+from torch import Tensor
+
+from longshift.data.batch import Document
+from longshift.dist.collectives import Group, Pending
+from longshift.dist.world import World
+from longshift.layout import placement
+from longshift.layout.placement import Bucket
+from longshift.model.decoder import Head, MicroBatch, Unit
+from longshift.model.loss import IGNORE
+from longshift.parallel import ring, ulysses
+from longshift.schedule.sequence import TokenOrder
+from longshift.spec import model
+from longshift.spec.model import ModelSpec, Part
+from longshift.state.copies import Copies, Route
+from longshift.state.home import Home, Shard
+from longshift.state.optimizer import Optimizer
+from longshift.train import build, step
+from longshift.train.build import Worker
+from longshift.train.check import compare
+
+Patch = pytest.MonkeyPatch
+MIDWAY = 3  # updates done when a mutant damages the optimizer
+
+
+@contextmanager
+def mistaken(mutant: str) -> Iterator[None]:
+    """This process has the mistake. Caches would hide it, or outlive it."""
+    caches = (placement.buckets, placement._holders, ring.pairs)
+    with pytest.MonkeyPatch.context() as patch:
+        for cache in caches:
+            cache.cache_clear()
+        globals()[mutant](patch)
+        try:
+            yield
+        finally:
+            for cache in caches:
+                cache.cache_clear()
+
+
+def compare_mutant(world: World, mutant: str, **arguments: str) -> dict[str, float]:
+    """`train.check.compare` on a rank that has this mistake."""
+    with mistaken(mutant):
+        return compare(world, **arguments)  # pyright: ignore[reportArgumentType]
+
+
+# ---- the loss and its divisor
+
+
+def mean_of_means(patch: Patch) -> None:
+    """Every replica divides by its own target tokens, and the replicas are averaged."""
+    run = Worker.run
+
+    def wrong(self: Worker, packs: list[list[Document]], seed_gradient: float) -> Tensor:
+        own = sum(int((d.labels != IGNORE).sum()) for pack in packs for d in pack)
+        return run(self, packs, 1 / (max(1, own) * self.layout.dp))
+
+    patch.setattr(Worker, "run", wrong)
+
+
+def leftover_packs_dropped(patch: Patch) -> None:
+    """Packs that do not divide by the number of replicas are left out."""
+    shares = step.shares
+
+    def wrong(costs: list[float], replicas: int) -> tuple[tuple[int, ...], ...]:
+        deal = shares(costs, replicas)
+        return tuple(share[: min(map(len, deal))] for share in deal)
+
+    patch.setattr(step, "shares", wrong)
+
+
+def gradient_times_sequence_degree(patch: Patch) -> None:
+    """The gradient is summed over the ranks of a sequence as if each had seen all of it."""
+    run = Worker.run
+    patch.setattr(Worker, "run", lambda self, packs, seed: run(self, packs, seed * self.layout.sequence))
+
+
+def loss_counted_by_every_tensor_rank(patch: Patch) -> None:
+    """All tensor-parallel ranks, which know the same loss, add it to the total."""
+    run = Worker.run
+    patch.setattr(Worker, "run", lambda self, packs, seed: self.ops.tp.all_reduce(run(self, packs, seed)))
+
+
+def micro_batches_overwrite(patch: Patch) -> None:
+    """A micro-batch's gradient replaces that of the one before."""
+    accumulate = Copies.accumulate
+
+    def wrong(self: Copies, unit: int) -> None:
+        self.units[unit].sums = None
+        accumulate(self, unit)
+
+    patch.setattr(Copies, "accumulate", wrong)
+
+
+# ---- what a rank sees of a pack
+
+
+def _micro_batches(patch: Patch, change: Callable[[MicroBatch], MicroBatch]) -> None:
+    right = build.micro_batch
+    patch.setattr(build, "micro_batch", lambda *arguments: change(right(*arguments)))
+
+
+def no_document_mask(patch: Patch) -> None:
+    """The documents of a pack attend to each other."""
+    right = build.PackedAttention
+    one_run = lambda q, k, v, lengths, scale: right.apply(q, k, v, (sum(lengths),), scale)  # noqa: E731
+    patch.setattr(build, "PackedAttention", SimpleNamespace(apply=one_run))
+
+
+def positions_not_reset(patch: Patch) -> None:
+    """Positions go on from document to document. Rotary embedding sees differences of positions only, so that there what remains is the
+    rounding of larger angles in float32."""
+    patch.setattr(TokenOrder, "positions", lambda self, ring: np.maximum(self.index(ring), 0))
+
+
+def label_lost_at_shard_edge(patch: Patch) -> None:
+    """The last token of a shard has no label."""
+
+    def change(micro: MicroBatch) -> MicroBatch:
+        return replace(micro, labels_T=torch.cat((micro.labels_T[:-1], micro.labels_T.new_full((1,), IGNORE))))
+
+    _micro_batches(patch, change)
+
+
+def labels_shifted_inside_shards(patch: Patch) -> None:
+    """A token's label is the token after it in the shard, not in the document."""
+
+    def change(micro: MicroBatch) -> MicroBatch:
+        following = micro.tokens_T.roll(-1)
+        return replace(micro, labels_T=torch.where(micro.labels_T == IGNORE, IGNORE, following))
+
+    _micro_batches(patch, change)
+
+
+def labels_shifted_twice(patch: Patch) -> None:
+    """The data shifts the labels and the loss shifts them again."""
+    right = build.micro_batch
+
+    def shifted(spec: ModelSpec, documents: list[Document], *rest: object) -> MicroBatch:
+        return right(spec, [Document(d.ids, np.append(d.labels[1:], IGNORE)) for d in documents], *rest)  # pyright: ignore
+
+    patch.setattr(build, "micro_batch", shifted)
+
+
+def padding_read_as_data(patch: Patch) -> None:
+    """Padding has a label: token 0."""
+    patch.setattr("longshift.data.micro.IGNORE", 0)
+
+
+# ---- gradients on their way home
+
+
+def _own_gradients(patch: Patch, chosen: Callable[[ModelSpec, str, Bucket], bool]) -> None:
+    """For the chosen weights home gets this rank's own gradient, not the sum over the holders (ZeRO-0)."""
+    reduce, receive = Copies.reduce, Shard.receive
+    own: dict[int, tuple[ModelSpec, Tensor]] = {}
+
+    def wrong_reduce(self: Copies, unit: int) -> None:
+        self.accumulate(unit)
+        copies = self.units[unit]
+        own.update({id(shard): (self.spec, total.clone().view(-1)) for (_, shard), total in zip(copies.routes, copies.sums or ())})
+        reduce(self, unit)
+
+    def wrong_receive(self: Shard, total: Tensor) -> None:
+        spec, mine = own[id(self)]
+        for (name, _, view), (_, _, alone) in zip(self.views(total), self.views(mine)):
+            if chosen(spec, name, self.bucket):
+                view.copy_(alone)
+        receive(self, total)
+
+    patch.setattr(Copies, "reduce", wrong_reduce)
+    patch.setattr(Shard, "receive", wrong_receive)
+
+
+def norm_gradients_not_reduced(patch: Patch) -> None:
+    """A norm's gradient is not summed over the ranks that each saw some of the tokens."""
+    _own_gradients(patch, lambda spec, name, bucket: spec.by_name[name].role.startswith("norm"))
+
+
+def shared_head_gradients_not_reduced(patch: Patch) -> None:
+    """Tensor-parallel ranks that hold the same key/value head keep their own gradient of it."""
+    _own_gradients(patch, lambda spec, name, bucket: spec.by_name[name].role in "kv" and len(bucket.holders) > 1)
+
+
+def tied_gradient_not_summed_over_stages(patch: Patch) -> None:
+    """The first stage keeps the gradient of the look-up and the last stage that of the head."""
+    _own_gradients(patch, lambda spec, name, bucket: bucket.unit == spec.units)
+
+
+def tied_head_gradient_dropped(patch: Patch) -> None:
+    """Only the look-up's gradient reaches a tied embedding."""
+
+    def logits(self: Head, x: Tensor, ops: build.LayoutOps) -> Tensor:
+        return F.linear(ops.enter(self.norm_of(x, "norm")), self.embed.detach())
+
+    patch.setattr(Head, "logits", logits)
+
+
+def average_for_sum(patch: Patch) -> None:
+    """Collectives average gradients that are already divided by the global token count."""
+
+    def averaged(pending: Pending, out: Tensor, size: int) -> Pending:
+        finish = pending.finish or (lambda: None)
+        return replace(pending, finish=lambda: (finish(), out.div_(size)))
+
+    all_reduce, reduce_scatter = Group.start_all_reduce, Group.reduce_scatter
+    patch.setattr(Group, "start_all_reduce", lambda self, x: averaged(all_reduce(self, x), x, self.size))
+    patch.setattr(Group, "reduce_scatter", lambda self, out, x: averaged(reduce_scatter(self, out, x), out, self.size))
+
+
+def one_gradient_sent_twice(patch: Patch) -> None:
+    """Rank 0's gradients are in the sum two times."""
+    reduce = Copies.reduce
+
+    def wrong(self: Copies, unit: int) -> None:
+        self.accumulate(unit)
+        for total in self.units[unit].sums or ():
+            total.mul_(1 + (self.world.rank == 0))
+        reduce(self, unit)
+
+    patch.setattr(Copies, "reduce", wrong)
+
+
+def clip_by_local_norm(patch: Patch) -> None:
+    """Every rank clips by the norm of what it keeps."""
+
+    def wrong(self: Home, factor: float) -> None:
+        local = max(float(s.grad.norm()) for s in self.shards if s.grad is not None)
+        for shard in self.shards:
+            if shard.grad is not None:
+                shard.grad.mul_(min(1.0, CLIP / local))
+
+    patch.setattr(Home, "scale_gradients", wrong)
+
+
+# ---- home and the optimizer
+
+
+def _midway(patch: Patch, damage: Callable[[Optimizer], object]) -> None:
+    update = Optimizer.update
+
+    def wrong(self: Optimizer, lr: float) -> None:
+        if self.steps == MIDWAY:
+            damage(self)
+        update(self, lr)
+
+    patch.setattr(Optimizer, "update", wrong)
+
+
+def adam_step_reset(patch: Patch) -> None:
+    """The step of the bias correction starts again."""
+    _midway(patch, lambda optimizer: [state["step"].zero_() for state in optimizer._adamw.state.values()])
+
+
+def first_moment_reset(patch: Patch) -> None:
+    """exp_avg is forgotten."""
+    _midway(patch, lambda optimizer: [moment.zero_() for moment in optimizer._moments["exp_avg"]])
+
+
+def second_moment_reset(patch: Patch) -> None:
+    """exp_avg_sq is forgotten."""
+    _midway(patch, lambda optimizer: [moment.zero_() for moment in optimizer._moments["exp_avg_sq"]])
+
+
+def _through_bf16(x: Tensor) -> Tensor:
+    return x.copy_(x.bfloat16())
+
+
+def master_through_bf16(patch: Patch) -> None:
+    """Master weights pass through bfloat16 once."""
+    _midway(patch, lambda optimizer: [_through_bf16(shard.master) for shard in optimizer.home.shards])
+
+
+def moments_through_bf16(patch: Patch) -> None:
+    """Moments pass through bfloat16 once."""
+    _midway(patch, lambda optimizer: [_through_bf16(m) for moments in optimizer._moments.values() for m in moments])
+
+
+def gradients_through_bf16(patch: Patch) -> None:
+    """Gradients arrive at home in bfloat16."""
+    receive = Shard.receive
+    patch.setattr(Shard, "receive", lambda self, total: receive(self, _through_bf16(total)))
+
+
+# ---- weights on their way out
+
+
+def never_gathered_again(patch: Patch) -> None:
+    """Copies stay those of the first step (stages 1 to 3 of ZeRO)."""
+    patch.setattr(Copies, "outdated", lambda self: None)
+    patch.setattr(Copies, "release", lambda self, unit: None)
+
+
+def one_stale_prefetch(patch: Patch) -> None:
+    """One block's weights were prefetched before the update, in one step."""
+    outdated, steps = Copies.outdated, []
+
+    def wrong(self: Copies) -> None:
+        steps.append(self)
+        was = {unit: copies.present for unit, copies in self.units.items()}
+        outdated(self)
+        if len(steps) == 2 and 1 in self.units:
+            self.units[1].present = was[1]
+
+    patch.setattr(Copies, "outdated", wrong)
+
+
+def slices_in_wrong_order(patch: Patch) -> None:
+    """The ZeRO slices of weights that all four ranks hold are labelled with dp fastest, while ranks count with tp fastest."""
+    init = Route.__init__
+
+    def wrong(self: Route, bucket: Bucket, *rest: object) -> None:
+        swapped = (0, 2, 1, 3) if len(bucket.holders) == 4 else bucket.holders
+        init(self, replace(bucket, holders=swapped), *rest)  # pyright: ignore[reportArgumentType]
+        self.bucket = bucket
+
+    patch.setattr(Route, "__init__", wrong)
+
+
+# ---- tensor parallelism
+
+
+def fused_qkv_cut_as_one(patch: Patch) -> None:
+    """Query, key and value columns of a fused matrix are sliced together: the function depends on tp."""
+    table = model._gpt2_table
+
+    def wrong(spec: ModelSpec) -> Iterator[model.Param]:
+        for param in table(spec):
+            whole = (Part(spec.heads + 2 * spec.kv_heads, spec.head_width),)
+            yield replace(param, parts=whole) if param.role.startswith("fused") else param
+
+    patch.setattr(model, "_gpt2_table", wrong)
+
+
+def row_bias_on_every_rank(patch: Patch) -> None:
+    """The bias of a row-parallel linear is added before the sum over the ranks."""
+
+    def wrong(self: Unit, x: Tensor, role: str, ops: build.LayoutOps) -> Tensor:
+        return ops.leave(self.linear(x, role))
+
+    patch.setattr(Unit, "row_linear", wrong)
+
+
+# ---- sequence parallelism
+
+
+def ulysses_keys_for_values(patch: Patch) -> None:
+    """Keys and values change places in the all-to-all."""
+    attend = ulysses.attend
+
+    def wrong(*arguments) -> Tensor:
+        *rest, inner = arguments
+        return attend(*rest, lambda q, k, v, heads, kv_heads: inner(q, v, k, heads, kv_heads))  # pyright: ignore[reportCallIssue]
+
+    patch.setattr(ulysses, "attend", wrong)
+
+
+def ulysses_one_gradient_of_shared_heads(patch: Patch) -> None:
+    """Of the ranks that got the same key/value head, only the first one's gradient returns."""
+    pick = ulysses._pick
+
+    def wrong(x: Tensor, wanted: range, held: range) -> Tensor:
+        before = x.__dict__.setdefault("picked", set())  # pyright: ignore[reportAttributeAccessIssue]
+        again = wanted in before
+        before.add(wanted)
+        return pick(x.detach() if again else x, wanted, held)
+
+    patch.setattr(ulysses, "_pick", wrong)
+
+
+def _ring_pairs(patch: Patch, change: Callable[[TokenOrder, int, int, tuple[ring.Pair, ...]], tuple[ring.Pair, ...]]) -> None:
+    right = ring.pairs
+    patch.setattr(ring, "pairs", lambda order, mine, theirs: change(order, mine, theirs, right(order, mine, theirs)))
+
+
+def ring_not_causal(patch: Patch) -> None:
+    """Queries see all keys of their own pieces."""
+    _ring_pairs(patch, lambda order, mine, theirs, found: tuple((q, k, False) for q, k, _ in found))
+
+
+def ring_piece_off_by_one(patch: Patch) -> None:
+    """Queries see the keys of a document's later piece on another rank in place of the earlier one's."""
+
+    def change(order: TokenOrder, mine: int, theirs: int, found: tuple[ring.Pair, ...]) -> tuple[ring.Pair, ...]:
+        def moved(keys: slice) -> slice:
+            end = 2 * keys.stop - keys.start
+            return slice(keys.stop, end) if end <= order.local_tokens else keys
+
+        return found if mine == theirs else tuple((q, moved(k), causal) for q, k, causal in found)
+
+    _ring_pairs(patch, change)
+
+
+def ring_last_step_dropped(patch: Patch) -> None:
+    """The keys that arrive last are not attended to."""
+    _ring_pairs(patch, lambda order, mine, theirs, found: () if (mine - theirs) % len(order.spans) == len(order.spans) - 1 else found)
+
+
+def ring_keys_for_values(patch: Patch) -> None:
+    """Keys and values that have travelled change places."""
+    flash, backward = ring.flash, ring.flash_backward
+
+    def wrong(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return flash(q, k, v, causal, scale) if causal else flash(q, v, k, causal, scale)
+
+    def wrong_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        if causal:
+            return backward(grad, q, k, v, out, lse, causal, scale)
+        dq, dv, dk = backward(grad, q, v, k, out, lse, causal, scale)
+        return dq, dk, dv
+
+    patch.setattr(ring, "flash", wrong)
+    patch.setattr(ring, "flash_backward", wrong_backward)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mutant under some layouts. `at_least`: the difference it makes in `steps` steps, well below what it was measured to be."""
+
+    mutant: Callable[[Patch], None]
+    layouts: tuple[str, ...]
+    family: str = "llama"
+    steps: int = 2
+    at_least: float = 1e-4
+
+
+CASES = (
+    Case(mean_of_means, ("dp2",)),
+    Case(leftover_packs_dropped, ("dp2",)),
+    Case(gradient_times_sequence_degree, ("tp2", "u2", "ring2")),
+    Case(loss_counted_by_every_tensor_rank, ("tp2",)),
+    Case(micro_batches_overwrite, ("dp2", "pp2")),
+    Case(no_document_mask, ("dp2", "u2", "tp2")),
+    Case(positions_not_reset, ("dp2", "ring2"), at_least=1e-10),
+    Case(positions_not_reset, ("dp2", "ring2"), "gpt2"),
+    Case(label_lost_at_shard_edge, ("u2",)),
+    Case(labels_shifted_inside_shards, ("u2", "ring2")),
+    Case(labels_shifted_twice, ("dp2", "ring2")),
+    Case(padding_read_as_data, ("u2", "ring2", "dp4")),
+    Case(norm_gradients_not_reduced, ("tp2", "u2", "ring2", "dp2")),
+    Case(shared_head_gradients_not_reduced, ("tp4",)),
+    Case(tied_gradient_not_summed_over_stages, ("pp2",), "llama-tied"),
+    Case(tied_head_gradient_dropped, ("dp2", "pp2"), "llama-tied"),
+    Case(average_for_sum, ("dp2", "dp2.z2")),
+    Case(one_gradient_sent_twice, ("dp2", "u2.z1")),
+    Case(clip_by_local_norm, ("dp2.z1", "tp2", "pp2")),
+    Case(adam_step_reset, ("dp2.z1",), steps=5),
+    Case(first_moment_reset, ("dp2.z1",), steps=5),
+    Case(second_moment_reset, ("dp2.z1",), steps=5),
+    Case(master_through_bf16, ("dp2.z1",), steps=5, at_least=1e-6),
+    Case(moments_through_bf16, ("dp2.z1",), steps=5, at_least=1e-6),
+    Case(gradients_through_bf16, ("dp2.z1",)),
+    Case(never_gathered_again, ("dp2.z1", "u2.z3", "pp2.dp2.z3")),
+    Case(one_stale_prefetch, ("dp2.z1",), at_least=1e-6),
+    Case(slices_in_wrong_order, ("dp2.tp2.z1", "dp2.tp2.z3")),
+    Case(fused_qkv_cut_as_one, ("tp2",), "gpt2"),
+    Case(row_bias_on_every_rank, ("tp2",), "gpt2"),
+    Case(ulysses_keys_for_values, ("u2",)),
+    Case(ulysses_one_gradient_of_shared_heads, ("u4",)),
+    Case(ring_not_causal, ("ring2",)),
+    Case(ring_piece_off_by_one, ("ring2",)),
+    Case(ring_last_step_dropped, ("ring2", "ring3")),
+    Case(ring_keys_for_values, ("ring2",)),
+)

@@ -1,0 +1,258 @@
+"""Local workers: what they find, what listens, and how a run ends when one of them does. The workers here are real processes; those
+that need no torch do without it, and start in a tenth of a second."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+import longshift as ls
+from longshift.config import parse_config
+from longshift.data.tokenizer import train as train_tokenizer
+from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerError
+from longshift.train.launch import launch, rank_error
+from longshift.train.metrics import read_rows
+from longshift.train.run_folder import Cause, RunFolder, as_error, root_cause, write_cause
+
+CONFIG = """
+model: {{preset: tiny-llama}}
+data:
+  train: [{{path: {place}/text.txt}}]
+  tokenizer: {place}/tokenizer.json
+  max_len: 64
+  overlong: split
+  cache: {place}/cache
+train: {{tokens_per_step: 128, steps: {steps}, lr: 1e-3, precision: float32}}
+layout: {layout}
+save: {{dir: {place}/run, every: 1000}}
+"""
+
+PRELUDE = """
+import json, os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path)
+
+
+def run(folder: RunFolder, body: str, world: int = 3) -> list[str]:
+    said: list[str] = []
+    launch([sys.executable, "-c", PRELUDE + body, str(folder.path)], world, folder, said.append)
+    return said
+
+
+@contextmanager
+def interrupts_when(ready, count: int = 1) -> Iterator[None]:
+    """Ctrl-C for this process, `count` times, once `ready()`."""
+
+    def send() -> None:
+        while not ready():
+            time.sleep(0.02)
+        for _ in range(count):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    yield
+    thread.join(10)
+
+
+def test_each_rank_finds_its_place_and_the_caller_keeps_its_environment(folder):
+    before = dict(os.environ)
+    run(folder, '(folder / f"{rank}.json").write_text(json.dumps(dict(os.environ)))')
+    found = [json.loads((folder.path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert [(e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"]) for e in found] == [(str(r), str(r), "3") for r in range(3)]
+    assert {e["OMP_NUM_THREADS"] for e in found} == {str(max(1, len(os.sched_getaffinity(0)) // 3))}
+    assert all(e["LONGSHIFT_STORE"].startswith("127.0.0.1:") for e in found)
+    assert {e["GLOO_SOCKET_IFNAME"] for e in found} == {"lo"}
+    after = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "PYTEST_CURRENT"))}
+    assert after == {k: v for k, v in before.items() if not k.startswith(("TORCHELASTIC", "PYTEST_CURRENT"))}
+
+
+def test_nothing_listens_beyond_loopback(folder):
+    """Ranks of a real gloo world write down what they and the launcher listen on."""
+    run(
+        folder,
+        """
+import psutil, torch
+from longshift.dist.world import World
+world = World.from_environment()
+world.prepare([(0, 1)])
+group = world.group((0, 1))
+assert group.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+me = psutil.Process()
+open_ = [c for p in (me, me.parent()) for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+(folder / f"{rank}.json").write_text(json.dumps([c.laddr.ip for c in open_]))
+group.all_reduce(torch.ones(1))
+os._exit(0)  # as the command line does: gloo's orderly shutdown now and then aborts
+""",
+        world=2,
+    )
+    found = [ip for rank in range(2) for ip in json.loads((folder.path / f"{rank}.json").read_text())]
+    assert len(found) >= 2  # the store at least
+    assert set(found) <= {"127.0.0.1", "::1"}
+
+
+def test_a_rank_that_is_killed_ends_all_and_is_named(folder, capfd):
+    start = time.monotonic()
+    with pytest.raises(PeerError, match=r"^rank 1 was ended by SIGKILL; the kernel does this when memory runs out"):
+        run(folder, "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)")
+    assert time.monotonic() - start < 5
+    assert capfd.readouterr() == ("", "")  # the launcher's caller prints the cause, once
+
+
+def test_the_first_cause_is_raised_in_its_own_class(folder, capfd):
+    """Rank 2 fails of itself; rank 0 sees only that a peer is gone, and says so first."""
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"^line 7 is bad$") as caught:
+        run(
+            folder,
+            """
+from longshift.errors import DataError, PeerError
+from longshift.train.run_folder import RunFolder, write_cause
+if rank == 1: time.sleep(60)
+write_cause(RunFolder(folder), rank, PeerError("rank 2 is gone") if rank == 0 else DataError("line 7 is bad"))
+while len(list((folder / "errors").glob("rank-*.json"))) < 2: time.sleep(0.01)
+sys.exit(1)
+""",
+        )
+    assert caught.value.exit_code == 3
+    assert time.monotonic() - start < 5
+    assert capfd.readouterr() == ("", "")
+
+
+def test_old_causes_do_not_count(folder):
+    write_cause(folder, 0, DataError("from the last time"))
+    with pytest.raises(LongshiftError, match="ended with exit code 9"):
+        run(folder, "sys.exit(9)", world=1)
+
+
+WAITS_FOR_INTERRUPT = """
+asked = []
+signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+(folder / f"ready-{rank}").touch()
+while not (asked and len(sys.argv) == 2): time.sleep(0.02)
+(folder / f"saved-{rank}").touch()
+"""
+
+
+def test_ctrl_c_once_lets_every_rank_save(folder):
+    with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3):
+        said = run(folder, WAITS_FOR_INTERRUPT)
+    assert len(list(folder.path.glob("saved-*"))) == 3
+    assert said == ["finishing this step, then saving; Ctrl-C again stops at once"]
+
+
+def test_ctrl_c_twice_stops_at_once(folder):
+    handler = signal.getsignal(signal.SIGINT)
+    start = time.monotonic()
+    with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3, count=2), pytest.raises(KeyboardInterrupt):
+        run(folder, WAITS_FOR_INTERRUPT.replace("== 2", "== 3"))
+    assert time.monotonic() - start < 5
+    assert not list(folder.path.glob("saved-*"))
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def cause(rank: int, kind: str, time_s: float, trace: str = "") -> Cause:
+    return Cause(rank, kind, f"{kind} of {rank}", 1, time_s, trace)
+
+
+@pytest.mark.parametrize(
+    ("causes", "codes", "first"),
+    [
+        ([cause(0, "PeerError", 1.0), cause(2, "NonFiniteError", 2.0)], {0: 1, 1: -15, 2: 1}, 2),
+        ([cause(0, "PeerError", 1.0)], {0: 1, 1: -9, 2: -15}, 1),
+        ([cause(0, "RuntimeError", 1.0, "Traceback")], {0: 1, 1: -11}, 1),
+        ([cause(0, "PeerError", 1.0), cause(1, "TypeError", 2.0, "Traceback")], {0: 1, 1: 1}, 1),
+        ([cause(0, "PeerError", 1.0)], {0: 1, 1: -6, 2: -15}, 0),
+        ([cause(0, "DataError", 2.0), cause(1, "DataError", 1.0)], {0: 1, 1: 1}, 1),
+        ([], {0: -15, 1: -9}, 1),
+        ([], {0: 0, 1: 3}, 1),
+    ],
+)
+def test_the_root_cause_is_not_one_of_its_consequences(causes, codes, first):
+    assert root_cause(causes, codes).rank == first
+
+
+def test_an_error_keeps_its_class_and_a_fault_of_ours_its_trace(folder):
+    told = write_cause(folder, 3, NonFiniteError("loss is nan"))
+    assert type(as_error(told)) is NonFiniteError
+    assert str(as_error(told)) == "loss is nan"
+    try:
+        _ = {}["key"]
+    except KeyError as fault:
+        ours = as_error(write_cause(folder, 1, fault))
+    assert type(ours) is LongshiftError
+    assert str(ours).startswith("rank 1 failed: KeyError: 'key'\nTraceback")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError("no more"), "OutOfMemoryError"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "OutOfMemoryError"),
+        (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), "PeerError"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "RuntimeError"),
+        (DataError("line 1"), "DataError"),
+    ],
+)
+def test_what_a_failure_on_a_rank_means(error, kind):
+    assert type(rank_error(error, 0)).__name__ == kind
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A text and a tokenizer for it."""
+    place = tmp_path_factory.mktemp("run")
+    text = Path(json.__file__).read_text()
+    (place / "text.txt").write_text(text)
+    train_tokenizer(iter([text]), 300).save(str(place / "tokenizer.json"))
+    return place
+
+
+def test_python_trains_in_local_workers_and_resumes_under_another_layout(place):
+    """Leaving the loop ends the run after the step in hand, saved; the next run goes on from there."""
+    seen = []
+    for step in ls.train(parse_config(CONFIG.format(place=place, steps=10**6, layout="dp2"))):
+        seen.append(step)
+        break
+    done = read_rows(place / "run/metrics.jsonl")[-1]["step"]
+    assert 1 <= done < 10**6
+    assert (place / f"run/checkpoints/step-{done}").is_dir()
+    for step in ls.train(parse_config(CONFIG.format(place=place, steps=done + 2, layout="dp1")), resume=True):
+        seen.append(step)
+    assert [step.step for step in seen] == [1, done + 1, done + 2]
+    assert [row["step"] for row in read_rows(place / "run/metrics.jsonl")] == list(range(1, done + 3))
+    assert all(0 < step.loss < 20 for step in seen)
+
+
+def test_a_rank_killed_while_it_trains_ends_the_run_with_one_cause(place):
+    (place / "run.yaml").write_text(CONFIG.format(place=place, steps=10**6, layout="tp2"))
+    command = [sys.executable, "-m", "longshift.cli", "train", str(place / "run.yaml"), f"save.dir={place}/killed"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout
+        assert child.stdout.readline().startswith("step 1/")
+        workers = [p for p in psutil.Process(child.pid).children() if "worker" in p.cmdline()]
+        victim = next(p for p in workers if p.environ()["RANK"] == "1")
+        start = time.monotonic()
+        victim.kill()
+        _, err = child.communicate(timeout=20)
+        assert time.monotonic() - start < 5
+    assert child.returncode == PeerError.exit_code
+    assert err == "longshift: rank 1 was ended by SIGKILL; the kernel does this when memory runs out (see dmesg)\n"
+    assert len(workers) == 2
+    assert not any(p.is_running() for p in workers)

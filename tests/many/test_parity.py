@@ -1,0 +1,105 @@
+"""Every layout is the same training as one process: loss, every gradient on every rank, weights after many steps, moments, in float64.
+
+The cases below reach every technique, every ZeRO stage, every family and every pair of axes; the whole matrix of benchmarks/parity.py
+takes minutes and is marked `long`.
+"""
+
+import json
+
+import pytest
+from conftest import DEADLINE_S, Truth, Worlds
+from parity import FAMILIES, KINDS, LIMIT, STEPS, largest, layouts_of, main, trial_of
+
+from longshift.layout.layout import Layout
+from longshift.layout.legal import faults
+
+FEWER = 12
+CASES = (
+    *((family, layout, STEPS) for family, layout in (("llama", "dp2.z2"), ("gpt2", "tp2"), ("llama-tied", "pp2.dp2.z1"))),
+    *((family, layout, STEPS) for family, layout in (("qwen3", "u2.z3"), ("llama-6-heads", "ring2.z1"))),
+    ("llama", "dp3.z1", FEWER),
+    ("llama", "dp4.z3", FEWER),
+    ("llama", "dp8", FEWER),
+    ("llama", "pp2.gpipe.recompute-full", FEWER),
+    ("llama", "pp2.v2.z2", FEWER),
+    ("llama", "pp4", FEWER),
+    ("llama", "pp2:4-1.z3.recompute-selective", FEWER),
+    ("llama", "ring4.z2", FEWER),
+    ("llama", "u4.z1", FEWER),
+    ("llama", "pp2.dp2.tp2.z3", FEWER),
+    ("llama", "pp2.u2.recompute-full", FEWER),
+    ("llama-tied", "dp2.recompute-full.z3", FEWER),
+    ("llama-tied", "pp2.v2", FEWER),
+    ("llama-tied", "pp2.tp2.z3", FEWER),
+    ("llama-tied", "dp2.u2.z1", FEWER),
+    ("llama-6-heads", "tp4.z2", FEWER),
+    ("llama-6-heads", "u4", FEWER),
+    ("llama-6-heads", "u2.tp2.z1", FEWER),
+    ("gpt2", "pp2.ring2.z2", FEWER),
+    ("gpt2", "dp2.tp2.z3", FEWER),
+    ("gpt2", "pp3.gpipe.z1", FEWER),
+    ("qwen3", "tp4", FEWER),
+    ("qwen3", "ring2.u2.z2", FEWER),
+    ("qwen3", "ring2.tp2", FEWER),
+    ("qwen3", "dp2.ring2.recompute-selective.z1", FEWER),
+)
+AXES = ("tp", "ulysses", "ring", "dp", "pp")
+
+
+def differences(worlds: Worlds, truth: Truth, family: str, layout: str, steps: int, home_layout: str | None = None) -> dict[str, float]:
+    trial = trial_of(family, steps)
+    size = max(Layout.parse(text).world for text in (layout, home_layout) if text)
+    arguments = {"trial": trial.to_json(), "layout": layout, "path": truth(trial), "home_layout": home_layout}
+    found = worlds(size).call("longshift.train.check:compare", DEADLINE_S, **arguments)
+    return {kind: largest(answer[kind] for answer in found) for kind in KINDS}
+
+
+@pytest.mark.parametrize(("family", "layout", "steps"), CASES)
+def test_a_layout_is_one_process(worlds: Worlds, truth: Truth, family: str, layout: str, steps: int):
+    found = differences(worlds, truth, family, layout, steps)
+    assert all(found[kind] <= LIMIT for kind in KINDS), found
+
+
+@pytest.mark.parametrize(("layout", "home_layout"), [("tp2", "dp2.z1"), ("pp2", "u2.z3"), ("dp2.tp2", "pp2.dp2.z2")])
+def test_a_layout_may_visit_a_home_cut_for_another(worlds: Worlds, truth: Truth, layout: str, home_layout: str):
+    found = differences(worlds, truth, "llama-tied", layout, FEWER, home_layout)
+    assert all(found[kind] <= LIMIT for kind in KINDS), found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_whole_matrix(worlds: Worlds, truth: Truth, family: str):
+    found = {str(layout): differences(worlds, truth, family, str(layout), STEPS) for layout in layouts_of(family)}
+    wrong = {layout: row for layout, row in found.items() if not all(row[kind] <= LIMIT for kind in KINDS)}
+    assert len(found) > 30
+    assert not wrong
+
+
+def test_the_cases_reach_everything():
+    """Stages of ZeRO, families, recomputation, pipeline orders, and every pair of axes."""
+    layouts = [Layout.parse(text) for _, text, _ in CASES]
+    assert all(not faults(FAMILIES[family], Layout.parse(text), None) for family, text, _ in CASES)
+    assert {family for family, _, _ in CASES} == set(FAMILIES)
+    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+    assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
+    assert {(layout.order, layout.virtual) for layout in layouts if layout.pp > 1} == {("1f1b", 1), ("1f1b", 2), ("gpipe", 1)}
+    met = {(a, b) for layout in layouts for a in AXES for b in AXES if a < b and min(layout.degree(a), layout.degree(b)) > 1}
+    assert met == {(a, b) for a in AXES for b in AXES if a < b}
+
+
+def test_the_benchmark_prints_its_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """One family and few layouts of it: all of the script but its size."""
+    monkeypatch.setattr("parity.FAMILIES", {"llama": FAMILIES["llama"]})
+    monkeypatch.setattr("parity.LAYOUTS", ("dp2", "pp2"))
+    monkeypatch.setattr("parity.MORE", ())
+    monkeypatch.setattr("parity.RECOMPUTED", ())
+    monkeypatch.setattr("sys.argv", ["parity.py", "--json", "--quick"])
+    assert main() == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["benchmark"] == "parity"
+    assert {"machine", "versions", "commit"} <= set(report)
+    rows = report["rows"]
+    assert [(row["family"], row["layout"], row["dtype"]) for row in rows] == [("llama", "dp2", "float64"), ("llama", "pp2.z3", "float64")]
+    worst = max(row[kind] for row in rows for kind in KINDS)
+    assert 0 < worst <= LIMIT
+    assert report["summary"].items() >= {"worst": worst, "rows": 2, "limit": LIMIT}.items()

@@ -1,0 +1,50 @@
+"""The benchmark against other systems runs, measures every layout and finds that all systems train the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = {"dp2", "dp2.z1", "dp2.z2", "dp2.z3", "tp2", "pp2", "pp2:3-1", "u2", "ring2"}
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    run = subprocess.run(
+        [sys.executable, "benchmarks/static.py", "--quick", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=180
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_every_layout_and_peer_is_measured(report: dict) -> None:
+    rows = {(row["system"], row["layout"]): row for row in report["rows"]}
+    expected = {("longshift", layout) for layout in LAYOUTS} | {("fsdp2", f"z{stage}") for stage in (1, 2, 3)}
+    expected |= {("ddp", "dp2"), ("dtensor", "tp2"), ("pipelining", "pp2"), ("pipelining", "pp2:3-1")}
+    assert expected <= set(rows)
+    for system in ("deepspeed", "hf"):
+        assert (system in report["summary"]["skipped"]) != any(name == system for name, _ in rows)
+    for row in rows.values():
+        assert row["dtype"] == "float32"
+        assert row["tokens_per_s"] > 0
+        assert row["peak_mib"] > row["base_mib"] > 0
+        assert row["spread"] >= 0
+
+
+def test_ratios_are_to_the_best_like_for_like_peer(report: dict) -> None:
+    rates = {f"{row['system']} {row['layout']}": row["tokens_per_s"] for row in report["rows"]}
+    summary = report["summary"]
+    assert set(summary["ratio_to_best_peer"]) == LAYOUTS
+    assert summary["best_peer"]["dp2.z2"]["float32"] in ("fsdp2 z2", "deepspeed z2")
+    assert summary["best_peer"]["dp2.z3"]["float32"] in ("fsdp2 z3", "deepspeed z3")
+    assert summary["best_peer"]["tp2"]["float32"] == "dtensor tp2"
+    dense = summary["best_peer"]["dp2"]["float32"]
+    assert rates[dense] == max(rates[name] for name in ("ddp dp2", "hf dp2") if name in rates)
+    assert all(ratio["float32"] > 0 for ratio in summary["ratio_to_best_peer"].values())
+
+
+def test_all_systems_train_the_same(report: dict) -> None:
+    assert 0 < report["summary"]["loss_difference"]["float32"] < 1e-4

@@ -1,0 +1,133 @@
+"""Gather, reduce and release: what arrives is home's bits; what comes home is the exact sum over the holders, each once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import DEADLINE_S, Worlds
+from mutants import mistaken
+from parity import FAMILIES, LAYOUTS, MORE, trial_of
+from torch import Tensor
+
+from longshift.dist.world import World
+from longshift.layout.box import Box
+from longshift.layout.layout import Layout
+from longshift.layout.legal import faults
+from longshift.layout.placement import local_boxes, stages_of
+from longshift.spec.model import ModelSpec
+from longshift.state.precision import Name
+from longshift.train.build import Worker
+from longshift.train.check import Trial, build
+
+PRECISIONS: tuple[Name, ...] = ("float64", "bf16", "float32")
+
+
+def cases() -> list:
+    """Every layout of the parity matrix, without and with sharding; families and precisions in turn, pairs that are not legal left out."""
+    found, families = [], list(FAMILIES)
+    for number, text in enumerate(LAYOUTS + MORE):
+        for zero in (0, 3):
+            family, precision = families[(number + zero) % len(families)], PRECISIONS[(number + zero // 3) % len(PRECISIONS)]
+            layout = replace(Layout.parse(text), zero=zero)
+            if not faults(FAMILIES[family], layout, None):
+                found.append(pytest.param(family, precision, str(layout), id=f"{layout}-{family}-{precision}"))
+    return found
+
+
+def numbered(spec: ModelSpec, name: str, box: Box, salt: int) -> Tensor:
+    """float64 integers below 1009, a function of the weight, the global position and `salt`. Exact in float32, and so are their sums."""
+    positions = torch.arange(spec.by_name[name].elements).view(spec.by_name[name].shape)[box.within(Box.whole(spec.by_name[name].shape))]
+    return ((positions * 7 + 13 * salt + 31 * len(name) + 101 * salt * positions) % 1009).double()
+
+
+def local(spec: ModelSpec, layout: Layout, rank: int, name: str, salt: int) -> Tensor:
+    """`numbered`, for the tensor that a rank computes with."""
+    boxes = local_boxes(spec.by_name[name], layout, layout.coord(rank).tp)
+    return torch.cat([numbered(spec, name, box, salt) for box in boxes], spec.by_name[name].dim or 0)
+
+
+def holders(spec: ModelSpec, layout: Layout, name: str, box: Box) -> list[int]:
+    """The ranks that compute with a box, from what each one holds."""
+    param = spec.by_name[name]
+    stages = stages_of(spec, layout, param)
+    places = {rank: layout.coord(rank) for rank in range(layout.world)}
+    return [r for r, at in places.items() if at.pp in stages and any(box in held for held in local_boxes(param, layout, at.tp))]
+
+
+def verbs(world: World, trial: dict, layout: str) -> dict[str, int]:
+    """Runs the checks on a rank; returns how many elements it computes with, keeps and speaks for, and the bytes that it released."""
+    what, how = Trial.from_json(trial), Layout.parse(layout)
+    _, worker = build(what, how, world)
+    spec, home = what.spec, worker.copies.home
+    seen = {"held": 0, "kept": 0, "owned": 0, "released_bytes": 0}
+    for salt in (0, 1):  # home changes between them
+        for shard in home.shards:
+            for name, box, view in shard.views(shard.master):
+                view.copy_(numbered(spec, name, box, salt))
+        worker.copies.outdated()
+        gather(worker, salt)
+    for unit, copies in worker.copies.units.items():
+        worker.copies.release(unit)
+        if copies.flat is not None:
+            assert copies.flat.untyped_storage().nbytes() == 0
+            seen["released_bytes"] += copies.bytes
+    seen["held"] = gather(worker, 1)
+    for _ in range(2):  # a second micro-batch adds
+        for unit, copies in worker.copies.units.items():
+            for name, weight in copies.weights.items():
+                weight.grad = local(spec, how, world.rank, name, world.rank).to(weight.dtype)
+            worker.copies.reduce(unit)
+    worker.copies.finish()
+    for shard in home.shards:
+        assert shard.grad is not None
+        for name, box, view in shard.views(shard.grad):
+            if box:
+                parts = [numbered(spec, name, box, rank).to(worker.copies.compute) for rank in holders(spec, how, name, box)]
+                assert torch.equal(view.double(), 2 * torch.stack(parts).double().sum(0)), (name, box)
+                seen["kept"] += box.elements
+                seen["owned"] += box.elements * shard.owned
+    return seen
+
+
+def gather(worker: Worker, salt: int) -> int:
+    """Bring everything here and look at every bit; returns the number of elements."""
+    spec, how, copies = worker.spec, worker.layout, worker.copies
+    for unit in copies.units:
+        copies.gather(unit)
+    for unit in copies.units:
+        copies.ready(unit)
+    weights = {name: weight for unit in copies.units.values() for name, weight in unit.weights.items()}
+    for name, weight in weights.items():
+        assert torch.equal(weight, local(spec, how, worker.world.rank, name, salt).to(weight.dtype)), name
+    for unit, module in worker.modules.items():
+        for param in spec.of_unit(unit):
+            assert getattr(module, param.role) is weights[param.name]
+    return sum(weight.numel() for weight in weights.values())
+
+
+@pytest.mark.parametrize(("family", "precision", "layout"), cases())
+def test_the_three_verbs(worlds: Worlds, family: str, precision: Name, layout: str):
+    trial, how, elements = trial_of(family, 1, precision=precision), Layout.parse(layout), FAMILIES[family].parameters
+    found = worlds(how.world).call("test_verbs:verbs", DEADLINE_S, trial=trial.to_json(), layout=layout)
+    assert sum(rank["owned"] for rank in found) == elements
+    held, kept = (sum(rank[what] for rank in found) for what in ("held", "kept"))
+    assert kept == (elements if how.zero else held)
+    if precision == "bf16":
+        assert [rank["released_bytes"] for rank in found] == [2 * rank["held"] for rank in found]
+
+
+def fails(world: World, mutant: str, trial: dict, layout: str) -> bool:
+    """Whether the checks find a mistake on this rank."""
+    with mistaken(mutant):
+        try:
+            verbs(world, trial, layout)
+        except AssertionError:
+            return True
+        return False
+
+
+@pytest.mark.parametrize("layout", ["dp2.tp2.z3", "dp2.tp2.z1"])
+@pytest.mark.parametrize("mutant", ["average_for_sum", "one_gradient_sent_twice", "never_gathered_again", "slices_in_wrong_order"])
+def test_a_mistake_shows(worlds: Worlds, mutant: str, layout: str):
+    trial = trial_of("llama", 1).to_json()
+    assert any(worlds(4).call("test_verbs:fails", DEADLINE_S, mutant=mutant, trial=trial, layout=layout))

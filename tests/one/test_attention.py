@@ -1,0 +1,201 @@
+"""The attention kernels against the definition, as the whole and as parts of a larger attention."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longshift.model.attention import PackedAttention, flash, flash_backward, match_heads, reference, reference_backward
+
+HEAD = 16
+SCALE = HEAD**-0.5
+BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def inputs(queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output."""
+    shapes = ((queries, heads), (keys, kv_heads), (keys, kv_heads), (queries, heads))
+    return tuple(normal(*shape, HEAD, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv by softmax and autograd in float64; shares no code with the library."""
+    q, k, v = (t.double().requires_grad_() for t in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("tgjh,sgh->tgjs", q.unflatten(1, (-1, group)), k) * scale
+    if causal:
+        later = torch.arange(len(k))[None] > torch.arange(len(q))[:, None]
+        scores = scores.masked_fill(later[:, None, None], float("-inf"))
+    out = torch.einsum("tgjs,sgh->tgjh", scores.softmax(-1), v).flatten(1, 2)
+    grads = torch.autograd.grad(out, (q, k, v), grad.double())
+    return out.detach(), scores.logsumexp(-1).flatten(1).detach(), *grads
+
+
+def worst(found, expected) -> float:
+    """Largest relative difference of one kind of result."""
+    differences = []
+    for a, b in zip(found, expected, strict=True):
+        a, b = a.detach(), b.detach()
+        assert a.shape == b.shape
+        assert b.norm() > 1e-3
+        differences.append(float((a.double() - b.double()).norm() / b.double().norm()))
+    return max(differences)
+
+
+def kernels(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    out, lse = flash(q, k, v, causal, scale)
+    return out, lse, *flash_backward(grad, q, k, v, out, lse, causal, scale)
+
+
+def by_reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    q, k, v, grad = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v, grad))
+    out, lse = reference(q, k, v, causal, scale)
+    found = (out, lse, *reference_backward(grad, q, k, v, out, lse, causal, scale))
+    return tuple(t.squeeze(0).transpose(0, 1) for t in found)
+
+
+SHAPES = [
+    (1, 1, 2, 1, True),
+    (7, 7, 6, 2, True),
+    (131, 131, 5, 5, True),
+    (601, 601, 3, 1, True),
+    (53, 17, 6, 2, False),
+    (5, 700, 4, 4, False),
+]
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("attention", [kernels, by_reference])
+@pytest.mark.parametrize(("queries", "keys", "heads", "kv_heads", "causal"), SHAPES)
+def test_forward_and_backward_follow_the_definition(attention, queries, keys, heads, kv_heads, causal, dtype):
+    given = inputs(queries, keys, heads, kv_heads, dtype)
+    found = attention(*given, causal=causal, scale=SCALE)
+    assert found[0].dtype == dtype
+    expected = definition(*given, causal=causal, scale=SCALE)
+    if queries > 1:
+        assert worst(found, expected) < BOUND[dtype]
+    else:  # one key: the weights are 1 and the gradients of query and key 0
+        assert torch.equal(found[0], expected[0].to(dtype))
+        assert max(float(g.abs().max()) for g in found[2:4]) < BOUND[dtype]
+
+
+def test_bf16_is_no_further_from_the_truth_than_the_definition_in_bf16():
+    given = inputs(131, 131, 6, 2, torch.bfloat16)
+    truth = definition(*given, causal=True, scale=SCALE)
+    found, plain = kernels(*given, causal=True, scale=SCALE), by_reference(*given, causal=True, scale=SCALE)
+    assert found[1].dtype == torch.float32
+    for a, b, exact in zip(found, plain, truth):
+        assert worst([a], [exact]) <= 2 * worst([b], [exact])
+
+
+def split(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, at: int, causal_offset: int = 0) -> tuple[Tensor, ...]:
+    """Causal attention of the queries from `at` on, in two parts: the keys before them, then their own. The parts are merged by
+    log-sum-exp and each part's gradients taken with the merged out and lse."""
+    late, grad = q[at:], grad[at:]
+    diagonal = slice(at - causal_offset, len(k) - causal_offset)
+    before, own = (k[:at], v[:at]), (k[diagonal], v[diagonal])
+    parts = [flash(late, *before, False, SCALE), flash(late, *own, True, SCALE)]
+    lse = torch.logaddexp(parts[0][1], parts[1][1])
+    out = torch.stack([o * (part - lse).exp().unsqueeze(-1) for o, part in parts]).sum(0)
+    first = flash_backward(grad, late, *before, out, lse, False, SCALE)
+    second = flash_backward(grad, late, *own, out, lse, True, SCALE)
+    return out, lse, first[0] + second[0], torch.cat((first[1], second[1])), torch.cat((first[2], second[2]))
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, at: int) -> tuple[Tensor, ...]:
+    """The same by the definition; the queries before `at` get no gradient."""
+    grad = grad.clone()
+    grad[:at] = 0
+    out, lse, dq, dk, dv = definition(q, k, v, grad, True, SCALE)
+    return out[at:], lse[at:], dq[at:], dk, dv
+
+
+def test_a_part_of_a_larger_attention_takes_the_global_out_and_lse():
+    given = inputs(101, 101, 6, 2)
+    assert worst(split(*given, at=40), whole(*given, at=40)) < 1e-12
+
+
+def test_a_part_with_its_own_out_and_lse_or_a_shifted_diagonal_is_noticed():
+    given = inputs(101, 101, 6, 2)
+    expected = whole(*given, at=40)
+    assert worst(split(*given, at=40, causal_offset=1)[:2], expected[:2]) > 1e-3
+    q, k, v, grad = given
+    local = flash(q[40:], k[40:], v[40:], True, SCALE)
+    own = flash_backward(grad[40:], q[40:], k[40:], v[40:], *local, True, SCALE)
+    assert worst([own[1]], [expected[3][40:]]) > 1e-3
+
+
+LENGTHS = (5, 1, 37, 64, 2)
+
+
+def packed(lengths=LENGTHS, scale: float = SCALE, shift: int = 0) -> float:
+    """Worst difference of PackedAttention from each document alone; the arguments make mutants."""
+    given = inputs(sum(LENGTHS), sum(LENGTHS), 6, 2)
+    leaves = [t.requires_grad_() for t in given[:3]]
+    out = PackedAttention.apply(*(t.roll(shift, 0) if i else t for i, t in enumerate(leaves)), lengths, scale)
+    found = (out.detach(), *torch.autograd.grad(out, leaves, given[3]))  # pyright: ignore
+    alone = [definition(*pieces, causal=True, scale=SCALE) for pieces in zip(*(t.detach().split(LENGTHS) for t in given))]
+    expected = [torch.cat(parts) for parts in zip(*alone)]
+    return worst(found, [expected[0], *expected[2:]])
+
+
+def test_packed_documents_attend_to_themselves_alone():
+    assert packed() < 1e-12
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        {"lengths": (sum(LENGTHS),)},
+        {"lengths": (6, *LENGTHS[2:])},
+        {"lengths": (5, 1, 36, 65, 2)},
+        {"scale": 1.0},
+        {"scale": SCALE * 1.01},
+        {"shift": 1},
+        {"shift": -1},
+    ],
+    ids=str,
+)
+def test_mutants_of_packed_attention_are_noticed(mutant):
+    assert packed(**mutant) > 1e-3
+
+
+def test_packed_attention_passes_gradcheck():
+    q, k, v, _ = inputs(9, 9, 4, 2)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    assert torch.autograd.gradcheck(lambda *t: PackedAttention.apply(*t, (4, 1, 4), SCALE), leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(range(2, 5), range(2)), (range(1, 3), range(1)), (range(5, 7), range(1, 3)), (range(3, 9), range(1, 3))]
+)
+def test_heads_that_do_not_divide_evenly(queries, keys):
+    """Nine query heads on three key/value heads, a slice of which this rank has."""
+    q, k, v, grad = inputs(23, 23, 9, 3)
+    mine = slice(queries.start, queries.stop)
+    only = torch.zeros_like(grad)
+    only[:, mine] = grad[:, mine]
+    expected = definition(q, k, v, only, True, SCALE)
+    leaves = [t.detach().requires_grad_() for t in (q[:, mine], k[:, keys.start : keys.stop], v[:, keys.start : keys.stop])]
+    out = PackedAttention.apply(leaves[0], *match_heads(leaves[1], leaves[2], queries, keys, 3), (23,), SCALE)
+    dq, dk, dv = torch.autograd.grad(out, leaves, grad[:, mine])  # pyright: ignore
+    held = slice(keys.start, keys.stop)
+    found = (out.detach(), dq, dk, dv)  # pyright: ignore
+    assert worst(found, (expected[0][:, mine], expected[2][:, mine], expected[3][:, held], expected[4][:, held])) < 1e-12
+
+
+def test_even_heads_are_not_copied():
+    _, k, v, _ = inputs(3, 3, 9, 3)
+    assert match_heads(k, v, range(9), range(3), 3) == (k, v)
+    assert match_heads(k[:, 1:], v[:, 1:], range(3, 9), range(1, 3), 3)[0].data_ptr() == k[:, 1:].data_ptr()
+
+
+def test_the_definition_here_is_that_of_torch():
+    q, k, v, grad = inputs(31, 31, 6, 2)
+    query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
+    theirs = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    assert worst([definition(q, k, v, grad, True, SCALE)[0]], [theirs]) < 1e-12

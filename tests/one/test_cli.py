@@ -1,0 +1,347 @@
+"""The command line as a person meets it: real commands, on a corpus small enough that a whole run takes a second."""
+
+import io
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+import yaml
+from rich.console import Console
+
+from longshift import cli
+from longshift.config import load_config, parse_config
+from longshift.data.tokenizer import train as train_tokenizer
+from longshift.layout.layout import Layout
+from longshift.layout.legal import faults
+from longshift.spec.families import PRESETS, to_hugging_face
+from longshift.train.metrics import Display, MetricsLog, StepMetrics, read_rows
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
+
+CONFIG = """\
+model: {{preset: tiny-llama}}
+data:
+  train: [{{path: {place}/*.txt}}]
+  tokenizer: {place}/tokenizer.json
+  max_len: 64
+  overlong: split
+  cache: {place}/cache
+train: {{tokens_per_step: 64, steps: 3, lr: 1e-3, precision: float32}}
+save: {{dir: {place}/run, every: 2}}
+"""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """Four documents and a tokenizer of 300 tokens."""
+    place = tmp_path_factory.mktemp("corpus")
+    text = Path(re.__file__).read_text()
+    for n in range(4):
+        (place / f"{n}.txt").write_text(text[500 * n : 500 * n + 400])
+    train_tokenizer(iter([text]), 300).save(str(place / "tokenizer.json"))
+    return place
+
+
+@pytest.fixture
+def place(corpus, tmp_path, monkeypatch) -> Path:
+    """A working directory with the corpus and a config `run.yaml`."""
+    for file in corpus.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "run.yaml").write_text(CONFIG.format(place=tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def longshift(monkeypatch, capsys):
+    """Run a command line in this process: exit code, standard output, standard error."""
+    handler = signal.getsignal(signal.SIGINT)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(line: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["longshift", *shlex.split(line)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = int(end.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    yield run
+    signal.signal(signal.SIGINT, handler)
+
+
+def without_torch(line: str) -> subprocess.CompletedProcess:
+    """Run a command line in a process of its own, which fails if it imported torch."""
+    script = (
+        "import atexit, sys; atexit.register(lambda: 'torch' in sys.modules and print('TORCH')); from longshift.cli import main; main()"
+    )
+    return subprocess.run([sys.executable, "-c", script, *shlex.split(line)], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("--help", 0, "Write a commented starter config"),
+        ("train --help", 0, "Continue from the newest checkpoint"),
+        ("train {place}/run.yaml train.lrr=1", 2, "train.lrr: no such key; did you mean 'lr'?"),
+        ("train {place}/run.yaml layout=pp9", 2, "at most pp4"),
+        ("train none.yaml", 2, "longshift init --to none.yaml"),
+        ("init tiny-qwen", 2, "did you mean 'tiny-qwen3'"),
+        ("check {place}/run.yaml --against zz4", 2, "is not a layout word"),
+        ("export {place} --to x", 2, "is not a run folder"),
+    ],
+)
+def test_help_and_errors_do_not_wait_for_torch(place, line, code, says):
+    start = time.monotonic()
+    done = without_torch(line.format(place=place))
+    assert done.returncode == code
+    assert says in done.stdout + done.stderr
+    assert "TORCH" not in done.stdout
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - start < 5  # 0.3 s on a machine that does nothing else
+
+
+def test_a_run_from_start_to_export(place, longshift):
+    code, out, _ = longshift("train run.yaml")
+    assert code == 0
+    steps, farewell = out.splitlines()[:3], out.splitlines()[3:]
+    assert [line.split("  ")[0] for line in steps] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert farewell[0].startswith("run     run: finished at step 3 of 3, loss ")
+    assert farewell[1] == "export  longshift export run --to run/export"
+    assert farewell[2] == "resume  longshift train run/config.yaml --resume train.steps=6"
+
+    rows = read_rows(place / "run/metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert load_config("run/config.yaml") == load_config("run.yaml")
+    assert json.loads((place / "run/env.json").read_text())["packages"]["torch"]
+
+    code, _, err = longshift("train run.yaml")
+    assert (code, err) == (2, "longshift: run already holds a run; continue it with --resume, or start another with save.dir=...\n")
+
+    code, out, _ = longshift("train run/config.yaml --resume train.steps=5 --json")
+    assert code == 0
+    *steps, farewell = (json.loads(line) for line in out.splitlines())
+    assert [step["step"] for step in steps] == [4, 5]
+    assert farewell["finished"]
+    assert [row["step"] for row in read_rows(place / "run/metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+    code, out, _ = longshift("export run --to run/export --json")
+    assert code == 0
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(json.loads(out)["files"])
+
+
+def test_a_run_that_cannot_start_says_so_before_step_1(place, longshift):
+    (place / "file").touch()
+    code, _, err = longshift("train run.yaml save.dir=file/run")
+    assert code == 2
+    assert "run folder" in err
+    assert "cannot be written" in err
+    code, _, err = longshift("train run.yaml --resume")
+    assert code == 2
+    assert "holds no checkpoint to resume from; leave out --resume" in err
+    code, out, err = longshift("train run.yaml data.overlong=null")
+    assert code == 3
+    assert "overlong: split " in err
+    assert not out
+    assert longshift("train run.yaml")[0] == 0  # a start that failed is no run
+
+
+def test_under_a_launcher_the_world_must_fit_the_layout(place, longshift, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    code, _, err = longshift("train run.yaml layout=dp2")
+    assert code == 2
+    assert "dp2 needs 2 ranks, 3 are here: try dp3" in err
+
+
+def test_errors_in_json_are_json(place, longshift):
+    code, out, err = longshift("train run.yaml train.lr=-1 --json")
+    assert (code, err) == (2, "")
+    fault = json.loads(out)
+    assert (fault["exit_code"], fault["kind"]) == (2, "UsageError")
+    assert "train.lr" in fault["error"]
+
+
+def test_ctrl_c_finishes_the_step_and_saves(place, longshift, monkeypatch):
+    from longshift.train import metrics
+
+    describe = metrics.describe
+
+    def interrupt_first(step, steps):
+        if step.step == 1:
+            signal.raise_signal(signal.SIGINT)
+        return describe(step, steps)
+
+    monkeypatch.setattr(metrics, "describe", interrupt_first)
+    code, out, _ = longshift("train run.yaml train.steps=50 save.every=50")
+    assert code == 0
+    assert "stopped at step 2 of 50" in out
+    assert "resume  longshift train run/config.yaml --resume\n" in out
+    assert (place / "run/checkpoints/step-2").is_dir()
+
+
+def test_data_shows_documents_lengths_and_what_caps_lose(place, longshift):
+    code, out, _ = longshift("data run.yaml --json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["documents"] == 4 == sum(bin["documents"] for bin in found["histogram"])
+    assert found["tokens"] == sum(bin["tokens"] for bin in found["histogram"])
+    assert {row["cap"] for row in found["caps"]} >= {16, 32, 64, 128}
+    code, out, _ = longshift("data run.yaml")
+    assert code == 0
+    assert out.startswith(f"4 documents, {found['tokens']:,} tokens; length p50 ")
+    assert "64 (this config)" in out
+
+
+def test_init_writes_a_config_that_trains_and_never_over_one(place, longshift):
+    assert longshift("init --to new.yaml --data '*.txt'") == (0, "wrote new.yaml; start it with: longshift train new.yaml\n", "")
+    changes = f"data.tokenizer={place}/tokenizer.json data.max_len=64 data.cache={place}/cache train.steps=1 train.warmup=0"
+    assert longshift(f"train new.yaml {changes} layout=dp1 save.dir=other")[0] == 0
+    code, _, err = longshift("init --to new.yaml")
+    assert (code, "exists already" in err) == (2, True)
+    assert parse_config(json.loads(longshift("init gpt2 --json")[1])["config"]).spec == PRESETS["gpt2"]
+
+
+def test_a_wrong_command_names_the_right_one(longshift):
+    code, _, err = longshift("trian x")
+    assert code == 2
+    assert 'Did you mean "train"?' in err
+    assert len(err.splitlines()) == 1
+
+
+# Examples
+
+
+def folder_of(model: str, place: Path) -> None:
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(to_hugging_face(PRESETS[model])))
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_example_configs_are_valid(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder_of("qwen3-0.6b", tmp_path / "Qwen3-0.6B")
+    config = load_config(example)
+    assert config.layout.world == (4 if example.name != "continue.yaml" else 8)
+
+
+def test_the_continue_example_trains_a_model_folder(place, longshift):
+    """As it stands but for sizes: a tiny Qwen 3 with weights, its own tokenizer, JSON lines."""
+    assert longshift("train run.yaml model.preset=tiny-qwen3 train.steps=1")[0] == 0
+    assert longshift("export run --to Qwen3-0.6B")[0] == 0
+    (place / "documents").mkdir()
+    (place / "documents/a.jsonl").write_text("".join(json.dumps({"text": "hello " * n}) + "\n" for n in range(20, 40)))
+    small = f"data.cache={place}/cache data.max_len=64 train.tokens_per_step=64 train.steps=2 train.warmup=1 layout=dp1"
+    code, out, err = longshift(f"train {EXAMPLES}/continue.yaml {small}")
+    assert (code, err) == (0, "")
+    assert "finished at step 2 of 2" in out
+
+
+def launch_commands() -> dict[str, list[str]]:
+    """The torchrun command line of each launch example, variables set to what such a job would have."""
+    variables = {
+        "NODES:-1": "2",
+        "HEAD:-localhost": "node1",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "7",
+        "head": "node1",
+        "RESUME:-": "--resume",
+    }
+    found = {}
+    for path in sorted((EXAMPLES / "launch").iterdir()):
+        if path.suffix == ".yaml":
+            [job] = [part for part in yaml.safe_load_all(path.read_text()) if part["kind"] == "Job"]
+            found[path.name] = job["spec"]["template"]["spec"]["containers"][0]["command"]
+        else:
+            text = path.read_text().replace("\\\n", " ").replace('"$@"', "train.lr=1e-5")
+            for name, value in variables.items():
+                text = text.replace(f"${{{name}}}", value).replace(f"${name}", value)
+            [line] = [line for line in text.splitlines() if " -m longshift.cli " in line]
+            words = shlex.split(line)
+            found[path.name] = words[words.index("torchrun") :]
+    return found
+
+
+@pytest.mark.parametrize(("name", "command"), launch_commands().items())
+def test_the_launch_examples_are_valid_command_lines(name, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder_of("qwen3-0.6b", tmp_path / "Qwen3-0.6B")
+    assert command[0] == "torchrun"
+    asked = torch.distributed.run.get_args_parser().parse_args(command[1:])
+    assert (asked.module, asked.training_script, asked.training_script_args[0]) == (True, "longshift.cli", "train")
+    function, bound, _ = cli.app.parse_args(asked.training_script_args, exit_on_error=False, print_error=False)
+    assert function is cli.train
+    config = load_config(REPOSITORY / bound.arguments["config"], bound.arguments.get("overrides", ()))
+    assert config.layout.world == int(asked.nproc_per_node) * int(asked.nnodes if name != "torchrun.sh" else 1)
+
+
+def readme_blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_commands_of_the_readme_are_valid(tmp_path, monkeypatch):
+    lines = [line.split(" #")[0].strip() for block in readme_blocks("") for line in block.splitlines()]
+    commands = [line for line in lines if line.startswith("longshift ")]
+    assert {shlex.split(line)[1] for line in commands} == {"init", "data", "train", "check", "export"}
+    for line in commands:
+        cli.app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
+    targets = {shlex.split(line)[1] for line in lines if line.startswith("make ")}
+    assert targets == {"quickstart", "test"}
+    for target in (*targets, "setup", "test-all", "lint", "bench"):
+        done = subprocess.run(["make", "-n", target], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_config_and_the_layouts_of_the_readme_are_valid():
+    [text] = readme_blocks("yaml")
+    words = re.findall(r"^\| (`.*?) \|", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    layouts = [word.strip("`") for cell in words for word in cell.split(", ")]
+    assert len(layouts) >= 10
+    config = parse_config(text)
+    for layout in layouts:
+        spec = replace(config.spec, layers=5)
+        assert faults(spec, Layout.parse(layout), None) == ()
+
+
+def test_metrics_hold_every_step_once_also_after_a_crash(tmp_path):
+    def row(step: int, loss: float) -> StepMetrics:
+        return StepMetrics(step, loss, 1.0, 1e-3, 10, 9, 1, 0.1, 100.0, 1e9, 2**20, step)
+
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsLog(path)
+    for step in (1, 2, 3):
+        first.write(row(step, float(step)))
+    path.write_text(path.read_text() + '{"step": 4, "lo')
+    again = MetricsLog(path)
+    again.write(row(3, float("nan")))
+    assert [(r["step"], r["loss"]) for r in read_rows(path)] == [(1, 1.0), (2, 2.0), (3, None)]
+    assert StepMetrics.from_json(read_rows(path)[0]) == row(1, 1.0)
+
+
+def test_a_terminal_shows_one_live_line(tmp_path):
+    screen = io.StringIO()
+    with Display(20, console=Console(file=screen, force_terminal=True, width=160)) as display:
+        for step in (1, 2):
+            display.show(StepMetrics(step, 2.5, 1.0, 1e-3, 10, 9, 1, 60.0, 12345.0, 1e9, 2**30, step, skipped=step == 2))
+    shown = screen.getvalue()
+    assert "\x1b[2K" in shown  # the first line was erased
+    assert "step 2/20  loss 2.5000  norm 1  lr 1.00e-03  12,345 tokens/s  1 GFLOP/s  1024 MiB  ETA 18:00  update skipped" in shown
+
+
+@pytest.mark.parametrize("script", [*sorted((EXAMPLES / "launch").glob("*.s*")), REPOSITORY / ".ci/run"], ids=lambda path: path.name)
+def test_the_scripts_are_valid_shell(script):
+    assert subprocess.run(["bash", "-n", script], capture_output=True, check=False).returncode == 0

@@ -1,0 +1,426 @@
+"""The decoder and its folders against transformers, for every family: logits, loss, every gradient; export and re-import.
+
+[Note: float64 against transformers] Its RMS norms and its loss compute in float32 whatever the model's dtype; a float64 comparison
+would then end at 1e-7. The norms are patched to stay in the model's dtype and the loss is taken from the logits. Rotary angles are
+formed in float32 there and here, so cosines and sines are equal bit for bit and need no patch. Its attention is SDPA: the eager one
+takes its softmax in float32.
+"""
+
+import json
+import resource
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from longshift.data.batch import Document
+from longshift.data.micro import micro_batch
+from longshift.errors import CheckpointError
+from longshift.layout.box import Box
+from longshift.layout.layout import Layout
+from longshift.model.decoder import Decoder, Ops, build_unit
+from longshift.model.huggingface import INDEX, WeightFolder, write_folder
+from longshift.model.loss import IGNORE
+from longshift.spec.families import PRESETS, from_hugging_face, read_spec
+from longshift.spec.model import ModelSpec
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+GPT2_SIZES: dict[str, Any] = {
+    "vocab_size": 257,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+# Wavelengths of head width 16 and this theta: 6 to 350 tokens, so that all three regimes of the scaling occur.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama2": LlamaConfig(**{**SIZES, "num_key_value_heads": 6}),
+    "llama3": LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3_ROPE),
+    "llama-linear-biases": LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    ),
+    "mistral": MistralConfig(**SIZES, sliding_window=53),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, attention_bias=True),
+    "gpt2": GPT2Config(**GPT2_SIZES, n_inner=40),
+    "gpt2-untied": GPT2Config(**GPT2_SIZES, tie_word_embeddings=False),
+}
+LENGTHS = (37, 1, 53, 2)
+BOUND = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Logits [T, V] of all documents end to end, the sum of their losses, gradients by canonical name."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor
+    grads: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folder of a family, written by transformers once: random weights, norms and biases away from one and zero."""
+    root = tmp_path_factory.mktemp("hf")
+
+    @cache
+    def folder(name: str) -> Path:
+        generator = torch.Generator().manual_seed(0)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIGS[name])
+        model = model.to_empty(device="cpu")
+        model.tie_weights()
+        for weight in model.parameters():
+            center, spread = (0.0, weight.shape[-1] ** -0.5) if weight.dim() > 1 else (1.0, 0.3)
+            weight.data.normal_(center, spread, generator=generator)
+        model.save_pretrained(root / name)
+        return root / name
+
+    return folder
+
+
+@pytest.fixture
+def norms_keep_their_dtype(monkeypatch):
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+        monkeypatch.setattr(norm, "forward", forward)
+
+
+def documents() -> list[Document]:
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 257, n) for n in LENGTHS]
+    return [Document(ids, np.append(ids[1:], IGNORE)) for ids in texts]
+
+
+def read_all(folder: Path, dtype=None) -> tuple:
+    spec = read_spec(folder)
+    weights = WeightFolder(folder, spec)
+    return spec, {p.name: weights.read(p.name, Box.whole(p.shape)).to(dtype) for p in spec.params}
+
+
+def ours(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
+    spec, tensors = read_all(folder, dtype)
+    model, ops = Decoder(spec).load(tensors), Ops(spec)
+    micro = micro_batch(spec, docs, Layout(), 0, dtype, torch.device("cpu"))
+    loss = model(micro, ops)
+    loss.backward()
+    with torch.no_grad():
+        logits = model.logits(micro, ops)
+    return Outcome(logits, loss.detach(), gradients(model.weights().items()))
+
+
+def theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
+    """transformers, one document at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").train()
+    logits, total = [], torch.zeros((), dtype=dtype)
+    for doc in docs:
+        out = model(input_ids=torch.from_numpy(doc.ids)[None]).logits[0]
+        total = total + F.cross_entropy(out, torch.from_numpy(doc.labels), ignore_index=IGNORE, reduction="sum")
+        logits.append(out.detach())
+    total.backward()
+    return Outcome(torch.cat(logits), total.detach(), gradients(model.named_parameters()))
+
+
+def gradients(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.Tensor]:
+    found = {name: weight.grad for name, weight in named}
+    assert all(grad is not None for grad in found.values())
+    return found  # pyright: ignore[reportReturnType]
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert b.norm() > 1e-6
+    return float((a - b).norm() / b.norm())
+
+
+def worst(mine: Outcome, reference: Outcome) -> dict[str, float]:
+    assert mine.grads.keys() == reference.grads.keys()
+    grads = {name: difference(mine.grads[name], grad) for name, grad in reference.grads.items()}
+    return {"logits": difference(mine.logits, reference.logits), "loss": difference(mine.loss, reference.loss), **grads}
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_loss_and_every_gradient_agree_document_by_document(name, dtype, folders, norms_keep_their_dtype):
+    found = worst(ours(folders(name), dtype, documents()), theirs(folders(name), dtype, documents()))
+    wrong = {what: value for what, value in found.items() if not value < BOUND[dtype]}
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt2"])
+def test_documents_run_together_are_noticed(name, folders, norms_keep_their_dtype):
+    """The mutant: one document instead of three, so that attention and positions run across."""
+    docs = documents()[:1] + documents()[3:]
+    merged = [Document(np.concatenate([d.ids for d in docs]), np.concatenate([d.labels for d in docs]))]
+    found = worst(ours(folders(name), torch.float64, merged), theirs(folders(name), torch.float64, docs))
+    assert found["logits"] > 1e-3
+    assert max(found.values()) > 1e-2
+
+
+def test_our_sum_over_the_count_is_their_mean_loss(folders):
+    docs = documents()[2:3]
+    model = AutoModelForCausalLM.from_pretrained(folders("qwen3"), dtype=torch.float32)
+    ids = torch.from_numpy(docs[0].ids)[None]
+    mean = float(model(input_ids=ids, labels=ids).loss.detach())
+    assert float(ours(folders("qwen3"), torch.float32, docs).loss) / (LENGTHS[2] - 1) == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_spec_is_read_whole(name, folders):
+    """From the folder, and from the config of a transformers that wrote older keys."""
+    spec = read_spec(folders(name))
+    assert from_hugging_face(CONFIGS[name].to_diff_dict()) == spec
+    assert spec.vocab == 257
+    assert spec.tied == CONFIGS[name].tie_word_embeddings
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "tiny-llama", "tiny-qwen3", "tiny-gpt2"])
+def test_the_table_is_the_model(name, folders):
+    """Parameters built on the meta device, against the table; and, for families of transformers, against its model."""
+    spec = read_spec(folders(name)) if name in CONFIGS else PRESETS[name]
+    for unit in range(spec.units):
+        built = {role: tuple(weight.shape) for role, weight in build_unit(spec, unit).named_parameters()}
+        assert built == {p.role: p.shape for p in spec.of_unit(unit)}
+    model = Decoder(spec)
+    assert all(weight.is_meta for weight in model.parameters())
+    assert [(name, tuple(w.shape)) for name, w in model.weights().items()] == [(p.name, p.shape) for p in spec.params]
+    if name in CONFIGS:
+        with torch.device("meta"):
+            other = AutoModelForCausalLM.from_config(CONFIGS[name])
+        assert {n: tuple(w.shape) for n, w in other.named_parameters()} == {p.name: p.shape for p in spec.params}
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 30_000])
+@pytest.mark.parametrize("name", ["llama3", "qwen2-tied", "gpt2", "mistral"])
+def test_export_is_bit_exact_and_transformers_opens_it(name, shard_bytes, folders, tmp_path):
+    spec, tensors = read_all(folders(name))
+    write_folder(tmp_path / "out", spec, iter(tensors.items()), torch.float32, None, shard_bytes)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == (1 if shard_bytes > 10**8 else len_shards(spec, shard_bytes))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    again, back = read_all(tmp_path / "out")
+    assert again == spec
+    assert all(torch.equal(back[n], tensors[n]) for n in tensors)
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (folders(name), tmp_path / "out")]
+    assert models[1].dtype == torch.float32
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(models[0](ids).logits, models[1](ids).logits)
+
+
+def len_shards(spec, limit: int) -> int:
+    count, filled = 0, limit
+    for p in spec.params:
+        size = 4 * p.elements
+        count, filled = (count + 1, size) if filled + size > limit else (count, filled + size)
+    return count
+
+
+def test_bf16_export_rounds_once(folders, tmp_path):
+    spec, tensors = read_all(folders("qwen3"))
+    write_folder(tmp_path / "out", spec, iter(tensors.items()), torch.bfloat16)
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"
+    back = read_all(tmp_path / "out")[1]
+    assert all(back[n].dtype == torch.bfloat16 and torch.equal(back[n], tensors[n].bfloat16()) for n in tensors)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+
+
+def test_boxes_are_read_alone(folders):
+    spec, tensors = read_all(folders("llama3"))
+    weights = WeightFolder(folders("llama3"), spec)
+    for name, whole in tensors.items():
+        box = Box(tuple(n // 3 for n in whole.shape), tuple(n // 2 + 1 for n in whole.shape))
+        assert torch.equal(weights.read(name, box), whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop))])
+    empty = weights.read("model.norm.weight", Box((3,), (3,)))
+    assert (empty.shape, empty.dtype) == ((0,), torch.float32)
+
+
+def test_names_without_the_head_prefix_and_old_buffers(folders, tmp_path):
+    """As in the original `gpt2` folder."""
+    spec, tensors = read_all(folders("gpt2"))
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    old |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "h.2.attn.masked_bias": torch.tensor(-1e4)}
+    copy_folder(folders("gpt2"), tmp_path, old)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_all(tmp_path)[1].items())
+    copy_folder(folders("gpt2"), tmp_path, {**old, "h.3.attn.c_attn.bias": torch.ones(4)})
+    with pytest.raises(CheckpointError, match=r"unexpected  h\.3\.attn\.c_attn\.bias in model\.safetensors"):
+        WeightFolder(tmp_path, spec)
+
+
+def test_a_stored_tied_head_must_equal_the_embedding(folders, tmp_path):
+    spec, tensors = read_all(folders("qwen3"))
+    head = tensors["model.embed_tokens.weight"].clone()
+    copy_folder(folders("qwen3"), tmp_path, {**tensors, "lm_head.weight": head})
+    WeightFolder(tmp_path, spec)
+    head[-1, -1] += 1
+    copy_folder(folders("qwen3"), tmp_path, {**tensors, "lm_head.weight": head})
+    with pytest.raises(CheckpointError, match='set "tie_word_embeddings": false'):
+        WeightFolder(tmp_path, spec)
+
+
+def test_all_faults_of_a_folder_are_listed_at_once(folders, tmp_path):
+    spec, tensors = read_all(folders("llama2"))
+    tensors["model.extra.weight"] = torch.ones(3)
+    tensors["model.norm.weight"] = torch.ones(7)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    copy_folder(folders("llama2"), tmp_path, tensors)
+    with pytest.raises(CheckpointError) as caught:
+        WeightFolder(tmp_path, spec)
+    for line in (
+        "unexpected  model.extra.weight",
+        "wrong shape model.norm.weight: [7] in the folder, config.json says [48]",
+        "wrong dtype lm_head.weight: I8",
+        "missing     model.layers.1.mlp.up_proj.weight [40, 48]",
+    ):
+        assert line in str(caught.value)
+
+
+def test_pickles_are_refused_with_the_line_that_converts(folders, tmp_path):
+    copy_folder(folders("llama2"), tmp_path, {})
+    (tmp_path / "model.safetensors").unlink()
+    spec = read_spec(tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors"):
+        WeightFolder(tmp_path, spec)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    with pytest.raises(CheckpointError, match=r"never opened here.*\n.*save_pretrained"):
+        WeightFolder(tmp_path, spec)
+
+
+def test_damaged_and_incomplete_folders_are_named(folders, tmp_path):
+    spec, tensors = read_all(folders("llama2"))
+    write_folder(tmp_path / "out", spec, iter(tensors.items()), torch.float32, None, 30_000)
+    shard = sorted((tmp_path / "out").glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-8])
+    with pytest.raises(CheckpointError, match=f"{shard.name} is damaged"):
+        WeightFolder(tmp_path / "out", spec)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"are missing: {shard.name}"):
+        WeightFolder(tmp_path / "out", spec)
+    first = sorted((tmp_path / "out").glob("*.safetensors"))[0]
+    shard.write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match=f"twice .* in {first.name} and {shard.name}"):
+        WeightFolder(tmp_path / "out", spec)
+    for text in ("{", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": []}'):
+        (tmp_path / "out" / INDEX).write_text(text)
+        with pytest.raises(CheckpointError, match="cannot be read as an index"):
+            WeightFolder(tmp_path / "out", spec)
+
+
+def test_a_failed_export_leaves_nothing(folders, tmp_path):
+    spec, tensors = read_all(folders("llama2"))
+    short = list(tensors.items())[:-1]
+    for wrong in (short, short[1:], [*tensors.items(), ("more", torch.ones(1))]):
+        with pytest.raises(ValueError, match=r"expected|more tensors"):
+            write_folder(tmp_path / "out", spec, iter(wrong), torch.float32)
+        assert not list(tmp_path.iterdir())
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/keep").touch()
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        write_folder(tmp_path / "out", spec, iter(tensors.items()), torch.float32)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["keep"]
+    with pytest.raises(CheckpointError, match="cannot write"):
+        write_folder(tmp_path / "out/keep/deeper", spec, iter(tensors.items()), torch.float32)
+
+
+def test_a_full_disk_leaves_nothing_and_is_named(folders, tmp_path):
+    spec, tensors = read_all(folders("llama2"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))  # every file ends here, as on a full disk
+    try:
+        with pytest.raises(CheckpointError, match=f"cannot write {tmp_path / 'out'}"):
+            write_folder(tmp_path / "out", spec, iter(tensors.items()), torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tokenizer_files_and_token_ids_are_carried_along(folders, tmp_path):
+    spec, tensors = read_all(folders("llama2"))
+    source = tmp_path / "source"
+    source.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="a"))
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "config.json").write_text('{"eos_token_id": [2, 1]}')
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "pytorch_model.bin").touch()
+    for number, tokenizer_from in enumerate((source, source / "tokenizer.json", None)):
+        out = tmp_path / f"out{number}"
+        write_folder(out, spec, iter(tensors.items()), torch.float32, tokenizer_from)
+        config = json.loads((out / "config.json").read_text())
+        assert config["eos_token_id"] == ([2, 1] if number == 0 else None)
+        assert config["bos_token_id"] is None
+        assert (out / "chat_template.jinja").exists() == (number == 0)
+        assert not (out / "pytorch_model.bin").exists()
+        if number < 2:
+            assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("<end>") == 2
+
+
+def test_a_box_is_read_without_the_rest_of_its_weight(tmp_path):
+    """A sparse file of 4 GiB."""
+    spec = ModelSpec("llama", 2**20, 1024, 1, 1, 1, 1024, 1, 1, tied=True)
+    header, at = {}, 0
+    for p in spec.params:
+        header[p.name] = {"dtype": "F32", "shape": p.shape, "data_offsets": [at, at + 4 * p.elements]}
+        at += 4 * p.elements
+    text = json.dumps(header).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rows = WeightFolder(tmp_path, spec).read("model.embed_tokens.weight", Box((2**19, 0), (2**19 + 3, 1024)))
+    assert torch.equal(rows, torch.zeros(3, 1024))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024  # KiB
+
+
+def copy_folder(source: Path, target: Path, tensors: dict[str, torch.Tensor]) -> None:
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    save_file(tensors, target / "model.safetensors")
+
+
+def test_reading_agrees_with_safetensors(folders):
+    stored = load_file(folders("qwen3") / "model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in read_all(folders("qwen3"))[1].items())

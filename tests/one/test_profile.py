@@ -1,0 +1,261 @@
+"""`longshift profile`: what runs here is measured for real, on sizes that take seconds."""
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from longshift import cli
+from longshift.cluster import files
+from longshift.cluster.cluster import Cluster, Heads
+from longshift.cluster.curves import Axis, Curve
+from longshift.dist.fork import ForkedWorld
+from longshift.dist.world import World
+from longshift.profile import attention, backends, compute, copies, disk, links, machine, plots, run
+from longshift.profile.bench import FEWEST, MOST, Bench, Plan, curve_of
+from longshift.profile.report import rate, show, si
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def here(home, told) -> Iterator[Cluster]:
+    """This machine, measured on few and small sizes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compute, "SHAPES", {("cpu", True): ((8, 64), (64, 128))})
+        patch.setattr(compute, "STREAMED", {("cpu", True): (2**12, 2**16)})
+        patch.setattr(compute, "SPIN_S", 0.05)
+        patch.setattr(attention, "TOKENS", {("cpu", True): ((64, 128), (64,))})
+        patch.setattr(copies, "SIZES", {("cpu", True): (2**12, 2**16)})
+        patch.setattr(links, "LARGEST_BYTES", 2**16)
+        patch.setattr(disk, "FILE_BYTES", 2**21)
+        patch.setattr(disk, "BLOCKS", {True: (2**16, 2**18)})
+        patch.setattr(run, "LONG_S", run.SHORT_S)
+        patch.setattr(run, "BUDGETS_S", dict.fromkeys(run.BUDGETS_S, (0.0,)))
+        yield run.obtain(World.alone(), 1, True, False, told.append, home / ".cache/longshift")
+
+
+def test_everything_that_planning_needs_is_measured(here):
+    words = {name.split()[0] for name in here.curves}
+    assert words >= {"matmul", "elementwise", "launch", "attention", "copy", "disk"}
+    if machine.core_count() > 1:
+        assert words >= {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"}
+        assert here.links["node"].bytes_per_s > 1e6
+    heads = Heads(8, 2, 64)
+    assert here.best_backend(64, 64, heads, "float32", "backward", causal=True) == "flash"
+    assert 0 < here.attention_s(64, 64, heads, "bf16") < 1
+    assert here.matmul_s(64, 128, 128, "float32") > here.matmul_s(8, 64, 64, "float32")
+    assert here.disk_s("read", 2**16, 1, "plain") > 0
+    assert 0 < here.device.cores < machine.core_count() + 0.5
+    assert set(here.sources.values()) == {"longshift profile"}
+
+
+def test_the_cached_profile_is_used_again(here, home, told):
+    cache, before = home / ".cache/longshift", len(told)
+    assert len(list((cache / "profiles").iterdir())) == 1  # and no scratch file of the disk's
+    assert run.obtain(World.alone(), 1, True, False, told.append, cache) == here
+    assert told[before:] == [f"measured before; kept in {run.cache_file(here.facts, cache)}"]
+
+
+def test_another_machine_or_a_fuller_profile_is_measured_anew(here, home, told):
+    cache = home / ".cache/longshift"
+    alone = World.alone()
+    assert run.cached(alone, 1, True, cache, told.append) == here
+    assert run.cached(alone, 1, False, cache, told.append) is None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert run.cached(alone, 1, True, cache, told.append) is None
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_full_profile_serves_for_a_quick_one(here, tmp_path):
+    full = replace(here, facts=here.facts | {"measured": "full"})
+    files.save(full, run.cache_file(full.facts, tmp_path))
+    assert run.cached(World.alone(), 1, True, tmp_path, print) == full
+
+
+def test_a_damaged_cache_is_told_and_passed_over(here, tmp_path):
+    file, told = run.cache_file(here.facts, tmp_path), []
+    files.save(here, file)
+    file.write_text(file.read_text()[:-100])
+    assert run.cached(World.alone(), 1, True, tmp_path, told.append) is None
+    assert len(told) == 1
+    assert "is damaged" in told[0]
+
+
+def test_facts_tell_nothing_about_person_or_place():
+    facts = machine.facts(CPU, 2, 4, True)
+    about = {"measured", "device", "cpu", "cores", "core_quota", "memory_gib", "system", "torch", "threads", "nodes", "devices_per_node"}
+    assert set(facts) == about
+    assert json.loads(json.dumps(facts)) == facts
+    assert machine.facts(CPU, 2, 4, True) == facts != machine.facts(CPU, 2, 4, False)
+
+
+def test_medians_of_interleaved_rounds():
+    calls: list[str] = []
+
+    def timed(name: str, seconds: float) -> float:
+        calls.append(name)
+        return seconds
+
+    bench = Bench(CPU, True)
+    samples = bench.seconds([lambda: timed("a", 0.01), lambda: timed("b", 0.02)], budget_s=0.0)
+    assert samples == [[0.01] * FEWEST, [0.02] * FEWEST]
+    assert calls[4:] == ["a", "b"] * FEWEST  # after warming each
+    assert len(bench.seconds([lambda: timed("a", 0.01)], budget_s=60.0)[0]) == MOST
+    curve = curve_of((Axis("bytes", (1, 2, 3)),), [[1.0, 9.0, 2.0], [8.0, 8.0, 8.0], [2.0, 2.0, 2.0]])
+    assert curve.seconds == pytest.approx((2.0, 4.0, 4.0))  # 8 then 2 cannot both be: the middle of both
+    assert curve.spread == pytest.approx((2.0, 0.0, 0.0))
+
+
+def test_short_operations_are_repeated_inside_one_timing():
+    calls = []
+    curve = Bench(CPU, True).curves({"x": Plan((Axis("n", (1,)),), lambda n: lambda: calls.append(n))}, 0.0)["x"]
+    assert len(calls) > 1000
+    assert curve.seconds[0] < 1e-4
+
+
+def test_kernels_of_this_machine():
+    found = {(k.name, name): backends.probe(k, dtype, name, CPU) for k in backends.kernels(CPU) for name, dtype in compute.DTYPES.items()}
+    assert found["flash", "float32"].legal
+    assert found["flash", "bf16"].legal
+    assert found["flash", "float32"].forward_error < 1e-6 < found["flash", "bf16"].forward_error < 1e-2
+    assert "cudnn" in found["cudnn", "bf16"].why_not
+    assert "_flash_attention_forward" in found["varlen", "bf16"].why_not
+    assert "does not support backward on CPU" in found["flex", "float32"].why_not
+    assert not any(found[name, "bf16"].legal for name in ("cudnn", "varlen", "flex"))
+
+
+def test_a_kernel_that_forgets_the_global_log_sum_exp_is_not_legal():
+    good = backends.kernels(CPU)[0]
+
+    def forgetful(grad, q, k, v, out, lse, causal, scale):
+        return good.backward(grad, q, k, v, *good.forward(q, k, v, causal, scale), causal, scale)
+
+    def base_two(q, k, v, causal, scale):
+        out, lse = good.forward(q, k, v, causal, scale)
+        return out, lse * 1.4427
+
+    def doubled(q, k, v, causal, scale):
+        out, lse = good.forward(q, k, v, causal, scale)
+        return 2 * out, lse
+
+    def silent(q, k, v, causal, scale):
+        return backends._batched(q, k, v)[0].new_zeros(q.shape), None
+
+    verdicts = [
+        backends.probe(replace(good, **change), torch.float32, "float32", CPU)
+        for change in ({}, {"backward": forgetful}, {"forward": base_two}, {"forward": doubled}, {"forward": silent, "backward": None})
+    ]
+    assert [verdict.legal for verdict in verdicts] == [True, False, False, False, False]
+    assert verdicts[1].lse
+    assert not verdicts[1].global_lse
+    assert "wrong" in verdicts[2].why_not or not verdicts[2].lse
+    assert "wrong" in verdicts[3].why_not
+    assert verdicts[4].why_not
+
+
+def test_a_link_is_what_its_messages_took():
+    seconds = tuple(1e-4 + size / 1e8 for size in (1e3, 1e6, 1e7))
+    link = links.link_of(Curve((Axis("ranks", (2,)), Axis("bytes", (1e3, 1e6, 1e7))), seconds))
+    assert link.bytes_per_s == pytest.approx(1e8)
+    assert link.latency_s == pytest.approx(1.1e-4)
+
+
+def test_ranks_of_nodes_are_grouped_by_level(monkeypatch):
+    monkeypatch.setattr(links, "LARGEST_BYTES", 2**16)
+    with ForkedWorld(4) as world:
+        answers = world.call("longshift.profile.links:collectives", 60.0, per_node=2, quick=True, budget_s=0.0)
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    assert set(answers[0]) == {f"{operation} {level}" for operation in links.OPERATIONS for level in ("node", "network")}
+    for curve in answers[0].values():
+        made = files.decode_curve(curve)
+        assert made.axes[0].sizes == (2,)
+        assert made.axes[1].sizes[-1] >= 2**16
+
+
+def test_ranks_agree_on_the_median(here):
+    slow = replace(
+        here,
+        device=replace(here.device, cores=3 * here.device.cores, launch_s=5 * here.device.launch_s),
+        curves={name: Curve(c.axes, tuple(3 * s for s in c.seconds), c.spread) for name, c in here.curves.items() if "disk" not in name},
+    )
+    merged = run.merge([here, slow, slow])
+    assert merged.device.launch_s == slow.device.launch_s
+    assert merged.curves["matmul bf16"].seconds == slow.curves["matmul bf16"].seconds
+    assert merged.curves["disk read plain depth1"] == here.curves["disk read plain depth1"]
+    middle = run.merge([here, slow]).curves["matmul bf16"].seconds
+    assert middle == pytest.approx([2 * seconds for seconds in here.curves["matmul bf16"].seconds])
+
+
+def test_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "FILE_BYTES", 2**20)
+    monkeypatch.setattr(disk, "BLOCKS", {True: (2**16,)})
+    curves = disk.disk(Bench(CPU, True), tmp_path, 0.0)
+    assert {"disk read plain depth1", "disk write plain depth4"} <= set(curves)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_hold_every_measured_point(here):
+    text = io.StringIO()
+    show(here, Console(file=text, width=200))
+    shown = text.getvalue()
+    for name in here.curves:
+        assert name == "launch" or name in shown, name
+    assert "not here: FlexAttention does not support backward on CPU" in shown
+    assert "[m, k] @ [k, n]" in shown
+
+
+def test_rates():
+    assert rate("matmul bf16", (2, 3, 4), 2.0) == (24.0, "FLOP/s")
+    assert rate("attention flash bf16 forward causal 8/2x64", (4,), 1.0) == (4 * 4 * 4 * 8 * 64 / 2, "FLOP/s")
+    assert rate("all_gather node", (2, 100), 4.0) == (25.0, "B/s")
+    assert [si(value) for value in (0.5, 999, 1234, 5.678e10)] == ["0.5 ", "999 ", "1.23 K", "56.8 G"]
+
+
+def test_two_plots_in_one_file(here, tmp_path):
+    plots.write_html(here, tmp_path / "plots.html")
+    page = (tmp_path / "plots.html").read_text()
+    assert "matmul bf16" in page
+    assert "copy host" in page
+    assert "cdn.plot.ly" not in page.split("Plotly.newPlot")[1]
+
+
+def test_the_command(here, home, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(home))
+
+    def command(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["longshift", "profile", "--quick", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        return capsys.readouterr().out
+
+    assert json.loads(command("--json", "-o", str(tmp_path / "here.json"), "--html", str(tmp_path / "here.html"))) == files.encode(here)
+    assert files.load(tmp_path / "here.json") == here
+    assert (tmp_path / "here.html").stat().st_size > 10_000
+    assert "attention kernel" in command()
+    monkeypatch.setitem(sys.modules, "longshift.profile.plots", None)
+    monkeypatch.setattr(sys, "argv", ["longshift", "profile", "--quick", "--html", str(tmp_path / "again.html")])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    assert "pip install 'longshift[report]'" in capsys.readouterr().err

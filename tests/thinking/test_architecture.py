@@ -1,0 +1,238 @@
+"""The house keeps its rules: rooms import upwards only, thinking needs no torch, nothing hides at module level.
+
+A rule is a function from sources (module name -> text) to its violations. It must find none in the package, and one in each small
+source that breaks it.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import longshift
+
+THINKING = ("errors", "files", "spec", "cluster", "layout", "workload", "schedule", "switch", "simulate", "planner", "config", "starter")
+DOING = ("model", "dist", "data", "parallel", "stream", "state", "train", "profile", "api")
+FRONT = ("longshift", "cli")  # the package itself, then the command line
+ROOMS = (*THINKING, *DOING, *FRONT)
+
+NUMPY = {"numpy"}  # what a thinking room may import from outside; below, those that may import more
+OUTSIDE = {"config": {"numpy", "pydantic", "yaml"}, "starter": {"pydantic"}, "planner": {"numpy", "scipy"}}
+LAZY = {"longshift.api", "longshift.cli"}  # the front door answers --help and config errors before torch is imported
+ENVIRONMENT = {"longshift.cli", "longshift.dist.world", "longshift.train.launch"}
+MAKERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
+MUTATORS = {"append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse", "add", "discard", "update"}
+MUTATORS |= {"setdefault", "popitem"}
+
+Sources = dict[str, str]
+
+
+def read_package() -> Sources:
+    root = Path(longshift.__file__).parent
+    named = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = ("longshift", *path.relative_to(root).with_suffix("").parts)
+        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return named
+
+
+def room(module: str) -> str:
+    """`layout` of `longshift.layout.box`; the package itself is a room too."""
+    return module.split(".")[1] if "." in module else module
+
+
+def imports(sources: Sources, module: str) -> Iterator[tuple[int, str]]:
+    """(line, what is imported) of every import, wherever it stands. `from a import b` is `a.b`; of longshift only where that is a
+    module, else `a`."""
+    for node in ast.walk(ast.parse(sources[module])):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: write imports in full, from longshift"
+            assert node.module
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield node.lineno, node.module if node.module.startswith("longshift") and full not in sources else full
+
+
+def cycles(sources: Sources) -> Iterator[str]:
+    graph = {module: {target for _, target in imports(sources, module) if target in sources} for module in sources}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield "a cycle of imports: " + " -> ".join(error.args[1])
+
+
+def upward_edges(sources: Sources) -> Iterator[str]:
+    for module in sources:
+        if room(module) not in ROOMS:
+            yield f"{module}: {room(module)} is not a room of the house"
+            continue
+        for line, target in imports(sources, module):
+            if target.split(".")[0] == "longshift" and room(target) not in ROOMS[: ROOMS.index(room(module)) + 1]:
+                yield f"{module}:{line}: imports {target}, which is below it"
+
+
+def foreign_thoughts(sources: Sources) -> Iterator[str]:
+    for module in sources:
+        if room(module) in THINKING:
+            allowed = OUTSIDE.get(room(module), NUMPY) | sys.stdlib_module_names | {"longshift"}
+            for line, target in imports(sources, module):
+                if target.split(".")[0] not in allowed:
+                    yield f"{module}:{line}: {target} in the thinking half"
+
+
+def lazy_imports(sources: Sources) -> Iterator[str]:
+    for module in set(sources) - LAZY:
+        for function in ast.walk(ast.parse(sources[module])):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Import | ast.ImportFrom):
+                        yield f"{module}:{node.lineno}: an import inside {function.name}"
+
+
+def is_mutable(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Call):
+        name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        return name in MAKERS
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+def tables(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of the mutable values that a module's top level binds."""
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        for target in targets:
+            if isinstance(target, ast.Name) and is_mutable(node.value) and not target.id.startswith("__"):
+                yield node.lineno, target.id
+
+
+def mutations(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) wherever a value changes in place: `X[...] = y`, `del X[...]`, `X += y`, `X.append(y)`; also of `module.X`."""
+
+    def name(node: ast.expr) -> str | None:
+        return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed = name(node.value)
+        elif isinstance(node, ast.AugAssign):
+            changed = name(node.target)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            changed = name(node.func.value)
+        else:
+            continue
+        if changed:
+            yield node.lineno, changed
+
+
+def module_state(sources: Sources) -> Iterator[str]:
+    """A mutable table is a constant: in capitals, and changed nowhere."""
+    trees = {module: ast.parse(text) for module, text in sources.items()}
+    constants = {name for tree in trees.values() for _, name in tables(tree) if name.isupper()}
+    for module, tree in trees.items():
+        yield from (f"{module}:{line}: {name} is mutable at module level" for line, name in tables(tree) if not name.isupper())
+        yield from (f"{module}:{line}: {name} is changed" for line, name in mutations(tree) if name in constants)
+        yield from (f"{module}:{node.lineno}: global" for node in ast.walk(tree) if isinstance(node, ast.Global))
+
+
+def ranks_in_the_model(sources: Sources) -> Iterator[str]:
+    for module in sources:
+        if room(module) == "model":
+            for line, target in imports(sources, module):
+                if target.startswith("torch.distributed"):
+                    yield f"{module}:{line}: {target}, but the model knows no rank"
+
+
+def environment_reads(sources: Sources) -> Iterator[str]:
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    for module in set(sources) - ENVIRONMENT:
+        for node in ast.walk(ast.parse(sources[module])):
+            if isinstance(node, ast.Attribute) and node.attr in names and isinstance(node.value, ast.Name) and node.value.id == "os":
+                yield f"{module}:{node.lineno}: os.{node.attr}"
+            if isinstance(node, ast.ImportFrom) and node.module == "os" and names & {alias.name for alias in node.names}:
+                yield f"{module}:{node.lineno}: the environment imported from os"
+
+
+RULES = (cycles, upward_edges, foreign_thoughts, lazy_imports, module_state, ranks_in_the_model, environment_reads)
+
+
+@pytest.fixture(scope="module")
+def package() -> Sources:
+    sources = read_package()
+    assert len(sources) > 20
+    return sources
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps(rule, package):
+    assert list(rule(package)) == []
+
+
+BOX, STEP = "longshift.layout.box", "longshift.train.step"
+
+
+@pytest.mark.parametrize(
+    ("rule", "sources", "message"),
+    [
+        (cycles, {BOX: "from longshift.layout import legal", "longshift.layout.legal": "import longshift.layout.box"}, "cycle"),
+        (upward_edges, {BOX: "from longshift.train.step import train_step"}, "imports longshift.train.step, which is below it"),
+        (upward_edges, {STEP: "import longshift.cli"}, "imports longshift.cli"),
+        (upward_edges, {STEP: "import longshift"}, "imports longshift"),
+        (
+            upward_edges,
+            {BOX: "if 0:\n  def f():\n    from longshift import api", "longshift.api": ""},
+            "box:3: imports longshift.api",
+        ),
+        (upward_edges, {"longshift.utils": ""}, "utils is not a room"),
+        (foreign_thoughts, {BOX: "import torch.distributed as dist"}, "torch.distributed in the thinking half"),
+        (foreign_thoughts, {BOX: "from safetensors.torch import load_file"}, "safetensors.torch.load_file in"),
+        (foreign_thoughts, {"longshift.config": "import torch"}, "torch in"),
+        (foreign_thoughts, {BOX: "import pydantic"}, "pydantic in"),
+        (lazy_imports, {STEP: "class A:\n  def f(self):\n    import json"}, "step:3: an import inside f"),
+        (module_state, {STEP: "cache = {}"}, "cache is mutable"),
+        (module_state, {STEP: "seen: list[int] = []"}, "seen is mutable"),
+        (module_state, {STEP: "import collections\nqueue = collections.deque()"}, "queue is mutable"),
+        (module_state, {STEP: "SEEN = []\ndef f(x):\n  SEEN.append(x)"}, "step:3: SEEN is changed"),
+        (module_state, {BOX: "SEEN = {}", STEP: "from longshift.layout.box import SEEN\nSEEN[1] = 2"}, "step:2: SEEN is changed"),
+        (
+            module_state,
+            {BOX: "_SEEN = {1}", STEP: "from longshift.layout import box\nbox._SEEN |= {2}"},
+            "step:2: _SEEN is changed",
+        ),
+        (module_state, {BOX: "SEEN = {}", STEP: "from longshift.layout.box import SEEN\ndel SEEN[1]"}, "step:2: SEEN is changed"),
+        (module_state, {STEP: "n = 0\ndef f():\n  global n\n  n += 1"}, "step:3: global"),
+        (ranks_in_the_model, {"longshift.model.decoder": "import torch.distributed as dist"}, "the model knows no rank"),
+        (ranks_in_the_model, {"longshift.model.decoder": "from torch import distributed"}, "the model knows no rank"),
+        (environment_reads, {STEP: "import os\nrank = os.environ['RANK']"}, "step:2: os.environ"),
+        (environment_reads, {STEP: "import os\nrank = os.getenv('RANK')"}, "step:2: os.getenv"),
+        (environment_reads, {STEP: "from os import environ"}, "step:1: the environment"),
+    ],
+)
+def test_a_broken_rule_is_seen(rule, sources, message):
+    found = list(rule(sources))
+    assert len(found) == 1, found
+    assert message in found[0]
+
+
+def test_what_the_rules_allow():
+    sources = {
+        "longshift.errors": "TABLE = {'a': 1}\n__all__ = ['TABLE']",
+        "longshift.layout.box": "import re\nimport numpy as np\nfrom longshift.errors import TABLE\nx = TABLE['a']",
+        "longshift.layout.legal": "from longshift.layout.box import x\ndef f():\n  found = []\n  found.append(x)\n  return found",
+        "longshift.config": "import pydantic\nimport yaml",
+        "longshift.dist.world": "import os\nimport torch\nRANK = os.environ.get('RANK')",
+        "longshift.cli": "def train():\n  from longshift.dist import world",
+    }
+    assert [violation for rule in RULES for violation in rule(sources)] == []
+
+
+def test_thinking_and_the_front_door_leave_torch_out(package):
+    modules = [module for module in package if room(module) in THINKING or module == "longshift" or module in LAZY]
+    code = f"import sys, importlib\nfor m in {modules}: importlib.import_module(m)\nprint('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)

@@ -1,0 +1,209 @@
+"""The config: read once, refused whole. Every fault is named with its file, line and key, all of them at once."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshift.config import UNITS, Config, format_size, load_config, parse_config, parse_size
+from longshift.errors import UsageError
+from longshift.layout.layout import Layout
+from longshift.spec.families import PRESETS, to_hugging_face
+from longshift.starter import starter
+
+GOOD = """\
+model: {preset: tiny-llama}
+data:
+  train: [{corpus: python}, {path: "books/*.parquet", text: body}]
+  max_len: 4K
+  overlong: split
+train: {tokens_per_step: 16K, steps: 100, lr: 3e-4}
+layout: dp2.tp2
+save: {dir: runs/demo}
+"""
+
+
+def faults(text: str, *overrides: str) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        parse_config(text, overrides, name="run.yaml")
+    head, *lines = str(caught.value).split("\n  ")
+    assert head == f"run.yaml: {len(lines)} fault{'s' * (len(lines) > 1)} in the config"
+    return lines
+
+
+def test_reads_what_is_written_and_fills_in_the_rest(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(GOOD)
+    config = load_config("run.yaml")
+    assert config.layout == Layout(dp=2, tp=2)
+    assert config.data.max_len == config.pack_tokens == 4096
+    assert config.train.tokens_per_step == 16384
+    assert config.train.lr == 3e-4
+    assert config.train.min_lr == pytest.approx(3e-5)
+    assert config.model.init == "scratch"
+    assert config.spec is PRESETS["tiny-llama"]
+    assert config.data.train[1].path == str(tmp_path / "books/*.parquet")
+    assert config.save.dir == str(tmp_path / "runs/demo")
+
+
+@given(
+    lr=st.floats(1e-9, 1.0),
+    steps=st.integers(1, 10**9),
+    pack=st.none() | st.integers(4096, 2**40),
+    clip=st.none() | st.floats(1e-3, 1e3),
+    layout=st.sampled_from(["dp1", "pp2:3-1.dp2.tp2.z3", "u2.ring2", "pp2.gpipe.recompute-full"]),
+)
+def test_the_resolved_config_reads_back_as_itself(lr, steps, pack, clip, layout):
+    changes = [f"train.lr={lr!r}", f"train.steps={steps}", f"layout={layout}"]
+    changes += [f"train.pack_tokens={json.dumps(pack)}", f"train.clip={json.dumps(clip)}"]
+    config = parse_config(GOOD, changes)
+    assert (config.train.lr, config.train.steps, config.train.clip) == (lr, steps, clip)
+    assert parse_config(config.to_yaml()) == config
+
+
+@given(st.integers(1, 2**50))
+def test_sizes_read_back(size):
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize(("text", "size"), [("4K", 4096), ("1.5k", 1536), ("1M", 2**20), ("2G", 2**31), ("1e6", 10**6), ("7", 7)])
+def test_sizes_are_binary(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "K", "4KB", "0.3K", "four", "1/2", "nan", "inf"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="not a whole number"):
+        parse_size(text)
+
+
+def test_units_are_powers_of_1024():
+    assert [UNITS[k] for k in "KMG"] == [1024, 1024**2, 1024**3]
+
+
+def test_overrides_change_one_key_and_are_checked_like_the_file():
+    config = parse_config(GOOD, ["train.lr=2e-5", "train.betas=[0.8, 0.99]", "data.max_len=8K", "save.tensorboard=true"])
+    assert (config.train.lr, config.train.betas, config.data.max_len) == (2e-5, (0.8, 0.99), 8192)
+    assert config.save.tensorboard
+    assert config.train.steps == 100
+    lines = faults(GOOD, "train.lrr=1", "trian.lr=1", "train.steps=many", "layout", "data.train.0.path=x", "data.overlong=[")
+    assert [line.split(": ")[0] for line in lines] == ["command line"] * 6
+    assert lines[0] == "command line: 'layout': an override is key=value, as in train.lr=2e-5"
+    assert lines[1] == "command line: data.train.0.path: data.train.0 is not a section"
+    assert any("train.lrr: no such key; did you mean 'lr'?" in line for line in lines)
+    assert any("trian: no such key; did you mean 'train'?" in line for line in lines)
+
+
+def test_all_faults_at_once_with_file_line_and_nearest_key():
+    text = """\
+model: {preset: tiny-lama}
+data:
+  train: [{corpus: python, pth: x}, books.txt]
+  overlong: splitt
+  max_len: 0
+train:
+  steps: 10
+  tokens_per_step: 1.5
+  lr: -1
+  lr: 2
+layout: dp2.zz2
+sve: {dir: x}
+"""
+    lines = faults(text)
+    expected = [
+        "run.yaml:10: train.lr: given twice",
+        "run.yaml:1: model: preset 'tiny-lama' does not exist; did you mean 'tiny-llama'?",
+        "run.yaml:3: data.train.0.pth: no such key; did you mean 'path'?",
+        "run.yaml:3: data.train.1: must be a section with the keys path, corpus, text",
+        "run.yaml:4: data.overlong: 'splitt' is not one of split, truncate, drop; did you mean 'split'?",
+        "run.yaml:5: data.max_len: input should be greater than or equal to 1, not 0",
+        "run.yaml:8: train.tokens_per_step: input should be a valid integer, not 1.5",
+        "run.yaml:12: sve: no such key; did you mean 'save'?",
+        "run.yaml:1: save: must be given",
+    ]
+    assert set(expected) <= set(lines), "\n".join(lines)
+    [layout] = [line for line in lines if line.startswith("run.yaml:11: layout: ")]
+    assert "'zz2' is not a layout word" in layout
+    assert len(lines) == len(expected) + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ("train.pack_tokens=2K", "train.pack_tokens 2K is less than data.max_len 4K"),
+        ("train.warmup=101", "warmup 101 is longer than the run of 100 steps"),
+        ("train.min_lr=1", "min_lr 1 is above lr 0.0003"),
+        ("train.steps=true", "train.steps: input should be a valid integer"),
+        ("train.lr=nan", "train.lr: input should be a finite number"),
+        ("model.init=pretrained", "a preset has no pretrained weights"),
+        ("model.path=/", "exactly one of preset and path"),
+        ("data.train=[]", "name at least one source"),
+        ("data.train=[{}]", "exactly one of path and corpus"),
+        ("data.tokenizer=/no/such", "tokenizer /no/such does not exist"),
+        ("layout=[{upto: 4K, use: dp4}]", "groups of lengths are not supported in a static run"),
+        ("layout=pp8", "pp8 makes 8 stages of at least one block, the model has 4: at most pp4"),
+        ("train=3", "must be a section with the keys tokens_per_step"),
+    ],
+)
+def test_each_fault_says_what_is_wrong(change, fault):
+    lines = faults(GOOD, change)
+    assert any(fault in line for line in lines), lines
+
+
+@pytest.mark.parametrize("text", ["", "- a", "just text"])
+def test_a_config_is_a_mapping(text):
+    with pytest.raises(UsageError, match="a config is a mapping with the keys model, data, train, layout, save"):
+        parse_config(text)
+
+
+def test_a_file_that_is_no_yaml_or_not_there(tmp_path):
+    with pytest.raises(UsageError, match=r"is not YAML: .*line 1"):
+        parse_config("a: [")
+    with pytest.raises(UsageError, match="longshift init --to"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_config(tmp_path / "bytes.yaml")
+
+
+def test_a_model_folder_brings_its_spec(tmp_path):
+    change = f"model={{path: {tmp_path}}}"
+    assert any("holds no config.json" in line for line in faults(GOOD, change))
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(PRESETS["tiny-qwen3"])))
+    config = parse_config(GOOD, [change])
+    assert config.spec == PRESETS["tiny-qwen3"]
+    assert config.model.init == "pretrained"
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    assert any("did you mean 'llama'" in line for line in faults(GOOD, change))
+
+
+def test_a_config_is_frozen():
+    config = parse_config(GOOD)
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.lr = 1.0
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "gpt2", "llama-3-8b"])
+def test_the_starter_config_is_valid(model):
+    data = ("books/*.jsonl", "a b: c.txt") if model == "gpt2" else ()
+    config = parse_config(starter(model, data))
+    assert config.model.preset == model
+    assert len(config.data.train) == len(data) or (not data and config.data.train[0].corpus == "python")
+
+
+def test_the_starter_of_a_model_folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(PRESETS["tiny-llama"])))
+    assert parse_config(starter(str(tmp_path), ())).model.path == str(tmp_path)
+    with pytest.raises(UsageError, match="did you mean 'tiny-llama'"):
+        starter("tiny-lama", ())
+
+
+def test_every_key_of_the_config_is_in_the_resolved_one():
+    written = yaml.safe_load(parse_config(GOOD).to_yaml())
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        keys = set(getattr(section, "model_fields", {}))
+        assert not keys or set(written[name]) == keys

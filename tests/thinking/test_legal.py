@@ -1,0 +1,139 @@
+"""Legality: what can be computed is let through, everything else is refused with its arithmetic and a way that works."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshift.errors import UsageError
+from longshift.layout.layout import Layout
+from longshift.layout.legal import check, faults
+from longshift.spec.model import ModelSpec
+
+SPEC = ModelSpec("llama", vocab=257, width=48, layers=5, heads=6, kv_heads=2, head_width=8, ffn=101, max_positions=128)
+
+
+def only_fault(text, spec=SPEC, world=None, max_tokens=None):
+    found = faults(spec, Layout.parse(text), world, max_tokens)
+    assert len(found) == 1, found
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp1",
+        "dp3.z3",
+        "tp6",
+        "tp4",
+        "tp5.u1",
+        "u6",
+        "tp2.u3",
+        "tp4.u1.ring7",
+        "pp5",
+        "pp2:4-1",
+        "pp2.v2",
+        "pp2:2-1-1-1.v2",
+        "pp4.gpipe",
+    ],
+)
+def test_uneven_is_possible(text):
+    layout = Layout.parse(text)
+    assert faults(SPEC, layout, layout.world, max_tokens=10**6) == ()
+    check(SPEC, layout, layout.world)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp7", "tp7 shares 6 query heads among 7 ranks, which leaves some none: at most tp6"),
+        ("u7", "u7 shares 6 query heads among 7 ranks: at most u6; ring has no such limit"),
+        ("u4.tp2", "u4 shares 3 query heads after tp2 (of 6) among 4 ranks: at most u3, or tp1 with u4; ring has no such limit"),
+        ("u2.tp4", "u2 shares 1 query head after tp4 (of 6) among 2 ranks: at most u1, or tp3 with u2; ring has no such limit"),
+        ("pp6", "pp6 makes 6 stages of at least one block, the model has 5: at most pp5"),
+        ("pp4.v2", "pp4.v2 makes 4 x 2 = 8 stages of at least one block, the model has 5: at most pp2.v2"),
+        ("pp2.v3", "pp2.v3 makes 2 x 3 = 6 stages of at least one block, the model has 5: at most pp2.v2"),
+        ("pp3.v2", "pp3.v2 makes 3 x 2 = 6 stages of at least one block, the model has 5: at most pp2.v2"),
+        ("pp3.v3", "pp3.v3 makes 3 x 3 = 9 stages of at least one block, the model has 5: at most pp3"),
+        ("pp2:3-3", "pp2:3-3 has 3 + 3 = 6 blocks, the model has 5: try pp2:3-2"),
+        ("pp2:5-0", "pp2:5-0 has a stage without a block: try pp2:3-2"),
+        ("pp2:1-2-2.v2", "pp2:1-2-2 has 3 stages, 4 are needed: try pp2:2-1-1-1"),
+        ("pp2:4", "pp2:4 has 1 stage, 2 are needed and 4 = 4 blocks, the model has 5: try pp2:3-2"),
+        ("pp2.v2.gpipe", "gpipe and v2 contradict: model chunks are what 1F1B interleaves; drop gpipe or v2"),
+        ("v2", "v2 interleaves the model chunks of several pipeline ranks, and pp is 1: drop v2 or add pp2"),
+    ],
+)
+def test_what_is_impossible_is_explained(text, message):
+    assert only_fault(text) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "message"),
+    [
+        ("dp2.tp2", 2, "dp2.tp2 needs 2 x 2 = 4 ranks, 2 are here: try tp2 or dp2"),
+        ("dp2.tp2", 1, "dp2.tp2 needs 2 x 2 = 4 ranks, 1 is here: try dp1"),
+        ("dp1", 2, "dp1 needs 1 rank, 2 are here: try dp2"),
+        ("tp2", 4, "tp2 needs 2 ranks, 4 are here: try dp2.tp2 or tp4"),
+        ("tp4", 16, "tp4 needs 4 ranks, 16 are here: try dp4.tp4 or dp8.tp2"),  # tp8 and tp16 have no heads
+        ("pp2:3-2.z3", 3, "pp2:3-2.z3 needs 2 ranks, 3 are here: try pp3.z3 or dp3.z3"),
+        ("pp2.v2", 1, "pp2.v2 needs 2 ranks, 1 is here: try dp1"),
+        ("ring4.u2", 6, "ring4.u2 needs 4 x 2 = 8 ranks, 6 are here: try ring3.u2 or ring2.u3"),
+    ],
+)
+def test_a_wrong_world_names_the_nearest_layouts(text, world, message):
+    assert only_fault(text, world=world) == message
+
+
+def test_documents_longer_than_the_model_reaches():
+    positions = replace(SPEC, learned_positions=True)
+    window = replace(SPEC, sliding_window=4096)
+    assert "learned 128 positions: data.max_len at most 128" in only_fault("dp1", positions, max_tokens=129)
+    assert "last 4096 tokens only" in only_fault("dp1", window, max_tokens=4097)
+    assert faults(positions, Layout(), 1, 128) == faults(window, Layout(), 1, 4096) == faults(window, Layout(), 1) == ()
+    assert faults(SPEC, Layout(), 1, 10**9) == ()
+
+
+def test_small_feed_forward_and_vocabulary_bound_the_tensor_degree():
+    tiny = replace(SPEC, ffn=2, vocab=2)
+    found = faults(tiny, Layout(tp=3), 3)
+    assert ["feed-forward columns" in f for f in found] == [True, False]
+    assert ["vocabulary rows" in f for f in found] == [False, True]
+
+
+def test_degrees_below_one_are_refused_before_any_arithmetic():
+    assert faults(SPEC, Layout(tp=0, dp=-1), 4) == ("dp is -1: a degree is at least 1", "tp is 0: a degree is at least 1")
+    assert faults(SPEC, Layout(zero=4), 1) == ("zero is 4: it is 0, 1, 2 or 3",)
+
+
+def test_check_lists_all_faults_at_once():
+    with pytest.raises(UsageError) as caught:
+        check(SPEC, Layout.parse("tp7.pp6"), 2)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "layout pp6.tp7 is not possible here:"
+    assert len(lines) == 4
+    assert all(re.match(f"  {start}", line) for start, line in zip(("pp6.tp7 needs", "tp7 shares", "pp6 makes"), lines[1:]))
+
+
+degree = st.integers(1, 7)
+
+
+@given(st.builds(Layout, dp=degree, pp=degree, tp=degree, ulysses=degree, ring=degree, virtual=st.integers(1, 3)), st.integers(1, 64))
+def test_whatever_is_proposed_for_a_world_is_possible(layout, world):
+    wrong_world = [f for f in faults(SPEC, layout, world) if " here: try " in f]
+    for fault in wrong_world:
+        for text in fault.rpartition(": try ")[2].split(" or "):
+            assert faults(SPEC, Layout.parse(text), world) == ()
+
+
+@given(st.builds(Layout, pp=degree, tp=degree, ulysses=degree, virtual=st.integers(1, 3)))
+def test_a_possible_layout_leaves_no_rank_idle(layout):
+    if faults(SPEC, layout, layout.world):
+        return
+    assert all(stop > start for start, stop in layout.layers_of(SPEC.layers))
+    assert all(chunk for coord in range(layout.pp) for chunk in layout.units_of(SPEC.layers, coord))
+    for param in SPEC.params:
+        for part in param.parts:
+            assert all(stop > start for start, stop in (part.rows(layout.tp, t) for t in range(layout.tp)))
+    assert SPEC.heads // layout.tp // layout.ulysses >= 1

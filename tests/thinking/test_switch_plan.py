@@ -1,0 +1,388 @@
+"""Switch plans over random pairs of layouts: every wanted element once, from a rank that has it by then; nothing that is there already;
+what home's copies sum to; the same plan everywhere."""
+
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+
+from longshift.errors import UsageError
+from longshift.layout.box import Box
+from longshift.layout.layout import Layout
+from longshift.layout.legal import faults
+from longshift.spec.model import ModelSpec
+from longshift.switch.links import Links
+from longshift.switch.placed import Placed, Spread, by_rank, placed, together, turn_about
+from longshift.switch.plan import Plan, plan, switch_plan
+from longshift.switch.traffic import traffic
+
+SPEC = ModelSpec("llama", 7, 6, 3, 6, 2, 1, 5, 16, tied=True)
+ROLES = ("embed", "k", "o", "gate", "norm2")  # rows on two stages, shared heads, columns, uneven rows, uncut
+KINDS = ("copies", "home", "both")
+LINKS = [Links(n, 300e9, 25e9) for n in (1, 2, 3, 4, 8, 16)]
+PLANNERS = ("algorithm1", "fan_out", "first_owner")
+
+
+def legal_layouts() -> list[Layout]:
+    """All up to 12 ranks: dp, tp, pp, ulysses and ring together, every ZeRO stage that places otherwise, uneven stages."""
+    degrees = product((1, 2, 3, 4), (1, 2, 3), (1, 2, 3, 4, 5), (1, 2), (1, 2), (0, 1))
+    found = [Layout(dp=d, pp=p, tp=t, ulysses=u, ring=r, zero=z) for d, p, t, u, r, z in degrees if d * p * t * u * r <= 12]
+    found += [replace(l, stages=(2, 1)) for l in found if l.pp == 2] + [replace(l, virtual=3 // l.pp) for l in found if l.pp == 1]
+    return [layout for layout in dict.fromkeys(found) if not faults(SPEC, layout, None)]
+
+
+LAYOUTS = legal_layouts()
+PLACED = {(layout, side): placed(SPEC, layout, side) for layout in LAYOUTS for side in ("copies", "home", "rows")}
+NAMES = {role: [p.name for p in SPEC.params if p.role == role] for role in ROLES}
+
+layouts = st.sampled_from(LAYOUTS)
+links = st.sampled_from(LINKS)
+planners = st.sampled_from(PLANNERS)
+
+
+def some(side: Placed, names: list[str]) -> dict[str, Spread]:
+    return {name: side[name] for name in names}
+
+
+def held_under(old: Layout, older: Layout, kind: str, names: list[str]) -> Placed:
+    """What is there when the next layout takes over: copies, home, or home and the copies of a layout before."""
+    home = some(PLACED[old, "home"], names)
+    return {"copies": some(PLACED[old, "copies"], names), "home": home}.get(kind) or together(home, some(PLACED[older, "copies"], names))
+
+
+def check_slices(p: Plan, held: Placed, wanted: Placed) -> None:
+    """Slices tile what is wanted, and lie wholly inside or outside every box; `has` and `wants` are the boxes' ranks."""
+    for w in p.weights:
+        start, stop = (np.array([getattr(box, side) for box in w.slices.boxes]) for side in ("start", "stop"))
+        elements = (stop - start).prod(1)
+        shared = np.minimum(stop[:, None], stop) - np.maximum(start[:, None], start)
+        assert ((shared > 0).all(2) == np.eye(len(start), dtype=bool)).all()
+        assert (w.slices.size_bytes == p.itemsize * elements).all()
+        for spread, members in ((held[w.name], w.slices.has), (wanted[w.name], w.slices.wants)):
+            true = np.zeros_like(members)
+            for box, ranks in spread.boxes:
+                inside = ((start >= box.start) & (stop <= box.stop)).all(1)
+                assert (inside | ((start >= box.stop) | (stop <= box.start)).any(1)).all()
+                assert spread is held[w.name] or elements[inside].sum() == box.elements
+                true[np.ix_(inside, np.array(ranks))] = True
+            assert (true == members).all()
+
+
+def check_moves(p: Plan) -> None:
+    """Played round by round: sources have what they send, nobody gets what it has, all who want a slice end with it, relays pass it on."""
+    for w in p.weights:
+        there = w.slices.has.copy()
+        for number in range(p.rounds):
+            now = w.moves.round == number
+            index, source, target = w.moves.slice[now], w.moves.source[now], w.moves.target[now]
+            assert there[index, source].all()
+            assert not there[index, target].any()
+            assert len(set(zip(index.tolist(), target.tolist()))) == len(index)
+            there[index, target] = True
+        assert (there >= w.slices.wants).all()
+        relays = there & ~w.slices.wants & ~w.slices.has
+        sends = np.zeros_like(there)
+        sends[w.moves.slice, w.moves.source] = True
+        assert (sends >= relays).all()
+        assert (np.diff(w.bucket) >= 0).all()
+
+
+def check_buckets(p: Plan) -> None:
+    """No rank sends or receives more than the bucket; `buffer_bytes` is the most of both together."""
+    volumes = np.zeros((p.buckets, 2, p.world), np.int64)
+    for w in p.weights:
+        for side, ranks in enumerate((w.moves.source, w.moves.target)):
+            np.add.at(volumes[:, side], (w.bucket[w.moves.slice], ranks), w.slices.size_bytes[w.moves.slice])
+    assert p.bucket_bytes is None or volumes.max() <= p.bucket_bytes
+    assert p.buffer_bytes == volumes.sum(1).max()
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 2**32))
+def test_every_wanted_element_arrives_once_from_a_holder(seed) -> None:
+    """Ten thousand pairs: 50 an example."""
+    draw = Random(seed)
+    for _ in range(50):
+        old, new, names = draw.choice(LAYOUTS), draw.choice(LAYOUTS), NAMES[draw.choice(ROLES)][-2:]
+        kind, planner, link, bucket = draw.choice(KINDS), draw.choice(PLANNERS), draw.choice(LINKS), draw.choice((None, 64, 100))
+        note(f"{kind} of {old} -> {new}: {names} by {planner}, {link}, buckets of {bucket}")
+        held, wanted = held_under(old, draw.choice(LAYOUTS), kind, names), some(PLACED[new, "copies"], names)
+        p = switch_plan(held, wanted, link, 2, planner, bucket)
+        check_slices(p, held, wanted)
+        check_moves(p)
+        check_buckets(p)
+        if planner == "fan_out":
+            check_entries(p)
+
+
+def check_entries(p: Plan) -> None:
+    """A slice enters a node once, and only where no rank of it had the slice."""
+    for w in p.weights:
+        node, other = w.moves.target // p.links.per_node, w.moves.source // p.links.per_node
+        entering = [(int(s), int(n)) for s, n, o in zip(w.moves.slice, node, other) if n != o]
+        assert len(entering) == len(set(entering))
+        for s, n in entering:
+            assert not w.slices.has[s, n * p.links.per_node : (n + 1) * p.links.per_node].any()
+            assert w.slices.wants[s, n * p.links.per_node : (n + 1) * p.links.per_node].any()
+
+
+# Played as an executor would, with values
+
+
+def arrays(boxes: Placed, world: int, value) -> list[dict[tuple[str, Box], np.ndarray]]:
+    """By rank, the boxes of a side, filled by `value(name, box, rank)`."""
+    found: list[dict[tuple[str, Box], np.ndarray]] = [{} for _ in range(world)]
+    for name, spread in boxes.items():
+        for box, ranks in spread.boxes:
+            for rank in ranks:
+                found[rank][name, box] = value(name, box, rank)
+    return found
+
+
+def view(held: dict[tuple[str, Box], np.ndarray], name: str, box: Box) -> np.ndarray | None:
+    return next((a[box.within(whole)] for (n, whole), a in held.items() if n == name and box in whole), None)
+
+
+def play(p: Plan, held: list[dict], wanted: list[dict]) -> None:
+    """Every rank sees only its own turns. One buffer a pair of ranks and round; what comes to a rank that keeps no copy waits in `passing`
+    until the bucket ends."""
+    turns = [list(p.turns(rank)) for rank in range(p.world)]
+    assert len({len(turn) for turn in turns}) == 1
+    for bucket in zip(*turns):
+        passing: list[dict] = [{} for _ in bucket]
+
+        def local(rank: int, name: str, box: Box, passing=passing) -> np.ndarray:
+            places = (view(side[rank], name, box) for side in ((wanted, passing, held) if p.sums else (held, passing, wanted)))
+            return next(place for place in places if place is not None)
+
+        for rank, turn in enumerate(bucket):
+            for move in turn.local:
+                into, out = view(wanted[rank], move.name, move.box), view(held[rank], move.name, move.box)
+                assert into is not None
+                assert out is not None
+                if p.sums:
+                    out += into
+                else:
+                    into[...] = out
+        for number in range(p.rounds):
+            wires = {}
+            for rank, turn in enumerate(bucket):
+                for move in turn.rounds[number].sends:
+                    assert move.source == rank
+                    wires.setdefault((rank, move.target), []).append(local(rank, move.name, move.box).copy())
+            for rank, turn in enumerate(bucket):
+                for move in turn.rounds[number].receives:
+                    data = wires[move.source, rank].pop(0)
+                    assert data.shape == move.box.shape
+                    receive(p, data, move, held[rank], wanted[rank], passing[rank])
+            assert not any(wires.values())
+
+
+def receive(p: Plan, data: np.ndarray, move, held: dict, wanted: dict, passing: dict) -> None:
+    if p.sums:
+        places = (view(side, move.name, move.box) for side in (held, wanted, passing))
+        into = next((place for place in places if place is not None), None)
+        if into is None:
+            passing[move.name, move.box] = data
+        else:
+            into += data
+        return
+    into = view(wanted, move.name, move.box)
+    if into is None:
+        passing[move.name, move.box] = data
+    else:
+        assert np.isnan(into).all()
+        into[...] = data
+
+
+def truth(name: str, box: Box, rank: int = 0) -> np.ndarray:
+    whole = Box.whole(SPEC.by_name[name].shape)
+    flat = np.arange(whole.elements, dtype=float) + 1000 * [p.name for p in SPEC.params].index(name)
+    return flat.reshape(whole.shape)[box.within(whole)].copy()
+
+
+def nothing(name: str, box: Box, rank: int = 0) -> np.ndarray:
+    return np.full(box.shape, np.nan)
+
+
+def same(a: list[dict], b: list[dict]) -> bool:
+    return all(x.keys() == y.keys() and all(np.array_equal(x[k], y[k]) for k in x) for x, y in zip(a, b))
+
+
+@settings(max_examples=60)
+@given(layouts, layouts, planners, links, st.sampled_from([None, 40, 4000]))
+def test_there_and_back_is_the_identity(old, new, planner, link, bucket) -> None:
+    a, b, world = PLACED[old, "copies"], PLACED[new, "copies"], max(old.world, new.world)
+    there = switch_plan(a, turn_about(a, b), link, 2, planner, bucket)
+    back = switch_plan(b, a, link, 2, planner, bucket)
+    start, middle, end = arrays(a, world, truth), arrays(b, world, nothing), arrays(a, world, nothing)
+    play(there, start, middle)
+    assert same(middle, arrays(b, world, truth))
+    play(back, middle, end)
+    assert same(end, start)
+
+
+@settings(max_examples=60)
+@given(layouts, layouts, st.sampled_from(["algorithm1", "fan_out"]), links, st.sampled_from([None, 80]))
+def test_gradients_go_home_as_one_sum(home, layout, planner, link, bucket) -> None:
+    """Every copy has another partial sum; every element at home gets all of them once."""
+    rows, copies, world = PLACED[home, "rows"], PLACED[layout, "copies"], max(home.world, layout.world)
+    p = switch_plan(rows, copies, link, 4, planner, bucket).reversed()
+    partial = arrays(copies, world, lambda name, box, rank: truth(name, box) * 2.0**-rank)
+    sums = arrays(rows, world, lambda name, box, rank: np.zeros(box.shape))
+    expected = {name: truth(name, Box.whole(SPEC.by_name[name].shape)) * painted(spread) for name, spread in copies.items()}
+    play(p, sums, partial)
+    for at_home in sums:
+        for (name, box), array in at_home.items():
+            assert np.array_equal(array, expected[name][box.within(Box.whole(SPEC.by_name[name].shape))])
+
+
+def painted(spread: Spread) -> np.ndarray:
+    """By element, the sum of 2^-rank over the ranks that have it."""
+    total = np.zeros(tuple(max(box.stop[d] for box, _ in spread.boxes) for d in range(len(spread.boxes[0][0].stop))))
+    for box, ranks in spread.boxes:
+        total[box.within(Box.whole(total.shape))] += sum(2.0**-rank for rank in ranks)
+    return total
+
+
+def test_a_sum_needs_one_home() -> None:
+    replicated = switch_plan(PLACED[Layout(dp=2), "copies"], PLACED[Layout(tp=2), "copies"], Links(2, 1, 1), 4)
+    with pytest.raises(ValueError, match="held more than once"):
+        replicated.reversed()
+
+
+# The planners
+
+
+def greedy(p: Plan) -> list[tuple[str, int, int, int]]:
+    """Algorithm 1 as the paper prints it, over the plan's slices in their order."""
+    intra, inter, found = [0] * p.world, [0] * p.world, []
+    for w in p.weights:
+        for index in range(len(w.slices)):
+            owners, targets = (np.flatnonzero(side[index]).tolist() for side in (w.slices.has, w.slices.wants))
+            for target in targets:
+                if target not in owners:
+                    near = [s for s in owners if s // p.links.per_node == target // p.links.per_node]
+                    source = min(near or owners, key=(intra if near else inter).__getitem__)
+                    (intra if near else inter)[source] += int(w.slices.size_bytes[index])
+                    found.append((w.name, index, source, target))
+    return found
+
+
+@settings(max_examples=100)
+@given(layouts, layouts, links, st.booleans())
+def test_algorithm1_is_the_papers(old, new, link, from_home) -> None:
+    p = switch_plan(PLACED[old, "home" if from_home else "copies"], PLACED[new, "copies"], link, 2, "algorithm1")
+    ours = [(w.name, *map(int, row)) for w in p.weights for row in zip(w.moves.slice, w.moves.source, w.moves.target)]
+    assert ours == greedy(p)
+
+
+@settings(max_examples=40)
+@given(layouts, layouts, planners, links, st.sampled_from([None, 40]))
+def test_every_rank_finds_the_same_plan(old, new, planner, link, bucket) -> None:
+    """From sides made anew and told by rank, as one process after another would."""
+    world = max(old.world, new.world)
+
+    def made() -> Plan:
+        a, b = (placed(SPEC, layout, "copies") for layout in (old, new))
+        return switch_plan(a, b, link, 2, planner, bucket)
+
+    first, second = made(), made()
+    assert first.digest == second.digest
+    assert [list(first.turns(r)) for r in range(world)] == [list(second.turns(r)) for r in range(world)]
+
+
+def test_the_digest_sees_every_difference() -> None:
+    a, b, c = (placed(SPEC, Layout.parse(text), "copies") for text in ("pp2.tp2", "dp2.tp2", "dp4"))
+    one = switch_plan(a, b, Links(2, 1, 1), 2)
+    at = next(i for i, w in enumerate(one.weights) if len(w.moves))
+    other = replace(one.weights[at].moves, source=one.weights[at].moves.source + 1)
+    others = [
+        switch_plan(a, c, Links(2, 1, 1), 2),
+        switch_plan(a, b, Links(2, 1, 1), 4),
+        switch_plan(a, b, Links(2, 1, 1), 2, "algorithm1"),
+        switch_plan(a, b, Links(2, 1, 1), 2, bucket_bytes=64),
+        switch_plan(a, dict(reversed(b.items())), Links(2, 1, 1), 2),
+        replace(one, sums=True),
+        replace(one, weights=one.weights[:-1]),
+        replace(one, weights=(*one.weights[:at], replace(one.weights[at], moves=other), *one.weights[at + 1 :])),
+    ]
+    assert len({one.digest, *(other.digest for other in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(("old", "new"), [("dp4", "u4"), ("dp4", "ring2.u2"), ("dp2.tp2", "ring2.tp2"), ("pp2.dp2", "pp2.u2")])
+def test_only_the_sequence_axes_change_and_nothing_moves(old, new) -> None:
+    p = switch_plan(placed(SPEC, Layout.parse(old), "copies"), placed(SPEC, Layout.parse(new), "copies"), Links(2, 1, 1), 2)
+    assert p.bytes_by_pair.sum() == 0
+    assert p.buffer_bytes == 0
+
+
+def counted(side: Placed, rank: int) -> dict[str, int]:
+    """Elements of every weight on a rank."""
+    return {name: sum(box.elements for box, ranks in spread.boxes if rank in ranks) for name, spread in side.items()}
+
+
+@settings(max_examples=60)
+@given(layouts, layouts, planners, st.sampled_from([60, 200, 1000]))
+def test_peak_covers_a_switch_in_buckets(old, new, planner, bucket) -> None:
+    """Counted along the way: wanted boxes are made when first filled, leaving ones dropped after their last bucket."""
+    a, b = PLACED[old, "copies"], PLACED[new, "copies"]
+    p = switch_plan(a, turn_about(a, b), Links(4, 1, 1), 2, planner, bucket)
+    boxes, fresh = ([counted(side, rank) for rank in range(p.world)] for side in (a, b))
+    for rank in range(p.world):
+        turns, most = list(p.turns(rank)), 0
+        here, made = sum(boxes[rank].values()), 0
+        for number in range(p.buckets):
+            made += sum(fresh[rank][w.name] for w in p.weights if (w.bucket[0] if len(w.bucket) else 0) == number)
+            traffic = sum(m.box.elements for r in turns[number].rounds for m in (*r.sends, *r.receives))
+            most = max(most, here + made + traffic)
+            here -= sum(boxes[rank][w.name] for w in p.weights if (w.bucket[-1] if len(w.bucket) else 0) == number)
+        assert 2 * most <= p.peak_bytes(a)[rank] <= 2 * (sum(boxes[rank].values()) + sum(fresh[rank].values())) + 2 * bucket
+
+
+def test_small_buckets_need_less_memory() -> None:
+    a, b = placed(SPEC, Layout(dp=4), "copies"), placed(SPEC, Layout(tp=4), "copies")
+    peaks = [int(switch_plan(b, a, Links(4, 1, 1), 2, bucket_bytes=size).peak_bytes(b).max()) for size in (80, 400, None)]
+    assert peaks == sorted(set(peaks))
+
+
+# Refusals, and the plan by rank
+
+
+def test_what_nobody_holds_is_refused() -> None:
+    whole = Box((0, 0), (4, 3))
+    held = [[("w", whole.cut(0, 0, 2))], [("w", whole.cut(0, 3, 4))]]
+    with pytest.raises(ValueError, match=r"w: \[2:3, 0:3\] is wanted on rank 0, and no rank holds it"):
+        plan(held, [[("w", whole)], []])
+    with pytest.raises(ValueError, match=r"w: .* no rank holds it"):
+        plan([[]], [[("w", whole)]])
+
+
+def test_a_bucket_for_less_than_an_element_is_refused() -> None:
+    a, b = placed(SPEC, Layout(tp=4), "copies"), placed(SPEC, Layout(dp=4), "copies")
+    with pytest.raises(UsageError, match="at least 6"):
+        switch_plan(a, b, Links(4, 1, 1), 2, bucket_bytes=5)
+    assert switch_plan(a, b, Links(4, 1, 1), 2, bucket_bytes=6).buffer_bytes <= 12
+
+
+def test_a_plan_by_rank_prefers_the_rank_itself_then_the_first_holder() -> None:
+    whole = Box((0,), (4,))
+    held = [[("w", whole.cut(0, 0, 2))], [("w", whole.cut(0, 0, 2))], [("w", whole.cut(0, 2, 4))]]
+    moves = plan(held, [[], [("w", whole)], []])
+    assert [(m.source, m.target, str(m.box)) for m in moves] == [(1, 1, "[0:2]"), (2, 1, "[2:4]")]
+    assert set(by_rank(held)) == {"w"}
+
+
+def test_weights_of_different_stages_come_turn_about() -> None:
+    """The switch of four stages to four replicas in small buckets: in the model's order one stage sends at a time."""
+    spec = ModelSpec("llama", 64, 32, 16, 4, 4, 8, 64, 16)
+    old, new = placed(spec, Layout(pp=4), "copies"), placed(spec, Layout(dp=4), "copies")
+    link = Links(4, 1e9, 1e9)
+    assert sorted(turn_about(old, new)) == sorted(new)
+    plain, mixed = (traffic(switch_plan(old, side, link, 2, "fan_out", 50_000)) for side in (new, turn_about(old, new)))
+    assert plain.bound_s == mixed.bound_s
+    assert mixed.in_order_s < 0.5 * plain.in_order_s
