@@ -58,10 +58,10 @@ FULL = "llama"  # goes through all stages of ZeRO, MORE and both recomputations;
 
 
 def trial_of(family: str, steps: int, **other: object) -> Trial:
-    """What is trained: packs of up to 48 tokens, 1 to 4 a step; 4 in the first and 3 in the 20th, whose gradients are compared. The
+    """What is trained: packs of up to 48 tokens, 1 to 5 a step; 5 in the first and 3 in the 20th, whose gradients are compared. The
     clip is active in every step. [Note: eps]"""
     values = {"capacity": 48, "clip": CLIP, "eps": 1e-6} | other
-    return Trial(FAMILIES[family], uneven_lengths(steps, 15, 40, (6, 2, 2, 3)), **values)  # pyright: ignore[reportArgumentType]
+    return Trial(FAMILIES[family], uneven_lengths(steps, 18, 40, (6, 2, 2, 3)), **values)  # pyright: ignore[reportArgumentType]
 
 
 def layouts_of(family: str) -> Iterator[Layout]:
