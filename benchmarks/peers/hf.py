@@ -1,7 +1,8 @@
 """The Hugging Face Trainer (DDP through accelerate) on `LlamaForCausalLM` with SDPA: what its users run, from the same weights.
 
 Its batches are the same packs, a row a document, so all documents are equally long. The trainer's loop runs on a thread of its own and
-stops at the end of every step until the next one is asked for.
+stops at the end of every step until the next one is asked for: drawing the next batch is already a collective, on the same group as
+the clock's.
 """
 
 import tempfile
@@ -49,12 +50,10 @@ class Gate(TrainerCallback):
         self.go: SimpleQueue[None] = SimpleQueue()
         self.done: SimpleQueue[float | Exception] = SimpleQueue()
 
-    def on_step_begin(self, args, state, control, **_) -> None:
-        self.go.get()
-
     def on_log(self, args, state, control, logs=None, **_) -> None:
         if logs and "loss" in logs:
             self.done.put(float(logs["loss"]))
+            self.go.get()
 
 
 def build(world: World, trial: Trial, variant: str) -> Step:
@@ -86,6 +85,7 @@ def build(world: World, trial: Trial, variant: str) -> Step:
 
     def loop() -> None:
         try:
+            gate.go.get()
             trainer.train()
         except Exception as fault:
             gate.done.put(fault)
