@@ -31,7 +31,7 @@ def train(config: Config, *, resume: bool = False) -> Iterator[StepMetrics]:
     processes; leaving the loop early lets them finish the step and save. Raises LongshiftError."""
     from longshift.dist.world import launched
 
-    if config.layout.world == 1 or launched():
+    if config.world == 1 or launched():
         yield from run_rank(config, prepare(config, resume), resume)
     else:
         yield from _run_workers(config, resume)

@@ -89,10 +89,10 @@ def train(config: Path, /, *overrides: Overrides, resume: bool = False, json: Js
     """
     run = load_config(config, overrides)
     rank, world = _place()
-    if world is not None:
-        legal.check(run.spec, run.layout, world, run.data.max_len)
+    for edge in run.edges if world is not None else ():
+        legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len))
     folder = prepare(run, resume)
-    if world is not None or run.layout.world == 1:
+    if world is not None or run.world == 1:
         _run(run, folder, rank, resume, json)
     else:
         _open_corpus(run)
@@ -100,7 +100,7 @@ def train(config: Path, /, *overrides: Overrides, resume: bool = False, json: Js
 
         flags = ["--resume"] * resume + ["--json"] * json
         command = [sys.executable, "-m", "longshift.cli", "worker", str(folder.path), *flags]
-        launch(command, run.layout.world, folder, say=_say)
+        launch(command, run.world, folder, say=_say)
     if rank == 0:
         _farewell(run, folder, json)
     if world is not None:
@@ -152,7 +152,7 @@ def data(config: Path, /, *overrides: Overrides, json: Json = False) -> None:
 
 @app.command
 def check(config: Path, /, *overrides: Overrides, against: str, json: Json = False) -> None:
-    """Compute the same batch under the config's layout and another: loss, gradients, documents that leak.
+    """Compute the same batch under the config's layout, or its groups of lengths, and another layout: loss, gradients, documents that leak.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def check(config: Path, /, *overrides: Overrides, against: str, json: Json = Fal
     legal.check(run.spec, other, None, run.data.max_len)
     from longshift.train.check_run import check as compare
 
-    found = compare(run, [run.layout, other])
+    found = compare(run, [[edge.use for edge in run.edges], [other]])
     if json:
         print(jsonlib.dumps(found))
         return

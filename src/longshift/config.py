@@ -32,6 +32,8 @@ from longshift.layout import legal
 from longshift.layout.layout import Layout
 from longshift.spec.families import PRESETS, read_spec
 from longshift.spec.model import ModelSpec
+from longshift.switch.planners import Planner
+from longshift.workload.groups import Edge, check_edges
 
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -59,15 +61,48 @@ def format_size(size: int) -> str:
     return str(size)
 
 
-def _parse_layout(value: object) -> Layout:
+def _parse_layout(value: object) -> "Layout | tuple[Edge, ...]":
     if isinstance(value, Layout):
         return value
-    if not isinstance(value, str):
-        raise ValueError("groups of lengths are not supported in a static run; write one layout as text, such as layout: dp2.tp2")
     try:
-        return Layout.parse(value)
+        if isinstance(value, str):
+            return Layout.parse(value)
+        if isinstance(value, list | tuple):
+            edges = tuple(_parse_edge(item) for item in value)
+            check_edges(edges)
+            return edges
     except UsageError as fault:
-        raise ValueError(str(fault)) from None
+        raise ValueError(str(fault).removeprefix("layout: ")) from None
+    raise ValueError("one layout as text, such as dp2.tp2, or groups of lengths, such as [{upto: 4K, use: dp4}, {upto: 32K, use: u4}]")
+
+
+def _parse_edge(item: object) -> Edge:
+    if isinstance(item, Edge):
+        return item
+    keys = ("upto", "use")
+    if not isinstance(item, dict):
+        raise UsageError(f"{item!r}: a group has the keys upto and use, as in {{upto: 4K, use: dp4}}")
+    for key in item:
+        if key not in keys:
+            raise UsageError(f"{key}: no such key of a group{did_you_mean(str(key), keys)}")
+    for key in keys:
+        if key not in item:
+            raise UsageError(f"{item}: a group needs {key}, as in {{upto: 4K, use: dp4}}")
+    try:
+        upto = parse_size(item["upto"])
+    except ValueError as fault:
+        raise UsageError(f"upto: {fault}") from None
+    if not isinstance(upto, int) or isinstance(upto, bool):
+        raise UsageError(f"upto: {upto!r} is not a number of tokens, such as 4K")
+    if not isinstance(item["use"], str):
+        raise UsageError(f"use: {item['use']!r} is not a layout, such as dp2.tp2")
+    return Edge(upto, Layout.parse(item["use"]))
+
+
+def _layout_out(value: "Layout | tuple[Edge, ...]") -> object:
+    if isinstance(value, Layout):
+        return str(value)
+    return [{"upto": format_size(edge.upto), "use": str(edge.use)} for edge in value]
 
 
 def _absolute(value: object) -> object:
@@ -83,7 +118,7 @@ def _some(value: object) -> object:
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, strict=True)]
 Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, strict=True)]
 PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
-LayoutText = Annotated[Layout, PlainValidator(_parse_layout), PlainSerializer(str)]
+Layouts = Annotated[Layout | tuple[Edge, ...], PlainValidator(_parse_layout), PlainSerializer(_layout_out)]
 
 
 class Section(BaseModel):
@@ -185,18 +220,28 @@ class SaveConfig(Section):
     tensorboard: bool = False
 
 
+class SwitchConfig(Section):
+    """How weights move where the layout changes inside a step. `bucket`: the most that a rank sends, or receives, at one time; `ahead`: how
+    much of the next layout's weights may come while the one before still computes."""
+
+    planner: Planner = "fan_out"
+    bucket: Size = 32 * UNITS["M"]
+    ahead: Count = 256 * UNITS["M"]
+
+
 class Config(Section):
     """A run."""
 
     model: ModelConfig
     data: DataConfig
     train: TrainConfig
-    layout: LayoutText = Layout()
+    layout: Layouts = Layout()
     save: SaveConfig
+    switch: SwitchConfig = SwitchConfig()
 
     @model_validator(mode="after")
     def _a_pack_holds_a_document(self) -> "Config":
-        if self.pack_tokens < self.data.max_len:
+        if isinstance(self.layout, Layout) and self.pack_tokens < self.data.max_len:
             pack, longest = format_size(self.pack_tokens), format_size(self.data.max_len)
             raise ValueError(
                 f"train.pack_tokens {pack} is less than data.max_len {longest}, and a pack must hold the longest document; "
@@ -204,9 +249,37 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _groups_hold_all(self) -> "Config":
+        if isinstance(self.layout, Layout):
+            return self
+        longest, last = format_size(self.data.max_len), self.layout[-1]
+        if last.upto < self.data.max_len:
+            raise ValueError(
+                f"the last group, {last.use}, ends at {format_size(last.upto)} tokens and data.max_len is {longest}; "
+                f"write its upto: {longest}, or data.max_len={format_size(last.upto)}"
+            )
+        if self.train.pack_tokens is not None:
+            raise ValueError("train.pack_tokens is for a single layout; a group packs up to its upto: leave pack_tokens out")
+        worlds = {edge.use.world for edge in self.layout}
+        if len(worlds) > 1:
+            each = ", ".join(f"{edge.use} has {edge.use.world}" for edge in self.layout)
+            raise ValueError(f"every group's layout must use the same number of ranks: {each}")
+        return self
+
     @property
     def spec(self) -> ModelSpec:
         return self.model.spec
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The groups of lengths; a single layout is one group."""
+        return (Edge(self.pack_tokens, self.layout),) if isinstance(self.layout, Layout) else self.layout
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.edges[0].use.world
 
     @property
     def pack_tokens(self) -> int:
@@ -260,7 +333,10 @@ def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config")
         faults += [_describe(error, places, name) for error in found if error["type"] != "default_factory_not_called"]
     else:
         place = places.get(("layout",), name)
-        faults += [f"{place}: layout: {fault}" for fault in legal.faults(config.spec, config.layout, None, config.data.max_len)]
+        for edge in config.edges:
+            at = "layout" if isinstance(config.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
+            longest = min(edge.upto, config.data.max_len)
+            faults += [f"{place}: {at}: {fault}" for fault in legal.faults(config.spec, edge.use, None, longest)]
         if not faults:
             return config
     count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"

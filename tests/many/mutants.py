@@ -27,12 +27,13 @@ from longshift.parallel import ring, ulysses
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec import model
 from longshift.spec.model import ModelSpec, Part
-from longshift.state.copies import Copies, Route
+from longshift.state.copies import AlignedCopies, Route
 from longshift.state.home import Home, Shard
 from longshift.state.optimizer import Optimizer
-from longshift.train import build, step
+from longshift.train import build
 from longshift.train.build import Worker
 from longshift.train.check import compare
+from longshift.workload import groups
 
 Patch = pytest.MonkeyPatch
 MIDWAY = 3  # updates done when a mutant damages the optimizer
@@ -66,45 +67,45 @@ def mean_of_means(patch: Patch) -> None:
     """Every replica divides by its own target tokens, and the replicas are averaged."""
     run = Worker.run
 
-    def wrong(self: Worker, packs: list[list[Document]], seed_gradient: float) -> Tensor:
+    def wrong(self: Worker, packs: list[list[Document]], seed_gradient: float, *rest) -> Tensor:
         own = sum(int((d.labels != IGNORE).sum()) for pack in packs for d in pack)
-        return run(self, packs, 1 / (max(1, own) * self.layout.dp))
+        return run(self, packs, 1 / (max(1, own) * self.layout.dp), *rest)
 
     patch.setattr(Worker, "run", wrong)
 
 
 def leftover_packs_dropped(patch: Patch) -> None:
     """Packs that do not divide by the number of replicas are left out."""
-    shares = step.shares
+    shares = groups.shares
 
     def wrong(costs: list[float], replicas: int) -> tuple[tuple[int, ...], ...]:
         deal = shares(costs, replicas)
         return tuple(share[: min(map(len, deal))] for share in deal)
 
-    patch.setattr(step, "shares", wrong)
+    patch.setattr(groups, "shares", wrong)
 
 
 def gradient_times_sequence_degree(patch: Patch) -> None:
     """The gradient is summed over the ranks of a sequence as if each had seen all of it."""
     run = Worker.run
-    patch.setattr(Worker, "run", lambda self, packs, seed: run(self, packs, seed * self.layout.sequence))
+    patch.setattr(Worker, "run", lambda self, packs, seed, *rest: run(self, packs, seed * self.layout.sequence, *rest))
 
 
 def loss_counted_by_every_tensor_rank(patch: Patch) -> None:
     """All tensor-parallel ranks, which know the same loss, add it to the total."""
     run = Worker.run
-    patch.setattr(Worker, "run", lambda self, packs, seed: self.ops.tp.all_reduce(run(self, packs, seed)))
+    patch.setattr(Worker, "run", lambda self, *rest: self.ops.tp.all_reduce(run(self, *rest)))
 
 
 def micro_batches_overwrite(patch: Patch) -> None:
     """A micro-batch's gradient replaces that of the one before."""
-    accumulate = Copies.accumulate
+    accumulate = AlignedCopies.accumulate
 
-    def wrong(self: Copies, unit: int) -> None:
-        self.units[unit].sums = None
+    def wrong(self: AlignedCopies, unit: int) -> None:
+        self.fused[unit].sums = None
         accumulate(self, unit)
 
-    patch.setattr(Copies, "accumulate", wrong)
+    patch.setattr(AlignedCopies, "accumulate", wrong)
 
 
 # ---- what a rank sees of a pack
@@ -167,13 +168,13 @@ def padding_read_as_data(patch: Patch) -> None:
 
 def _own_gradients(patch: Patch, chosen: Callable[[ModelSpec, str, Bucket], bool]) -> None:
     """For the chosen weights home gets this rank's own gradient, not the sum over the holders (ZeRO-0)."""
-    reduce, receive = Copies.reduce, Shard.receive
+    reduce, receive = AlignedCopies.reduce, Shard.receive
     own: dict[int, tuple[ModelSpec, Tensor]] = {}
 
-    def wrong_reduce(self: Copies, unit: int) -> None:
+    def wrong_reduce(self: AlignedCopies, unit: int) -> None:
         self.accumulate(unit)
-        copies = self.units[unit]
-        own.update({id(shard): (self.spec, total.clone().view(-1)) for (_, shard), total in zip(copies.routes, copies.sums or ())})
+        fused = self.fused[unit]
+        own.update({id(shard): (self.spec, total.clone().view(-1)) for (_, shard), total in zip(fused.routes, fused.sums or ())})
         reduce(self, unit)
 
     def wrong_receive(self: Shard, total: Tensor) -> None:
@@ -183,7 +184,7 @@ def _own_gradients(patch: Patch, chosen: Callable[[ModelSpec, str, Bucket], bool
                 view.copy_(alone)
         receive(self, total)
 
-    patch.setattr(Copies, "reduce", wrong_reduce)
+    patch.setattr(AlignedCopies, "reduce", wrong_reduce)
     patch.setattr(Shard, "receive", wrong_receive)
 
 
@@ -225,15 +226,15 @@ def average_for_sum(patch: Patch) -> None:
 
 def one_gradient_sent_twice(patch: Patch) -> None:
     """Rank 0's gradients are in the sum two times."""
-    reduce = Copies.reduce
+    reduce = AlignedCopies.reduce
 
-    def wrong(self: Copies, unit: int) -> None:
+    def wrong(self: AlignedCopies, unit: int) -> None:
         self.accumulate(unit)
-        for total in self.units[unit].sums or ():
+        for total in self.fused[unit].sums or ():
             total.mul_(1 + (self.world.rank == 0))
         reduce(self, unit)
 
-    patch.setattr(Copies, "reduce", wrong)
+    patch.setattr(AlignedCopies, "reduce", wrong)
 
 
 def clip_by_local_norm(patch: Patch) -> None:
@@ -302,22 +303,22 @@ def gradients_through_bf16(patch: Patch) -> None:
 
 def never_gathered_again(patch: Patch) -> None:
     """Copies stay those of the first step (stages 1 to 3 of ZeRO)."""
-    patch.setattr(Copies, "outdated", lambda self: None)
-    patch.setattr(Copies, "release", lambda self, unit: None)
+    patch.setattr(AlignedCopies, "outdated", lambda self: None)
+    patch.setattr(AlignedCopies, "release", lambda self, unit: None)
 
 
 def one_stale_prefetch(patch: Patch) -> None:
     """One block's weights were prefetched before the update, in one step."""
-    outdated, steps = Copies.outdated, []
+    outdated, steps = AlignedCopies.outdated, []
 
-    def wrong(self: Copies) -> None:
+    def wrong(self: AlignedCopies) -> None:
         steps.append(self)
         was = {unit: copies.present for unit, copies in self.units.items()}
         outdated(self)
         if len(steps) == 2 and 1 in self.units:
             self.units[1].present = was[1]
 
-    patch.setattr(Copies, "outdated", wrong)
+    patch.setattr(AlignedCopies, "outdated", wrong)
 
 
 def slices_in_wrong_order(patch: Patch) -> None:

@@ -57,7 +57,8 @@ def holders(spec: ModelSpec, layout: Layout, name: str, box: Box) -> list[int]:
 def verbs(world: World, trial: dict, layout: str) -> dict[str, int]:
     """Runs the checks on a rank; returns how many elements it computes with, keeps and speaks for, and the bytes that it released."""
     what, how = Trial.from_json(trial), Layout.parse(layout)
-    _, worker = build(what, how, world)
+    _, team = build(what, [how], world)
+    (worker,) = team.workers.values()
     spec, home = what.spec, worker.copies.home
     seen = {"held": 0, "kept": 0, "owned": 0, "released_bytes": 0}
     for salt in (0, 1):  # home changes between them

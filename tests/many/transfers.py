@@ -1,27 +1,126 @@
 """What tests/many/test_transfer.py runs in forked worlds."""
 
 import torch
+from torch import Tensor
 
 from longshift.dist.world import World
+from longshift.errors import PeerError
+from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
+from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
-from longshift.state.transfer import Visit
+from longshift.state.precision import Precision
+from longshift.state.visit import Stop, Switches, SwitchOptions
 from longshift.train.check import Trial
 
 
-def there_and_back(world: World, trial: dict, home: str, guest: str, dtype: str) -> dict[str, bool]:
-    """Lend home's weights to a guest, then give the same values back as gradients: are both bitwise what they were?"""
-    what, number = Trial.from_json(trial), getattr(torch, dtype)
-    source, device = what.source(), world.device
-    here = Home(what.spec, buckets(what.spec, Layout.parse(home)), world.rank, number, device, source)
-    there = Home(what.spec, buckets(what.spec, Layout.parse(guest)), world.rank, number, device, lambda _, box: torch.zeros(box.shape))
-    visit = Visit(here, there, world)
-    visit.lend()
-    lent = all(torch.equal(view, source(name, box).to(number)) for s in there.shards for name, box, view in s.views(s.master))
-    for shard in there.shards:
-        shard.grad = shard.master.clone()
-    visit.give_back()
-    returned = all(s.grad is not None and torch.equal(s.grad, s.master) for s in here.shards)
-    moved = any(m.source != m.target for m in visit.there)
-    return {"lent": lent, "returned": returned, "moved": moved, "emptied": all(s.grad is None for s in there.shards)}
+def numbered(spec: ModelSpec, name: str, box: Box, salt: int) -> Tensor:
+    """float64 integers below 113, a function of weight, position and `salt`: exact in bfloat16, and sums of them in float32."""
+    positions = torch.arange(spec.by_name[name].elements).view(spec.by_name[name].shape)[box.within(Box.whole(spec.by_name[name].shape))]
+    return ((positions * 7 + 31 * len(name) + 13 * salt * (positions + 1)) % 113).double()
+
+
+def go_round(
+    world: World, trial: dict, home: str, stops: list[str], precision: str, per_node: int, planner: str, bucket_bytes: int
+) -> dict[str, int]:
+    """From home to each stop in turn, then its sums home: is every bit where it belongs? Counts what was looked at, and the elements that
+    ranks had already and must not have been sent."""
+    spec, how = Trial.from_json(trial).spec, Precision.of(precision)  # pyright: ignore[reportArgumentType]
+    world.per_node = per_node
+    everyone = tuple(range(world.size))
+    world.prepare([everyone], "switch")
+    cut = Layout.parse(home)
+    here = Home(spec, buckets(spec, cut), world.rank, how.home, world.device, lambda n, b: numbered(spec, n, b, 0))
+    options = SwitchOptions(planner, bucket_bytes)  # pyright: ignore[reportArgumentType]
+    switches = Switches(spec, here, cut, world, everyone, how, options)
+    seen = {"arrived": 0, "returned": 0, "exchanges": 0}
+    before = None
+    for number, text in enumerate(stops):
+        stop = Stop(spec, Layout.parse(text), world, here, how)
+        if not stop.visiting:
+            continue
+        if stop.guest is None:
+            stop.close()
+        transfer = switches.bring(before, stop)
+        while transfer.advance(stop.open, wait=True):
+            seen["exchanges"] += 1
+        stop.arrived()
+        for name, boxes in boxes_of(stop).items():
+            for box in boxes:
+                there = stop.weight(name, box)
+                assert there is not None
+                assert torch.equal(there, numbered(spec, name, box, 0).to(how.compute)), (text, name, box)
+                seen["arrived"] += box.elements
+        if before is not None:
+            before.close()
+        before = stop
+        fill_sums(stop, world.rank + 1 + 10 * number)
+        here.drop_gradients()
+        back = switches.take_home(stop)
+        while back.advance(lambda names: None, wait=True):
+            pass
+        contributions = world.gather_text(" ".join(f"{n}{b}" for n, some in boxes_of(stop).items() for b in some))
+        parsed = [[(w.split("[")[0], Box.parse("[" + w.split("[")[1])) for w in text.replace(", ", ",").split()] for text in contributions]
+        for shard in here.shards:
+            assert shard.grad is not None
+            for name, box, view in shard.views(shard.grad):
+                expected = torch.zeros(box.shape, dtype=torch.float64)
+                for rank, held in enumerate(parsed):
+                    for other, part in held:
+                        if other == name and (common := box & part):
+                            expected[common.within(box)] += numbered(spec, name, common, rank + 1 + 10 * number)
+                assert torch.equal(view.double(), expected), (text, name, box)
+                seen["returned"] += box.elements
+    world.forget()
+    return seen
+
+
+def boxes_of(stop: Stop) -> dict[str, list[Box]]:
+    """What a switch brings this rank."""
+    if stop.guest is None:
+        return {name: list(boxes) for name, boxes in stop.copies.boxes.items()}
+    found: dict[str, list[Box]] = {}
+    for shard in stop.guest.shards:
+        for name, box in shard.boxes:
+            if box:
+                found.setdefault(name, []).append(box)
+    return found
+
+
+def fill_sums(stop: Stop, salt: int) -> None:
+    """As if micro-batches had left these gradients."""
+    if stop.guest is None:
+        for unit in stop.copies.units:
+            stop.copies.accumulate(unit)
+    else:
+        for shard in stop.guest.shards:
+            shard.grad = torch.zeros(shard.master.shape, dtype=stop.home.shards[0].master.dtype)
+    for name, boxes in boxes_of(stop).items():
+        for box in boxes:
+            total = stop.total(name, box)
+            assert total is not None
+            total.copy_(numbered(stop.spec, name, box, salt))
+
+
+def disagree(world: World, trial: dict) -> dict[str, object]:
+    """Rank 1 plans with another planner: what each rank is told, and whether anything moved."""
+    spec, how = Trial.from_json(trial).spec, Precision.of("float64")
+    everyone = tuple(range(world.size))
+    world.prepare([everyone], "switch")
+    world.per_node = 2
+    cut = Layout.parse("dp4.z1")
+    here = Home(spec, buckets(spec, cut), world.rank, how.home, world.device, lambda n, b: numbered(spec, n, b, 0))
+    switches = Switches(spec, here, cut, world, everyone, how, SwitchOptions("first_owner" if world.rank == 1 else "fan_out"))
+    stop = Stop(spec, Layout.parse("tp4"), world, here, how)
+    for copies in stop.copies.units.values():
+        if copies.flat is not None:
+            copies.flat.zero_()
+    try:
+        switches.bring(None, stop)
+        said = ""
+    except PeerError as fault:
+        said = str(fault)
+    untouched = all(not copies.flat.any() for copies in stop.copies.units.values() if copies.flat is not None)
+    world.forget()
+    return {"said": said, "untouched": untouched}

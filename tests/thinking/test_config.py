@@ -143,7 +143,19 @@ sve: {dir: x}
         ("data.train=[]", "name at least one source"),
         ("data.train=[{}]", "exactly one of path and corpus"),
         ("data.tokenizer=/no/such", "tokenizer /no/such does not exist"),
-        ("layout=[{upto: 4K, use: dp4}]", "groups of lengths are not supported in a static run"),
+        ("layout=[]", "layout: an empty list; name at least one group"),
+        ("layout=7", "one layout as text, such as dp2.tp2, or groups of lengths"),
+        ("layout=[dp4]", "'dp4': a group has the keys upto and use"),
+        ("layout=[{upto: 4K, use: dp4, us: 1}]", "us: no such key of a group; did you mean 'use'?"),
+        ("layout=[{use: dp4}]", "a group needs upto"),
+        ("layout=[{upto: 1.5, use: dp4}]", "upto: 1.5 is not a number of tokens"),
+        ("layout=[{upto: 4K, use: dq4}]", "'dq4' is not a layout word"),
+        ("layout=[{upto: 4K, use: tp4}, {upto: 1K, use: dp4}]", "upto 1024 (dp4) comes after 4096 (tp4)"),
+        ("layout=[{upto: 1K, use: dp4}]", "the last group, dp4, ends at 1K tokens and data.max_len is 4K; write its upto: 4K"),
+        ("layout=[{upto: 1K, use: dp4}, {upto: 4K, use: tp2}]", "the same number of ranks: dp4 has 4, tp2 has 2"),
+        ("layout=[{upto: 1K, use: dp4}, {upto: 4K, use: pp4.v2}]", "layout (upto 4K): pp4.v2 makes 4 x 2 = 8 stages"),
+        ("switch.planner=fanout", "'fanout' is not one of fan_out, algorithm1, first_owner; did you mean 'fan_out'?"),
+        ("switch.bucket=0", "switch.bucket: input should be greater than or equal to 1"),
         ("layout=pp8", "pp8 makes 8 stages of at least one block, the model has 4: at most pp4"),
         ("train=3", "must be a section with the keys tokens_per_step"),
     ],
@@ -151,6 +163,18 @@ sve: {dir: x}
 def test_each_fault_says_what_is_wrong(change, fault):
     lines = faults(GOOD, change)
     assert any(fault in line for line in lines), lines
+
+
+def test_groups_of_lengths_read_back():
+    groups = "layout=[{upto: 1K, use: dp4}, {upto: 4K, use: tp2.u2}]"
+    config = parse_config(GOOD, [groups])
+    assert [(edge.upto, str(edge.use)) for edge in config.edges] == [(1024, "dp4"), (4096, "u2.tp2")]
+    assert config.world == 4
+    assert parse_config(config.to_yaml()) == config
+    with pytest.raises(UsageError, match="pack_tokens is for a single layout"):
+        parse_config(GOOD, [groups, "train.pack_tokens=8K"])
+    static = parse_config(GOOD, ["train.pack_tokens=8K"])
+    assert [(edge.upto, str(edge.use)) for edge in static.edges] == [(8192, "dp2.tp2")]
 
 
 @pytest.mark.parametrize("text", ["", "- a", "just text"])

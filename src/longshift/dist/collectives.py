@@ -36,6 +36,10 @@ class Pending:
             self.finish()
         self.works, self.keep, self.finish = (), (), None
 
+    def done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return all(work is None or work.is_completed() for work in self.works)
+
 
 class Group:
     """`ranks` in ascending order; `index` is this rank's place among them; alone when `handle` is None."""
@@ -89,12 +93,15 @@ class Group:
         in_sizes = [0 if i == self.index else t.numel() for i, t in enumerate(sends)]
         fused = torch.cat([own.new_empty(0), *(t.reshape(-1) for i, t in enumerate(sends) if i != self.index)])
         out = own.new_empty(sum(out_sizes))
-        work = None
-        if self.handle is not None:
-            work = dist.all_to_all_single(out, fused, out_sizes, in_sizes, group=self.handle, async_op=True)
         pieces = out.split(out_sizes)
         received = [own if i == self.index else pieces[i].view(shape) for i, shape in enumerate(shapes)]
-        return Pending([work], (fused, out)), received
+        return self.trade(out, fused, out_sizes, in_sizes), received
+
+    def trade(self, out: Tensor, x: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Pending:
+        """out [sum(out_sizes)] = what each rank has for this one, by rank; x [sum(in_sizes)] goes out likewise. Valid after `wait`."""
+        if self.handle is None:
+            return Pending()
+        return Pending([dist.all_to_all_single(out, x, out_sizes, in_sizes, group=self.handle, async_op=True)], (x, out))
 
     def send(self, x: Tensor, to: int, tag: int) -> Pending:
         """To the `to`-th rank of the group."""

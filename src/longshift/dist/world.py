@@ -47,10 +47,10 @@ def keep_freed_memory() -> None:
 
 
 class World:
-    """This process among its peers. Mutable: it remembers the groups it has made."""
+    """This process among its peers. Mutable: it remembers the groups it has made. `per_node`: ranks on each machine."""
 
-    def __init__(self, rank: int, size: int, device: torch.device):
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(self, rank: int, size: int, device: torch.device, per_node: int | None = None):
+        self.rank, self.size, self.device, self.per_node = rank, size, device, per_node or size
         self.everyone = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
         self._groups: dict[tuple[tuple[int, ...], str], Group | None] = {}
 
@@ -75,7 +75,7 @@ class World:
                 dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
         except (dist.DistError, RuntimeError, ValueError) as fault:
             raise PeerError(f"rank {rank} of {size} could not join the others: {fault}") from fault
-        return cls(rank, size, device)
+        return cls(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
     @classmethod
     def alone(cls) -> "World":

@@ -1,4 +1,5 @@
-"""Working copies of one layout, and the three verbs between them and home: gather, reduce, release.
+"""Working copies of a layout, and the three verbs between them and home: gather, reduce, release. Here for a layout that is cut as home
+is; `state.visit` has them for one that is not.
 
     gather    home rows of every holder, cast at the source ── all-gather ──> the rank's tensors
     reduce    the rank's gradients, summed over micro-batches in the home format ── reduce-scatter (ZeRO-0: all-reduce) ──> home
@@ -14,6 +15,7 @@ gather once a step. Stages 2 and 3 reduce a unit after every backward, stages 0 
 the same storage again, through an alias with a version counter of its own, so that autograd sees the tensors it saved.
 """
 
+from abc import ABC, abstractmethod
 from functools import partial
 
 import torch
@@ -60,50 +62,44 @@ class Route:
 
 
 class UnitCopies:
-    """One moving unit on this rank. Mutable. `flat` holds the weights that are not home's own tensors."""
+    """One moving unit on this rank. Mutable. `flat` holds the weights that are not home's own tensors, the `borrowed` ones."""
 
-    def __init__(self, weights: dict[str, nn.Parameter], flat: Tensor | None, borrowed: set[str], routes: list[tuple[Route, Shard]]):
-        self.weights, self.flat, self.routes = weights, flat, routes
+    def __init__(self, weights: dict[str, nn.Parameter], flat: Tensor | None, borrowed: set[str]):
+        self.weights, self.flat, self.borrowed = weights, flat, borrowed
         self.bytes = 0 if flat is None else flat.untyped_storage().nbytes()
-        # For every route, what a gather writes: the views of the fused buffer to read (by number) and those of the weights to fill.
-        self.wanted = [[i for i, (name, _) in enumerate(route.places) if name not in borrowed] for route, _ in routes]
-        self.targets = [[weights[r.places[i][0]].data[r.places[i][1]] for i in wanted] for (r, _), wanted in zip(routes, self.wanted)]
-        self.arriving: list[Pending] | None = None
         self.present = False
-        self.sums: list[Tensor] | None = None  # fused gradient buffers, one a route
 
-    def copy_in(self, number: int, buffer: Tensor) -> None:
-        """From the fused buffer of a route into the weights."""
-        if self.targets[number]:
-            views = self.routes[number][0].views(buffer)
-            torch._foreach_copy_(self.targets[number], [views[i] for i in self.wanted[number]])
+    def hold(self) -> None:
+        """Have storage; contents are undefined where there was none."""
+        if self.flat is not None:
+            self.flat.untyped_storage().resize_(self.bytes)
+
+    def drop(self) -> None:
+        self.present = False
+        if self.flat is not None:
+            self.flat.untyped_storage().resize_(0)
 
 
-class Copies:
-    """The working copies of `layout` on this rank, with home as their only source. Mutable."""
+class Copies(ABC):
+    """The working copies of `layout` on this rank, with `home` as their source. Mutable."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, compute: torch.dtype):
         self.spec, self.layout, self.world, self.home, self.compute = spec, layout, world, home, compute
-        self.units: dict[int, UnitCopies] = {}
-        self.reducing: list[tuple[Pending, Tensor, Shard]] = []
         at = layout.coord(world.rank)
         mine: dict[int, list[str]] = {}
         for param in spec.params:
             if at.pp in stages_of(spec, layout, param):
                 mine.setdefault(moving_unit(spec, param), []).append(param.name)
-        boxes = {name: local_boxes(spec.by_name[name], layout, at.tp) for names in mine.values() for name in names}
-        for unit, names in mine.items():
-            shards = [shard for shard in home.shards if shard.bucket.unit == unit]
-            routes = [(Route(shard.bucket, world.rank, boxes, spec), shard) for shard in shards]
-            self.units[unit] = self._allocate(names, boxes, routes)
+        self.boxes = {name: local_boxes(spec.by_name[name], layout, at.tp) for names in mine.values() for name in names}
+        self.units = {unit: self._allocate(unit, names) for unit, names in mine.items()}
 
-    def _allocate(self, names: list[str], boxes: dict[str, tuple[Box, ...]], routes: list[tuple[Route, Shard]]) -> UnitCopies:
+    def _allocate(self, unit: int, names: list[str]) -> UnitCopies:
         """Tensors of a unit: home's own where home keeps all of a weight in the compute format, else slices of one flat vector."""
         at_home = {}
-        for route, shard in routes:
-            if not route.bucket.sharded and shard.master.dtype == self.compute:
-                at_home |= {name: view for name, box, view in shard.views(shard.master) if boxes[name] == (box,)}
-        shapes = {name: local_shape(self.spec.by_name[name], boxes[name]) for name in names if name not in at_home}
+        for shard in self.home.shards:
+            if shard.bucket.unit == unit and not shard.bucket.sharded and shard.master.dtype == self.compute:
+                at_home |= {name: view for name, box, view in shard.views(shard.master) if self.boxes[name] == (box,)}
+        shapes = {name: local_shape(self.spec.by_name[name], self.boxes[name]) for name in names if name not in at_home}
         flat, start = None, 0
         weights = {name: nn.Parameter(view.data) for name, view in at_home.items()}
         if shapes:
@@ -113,77 +109,125 @@ class Copies:
             for name, shape in shapes.items():
                 weights[name] = nn.Parameter(alias[start : start + sizes[name]].view(shape))
                 start += sizes[name]
-        return UnitCopies(weights, flat, set(at_home), routes)
+        return UnitCopies(weights, flat, set(at_home))
+
+    def part(self, name: str, box: Box) -> Tensor | None:
+        """A view of a box of a weight; None where it is not here."""
+        if not any(box in held for held in self.boxes.get(name, ())):
+            return None
+        param = self.spec.by_name[name]
+        return self.units[moving_unit(self.spec, param)].weights[name].data[assemble(box, self.boxes[name], param.dim)]
 
     def fill(self, module: Unit) -> None:
         """Make a unit of the model compute with these copies."""
         for param in module.table:
             module.register_parameter(param.role, self.units[moving_unit(self.spec, param)].weights[param.name])
 
-    def gather(self, unit: int) -> None:
-        """Start bringing a unit's weights here; nothing to do where they are here or under way."""
-        copies = self.units[unit]
-        if copies.present or copies.arriving is not None:
-            return
-        if copies.flat is not None:
-            copies.flat.untyped_storage().resize_(copies.bytes)
-        copies.arriving = [self._start(copies, number) for number in range(len(copies.routes))]
-
-    def _start(self, copies: UnitCopies, number: int) -> Pending:
-        route, shard = copies.routes[number]
-        if not route.bucket.sharded:
-            copies.copy_in(number, shard.master.unsqueeze(0))
-            return Pending()
-        own = torch.zeros(route.width, dtype=self.compute, device=self.world.device)
-        own[: route.own].copy_(shard.master)
-        buffer = own.new_empty((route.slots, route.width))
-        pending = self.world.group(route.bucket.holders).all_gather(buffer, own)
-        pending.finish = partial(copies.copy_in, number, buffer)
-        return pending
-
-    def ready(self, unit: int) -> None:
-        """Return when a unit's weights are here."""
-        self.gather(unit)
-        copies = self.units[unit]
-        for pending in copies.arriving or ():
-            pending.wait()
-        copies.arriving, copies.present = None, True
-
-    def release(self, unit: int) -> None:
-        """Drop a unit's copies. Gradients not yet accumulated must not need them."""
-        copies = self.units[unit]
-        copies.present = False
-        if copies.flat is not None:
-            copies.flat.untyped_storage().resize_(0)
-
     def outdated(self) -> None:
         """Home has changed: every copy must be gathered again before its next use."""
         for copies in self.units.values():
             copies.present = False
 
+    def release(self, unit: int) -> None:
+        """Drop a unit's copies. Gradients not yet accumulated must not need them."""
+        self.units[unit].drop()
+
+    @abstractmethod
+    def gather(self, unit: int) -> None:
+        """Start bringing a unit's weights here; nothing to do where they are here or under way."""
+
+    @abstractmethod
+    def ready(self, unit: int) -> None:
+        """Return when a unit's weights are here."""
+
+    @abstractmethod
     def accumulate(self, unit: int) -> None:
-        """Add the gradients that a backward left on the unit's weights to its fused buffers, in the home format."""
-        copies = self.units[unit]
-        first = copies.sums is None
-        if copies.sums is None:
-            copies.sums = [shard.master.new_zeros((route.slots, route.width)) for route, shard in copies.routes]
-        for (route, _), total in zip(copies.routes, copies.sums):
+        """Add the gradients that a backward left on the unit's weights to their sums, in the home format."""
+
+    @abstractmethod
+    def reduce(self, unit: int) -> None:
+        """`accumulate`, and start bringing the sums home. A unit that computed nothing contributes zeros."""
+
+    @abstractmethod
+    def finish(self, leave: int = 0) -> None:
+        """Wait for all but the `leave` newest reductions, in the order they were started; home then holds the sums."""
+
+
+class Fused:
+    """What the collectives of one unit need. Mutable."""
+
+    def __init__(self, copies: UnitCopies, routes: list[tuple[Route, Shard]]):
+        self.routes = routes
+        # For every route, what a gather writes: the views of the fused buffer to read (by number) and those of the weights to fill.
+        self.wanted = [[i for i, (name, _) in enumerate(route.places) if name not in copies.borrowed] for route, _ in routes]
+        places = ((route, [route.places[i] for i in wanted]) for (route, _), wanted in zip(routes, self.wanted))
+        self.targets = [[copies.weights[name].data[at] for name, at in some] for _, some in places]
+        self.arriving: list[Pending] | None = None
+        self.sums: list[Tensor] | None = None  # fused gradient buffers, one a route
+
+    def copy_in(self, number: int, buffer: Tensor) -> None:
+        """From the fused buffer of a route into the weights."""
+        if self.targets[number]:
+            views = self.routes[number][0].views(buffer)
+            torch._foreach_copy_(self.targets[number], [views[i] for i in self.wanted[number]])
+
+
+class AlignedCopies(Copies):
+    """Copies of a layout that is cut as `home` is. Mutable."""
+
+    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, compute: torch.dtype, sums: torch.dtype):
+        super().__init__(spec, layout, world, home, compute)
+        self.sums = sums
+        self.fused: dict[int, Fused] = {}
+        self.reducing: list[tuple[Pending, Tensor, Shard]] = []
+        for unit, copies in self.units.items():
+            shards = [shard for shard in home.shards if shard.bucket.unit == unit]
+            self.fused[unit] = Fused(copies, [(Route(shard.bucket, world.rank, self.boxes, spec), shard) for shard in shards])
+
+    def gather(self, unit: int) -> None:
+        fused = self.fused[unit]
+        if self.units[unit].present or fused.arriving is not None:
+            return
+        self.units[unit].hold()
+        fused.arriving = [self._start(fused, number) for number in range(len(fused.routes))]
+
+    def _start(self, fused: Fused, number: int) -> Pending:
+        route, shard = fused.routes[number]
+        if not route.bucket.sharded:
+            fused.copy_in(number, shard.master.unsqueeze(0))
+            return Pending()
+        own = torch.zeros(route.width, dtype=self.compute, device=self.world.device)
+        own[: route.own].copy_(shard.master)
+        buffer = own.new_empty((route.slots, route.width))
+        pending = self.world.group(route.bucket.holders).all_gather(buffer, own)
+        pending.finish = partial(fused.copy_in, number, buffer)
+        return pending
+
+    def ready(self, unit: int) -> None:
+        self.gather(unit)
+        for pending in self.fused[unit].arriving or ():
+            pending.wait()
+        self.fused[unit].arriving, self.units[unit].present = None, True
+
+    def accumulate(self, unit: int) -> None:
+        fused, weights = self.fused[unit], self.units[unit].weights
+        first = fused.sums is None
+        if fused.sums is None:
+            fused.sums = [shard.master.new_zeros((route.slots, route.width), dtype=self.sums) for route, shard in fused.routes]
+        for (route, _), total in zip(fused.routes, fused.sums):
             pairs = [
-                (view, grad[at])
-                for view, (name, at) in zip(route.views(total), route.places)
-                if (grad := copies.weights[name].grad) is not None
+                (view, grad[at]) for view, (name, at) in zip(route.views(total), route.places) if (grad := weights[name].grad) is not None
             ]
             if pairs:
                 views, grads = map(list, zip(*pairs))
                 (torch._foreach_copy_ if first else torch._foreach_add_)(views, grads)
-        for weight in copies.weights.values():
+        for weight in weights.values():
             weight.grad = None
 
     def reduce(self, unit: int) -> None:
-        """Start summing a unit's gradients over its holders into home; a unit that computed nothing contributes zeros."""
         self.accumulate(unit)
-        copies = self.units[unit]
-        for (route, shard), total in zip(copies.routes, copies.sums or ()):
+        fused = self.fused[unit]
+        for (route, shard), total in zip(fused.routes, fused.sums or ()):
             group = self.world.group(route.bucket.holders)
             if route.bucket.sharded:
                 out = total.new_empty(route.width)
@@ -191,11 +235,10 @@ class Copies:
             else:
                 flat = total.view(-1)
                 self.reducing.append((group.start_all_reduce(flat), flat, shard))
-        copies.sums = None
+        fused.sums = None
         self.finish(leave=IN_FLIGHT)
 
     def finish(self, leave: int = 0) -> None:
-        """Wait for all but the `leave` newest reductions, in the order they were started; home then holds the sums."""
         while len(self.reducing) > leave:
             pending, total, shard = self.reducing.pop(0)
             pending.wait()

@@ -55,6 +55,12 @@ class Home:
     def __init__(self, spec: ModelSpec, buckets: tuple[Bucket, ...], rank: int, dtype: torch.dtype, device: torch.device, source: Source):
         self.spec, self.rank, self.buckets = spec, rank, buckets
         self.shards = [self._shard(b, dtype, device, source) for b in buckets if rank in b.holders]
+        self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
+        for shard in self.shards:
+            start = 0
+            for name, box in shard.boxes:
+                self._places.setdefault(name, []).append((shard, box, start))
+                start += box.elements
 
     def _shard(self, bucket: Bucket, dtype: torch.dtype, device: torch.device, source: Source) -> Shard:
         boxes = bucket.home(self.rank)
@@ -64,6 +70,14 @@ class Home:
         for name, box, view in shard.views(master):
             view.copy_(source(name, box))
         return shard
+
+    def part(self, name: str, box: Box, what: Literal["master", "grad"]) -> Tensor | None:
+        """A view of a box of a master or gradient sum; None where it is not here, or not whole."""
+        for shard, held, start in self._places.get(name, ()):
+            if box in held:
+                flat = shard.master if what == "master" else shard.grad
+                return None if flat is None else flat[start : start + held.elements].view(held.shape)[box.within(held)]
+        return None
 
     def squared_norm(self) -> Tensor:
         """float64 scalar: this rank's part of the squared global gradient norm, each element counted on one rank only.

@@ -1,82 +1,148 @@
-"""The general case of gather and reduce: a layout that is not cut as home is.
+"""Plays a switch plan (`switch.plan`): what moves between two ranks at one time is one buffer.
 
-The layout gets a home of its own for as long as it computes, the *guest*, cut so that its collectives are fused and aligned. Before a
-step the weights move there box by box, after it the gradient sums move back; the optimizer's state never moves.
+    exchange        0          1          2          3          Exchange i carries round 0 of bucket i and round 1 of bucket i - 1, which
+    bucket 0     round 0    round 1                             needs what arrived in exchange i - 1. So one exchange is under way at a
+    bucket 1                round 0    round 1                  time, on a group of its own, in one order on all ranks.
+    bucket 2                           round 0    round 1
 
-    home (z1 over dp4) ── boxes ──> guest (tp2 x pp2) ── gather ──> copies
-                       <── boxes ──                   <── reduce ──
-
-Moves between two ranks travel as one buffer, in the home format: bytes out of a rank are the elements of its moves to others.
+A copy plan writes `wanted`, cast at the source; a sum plan adds. A slice that only passes through a rank stays in a buffer of its bucket.
+Bytes out of a rank, and its two fused buffers: the plan's.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
+from longshift.errors import PeerError
 from longshift.layout.box import Box
-from longshift.layout.placement import Bucket
-from longshift.state.home import Home, Shard
-from longshift.switch.plan import Move, plan
+from longshift.switch.plan import Move, Plan, Turn
 
-Held = tuple[Shard, Tensor]  # a shard, and a vector of its shape
+Part = Callable[[str, Box], Tensor | None]  # a view of a box of a weight; None where this rank does not have it
 
 
-class Visit:
-    """Moves between `home` and `guest`; collective over the world. Mutable: fills them."""
+class Transfer:
+    """This rank's part of `plan`, to be played again and again: `begin`, then `advance`. `held` and `wanted` are asked anew each time.
+    `ahead`: how many exchanges may be played before what they overwrite memory of is done with. Mutable.
 
-    def __init__(self, home: Home, guest: Home, world: World):
-        self.home, self.guest, self.world = home, guest, world
-        everywhere = _boxes(guest.buckets, world.size, owners_only=False)
-        at_home = _boxes(home.buckets, world.size, owners_only=False)
-        self.there = plan(at_home, everywhere)
-        self.back = plan(_boxes(guest.buckets, world.size, owners_only=True), at_home)
+    Collective. Raises PeerError, before anything moves, when the ranks do not agree on the plan."""
 
-    def lend(self) -> None:
-        """The guest's masters become home's, bit for bit."""
-        self._move(self.there, [(s, s.master) for s in self.home.shards], [(s, s.master) for s in self.guest.shards])
+    def __init__(self, plan: Plan, world: World, group: Group, held: Part, wanted: Part, dtype: torch.dtype):
+        self.plan, self.group, self.held, self.wanted, self.dtype, self.device = plan, group, held, wanted, dtype, world.device
+        self.turns, self.moving = list(plan.turns(world.rank)), bool(plan.bytes_by_pair.any())
+        self.filled = [_names(turn) for turn in self.turns]
+        self.exchanges = plan.buckets + plan.rounds - 1 if self.moving else plan.buckets
+        self.posted, self.ahead = 0, 0
+        self.arriving: tuple[Pending, Tensor, list[list[Tensor]]] | None = None
+        self.passing: dict[int, dict[tuple[str, Box], Tensor]] = {}  # by bucket
+        self.exposed_s, self.under_way_s, self._since = 0.0, 0.0, 0.0
+        _agree(plan, world)
 
-    def give_back(self) -> None:
-        """Home's gradients become the guest's sums, which are dropped."""
-        for shard in self.home.shards:
-            shard.grad = torch.zeros_like(shard.master)
-        sums, totals = ([(s, s.grad) for s in home.shards if s.grad is not None] for home in (self.guest, self.home))
-        self._move(self.back, sums, totals)
-        self.guest.drop_gradients()
+    def begin(self) -> "Transfer":
+        """Nothing has moved yet."""
+        self.posted, self.exposed_s, self.under_way_s = 0, 0.0, 0.0
+        return self
 
-    def _move(self, moves: Sequence[Move], sources: Sequence[Held], targets: Sequence[Held]) -> None:
-        """Every rank plays the same moves, between vectors shaped as shards."""
-        size, me = self.world.size, self.world.rank
-        dtype, device = targets[0][1].dtype, targets[0][1].device
-        leaving = [[m for m in moves if m.source == me and m.target == peer] for peer in range(size)]
-        arriving = [[m for m in moves if m.source == peer and m.target == me] for peer in range(size)]
-        held, wanted = _views(sources), _views(targets)
-        nothing = torch.empty(0, dtype=dtype, device=device)
-        sends = [torch.cat([nothing, *(_find(held, m).reshape(-1) for m in row)]) for row in leaving]
-        pending, received = self.world.everyone.exchange(sends, [(sum(m.box.elements for m in row),) for row in arriving])
+    def advance(self, opened: Callable[[set[str]], object], wait: bool) -> bool:
+        """One exchange further: take in what has arrived, post the next. `opened` is called with the weights that the next bucket fills.
+        Without `wait`, nothing happens while an exchange is under way. Returns whether there is more to do."""
+        began = time.perf_counter()
+        if self.arriving is not None:
+            if not wait and not self.arriving[0].done():
+                return True
+            self._take_in()
+        if self.posted < self.exchanges:
+            if self.posted < len(self.turns):
+                opened(self.filled[self.posted])
+            self._post()
+        now = time.perf_counter()
+        self.exposed_s += now - began
+        self._since = now
+        return self.arriving is not None or self.posted < self.exchanges
+
+    def _post(self) -> None:
+        number = self.posted
+        self.posted += 1
+        if number < len(self.turns):
+            self._move_locally(self.turns[number].local)
+        if not self.moving:
+            return
+        sends, receives = ([[] for _ in range(self.group.size)] for _ in range(2))
+        for which in range(self.plan.rounds):
+            if 0 <= (bucket := number - which) < len(self.turns):
+                played, passing = self.turns[bucket].rounds[which], self.passing.setdefault(bucket, {})
+                for move in played.sends:
+                    sends[move.target].append(self._source(move, passing))
+                for move in played.receives:
+                    receives[move.source].append(self._target(move, which, passing))
+        out_sizes, in_sizes = ([sum(t.numel() for t in row) for row in rows] for rows in (receives, sends))
+        buffer = torch.empty(sum(in_sizes), dtype=self.dtype, device=self.device)
+        sources = [t for row in sends for t in row]
+        if sources:
+            torch._foreach_copy_(_cut(buffer, sources), sources)
+        self.passing.pop(number - self.plan.rounds + 1, None)
+        out = buffer.new_empty(sum(out_sizes))
+        self.arriving = self.group.trade(out, buffer, out_sizes, in_sizes), out, receives
+
+    def _take_in(self) -> None:
+        assert self.arriving is not None
+        pending, out, receives = self.arriving
+        self.under_way_s += time.perf_counter() - self._since
         pending.wait()
-        for row, buffer in zip(arriving, received):
-            for move, flat in zip(row, buffer.split([m.box.elements for m in row])):
-                _find(wanted, move).copy_(flat.view(move.box.shape))
+        self.arriving = None
+        place = torch._foreach_add_ if self.plan.sums else torch._foreach_copy_
+        start = 0
+        for targets in receives:  # peer by peer: two may add to the same target
+            size = sum(t.numel() for t in targets)
+            if targets:
+                place(targets, _cut(out[start : start + size], targets))
+            start += size
+
+    def _move_locally(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            source, target = self.held(move.name, move.box), self.wanted(move.name, move.box)
+            assert source is not None
+            assert target is not None
+            if self.plan.sums:
+                target += source
+            elif source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+
+    def _source(self, move: Move, passing: dict[tuple[str, Box], Tensor]) -> Tensor:
+        found = self.held(move.name, move.box)
+        if found is None and not self.plan.sums:
+            found = self.wanted(move.name, move.box)
+        return passing[move.name, move.box] if found is None else found
+
+    def _target(self, move: Move, which: int, passing: dict[tuple[str, Box], Tensor]) -> Tensor:
+        last = which == self.plan.rounds - 1
+        found = self.held(move.name, move.box) if self.plan.sums and not last else self.wanted(move.name, move.box)
+        if found is None:
+            key = move.name, move.box
+            if key not in passing:
+                passing[key] = torch.zeros(move.box.shape, dtype=self.dtype, device=self.device)
+            found = passing[key]
+        return found
 
 
-def _boxes(buckets: Sequence[Bucket], size: int, owners_only: bool) -> list[list[tuple[str, Box]]]:
-    """By rank, what is kept of these buckets."""
-    return [
-        [box for b in buckets if rank in b.holders and (b.owns(rank) or not owners_only) for box in b.home(rank)] for rank in range(size)
-    ]
+def _names(turn: Turn) -> set[str]:
+    return {m.name for m in turn.local} | {m.name for played in turn.rounds for m in played.receives}
 
 
-def _views(vectors: Sequence[Held]) -> dict[str, list[tuple[Box, Tensor]]]:
-    found: dict[str, list[tuple[Box, Tensor]]] = {}
-    for shard, flat in vectors:
-        for name, box, view in shard.views(flat):
-            found.setdefault(name, []).append((box, view))
-    return found
+def _cut(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The buffer as tensors of these shapes, one after another."""
+    return [flat.view(t.shape) for flat, t in zip(buffer.split([t.numel() for t in like]), like)]
 
 
-def _find(views: dict[str, list[tuple[Box, Tensor]]], move: Move) -> Tensor:
-    """The part of a view that a move is about."""
-    box, view = next((box, view) for box, view in views[move.name] if move.box in box)
-    return view[move.box.within(box)]
+def _agree(plan: Plan, world: World) -> None:
+    """Compare the digests of all ranks."""
+    digests = world.gather_text(plan.digest)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise PeerError(
+                f"rank {rank} plans another switch ({digest[:12]}) than rank 0 ({digests[0][:12]}); nothing was moved. All ranks need the "
+                "same config, longshift and numpy"
+            )

@@ -1,6 +1,6 @@
 """A layout composed: the one ordered list of what it inserts into the model, and a rank's worker for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from longshift.parallel.recompute import Segment
 from longshift.parallel.ring import RingAttention
 from longshift.spec.model import ModelSpec, Part, share
 from longshift.state.copies import Copies
-from longshift.state.home import Home
 from longshift.state.precision import Precision
-from longshift.state.transfer import Visit
 
 
 def prepare(world: World, spec: ModelSpec, layout: Layout) -> None:
@@ -75,18 +73,12 @@ class LayoutOps(Ops):
 
 
 class Worker:
-    """One rank of a layout: forward and backward of packs, gradients to home. Mutable: copies, graphs waiting for their backward."""
+    """One rank of a layout, after `prepare`: forward and backward of packs with `copies`, their gradients to home. Mutable: graphs that
+    wait for their backward."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
-        prepare(world, spec, layout)
-        self.spec, self.layout, self.world, self.precision = spec, layout, world, precision
+    def __init__(self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision):
+        self.spec, self.layout, self.world, self.copies, self.precision = spec, layout, world, copies, precision
         self.at = layout.coord(world.rank)
-        self.visit = None
-        if home.buckets != (own := buckets(spec, layout)):
-            guest = Home(spec, own, world.rank, precision.home, world.device, lambda _, box: torch.zeros(box.shape))
-            self.visit = Visit(home, guest, world)
-            home = guest
-        self.copies = Copies(spec, layout, world, home, precision.compute)
         self.ops = LayoutOps(spec, layout, world)
         self.chunks = layout.units_of(spec.layers, self.at.pp)
         self.modules = {unit: build_unit(spec, unit) for chunk in self.chunks for unit in chunk}
@@ -96,13 +88,19 @@ class Worker:
         self.held: dict[tuple[int, int], list[list[Segment]]] = {}
         self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
 
-    def run(self, packs: Sequence[Sequence[Document]], seed_gradient: float) -> Tensor:
+    def run(
+        self,
+        packs: Sequence[Sequence[Document]],
+        seed_gradient: float,
+        closing: bool = True,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Tensor:
         """Forward and backward of this replica's packs (the same number on every replica; an empty one is padding only), and their
-        gradients, times `seed_gradient`, to home. Returns this rank's part of the loss sum, float64: zero where a peer holds it."""
+        gradients, times `seed_gradient`, to home; not before a later call where this one is not `closing`. `meanwhile` is called before
+        every unit of the last backward, when all weights are here. Returns this rank's part of the loss sum, float64: zero where a peer
+        holds it."""
         micros = [micro_batch(self.spec, pack, self.layout, self.world.rank, self.precision.compute, self.world.device) for pack in packs]
         self.loss = torch.zeros_like(self.loss)
-        if self.visit:
-            self.visit.lend()
         self._begin()
 
         def forward(micro: int, chunk: int, x: Tensor | None) -> Tensor | None:
@@ -110,23 +108,22 @@ class Worker:
 
         def backward(micro: int, chunk: int, grad: Tensor | None) -> Tensor | None:
             seed = torch.full((), seed_gradient, dtype=torch.promote_types(self.precision.compute, torch.float32), device=self.world.device)
-            return self._backward(micros[micro], micro, chunk, seed if grad is None else grad, last=micro == len(micros) - 1)
+            final = micro == len(micros) - 1
+            between = meanwhile if final and meanwhile else lambda: None
+            return self._backward(micros[micro], micro, chunk, seed if grad is None else grad, final and closing, between)
 
         ranks = self.layout.ranks("pp", of=self.world.rank)
         rising, falling = (self.world.group(ranks, direction) for direction in ("rising", "falling"))
         shapes = [(len(m.positions), self.spec.width) for m in micros]
         like = torch.empty(0, dtype=self.precision.compute, device=self.world.device)
         pipeline.play(self.layout, self.at.pp, rising, falling, shapes, like, forward, backward)
-        for unit in self.tied:
+        for unit in self.tied if closing else ():
             self.copies.reduce(unit)
         self.copies.finish()
-        if self.visit:
-            self.visit.give_back()
         return self.loss
 
     def _begin(self) -> None:
         """Stages 0..2 start all gathers now, in the order of use; stage 3 only those that stay for the step."""
-        self.copies.outdated()
         used = [unit for chunk in self.chunks for unit in chunk] if self.layout.zero < 3 else []
         for unit in (*self.tied, *(u for u in used if u in self.copies.units)):
             self.copies.gather(unit)
@@ -150,10 +147,13 @@ class Worker:
             self.loss += x
         return None
 
-    def _backward(self, micro: MicroBatch, number: int, chunk: int, grad: Tensor | None, last: bool) -> Tensor | None:
+    def _backward(
+        self, micro: MicroBatch, number: int, chunk: int, grad: Tensor | None, last: bool, between: Callable[[], object]
+    ) -> Tensor | None:
         units, held = self.chunks[chunk], self.held.pop((number, chunk))
         for i in reversed(range(len(units))):
             unit = units[i]
+            between()
             self._need(unit, following=units[i - 1 : i] if i else ())
             assert grad is not None or i == 0
             grad = recompute.backward(held.pop(), grad, micro, self.ops)  # pyright: ignore[reportArgumentType]

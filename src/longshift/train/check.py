@@ -27,8 +27,11 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
 from longshift.state.precision import LossScale, Name, Precision
-from longshift.train.build import Worker, prepare
+from longshift.state.visit import SwitchOptions
+from longshift.switch.planners import Planner
 from longshift.train.step import State, train_step
+from longshift.train.team import Team, home_layout
+from longshift.workload.groups import Edge
 
 KINDS = ("grad-first", "grad-last", "master", *MOMENTS)
 
@@ -36,7 +39,8 @@ KINDS = ("grad-first", "grad-last", "master", *MOMENTS)
 @dataclass(frozen=True)
 class Trial:
     """What is trained, how, and on what; without a layout. `lengths`: documents of each step, their tokens drawn from `seed`, or `given`:
-    (ids, labels) of each document of each step. `folder`: a model folder to start from, else weights are drawn."""
+    (ids, labels) of each document of each step. `folder`: a model folder to start from, else weights are drawn. `edges`: the lengths up to
+    which each group but the last goes, where there are several; then how switches are planned."""
 
     spec: ModelSpec
     lengths: tuple[tuple[int, ...], ...]
@@ -51,6 +55,10 @@ class Trial:
     eps: float = 1e-8
     given: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], ...] = ()
     folder: str | None = None
+    edges: tuple[int, ...] = ()
+    planner: Planner = "fan_out"
+    bucket_bytes: int = 32 << 20
+    ahead_bytes: int = 256 << 20
 
     @property
     def schedule(self) -> Schedule:
@@ -98,7 +106,7 @@ class Trial:
         spec = dict(value["spec"])
         spec["rope"] = Rope(**spec["rope"]) if spec["rope"] else None
         rest = {k: v for k, v in value.items() if k != "spec"}
-        rest |= {"lengths": tuple(map(tuple, value["lengths"])), "betas": tuple(value["betas"])}
+        rest |= {"lengths": tuple(map(tuple, value["lengths"])), "betas": tuple(value["betas"]), "edges": tuple(value["edges"])}
         return cls(ModelSpec(**spec), **rest)
 
 
@@ -180,25 +188,33 @@ def sizes(world: World, trial: dict, path: str) -> dict[str, float]:
     }
 
 
-def build(trial: Trial, layout: Layout, world: World, home_layout: Layout | None = None) -> tuple[State, Worker]:
-    """State and worker of a trial under a layout, home cut as another one cuts it where that is given."""
+def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layout | None = None) -> tuple[State, Team]:
+    """State and team of a trial under layouts, from short documents to long, home cut as another one cuts it where that is given."""
     precision = Precision.of(trial.precision)
-    home = Home(trial.spec, buckets(trial.spec, home_layout or layout), world.rank, precision.home, world.device, trial.source())
+    ends = (*trial.edges[: len(layouts) - 1], trial.capacity)
+    edges = [Edge(upto, layout) for upto, layout in zip(ends, layouts)]
+    home_cut = home_cut or home_layout(edges)
+    home = Home(trial.spec, buckets(trial.spec, home_cut), world.rank, precision.home, world.device, trial.source())
     optimizer = Optimizer(home, trial.betas, trial.eps, trial.weight_decay)
     state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
-    return state, Worker(trial.spec, layout, world, home, precision)
+    options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
+    return state, Team(trial.spec, edges, world, home, precision, options, home_cut)
 
 
-def compare(world: World, trial: dict, layout: str, path: str, home_layout: str | None = None) -> dict[str, float]:
-    """Worst relative differences of this layout to the reference in `path`: loss, grad, weight, optimizer. Ranks outside the layout's
-    world do nothing and answer with zeros."""
-    what, how = Trial.from_json(trial), Layout.parse(layout)
-    if world.rank >= how.world:
-        prepare(world, what.spec, how)
-        world.forget()
-        return dict.fromkeys(("loss", "grad", "weight", "optimizer"), 0.0)
+def parse_layouts(text: str) -> list[Layout]:
+    """`"dp4 > tp4"`: those of the groups, from short documents to long."""
+    return [Layout.parse(word) for word in text.split(" > ")]
+
+
+def compare(
+    world: World, trial: dict, layout: str, path: str, home_cut: str | None = None, per_node: int | None = None
+) -> dict[str, float]:
+    """Worst relative differences of this layout, or of groups of lengths under layouts joined by " > ", to the reference in `path`: loss,
+    grad, weight, optimizer. `per_node`: ranks that count as one node where switches are planned."""
+    what, layouts = Trial.from_json(trial), parse_layouts(layout)
+    world.per_node = per_node or world.size
     truth = load_file(Path(path))
-    state, worker = build(what, how, world, Layout.parse(home_layout) if home_layout else None)
+    state, team = build(what, layouts, world, Layout.parse(home_cut) if home_cut else None)
     found = Differences([p.name for p in what.spec.params])
     losses, batches = [], what.batches()
     for step, batch in enumerate(batches):
@@ -208,12 +224,12 @@ def compare(world: World, trial: dict, layout: str, path: str, home_layout: str 
                 if step == when:
                     _compare_gradients(found, kind, home, scale, truth)
 
-        losses.append(train_step(state, batch, worker, what.capacity, watch).loss)
+        losses.append(train_step(state, batch, team, watch).loss)
     for name, box, _, views in state.optimizer.state():
         for kind, view in views.items():
             if box:
                 found.add(kind, name, view, truth[f"{kind}/{name}"][box.within(Box.whole(what.spec.by_name[name].shape))])
-    group = world.group(tuple(range(how.world)))
+    group = world.group(team.everyone)
     worst = {kind: found.worst(kind, group.all_reduce) for kind in KINDS}
     world.forget()
     ours = torch.tensor(losses, dtype=torch.float64)

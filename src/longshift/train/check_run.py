@@ -16,9 +16,9 @@ from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.model.loss import IGNORE
-from longshift.train.build import Worker
 from longshift.train.check import Trial, build
 from longshift.train.corpus import open_corpus
+from longshift.train.team import Team
 
 MOST_TOKENS = 1024
 LONGEST = 256
@@ -26,22 +26,26 @@ PROBES = 6
 DEADLINE_S = 600.0
 
 
-def check(config: Config, layouts: Sequence[Layout]) -> dict:
-    """Worst relative differences to one process, and leaked positions, over the layouts and for each. Works on the first documents of the
-    run, pieces of at most LONGEST and in all about MOST_TOKENS tokens, in forked processes on this machine. Raises LongshiftError."""
+def check(config: Config, ways: Sequence[Sequence[Layout]]) -> dict:
+    """Worst relative differences to one process, and leaked positions, over the ways to compute and for each: a layout, or those of the
+    config's groups. Works on the first documents of the run, pieces of at most LONGEST and in all about MOST_TOKENS tokens, with the edges
+    of the groups in proportion, in forked processes on this machine. Raises LongshiftError."""
     with tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
         path = str(Path(scratch) / "truth.safetensors")
         with ForkedWorld(1) as alone:
             (trial,) = alone.call("longshift.train.check_run:trial_of", DEADLINE_S, config=config.to_yaml())
             (loss,) = alone.call("longshift.train.check:write_reference", DEADLINE_S, trial=trial, path=path)
         rows = []
-        for layout in layouts:
-            with ForkedWorld(layout.world) as world:
-                arguments = {"trial": trial, "layout": str(layout)}
-                found = world.call("longshift.train.check:compare", DEADLINE_S, path=path, **arguments)
-                leaks = world.call("longshift.train.check_run:leaks", DEADLINE_S, **arguments)
+        for layouts in ways:
+            text = " > ".join(map(str, layouts))
+            with ForkedWorld(layouts[0].world) as world:
+                found = world.call("longshift.train.check:compare", DEADLINE_S, path=path, trial=trial, layout=text)
+                leaks = [
+                    world.call("longshift.train.check_run:leaks", DEADLINE_S, trial=trial, layout=str(layout))[0]
+                    for layout in dict.fromkeys(layouts)
+                ]
             worst = {kind: max(answer[kind] for answer in found) for kind in ("loss", "grad")}
-            rows.append({"layout": str(layout), **worst, **leaks[0]})
+            rows.append({"layout": text, **worst, **{what: sum(leak[what] for leak in leaks) for what in leaks[0]}})
     documents = trial["given"][0]
     return {
         "reference": "one process, float64",
@@ -64,13 +68,18 @@ def trial_of(world: World, config: str) -> dict:
     batch = Batches(cache, run.train.seed, tokens, longest, "split", run.spec.vocab).at(0)
     step = tuple((tuple(d.ids.tolist()), tuple(d.labels.tolist())) for d in batch.documents)
     folder = run.model.path if run.model.init == "pretrained" else None
-    return Trial(run.spec, (), capacity=2 * longest, seed=run.train.seed, warmup=0, given=(step,), folder=folder).to_json()
+    edges: list[int] = []
+    for edge in run.edges[:-1]:
+        edges.append(max(-(-edge.upto * longest // run.data.max_len), edges[-1] + 1 if edges else 1))
+    options = {"planner": run.switch.planner, "bucket_bytes": run.switch.bucket, "ahead_bytes": run.switch.ahead}
+    how = {"capacity": 2 * longest, "seed": run.train.seed, "warmup": 0, "folder": folder, "edges": tuple(edges)}
+    return Trial(run.spec, (), given=(step,), **how, **options).to_json()  # pyright: ignore[reportArgumentType]
 
 
 def leaks(world: World, trial: dict, layout: str) -> dict[str, int]:
     """How many of some target positions see what they must not, under a layout."""
-    what, how = Trial.from_json(trial), Layout.parse(layout)
-    _, worker = build(what, how, world)
+    what = Trial.from_json(trial)
+    _, team = build(what, [Layout.parse(layout)], world)
     documents = what.batches()[0].documents
     random = np.random.default_rng(what.seed)
     targets = [(d, int(p)) for d, document in enumerate(documents) for p in np.flatnonzero(document.labels != IGNORE)]
@@ -86,10 +95,12 @@ def leaks(world: World, trial: dict, layout: str) -> dict[str, int]:
             noise = random.integers(0, what.spec.vocab, len(other.ids))
             before.append(Document(other.ids, labels))
             after.append(Document(np.where(np.arange(len(other.ids)) < seen, other.ids, noise), labels))
-        leaked += _loss(worker, before) != _loss(worker, after)
+        leaked += _loss(team, before) != _loss(team, after)
     return {"leaked_positions": leaked, "probed_positions": len(chosen)}
 
 
-def _loss(worker: Worker, documents: Sequence[Document]) -> float:
+def _loss(team: Team, documents: Sequence[Document]) -> float:
     """Loss sum of one pack, over all ranks; every replica computes it."""
-    return float(worker.world.everyone.all_reduce(worker.run([documents], 1.0)))
+    (worker,) = team.workers.values()
+    team.begin()
+    return float(team.world.everyone.all_reduce(worker.run([documents], 1.0)))

@@ -22,10 +22,11 @@ from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
-from longshift.train.build import Worker
+from longshift.state.visit import SwitchOptions
 from longshift.train.corpus import open_corpus
 from longshift.train.metrics import StepMetrics
 from longshift.train.step import Outcome, State, train_step
+from longshift.train.team import Team, home_layout
 
 
 def train(config: Config, run: Path, resume: bool, stop: Callable[[], bool] = lambda: False) -> Iterator[StepMetrics]:
@@ -42,12 +43,13 @@ def train(config: Config, run: Path, resume: bool, stop: Callable[[], bool] = la
 def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], world: World) -> Iterator[StepMetrics]:
     batches, fingerprints = _open_data(config, world)
     start, state = _begin(config, world, fingerprints, run if resume else None)
-    worker = Worker(config.spec, config.layout, world, state.home, Precision.of(config.train.precision))
+    options = SwitchOptions(config.switch.planner, config.switch.bucket, config.switch.ahead)
+    team = Team(config.spec, config.edges, world, state.home, Precision.of(config.train.precision), options)
     for step in range(start + 1, config.train.steps + 1):
         began = time.perf_counter()
         batch = batches.at(state.cursor)
         try:
-            outcome = train_step(state, batch, worker, config.pack_tokens)
+            outcome = train_step(state, batch, team)
         except NonFiniteError as fault:
             raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
         seconds = time.perf_counter() - began
@@ -74,7 +76,7 @@ def build_state(config: Config, world: World, saved: Checkpoint | None) -> State
     """Home, optimizer and cursor: from a checkpoint, a model folder or the seed."""
     spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
     source = saved.source() if saved else _initial(config, precision.home)
-    home = Home(spec, buckets(spec, config.layout), world.rank, precision.home, world.device, source)
+    home = Home(spec, buckets(spec, home_layout(config.edges)), world.rank, precision.home, world.device, source)
     optimizer = Optimizer(home, train.betas, train.eps, train.weight_decay)
     schedule = Schedule(train.lr, train.steps, train.min_lr, train.warmup, train.schedule)
     state = State(spec, home, optimizer, schedule, train.clip, LossScale() if precision.scaled else None)
@@ -142,7 +144,7 @@ def _facts(config: Config, state: State, fingerprints: dict[str, str]) -> dict[s
         "cursor": state.cursor,
         "updates": state.optimizer.steps,
         "loss_scale": [state.scale.scale, state.scale.good_steps] if state.scale else None,
-        "layout": str(config.layout),
+        "layout": " > ".join(str(edge.use) for edge in config.edges),
         "model": asdict(config.spec),
         "config": config.model_dump(mode="json"),
         "fingerprints": fingerprints,

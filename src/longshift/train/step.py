@@ -17,8 +17,7 @@ from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale
-from longshift.train.build import Worker
-from longshift.workload.packs import cost, pack, shares
+from longshift.train.team import Team
 
 
 @dataclass
@@ -45,22 +44,29 @@ class Outcome:
     skipped: bool
 
 
-def train_step(state: State, batch: StepBatch, worker: Worker, capacity: int, watch: Callable[[Home], object] | None = None) -> Outcome:
-    """One exact update from `batch`, its documents packed up to `capacity` tokens. `watch` sees home while it holds the gradient sums.
-    Raises NonFiniteError; home is then as before."""
-    lengths = [len(document.ids) for document in batch.documents]
-    packs = pack(lengths, capacity)
-    deal = shares([cost([lengths[i] for i in p], state.spec) for p in packs], worker.layout.dp)
-    slots = max(len(share) for share in deal)
-    mine = [[batch.documents[i] for i in packs[p]] for p in deal[worker.at.dp]] + [[]] * (slots - len(deal[worker.at.dp]))
+def train_step(state: State, batch: StepBatch, team: Team, watch: Callable[[Home], object] | None = None) -> Outcome:
+    """One exact update from `batch`: each group of lengths under its layout, each layout visited once. `watch` sees home while it holds the
+    gradient sums. Raises NonFiniteError; home is then as before."""
+    divisor = max(1, batch.target_tokens)
     scale = state.scale.scale if state.scale else 1.0
-    loss_sum = worker.run(mine, scale / max(1, batch.target_tokens))
+    lengths = [len(document.ids) for document in batch.documents]
+    groups = team.groups(lengths)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=team.world.device)
+    team.begin()
+    for number, group in enumerate(groups):
+        later = groups[number + 1 :]
+        worker = team.enter(group, sum(lengths[d] for d in group.documents))
+        share = group.shares[worker.at.dp]
+        empty = [[]] * (max(map(len, group.shares)) - len(share))
+        packs = [[batch.documents[d] for d in group.packs[p]] for p in share] + empty
+        loss_sum += worker.run(packs, scale / divisor, team.closing(later), team.meanwhile(later[0] if later else None))
+        team.leave(later)
 
     if watch is not None:
         watch(state.home)
-    everyone = worker.world.group(tuple(range(worker.layout.world)))
+    everyone = team.world.group(team.everyone)
     total, squared = everyone.all_reduce(torch.stack((loss_sum, state.home.squared_norm()))).tolist()
-    loss, norm = total / max(1, batch.target_tokens), squared**0.5 / scale
+    loss, norm = total / divisor, squared**0.5 / scale
     finite = norm - norm == 0 and loss - loss == 0
     lr = state.schedule.at(state.optimizer.steps)
     if finite:
@@ -69,7 +75,7 @@ def train_step(state: State, batch: StepBatch, worker: Worker, capacity: int, wa
             state.home.scale_gradients(clipped / scale)
         state.optimizer.update(lr)
     elif state.scale is None or state.scale.scale == 1.0:
-        culprit = _culprit(state, worker.world, batch, loss)
+        culprit = _culprit(state, team.world, batch, loss)
         state.home.drop_gradients()
         raise NonFiniteError(culprit)
     state.home.drop_gradients()
