@@ -12,9 +12,10 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 from common import arguments, publish, say
@@ -26,6 +27,12 @@ from longshift.layout.legal import faults
 from longshift.spec.families import preset
 from longshift.spec.model import ModelSpec
 from longshift.train.check import Trial, uneven_lengths
+
+SWITCHED = (
+    ("dp4", "tp4", "pp4", "u4", "ring4", "dp2.tp2", "dp2.u2", "pp2.dp2", "pp2.tp2", "ring2.tp2"),
+    ("dp8", "dp4.tp2", "dp2.tp4", "pp2.dp2.tp2", "pp2.dp2.u2", "ring4.tp2"),
+)
+EDGES = (6, 20)  # tokens: with these every length group is empty in some step and full in another
 
 LIMIT = 1e-12
 STEPS, QUICK_STEPS, QUICK_EVERY = 20, 3, 7  # steps; one in 7 of the cases
@@ -78,28 +85,56 @@ def layouts_of(family: str) -> Iterator[Layout]:
             yield replace(Layout.parse(text), recompute=policy, zero=(number + turn) % 4)
 
 
+def switched() -> Iterator[tuple[Trial, str, int]]:
+    """(trial, groups, ranks a node): every ordered pair of layouts in the first two of three groups, all stages of ZeRO, tied and untied,
+    one node and two, all planners, weights that go ahead and weights that do not, small buckets."""
+    for layouts in SWITCHED:
+        for number, (first, second) in enumerate(permutations(layouts, 2)):
+            third = layouts[(layouts.index(second) + 1) % len(layouts)]
+            if third == first:
+                third = layouts[(layouts.index(third) + 1) % len(layouts)]
+            three = [replace(Layout.parse(text), zero=1 + (number + i) % 3) for i, text in enumerate((first, second, third))]
+            how = {"edges": EDGES, "bucket_bytes": (20_000, 1 << 20)[number % 2], "ahead_bytes": (0, 1 << 30)[number // 2 % 2]}
+            planner = ("fan_out", "fan_out", "algorithm1", "first_owner")[number % 4]
+            trial = trial_of(("llama", "llama-tied")[number // 3 % 2], STEPS, planner=planner, **how)
+            yield trial, " > ".join(map(str, three)), three[0].world // (1 + number % 2)
+
+
 def main() -> int:
     options = arguments("Worst relative differences of every layout to one process.").parse_args()
     steps, rows, started = QUICK_STEPS if options.quick else STEPS, [], time.monotonic()
     cases = {family: list(layouts_of(family))[:: QUICK_EVERY if options.quick else 1] for family in FAMILIES}
-    total = sum(map(len, cases.values()))
+    switches = list(switched())[:: QUICK_EVERY if options.quick else 1]
+    total = sum(map(len, cases.values())) + len(switches)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longshift-")))
-        sizes = sorted({1} | {layout.world for layouts in cases.values() for layout in layouts})
+        sizes = sorted({1, 4, 8} | {layout.world for layouts in cases.values() for layout in layouts})
         worlds = {size: stack.enter_context(ForkedWorld(size)) for size in sizes}
         for family, layouts in cases.items():
             what = {"trial": trial_of(family, steps).to_json(), "path": str(scratch / f"{family}.safetensors")}
             worlds[1].call("longshift.train.check:write_reference", DEADLINE_S, **what)
             for layout in layouts:
                 found = worlds[layout.world].call("longshift.train.check:compare", DEADLINE_S, layout=str(layout), **what)
-                worst = {kind: largest(answer[kind] for answer in found) for kind in KINDS}
-                rows.append({"family": family, "layout": str(layout), "dtype": "float64", **worst})
-                verdict = "" if largest(worst.values()) <= LIMIT else "   ABOVE THE LIMIT"
-                say(f"{len(rows)}/{total} {family} {layout}: {largest(worst.values()):.1e}{verdict}")
+                rows.append(row(family, str(layout), found, len(rows), total))
+        for trial, groups, per_node in switches:
+            family = "llama-tied" if trial.spec.tied else "llama"
+            what = {"trial": replace(trial, lengths=trial.lengths[:steps]).to_json(), "path": str(scratch / f"{family}.safetensors")}
+            found = worlds[Layout.parse(groups.split(" > ")[0]).world].call(
+                "longshift.train.check:compare", DEADLINE_S, layout=groups, per_node=per_node, **what
+            )
+            rows.append(row(family, groups, found, len(rows), total))
     worst = largest(row[kind] for row in rows for kind in KINDS)
     summary = {"worst": worst, "rows": len(rows), "limit": LIMIT, "steps": steps, "seconds": round(time.monotonic() - started, 1)}
     publish("parity", summary, rows, options.json)
     return 0 if worst <= LIMIT else 1
+
+
+def row(family: str, layout: str, found: Sequence[Mapping[str, float]], done: int, total: int) -> dict:
+    """The worst of all ranks' answers."""
+    worst = {kind: largest(answer[kind] for answer in found) for kind in KINDS}
+    verdict = "" if largest(worst.values()) <= LIMIT else "   ABOVE THE LIMIT"
+    say(f"{done + 1}/{total} {family} {layout}: {largest(worst.values()):.1e}{verdict}")
+    return {"family": family, "layout": layout, "dtype": "float64", **worst}
 
 
 def largest(values: Iterable[float]) -> float:

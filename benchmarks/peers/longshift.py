@@ -9,10 +9,10 @@ from peers.session import Step
 
 
 def build(world: World, trial: Trial, variant: str) -> Step:
-    state, worker = build_trial(trial, Layout.parse(variant), world)
+    state, team = build_trial(trial, [Layout.parse(variant)], world)
     batches = trial.batches()
 
     def step(number: int) -> float:
-        return train_step(state, batches[number % len(batches)], worker, trial.capacity).loss
+        return train_step(state, batches[number % len(batches)], team).loss
 
     return step

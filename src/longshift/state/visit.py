@@ -100,9 +100,13 @@ class Stop:
     def total(self, name: str, box: Box) -> Tensor | None:
         return self.guest.part(name, box, "grad") if self.guest else self.planned.total(name, box)
 
+    def units(self, names: set[str]) -> set[int]:
+        """The units of those of these weights that are here."""
+        return {moving_unit(self.spec, self.spec.by_name[name]) for name in names if name in self.copies.boxes}
+
     def open(self, names: set[str]) -> None:
         """Have storage for these weights."""
-        for unit in {moving_unit(self.spec, self.spec.by_name[name]) for name in names} if not self.guest else ():
+        for unit in self.units(names) if not self.guest else ():
             self.copies.units[unit].hold()
 
     def arrived(self) -> None:
@@ -203,7 +207,7 @@ class Switches:
         """How many exchanges fill no more than `ahead_bytes` on this rank."""
         opened, total = set(), 0
         for number, names in enumerate(transfer.filled):
-            fresh = {moving_unit(self.spec, self.spec.by_name[name]) for name in names} - opened
+            fresh = target.units(names) - opened
             total += sum(target.copies.units[unit].bytes for unit in fresh)
             opened |= fresh
             if total > self.options.ahead_bytes:
