@@ -27,15 +27,21 @@ from longshift.parallel import ring, ulysses
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec import model
 from longshift.spec.model import ModelSpec, Part
-from longshift.state.copies import AlignedCopies, Route
+from longshift.state.copies import AlignedCopies, Route, UnitCopies
 from longshift.state.home import Home, Shard
 from longshift.state.optimizer import Optimizer
+from longshift.state.transfer import Transfer
+from longshift.state.visit import Stop, Switches
+from longshift.switch.plan import Move, Plan
 from longshift.train import build
 from longshift.train.build import Worker
 from longshift.train.check import compare
+from longshift.train.team import Team
 from longshift.workload import groups
+from longshift.workload.groups import LengthGroup
 
 Patch = pytest.MonkeyPatch
+reverse = Plan.reversed
 MIDWAY = 3  # updates done when a mutant damages the optimizer
 
 
@@ -54,7 +60,7 @@ def mistaken(mutant: str) -> Iterator[None]:
                 cache.cache_clear()
 
 
-def compare_mutant(world: World, mutant: str, **arguments: str) -> dict[str, float]:
+def compare_mutant(world: World, mutant: str, **arguments) -> dict[str, float]:
     """`train.check.compare` on a rank that has this mistake."""
     with mistaken(mutant):
         return compare(world, **arguments)  # pyright: ignore[reportArgumentType]
@@ -429,6 +435,84 @@ def ring_keys_for_values(patch: Patch) -> None:
     patch.setattr(ring, "flash_backward", wrong_backward)
 
 
+# ---- switching
+
+
+def divisor_of_the_group(patch: Patch) -> None:
+    """Every group divides by its own target tokens."""
+    run, enter = Worker.run, Team.enter
+
+    def own(self: Team, group: LengthGroup, tokens: int) -> Worker:
+        worker = enter(self, group, tokens)
+        worker.__dict__["tokens"] = tokens - len(group.documents)
+        return worker
+
+    patch.setattr(Team, "enter", own)
+    patch.setattr(Worker, "run", lambda self, packs, seed, *rest: run(self, packs, 1 / max(1, self.tokens), *rest))
+
+
+def visit_with_stale_weights(patch: Patch) -> None:
+    """A layout that was visited in an earlier step computes with what it got then."""
+    arrived, come = Stop.arrived, Switches.bring
+    visited: set[Stop] = set()
+
+    def bring(self: Switches, source: Stop | None, target: Stop) -> Transfer:
+        transfer = come(self, source, target)
+        if target in visited:
+            transfer.posted = transfer.exchanges
+        return transfer
+
+    patch.setattr(Stop, "arrived", lambda self: (visited.add(self), arrived(self)))
+    patch.setattr(Stop, "close", lambda self: None)
+    patch.setattr(UnitCopies, "drop", lambda self: None)
+    patch.setattr(Switches, "bring", bring)
+
+
+def last_groups_gradients_only(patch: Patch) -> None:
+    """Gradients that come home replace those of the groups before."""
+    take_home = Switches.take_home
+
+    def wrong(self: Switches, source: Stop) -> Transfer:
+        self.home.drop_gradients()
+        return take_home(self, source)
+
+    patch.setattr(Switches, "take_home", wrong)
+
+
+def gradients_of_replicas_not_summed(patch: Patch) -> None:
+    """Gradients go home as weights come: copied, not added."""
+    patch.setattr(Plan, "reversed", lambda self: replace(reverse(self), sums=False))
+
+
+def gradients_home_in_bf16(patch: Patch) -> None:
+    """Gradients of a visited layout cross the wire in bfloat16."""
+    take_home = Switches.take_home
+
+    def wrong(self: Switches, source: Stop) -> Transfer:
+        transfer = take_home(self, source)
+        transfer.dtype = torch.bfloat16
+        return transfer
+
+    patch.setattr(Switches, "take_home", wrong)
+
+
+def door_forgets_its_own(patch: Patch) -> None:
+    """A rank that gathers its node's gradients sends on the others', not its own."""
+    target = Transfer._target
+
+    def wrong(self: Transfer, move: Move, which: int, passing: dict) -> Tensor:
+        found = target(self, move, which, passing)
+        return found.zero_() if self.plan.sums and which < self.plan.rounds - 1 else found
+
+    patch.setattr(Transfer, "_target", wrong)
+
+
+def group_of_short_documents_skipped(patch: Patch) -> None:
+    """The first group, of which there may be little, is left out."""
+    groups_of = Team.groups
+    patch.setattr(Team, "groups", lambda self, lengths: tuple(g for g in groups_of(self, lengths) if g.lo) or groups_of(self, lengths))
+
+
 @dataclass(frozen=True)
 class Case:
     """A mutant under some layouts. `at_least`: the difference it makes in `steps` steps, well below what it was measured to be."""
@@ -477,4 +561,11 @@ CASES = (
     Case(ring_piece_off_by_one, ("ring2",)),
     Case(ring_last_step_dropped, ("ring2", "ring3")),
     Case(ring_keys_for_values, ("ring2",)),
+    Case(divisor_of_the_group, ("dp4 > tp4",)),
+    Case(visit_with_stale_weights, ("dp4 > tp4",), steps=3),
+    Case(last_groups_gradients_only, ("dp4 > tp4",)),
+    Case(gradients_of_replicas_not_summed, ("dp4 > tp4",)),
+    Case(gradients_home_in_bf16, ("dp4 > tp4",)),
+    Case(door_forgets_its_own, ("dp4 > pp2.tp2",)),
+    Case(group_of_short_documents_skipped, ("dp4 > tp4",)),
 )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from conftest import DEADLINE_S, Truth, Worlds
 from mutants import CASES, Case
-from parity import LIMIT, largest, trial_of
+from parity import EDGES, LIMIT, largest, trial_of
 
 from longshift.layout.layout import Layout
 
@@ -21,10 +21,12 @@ def worst(worlds: Worlds, truth: Truth) -> Compare:
         key = (case.family, layout, case.steps)
         if mutant is None and key in clean:
             return clean[key]
-        trial = trial_of(case.family, case.steps)
-        arguments = {"trial": trial.to_json(), "layout": layout, "path": truth(trial)} | ({"mutant": mutant} if mutant else {})
+        path = truth(trial_of(case.family, case.steps))
+        trial = trial_of(case.family, case.steps, edges=EDGES)
+        first = Layout.parse(layout.split(" > ")[0])
+        arguments = {"trial": trial.to_json(), "layout": layout, "path": path, "per_node": 2} | ({"mutant": mutant} if mutant else {})
         function = "mutants:compare_mutant" if mutant else "longshift.train.check:compare"
-        found = worlds(Layout.parse(layout).world).call(function, DEADLINE_S, **arguments)
+        found = worlds(first.world).call(function, DEADLINE_S, **arguments)
         difference = largest(value for answer in found for value in answer.values())
         if mutant is None:
             clean[key] = difference

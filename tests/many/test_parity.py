@@ -8,7 +8,7 @@ import json
 
 import pytest
 from conftest import DEADLINE_S, Truth, Worlds
-from parity import FAMILIES, KINDS, LIMIT, STEPS, largest, layouts_of, main, trial_of
+from parity import EDGES, FAMILIES, KINDS, LIMIT, STEPS, largest, layouts_of, main, trial_of
 
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
@@ -46,12 +46,35 @@ CASES = (
 AXES = ("tp", "ulysses", "ring", "dp", "pp")
 
 
-def differences(worlds: Worlds, truth: Truth, family: str, layout: str, steps: int, home_layout: str | None = None) -> dict[str, float]:
+SWITCHED = (
+    # groups, ranks a node, bytes a bucket, bytes that may go ahead, planner
+    ("llama", "dp4 > dp2.tp2 > tp4", 2, 20_000, 1 << 30, "fan_out"),
+    ("llama-tied", "dp4.z2 > u4 > pp2.tp2", 2, 1 << 20, 0, "fan_out"),
+    ("llama-tied", "pp4 > ring2.tp2.z3 > dp2.pp2", 4, 20_000, 30_000, "algorithm1"),
+    ("llama", "dp2.tp2.z3 > pp2.dp2.z2 > dp4.z3", 2, 5_000, 1 << 30, "first_owner"),
+    ("gpt2", "dp2.u2 > tp2.ring2.recompute-full > pp2.v2.tp2", 2, 20_000, 1 << 30, "fan_out"),
+    ("qwen3", "dp8 > pp2.dp2.tp2 > dp2.tp4", 4, 50_000, 1 << 30, "fan_out"),
+)
+
+
+def differences(worlds: Worlds, truth: Truth, family: str, layout: str, steps: int, home_cut: str | None = None) -> dict[str, float]:
     trial = trial_of(family, steps)
-    size = max(Layout.parse(text).world for text in (layout, home_layout) if text)
-    arguments = {"trial": trial.to_json(), "layout": layout, "path": truth(trial), "home_layout": home_layout}
+    size = max(Layout.parse(text).world for text in (layout, home_cut) if text)
+    arguments = {"trial": trial.to_json(), "layout": layout, "path": truth(trial), "home_cut": home_cut}
     found = worlds(size).call("longshift.train.check:compare", DEADLINE_S, **arguments)
     return {kind: largest(answer[kind] for answer in found) for kind in KINDS}
+
+
+@pytest.mark.parametrize(("family", "groups", "per_node", "bucket_bytes", "ahead_bytes", "planner"), SWITCHED)
+def test_a_step_that_switches_is_one_process(
+    worlds: Worlds, truth: Truth, family: str, groups: str, per_node: int, bucket_bytes: int, ahead_bytes: int, planner: str
+):
+    path = truth(trial_of(family, FEWER))
+    trial = trial_of(family, FEWER, edges=EDGES, bucket_bytes=bucket_bytes, ahead_bytes=ahead_bytes, planner=planner)
+    world = worlds(Layout.parse(groups.split(" > ")[0]).world)
+    arguments = {"trial": trial.to_json(), "layout": groups, "path": path, "per_node": per_node}
+    found = world.call("longshift.train.check:compare", DEADLINE_S, **arguments)
+    assert all(largest(answer[kind] for answer in found) <= LIMIT for kind in KINDS), found
 
 
 @pytest.mark.parametrize(("family", "layout", "steps"), CASES)
@@ -60,9 +83,9 @@ def test_a_layout_is_one_process(worlds: Worlds, truth: Truth, family: str, layo
     assert all(found[kind] <= LIMIT for kind in KINDS), found
 
 
-@pytest.mark.parametrize(("layout", "home_layout"), [("tp2", "dp2.z1"), ("pp2", "u2.z3"), ("dp2.tp2", "pp2.dp2.z2")])
-def test_a_layout_may_visit_a_home_cut_for_another(worlds: Worlds, truth: Truth, layout: str, home_layout: str):
-    found = differences(worlds, truth, "llama-tied", layout, FEWER, home_layout)
+@pytest.mark.parametrize(("layout", "home_cut"), [("tp2", "dp2.z1"), ("pp2", "u2.z3"), ("dp2.tp2", "pp2.dp2.z2")])
+def test_a_layout_may_visit_a_home_cut_for_another(worlds: Worlds, truth: Truth, layout: str, home_cut: str):
+    found = differences(worlds, truth, "llama-tied", layout, FEWER, home_cut)
     assert all(found[kind] <= LIMIT for kind in KINDS), found
 
 
@@ -93,13 +116,19 @@ def test_the_benchmark_prints_its_rows(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("parity.LAYOUTS", ("dp2", "pp2"))
     monkeypatch.setattr("parity.MORE", ())
     monkeypatch.setattr("parity.RECOMPUTED", ())
+    monkeypatch.setattr("parity.SWITCHED", (("dp2", "tp2"),))
     monkeypatch.setattr("sys.argv", ["parity.py", "--json", "--quick"])
     assert main() == 0
     report = json.loads(capsys.readouterr().out)
     assert report["benchmark"] == "parity"
     assert {"machine", "versions", "commit"} <= set(report)
     rows = report["rows"]
-    assert [(row["family"], row["layout"], row["dtype"]) for row in rows] == [("llama", "dp2", "float64"), ("llama", "pp2.z3", "float64")]
+    assert [(row["family"], row["layout"]) for row in rows] == [
+        ("llama", "dp2"),
+        ("llama", "pp2.z3"),
+        ("llama", "dp2.z1 > tp2.z2 > tp2.z3"),
+    ]
+    assert {row["dtype"] for row in rows} == {"float64"}
     worst = max(row[kind] for row in rows for kind in KINDS)
     assert 0 < worst <= LIMIT
-    assert report["summary"].items() >= {"worst": worst, "rows": 2, "limit": LIMIT}.items()
+    assert report["summary"].items() >= {"worst": worst, "rows": 3, "limit": LIMIT}.items()
