@@ -4,6 +4,8 @@ DeepSpeed and the Hugging Face Trainer; tensor and pipeline parallelism against 
 All train the same function from the same weights on the same packs (two documents of equal length), one thread a rank, over gloo, with
 torch's fused AdamW and one clip a step; the losses must agree, else the exit code is 1. Every system has its own pair of processes;
 rounds are interleaved, each begins with another system, and ratios are taken within a round. The first round is not counted.
+
+No system here cuts the sequence, so u2 and ring2 have no ratio to a like-for-like peer, only one to the best data-parallel system.
 """
 
 import importlib
@@ -11,13 +13,14 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 
 from common import arguments, publish, say
 from peers.session import small_llama
 
 from longshift.dist.fork import ForkedWorld
+from longshift.errors import PeerError
 from longshift.train.check import Trial
 
 RANKS = 2
@@ -29,8 +32,8 @@ EXTRA: Mapping[str, tuple[str, ...]] = {  # peer: what it needs
     "dtensor": ("transformers",),
 }
 
-# Longshift's layout -> the peers that do the same. None: no system here cuts the sequence; any data-parallel one.
-LIKE: Mapping[str, tuple[str, ...] | None] = {
+# Longshift's layout -> the peers that do the same.
+LIKE: Mapping[str, tuple[str, ...]] = {
     "dp2": ("ddp dp2", "hf dp2"),
     "dp2.z1": ("fsdp2 z1", "deepspeed z1"),
     "dp2.z2": ("fsdp2 z2", "deepspeed z2"),
@@ -38,8 +41,8 @@ LIKE: Mapping[str, tuple[str, ...] | None] = {
     "tp2": ("dtensor tp2",),
     "pp2": ("pipelining pp2",),
     "pp2:3-1": ("pipelining pp2:3-1",),
-    "u2": None,
-    "ring2": None,
+    "u2": (),
+    "ring2": (),
 }
 
 
@@ -55,12 +58,13 @@ class Round:
 
 def available() -> tuple[list[str], dict[str, str]]:
     """Names "system variant" of everything that can run here, and why the other systems cannot. Imports them: the ranks are forked."""
-    peers = [name for names in LIKE.values() for name in names or ()]
+    peers = [name for names in LIKE.values() for name in names]
     skipped = {}
     for system, needs in EXTRA.items():
         try:
-            for module in (*needs, f"peers.{system}"):
-                importlib.import_module(module)
+            with redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, from its import on
+                for module in (*needs, f"peers.{system}"):
+                    importlib.import_module(module)
         except ImportError as fault:
             skipped[system] = f"{fault}; the extra `peers` of the package brings it"
             say(f"without {system}: {skipped[system]}")
@@ -79,7 +83,10 @@ def measure(names: Sequence[str], trial: Trial, rounds: int, steps: int) -> tupl
             for name in (*names[turn:], *names[:turn]):
                 system, variant = name.split()
                 call = {"system": system, "variant": variant, "trial": text, "first": number * steps, "steps": steps}
-                ranks = worlds[name].call("peers.session:block", DEADLINE_S, **call)
+                try:
+                    ranks = worlds[name].call("peers.session:block", DEADLINE_S, **call)
+                except PeerError as fault:
+                    raise PeerError(f"{name}, round {number}: {fault}") from fault
                 losses[name] += ranks[0]["losses"]
                 if number:
                     rate = steps * tokens / max(rank["seconds"] for rank in ranks)
@@ -98,10 +105,12 @@ def spread(values: Sequence[float]) -> float:
 def row(name: str, dtype: str, rounds: Sequence[Round]) -> dict:
     system, variant = name.split()
     rates = [r.rate for r in rounds]
+    like = LIKE[variant] if system == "longshift" else ()
     return {
         "system": system,
         "layout": variant,
         "dtype": dtype,
+        "like_for_like": ", ".join(like) or ("no peer cuts the sequence" if system == "longshift" else None),
         "tokens_per_s": statistics.median(rates),
         "spread": spread(rates),
         "peak_mib": max(r.peak_mib for r in rounds),
@@ -142,11 +151,12 @@ def main() -> int:
         trial = Trial(small_llama(options.width, 4, 4096), lengths, dtype, capacity=2 * options.length)  # pyright: ignore[reportArgumentType]
         found, losses = measure(names, trial, options.rounds, options.steps)
         rows += [row(name, dtype, rounds) for name, rounds in found.items()]
-        replicas = [name for layout, like in LIKE.items() if layout.startswith("dp") for name in like or () if name in found]
+        replicas = [name for layout, like in LIKE.items() if layout.startswith("dp") for name in like if name in found]
         for layout, like in LIKE.items():
-            told = ratio(found, layout, [name for name in like or () if name in found] or replicas)
-            for key, value in (("ratio_to_best_peer", "ratio"), ("ratio_spread", "spread"), ("best_peer", "peer")):
-                summary[key].setdefault(layout, {})[dtype] = told[value]
+            if like:
+                told = ratio(found, layout, [name for name in like if name in found])
+                for key, value in (("ratio_to_best_peer", "ratio"), ("ratio_spread", "spread"), ("best_peer", "peer")):
+                    summary[key].setdefault(layout, {})[dtype] = told[value]
             summary["ratio_to_best_data_parallel"].setdefault(layout, {})[dtype] = ratio(found, layout, replicas)["ratio"]
         summary["loss_difference"][dtype] = worst_loss(losses, 4)
     publish("static", summary, rows, options.json)

@@ -82,7 +82,14 @@ class Group:
         return x
 
     def start_all_reduce(self, x: Tensor) -> Pending:
-        """x = sum over ranks of their x, in place, bitwise the same on all. Valid after `wait`."""
+        """x = sum over ranks of their x, in place, bitwise the same on all. Valid after `wait`. A pair on gloo trades whole buffers, the
+        bytes of gloo's ring in one step."""
+        if self.direct and self.size == 2:
+            theirs, sizes = torch.empty_like(x), [0, 0]
+            sizes[1 - self.index] = x.numel()
+            pending = self.trade(theirs, x, sizes, sizes)
+            pending.finish = lambda: x.add_(theirs)
+            return pending
         return Pending([dist.all_reduce(x, group=self.handle, async_op=True)] if self.handle is not None else (), (x,))
 
     def exchange(self, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[Pending, list[Tensor]]:

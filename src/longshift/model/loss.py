@@ -30,15 +30,16 @@ class CrossEntropySum(torch.autograd.Function):
         here = (labels >= first) & (labels < first + wide.shape[1])
         column = torch.where(here, labels - first, 0).unsqueeze(-1)
         target = torch.where(here, wide.gather(-1, column).squeeze(-1), 0.0)
-        probability = wide.exp_()
-        total, target = all_sum(torch.stack((probability.sum(-1), target))).unbind()
+        weight = wide.exp_()
+        total, target = all_sum(torch.stack((weight.sum(-1), target))).unbind()
         counted = labels != IGNORE
-        ctx.save_for_backward(probability.div_(total.unsqueeze(-1)), column, here, counted)
+        ctx.save_for_backward(weight, total, column, here, counted)
         ctx.dtype = logits.dtype
         return torch.where(counted, total.log() - target, 0.0).sum()
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        probability, column, here, counted = ctx.saved_tensors
-        d = probability.scatter_add(-1, column, -here.to(probability.dtype).unsqueeze(-1))
-        return d.mul_((grad * counted).unsqueeze(-1)).to(ctx.dtype), None, None, None, None
+        weight, total, column, here, counted = ctx.saved_tensors
+        grad_T = grad * counted
+        d = weight.mul_((grad_T / total).unsqueeze(-1))  # in place: [T, V_i] is the largest activation there is
+        return d.scatter_add_(-1, column, -(grad_T * here).unsqueeze(-1)).to(ctx.dtype), None, None, None, None
