@@ -11,8 +11,11 @@ from longshift.layout.placement import buckets
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.precision import Precision
-from longshift.state.visit import Stop, Switches, SwitchOptions
+from longshift.state.visit import Stop, Switches
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import Links
 from longshift.train.check import Trial
+from longshift.workload.groups import Edge
 
 
 def numbered(spec: ModelSpec, name: str, box: Box, salt: int) -> Tensor:
@@ -27,19 +30,21 @@ def go_round(
     """From home to each stop in turn, then its sums home: is every bit where it belongs? Counts what was looked at, and the elements that
     ranks had already and must not have been sent."""
     spec, how = Trial.from_json(trial).spec, Precision.of(precision)  # pyright: ignore[reportArgumentType]
-    world.per_node = per_node
     everyone = tuple(range(world.size))
     world.prepare([everyone], "switch")
     cut = Layout.parse(home)
     here = Home(spec, buckets(spec, cut), world.rank, how.home, world.device, lambda n, b: numbered(spec, n, b, 0))
     options = SwitchOptions(planner, bucket_bytes)  # pyright: ignore[reportArgumentType]
-    switches = Switches(spec, here, cut, world, everyone, how, options)
+    edges = [Edge(number + 1, Layout.parse(text)) for number, text in enumerate(stops)]
+    way = Itinerary(spec, edges, Links(per_node, 8.0, 1.0), how.compute.itemsize, how.home.itemsize, options, cut)
+    switches = Switches(way, here, world, everyone, how)
     seen = {"arrived": 0, "returned": 0, "exchanges": 0}
-    before = None
+    before, made = None, {}
     for number, text in enumerate(stops):
-        stop = Stop(spec, Layout.parse(text), world, here, how)
-        if not stop.visiting:
-            continue
+        cut = way.cuts[Layout.parse(text)]
+        stop = made[cut] = made.get(cut) or Stop(spec, cut, world, here, how)
+        if stop is before:
+            before = None
         if stop.guest is None:
             stop.close()
         transfer = switches.bring(before, stop)
@@ -108,11 +113,13 @@ def disagree(world: World, trial: dict) -> dict[str, object]:
     spec, how = Trial.from_json(trial).spec, Precision.of("float64")
     everyone = tuple(range(world.size))
     world.prepare([everyone], "switch")
-    world.per_node = 2
     cut = Layout.parse("dp4.z1")
     here = Home(spec, buckets(spec, cut), world.rank, how.home, world.device, lambda n, b: numbered(spec, n, b, 0))
-    switches = Switches(spec, here, cut, world, everyone, how, SwitchOptions("first_owner" if world.rank == 1 else "fan_out"))
-    stop = Stop(spec, Layout.parse("tp4"), world, here, how)
+    options = SwitchOptions("first_owner" if world.rank == 1 else "fan_out")
+    edges = [Edge(1, Layout.parse("tp4")), Edge(2, cut)]
+    way = Itinerary(spec, edges, Links(2, 8.0, 1.0), 8, 8, options)
+    switches = Switches(way, here, world, everyone, how)
+    stop = Stop(spec, way.cuts[Layout.parse("tp4")], world, here, how)
     for copies in stop.copies.units.values():
         if copies.flat is not None:
             copies.flat.zero_()

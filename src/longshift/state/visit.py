@@ -9,7 +9,6 @@
 Optimizer state never moves, and no gradient goes from stop to stop: every one reduces into home.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,10 +24,8 @@ from longshift.state.copies import AlignedCopies, Copies
 from longshift.state.home import Home
 from longshift.state.precision import Precision
 from longshift.state.transfer import Part, Transfer
-from longshift.switch.links import Links
-from longshift.switch.placed import Placed, Side, placed, together, turn_about
-from longshift.switch.plan import Plan, switch_plan
-from longshift.switch.planners import Planner
+from longshift.switch.itinerary import Cut, Itinerary
+from longshift.switch.plan import Plan
 
 
 class PlannedCopies(Copies):
@@ -77,22 +74,17 @@ class PlannedCopies(Copies):
 class Stop:
     """One cut of the model on this rank. Mutable: its copies come and go."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
-        self.spec, self.layout, self.home = spec, layout, home
-        self.visiting = home.buckets != (own := buckets(spec, layout))
+    def __init__(self, spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Precision):
+        self.spec, self.cut, self.home = spec, cut, home
         self.guest: Home | None = None
         self.copies: Copies
-        if self.visiting and layout.zero < 2:
-            self.copies = self.planned = PlannedCopies(spec, layout, world, home, precision)
-        else:
-            if self.visiting:
-                self.guest = Home(spec, own, world.rank, precision.compute, world.device, lambda _, box: torch.zeros(box.shape))
-            self.copies = AlignedCopies(spec, layout, world, self.guest or home, precision.compute, precision.home)
-
-    @property
-    def side(self) -> Side:
-        """What switches bring here, and can take from here."""
-        return "rows" if self.guest else "copies"
+        if cut.side == "copies" and not cut.at_home:
+            self.copies = self.planned = PlannedCopies(spec, cut.layout, world, home, precision)
+            return
+        if not cut.at_home:
+            own = buckets(spec, cut.layout)
+            self.guest = Home(spec, own, world.rank, precision.compute, world.device, lambda _, box: torch.zeros(box.shape))
+        self.copies = AlignedCopies(spec, cut.layout, world, self.guest or home, precision.compute, precision.home)
 
     def weight(self, name: str, box: Box) -> Tensor | None:
         return self.guest.part(name, box, "master") if self.guest else self.copies.part(name, box)
@@ -130,75 +122,39 @@ class Stop:
             copies.drop()
 
 
-NEAR_TO_FAR = 8.0  # what a link inside a node carries, to one between nodes, where nothing was measured
-
-
-@dataclass(frozen=True)
-class SwitchOptions:
-    """`bucket_bytes`: the most that a rank sends, or receives, in one exchange. `ahead_bytes`: how much of the next layout's weights may
-    arrive while the one before still computes."""
-
-    planner: Planner = "fan_out"
-    bucket_bytes: int = 32 << 20
-    ahead_bytes: int = 256 << 20
-
-
 class Switches:
-    """The transfers between home and stops, each planned when it is first wanted. Mutable: a cache. All methods but `plan` are collective
-    over `ranks`, and play on their group for "switch"."""
+    """The transfers between home and stops that `itinerary` plans, each made when it is first wanted. Mutable: a cache. Its methods are
+    collective over `ranks`, and play on their group for "switch"."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        home: Home,
-        home_cut: Layout,
-        world: World,
-        ranks: tuple[int, ...],
-        precision: Precision,
-        options: SwitchOptions,
-    ):
-        """`home_cut`: the layout that `home` is cut by."""
-        self.spec, self.home, self.world, self.ranks, self.precision, self.options = spec, home, world, ranks, precision, options
-        self.links = Links(world.per_node, NEAR_TO_FAR, 1.0)
-        self._rows = placed(spec, home_cut, "rows")
-        self._plans: dict[tuple[Stop | None, Stop], Plan] = {}
-        self._transfers: dict[tuple[Stop | None, Stop | None], Transfer] = {}
-
-    def plan(self, source: Stop | None, target: Stop) -> Plan:
-        """Of the weights of `target`, from home and, where given, from what `source` holds."""
-        if (source, target) not in self._plans:
-            held = together(self._rows, placed(self.spec, source.layout, source.side)) if source else self._rows
-            self._plans[source, target] = self._plan(held, target, self.precision.compute)
-        return self._plans[source, target]
+    def __init__(self, itinerary: Itinerary, home: Home, world: World, ranks: tuple[int, ...], precision: Precision):
+        self.itinerary, self.home, self.world, self.ranks, self.precision = itinerary, home, world, ranks, precision
+        self._transfers: dict[tuple[Cut | None, Cut | None], Transfer] = {}
 
     def bring(self, source: Stop | None, target: Stop) -> Transfer:
-        """The weights of `target`, about to move."""
-        if (source, target) not in self._transfers:
+        """The weights of `target`, about to move; from home and, where given, from what `source` holds."""
+        key = source.cut if source else None, target.cut
+        if key not in self._transfers:
 
             def held(name: str, box: Box) -> Tensor | None:
                 found = source.weight(name, box) if source else None
                 return self.home.part(name, box, "master") if found is None else found
 
-            transfer = self._transfer(self.plan(source, target), held, target.weight, self.precision.compute)
+            transfer = self._transfer(self.itinerary.weights(*key), held, target.weight, self.precision.compute)
             ahead = torch.tensor(self._fit(transfer, target), device=self.world.device)
             transfer.ahead = int(self.world.group(self.ranks, "switch").all_reduce(ahead, dist.ReduceOp.MIN))
-            self._transfers[source, target] = transfer
-        return self._transfers[source, target].begin()
+            self._transfers[key] = transfer
+        return self._transfers[key].begin()
 
     def take_home(self, source: Stop) -> Transfer:
         """The gradient sums of `source`, about to be added to home's."""
         for shard in self.home.shards:
             if shard.grad is None:
                 shard.grad = torch.zeros_like(shard.master)
-        if (source, None) not in self._transfers:
-            plan = self._plan(self._rows, source, self.precision.home).reversed()
+        key = source.cut, None
+        if key not in self._transfers:
             wanted = partial(self.home.part, what="grad")
-            self._transfers[source, None] = self._transfer(plan, source.total, wanted, self.precision.home)
-        return self._transfers[source, None].begin()
-
-    def _plan(self, held: Placed, target: Stop, dtype: torch.dtype) -> Plan:
-        wanted = turn_about(held, placed(self.spec, target.layout, target.side))
-        return switch_plan(held, wanted, self.links, dtype.itemsize, self.options.planner, self.options.bucket_bytes)
+            self._transfers[key] = self._transfer(self.itinerary.sums(source.cut), source.total, wanted, self.precision.home)
+        return self._transfers[key].begin()
 
     def _transfer(self, plan: Plan, held: Part, wanted: Part, dtype: torch.dtype) -> Transfer:
         return Transfer(plan, self.world, self.world.group(self.ranks, "switch"), held, wanted, dtype)
@@ -210,6 +166,6 @@ class Switches:
             fresh = target.units(names) - opened
             total += sum(target.copies.units[unit].bytes for unit in fresh)
             opened |= fresh
-            if total > self.options.ahead_bytes:
+            if total > self.itinerary.options.ahead_bytes:
                 return number
         return transfer.exchanges

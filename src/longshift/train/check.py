@@ -27,10 +27,10 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
 from longshift.state.precision import LossScale, Name, Precision
-from longshift.state.visit import SwitchOptions
+from longshift.switch.itinerary import SwitchOptions, home_layout
 from longshift.switch.planners import Planner
 from longshift.train.step import State, train_step
-from longshift.train.team import Team, home_layout
+from longshift.train.team import Team
 from longshift.workload.groups import Edge
 
 KINDS = ("grad-first", "grad-last", "master", *MOMENTS)

@@ -22,11 +22,11 @@ from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
-from longshift.state.visit import SwitchOptions
+from longshift.switch.itinerary import SwitchOptions, home_layout
 from longshift.train.corpus import open_corpus
 from longshift.train.metrics import StepMetrics
 from longshift.train.step import Outcome, State, train_step
-from longshift.train.team import Team, home_layout
+from longshift.train.team import Team
 
 
 def train(config: Config, run: Path, resume: bool, stop: Callable[[], bool] = lambda: False) -> Iterator[StepMetrics]:

@@ -1,11 +1,4 @@
-"""All layouts of a run on one rank, and the way of a step through them: which first, what is shared, what is switched when.
-
-    groups    dp4 <= 1K        u4 <= 4K         tp4 <= 16K
-    stops     ─────── one: same copies ──────   ─── home ───
-    weights   home ══> gather or switch         gather          each stop once a step, in the order that moves least
-    gradients                     ══> home          ══> home    when the last group of a stop is done
-
-Home is cut as the longest group's layout would cut it, under ZeRO-1 at least: every element is kept once.
+"""All layouts of a run on one rank, and the walk of a step through them (`switch.itinerary`).
 
 [Note: one order] Weights that go ahead and gradients on their way home share one process group. How far the weights have come when the
 backward ends differs from rank to rank, so each first posts all exchanges that may go ahead, the same number everywhere.
@@ -13,20 +6,23 @@ backward ends differs from rank to rank, so each first posts all exchanges that 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.layout.placement import Bucket, buckets
 from longshift.spec.model import ModelSpec
 from longshift.state.copies import UnitCopies
 from longshift.state.home import Home
 from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
-from longshift.state.visit import Stop, Switches, SwitchOptions
+from longshift.state.visit import Stop, Switches
+from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
+from longshift.switch.links import Links
 from longshift.switch.traffic import traffic
 from longshift.train.build import Worker, prepare
-from longshift.workload.groups import Edge, LengthGroup, length_groups, visiting_order
+from longshift.workload.groups import Edge, LengthGroup, length_groups
+
+NEAR_TO_FAR = 8.0  # what a link inside a node carries, to one between nodes, where nothing was measured
 
 
 @dataclass
@@ -41,12 +37,6 @@ class Visited:
     hidden_s: float = 0.0
     intra_node_bytes: int = 0
     inter_node_bytes: int = 0
-
-
-def home_layout(edges: Sequence[Edge]) -> Layout:
-    """The layout that cuts home: the only one, or the longest group's, sharded."""
-    last = edges[-1].use
-    return last if len(edges) == 1 else replace(last, zero=max(1, last.zero))
 
 
 class Team:
@@ -64,36 +54,28 @@ class Team:
     ):
         """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`."""
         self.spec, self.edges, self.world, self.home = spec, tuple(edges), world, home
+        links = Links(world.per_node, NEAR_TO_FAR, 1.0)
+        self.itinerary = Itinerary(spec, edges, links, precision.compute.itemsize, precision.home.itemsize, options, home_cut)
         self.workers: dict[Layout, Worker] = {}
         self.stop_of: dict[Layout, Stop] = {}
-        stops: dict[tuple[tuple[Bucket, ...], bool], Stop] = {}
-        for layout in dict.fromkeys(edge.use for edge in edges):
+        stops: dict[Cut, Stop] = {}
+        for layout, cut in self.itinerary.cuts.items():
             prepare(world, spec, layout)
-            cut = layout if len(edges) == 1 else replace(layout, zero=max(1, layout.zero))
-            own = buckets(spec, cut)
-            key = own, own != home.buckets and cut.zero >= 2
-            if key not in stops:
-                stops[key] = Stop(spec, cut, world, home, precision)
-            self.stop_of[layout] = stops[key]
-            self.workers[layout] = Worker(spec, cut, world, stops[key].copies, precision)
+            if cut not in stops:
+                stops[cut] = Stop(spec, cut, world, home, precision)
+            self.stop_of[layout] = stops[cut]
+            self.workers[layout] = Worker(spec, layout, world, stops[cut].copies, precision)
         self.everyone = tuple(range(edges[0].use.world))
         world.prepare([self.everyone], "switch")
-        self.switches = Switches(spec, home, home_cut or home_layout(edges), world, self.everyone, precision, options)
+        self.switches = Switches(self.itinerary, home, world, self.everyone, precision)
         self.here: Stop | None = None
         self.visited: list[Visited] = []
         self._coming: Transfer | None = None
-        self._orders: dict[tuple[Layout, ...], tuple[int, ...]] = {}
 
     def groups(self, lengths: Sequence[int]) -> tuple[LengthGroup, ...]:
         """The step's groups in visiting order."""
         found = length_groups(lengths, self.edges, self.spec)
-        layouts = tuple(group.layout for group in found)
-        if layouts not in self._orders:
-            stops = [self.stop_of[layout] for layout in layouts]
-            first = [self._seconds(None, stop) for stop in stops]
-            hop = [[self._seconds(a, b) for b in stops] for a in stops]
-            self._orders[layouts] = visiting_order(first, hop, [0.0] * len(stops)) if len(stops) > 1 else tuple(range(len(stops)))
-        return tuple(found[i] for i in self._orders[layouts])
+        return tuple(found[i] for i in self.itinerary.order(tuple(group.layout for group in found)))
 
     def begin(self) -> None:
         """A step begins: home has changed."""
@@ -107,7 +89,7 @@ class Team:
         self.visited.append(Visited(group, tokens))
         stop = self.stop_of[group.layout]
         if stop is not self.here:
-            if stop.visiting:
+            if not stop.cut.at_home:
                 self._arrive(stop)
             if self.here is not None:
                 self.here.close()
@@ -117,7 +99,7 @@ class Team:
     def meanwhile(self, after: LengthGroup | None) -> Callable[[], object] | None:
         """What the worker is to call again and again in its last micro-batch: it brings the next group's weights as far as `ahead_bytes`
         allows."""
-        if after is None or not (stop := self.stop_of[after.layout]).visiting or stop is self.here:
+        if after is None or (stop := self.stop_of[after.layout]).cut.at_home or stop is self.here:
             return None
         self._coming = transfer = self.switches.bring(self._source(), stop)
 
@@ -133,7 +115,7 @@ class Team:
         assert stop is not None
         while self._coming is not None and self._coming.posted < self._coming.ahead:
             self._coming.advance(self.stop_of[later[0].layout].open, wait=True)
-        if stop.visiting and self.closing(later):
+        if not stop.cut.at_home and self.closing(later):
             transfer = self.switches.take_home(stop)
             while transfer.advance(lambda names: None, wait=True):
                 pass
@@ -156,9 +138,7 @@ class Team:
 
     def _source(self) -> Stop | None:
         """The stop whose weights are here, besides home."""
-        if self.here is None or (self.visited[-1].group.layout.zero == 3 and self.here.guest is None):
-            return None
-        return self.here
+        return self.here if self.visited and self.itinerary.source(self.visited[-1].group.layout) else None
 
     def _last_use(self, transfer: Transfer) -> list[tuple[int, UnitCopies]]:
         """The copies that are here, by the exchange after whose posting they are not read any more; descending."""
@@ -167,12 +147,6 @@ class Team:
         last = {w.name: int(w.bucket[-1]) for w in transfer.plan.weights if len(w.bucket)}
         units = self.here.copies.units.values()
         return sorted(((max(last[name] for name in u.weights), u) for u in units), key=lambda pair: -pair[0])
-
-    def _seconds(self, source: Stop | None, target: Stop) -> float:
-        """What a switch costs at least, in units of the far link."""
-        if source is target or len(set(self.stop_of.values())) == 1:
-            return 0.0
-        return traffic(self.switches.plan(source if target.visiting else None, target)).bound_s
 
     def _count(self, visit: Visited, transfer: Transfer) -> None:
         moved = traffic(transfer.plan)

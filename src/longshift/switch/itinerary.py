@@ -1,0 +1,123 @@
+"""The way of a step through its layouts: which cut of the model each computes with, what moves between cuts, and in which order they are
+visited.
+
+    groups    dp4 <= 1K        u4 <= 4K         tp4 <= 16K
+    cuts      ──── one: the same copies ─────   ─── home ───
+    weights   home ══> gather or switch         gather          each cut once a step, in the order that moves least
+    gradients                     ══> home          ══> home    when the last group of a cut is done
+
+Home is cut as the longest group's layout would cut it, under ZeRO-1 at least: every element is kept once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from longshift.layout.layout import Layout
+from longshift.layout.placement import buckets
+from longshift.spec.model import ModelSpec
+from longshift.switch.links import Links
+from longshift.switch.placed import Placed, Side, placed, together, turn_about
+from longshift.switch.plan import Plan, switch_plan
+from longshift.switch.planners import Planner
+from longshift.switch.traffic import traffic
+from longshift.workload.groups import Edge, visiting_order
+
+
+@dataclass(frozen=True)
+class SwitchOptions:
+    """`bucket_bytes`: the most that a rank sends, or receives, in one exchange. `ahead_bytes`: how much of the next layout's weights may
+    arrive while the one before still computes."""
+
+    planner: Planner = "fan_out"
+    bucket_bytes: int = 32 << 20
+    ahead_bytes: int = 256 << 20
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut the model. `layout`: the first of those that compute with it. `side`: what switches bring, working copies or, under
+    ZeRO-2 and 3 away from home, rows of them. `at_home`: home is cut so, nothing switches."""
+
+    layout: Layout
+    side: Side
+    at_home: bool
+
+
+def home_layout(edges: Sequence[Edge]) -> Layout:
+    """The layout that cuts home: the only one, or the longest group's, sharded."""
+    last = edges[-1].use
+    return last if len(edges) == 1 else replace(last, zero=max(1, last.zero))
+
+
+def cuts(spec: ModelSpec, edges: Sequence[Edge], home: Layout) -> dict[Layout, Cut]:
+    """The cut of every layout; layouts with equal placements share theirs."""
+    found: dict[tuple, Cut] = {}
+    result = {}
+    for layout in dict.fromkeys(edge.use for edge in edges):
+        how = layout if len(edges) == 1 else replace(layout, zero=max(1, layout.zero))
+        own = buckets(spec, how)
+        at_home = own == buckets(spec, home)
+        side: Side = "rows" if how.zero >= 2 and not at_home else "copies"
+        result[layout] = found.setdefault((own, side), Cut(how, side, at_home))
+    return result
+
+
+class Itinerary:
+    """What moves between the cuts of a run. Mutable: plans are made when they are first asked for, and kept."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        edges: Sequence[Edge],
+        links: Links,
+        weight_bytes: int,
+        sum_bytes: int,
+        options: SwitchOptions,
+        home: Layout | None = None,
+    ):
+        """`weight_bytes`, `sum_bytes`: of an element on the wire. `home`: the layout that cuts it; `home_layout(edges)` by itself."""
+        self.spec, self.links, self.options = spec, links, options
+        self.home = home or home_layout(edges)
+        self.cuts = cuts(spec, edges, self.home)
+        self._bytes = weight_bytes, sum_bytes
+        self._rows = placed(spec, self.home, "rows")
+        self._weights: dict[tuple[Cut | None, Cut], Plan] = {}
+        self._sums: dict[Cut, Plan] = {}
+        self._orders: dict[tuple[Layout, ...], tuple[int, ...]] = {}
+
+    def weights(self, source: Cut | None, target: Cut) -> Plan:
+        """Of the weights of `target`, from home and, where given, from what `source` holds."""
+        if (source, target) not in self._weights:
+            held = together(self._rows, placed(self.spec, source.layout, source.side)) if source else self._rows
+            self._weights[source, target] = self._plan(held, target, self._bytes[0])
+        return self._weights[source, target]
+
+    def sums(self, source: Cut) -> Plan:
+        """Of the gradient sums of `source`, to home."""
+        if source not in self._sums:
+            self._sums[source] = self._plan(self._rows, source, self._bytes[1]).reversed()
+        return self._sums[source]
+
+    def source(self, layout: Layout) -> Cut | None:
+        """What a switch can take from besides home when `layout` has computed: at home, ZeRO-3 has released its copies."""
+        cut = self.cuts[layout]
+        return None if cut.at_home and layout.zero == 3 else cut
+
+    def order(self, layouts: tuple[Layout, ...]) -> tuple[int, ...]:
+        """In which order to visit these, of one step: the one whose switches take least."""
+        if layouts not in self._orders:
+            first = [self._seconds(None, layout) for layout in layouts]
+            hop = [[self._seconds(a, b) for b in layouts] for a in layouts]
+            self._orders[layouts] = visiting_order(first, hop, [0.0] * len(layouts))
+        return self._orders[layouts]
+
+    def _seconds(self, before: Layout | None, layout: Layout) -> float:
+        target = self.cuts[layout]
+        if len(set(self.cuts.values())) == 1 or (before is not None and self.cuts[before] == target):
+            return 0.0
+        source = self.source(before) if before is not None and not target.at_home else None
+        return traffic(self.weights(source, target)).bound_s
+
+    def _plan(self, held: Placed, target: Cut, itemsize: int) -> Plan:
+        wanted = turn_about(held, placed(self.spec, target.layout, target.side))
+        return switch_plan(held, wanted, self.links, itemsize, self.options.planner, self.options.bucket_bytes)
