@@ -2,7 +2,10 @@
 
 Native collectives serve NCCL. gloo's reduce-scatter is an all-reduce underneath and its all-gather a ring of copies; on gloo both are
 all-to-alls here, each rank to each peer (see docs/log.md, "gloo: everything is an all-to-all"). That moves the same bytes, (P-1)/P of the
-buffer in and out of every rank, and a sum is taken once, in rank order and in at least float32.
+buffer in and out of every rank, and a sum is taken once, in rank order and in at least float32. Two ranks swap: what a rank keeps for
+itself is not copied through gloo.
+
+What is sent must not change until `wait`.
 """
 
 import math
@@ -48,12 +51,18 @@ class Group:
         self.ranks, self.handle = ranks, handle
         self.size, self.index = len(ranks), ranks.index(rank)
         self.direct = handle is not None and dist.get_backend(handle) == "gloo"
+        self.swaps = self.direct and self.size == 2
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         """out [P, ...] = every rank's x [...]. Valid after `wait`."""
         if self.handle is None:
             out.copy_(x.view_as(out))
             return Pending()
+        if self.swaps:
+            rows = out.view(2, -1)
+            pending = self._swap(rows[1 - self.index], x)
+            rows[self.index].copy_(x.reshape(-1))
+            return pending
         if self.direct:
             copies = x.expand(self.size, *x.shape).contiguous()
             return Pending([dist.all_to_all_single(out.view_as(copies), copies, group=self.handle, async_op=True)], (copies, out))
@@ -64,6 +73,11 @@ class Group:
         if self.handle is None:
             out.copy_(x.view_as(out))
             return Pending()
+        if self.swaps:
+            theirs, parts = torch.empty_like(out), x.view(2, *out.shape)
+            pending = self._swap(theirs, parts[1 - self.index])
+            pending.finish = lambda: torch.add(parts[self.index], theirs, out=out)
+            return pending
         if not self.direct:
             return Pending([_reduce_scatter(out, x, group=self.handle, async_op=True)], (x,))
         parts = torch.empty_like(x).view(self.size, *out.shape)
@@ -84,10 +98,9 @@ class Group:
     def start_all_reduce(self, x: Tensor) -> Pending:
         """x = sum over ranks of their x, in place, bitwise the same on all. Valid after `wait`. A pair on gloo trades whole buffers, the
         bytes of gloo's ring in one step."""
-        if self.direct and self.size == 2:
-            theirs, sizes = torch.empty_like(x), [0, 0]
-            sizes[1 - self.index] = x.numel()
-            pending = self.trade(theirs, x, sizes, sizes)
+        if self.swaps:
+            theirs = torch.empty_like(x)
+            pending = self._swap(theirs, x)
             pending.finish = lambda: x.add_(theirs)
             return pending
         return Pending([dist.all_reduce(x, group=self.handle, async_op=True)] if self.handle is not None else (), (x,))
@@ -109,6 +122,12 @@ class Group:
         if self.handle is None:
             return Pending()
         return Pending([dist.all_to_all_single(out, x, out_sizes, in_sizes, group=self.handle, async_op=True)], (x, out))
+
+    def _swap(self, theirs: Tensor, mine: Tensor) -> Pending:
+        """theirs = the other rank's `mine`, of a pair. Valid after `wait`."""
+        sizes = [0, 0]
+        sizes[1 - self.index] = mine.numel()
+        return self.trade(theirs.view(-1), mine.reshape(-1), sizes, sizes)
 
     def send(self, x: Tensor, to: int, tag: int) -> Pending:
         """To the `to`-th rank of the group."""
