@@ -21,6 +21,7 @@ from rich.table import Table
 from longshift.cluster import files
 from longshift.config import Config, format_size, load_config
 from longshift.errors import LongshiftError, UsageError
+from longshift.explain import explain as explain_run
 from longshift.layout import legal
 from longshift.layout.layout import Layout
 from longshift.starter import starter
@@ -77,7 +78,7 @@ def init(
 
 
 @app.command
-def train(config: Path, /, *overrides: Overrides, resume: bool = False, json: Json = False) -> None:
+def train(config: Path, /, *overrides: Overrides, resume: bool = False, explain: bool = False, json: Json = False) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment.
 
     Parameters
@@ -86,8 +87,14 @@ def train(config: Path, /, *overrides: Overrides, resume: bool = False, json: Js
         The run's config file.
     resume
         Continue from the newest checkpoint in save.dir.
+    explain
+        Say what a step will insert, prune, move and need, and stop.
     """
     run = load_config(config, overrides)
+    if explain:
+        found = explain_run(run)
+        print(jsonlib.dumps(found.to_json()) if json else found)
+        return
     rank, world = _place()
     for edge in run.edges if world is not None else ():
         legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len))

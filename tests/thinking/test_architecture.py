@@ -15,7 +15,10 @@ import pytest
 
 import longshift
 
-THINKING = ("errors", "files", "spec", "cluster", "layout", "workload", "schedule", "switch", "simulate", "planner", "config", "starter")
+THINKING = (
+    *("errors", "files", "spec", "cluster", "layout", "workload", "schedule", "switch", "simulate", "planner"),
+    *("config", "explain", "starter"),
+)
 DOING = ("model", "dist", "data", "parallel", "stream", "state", "train", "profile", "api")
 FRONT = ("longshift", "cli")  # the package itself, then the command line
 ROOMS = (*THINKING, *DOING, *FRONT)

@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -89,9 +88,18 @@ class ForkedWorld:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def enter(self, rank: int) -> None:
+        """The first thing that a rank's process does."""
+        stay_on_loopback()
+
+    def listener(self) -> socket.socket:
+        """A bound socket, at whose address the ranks meet."""
+        found = socket.socket()
+        found.bind(("127.0.0.1", 0))
+        return found
+
     def _start(self) -> None:
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
+        listener = self.listener()
         listener.listen(self.size + 1)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -99,7 +107,7 @@ class ForkedWorld:
             calls, answers = os.pipe(), os.pipe()
             pid = os.fork()
             if pid == 0:
-                _serve(rank, self.size, listener, calls[0], answers[1], [end for pipe in self._pipes for end in pipe])
+                _serve(self, rank, listener, calls[0], answers[1])
             os.close(calls[0])
             os.close(answers[1])
             self._pids.append(pid)
@@ -107,15 +115,17 @@ class ForkedWorld:
         listener.close()
 
 
-def _serve(rank: int, size: int, listener: socket.socket, calls: int, answers: int, others: Sequence[int]) -> None:
+def _serve(host: ForkedWorld, rank: int, listener: socket.socket, calls: int, answers: int) -> None:
     """Life of a rank; never returns. It leaves by os._exit: a forked gloo world now and then hangs in an orderly shutdown."""
     try:
         end_with_parent(signal.SIGKILL)
+        host.enter(rank)
         keep_freed_memory()
-        for end in others:
-            os.close(end)
+        for pipe in host._pipes:
+            for end in pipe:
+                os.close(end)
         torch.set_num_threads(1)
-        world = _join(rank, size, listener)
+        world = _join(rank, host.size, listener)
         with os.fdopen(calls) as lines:
             for line in lines:
                 call = json.loads(line)
@@ -139,9 +149,8 @@ def _serve(rank: int, size: int, listener: socket.socket, calls: int, answers: i
 def _join(rank: int, size: int, listener: socket.socket) -> World:
     if size == 1:
         return World(0, 1, torch.device("cpu"))
-    stay_on_loopback()
-    port = listener.getsockname()[1]
+    address, port = listener.getsockname()
     listening = {"is_master": True, "master_listen_fd": listener.detach()} if rank == 0 else {"is_master": False}
-    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False, timeout=TIMEOUT, **listening)
+    store = dist.TCPStore(address, port, wait_for_workers=False, timeout=TIMEOUT, **listening)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, torch.device("cpu"))

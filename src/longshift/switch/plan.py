@@ -75,9 +75,10 @@ class Plan:
     weights: tuple[WeightPlan, ...]
     sums: bool = False
 
-    @property
+    @cached_property
     def rounds(self) -> int:
-        return 2 if self.planner == "fan_out" else 1
+        """How many a bucket has: 2 where something enters a node and spreads there, else 1."""
+        return 1 + max((int(w.moves.round.max()) for w in self.weights if len(w.moves)), default=0)
 
     @property
     def buckets(self) -> int:

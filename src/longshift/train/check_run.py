@@ -4,7 +4,9 @@ A leak is a loss that depends on what it must not see. For some target positions
 other document is replaced; the loss at the position must stay as it was.
 """
 
+import math
 import tempfile
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,14 +24,15 @@ from longshift.train.team import Team
 
 MOST_TOKENS = 1024
 LONGEST = 256
+STEPS = 4  # from which documents are taken
 PROBES = 6
 DEADLINE_S = 600.0
 
 
 def check(config: Config, ways: Sequence[Sequence[Layout]]) -> dict:
     """Worst relative differences to one process, and leaked positions, over the ways to compute and for each: a layout, or those of the
-    config's groups. Works on the first documents of the run, pieces of at most LONGEST and in all about MOST_TOKENS tokens, with the edges
-    of the groups in proportion, in forked processes on this machine. Raises LongshiftError."""
+    config's groups. Works on documents of the run's first steps, shortened to at most LONGEST and in all about MOST_TOKENS tokens, with the
+    edges of the groups in proportion, in forked processes on this machine. Raises LongshiftError."""
     with tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
         path = str(Path(scratch) / "truth.safetensors")
         with ForkedWorld(1) as alone:
@@ -60,20 +63,37 @@ def check(config: Config, ways: Sequence[Sequence[Layout]]) -> dict:
 
 
 def trial_of(world: World, config: str) -> dict:
-    """One step of a run as a Trial, in JSON."""
+    """One step of a run as a Trial, in JSON: documents of the first steps, shortened in proportion, one of every group if there is one."""
     run = parse_config(config)
     _, cache = open_corpus(run)
     longest = min(run.data.max_len, LONGEST)
-    tokens = min(run.train.tokens_per_step, MOST_TOKENS)
-    batch = Batches(cache, run.train.seed, tokens, longest, "split", run.spec.vocab).at(0)
-    step = tuple((tuple(d.ids.tolist()), tuple(d.labels.tolist())) for d in batch.documents)
-    folder = run.model.path if run.model.init == "pretrained" else None
-    edges: list[int] = []
+    share = longest / run.data.max_len
+    edges = [0]
     for edge in run.edges[:-1]:
-        edges.append(max(-(-edge.upto * longest // run.data.max_len), edges[-1] + 1 if edges else 1))
+        edges.append(max(math.ceil(edge.upto * share), edges[-1] + 1))
+    batches = Batches(cache, run.train.seed, run.train.tokens_per_step, run.data.max_len, run.data.overlong, run.spec.vocab)
+    batch = batches.at(0)
+    documents = list(batch.documents)
+    for _ in range(STEPS - 1):
+        batch = batches.at(batch.next_cursor)
+        documents += batch.documents
+    documents = [_shorten(d, max(1, math.ceil(len(d.ids) * share))) for d in documents]
+    firsts = {bisect_left(edges, len(d.ids)): d for d in reversed(documents)}
+    step, tokens = [], 0
+    for document in (*firsts.values(), *(d for d in documents if not any(d is first for first in firsts.values()))):
+        if tokens < min(run.train.tokens_per_step, MOST_TOKENS):
+            step.append((tuple(document.ids.tolist()), tuple(document.labels.tolist())))
+            tokens += len(document.ids)
     options = {"planner": run.switch.planner, "bucket_bytes": run.switch.bucket, "ahead_bytes": run.switch.ahead}
-    how = {"capacity": 2 * longest, "seed": run.train.seed, "warmup": 0, "folder": folder, "edges": tuple(edges)}
-    return Trial(run.spec, (), given=(step,), **how, **options).to_json()  # pyright: ignore[reportArgumentType]
+    folder = run.model.path if run.model.init == "pretrained" else None
+    how = {"capacity": 2 * longest, "seed": run.train.seed, "warmup": 0, "folder": folder, "edges": tuple(edges[1:])}
+    return Trial(run.spec, (), given=(tuple(step),), **how, **options).to_json()  # pyright: ignore[reportArgumentType]
+
+
+def _shorten(document: Document, length: int) -> Document:
+    labels = document.labels[:length].copy()
+    labels[-1] = IGNORE
+    return Document(document.ids[:length], labels)
 
 
 def leaks(world: World, trial: dict, layout: str) -> dict[str, int]:

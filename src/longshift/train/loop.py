@@ -9,13 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
-from longshift.config import Config
+from longshift.config import Config, format_size
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.world import World
-from longshift.errors import CheckpointError, LongshiftError, NonFiniteError
+from longshift.errors import CheckpointError, LongshiftError, NonFiniteError, OutOfMemoryError
+from longshift.layout.memory import least_bytes
 from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
 from longshift.state.checkpoint import Checkpoint, save
@@ -24,7 +26,7 @@ from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.switch.itinerary import SwitchOptions, home_layout
 from longshift.train.corpus import open_corpus
-from longshift.train.metrics import StepMetrics
+from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.step import Outcome, State, train_step
 from longshift.train.team import Team
 
@@ -41,6 +43,7 @@ def train(config: Config, run: Path, resume: bool, stop: Callable[[], bool] = la
 
 
 def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], world: World) -> Iterator[StepMetrics]:
+    _fits(config, world)
     batches, fingerprints = _open_data(config, world)
     start, state = _begin(config, world, fingerprints, run if resume else None)
     options = SwitchOptions(config.switch.planner, config.switch.bucket, config.switch.ahead)
@@ -54,11 +57,29 @@ def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], wo
             raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
         seconds = time.perf_counter() - began
         most, stopping = _most(world, _memory_bytes(world), stop())
-        yield _metrics(config, step, batch, outcome, seconds, most)
+        yield _metrics(config, step, batch, outcome, seconds, most, _groups(team))
         if stopping or step == config.train.steps or step % config.save.every == 0:
             save(run, step, state.optimizer.state(), _facts(config, state, fingerprints), world, config.save.keep)
         if stopping:
             return
+
+
+def _fits(config: Config, world: World) -> None:
+    """Refuse a group whose longest documents cannot have room. Raises OutOfMemoryError with the arithmetic."""
+    if world.device.type == "cuda":
+        here = torch.cuda.get_device_properties(world.device).total_memory
+    else:
+        here = psutil.virtual_memory().total // world.per_node
+    precision = Precision.of(config.train.precision)
+    for edge in config.edges:
+        tokens = min(edge.upto, config.data.max_len)
+        sizes = precision.compute.itemsize, precision.home.itemsize
+        least = least_bytes(config.spec, edge.use, home_layout(config.edges), tokens, *sizes)
+        if least.total > here:
+            raise OutOfMemoryError(
+                f"documents of up to {format_size(tokens)} tokens under {edge.use} need at least {least} on a rank, which has "
+                f"{here / 2**30:.2f} GiB; recompute-full, more tp, u or ring, z3 or a smaller upto take less"
+            )
 
 
 def _begin(config: Config, world: World, fingerprints: dict[str, str], run: Path | None) -> tuple[int, State]:
@@ -152,7 +173,34 @@ def _facts(config: Config, state: State, fingerprints: dict[str, str]) -> dict[s
     }
 
 
-def _metrics(config: Config, step: int, batch: StepBatch, outcome: Outcome, seconds: float, memory_bytes: int) -> StepMetrics:
+def _groups(team: Team) -> tuple[GroupMetrics, ...]:
+    """Of the step that was made, times of the slowest rank; none for a single layout."""
+    if len(team.edges) == 1:
+        return ()
+    times = torch.tensor([(v.seconds, v.exposed_s, v.hidden_s) for v in team.visited], dtype=torch.float64, device=team.world.device)
+    slowest = team.world.everyone.all_reduce(times, dist.ReduceOp.MAX).tolist()
+    return tuple(
+        GroupMetrics(
+            layout=str(visit.group.layout),
+            upto=visit.group.hi,
+            documents=len(visit.group.documents),
+            packs=len(visit.group.packs),
+            tokens=visit.tokens,
+            balance=visit.group.balance,
+            seconds=seconds,
+            tokens_per_s=visit.tokens / seconds,
+            switch_exposed_s=exposed_s,
+            switch_hidden_s=hidden_s,
+            intra_node_bytes=visit.intra_node_bytes,
+            inter_node_bytes=visit.inter_node_bytes,
+        )
+        for visit, (seconds, exposed_s, hidden_s) in zip(team.visited, slowest)
+    )
+
+
+def _metrics(
+    config: Config, step: int, batch: StepBatch, outcome: Outcome, seconds: float, memory_bytes: int, groups: tuple[GroupMetrics, ...]
+) -> StepMetrics:
     tokens = batch.tokens
     context = sum(len(d.ids) ** 2 for d in batch.documents) / 2 / tokens
     return StepMetrics(
@@ -169,6 +217,7 @@ def _metrics(config: Config, step: int, batch: StepBatch, outcome: Outcome, seco
         memory_bytes=memory_bytes,
         cursor=batch.next_cursor,
         skipped=outcome.skipped,
+        groups=groups,
     )
 
 

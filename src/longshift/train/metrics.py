@@ -16,12 +16,36 @@ from rich.text import Text
 
 
 @dataclass(frozen=True)
+class GroupMetrics:
+    """One length group of a step, in visiting order.
+
+    `upto` its longest possible document, in tokens; `balance` the replicas' mean work over their largest; `seconds` of the slowest rank,
+    switches included, of which `switch_exposed_s` in switching alone; `switch_hidden_s` exchanges under way while the rank computed; bytes
+    that weights coming and gradients going home put on links, of all ranks.
+    """
+
+    layout: str
+    upto: int
+    documents: int
+    packs: int
+    tokens: int
+    balance: float
+    seconds: float
+    tokens_per_s: float
+    switch_exposed_s: float
+    switch_hidden_s: float
+    intra_node_bytes: int
+    inter_node_bytes: int
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """One training step, the same on every rank.
 
     `loss` mean over the step's target tokens, in nats; `grad_norm` global, before clipping; `tokens` read, of which `target_tokens`
     are predicted; `seconds` wall time; `model_flops_per_s` forward and backward of the whole world, recomputation not counted;
-    `memory_bytes` peak of the fullest rank; `cursor` documents drawn so far; `skipped` the update was left out (fp16 overflow).
+    `memory_bytes` peak of the fullest rank; `cursor` documents drawn so far; `skipped` the update was left out (fp16 overflow); `groups`
+    where the layout changes with the length.
     """
 
     step: int
@@ -37,6 +61,7 @@ class StepMetrics:
     memory_bytes: int
     cursor: int
     skipped: bool = False
+    groups: tuple[GroupMetrics, ...] = ()
 
     def to_json(self) -> str:
         """One line of strict JSON; a number that is not finite becomes null."""
@@ -45,7 +70,9 @@ class StepMetrics:
 
     @classmethod
     def from_json(cls, row: Mapping[str, object]) -> "StepMetrics":
-        return cls(**{k: math.nan if v is None else v for k, v in row.items()})  # pyright: ignore[reportArgumentType]
+        values = {k: math.nan if v is None else v for k, v in row.items()}
+        groups = tuple(GroupMetrics(**group) for group in values.pop("groups", ()))  # pyright: ignore
+        return cls(groups=groups, **values)  # pyright: ignore[reportArgumentType]
 
 
 class MetricsLog:
@@ -109,6 +136,10 @@ def describe(step: StepMetrics, steps: int) -> str:
         f"{step.memory_bytes / 2**20:.0f} MiB",
         f"ETA {_clock((steps - step.step) * step.seconds)}",
     ]
+    if step.groups:
+        exposed, hidden = (sum(getattr(g, f"switch_{what}_s") for g in step.groups) for what in ("exposed", "hidden"))
+        by_group = ", ".join(f"{g.layout} {g.seconds:.2f} s" for g in step.groups)
+        words.insert(-1, f"{by_group}; switch {hidden:.2f} s hidden, {exposed:.2f} s exposed")
     return "  ".join(words + ["update skipped (fp16 overflow)"] * step.skipped)
 
 

@@ -17,12 +17,10 @@ from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
 from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
-from longshift.switch.links import Links
+from longshift.switch.links import assumed
 from longshift.switch.traffic import traffic
 from longshift.train.build import Worker, prepare
 from longshift.workload.groups import Edge, LengthGroup, length_groups
-
-NEAR_TO_FAR = 8.0  # what a link inside a node carries, to one between nodes, where nothing was measured
 
 
 @dataclass
@@ -54,8 +52,9 @@ class Team:
     ):
         """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`."""
         self.spec, self.edges, self.world, self.home = spec, tuple(edges), world, home
-        links = Links(world.per_node, NEAR_TO_FAR, 1.0)
-        self.itinerary = Itinerary(spec, edges, links, precision.compute.itemsize, precision.home.itemsize, options, home_cut)
+        self.itinerary = Itinerary(
+            spec, edges, assumed(world.per_node), precision.compute.itemsize, precision.home.itemsize, options, home_cut
+        )
         self.workers: dict[Layout, Worker] = {}
         self.stop_of: dict[Layout, Stop] = {}
         stops: dict[Cut, Stop] = {}

@@ -19,6 +19,10 @@ class TensorBoardLog:
         if self._writer is None:
             self._writer = SummaryWriter(str(self._folder), purge_step=step.step)
         for name, value in asdict(step).items():
-            if name != "step":
+            if name not in ("step", "groups"):
                 self._writer.add_scalar(name, value, step.step)
+        for group in step.groups:
+            for name, value in asdict(group).items():
+                if name not in ("layout", "upto"):
+                    self._writer.add_scalar(f"{group.layout}/{name}", value, step.step)
         self._writer.flush()

@@ -1,0 +1,182 @@
+"""What a run will do in a step, from the same placements and plans that do it: for each layout what is inserted, what is pruned because
+another layout has done it already, in which order layouts are visited, and what switches put on the links.
+
+HotSPa (SOSP 2024) calls this graph compilation: insert casts, communication and accumulation; prune what another graph does.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from longshift.config import Config, format_size
+from longshift.layout.layout import Layout
+from longshift.layout.memory import LeastBytes, least_bytes
+from longshift.layout.placement import buckets
+from longshift.spec.model import ModelSpec
+from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
+from longshift.switch.links import assumed
+from longshift.switch.plan import Plan
+from longshift.switch.traffic import Traffic, traffic
+
+FORMATS: Mapping[str, tuple[str, int, str, int]] = {  # of copies and of home, with bytes an element
+    "float64": ("float64", 8, "float64", 8),
+    "float32": ("float32", 4, "float32", 4),
+    "bf16": ("bfloat16", 2, "float32", 4),
+    "fp16": ("float16", 2, "float32", 4),
+}
+
+
+@dataclass(frozen=True)
+class Insertion:
+    """Communication that a layout adds. `count`: in a micro-batch, for each `of`, forward and backward together; `bytes_out`: of a rank,
+    all of them, for a pack of the group's largest size."""
+
+    what: str
+    count: int
+    of: str
+    bytes_out: int
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One group of lengths. `weights` and `gradients` say how copies come and sums go; the traffic is that of a switch, None where fused
+    collectives do it; `pruned` what is not done because it is done."""
+
+    layout: str
+    upto: int
+    weights: str
+    weights_traffic: Traffic | None
+    inserted: tuple[Insertion, ...]
+    gradients: str
+    gradients_traffic: Traffic | None
+    pruned: tuple[str, ...]
+    least: LeastBytes
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A step that has documents of all lengths. `groups` in visiting order."""
+
+    home: str
+    per_node: int
+    groups: tuple[Explained, ...]
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"home is cut as {self.home}: every master weight, gradient sum and moment once; nodes of {self.per_node} ranks"]
+        for number, group in enumerate(self.groups, 1):
+            lines += ["", f"{number}. documents of up to {format_size(group.upto)} tokens: {group.layout}"]
+            lines += [f"   weights    {group.weights}", *_moved(group.weights_traffic)]
+            lines += [
+                f"   inserted   {i.what}: {i.count} a block and micro-batch, {_size(i.bytes_out)} out of a rank" for i in group.inserted
+            ]
+            lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic)]
+            lines += [f"   pruned     {text}" for text in group.pruned]
+            lines += [f"   memory     at least {group.least}"]
+        return "\n".join([*lines, "", "then one global norm, one clip, one AdamW, at home"])
+
+
+def itinerary(config: Config, per_node: int | None = None) -> Itinerary:
+    """Of a run; `per_node`: ranks on each machine, all where not given."""
+    _, compute_bytes, _, home_bytes = FORMATS[config.train.precision]
+    options = SwitchOptions(config.switch.planner, config.switch.bucket, config.switch.ahead)
+    return Itinerary(config.spec, config.edges, assumed(per_node or config.world), compute_bytes, home_bytes, options)
+
+
+def explain(config: Config, per_node: int | None = None) -> Explanation:
+    """Of a config that is legal."""
+    spec, way = config.spec, itinerary(config, per_node)
+    compute, compute_bytes, home, home_bytes = FORMATS[config.train.precision]
+    edges = [config.edges[i] for i in way.order(tuple(edge.use for edge in config.edges))]
+    groups = []
+    for number, edge in enumerate(edges):
+        cut = way.cuts[edge.use]
+        before = edges[number - 1].use if number else None
+        here = [e.use for e in edges[:number] if way.cuts[e.use] == cut]
+        later = [e.use for e in edges[number + 1 :] if way.cuts[e.use] == cut]
+        weights, coming, pruned = _weights(way, cut, before, bool(here), compute, home, edge.use)
+        gradients, going = _gradients(way, cut, later, home, edge.use)
+        if later:
+            pruned += [f"no reduction yet: {later[-1]} adds to the same sums"]
+        if number:
+            pruned += ["no update: one at the end, at home", "no hand-over of gradients from layout to layout: each goes home once"]
+        tokens = min(edge.upto, config.data.max_len) if len(edges) == 1 else edge.upto
+        least = least_bytes(spec, edge.use, way.home, tokens, compute_bytes, home_bytes)
+        inserted = tuple(i for i in insertions(spec, edge.use, edge.upto, compute_bytes) if i.count)
+        groups.append(Explained(str(edge.use), edge.upto, weights, coming, inserted, gradients, going, tuple(pruned), least))
+    return Explanation(str(way.home), way.links.per_node, tuple(groups))
+
+
+def _weights(
+    way: Itinerary, cut: Cut, before: Layout | None, here: bool, compute: str, home: str, layout: Layout
+) -> tuple[str, Traffic | None, list[str]]:
+    cast = f", cast from {home} to {compute} at the source" if compute != home else ""
+    if here and before is not None and way.cuts[before] == cut:
+        return f"here already: the copies of {before}", None, ["no gather, no cast: the copies are shared"]
+    if cut.at_home:
+        sharded = [b for b in buckets(way.spec, way.home) if b.sharded]
+        when = "each unit before its use, the next meanwhile, dropped after" if layout.zero == 3 else "once a step, unit by unit"
+        if not sharded:
+            return f"home's own{cast}", None, ["no gather: every rank keeps what it computes with"]
+        return f"all-gather of {len(sharded)} fused buckets from home, {when}{cast}", None, []
+    source = way.source(before) if before is not None else None
+    plan = way.weights(source, cut)
+    origin = f"home and the copies of {before}" if source else "home"
+    what = "rows, gathered unit by unit" if cut.side == "rows" else "copies"
+    pruned = []
+    if kept := _kept_bytes(plan):
+        pruned = [f"{_size(kept)} of all ranks' wanted weights are where they are wanted already"]
+    exchanges = plan.buckets + plan.rounds - 1 if plan.bytes_by_pair.any() else 0
+    return f"switch: {what} from {origin}, {plan.planner}, {exchanges} exchanges{cast}", traffic(plan), pruned
+
+
+def _gradients(way: Itinerary, cut: Cut, later: list[Layout], home: str, layout: Layout) -> tuple[str, Traffic | None]:
+    when = "after every backward" if layout.zero >= 2 else "after the last backward"
+    if later:
+        return f"summed in {home} on each rank", None
+    if cut.at_home:
+        sharded = any(b.sharded for b in buckets(way.spec, way.home))
+        return f"{'reduce-scatter' if sharded else 'all-reduce'} into home in {home}, unit by unit {when}", None
+    first = f"reduce-scatter to rows {when}, then " if cut.side == "rows" else ""
+    return f"{first}home by the plan that would bring the weights, backwards, added in {home}", traffic(way.sums(cut))
+
+
+def _kept_bytes(plan: Plan) -> int:
+    return sum(int(w.slices.size_bytes @ (w.slices.has & w.slices.wants).sum(1)) for w in plan.weights)
+
+
+def insertions(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> Iterator[Insertion]:
+    """The formulas of `parallel`, forward and backward."""
+    tp, u, ring, pp = layout.tp, layout.ulysses, layout.ring, layout.pp
+    again = 2 if layout.recompute == "full" else 1  # forwards; the backward once
+    share = tokens / (u * ring)
+    if tp > 1:
+        size = share * spec.width * (tp - 1) / tp * itemsize
+        yield Insertion("tensor: all-gather and reduce-scatter of tokens", 4 * (again + 1), "block", int(4 * (again + 1) * size))
+    attends = 1 if layout.recompute == "none" else 2
+    if u > 1:
+        heads = (2 * spec.heads + 2 * max(spec.kv_heads, u * tp)) / tp
+        size = share * heads * spec.head_width * (u - 1) / u * itemsize
+        yield Insertion("Ulysses: all-to-all of tokens and heads", 2 * (attends + 1), "block", int((attends + 1) * size))
+    if ring > 1:
+        kv = 2 * tokens / ring * spec.kv_heads / (tp * u) * spec.head_width
+        size = kv * (ring - 1) * itemsize * (attends + 1) + kv * ring * 4
+        yield Insertion("ring: keys and values, and their gradients", (attends + 1) * (ring - 1) + ring, "block", int(size))
+    if pp > 1:
+        boundary = tokens / layout.sequence * spec.width * itemsize
+        yield Insertion("pipeline: residual stream and its gradient", 2, "boundary of stages", int(2 * boundary))
+
+
+def _moved(moved: Traffic | None) -> list[str]:
+    if moved is None:
+        return []
+    return [f"              {_size(moved.intra_node_bytes)} inside nodes, {_size(moved.inter_node_bytes)} between them"]
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"
