@@ -1,0 +1,108 @@
+"""What a step will do, said before it does it: from the plans that the run plays, not beside them."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from longshift.config import Config, parse_config
+from longshift.explain import explain, insertions, itinerary
+from longshift.layout.layout import Layout
+from longshift.layout.memory import least_bytes
+from longshift.spec.families import preset
+from longshift.switch.traffic import traffic
+
+BASE = """\
+model: {preset: tiny-llama}
+data: {train: [{corpus: python}], max_len: 4K, overlong: split}
+train: {tokens_per_step: 16K, steps: 100, lr: 3e-4}
+save: {dir: runs/demo}
+"""
+GROUPS = "layout=[{upto: 256, use: dp4}, {upto: 1K, use: u4}, {upto: 4K, use: pp2.tp2}]"
+
+
+def config(*overrides: str) -> Config:
+    return parse_config(BASE, overrides)
+
+
+def test_layouts_that_are_cut_alike_share_their_copies():
+    found = explain(config(GROUPS))
+    assert found.home == "pp2.tp2.z1"
+    by_layout = {group.layout: group for group in found.groups}
+    order = [group.layout for group in found.groups]
+    first, second = sorted(("dp4", "u4"), key=order.index)
+    assert order.index(second) == order.index(first) + 1
+    assert by_layout[second].weights == f"here already: the copies of {first}"
+    assert by_layout[second].weights_traffic is None
+    assert f"no reduction yet: {second} adds to the same sums" in by_layout[first].pruned
+    assert by_layout[first].gradients_traffic is None
+    assert by_layout["pp2.tp2"].weights_traffic is None
+    assert "all-gather" in by_layout["pp2.tp2"].weights
+
+
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_the_bytes_are_those_of_the_plans(per_node: int):
+    run = config(GROUPS, "switch.bucket=1M")
+    way, found = itinerary(run, per_node), explain(run, per_node)
+    cut = way.cuts[Layout.parse("dp4")]
+    order = [group.layout for group in found.groups]
+    first = min(order.index("dp4"), order.index("u4"))
+    before = way.cuts[Layout.parse(order[first - 1])] if first else None
+    moved = found.groups[first].weights_traffic
+    assert moved == traffic(way.weights(before, cut))
+    assert moved is not None
+    assert (moved.inter_node_bytes > 0) == (per_node == 2)
+    assert found.groups[first + 1].gradients_traffic == traffic(way.sums(cut))
+    weights, wanted = run.spec.parameters * 2, 4 * run.spec.parameters * 2
+    assert weights <= moved.intra_node_bytes + moved.inter_node_bytes <= wanted
+
+
+def test_a_single_layout():
+    (group,) = explain(config("layout=dp2.tp2.z3.recompute-full")).groups
+    assert group.weights.startswith("all-gather of ")
+    assert "each unit before its use" in group.weights
+    assert "after every backward" in group.gradients
+    assert group.pruned == ()
+    (group,) = explain(config("layout=dp2", "train.precision=float32")).groups
+    assert group.weights == "home's own"
+    assert group.inserted == ()
+
+
+def test_it_reads_and_it_parses():
+    found = explain(config(GROUPS, "train.precision=bf16"))
+    text = str(found)
+    assert text.count("documents of up to") == 3
+    assert "cast from float32 to bfloat16 at the source" in text
+    assert json.loads(json.dumps(found.to_json()))["groups"][0]["least"].keys() == asdict(found.groups[0].least).keys()
+
+
+def test_what_a_layout_inserts_is_what_its_file_says():
+    spec, tokens = preset("tiny-llama"), 1024
+    (tensor,) = insertions(spec, Layout.parse("tp2"), tokens, 2)
+    assert (tensor.count, tensor.bytes_out) == (8, 8 * tokens * spec.width // 2 * 2)
+    (ulysses,) = insertions(spec, Layout.parse("u2"), tokens, 2)
+    elements = tokens // 2 * (2 * spec.heads + 2 * spec.kv_heads) * spec.head_width // 2
+    assert (ulysses.count, ulysses.bytes_out) == (4, 2 * elements * 2)
+    (ring,) = insertions(spec, Layout.parse("ring2"), tokens, 2)
+    pair = 2 * tokens // 2 * spec.kv_heads * spec.head_width
+    assert ring.bytes_out == 2 * pair * 2 + 2 * pair * 4
+    (boundary,) = insertions(spec, Layout.parse("pp2"), tokens, 2)
+    assert boundary.bytes_out == 2 * tokens * spec.width * 2
+    (again,) = insertions(spec, Layout.parse("tp2.recompute-full"), tokens, 2)
+    assert again.bytes_out == tensor.bytes_out * 3 // 2
+
+
+def test_the_least_memory():
+    spec = preset("tiny-llama")
+    alone = least_bytes(spec, Layout(), Layout(), 1024, 2, 4)
+    assert alone.state == 4 * 4 * spec.parameters
+    assert alone.copies == 6 * spec.parameters
+    assert alone.logits == 1024 * spec.vocab * 6
+    halved = least_bytes(spec, Layout.parse("tp2"), Layout.parse("tp2.z1"), 1024, 2, 4)
+    assert halved.state < 0.52 * alone.state
+    assert halved.activations == alone.activations // 2
+    full = least_bytes(spec, Layout.parse("recompute-full"), Layout(), 1024, 2, 4)
+    assert full.activations == spec.layers * 1024 * spec.width * 2
+    assert least_bytes(spec, Layout.parse("dp2.z3"), Layout.parse("dp2.z3"), 1024, 2, 4).copies < alone.copies / 2
+    assert alone.total == sum(asdict(alone).values())
+    assert str(alone).endswith("GiB")
