@@ -82,11 +82,11 @@ class Model:
 def run(model: Model, command: Sequence[str], logs: pathlib.Path, timeout_s: float) -> dict:
     """Run `command` once a rank. Returns exit codes (None: still running at the timeout), peak bytes, and who was killed for memory."""
     name, started = secrets.token_hex(2), time.monotonic()
-    addresses = [f"10.77.{int(name[:2], 16)}.{rank + 1}" for rank in range(model.ranks)]
+    where = addresses(model, name)
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(_ended_by_signals())
-        spaces = stack.enter_context(network(model, name, addresses))
+        spaces = stack.enter_context(network(model, name, where))
         caps = [stack.enter_context(capped(space, model.cpu, model.memory_bytes)) for space in spaces]
         processes: list[subprocess.Popen] = []
         stack.callback(_end, processes)
@@ -95,7 +95,7 @@ def run(model: Model, command: Sequence[str], logs: pathlib.Path, timeout_s: flo
             processes.append(
                 subprocess.Popen(
                     ["ip", "netns", "exec", space, *command],
-                    env=os.environ | _environment(model, rank, addresses[0]),
+                    env=os.environ | _environment(model, rank, where[0]),
                     stdout=output,
                     stderr=subprocess.STDOUT if output else None,
                     start_new_session=True,
@@ -111,8 +111,13 @@ def run(model: Model, command: Sequence[str], logs: pathlib.Path, timeout_s: flo
     return {**asdict(model), "seconds": seconds, "exit_codes": codes, "killed_for_memory": killed, "peak_bytes": peaks}
 
 
+def addresses(model: Model, name: str) -> list[str]:
+    """Of the ranks."""
+    return [f"10.77.{int(name[:2], 16)}.{rank + 1}" for rank in range(model.ranks)]
+
+
 @contextmanager
-def network(model: Model, name: str, addresses: Sequence[str]) -> Iterator[list[str]]:
+def network(model: Model, name: str, places: Sequence[str]) -> Iterator[list[str]]:
     """A namespace for each rank, on one bridge, its way out shaped; all taken down after. Yields the namespaces' names."""
     bridge, spaces = f"lsb{name}", [f"ls{name}-{rank}" for rank in range(model.ranks)]
     try:
@@ -124,10 +129,10 @@ def network(model: Model, name: str, addresses: Sequence[str]) -> Iterator[list[
             _sh("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
             _sh("ip", "link", "set", outside, "master", bridge, "up")
             _in(space, "ip link set lo up")
-            _in(space, f"ip addr add {addresses[rank]}/24 dev eth0")
+            _in(space, f"ip addr add {places[rank]}/24 dev eth0")
             _in(space, "ip link set eth0 up")
             if model.intra_bytes_per_s or model.inter_bytes_per_s:
-                _shape(model, rank, space, addresses)
+                _shape(model, rank, space, places)
         yield spaces
     finally:
         for space in spaces:
@@ -135,7 +140,7 @@ def network(model: Model, name: str, addresses: Sequence[str]) -> Iterator[list[
         _sh("ip", "link", "del", bridge, check=False)
 
 
-def _shape(model: Model, rank: int, space: str, addresses: Sequence[str]) -> None:
+def _shape(model: Model, rank: int, space: str, places: Sequence[str]) -> None:
     """Classes of one rank's way out: 10 to its node, 20 to other nodes, 30 to anything else."""
     _in(space, "tc qdisc add dev eth0 root handle 1: htb default 30 r2q 1000")
     for number, asked in ((10, model.intra_bytes_per_s), (20, model.inter_bytes_per_s), (30, 0)):
@@ -143,7 +148,7 @@ def _shape(model: Model, rank: int, space: str, addresses: Sequence[str]) -> Non
         burst = max(16384, int(rate * BURST_S))
         limits = f"rate {int(rate * 8)}bit burst {burst} cburst {burst} quantum 60000"
         _in(space, f"tc class add dev eth0 parent 1: classid 1:{number} htb {limits}")
-    for other, address in enumerate(addresses):
+    for other, address in enumerate(places):
         if other != rank:
             number = 10 if other // model.per_node == rank // model.per_node else 20
             match = f"u32 match ip dst {address}/32 flowid 1:{number}"
@@ -261,7 +266,8 @@ def _number(text: str, units: Mapping[str, float]) -> float:
     return float(text[:-1]) * unit if unit else float(text)
 
 
-def arguments() -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
+    """All that describes a model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--per-node", type=int, default=2)
@@ -272,6 +278,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--like", choices=REAL, help="derive --intra and --inter from this device")
     parser.add_argument("--shrink", type=float, default=1, help="real width / width here")
     parser.add_argument("--rate", type=decimal, default=0, help="FLOP/s that a core reaches on linear layers; measured if left out")
+    return parser
+
+
+def model(options: argparse.Namespace, python: str) -> Model:
+    """What is asked for; `--like` measures, with that interpreter, what `--rate` does not give."""
+    intra, inter = options.intra, options.inter
+    if options.like:
+        flops, nvlink, nic = REAL[options.like]
+        rate = options.rate or float(_sh(python, "-c", RATE))
+        scale = options.shrink * rate * (options.cpu or 1) / flops
+        intra, inter = intra or nvlink * scale, inter or nic * scale
+        say(f"{rate / 1e9:.0f} GFLOP/s a core; {options.like} shrunk {options.shrink:g}x: {intra / 1e6:.1f} and {inter / 1e6:.2f} MB/s")
+    return Model(options.nodes, options.per_node, options.cpu, options.memory, intra, inter)
+
+
+def main() -> int:
+    parser = arguments()
     parser.add_argument("--timeout", type=float, default=3600, help="seconds")
     parser.add_argument("--logs", type=pathlib.Path, help="folder for the ranks' outputs")
     parser.add_argument("--json", type=pathlib.Path, help="file for the summary")
@@ -282,23 +305,10 @@ def arguments() -> argparse.Namespace:
         parser.error("a command is needed after --")
     if os.geteuid():
         parser.error("needs root, for network namespaces")
-    return options
-
-
-def main() -> int:
-    options = arguments()
-    intra, inter = options.intra, options.inter
-    if options.like:
-        flops, nvlink, nic = REAL[options.like]
-        first = pathlib.Path(options.command[0])
-        python = first if "python" in first.name else first.with_name("python")
-        rate = options.rate or float(_sh(str(python), "-c", RATE))
-        scale = options.shrink * rate * (options.cpu or 1) / flops
-        intra, inter = intra or nvlink * scale, inter or nic * scale
-        say(f"{rate / 1e9:.0f} GFLOP/s a core; {options.like} shrunk {options.shrink:g}x: {intra / 1e6:.1f} and {inter / 1e6:.2f} MB/s")
-    model = Model(options.nodes, options.per_node, options.cpu, options.memory, intra, inter)
+    first = pathlib.Path(options.command[0])
+    asked = model(options, str(first if "python" in first.name else first.with_name("python")))
     logs = options.logs or pathlib.Path(f"scale-model-{secrets.token_hex(2)}")
-    summary = run(model, options.command, logs, options.timeout) | {"like": options.like, "shrink": options.shrink}
+    summary = run(asked, options.command, logs, options.timeout) | {"like": options.like, "shrink": options.shrink}
     if options.json:
         options.json.write_text(json.dumps(summary, indent=1))
     say(json.dumps(summary))

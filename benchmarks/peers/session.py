@@ -87,12 +87,14 @@ def adamw(trial: Trial, params: dict[str, nn.Parameter]) -> torch.optim.AdamW:
 
 
 def micro_batches(trial: Trial, batch: StepBatch, world: World, dtype: torch.dtype) -> Iterator[MicroBatch]:
-    """This data-parallel rank's packs of a step: those that Longshift gives to the same rank of dp2."""
+    """This data-parallel rank's packs of a step: those that Longshift gives to the same rank of dp2, as many on every rank; where there
+    are no more, a token without a target."""
     lengths = [len(document.ids) for document in batch.documents]
     packs = pack(lengths, trial.capacity)
     deal = shares([cost([lengths[i] for i in p], trial.spec) for p in packs], world.size)
-    for p in deal[world.rank]:
-        yield micro_batch(trial.spec, [batch.documents[i] for i in packs[p]], Layout(), 0, dtype, world.device)
+    own = [packs[p] for p in deal[world.rank]]
+    for documents in (*own, *[()] * (max(map(len, deal)) - len(own))):
+        yield micro_batch(trial.spec, [batch.documents[i] for i in documents], Layout(), 0, dtype, world.device)
 
 
 def small_llama(width: int, layers: int, vocab: int) -> ModelSpec:

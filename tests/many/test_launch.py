@@ -240,12 +240,22 @@ def test_python_trains_in_local_workers_and_resumes_under_another_layout(place):
     assert all(0 < step.loss < 20 for step in seen)
 
 
-def test_a_rank_killed_while_it_trains_ends_the_run_with_one_cause(place):
-    (place / "run.yaml").write_text(CONFIG.format(place=place, steps=10**6, layout="tp2"))
-    command = [sys.executable, "-m", "longshift.cli", "train", str(place / "run.yaml"), f"save.dir={place}/killed"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bit_exactly(place):
+    """With buckets of 16 KiB nearly all of a step is its switch, and the gradients' way home."""
+    sizes = [3 + 17 * n % 60 for n in range(200)]
+    text = (place / "text.txt").read_text()
+    (place / "documents.jsonl").write_text("".join(json.dumps({"text": text[9 * n : 9 * n + size]}) + "\n" for n, size in enumerate(sizes)))
+    groups = "[{upto: 32, use: dp2}, {upto: 64, use: tp2}]\nswitch: {bucket: 16K}"
+    config = CONFIG.format(place=place, steps=6, layout=groups).replace("text.txt", "documents.jsonl").replace("every: 1000", "every: 2")
+    (place / "run.yaml").write_text(config)
+
+    def train(name: str, *flags: str) -> list[str]:
+        return [sys.executable, "-m", "longshift.cli", "train", str(place / "run.yaml"), f"save.dir={place}/{name}", *flags]
+
+    with subprocess.Popen(train("killed"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout
-        assert child.stdout.readline().startswith("step 1/")
+        while not child.stdout.readline().startswith("step 3/"):
+            assert child.poll() is None
         workers = [p for p in psutil.Process(child.pid).children() if "worker" in p.cmdline()]
         victim = next(p for p in workers if p.environ()["RANK"] == "1")
         start = time.monotonic()
@@ -256,3 +266,14 @@ def test_a_rank_killed_while_it_trains_ends_the_run_with_one_cause(place):
     assert err == "longshift: rank 1 was ended by SIGKILL; the kernel does this when memory runs out (see dmesg)\n"
     assert len(workers) == 2
     assert not any(p.is_running() for p in workers)
+
+    subprocess.run(train("killed", "--resume"), check=True, capture_output=True)
+    subprocess.run(train("whole"), check=True, capture_output=True)
+    killed, whole = (read_rows(place / name / "metrics.jsonl") for name in ("killed", "whole"))
+    assert [(row["step"], row["loss"], row["grad_norm"]) for row in killed] == [
+        (row["step"], row["loss"], row["grad_norm"]) for row in whole
+    ]
+    assert {group["layout"] for row in whole for group in row["groups"]} == {"dp2", "tp2"}
+    switched = [group for row in whole for group in row["groups"] if group["switch_exposed_s"] > 0]
+    assert all(group["layout"] == "dp2" and group["intra_node_bytes"] > 0 for group in switched)
+    assert len(switched) > 3
