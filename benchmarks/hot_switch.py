@@ -1,0 +1,397 @@
+"""Real documents on hot switching, on every static layout, and on torch FSDP2: tokens a second, interleaved, under a memory budget that the
+longest document does not leave one rank to compute it alone.
+
+    static:LAYOUT          one layout; documents packed without padding up to the longest length there may be
+    static-padded:LAYOUT   one layout; each document padded to its bucket's end, as static systems with buckets do (those of the shortest
+                           bucket are packed): a bucket is a length group
+    hot                    each length group under a layout of its own
+    fsdp2:STAGE            torch's fully_shard, documents packed as for static
+
+Three steps a machine:
+1. *Probe.* Each mesh of layouts, from the shortest group to the longest, until one does not fit; then the next policy of POLICIES. What a
+   further full pack of a group costs is taken from a step with n packs a replica and one with 2 n.
+2. *Warm-up*, once a corpus. All static layouts that fit, and some assignments of layouts to groups that the probes say are best: one
+   step counts. Hot switching is the best of these, be it that of one single layout.
+3. *Rounds.* The best of them, interleaved; each has its own processes. Ratios are taken within a round.
+
+The model is `--shrink` times narrower than Llama 7B and has few layers, text is cut to 1/shrink, up to 32K/shrink: see
+`scale_model` for what stays the same. A step's lengths are a stratified draw, for a small step to have the long documents that a large one
+has. `--lengths FILE`: one document's tokens a line, gzip or plain; its documents are cut from the same corpus.
+"""
+
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import peers.fsdp2  # noqa: F401  (what the forked ranks call is imported before they fork)
+from common import arguments, publish, say
+from hot_ranks import REAL_LONGEST, Pairs
+from static import spread
+from worlds import Machine, SleepingWorld, machine
+
+from longshift.dist.fork import ForkedWorld
+from longshift.errors import PeerError
+from longshift.layout.layout import Layout
+from longshift.layout.legal import faults
+from longshift.layout.placement import buckets
+from longshift.spec.model import ModelSpec
+from longshift.train.check import Trial
+from longshift.workload.groups import Edge, length_groups
+
+DEADLINE_S = 240.0
+PLAIN = "ranks=2"
+TINY = 16  # tokens
+REAL_WIDTH, HEAD_WIDTH = 4096, 128
+POLICIES = ("z1", "z2", "z3", "z1.recompute-full", "z3.recompute-full")
+TOP = 2  # schemes of a kind that go into the rounds
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """`groups`: (upto, layout) of each length group, one for a static scheme."""
+
+    name: str
+    system: str
+    groups: tuple[tuple[int, str], ...]
+    padded: bool = False
+
+    @property
+    def steps(self) -> str:
+        """Which file it trains on."""
+        return "padded" if self.padded else "plain"
+
+    @property
+    def first(self) -> str:
+        """What it begins with, for connections, plans and memory to be there: every group is visited."""
+        return "first" if len(self.groups) == 1 else "first of each"
+
+    def __str__(self) -> str:
+        return " > ".join(f"{upto}: {layout}" for upto, layout in self.groups)
+
+
+@dataclass
+class Probed:
+    """What a layout does with full packs of each group, up to the last that fits. Mutable."""
+
+    tokens_per_s: list[float] = field(default_factory=list)
+    peak_mib: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Measured:
+    """A scheme's steps. Mutable."""
+
+    rates: list[float] = field(default_factory=list)
+    exposed: list[float] = field(default_factory=list)
+    peak_mib: float = 0.0
+    fits: bool = True
+    visited: list[dict] = field(default_factory=list)
+
+    def add(self, done: dict | None, tokens: int) -> None:
+        """A step of that many tokens; None: it did not fit."""
+        if done is None:
+            self.fits = False
+            return
+        self.rates.append(tokens / done["seconds"])
+        self.exposed.append(done["exposed_s"] / done["seconds"])
+        self.peak_mib = max(self.peak_mib, done["peak_mib"])
+        self.visited = done["visited"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained on one machine."""
+
+    spec: ModelSpec
+    ends: tuple[int, ...]
+    machine: Machine
+    scratch: Path
+    trial: str
+
+    @property
+    def longest(self) -> int:
+        return self.ends[-1]
+
+    def file(self, name: str, documents: Sequence[Pairs]) -> str:
+        """Steps of (ids, labels) for the ranks."""
+        path = self.scratch / f"{name}.json"
+        path.write_text(json.dumps(documents))
+        return str(path)
+
+
+# What is computed, and where
+
+
+def meshes(spec: ModelSpec, ranks: int) -> list[Layout]:
+    """Every way to cut the model over all ranks."""
+    degrees = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    found = [Layout(*degree) for degree in product(degrees, repeat=5) if prod(degree) == ranks]
+    return [layout for layout in found if not faults(spec, layout, ranks)]
+
+
+def policies(mesh: Layout) -> Iterator[str]:
+    """The mesh under each policy; sharding needs copies to shard."""
+    copies = mesh.dp * mesh.ulysses * mesh.ring
+    for policy in POLICIES:
+        if copies > 1 or policy.startswith("z1"):
+            yield f"{mesh}.{policy}"
+
+
+def in_papers_family(layout: str) -> bool:
+    """Data, tensor and pipeline parallelism, and ZeRO."""
+    parsed = Layout.parse(layout)
+    return parsed.ulysses == parsed.ring == 1 and parsed.recompute == "none"
+
+
+def document(length: int) -> tuple[list[int], list[int]]:
+    """Where only its length matters."""
+    return [1] * length, [2] * length
+
+
+def padded(documents: Pairs, ends: Sequence[int]) -> Pairs:
+    """Documents that are longer than the first end, up to the next end; what is added is no target."""
+    found = []
+    for ids, labels in documents:
+        more = min(end for end in ends if end >= len(ids)) - len(ids) if len(ids) > ends[0] else 0
+        found.append((ids + [0] * more, labels + [-100] * more))
+    return found
+
+
+# Measuring
+
+
+def step(work: Work, world: SleepingWorld, scheme: Scheme, path: str, number: int) -> dict | None:
+    """One update; the slowest rank's seconds and the largest peak. None where a rank needs more memory than it may have."""
+    told = {"system": scheme.system, "groups": scheme.groups, "path": path, "number": number}
+    try:
+        ranks = world.call("hot_ranks:update", DEADLINE_S, **told, trial=work.trial, per_node=work.machine.per_node)
+    except PeerError as fault:
+        if world.out_of_memory:
+            return None
+        raise PeerError(f"{scheme.name} {scheme}: {fault}") from fault
+    peak_mib = max(rank["peak_mib"] for rank in ranks)
+    if work.machine.model is None and 0 < work.machine.memory_bytes < peak_mib * 2**20:  # nobody is killed for it here
+        return None
+    slowest = max(ranks, key=lambda rank: rank["seconds"])
+    return slowest | {"peak_mib": peak_mib, "exposed_s": max(rank["exposed_s"] for rank in ranks)}
+
+
+def probe(work: Work, layout: str, first: int) -> Probed:
+    """Groups from number `first` on: a step of two full packs a replica."""
+    dp, found = Layout.parse(layout).dp, Probed()
+    scheme = Scheme(layout, "longshift", tuple((end, layout) for end in work.ends))
+    with work.machine.world() as world:
+        for end in (TINY, *work.ends[first:]):
+            path = work.file(f"probe-{end}-{dp}", [[document(end)] * (2 * dp)])
+            done = step(work, world, scheme, path, 0)
+            if done is None:
+                break
+            if end != TINY:
+                found.tokens_per_s.append(2 * dp * end / done["seconds"])
+                found.peak_mib.append(done["peak_mib"])
+    return found
+
+
+def probe_all(work: Work, asked: Sequence[str]) -> dict[str, dict[int, float]]:
+    """Tokens a second of a layout, by group, of those groups that fit; a later policy only for groups that no earlier one fits."""
+    found: dict[str, dict[int, float]] = {}
+    for mesh in meshes(work.spec, work.machine.ranks):
+        if asked and str(mesh) not in asked:
+            continue
+        first = 0
+        for layout in policies(mesh):
+            probed = probe(work, layout, first)
+            found[layout] = dict(enumerate(probed.tokens_per_s, first))
+            rates = ", ".join(f"{rate:.0f}" for rate in probed.tokens_per_s)
+            say(f"probe {layout}: groups from {first} at {rates or 'nothing'} tokens/s, up to {max(probed.peak_mib, default=0):.0f} MiB")
+            first += len(probed.tokens_per_s)
+            if first == len(work.ends):
+                break
+    return found
+
+
+def assignments(work: Work, rates: dict[str, dict[int, float]], lengths: Sequence[int], most: int) -> list[Scheme]:
+    """The fastest by the probes: at all; of layouts that all cut the model alike, whose switches are free; of the paper's family; and of
+    those with two layouts. Groups without documents take their neighbour's."""
+    counts = {group.hi: group for group in length_groups(lengths, [Edge(end, Layout()) for end in work.ends], work.spec)}
+
+    def seconds(number: int, layout: str) -> float:
+        end = work.ends[number]
+        if end not in counts:
+            return 0.0
+        dp = Layout.parse(layout).dp
+        (group,) = length_groups([n for n in lengths if counts[end].lo < n <= end], [Edge(end, Layout(dp=dp))], work.spec)
+        return sum(lengths[i] for i in counts[end].documents) / rates[layout][number] / group.balance
+
+    choices = [[layout for layout in rates if number in rates[layout]] for number in range(len(work.ends))]
+    choices = [sorted(some, key=lambda layout, n=number: seconds(n, layout))[:6] for number, some in enumerate(choices)]
+    ranked = sorted((sum(seconds(n, layout) for n, layout in enumerate(each)), each) for each in product(*choices))
+    found: dict[tuple[str, ...], None] = {}
+    cut = {layout: buckets(work.spec, replace(Layout.parse(layout), zero=1)) for layout in rates}
+    kinds = (
+        lambda each: True,
+        lambda each: len({cut[layout] for layout in each}) == 1,
+        lambda each: all(in_papers_family(layout) for layout in each),
+        lambda each: len(set(each)) == 2,
+    )
+    for kind in kinds:
+        for _, each in [pair for pair in ranked if kind(pair[1])][: most // len(kinds)]:
+            found[each] = None
+    return [Scheme(f"assigned-{n}", "longshift", _merged(work.ends, each)) for n, each in enumerate(found)]
+
+
+def _merged(ends: Sequence[int], layouts: Sequence[str]) -> tuple[tuple[int, str], ...]:
+    """Neighbouring groups under one layout are one group."""
+    pairs = list(zip(ends, layouts))
+    return tuple(pair for pair, after in zip(pairs, [*pairs[1:], None]) if after is None or after[1] != pair[1])
+
+
+def warm_up(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tokens: int) -> dict[Scheme, Measured]:
+    """A step of every scheme, each in processes that last no longer."""
+    found = {}
+    for scheme in schemes:
+        found[scheme] = measured = Measured()
+        with work.machine.world() as world:
+            if step(work, world, scheme, paths[scheme.first], 0):
+                measured.add(step(work, world, scheme, paths[scheme.steps], 0), tokens)
+            else:
+                measured.fits = False
+        say(f"warm-up {scheme.name} {scheme}: {measured.rates or 'does not fit'} {measured.peak_mib:.0f} MiB")
+    return found
+
+
+def rounds(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tokens: Sequence[int], count: int) -> dict[Scheme, Measured]:
+    """A step of every scheme in turn, each round from another one on."""
+    found = {scheme: Measured() for scheme in schemes}
+    with ExitStack() as stack:
+        worlds = {scheme: stack.enter_context(work.machine.world()) for scheme in schemes}
+        for scheme, world in worlds.items():
+            step(work, world, scheme, paths[scheme.first], 0)
+        for number in range(count):
+            turn, batch = number % len(schemes), number % len(tokens)
+            for scheme in (*schemes[turn:], *schemes[:turn]):
+                if found[scheme].fits:
+                    found[scheme].add(step(work, worlds[scheme], scheme, paths[scheme.steps], batch), tokens[batch])
+            say(f"round {number + 1} of {count}: " + ", ".join(f"{s.name} {m.rates[-1]:.0f}" for s, m in found.items() if m.fits))
+    return found
+
+
+# One machine, one corpus
+
+
+def small_model(shrink: float, layers: int, vocab: int) -> ModelSpec:
+    """Llama 7B, narrower: as many key/value heads as query heads, feed-forward width 43/16 of the model's."""
+    heads = max(4, round(REAL_WIDTH / shrink / HEAD_WIDTH))
+    head_width = HEAD_WIDTH if REAL_WIDTH / shrink >= 4 * HEAD_WIDTH else 16
+    width = heads * head_width
+    return ModelSpec("llama", vocab, width, layers, heads, heads, head_width, width * 43 // 16, REAL_LONGEST)
+
+
+def on_corpus(work: Work, data: str, steps: Sequence[Pairs], rates: Mapping[str, Mapping[int, float]], options) -> tuple[list[dict], dict]:
+    """Rows, and the three ratios with their spreads."""
+    made = {"plain": steps, "padded": [padded(pairs, work.ends) for pairs in steps]}
+    made |= {"first": [[document(TINY)] * work.machine.ranks]}
+    made |= {"first of each": [made["first"][0] + [document(end + 1) for end in work.ends[:-1]]]}
+    paths = {name: work.file(f"{data}-{name}", documents) for name, documents in made.items()}
+    tokens = [sum(len(ids) for ids, _ in pairs) for pairs in steps]
+    last = len(work.ends) - 1
+    fitting = [layout for layout in rates if last in rates[layout]]
+    statics = [Scheme(f"static:{layout}", "longshift", ((work.longest, layout),)) for layout in fitting]
+    lengths = [len(ids) for ids, _ in steps[0]]
+    hots = assignments(work, rates, lengths, options.assignments)
+    fsdp2 = Scheme("fsdp2:z3", "fsdp2", ((work.longest, "z3"),))
+    tried = warm_up(work, [*statics, *hots, fsdp2], paths, tokens[0])
+
+    def best(some: Sequence[Scheme], count: int) -> list[Scheme]:
+        return sorted((s for s in some if tried[s].fits), key=lambda s: -tried[s].rates[0])[:count]
+
+    family = [s for s in statics if in_papers_family(s.groups[0][1])]
+    bucketed = [replace(s, name=f"static-padded:{s.groups[0][1]}", padded=True) for s in best(family, 1)]
+    chosen = dict.fromkeys([*best(hots, TOP), *best(family, TOP), *best(statics, TOP), *best([fsdp2], 1), *bucketed])
+    measured = rounds(work, list(chosen), paths, tokens, options.rounds)
+    rate = {scheme: statistics.median(found.rates) for scheme, found in measured.items() if not scheme.padded and scheme != fsdp2}
+    fastest = max(rate, key=lambda scheme: rate[scheme])
+    own = measured[fastest]
+    rows = [row(work, data, replace(fastest, name="hot"), own)]
+    rows += [row(work, data, s, found) for s, found in (tried | measured).items() if s != fastest or s in statics]
+    for layout in rates.keys() - set(fitting):
+        rows.append(row(work, data, Scheme(f"static:{layout}", "longshift", ((work.longest, layout),)), Measured(fits=False)))
+    told: dict[str, dict | None] = {}
+    for key, others in (("static_all", statics), ("static_tp_pp", family), ("bucket_padded", bucketed)):
+        if not (rivals := [s for s in measured if s in others]):
+            told[key] = None
+            continue
+        best_other = max(rivals, key=lambda s: statistics.median(measured[s].rates))
+        pairs = [mine / theirs for mine, theirs in zip(own.rates, measured[best_other].rates)]
+        told[key] = {"ratio": statistics.median(pairs), "spread": spread(pairs), "to": best_other.name}
+    return rows, told
+
+
+def row(work: Work, data: str, scheme: Scheme, found: Measured) -> dict:
+    return {
+        "data": data,
+        "machine": work.machine.kind,
+        "ranks": work.machine.ranks,
+        "nodes": work.machine.ranks // work.machine.per_node,
+        "scheme": scheme.name,
+        "groups": str(scheme),
+        "fits": found.fits,
+        "tokens_per_s": statistics.median(found.rates) if found.fits else None,
+        "spread": spread(found.rates) if len(found.rates) > 1 else None,
+        "rounds": len(found.rates),
+        "peak_mib": found.peak_mib or None,
+        "switch_exposed_share": statistics.median(found.exposed) if found.fits else None,
+        "visited": ", ".join(f"{v['layout']} {v['tokens']} tokens {v['seconds']:.2f} s" for v in found.visited) or None,
+    }
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--plain", action="append", default=[], metavar="SIZES", help='such as "ranks=2,memory=400M"; may be repeated')
+    parser.add_argument(
+        "--scale-model", action="append", default=[], metavar="SIZES", help='"nodes=2,per_node=2,cpu=0.5,memory=400M,like=a800,shrink=4"'
+    )
+    parser.add_argument("--lengths", type=Path, help="a file of document lengths, for a second corpus")
+    parser.add_argument("--shrink", type=float, default=4.0, help="4096 / the model's width")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a step, for each rank")
+    parser.add_argument("--rounds", type=int, default=6, help="counted rounds")
+    parser.add_argument("--assignments", type=int, default=8, help="of layouts to groups that are warmed up, at most")
+    parser.add_argument("--meshes", nargs="*", default=[], help="try only these, such as u4 or pp2.tp2")
+    options = parser.parse_args()
+    if options.quick:
+        options.shrink, options.tokens, options.rounds, options.assignments = 64, 512, 2, 2
+        options.meshes = options.meshes or ["dp2", "tp2", "u2"]
+    rows, summary = [], {key: {} for key in ("ratio_best_static_all", "ratio_best_static_tp_pp", "ratio_bucket_padded", "compared")}
+    spec = small_model(options.shrink, options.layers, 512 if options.quick else 2048)
+    longest = int(REAL_LONGEST / options.shrink)
+    ends = tuple(longest // 2**i for i in (3, 2, 1, 0))
+    for description in [*options.plain, *options.scale_model] or [PLAIN]:
+        with machine(description) as place, tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
+            work = Work(spec, ends, place, Path(scratch), json.dumps(Trial(spec, (), "bf16").to_json()))
+            say(f"{description}: {spec.parameters / 1e6:.1f} M weights, groups up to {', '.join(map(str, ends))} tokens")
+            rates = probe_all(work, options.meshes)
+            for data, file in {"python": None, "text": options.lengths}.items() if options.lengths else [("python", None)]:
+                with ForkedWorld(1) as reader:
+                    how = {"vocab": spec.vocab, "quick": options.quick, "lengths": str(file) if file else None, "shrink": options.shrink}
+                    told = {**how, "tokens": options.tokens * place.ranks, "steps": 2, "seed": 0}
+                    (steps,) = reader.call("hot_ranks:documents", DEADLINE_S, **told)
+                found, ratios = on_corpus(work, data, steps, rates, options)
+                rows += found
+                key = f"{place.kind}/{data}" if f"{place.kind}/{data}" not in summary["compared"] else f"{place.kind}-{place.ranks}/{data}"
+                summary["compared"][key] = ratios
+                for name, ratio in ratios.items():
+                    kind = name if name.startswith("bucket") else f"best_{name}"
+                    summary[f"ratio_{kind}"][key] = ratio and ratio["ratio"]
+                say(f"{key}: {ratios}")
+    publish("hot_switch", summary, rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
