@@ -99,6 +99,7 @@ def without_torch(line: str) -> subprocess.CompletedProcess:
         ("train --help", 0, "Continue from the newest checkpoint"),
         ("train {place}/run.yaml train.lrr=1", 2, "train.lrr: no such key; did you mean 'lr'?"),
         ("train {place}/run.yaml layout=pp9", 2, "at most pp4"),
+        ("train {place}/run.yaml --explain layout=dp2.z1", 0, "one global norm, one clip, one AdamW, at home"),
         ("train none.yaml", 2, "longshift init --to none.yaml"),
         ("init tiny-qwen", 2, "did you mean 'tiny-qwen3'"),
         ("check {place}/run.yaml --against zz4", 2, "is not a layout word"),
@@ -236,7 +237,7 @@ def test_the_example_configs_are_valid(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder_of("qwen3-0.6b", tmp_path / "Qwen3-0.6B")
     config = load_config(example)
-    assert config.layout.world == (4 if example.name != "continue.yaml" else 8)
+    assert config.world == (4 if example.name != "continue.yaml" else 8)
 
 
 def test_the_continue_example_trains_a_model_folder(place, longshift):
@@ -307,11 +308,15 @@ def test_the_commands_of_the_readme_are_valid(tmp_path, monkeypatch):
 
 
 def test_the_config_and_the_layouts_of_the_readme_are_valid():
-    [text] = readme_blocks("yaml")
+    text, groups = readme_blocks("yaml")
     words = re.findall(r"^\| (`.*?) \|", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
     layouts = [word.strip("`") for cell in words for word in cell.split(", ")]
     assert len(layouts) >= 10
     config = parse_config(text)
+    static = text[: text.index("layout:")] + text[text.index("save:") :]
+    switched = parse_config(static + groups, ["data.max_len=32K"])
+    assert len(switched.edges) == 2
+    assert switched.switch == config.switch
     for layout in layouts:
         spec = replace(config.spec, layers=5)
         assert faults(spec, Layout.parse(layout), None) == ()
