@@ -32,4 +32,4 @@ lint: setup
 	$(BIN)/pyright
 
 bench: setup
-	@for name in parity static switch_plan machine_profile; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@for name in parity static switch_plan hot_switch switch_cost machine_profile; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done

@@ -8,8 +8,8 @@ longest document does not leave one rank to compute it alone.
     fsdp2:STAGE            torch's fully_shard, documents packed as for static
 
 Three steps a machine:
-1. *Probe.* Each mesh of layouts, from the shortest group to the longest, until one does not fit; then the next policy of POLICIES. What a
-   further full pack of a group costs is taken from a step with n packs a replica and one with 2 n.
+1. *Probe.* Each mesh of layouts with full packs, from the shortest group to the longest, until one does not fit; for the longer ones the
+   next of `--policies` is tried.
 2. *Warm-up*, once a corpus. All static layouts that fit, and some assignments of layouts to groups that the probes say are best: one
    step counts. Hot switching is the best of these, be it that of one single layout.
 3. *Rounds.* The best of them, interleaved; each has its own processes. Ratios are taken within a round.
@@ -135,10 +135,10 @@ def meshes(spec: ModelSpec, ranks: int) -> list[Layout]:
     return [layout for layout in found if not faults(spec, layout, ranks)]
 
 
-def policies(mesh: Layout) -> Iterator[str]:
+def under(policies: Sequence[str], mesh: Layout) -> Iterator[str]:
     """The mesh under each policy; sharding needs copies to shard."""
     copies = mesh.dp * mesh.ulysses * mesh.ring
-    for policy in POLICIES:
+    for policy in policies:
         if copies > 1 or policy.startswith("z1"):
             yield f"{mesh}.{policy}"
 
@@ -183,29 +183,30 @@ def step(work: Work, world: SleepingWorld, scheme: Scheme, path: str, number: in
 
 
 def probe(work: Work, layout: str, first: int) -> Probed:
-    """Groups from number `first` on: a step of two full packs a replica."""
-    dp, found = Layout.parse(layout).dp, Probed()
+    """Groups from number `first` on: a step of one full pack a replica, of two stages two."""
+    parsed, found = Layout.parse(layout), Probed()
+    packs = parsed.dp * parsed.pp
     scheme = Scheme(layout, "longshift", tuple((end, layout) for end in work.ends))
     with work.machine.world() as world:
         for end in (TINY, *work.ends[first:]):
-            path = work.file(f"probe-{end}-{dp}", [[document(end)] * (2 * dp)])
+            path = work.file(f"probe-{end}-{packs}", [[document(end)] * packs])
             done = step(work, world, scheme, path, 0)
             if done is None:
                 break
             if end != TINY:
-                found.tokens_per_s.append(2 * dp * end / done["seconds"])
+                found.tokens_per_s.append(packs * end / done["seconds"])
                 found.peak_mib.append(done["peak_mib"])
     return found
 
 
-def probe_all(work: Work, asked: Sequence[str]) -> dict[str, dict[int, float]]:
+def probe_all(work: Work, asked: Sequence[str], policies: Sequence[str]) -> dict[str, dict[int, float]]:
     """Tokens a second of a layout, by group, of those groups that fit; a later policy only for groups that no earlier one fits."""
     found: dict[str, dict[int, float]] = {}
     for mesh in meshes(work.spec, work.machine.ranks):
         if asked and str(mesh) not in asked:
             continue
         first = 0
-        for layout in policies(mesh):
+        for layout in under(policies, mesh):
             probed = probe(work, layout, first)
             found[layout] = dict(enumerate(probed.tokens_per_s, first))
             rates = ", ".join(f"{rate:.0f}" for rate in probed.tokens_per_s)
@@ -364,9 +365,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="counted rounds")
     parser.add_argument("--assignments", type=int, default=8, help="of layouts to groups that are warmed up, at most")
     parser.add_argument("--meshes", nargs="*", default=[], help="try only these, such as u4 or pp2.tp2")
+    parser.add_argument("--policies", nargs="*", default=POLICIES, help="stages of ZeRO and recomputation, the fastest first")
     options = parser.parse_args()
     if options.quick:
-        options.shrink, options.tokens, options.rounds, options.assignments = 64, 512, 2, 2
+        options.shrink, options.tokens, options.rounds, options.assignments = 64, 512, 2, 4
         options.meshes = options.meshes or ["dp2", "tp2", "u2"]
     rows, summary = [], {key: {} for key in ("ratio_best_static_all", "ratio_best_static_tp_pp", "ratio_bucket_padded", "compared")}
     spec = small_model(options.shrink, options.layers, 512 if options.quick else 2048)
@@ -376,7 +378,7 @@ def main() -> None:
         with machine(description) as place, tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
             work = Work(spec, ends, place, Path(scratch), json.dumps(Trial(spec, (), "bf16").to_json()))
             say(f"{description}: {spec.parameters / 1e6:.1f} M weights, groups up to {', '.join(map(str, ends))} tokens")
-            rates = probe_all(work, options.meshes)
+            rates = probe_all(work, options.meshes, options.policies)
             for data, file in {"python": None, "text": options.lengths}.items() if options.lengths else [("python", None)]:
                 with ForkedWorld(1) as reader:
                     how = {"vocab": spec.vocab, "quick": options.quick, "lengths": str(file) if file else None, "shrink": options.shrink}

@@ -40,6 +40,7 @@ REAL = {  # FLOP/s that bf16 linear layers reach in training; NVLink and NIC byt
 }
 CGROUPS = pathlib.Path("/sys/fs/cgroup")
 PERIOD_US = 10_000
+WEIGHT = 20  # of a rank against other work on the machine
 UNSHAPED_BYTES_PER_S = 1.25e9
 BURST_S = 0.002  # of a link's rate; less and the shaper's own timer limits it
 PORT = 29500
@@ -85,7 +86,7 @@ def run(model: Model, command: Sequence[str], logs: pathlib.Path, timeout_s: flo
     where = addresses(model, name)
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        stack.enter_context(_ended_by_signals())
+        stack.enter_context(ended_by_signals())
         spaces = stack.enter_context(network(model, name, where))
         caps = [stack.enter_context(capped(space, model.cpu, model.memory_bytes)) for space in spaces]
         processes: list[subprocess.Popen] = []
@@ -188,12 +189,12 @@ def capped(name: str, cpu: float, memory_bytes: int) -> Iterator[Caps]:
     try:
         if (CGROUPS / "cgroup.controllers").exists():
             (CGROUPS / "cgroup.subtree_control").write_text("+cpu +memory")
-            limits = {"cpu.max": f"{quota} {PERIOD_US}"} if cpu else {}
+            limits = {"cpu.max": f"{quota} {PERIOD_US}", "cpu.weight": 100 * WEIGHT} if cpu else {}
             limits |= {"memory.max": memory_bytes, "memory.swap.max": 0} if memory_bytes else {}
             peak = make(CGROUPS / name, limits) / "memory.peak"
         else:
             if cpu:
-                make(CGROUPS / "cpu" / name, {"cpu.cfs_period_us": PERIOD_US, "cpu.cfs_quota_us": quota})
+                make(CGROUPS / "cpu" / name, {"cpu.cfs_period_us": PERIOD_US, "cpu.cfs_quota_us": quota, "cpu.shares": 1024 * WEIGHT})
             limits = {"memory.limit_in_bytes": memory_bytes} if memory_bytes else {}
             peak = make(CGROUPS / "memory" / name, limits) / "memory.max_usage_in_bytes"
         caps = Caps(made, peak)
@@ -229,7 +230,7 @@ def _end(processes: Sequence[subprocess.Popen]) -> None:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def ended_by_signals() -> Iterator[None]:
     """SIGTERM ends this process as Ctrl-C does, so that what was set up is taken down."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

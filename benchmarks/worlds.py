@@ -114,5 +114,5 @@ def machine(description: str) -> Iterator[Machine]:
     model = scale_model.model(scale_model.arguments().parse_args(words), sys.executable)
     name = secrets.token_hex(2)
     addresses = scale_model.addresses(model, name)
-    with scale_model.network(model, name, addresses) as spaces:
+    with scale_model.ended_by_signals(), scale_model.network(model, name, addresses) as spaces:
         yield Machine(model.ranks, model.per_node, model.memory_bytes, model, (spaces, addresses))

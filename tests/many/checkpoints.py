@@ -46,9 +46,9 @@ def bits(x: Tensor) -> bytes:
 
 def begin(world: World, run: str, layout: str, steps: int = 2) -> None:
     """Train a little under a layout, write each rank's own view of its state beside the run, and save."""
-    state, worker = build(TRIAL, Layout.parse(layout), world)
+    state, team = build(TRIAL, [Layout.parse(layout)], world)
     for batch in TRIAL.batches()[:steps]:
-        train_step(state, batch, worker, TRIAL.capacity)
+        train_step(state, batch, team)
     views = {f"{k}|{name}|{box}": v.clone() for name, box, _, kinds in state.optimizer.state() for k, v in kinds.items() if box}
     save_file(views, f"{run}-live-{world.rank}.safetensors")
     _save(world, Path(run), state, steps)
@@ -89,7 +89,7 @@ def _save(world: World, run: Path, state: State, step: int, keep: int = 3) -> No
 
 def save_steps(world: World, run: str, layout: str, steps: list[int], keep: int = 3) -> None:
     """Save the same state as several steps."""
-    state = build(TRIAL, Layout.parse(layout), world)[0]
+    state = build(TRIAL, [Layout.parse(layout)], world)[0]
     for step in steps:
         _save(world, Path(run), state, step, keep)
 
@@ -109,7 +109,7 @@ def open_latest(world: World, run: str) -> dict[str, Any]:
 
 def save_without_space(world: World, run: str, step: int, stage: str, ranks: list[int], limit_bytes: int) -> str:
     """The error of a save in which files of some ranks cannot grow beyond a limit from `stage`, a function of checkpoint.py, on."""
-    state = build(TRIAL, Layout(dp=world.size, zero=1), world)[0]
+    state = build(TRIAL, [Layout(dp=world.size, zero=1)], world)[0]
     original = getattr(checkpoint, stage)
 
     def short(*arguments: Any) -> Any:
@@ -131,7 +131,7 @@ def save_without_space(world: World, run: str, step: int, stage: str, ranks: lis
 
 def save_and_die(world: World, run: str, step: int, stage: str, after: bool, rank: int) -> None:
     """SIGKILL on one rank as a save comes to a function of checkpoint.py, or leaves it."""
-    state = build(TRIAL, Layout(dp=world.size, zero=1), world)[0]
+    state = build(TRIAL, [Layout(dp=world.size, zero=1)], world)[0]
     original = getattr(checkpoint, stage)
 
     def die(*arguments: Any) -> None:
@@ -146,7 +146,7 @@ def save_and_die(world: World, run: str, step: int, stage: str, after: bool, ran
 
 def save_and_die_at(world: World, run: str, step: int, touch: int | None) -> int:
     """SIGKILL just before the save's `touch`-th access to the file system; its number of accesses where None."""
-    state = build(TRIAL, Layout(), world)[0]
+    state = build(TRIAL, [Layout()], world)[0]
     count = 0
     started = False
 
@@ -166,7 +166,7 @@ def save_and_die_at(world: World, run: str, step: int, touch: int | None) -> int
 
 def order_of_save(world: World, run: str, step: int) -> list[list[str]]:
     """The fsyncs and renames of a save, in order: ["fsync", path] and ["rename", from, to], paths from the run folder."""
-    state, seen, root = build(TRIAL, Layout(), world)[0], [], os.path.realpath(run)
+    state, seen, root = build(TRIAL, [Layout()], world)[0], [], os.path.realpath(run)
     fsync, rename = os.fsync, os.rename
 
     def short(path: object) -> str:
@@ -260,11 +260,11 @@ def poison(world: World, layout: str, rank: int, weight: str, precision: str = "
     """Two good steps, a third in which one rank's home has a NaN in `weight` (or every rank's a huge row of the output head), then the
     third again with the weight mended. What was said, whether home stayed as it was, and how the third step ended."""
     trial = replace(TRIAL, precision=precision)
-    (state, worker), batches = build(trial, Layout.parse(layout), world), trial.batches()
+    (state, team), batches = build(trial, [Layout.parse(layout)], world), trial.batches()
     if state.scale:
         state.scale.scale = 1.0  # with more, a float16 step is skipped and the scale is halved
     for batch in batches[:2]:
-        train_step(state, batch, worker, trial.capacity)
+        train_step(state, batch, team)
     good = {(k, name, str(box)): v.clone() for name, box, _, kinds in state.optimizer.state() for k, v in kinds.items()}
     put = 0
     for name, box, _, kinds in state.optimizer.state():
@@ -277,30 +277,30 @@ def poison(world: World, layout: str, rank: int, weight: str, precision: str = "
     before = [bits(v) for _, _, _, kinds in state.optimizer.state() for v in kinds.values()]
     cursor, said = state.cursor, ""
     try:
-        train_step(state, batches[2], worker, trial.capacity)
+        train_step(state, batches[2], team)
     except NonFiniteError as fault:
         said = str(fault)
     after = [bits(v) for _, _, _, kinds in state.optimizer.state() for v in kinds.values()]
     same = before == after and state.optimizer.steps == 2 and state.cursor == cursor and all(s.grad is None for s in state.home.shards)
     for name, box, _, kinds in state.optimizer.state():
         kinds["master"].copy_(good["master", name, str(box)])
-    return {"said": said, "same": same, "put": put, "third": train_step(state, batches[2], worker, trial.capacity).loss.hex()}
+    return {"said": said, "same": same, "put": put, "third": train_step(state, batches[2], team).loss.hex()}
 
 
 def third_loss(world: World, layout: str, precision: str = "float32") -> str:
     """The loss of the third of three good steps."""
     trial = replace(TRIAL, precision=precision)
-    state, worker = build(trial, Layout.parse(layout), world)
+    state, team = build(trial, [Layout.parse(layout)], world)
     if state.scale:
         state.scale.scale = 1.0
-    return [train_step(state, batch, worker, trial.capacity).loss.hex() for batch in trial.batches()][-1]
+    return [train_step(state, batch, team).loss.hex() for batch in trial.batches()][-1]
 
 
 def no_targets(world: World, layout: str, lengths: list[list[int]]) -> list[list[float]]:
     """(loss, gradient norm) of steps with documents of these lengths, and last whether all of the state is finite."""
     trial = replace(TRIAL, precision="float64", lengths=tuple(map(tuple, lengths)))
-    state, worker = build(trial, Layout.parse(layout), world)
-    outcomes = [train_step(state, batch, worker, trial.capacity) for batch in trial.batches()]
+    state, team = build(trial, [Layout.parse(layout)], world)
+    outcomes = [train_step(state, batch, team) for batch in trial.batches()]
     finite = all(bool(v.isfinite().all()) for _, _, _, kinds in state.optimizer.state() for v in kinds.values())
     return [*([o.loss, o.grad_norm] for o in outcomes), [float(finite)]]
 
@@ -308,9 +308,10 @@ def no_targets(world: World, layout: str, lengths: list[list[int]]) -> list[list
 def die_in_backward(world: World, layout: str, rank: int, folder: str) -> None:
     """One rank ends without a word in the backward pass of the second step. The others write down what they see, and when, and end as the
     ranks of a run do."""
-    state, worker = build(TRIAL, Layout.parse(layout), world)
+    state, team = build(TRIAL, [Layout.parse(layout)], world)
+    (worker,) = team.workers.values()
     batches, backward = TRIAL.batches(), worker._backward
-    train_step(state, batches[0], worker, TRIAL.capacity)
+    train_step(state, batches[0], team)
 
     def die(*arguments: Any, **named: Any) -> Tensor | None:
         backward(*arguments, **named)
@@ -324,7 +325,7 @@ def die_in_backward(world: World, layout: str, rank: int, folder: str) -> None:
     if world.rank == rank:
         worker._backward = die
     try:
-        train_step(state, batches[1], worker, TRIAL.capacity)
+        train_step(state, batches[1], team)
     except RuntimeError as fault:
         leave(str(fault))
 

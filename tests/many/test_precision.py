@@ -70,8 +70,8 @@ def state_bits(state: State) -> dict[str, str]:
 def trained_bits(world: World, trial: dict, layout: str) -> dict[str, str]:
     """This rank's home after all steps, and the losses."""
     what = Trial.from_json(trial)
-    state, worker = build(what, Layout.parse(layout), world)
-    losses = [train_step(state, batch, worker, what.capacity).loss for batch in what.batches()]
+    state, team = build(what, [Layout.parse(layout)], world)
+    losses = [train_step(state, batch, team).loss for batch in what.batches()]
     return state_bits(state) | {"losses": str([loss.hex() for loss in losses])}
 
 
@@ -110,10 +110,10 @@ def test_replicas_stay_the_same_bits(worlds: Worlds, precision: Name, layout: st
 def overflow(world: World, trial: dict, layout: str, one_rank: bool) -> dict:
     """A good step, one that overflows, a good one. On all ranks by a loss scale that float16 cannot hold, or on the last rank alone."""
     what = Trial.from_json(trial)
-    state, worker = build(what, Layout.parse(layout), world)
+    state, team = build(what, [Layout.parse(layout)], world)
     batches = what.batches()
     assert state.scale is not None
-    good = train_step(state, batches[0], worker, what.capacity)
+    good = train_step(state, batches[0], team)
     scale, before = state.scale.scale, state_bits(state)
     state.scale.scale = tried = scale if one_rank else 2.0**60
 
@@ -121,11 +121,11 @@ def overflow(world: World, trial: dict, layout: str, one_rank: bool) -> dict:
         if one_rank and world.rank == world.size - 1:
             next(s.grad for s in home.shards if s.owned and s.grad is not None)[0] = math.inf
 
-    bad = train_step(state, batches[1], worker, what.capacity, spoil)
+    bad = train_step(state, batches[1], team, spoil)
     between, steps, halved = state_bits(state), state.optimizer.steps, state.scale.scale
     dropped = all(shard.grad is None for shard in state.home.shards)
     state.scale.scale = scale
-    again = train_step(state, batches[2], worker, what.capacity)
+    again = train_step(state, batches[2], team)
     return {
         "skipped": [o.skipped for o in (good, bad, again)],
         "losses": [o.loss.hex() for o in (good, bad, again)],
