@@ -49,6 +49,7 @@ PLAIN = "ranks=2"
 TINY = 16  # tokens
 REAL_WIDTH, HEAD_WIDTH = 4096, 128
 POLICIES = ("z1", "z2", "z3", "z1.recompute-full", "z3.recompute-full")
+Rates = Mapping[int, float]  # tokens a second, by group
 TOP = 2  # schemes of a kind that go into the rounds
 
 
@@ -77,8 +78,10 @@ class Scheme:
 
 @dataclass
 class Probed:
-    """What a layout does with full packs of each group, up to the last that fits. Mutable."""
+    """What a layout does with full packs of each group, up to the last that fits, beyond the seconds of a step of next to no tokens.
+    Mutable."""
 
+    fixed_s: float = 0.0
     tokens_per_s: list[float] = field(default_factory=list)
     peak_mib: list[float] = field(default_factory=list)
 
@@ -188,36 +191,41 @@ def probe(work: Work, layout: str, first: int) -> Probed:
     packs = parsed.dp * parsed.pp
     scheme = Scheme(layout, "longshift", tuple((end, layout) for end in work.ends))
     with work.machine.world() as world:
-        for end in (TINY, *work.ends[first:]):
+        for number, end in enumerate((TINY, TINY, *work.ends[first:])):
             path = work.file(f"probe-{end}-{packs}", [[document(end)] * packs])
             done = step(work, world, scheme, path, 0)
             if done is None:
                 break
-            if end != TINY:
-                found.tokens_per_s.append(packs * end / done["seconds"])
+            if number < 2:
+                found.fixed_s = done["seconds"]
+            else:
+                found.tokens_per_s.append(packs * end / max(done["seconds"] - found.fixed_s, done["seconds"] / 10))
                 found.peak_mib.append(done["peak_mib"])
     return found
 
 
-def probe_all(work: Work, asked: Sequence[str], policies: Sequence[str]) -> dict[str, dict[int, float]]:
-    """Tokens a second of a layout, by group, of those groups that fit; a later policy only for groups that no earlier one fits."""
-    found: dict[str, dict[int, float]] = {}
+def probe_all(work: Work, asked: Sequence[str], policies: Sequence[str]) -> tuple[dict[str, Rates], dict[str, float]]:
+    """Tokens a second of a layout, by group, of those groups that fit, a later policy only for groups that no earlier one fits; and every
+    layout's seconds without tokens."""
+    found: dict[str, Rates] = {}
+    fixed_s: dict[str, float] = {}
     for mesh in meshes(work.spec, work.machine.ranks):
         if asked and str(mesh) not in asked:
             continue
         first = 0
         for layout in under(policies, mesh):
             probed = probe(work, layout, first)
-            found[layout] = dict(enumerate(probed.tokens_per_s, first))
+            found[layout], fixed_s[layout] = dict(enumerate(probed.tokens_per_s, first)), probed.fixed_s
             rates = ", ".join(f"{rate:.0f}" for rate in probed.tokens_per_s)
-            say(f"probe {layout}: groups from {first} at {rates or 'nothing'} tokens/s, up to {max(probed.peak_mib, default=0):.0f} MiB")
+            peak_mib = max(probed.peak_mib, default=0.0)
+            say(f"probe {layout}: {probed.fixed_s:.2f} s, groups from {first} at {rates or 'nothing'} tokens/s, up to {peak_mib:.0f} MiB")
             first += len(probed.tokens_per_s)
             if first == len(work.ends):
                 break
-    return found
+    return found, fixed_s
 
 
-def assignments(work: Work, rates: dict[str, dict[int, float]], lengths: Sequence[int], most: int) -> list[Scheme]:
+def assignments(work: Work, rates: Mapping[str, Rates], fixed_s: Mapping[str, float], lengths: Sequence[int], most: int) -> list[Scheme]:
     """The fastest by the probes: at all; of layouts that all cut the model alike, whose switches are free; of the paper's family; and of
     those with two layouts. Groups without documents take their neighbour's."""
     counts = {group.hi: group for group in length_groups(lengths, [Edge(end, Layout()) for end in work.ends], work.spec)}
@@ -232,9 +240,14 @@ def assignments(work: Work, rates: dict[str, dict[int, float]], lengths: Sequenc
 
     choices = [[layout for layout in rates if number in rates[layout]] for number in range(len(work.ends))]
     choices = [sorted(some, key=lambda layout, n=number: seconds(n, layout))[:6] for number, some in enumerate(choices)]
-    ranked = sorted((sum(seconds(n, layout) for n, layout in enumerate(each)), each) for each in product(*choices))
-    found: dict[tuple[str, ...], None] = {}
     cut = {layout: buckets(work.spec, replace(Layout.parse(layout), zero=1)) for layout in rates}
+
+    def total(each: Sequence[str]) -> float:
+        """Every cut of the model gathers its weights and brings its gradients home once."""
+        return sum(seconds(n, layout) for n, layout in enumerate(each)) + sum({cut[layout]: fixed_s[layout] for layout in each}.values())
+
+    ranked = sorted((total(each), each) for each in product(*choices))
+    found: dict[tuple[str, ...], None] = {}
     kinds = (
         lambda each: True,
         lambda each: len({cut[layout] for layout in each}) == 1,
@@ -294,7 +307,9 @@ def small_model(shrink: float, layers: int, vocab: int) -> ModelSpec:
     return ModelSpec("llama", vocab, width, layers, heads, heads, head_width, width * 43 // 16, REAL_LONGEST)
 
 
-def on_corpus(work: Work, data: str, steps: Sequence[Pairs], rates: Mapping[str, Mapping[int, float]], options) -> tuple[list[dict], dict]:
+def on_corpus(
+    work: Work, data: str, steps: Sequence[Pairs], rates: Mapping[str, Rates], fixed_s: Mapping[str, float], options
+) -> tuple[list[dict], dict]:
     """Rows, and the three ratios with their spreads."""
     made = {"plain": steps, "padded": [padded(pairs, work.ends) for pairs in steps]}
     made |= {"first": [[document(TINY)] * work.machine.ranks]}
@@ -305,7 +320,7 @@ def on_corpus(work: Work, data: str, steps: Sequence[Pairs], rates: Mapping[str,
     fitting = [layout for layout in rates if last in rates[layout]]
     statics = [Scheme(f"static:{layout}", "longshift", ((work.longest, layout),)) for layout in fitting]
     lengths = [len(ids) for ids, _ in steps[0]]
-    hots = assignments(work, rates, lengths, options.assignments)
+    hots = assignments(work, rates, fixed_s, lengths, options.assignments)
     fsdp2 = Scheme("fsdp2:z3", "fsdp2", ((work.longest, "z3"),))
     tried = warm_up(work, [*statics, *hots, fsdp2], paths, tokens[0])
 
@@ -378,13 +393,13 @@ def main() -> None:
         with machine(description) as place, tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
             work = Work(spec, ends, place, Path(scratch), json.dumps(Trial(spec, (), "bf16").to_json()))
             say(f"{description}: {spec.parameters / 1e6:.1f} M weights, groups up to {', '.join(map(str, ends))} tokens")
-            rates = probe_all(work, options.meshes, options.policies)
+            rates, fixed_s = probe_all(work, options.meshes, options.policies)
             for data, file in {"python": None, "text": options.lengths}.items() if options.lengths else [("python", None)]:
                 with ForkedWorld(1) as reader:
                     how = {"vocab": spec.vocab, "quick": options.quick, "lengths": str(file) if file else None, "shrink": options.shrink}
                     told = {**how, "tokens": options.tokens * place.ranks, "steps": 2, "seed": 0}
                     (steps,) = reader.call("hot_ranks:documents", DEADLINE_S, **told)
-                found, ratios = on_corpus(work, data, steps, rates, options)
+                found, ratios = on_corpus(work, data, steps, rates, fixed_s, options)
                 rows += found
                 key = f"{place.kind}/{data}" if f"{place.kind}/{data}" not in summary["compared"] else f"{place.kind}-{place.ranks}/{data}"
                 summary["compared"][key] = ratios

@@ -29,8 +29,9 @@ from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale
+from longshift.state.transfer import Transfer
 from longshift.train import loop
-from longshift.train.check import Trial, build
+from longshift.train.check import Trial, build, parse_layouts
 from longshift.train.step import State, train_step
 
 SPEC = ModelSpec("llama", vocab=37, width=12, layers=3, heads=4, kv_heads=2, head_width=4, ffn=14, max_positions=64, init_std=0.1)
@@ -305,25 +306,36 @@ def no_targets(world: World, layout: str, lengths: list[list[int]]) -> list[list
     return [*([o.loss, o.grad_norm] for o in outcomes), [float(finite)]]
 
 
-def die_in_backward(world: World, layout: str, rank: int, folder: str) -> None:
-    """One rank ends without a word in the backward pass of the second step. The others write down what they see, and when, and end as the
-    ranks of a run do."""
-    state, team = build(TRIAL, [Layout.parse(layout)], world)
-    (worker,) = team.workers.values()
-    batches, backward = TRIAL.batches(), worker._backward
+def die_in_step(world: World, layout: str, rank: int, folder: str) -> None:
+    """One rank ends without a word in the second step: in its backward or, where the layout changes, between two exchanges of a switch.
+    The others write down what they see, and when, and end as the ranks of a run do."""
+    layouts = parse_layouts(layout)
+    trial = replace(TRIAL, edges=(8,)[: len(layouts) - 1], bucket_bytes=2_000, ahead_bytes=0)
+    state, team = build(trial, layouts, world)
+    batches = TRIAL.batches()
     train_step(state, batches[0], team)
-
-    def die(*arguments: Any, **named: Any) -> Tensor | None:
-        backward(*arguments, **named)
-        leave("gone")
 
     def leave(word: str) -> None:
         (Path(folder) / f"{world.rank}.writing").write_text(json.dumps([time.time(), word]))
         (Path(folder) / f"{world.rank}.writing").rename(Path(folder) / str(world.rank))
         os._exit(9)
 
-    if world.rank == rank:
-        worker._backward = die
+    worker = next(iter(team.workers.values()))
+    backward, post = worker._backward, Transfer._post
+
+    def die_after_backward(*arguments: Any, **named: Any) -> Tensor | None:
+        backward(*arguments, **named)
+        leave("gone")
+
+    def die_between_exchanges(self: Transfer) -> None:
+        post(self)
+        if self.posted == 3 and not self.plan.sums:
+            leave("gone")
+
+    if world.rank == rank and len(layouts) > 1:
+        Transfer._post = die_between_exchanges
+    elif world.rank == rank:
+        worker._backward = die_after_backward
     try:
         train_step(state, batches[1], team)
     except RuntimeError as fault:

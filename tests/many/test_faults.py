@@ -102,12 +102,12 @@ def test_a_step_without_any_target_is_zero(call, layout):
 
 
 @pytest.mark.usefixtures("worlds")  # so that it runs while this process may fork
-@pytest.mark.parametrize("layout", ["dp3", "dp3.z3", "pp3", "tp3"])
+@pytest.mark.parametrize("layout", ["dp3", "dp3.z3", "pp3", "tp3", "dp3 > tp3"])
 def test_peers_of_a_rank_that_dies_fail_at_once(tmp_path, layout):
     """The call is made by hand: ForkedWorld.call would end the others as soon as it sees the death."""
     with ForkedWorld(3) as world:
         world.call("checkpoints:pid")
-        line = {"function": "checkpoints:die_in_backward", "arguments": {"layout": layout, "rank": 1, "folder": str(tmp_path)}}
+        line = {"function": "checkpoints:die_in_step", "arguments": {"layout": layout, "rank": 1, "folder": str(tmp_path)}}
         for write, _ in world._pipes:
             os.write(write, json.dumps(line).encode() + b"\n")
         until = time.monotonic() + DEADLINE_S
