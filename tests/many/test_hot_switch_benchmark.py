@@ -1,0 +1,86 @@
+"""The two benchmarks of hot switching run, and their numbers hang together."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hot_ranks import stratified
+from hot_switch import in_papers_family, padded, small_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(script: str) -> dict:
+    words = [sys.executable, f"benchmarks/{script}.py", "--quick", "--json"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def hot() -> dict:
+    return run("hot_switch")
+
+
+@pytest.fixture(scope="module")
+def cost() -> dict:
+    return run("switch_cost")
+
+
+def test_hot_switching_is_beside_every_static_layout(hot: dict) -> None:
+    rows = {row["scheme"]: row for row in hot["rows"]}
+    assert {"hot", "static:dp2.z1", "static:tp2.z1", "static:u2.z1", "fsdp2:z3"} <= set(rows)
+    assert any(scheme.startswith("static-padded:") for scheme in rows)
+    for row in hot["rows"]:
+        assert row["machine"] == "plain"
+        assert row["fits"]
+        assert row["tokens_per_s"] > 0
+        assert row["peak_mib"] > 0
+        assert 0 <= row["switch_exposed_share"] < 1
+
+
+def test_hot_switching_is_never_worse_than_the_best_static_layout(hot: dict) -> None:
+    rates = {row["scheme"]: row["tokens_per_s"] for row in hot["rows"]}
+    for kind in ("static_all", "static_tp_pp"):
+        told = hot["summary"]["compared"]["plain/python"][kind]
+        assert hot["summary"][f"ratio_best_{kind}"]["plain/python"] == told["ratio"]
+        assert rates["hot"] >= rates[told["to"]]
+
+
+def test_every_switch_is_measured_and_bounded(cost: dict) -> None:
+    rows = {(row["src"], row["dst"], row["planner"]): row for row in cost["rows"]}
+    pairs = {key[:2] for key in rows}
+    assert all((*pair, planner) in rows for pair in pairs for planner in ("fan_out", "algorithm1", "first_owner"))
+    assert ("tp4", "dp4") in pairs
+    assert ("dp4", "tp4") not in pairs, "every rank has its part already"
+    for row in cost["rows"]:
+        assert row["bytes"] > 0
+        assert min(row["measured_s"], row["bound_s"], row["ready_s"]) > 0
+    whole = 2 * 4 * 3 / 4  # bytes an element, ranks, and what each lacks
+    spec = small_model(32, 4, 2048)
+    assert rows["tp4", "dp4", "fan_out"]["bytes"] <= whole * spec.parameters
+    assert set(cost["summary"]["fraction_of_bound_median"]) == {"fan_out", "algorithm1", "first_owner"}
+
+
+def test_padding_goes_to_the_end_of_the_bucket() -> None:
+    documents = [([7] * n, [7] * n) for n in (3, 8, 9, 16, 17)]
+    found = padded(documents, (8, 16, 32))
+    assert [len(ids) for ids, _ in found] == [3, 8, 16, 16, 32]
+    assert [labels.count(-100) for _, labels in found] == [0, 0, 7, 0, 15]
+
+
+def test_the_papers_family() -> None:
+    assert in_papers_family("pp2.dp2.tp2.z3")
+    assert not in_papers_family("dp2.u2.z1")
+    assert not in_papers_family("tp4.z1.recompute-full")
+
+
+def test_a_small_draw_has_the_long_documents_of_a_large_one() -> None:
+    import numpy as np
+
+    lengths = np.sort(np.random.default_rng(0).lognormal(5, 1.5, 10_000).astype(np.int64)) + 2
+    drawn = lengths[stratified(lengths, 50_000, np.random.default_rng(1))]
+    assert sum(drawn) == pytest.approx(50_000, rel=0.2)
+    assert np.quantile(drawn, 0.95) == pytest.approx(np.quantile(lengths, 0.95), rel=0.1)
