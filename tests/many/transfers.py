@@ -1,5 +1,7 @@
 """What tests/many/test_transfer.py runs in forked worlds."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -7,13 +9,15 @@ from longshift.dist.world import World
 from longshift.errors import PeerError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets
+from longshift.layout.placement import buckets, moving_unit
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.precision import Precision
+from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import Links
+from longshift.switch.placed import placed
 from longshift.train.check import Trial
 from longshift.workload.groups import Edge
 
@@ -47,18 +51,19 @@ def go_round(
             before = None
         if stop.guest is None:
             stop.close()
-        transfer = switches.bring(before, stop)
-        while transfer.advance(stop.open, wait=True):
-            seen["exchanges"] += 1
-        stop.arrived()
+        transfer, held = switches.bring(before, stop), []
+        switches.complete(transfer, before, stop, partial(watch, held, transfer, before, stop))
+        seen["exchanges"] += len(held)
+        leaving = placed(spec, before.cut.layout, before.cut.side) if before and not before.guest else {}
+        if stop.guest is None:
+            units = {param.name: moving_unit(spec, param) for param in spec.params}
+            assert max(held, default=0) <= transfer.plan.peak_bytes(leaving, units)[world.rank], (text, max(held))
         for name, boxes in boxes_of(stop).items():
             for box in boxes:
                 there = stop.weight(name, box)
                 assert there is not None
                 assert torch.equal(there, numbered(spec, name, box, 0).to(how.compute)), (text, name, box)
                 seen["arrived"] += box.elements
-        if before is not None:
-            before.close()
         before = stop
         fill_sums(stop, world.rank + 1 + 10 * number)
         here.drop_gradients()
@@ -79,6 +84,15 @@ def go_round(
                 seen["returned"] += box.elements
     world.forget()
     return seen
+
+
+def watch(held: list[int], transfer: Transfer, leaving: Stop | None, target: Stop) -> None:
+    """Note the bytes of copies, buffers and passing slices that are held now; home's own tensors are not counted."""
+    copies = [u.flat for stop in (leaving, target) if stop and not stop.guest for u in stop.copies.units.values() if u.flat is not None]
+    buffers = [transfer.arriving[1], *transfer.arriving[0].keep] if transfer.arriving else []
+    passing = [t for bucket in transfer.passing.values() for t in bucket.values()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*copies, *buffers, *passing)}
+    held.append(sum(size for at, size in storages.items() if at))
 
 
 def boxes_of(stop: Stop) -> dict[str, list[Box]]:

@@ -9,6 +9,7 @@
 Optimizer state never moves, and no gradient goes from stop to stop: every one reduces into home.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -144,6 +145,20 @@ class Switches:
             transfer.ahead = int(self.world.group(self.ranks, "switch").all_reduce(ahead, dist.ReduceOp.MIN))
             self._transfers[key] = transfer
         return self._transfers[key].begin()
+
+    def complete(self, transfer: Transfer, leaving: Stop | None, target: Stop, watch: Callable[[], object] = lambda: None) -> None:
+        """Play the rest of a switch to `target`. Copies of `leaving` are dropped when nothing reads them any more. `watch` is called after
+        every exchange that was posted."""
+        last = {w.name: int(w.bucket[-1]) for w in transfer.plan.weights if len(w.bucket)}
+        units = leaving.copies.units.values() if leaving else ()
+        waiting = sorted(((max(last[name] for name in unit.weights), unit) for unit in units), key=lambda pair: -pair[0])
+        while transfer.advance(target.open, wait=True):
+            watch()
+            while waiting and waiting[-1][0] < transfer.posted:
+                waiting.pop()[1].drop()
+        target.arrived()
+        if leaving is not None:
+            leaving.close()
 
     def take_home(self, source: Stop) -> Transfer:
         """The gradient sums of `source`, about to be added to home's."""

@@ -13,7 +13,7 @@ first, each rank adding what it gets to what it has. As every copy hangs on home
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -143,22 +143,29 @@ class Plan:
                 turned[id(m)] = Moves(*(column[order] for column in parts))
         return replace(self, sums=not self.sums, weights=tuple(replace(w, moves=turned[id(w.moves)]) for w in self.weights))
 
-    def peak_bytes(self, leaving: Placed) -> np.ndarray:
+    def peak_bytes(self, leaving: Placed, units: Mapping[str, int] | None = None) -> np.ndarray:
         """Upper bound of what a switch takes on each rank, int64 [world]: the boxes that leave, the wanted ones, and the buffers.
 
         A weight's wanted boxes are made before the first bucket that fills them; its leaving boxes, in the plan's format, are dropped
-        after its last bucket. Home, which stays, is not counted."""
+        after its last bucket; weights of one of `units`, where given, are made and dropped together. Home, which stays, is not counted.
+        With two rounds an exchange carries parts of two buckets, and slices that pass through a rank lie there besides."""
         before, after = np.zeros((2, self.buckets + 1, self.world), np.int64)
+        spans: dict[object, tuple[int, int]] = {}
+        for w in self.weights:
+            unit = units[w.name] if units else w.name
+            first, last = (int(w.bucket[0]), int(w.bucket[-1])) if len(w.bucket) else (0, 0)
+            known = spans.get(unit, (first, last))
+            spans[unit] = min(first, known[0]), max(last, known[1])
         sizes: dict[Spread, np.ndarray] = {}
         for w in self.weights:
-            first, last = (int(w.bucket[0]), int(w.bucket[-1])) if len(w.bucket) else (0, 0)
+            first, last = spans[units[w.name] if units else w.name]
             after[first] += w.slices.size_bytes @ w.slices.wants
             if (spread := leaving.get(w.name)) is not None:
                 if spread not in sizes:
                     sizes[spread] = _held_bytes(spread, self.world, self.itemsize)
                 before[0] += sizes[spread]
                 before[last + 1] -= sizes[spread]
-        return (before + after).cumsum(0)[: self.buckets].max(0) + self.buffer_bytes
+        return (before + after).cumsum(0)[: self.buckets].max(0) + (1 if self.rounds == 1 else 3) * self.buffer_bytes
 
 
 def switch_plan(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec
-from longshift.state.copies import UnitCopies
 from longshift.state.home import Home
 from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
@@ -90,7 +89,7 @@ class Team:
         if stop is not self.here:
             if not stop.cut.at_home:
                 self._arrive(stop)
-            if self.here is not None:
+            elif self.here is not None:
                 self.here.close()
             self.here = stop
         return self.workers[group.layout]
@@ -128,24 +127,12 @@ class Team:
 
     def _arrive(self, stop: Stop) -> None:
         transfer, self._coming = self._coming or self.switches.bring(self._source(), stop), None
-        last_use = self._last_use(transfer)
-        while transfer.advance(stop.open, wait=True):
-            while last_use and last_use[-1][0] < transfer.posted:
-                last_use.pop()[1].drop()
-        stop.arrived()
+        self.switches.complete(transfer, self.here, stop)
         self._count(self.visited[-1], transfer)
 
     def _source(self) -> Stop | None:
         """The stop whose weights are here, besides home."""
         return self.here if self.visited and self.itinerary.source(self.visited[-1].group.layout) else None
-
-    def _last_use(self, transfer: Transfer) -> list[tuple[int, UnitCopies]]:
-        """The copies that are here, by the exchange after whose posting they are not read any more; descending."""
-        if self.here is None:
-            return []
-        last = {w.name: int(w.bucket[-1]) for w in transfer.plan.weights if len(w.bucket)}
-        units = self.here.copies.units.values()
-        return sorted(((max(last[name] for name in u.weights), u) for u in units), key=lambda pair: -pair[0])
 
     def _count(self, visit: Visited, transfer: Transfer) -> None:
         moved = traffic(transfer.plan)
