@@ -260,6 +260,12 @@ def assignments(work: Work, rates: Mapping[str, Rates], fixed_s: Mapping[str, fl
     return [Scheme(f"assigned-{n}", "longshift", _merged(work.ends, each)) for n, each in enumerate(found)]
 
 
+def parse_groups(text: str) -> tuple[tuple[int, str], ...]:
+    """From "2048: dp4.z1 > 8192: u4.z1"."""
+    pairs = (item.split(":") for item in text.split(">"))
+    return tuple((int(upto), layout.strip()) for upto, layout in pairs)
+
+
 def _merged(ends: Sequence[int], layouts: Sequence[str]) -> tuple[tuple[int, str], ...]:
     """Neighbouring groups under one layout are one group."""
     pairs = list(zip(ends, layouts))
@@ -317,10 +323,11 @@ def on_corpus(
     paths = {name: work.file(f"{data}-{name}", documents) for name, documents in made.items()}
     tokens = [sum(len(ids) for ids, _ in pairs) for pairs in steps]
     last = len(work.ends) - 1
-    fitting = [layout for layout in rates if last in rates[layout]]
+    fitting = options.static or [layout for layout in rates if last in rates[layout]]
     statics = [Scheme(f"static:{layout}", "longshift", ((work.longest, layout),)) for layout in fitting]
     lengths = [len(ids) for ids, _ in steps[0]]
-    hots = assignments(work, rates, fixed_s, lengths, options.assignments)
+    hots = [Scheme(f"assigned-{n}", "longshift", groups) for n, groups in enumerate(map(parse_groups, options.assign))]
+    hots = hots or assignments(work, rates, fixed_s, lengths, options.assignments)
     fsdp2 = Scheme("fsdp2:z3", "fsdp2", ((work.longest, "z3"),))
     tried = warm_up(work, [*statics, *hots, fsdp2], paths, tokens[0])
 
@@ -329,7 +336,7 @@ def on_corpus(
 
     family = [s for s in statics if in_papers_family(s.groups[0][1])]
     bucketed = [replace(s, name=f"static-padded:{s.groups[0][1]}", padded=True) for s in best(family, 1)]
-    chosen = dict.fromkeys([*best(hots, TOP), *best(family, TOP), *best(statics, TOP), *best([fsdp2], 1), *bucketed])
+    chosen = dict.fromkeys([*best(hots, TOP + 1), *best(family, TOP), *best(statics, TOP), *best([fsdp2], 1), *bucketed])
     measured = rounds(work, list(chosen), paths, tokens, options.rounds)
     rate = {scheme: statistics.median(found.rates) for scheme, found in measured.items() if not scheme.padded and scheme != fsdp2}
     fastest = max(rate, key=lambda scheme: rate[scheme])
@@ -350,11 +357,13 @@ def on_corpus(
 
 
 def row(work: Work, data: str, scheme: Scheme, found: Measured) -> dict:
+    model = work.machine.model
     return {
         "data": data,
         "machine": work.machine.kind,
         "ranks": work.machine.ranks,
         "nodes": work.machine.ranks // work.machine.per_node,
+        "links_mb_s": [round(rate / 1e6, 1) for rate in (model.intra_bytes_per_s, model.inter_bytes_per_s)] if model else None,
         "scheme": scheme.name,
         "groups": str(scheme),
         "fits": found.fits,
@@ -371,15 +380,19 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--plain", action="append", default=[], metavar="SIZES", help='such as "ranks=2,memory=400M"; may be repeated')
     parser.add_argument(
-        "--scale-model", action="append", default=[], metavar="SIZES", help='"nodes=2,per_node=2,cpu=0.5,memory=400M,like=a800,shrink=4"'
+        "--scale-model", action="append", default=[], metavar="SIZES", help='"nodes=2,per_node=2,cpu=0.5,memory=300M,like=a800,shrink=8"'
     )
     parser.add_argument("--lengths", type=Path, help="a file of document lengths, for a second corpus")
-    parser.add_argument("--shrink", type=float, default=4.0, help="4096 / the model's width")
+    parser.add_argument("--shrink", type=float, default=8.0, help="4096 / the model's width")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="of a step, for each rank")
     parser.add_argument("--rounds", type=int, default=6, help="counted rounds")
     parser.add_argument("--assignments", type=int, default=8, help="of layouts to groups that are warmed up, at most")
     parser.add_argument("--meshes", nargs="*", default=[], help="try only these, such as u4 or pp2.tp2")
+    parser.add_argument("--static", nargs="*", default=[], help="try only these, such as u4.z1, instead of what the probes say")
+    parser.add_argument(
+        "--assign", action="append", default=[], help='such as "2048: dp4.z1 > 8192: u4.z1"; with --static, nothing is probed'
+    )
     parser.add_argument("--policies", nargs="*", default=POLICIES, help="stages of ZeRO and recomputation, the fastest first")
     options = parser.parse_args()
     if options.quick:
@@ -393,7 +406,7 @@ def main() -> None:
         with machine(description) as place, tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
             work = Work(spec, ends, place, Path(scratch), json.dumps(Trial(spec, (), "bf16").to_json()))
             say(f"{description}: {spec.parameters / 1e6:.1f} M weights, groups up to {', '.join(map(str, ends))} tokens")
-            rates, fixed_s = probe_all(work, options.meshes, options.policies)
+            rates, fixed_s = ({}, {}) if options.static and options.assign else probe_all(work, options.meshes, options.policies)
             for data, file in {"python": None, "text": options.lengths}.items() if options.lengths else [("python", None)]:
                 with ForkedWorld(1) as reader:
                     how = {"vocab": spec.vocab, "quick": options.quick, "lengths": str(file) if file else None, "shrink": options.shrink}
