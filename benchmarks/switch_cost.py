@@ -45,7 +45,7 @@ PLANNERS: tuple[Planner, ...] = get_args(Planner)
 LAYOUTS = {
     2: ("dp2", "tp2", "pp2"),
     4: ("dp4", "tp4", "pp4", "dp2.tp2", "pp2.dp2", "pp2.tp2"),
-    8: ("dp8", "dp4.tp2", "dp2.tp4", "tp8", "pp2.dp2.tp2", "pp2.tp4", "pp4.tp2"),
+    8: ("dp8", "dp2.tp4", "tp8", "pp2.dp2.tp2", "pp2.tp4"),
 }
 PLAIN = ("ranks=4", "ranks=8")
 DEADLINE_S = 580.0
@@ -63,7 +63,7 @@ class Times:
 # In the ranks
 
 
-def measure(world: World, trial: str, repeats: int, per_node: int, bucket_bytes: int) -> list[dict]:
+def measure(world: World, trial: str, repeats: int, per_node: int, bucket_bytes: int, kinds: list[str]) -> list[dict]:
     """Of every plan of `plans`, in their order. The first repeat is not counted."""
     what = Trial.from_json(json.loads(trial))
     world.per_node = per_node
@@ -90,10 +90,10 @@ def measure(world: World, trial: str, repeats: int, per_node: int, bucket_bytes:
             pairs = torch.from_numpy(transfer.plan.bytes_by_pair)
             alike = torch.full_like(pairs, int(pairs.sum()) // (world.size * (world.size - 1))).fill_diagonal_(0)
             runs = {"plan": partial(_play, transfer, target), "ready": _ready(group, pairs), "alike": _ready(group, alike)}
-            for kind, run in runs.items():
+            for kind in kinds:
                 world.everyone.all_reduce(torch.zeros(1))
                 began = time.perf_counter()
-                run()
+                runs[kind]()
                 world.everyone.all_reduce(torch.zeros(1))
                 if number:
                     getattr(times, kind).append(time.perf_counter() - began)
@@ -129,8 +129,9 @@ def plans(spec: ModelSpec, ranks: int, per_node: int, bucket_bytes: int) -> Iter
 
 
 def rows_of(place: Machine, spec: ModelSpec, repeats: int, bucket_bytes: int) -> list[dict]:
+    kinds = ["plan", "ready"] if place.model else ["plan", "ready", "alike"]
     with place.world() as world:
-        told = {
+        told = {"kinds": kinds} | {
             "trial": json.dumps(Trial(spec, ()).to_json()),
             "repeats": repeats,
             "per_node": place.per_node,
@@ -139,11 +140,12 @@ def rows_of(place: Machine, spec: ModelSpec, repeats: int, bucket_bytes: int) ->
         ranks = world.call("switch_cost:measure", DEADLINE_S, **told)
     rows = []
     for number, (src, dst, plan) in enumerate(plans(spec, place.ranks, place.per_node, bucket_bytes)):
-        slowest = {kind: [max(values) for values in zip(*(rank[number][kind] for rank in ranks))] for kind in ("plan", "ready", "alike")}
+        slowest = {kind: [max(values) for values in zip(*(rank[number][kind] for rank in ranks))] for kind in kinds}
         total = int(plan.bytes_by_pair.sum())
-        measured_s, alike_s = statistics.median(slowest["plan"]), statistics.median(slowest["alike"])
-        near = far = total / place.ranks / alike_s
-        if place.model is not None:
+        measured_s = statistics.median(slowest["plan"])
+        if place.model is None:
+            near = far = total / place.ranks / statistics.median(slowest["alike"])
+        else:
             near, far = place.model.intra_bytes_per_s, place.model.inter_bytes_per_s
         moved = traffic(replace(plan, links=Links(place.per_node, near, far)))
         rows.append(
@@ -162,7 +164,7 @@ def rows_of(place: Machine, spec: ModelSpec, repeats: int, bucket_bytes: int) ->
                 "bound_s": moved.bound_s,
                 "fraction_of_bound": moved.bound_s / measured_s,
                 "ready_s": statistics.median(slowest["ready"]),
-                "alike_s": alike_s,
+                "links_mb_s": [near / 1e6, far / 1e6],
             }
         )
     return rows
@@ -184,8 +186,8 @@ def main() -> None:
     parser.add_argument(
         "--scale-model", action="append", default=[], metavar="SIZES", help='"nodes=2,per_node=2,cpu=0.5,like=a800,shrink=4"'
     )
-    parser.add_argument("--width", type=int, default=768, help="of the model, of four layers")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--width", type=int, default=640, help="of the model, of four layers")
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--bucket-mib", type=float, default=SwitchOptions.bucket_bytes / 2**20)
     options = parser.parse_args()
     places = [*options.plain, *options.scale_model] or list(PLAIN)

@@ -20,6 +20,7 @@ from longshift.dist.world import World
 from longshift.errors import PeerError
 from longshift.layout.box import Box
 from longshift.switch.plan import Move, Plan, Turn
+from longshift.switch.traffic import traffic
 
 Part = Callable[[str, Box], Tensor | None]  # a view of a box of a weight; None where this rank does not have it
 
@@ -33,7 +34,7 @@ class Transfer:
     def __init__(self, plan: Plan, world: World, group: Group, held: Part, wanted: Part, dtype: torch.dtype):
         self.plan, self.group, self.held, self.wanted, self.dtype, self.device = plan, group, held, wanted, dtype, world.device
         self.turns, self.moving = list(plan.turns(world.rank)), bool(plan.bytes_by_pair.any())
-        self.filled = [_names(turn) for turn in self.turns]
+        self.traffic, self.filled = traffic(plan), [_names(turn) for turn in self.turns]
         self.exchanges = plan.buckets + plan.rounds - 1 if self.moving else plan.buckets
         self.posted, self.ahead = 0, 0
         self.arriving: tuple[Pending, Tensor, list[list[Tensor]]] | None = None

@@ -17,7 +17,6 @@ from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
 from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
 from longshift.switch.links import assumed
-from longshift.switch.traffic import traffic
 from longshift.train.build import Worker, prepare
 from longshift.workload.groups import Edge, LengthGroup, length_groups
 
@@ -118,6 +117,8 @@ class Team:
             while transfer.advance(lambda names: None, wait=True):
                 pass
             stop.forget_totals()
+            if not later:
+                stop.close()
             self._count(visit, transfer)
         visit.seconds = time.perf_counter() - self._began
 
@@ -135,8 +136,7 @@ class Team:
         return self.here if self.visited and self.itinerary.source(self.visited[-1].group.layout) else None
 
     def _count(self, visit: Visited, transfer: Transfer) -> None:
-        moved = traffic(transfer.plan)
         visit.exposed_s += transfer.exposed_s
         visit.hidden_s += transfer.under_way_s
-        visit.intra_node_bytes += moved.intra_node_bytes
-        visit.inter_node_bytes += moved.inter_node_bytes
+        visit.intra_node_bytes += transfer.traffic.intra_node_bytes
+        visit.inter_node_bytes += transfer.traffic.inter_node_bytes
