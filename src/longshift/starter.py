@@ -35,6 +35,9 @@ train:
   seed: 0
 
 layout: {layout}                            # dp: replicas, tp: tensor, pp: pipeline, u and ring: sequence; z1 to z3: sharded state
+# layout:                                # or by length: the layout changes inside every step
+#   - {{upto: {short}, use: dp2}}
+#   - {{upto: {max_len}, use: tp2}}
 
 save: {{dir: runs/{name}, every: 50, keep: 3}}
 """
@@ -47,10 +50,12 @@ def starter(model: str, data: Sequence[str]) -> str:
     which = _mapping(path=model) if is_folder else _mapping(preset=model)
     sources = [_mapping(path=path) for path in data] or [_mapping(corpus="python")]
     spec = read_spec(Path(model)) if is_folder else preset(model)
+    longest = min(4096, spec.max_positions)
     return TEMPLATE.format(
         model=which,
         sources="".join(f"\n    - {source}" for source in sources),
-        max_len=format_size(min(4096, spec.max_positions)),
+        max_len=format_size(longest),
+        short=format_size(longest // 4),
         tokens_per_step="64K" if is_folder else "16K",
         lr="2e-5" if is_folder else "3e-3",
         precision="bf16" if is_folder else "float32",

@@ -158,6 +158,10 @@ def test_a_run_that_cannot_start_says_so_before_step_1(place, longshift):
     assert code == 3
     assert "overlong: split " in err
     assert not out
+    code, out, err = longshift("train run.yaml data.max_len=64M")
+    assert code == 7
+    assert "documents of up to 64M tokens under dp1 need at least state" in err
+    assert not out
     assert longshift("train run.yaml")[0] == 0  # a start that failed is no run
 
 

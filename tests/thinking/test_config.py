@@ -218,6 +218,14 @@ def test_the_starter_config_is_valid(model):
     assert len(config.data.train) == len(data) or (not data and config.data.train[0].corpus == "python")
 
 
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gpt2"])
+def test_the_groups_of_the_starter_are_valid(model):
+    lines = starter(model, []).splitlines()
+    groups = [line.removeprefix("# ") for line in lines if line.startswith(("# layout:", "#   - {upto"))]
+    config = parse_config("\n".join([line for line in lines if not line.startswith("layout:")] + groups))
+    assert [str(edge.use) for edge in config.edges] == ["dp2", "tp2"]
+
+
 def test_the_starter_of_a_model_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_hugging_face(PRESETS["tiny-llama"])))
     assert parse_config(starter(str(tmp_path), ())).model.path == str(tmp_path)
