@@ -4,6 +4,21 @@ from longshift.api import train
 from longshift.config import Config, load_config
 from longshift.errors import LongshiftError
 from longshift.layout.layout import Layout
+from longshift.switch.links import Links
+from longshift.switch.placed import placed
+from longshift.switch.plan import switch_plan
+from longshift.switch.traffic import traffic
 from longshift.train.metrics import StepMetrics
 
-__all__ = ["Config", "Layout", "LongshiftError", "StepMetrics", "load_config", "train"]
+__all__ = [
+    "Config",
+    "Layout",
+    "Links",
+    "LongshiftError",
+    "StepMetrics",
+    "load_config",
+    "placed",
+    "switch_plan",
+    "traffic",
+    "train",
+]

@@ -16,6 +16,7 @@ import torch.distributed.run
 import yaml
 from rich.console import Console
 
+import longshift as ls
 from longshift import cli
 from longshift.config import load_config, parse_config
 from longshift.data.tokenizer import train as train_tokenizer
@@ -324,6 +325,17 @@ def test_the_config_and_the_layouts_of_the_readme_are_valid():
     for layout in layouts:
         spec = replace(config.spec, layers=5)
         assert faults(spec, Layout.parse(layout), None) == ()
+
+
+def test_the_plan_of_the_readme_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text, _ = readme_blocks("yaml")
+    (tmp_path / "run.yaml").write_text(text)
+    block = readme_blocks("python")[1].replace("tp16.pp2", "tp4.dp8")
+    exec(block, {"ls": ls})
+    out = capsys.readouterr().out
+    assert "GB inside nodes" in out
+    assert len(out.splitlines()) == 5  # and a line for each of four nodes
 
 
 def test_metrics_hold_every_step_once_also_after_a_crash(tmp_path):

@@ -26,7 +26,11 @@ class Traffic:
 
     def __str__(self) -> str:
         inside, between = self.intra_node_bytes / 1e9, self.inter_node_bytes / 1e9
-        return f"{inside:.3g} GB inside nodes, {between:.3g} GB between them, at least {self.bound_s:.3g} s"
+        lines = [f"{inside:.3g} GB inside nodes, {between:.3g} GB between them, at least {self.bound_s:.3g} s"]
+        for source, row in enumerate(self.by_node if between else ()):
+            moved = ", ".join(f"{size / 1e9:.3g} GB to node {target}" for target, size in enumerate(row) if size and target != source)
+            lines += [f"  node {source}: {row[source] / 1e9:.3g} GB inside" + (f", {moved}" if moved else "")]
+        return "\n".join(lines)
 
 
 def traffic(plan: Plan) -> Traffic:
