@@ -331,7 +331,7 @@ def test_the_plan_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text, _ = readme_blocks("yaml")
     (tmp_path / "run.yaml").write_text(text)
-    block = readme_blocks("python")[1].replace("tp16.pp2", "tp4.dp8")
+    block = readme_blocks("python")[1].replace("tp16.pp2", "tp4.pp4.dp2").replace("dp4.tp2.pp4", "dp16.tp2")
     exec(block, {"ls": ls})
     out = capsys.readouterr().out
     assert "GB inside nodes" in out
