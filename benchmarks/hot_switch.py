@@ -337,12 +337,13 @@ def on_corpus(
     family = [s for s in statics if in_papers_family(s.groups[0][1])]
     bucketed = [replace(s, name=f"static-padded:{s.groups[0][1]}", padded=True) for s in best(family, 1)]
     chosen = dict.fromkeys([*best(hots, TOP + 1), *best(family, TOP), *best(statics, TOP), *best([fsdp2], 1), *bucketed])
-    measured = rounds(work, list(chosen), paths, tokens, options.rounds)
+    tried |= rounds(work, list(chosen), paths, tokens, options.rounds)
+    measured = {scheme: tried[scheme] for scheme in chosen if tried[scheme].fits}
     rate = {scheme: statistics.median(found.rates) for scheme, found in measured.items() if not scheme.padded and scheme != fsdp2}
     fastest = max(rate, key=lambda scheme: rate[scheme])
     own = measured[fastest]
     rows = [row(work, data, replace(fastest, name="hot"), own)]
-    rows += [row(work, data, s, found) for s, found in (tried | measured).items() if s != fastest or s in statics]
+    rows += [row(work, data, s, found) for s, found in tried.items() if s != fastest or s in statics]
     for layout in rates.keys() - set(fitting):
         rows.append(row(work, data, Scheme(f"static:{layout}", "longshift", ((work.longest, layout),)), Measured(fits=False)))
     told: dict[str, dict | None] = {}

@@ -2,9 +2,10 @@
 cost matrix of HotSPa's Figure 8, by planner.
 
     measured_s   all exchanges of the plan, packing included, until every rank has its weights; median of interleaved repeats
-    bound_s      the plan's busiest link at its bandwidth (`switch.traffic`). On a plain machine the bandwidth is that of one all-to-all of
-                 as many bytes, all pairs alike, between the same ranks, measured in turn with the plans; on a scale model it is what was
-                 asked of the shaped links
+    bound_s      the plan's busiest link at its bandwidth (`switch.traffic`): what one all-to-all between the same ranks reached, measured
+                 in turn with the plans. On a plain machine with all pairs alike and as many bytes as the plan's; on a scale model with as
+                 many as the mean plan's, once inside the nodes only and once between them only
+    asked_s      on a scale model, the same with what was asked of the shaped links
     ready_s      one all-to-all of the plan's own bytes from rank to rank, out of ready buffers: what packing and buckets add is the rest
 
 The sources are the copies of the layout before, without home's help. Pairs between which nothing moves have no row.
@@ -53,11 +54,13 @@ DEADLINE_S = 580.0
 
 @dataclass
 class Times:
-    """Seconds of one plan and of the two all-to-alls beside it, by repeat. Mutable."""
+    """Seconds of one plan and of the all-to-alls beside it, by repeat. Mutable."""
 
     plan: list[float]
     ready: list[float]
     alike: list[float]
+    near: list[float]
+    far: list[float]
 
 
 # In the ranks
@@ -84,13 +87,17 @@ def measure(world: World, trial: str, repeats: int, per_node: int, bucket_bytes:
         (Transfer(plan, world, group, stops[src].weight, stops[dst].weight, precision.compute), stops[dst])
         for src, dst, plan in plans(what.spec, world.size, per_node, bucket_bytes)
     ]
-    found = [Times([], [], []) for _ in played]
+    mean = sum(int(transfer.plan.bytes_by_pair.sum()) for transfer, _ in played) // len(played)
+    found = [Times([], [], [], [], []) for _ in played]
     for number in range(repeats + 1):
         for (transfer, target), times in zip(played, found):
             pairs = torch.from_numpy(transfer.plan.bytes_by_pair)
             alike = torch.full_like(pairs, int(pairs.sum()) // (world.size * (world.size - 1))).fill_diagonal_(0)
-            runs = {"plan": partial(_play, transfer, target), "ready": _ready(group, pairs), "alike": _ready(group, alike)}
-            for kind in kinds:
+            runs = {kind: _ready(group, level_pairs(kind, world.size, per_node, mean)) for kind in ("near", "far") if kind in kinds}
+            runs |= {"plan": partial(_play, transfer, target), "ready": _ready(group, pairs), "alike": _ready(group, alike)}
+            for kind in runs:
+                if kind not in kinds or (kind in ("near", "far") and transfer is not played[0][0]):
+                    continue
                 world.everyone.all_reduce(torch.zeros(1))
                 began = time.perf_counter()
                 runs[kind]()
@@ -116,6 +123,14 @@ def _ready(group: Group, pairs: torch.Tensor):
 # Plans
 
 
+def level_pairs(level: str, ranks: int, per_node: int, total: int) -> torch.Tensor:
+    """Bytes from rank to rank, alike inside the nodes ("near") or between them ("far"): `total` together."""
+    node = torch.arange(ranks) // per_node
+    pairs = (node[:, None] == node) == (level == "near")
+    pairs.fill_diagonal_(False)
+    return pairs * (total // int(pairs.sum()))
+
+
 def plans(spec: ModelSpec, ranks: int, per_node: int, bucket_bytes: int) -> Iterator[tuple[str, str, Plan]]:
     """(from, to, plan) of all pairs and planners between which something moves."""
     links = assumed(per_node)
@@ -129,7 +144,7 @@ def plans(spec: ModelSpec, ranks: int, per_node: int, bucket_bytes: int) -> Iter
 
 
 def rows_of(place: Machine, spec: ModelSpec, repeats: int, bucket_bytes: int) -> list[dict]:
-    kinds = ["plan", "ready"] if place.model else ["plan", "ready", "alike"]
+    kinds = ["plan", "ready", "near", "far"] if place.model else ["plan", "ready", "alike"]
     with place.world() as world:
         told = {"kinds": kinds} | {
             "trial": json.dumps(Trial(spec, ()).to_json()),
@@ -138,15 +153,17 @@ def rows_of(place: Machine, spec: ModelSpec, repeats: int, bucket_bytes: int) ->
             "bucket_bytes": bucket_bytes,
         }
         ranks = world.call("switch_cost:measure", DEADLINE_S, **told)
+    every = list(plans(spec, place.ranks, place.per_node, bucket_bytes))
+    each = sum(int(plan.bytes_by_pair.sum()) for *_, plan in every) // len(every) / place.ranks
     rows = []
-    for number, (src, dst, plan) in enumerate(plans(spec, place.ranks, place.per_node, bucket_bytes)):
+    for number, (src, dst, plan) in enumerate(every):
         slowest = {kind: [max(values) for values in zip(*(rank[number][kind] for rank in ranks))] for kind in kinds}
         total = int(plan.bytes_by_pair.sum())
         measured_s = statistics.median(slowest["plan"])
         if place.model is None:
             near = far = total / place.ranks / statistics.median(slowest["alike"])
         else:
-            near, far = place.model.intra_bytes_per_s, place.model.inter_bytes_per_s
+            near, far = (each / statistics.median(map(max, zip(*(rank[0][level] for rank in ranks)))) for level in ("near", "far"))
         moved = traffic(replace(plan, links=Links(place.per_node, near, far)))
         rows.append(
             {
@@ -165,9 +182,14 @@ def rows_of(place: Machine, spec: ModelSpec, repeats: int, bucket_bytes: int) ->
                 "fraction_of_bound": moved.bound_s / measured_s,
                 "ready_s": statistics.median(slowest["ready"]),
                 "links_mb_s": [near / 1e6, far / 1e6],
+                "asked_s": traffic(replace(plan, links=asked)).bound_s if (asked := _asked(place)) else None,
             }
         )
     return rows
+
+
+def _asked(place: Machine) -> Links | None:
+    return Links(place.per_node, place.model.intra_bytes_per_s, place.model.inter_bytes_per_s) if place.model else None
 
 
 def medians(rows: Sequence[dict], key: str) -> dict[str, dict[str, float]]:
