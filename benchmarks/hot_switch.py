@@ -388,6 +388,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="of a step, for each rank")
     parser.add_argument("--rounds", type=int, default=6, help="counted rounds")
+    parser.add_argument("--batches", type=int, default=2, help="different steps, in turn")
     parser.add_argument("--assignments", type=int, default=8, help="of layouts to groups that are warmed up, at most")
     parser.add_argument("--meshes", nargs="*", default=[], help="try only these, such as u4 or pp2.tp2")
     parser.add_argument("--static", nargs="*", default=[], help="try only these, such as u4.z1, instead of what the probes say")
@@ -411,7 +412,7 @@ def main() -> None:
             for data, file in {"python": None, "text": options.lengths}.items() if options.lengths else [("python", None)]:
                 with ForkedWorld(1) as reader:
                     how = {"vocab": spec.vocab, "quick": options.quick, "lengths": str(file) if file else None, "shrink": options.shrink}
-                    told = {**how, "tokens": options.tokens * place.ranks, "steps": 2, "seed": 0}
+                    told = {**how, "tokens": options.tokens * place.ranks, "steps": options.batches, "seed": 0}
                     (steps,) = reader.call("hot_ranks:documents", DEADLINE_S, **told)
                 found, ratios = on_corpus(work, data, steps, rates, fixed_s, options)
                 rows += found
