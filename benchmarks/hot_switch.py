@@ -176,6 +176,7 @@ def step(work: Work, world: SleepingWorld, scheme: Scheme, path: str, number: in
         ranks = world.call("hot_ranks:update", DEADLINE_S, **told, trial=work.trial, per_node=work.machine.per_node)
     except PeerError as fault:
         if world.out_of_memory:
+            say(f"{scheme.name} {scheme} is taken for out of memory: {str(fault)[-300:]}")
             return None
         raise PeerError(f"{scheme.name} {scheme}: {fault}") from fault
     peak_mib = max(rank["peak_mib"] for rank in ranks)
@@ -340,6 +341,8 @@ def on_corpus(
     tried |= rounds(work, list(chosen), paths, tokens, options.rounds)
     measured = {scheme: tried[scheme] for scheme in chosen if tried[scheme].fits}
     rate = {scheme: statistics.median(found.rates) for scheme, found in measured.items() if not scheme.padded and scheme != fsdp2}
+    if not rate:
+        return [row(work, data, s, found) for s, found in tried.items()], dict.fromkeys(("static_all", "static_tp_pp", "bucket_padded"))
     fastest = max(rate, key=lambda scheme: rate[scheme])
     own = measured[fastest]
     rows = [row(work, data, replace(fastest, name="hot"), own)]
