@@ -32,6 +32,7 @@ from longshift.layout import legal
 from longshift.layout.layout import Layout
 from longshift.spec.families import PRESETS, read_spec
 from longshift.spec.model import ModelSpec
+from longshift.switch.itinerary import SwitchOptions
 from longshift.switch.planners import Planner
 from longshift.workload.groups import Edge, check_edges
 
@@ -227,6 +228,10 @@ class SwitchConfig(Section):
     planner: Planner = "fan_out"
     bucket: Size = 32 * UNITS["M"]
     ahead: Count = 256 * UNITS["M"]
+
+    @property
+    def options(self) -> SwitchOptions:
+        return SwitchOptions(self.planner, self.bucket, self.ahead)
 
 
 class Config(Section):

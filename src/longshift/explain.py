@@ -12,10 +12,11 @@ from longshift.layout.layout import Layout
 from longshift.layout.memory import LeastBytes, least_bytes
 from longshift.layout.placement import buckets
 from longshift.spec.model import ModelSpec
-from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
+from longshift.switch.itinerary import Cut, Itinerary, home_layout
 from longshift.switch.links import assumed
 from longshift.switch.plan import Plan
 from longshift.switch.traffic import Traffic, traffic
+from longshift.workload.groups import Edge
 
 FORMATS: Mapping[str, tuple[str, int, str, int]] = {  # of copies and of home, with bytes an element
     "float64": ("float64", 8, "float64", 8),
@@ -80,14 +81,21 @@ class Explanation:
 def itinerary(config: Config, per_node: int | None = None) -> Itinerary:
     """Of a run; `per_node`: ranks on each machine, all where not given."""
     _, compute_bytes, _, home_bytes = FORMATS[config.train.precision]
-    options = SwitchOptions(config.switch.planner, config.switch.bucket, config.switch.ahead)
-    return Itinerary(config.spec, config.edges, assumed(per_node or config.world), compute_bytes, home_bytes, options)
+    links = assumed(per_node or config.world)
+    return Itinerary(config.spec, config.edges, links, compute_bytes, home_bytes, config.switch.options)
+
+
+def least_of(config: Config, edge: Edge) -> LeastBytes:
+    """The least memory of a group, for its longest document."""
+    _, compute_bytes, _, home_bytes = FORMATS[config.train.precision]
+    longest = min(edge.upto, config.data.max_len)
+    return least_bytes(config.spec, edge.use, home_layout(config.edges), longest, compute_bytes, home_bytes)
 
 
 def explain(config: Config, per_node: int | None = None) -> Explanation:
     """Of a config that is legal."""
     spec, way = config.spec, itinerary(config, per_node)
-    compute, compute_bytes, home, home_bytes = FORMATS[config.train.precision]
+    compute, compute_bytes, home, _ = FORMATS[config.train.precision]
     edges = [config.edges[i] for i in way.order(tuple(edge.use for edge in config.edges))]
     groups = []
     for number, edge in enumerate(edges):
@@ -101,8 +109,7 @@ def explain(config: Config, per_node: int | None = None) -> Explanation:
             pruned += [f"no reduction yet: {later[-1]} adds to the same sums"]
         if number:
             pruned += ["no update: one at the end, at home", "no hand-over of gradients from layout to layout: each goes home once"]
-        tokens = min(edge.upto, config.data.max_len) if len(edges) == 1 else edge.upto
-        least = least_bytes(spec, edge.use, way.home, tokens, compute_bytes, home_bytes)
+        least = least_of(config, edge)
         inserted = tuple(i for i in insertions(spec, edge.use, edge.upto, compute_bytes) if i.count)
         groups.append(Explained(str(edge.use), edge.upto, weights, coming, inserted, gradients, going, tuple(pruned), least))
     return Explanation(str(way.home), way.links.per_node, tuple(groups))

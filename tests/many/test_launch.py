@@ -241,7 +241,7 @@ def test_python_trains_in_local_workers_and_resumes_under_another_layout(place):
 
 
 def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bit_exactly(place):
-    """With buckets of 16 KiB nearly all of a step is its switch, and the gradients' way home."""
+    """Killed at any moment of a step whose switches are long, with buckets of 16 KiB; test_faults has a rank die between two exchanges."""
     sizes = [3 + 17 * n % 60 for n in range(200)]
     text = (place / "text.txt").read_text()
     (place / "documents.jsonl").write_text("".join(json.dumps({"text": text[9 * n : 9 * n + size]}) + "\n" for n, size in enumerate(sizes)))

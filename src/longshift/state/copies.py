@@ -113,10 +113,13 @@ class Copies(ABC):
 
     def part(self, name: str, box: Box) -> Tensor | None:
         """A view of a box of a weight; None where it is not here."""
-        if not any(box in held for held in self.boxes.get(name, ())):
-            return None
-        param = self.spec.by_name[name]
-        return self.units[moving_unit(self.spec, param)].weights[name].data[assemble(box, self.boxes[name], param.dim)]
+        at = self.place(name, box)
+        return None if at is None else self.units[moving_unit(self.spec, self.spec.by_name[name])].weights[name].data[at]
+
+    def place(self, name: str, box: Box) -> tuple[slice, ...] | None:
+        """Where a box lies in the rank's tensor of a weight; None where it is not here."""
+        held = self.boxes.get(name, ())
+        return assemble(box, held, self.spec.by_name[name].dim) if any(box in part for part in held) else None
 
     def fill(self, module: Unit) -> None:
         """Make a unit of the model compute with these copies."""

@@ -27,7 +27,7 @@ Part = Callable[[str, Box], Tensor | None]  # a view of a box of a weight; None 
 
 class Transfer:
     """This rank's part of `plan`, to be played again and again: `begin`, then `advance`. `held` and `wanted` are asked anew each time.
-    `ahead`: how many exchanges may be played before what they overwrite memory of is done with. Mutable.
+    `ahead`: how many exchanges may be played while the layout before still computes. Mutable.
 
     Collective. Raises PeerError, before anything moves, when the ranks do not agree on the plan."""
 

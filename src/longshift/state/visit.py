@@ -19,7 +19,7 @@ from torch import Tensor
 from longshift.dist.world import World
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import assemble, buckets, moving_unit
+from longshift.layout.placement import buckets, moving_unit
 from longshift.spec.model import ModelSpec
 from longshift.state.copies import AlignedCopies, Copies
 from longshift.state.home import Home
@@ -67,9 +67,8 @@ class PlannedCopies(Copies):
 
     def total(self, name: str, box: Box) -> Tensor | None:
         """A view of a box of a gradient sum; None where it is not here."""
-        if not any(box in held for held in self.boxes.get(name, ())):
-            return None
-        return self.sums[name][assemble(box, self.boxes[name], self.spec.by_name[name].dim)]
+        at = self.place(name, box)
+        return None if at is None else self.sums[name][at]
 
 
 class Stop:

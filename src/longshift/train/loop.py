@@ -17,14 +17,14 @@ from longshift.config import Config, format_size
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.world import World
 from longshift.errors import CheckpointError, LongshiftError, NonFiniteError, OutOfMemoryError
-from longshift.layout.memory import least_bytes
+from longshift.explain import least_of
 from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
-from longshift.switch.itinerary import SwitchOptions, home_layout
+from longshift.switch.itinerary import home_layout
 from longshift.train.corpus import open_corpus
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.step import Outcome, State, train_step
@@ -46,8 +46,7 @@ def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], wo
     _fits(config, world)
     batches, fingerprints = _open_data(config, world)
     start, state = _begin(config, world, fingerprints, run if resume else None)
-    options = SwitchOptions(config.switch.planner, config.switch.bucket, config.switch.ahead)
-    team = Team(config.spec, config.edges, world, state.home, Precision.of(config.train.precision), options)
+    team = Team(config.spec, config.edges, world, state.home, Precision.of(config.train.precision), config.switch.options)
     for step in range(start + 1, config.train.steps + 1):
         began = time.perf_counter()
         batch = batches.at(state.cursor)
@@ -70,14 +69,12 @@ def _fits(config: Config, world: World) -> None:
         here = torch.cuda.get_device_properties(world.device).total_memory
     else:
         here = psutil.virtual_memory().total // world.per_node
-    precision = Precision.of(config.train.precision)
     for edge in config.edges:
-        tokens = min(edge.upto, config.data.max_len)
-        sizes = precision.compute.itemsize, precision.home.itemsize
-        least = least_bytes(config.spec, edge.use, home_layout(config.edges), tokens, *sizes)
+        least = least_of(config, edge)
         if least.total > here:
+            longest = format_size(min(edge.upto, config.data.max_len))
             raise OutOfMemoryError(
-                f"documents of up to {format_size(tokens)} tokens under {edge.use} need at least {least} on a rank, which has "
+                f"documents of up to {longest} tokens under {edge.use} need at least {least} on a rank, which has "
                 f"{here / 2**30:.2f} GiB; recompute-full, more tp, u or ring, z3 or a smaller upto take less"
             )
 

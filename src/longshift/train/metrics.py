@@ -20,8 +20,8 @@ class GroupMetrics:
     """One length group of a step, in visiting order.
 
     `upto` its longest possible document, in tokens; `balance` the replicas' mean work over their largest; `seconds` of the slowest rank,
-    switches included, of which `switch_exposed_s` in switching alone; `switch_hidden_s` exchanges under way while the rank computed; bytes
-    that weights coming and gradients going home put on links, of all ranks.
+    switches included, of which `switch_exposed_s` in switching alone; `switch_hidden_s` exchanges under way while the rank computed, each
+    until the rank looked again; bytes that weights coming and gradients going home put on links, of all ranks.
     """
 
     layout: str
