@@ -12,7 +12,8 @@ Three steps a machine:
    next of `--policies` is tried.
 2. *Warm-up*, once a corpus. All static layouts that fit, and some assignments of layouts to groups that the probes say are best: one
    step counts. Hot switching is the best of these, be it that of one single layout.
-3. *Rounds.* The best of them, interleaved; each has its own processes. Ratios are taken within a round.
+3. *Rounds.* The best of them, interleaved; each has its own processes. What hot switching and the best static layout are is chosen in the even
+   rounds, by medians; their ratios are of the odd ones, each taken within a round, so that the choice favours nobody.
 
 The model is `--shrink` times narrower than Llama 7B and has few layers, text is cut to 1/shrink, up to 32K/shrink: see
 `scale_model` for what stays the same. A step's lengths are a stratified draw, for a small step to have the long documents that a large one
@@ -340,7 +341,8 @@ def on_corpus(
     chosen = dict.fromkeys([*best(hots, TOP + 1), *best(family, TOP), *best(statics, TOP), *best([fsdp2], 1), *bucketed])
     tried |= rounds(work, list(chosen), paths, tokens, options.rounds)
     measured = {scheme: tried[scheme] for scheme in chosen if tried[scheme].fits}
-    rate = {scheme: statistics.median(found.rates) for scheme, found in measured.items() if not scheme.padded and scheme != fsdp2}
+    chosen_by = {scheme: statistics.median(found.rates[::2]) for scheme, found in measured.items()}
+    rate = {scheme: chosen_by[scheme] for scheme in measured if not scheme.padded and scheme != fsdp2}
     if not rate:
         return [row(work, data, s, found) for s, found in tried.items()], dict.fromkeys(("static_all", "static_tp_pp", "bucket_padded"))
     fastest = max(rate, key=lambda scheme: rate[scheme])
@@ -354,8 +356,8 @@ def on_corpus(
         if not (rivals := [s for s in measured if s in others]):
             told[key] = None
             continue
-        best_other = max(rivals, key=lambda s: statistics.median(measured[s].rates))
-        pairs = [mine / theirs for mine, theirs in zip(own.rates, measured[best_other].rates)]
+        best_other = max(rivals, key=lambda s: chosen_by[s])
+        pairs = [mine / theirs for mine, theirs in zip(own.rates[1::2], measured[best_other].rates[1::2])]
         told[key] = {"ratio": statistics.median(pairs), "spread": spread(pairs), "to": best_other.name}
     return rows, told
 
