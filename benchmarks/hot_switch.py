@@ -12,8 +12,8 @@ Three steps a machine:
    next of `--policies` is tried.
 2. *Warm-up*, once a corpus. All static layouts that fit, and some assignments of layouts to groups that the probes say are best: one
    step counts. Hot switching is the best of these, be it that of one single layout.
-3. *Rounds.* The best of them, interleaved; each has its own processes. What hot switching and the best static layout are is chosen in the even
-   rounds, by medians; their ratios are of the odd ones, each taken within a round, so that the choice favours nobody.
+3. *Rounds.* The best of them, interleaved; each has its own processes. What hot switching and the best static layout are is chosen in the
+   even rounds, by medians; their ratios are of the odd ones, each taken within a round, so that the choice favours nobody.
 
 The model is `--shrink` times narrower than Llama 7B and has few layers, text is cut to 1/shrink, up to 32K/shrink: see
 `scale_model` for what stays the same. A step's lengths are a stratified draw, for a small step to have the long documents that a large one

@@ -368,13 +368,13 @@ def row_bias_on_every_rank(patch: Patch) -> None:
 
 def ulysses_keys_for_values(patch: Patch) -> None:
     """Keys and values change places in the all-to-all."""
-    attend = ulysses.attend
+    to_heads = ulysses.to_heads
 
-    def wrong(*arguments) -> Tensor:
-        *rest, inner = arguments
-        return attend(*rest, lambda q, k, v, heads, kv_heads: inner(q, v, k, heads, kv_heads))  # pyright: ignore[reportCallIssue]
+    def wrong(*arguments) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = to_heads(*arguments)
+        return q, v, k
 
-    patch.setattr(ulysses, "attend", wrong)
+    patch.setattr(ulysses, "to_heads", wrong)
 
 
 def ulysses_one_gradient_of_shared_heads(patch: Patch) -> None:

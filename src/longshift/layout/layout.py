@@ -6,6 +6,7 @@
     pp2:3-2.gpipe      three and two layers in the stages, all-forward-all-backward
     pp2.v2             interleaved 1F1B with two model chunks a rank
     dp4.recompute-full
+    u4.chunk64K.host   streamed: 64K tokens of a pack at one time, all else in host memory (`schedule.chunks`)
 
 `tp` varies fastest over ranks, then `ulysses`, `ring`, `dp`, `pp`: the axes that move most bytes sit closest together.
 """
@@ -23,14 +24,25 @@ ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 
 
 Order = Literal["gpipe", "1f1b"]
 Recompute = Literal["none", "selective", "full"]
+Tier = Literal["device", "host", "disk"]
+Keep = Literal["output", "input"]
+Where = Literal["device", "offload"]
+Schedule = Literal["stream", "fpdt"]
 
 _DEGREES = {"dp": "dp", "pp": "pp", "tp": "tp", "u": "ulysses", "ring": "ring", "z": "zero", "v": "virtual"}
+_POLICIES = ("offload", "keep", "kv", "schedule")  # written as they are called in _FLAGS
 _FLAGS = {
     "gpipe": ("order", "gpipe"),
     "1f1b": ("order", "1f1b"),
     "recompute-selective": ("recompute", "selective"),
     "recompute-full": ("recompute", "full"),
+    "host": ("offload", "host"),
+    "disk": ("offload", "disk"),
+    "keep-input": ("keep", "input"),
+    "kv-offload": ("kv", "offload"),
+    "fpdt": ("schedule", "fpdt"),
 }
+_BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,9 @@ class Layout:
     `zero` 0..3; `virtual` model chunks per pipeline rank (interleaved 1F1B when above 1); `stages` blocks in each of the
     `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention half of a block) or full (whole
     block).
+
+    `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack. `offload`: the memory where what a
+    backward needs waits, under recompute full or in chunks; `keep`, `kv` and `schedule` of a chunked one: see `schedule.chunks`.
     """
 
     dp: int = 1
@@ -63,6 +78,11 @@ class Layout:
     order: Order = "1f1b"
     recompute: Recompute = "none"
     stages: tuple[int, ...] = ()
+    chunk: int = 0
+    offload: Tier = "device"
+    keep: Keep = "output"
+    kv: Where = "device"
+    schedule: Schedule = "stream"
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -83,6 +103,10 @@ class Layout:
                 value: object = number
             elif word in _FLAGS:
                 name, value = _FLAGS[word]
+            elif match := re.fullmatch(r"chunk(\d+)([KM]?)", word):
+                name, value = "chunk", int(match[1]) * _BINARY[match[2]]
+                if not value:
+                    raise UsageError(f"layout {text!r}: {word!r}: a chunk has at least one token")
             else:
                 raise UsageError(f"layout {text!r}: {word!r} is not a layout word{_nearest(word)}")
             if name in values:
@@ -99,6 +123,8 @@ class Layout:
         words += ["gpipe"] if self.order == "gpipe" else []
         words += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
         words += [f"z{self.zero}"] if self.zero else []
+        words += [f"chunk{_short(self.chunk)}"] if self.chunk else []
+        words += [word for word, (name, value) in _FLAGS.items() if name in _POLICIES and getattr(self, name) == value]
         return ".".join(words) or "dp1"
 
     @property
@@ -171,7 +197,13 @@ class Layout:
         return tuple(chunks)
 
 
+def _short(tokens: int) -> str:
+    """With the largest unit that divides."""
+    unit = next(unit for unit in reversed(_BINARY) if tokens % _BINARY[unit] == 0)
+    return f"{tokens // _BINARY[unit]}{unit}"
+
+
 def _nearest(word: str, known: tuple[str, ...] = ()) -> str:
-    candidates = known or (*(f"{w}2" for w in _DEGREES), *_FLAGS, *(f.name for f in fields(Layout)))
+    candidates = known or (*(f"{w}2" for w in _DEGREES), *_FLAGS, "chunk64K", *(f.name for f in fields(Layout)))
     close = difflib.get_close_matches(word, candidates, 1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known or (*_DEGREES, *_FLAGS))}"
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known or (*_DEGREES, *_FLAGS, 'chunk64K'))}"

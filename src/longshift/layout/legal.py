@@ -29,6 +29,7 @@ def faults(spec: ModelSpec, layout: Layout, world: int | None, max_tokens: int |
         *_tensor(spec, layout),
         *_ulysses(spec, layout),
         *_pipeline(spec, layout),
+        *_streaming(layout),
         *_length(spec, max_tokens),
     )
 
@@ -130,6 +131,22 @@ def _stages(layout: Layout, layers: int) -> Iterator[str]:
     if wrong:
         equal = "-".join(str(stop - start) for start, stop in (share(layers, count, i) for i in range(count)))
         yield f"pp{layout.pp}:{given} has {' and '.join(wrong)}" + (f": try pp{layout.pp}:{equal}" if count <= layers else "")
+
+
+def _streaming(layout: Layout) -> Iterator[str]:
+    """What is said of chunks needs them, and what is moved must be kept apart from the rest."""
+    chunked = [word for word, said in (("keep-input", layout.keep == "input"), ("kv-offload", layout.kv == "offload")) if said]
+    chunked += ["fpdt"] if layout.schedule == "fpdt" else []
+    if not layout.chunk:
+        if chunked:
+            yield f"{' and '.join(chunked)} is said of a layout in chunks, and this one has none: add chunk64K, say"
+        if layout.offload != "device" and layout.recompute != "full":
+            yield f"{layout.offload} takes what recompute-full or a chunked layout keeps: add recompute-full, or chunk64K"
+        return
+    if layout.recompute != "none":
+        yield f"recompute-{layout.recompute} and chunk{layout.chunk}: chunks are computed again from a block's input anyway; keep-input too attention"
+    if layout.kv == "offload" and layout.offload == "device":
+        yield "kv-offload has nowhere to go: add host or disk"
 
 
 def _length(spec: ModelSpec, max_tokens: int | None) -> Iterator[str]:

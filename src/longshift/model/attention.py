@@ -75,6 +75,18 @@ def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
     return k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
 
 
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    """Fold one partial attention into `out` and `lse`, both in at least float32, in place. The `first` is the causal diagonal, which
+    reaches every query, so that nothing is ever -inf; logaddexp keeps any gap between the two finite."""
+    if first:
+        out.copy_(part)
+        lse.copy_(part_lse)
+        return
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp().unsqueeze(-1)).add_(part * (part_lse - total).exp().unsqueeze(-1))
+    lse.copy_(total)
+
+
 class PackedAttention(torch.autograd.Function):
     """Causal attention inside each of the runs that tile the tokens: apply(q, k, v, lengths, scale) -> out [T, N, H]."""
 

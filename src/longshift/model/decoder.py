@@ -52,9 +52,17 @@ class Ops:
 
     def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch) -> Tensor:
         """Attention of every document to itself: [T, N, H]."""
-        k, v = match_heads(k_TKH, v_TKH, self.heads, self.kv_heads, self.spec.heads // self.spec.kv_heads)
+        q, k, v = self.to_heads(q_TNH, k_TKH, v_TKH)
         lengths = tuple(run.length for run in micro.order.runs(0))
-        return PackedAttention.apply(q_TNH, k, v, lengths, self.spec.head_width**-0.5)  # pyright: ignore[reportReturnType]
+        return self.to_tokens(PackedAttention.apply(q, k, v, lengths, self.spec.head_width**-0.5))  # pyright: ignore[reportArgumentType]
+
+    def to_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention works on: the heads that this rank attends with, key/value heads such that they divide its query heads."""
+        return q_TNH, *match_heads(k_TKH, v_TKH, self.heads, self.kv_heads, self.spec.heads // self.spec.kv_heads)
+
+    def to_tokens(self, o_TNH: Tensor) -> Tensor:
+        """Back from attention's heads to those of `q`."""
+        return o_TNH
 
     def embed(self, weight_VD: Tensor, tokens_T: Tensor) -> Tensor:
         """Rows of the embedding, this rank's share of the tokens."""

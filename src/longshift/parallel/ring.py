@@ -14,8 +14,8 @@ For every document, step and rank the work is half a square, whoever holds the k
 2 (T/r) K H (r-1) elements; backward the same and, in float32, 2 (T/r) K H r.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import groupby
 from operator import attrgetter
 
@@ -23,10 +23,54 @@ import torch
 from torch import Tensor
 
 from longshift.dist.collectives import Group, Pending
-from longshift.model.attention import flash, flash_backward
+from longshift.model.attention import flash, flash_backward, merge
 from longshift.schedule.sequence import PADDING, Run, TokenOrder
 
 Pair = tuple[slice, slice, bool]  # local queries, the sender's local keys, whether the mask is causal
+
+
+def forward_into(
+    out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, pairs_of: Callable[[int], Sequence[Pair]], scale: float, group: Group, first: bool
+) -> None:
+    """Fold the attention of q [L, N, H] to the keys and values kv [2, L, K, H] of all ranks into `out` [L, N, H] and `lse` [L, N], in at
+    least float32. `pairs_of(i)`: what there is to do with those of the i-th rank; the own ones reach every query where `first`."""
+    for step in range(group.size):
+        pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
+        for queries, keys, causal in pairs_of((group.index - step) % group.size):
+            merge(out[queries], lse[queries], *flash(q[queries], kv[0, keys], kv[1, keys], causal, scale), first=first and step == 0)
+        pending.wait()
+        kv = following
+
+
+def backward_into(
+    dq: Tensor,
+    dkv: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    pairs_of: Callable[[int], Sequence[Pair]],
+    scale: float,
+    group: Group,
+) -> None:
+    """Add the gradients of q and of this rank's kv, for the global `o` and `lse`, to `dq` and `dkv`, both in at least float32."""
+    arriving, received = Pending(), dkv
+    for step in range(group.size):
+        pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
+        here = torch.zeros_like(dkv) if group.size > 1 else dkv
+        for queries, keys, causal in pairs_of((group.index - step) % group.size):
+            parts = flash_backward(grad[queries], q[queries], kv[0, keys], kv[1, keys], o[queries], lse[queries], causal, scale)
+            for total, part in zip((dq[queries], here[0, keys], here[1, keys]), parts):
+                total += part
+        if group.size == 1:
+            return
+        arriving.wait()
+        arriving, received = _pass_on(here + received if step else here, group)
+        pending.wait()
+        kv = following
+    arriving.wait()
+    dkv += received
 
 
 class RingAttention(torch.autograd.Function):
@@ -34,17 +78,9 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, order: TokenOrder, scale: float, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]
-        out = lse = q.new_empty(0)
-        kv = torch.stack((k, v))
-        for step in range(group.size):
-            pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
-            for queries, keys, causal in pairs(order, group.index, (group.index - step) % group.size):
-                part = flash(q[queries], kv[0, keys], kv[1, keys], causal, scale)
-                if not out.numel():
-                    out, lse = _accumulators(q, part[1])
-                _merge(out[queries], lse[queries], *part, first=step == 0)
-            pending.wait()
-            kv = following
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out, lse = torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide)
+        forward_into(out, lse, q, torch.stack((k, v)), partial(pairs, order, group.index), scale, group, first=True)
         o = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.order, ctx.scale, ctx.group = order, scale, group
@@ -53,26 +89,10 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, o, lse = ctx.saved_tensors
-        group, wide = ctx.group, torch.promote_types(q.dtype, torch.float32)
-        dq, kv = torch.zeros_like(q, dtype=wide), torch.stack((k, v))
-        dkv = torch.zeros_like(kv, dtype=wide)
-        arriving, received = Pending(), dkv
-        for step in range(group.size):
-            pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
-            here = torch.zeros_like(dkv)
-            for queries, keys, causal in pairs(ctx.order, group.index, (group.index - step) % group.size):
-                inputs = (q[queries], kv[0, keys], kv[1, keys], o[queries], lse[queries])
-                parts = flash_backward(grad[queries], *inputs, causal, ctx.scale)
-                for total, part in zip((dq[queries], here[0, keys], here[1, keys]), parts):
-                    total += part
-            arriving.wait()
-            dkv = here + received if step else here
-            arriving, received = _pass_on(dkv, group)
-            pending.wait()
-            kv = following
-        arriving.wait()
-        dk, dv = received.to(k.dtype).unbind()
-        return dq.to(q.dtype), dk, dv, None, None, None
+        wide, kv = torch.promote_types(q.dtype, torch.float32), torch.stack((k, v))
+        dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
+        backward_into(dq, dkv, grad, q, kv, o, lse, partial(pairs, ctx.order, ctx.group.index), ctx.scale, ctx.group)
+        return dq.to(q.dtype), *dkv.to(k.dtype).unbind(), None, None, None
 
 
 @lru_cache(maxsize=256)
@@ -119,20 +139,3 @@ def _pass_on(x: Tensor, group: Group) -> tuple[Pending, Tensor]:
         [x if i == following else nothing for i in range(group.size)], [x.shape if i == before else (0,) for i in range(group.size)]
     )
     return pending, received[before]
-
-
-def _accumulators(q: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return torch.empty_like(q, dtype=wide), torch.empty(q.shape[:2], dtype=lse.dtype, device=q.device)
-
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
-    """Fold one partial attention into `out` and `lse`, in place. The first is the causal diagonal, which reaches every query, so
-    nothing is ever -inf; logaddexp keeps any gap between the two finite."""
-    if first:
-        out.copy_(part)
-        lse.copy_(part_lse)
-        return
-    total = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - total).exp().unsqueeze(-1)).add_(part * (part_lse - total).exp().unsqueeze(-1))
-    lse.copy_(total)

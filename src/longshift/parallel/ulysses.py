@@ -13,15 +13,11 @@ is their sum (by autograd, where the slices overlap).
 Bytes in and out of a rank, forward: (T/u) * (2 N + 2 max(K, u)) * H * (u-1)/u elements when heads divide; backward the same.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from longshift.dist.collectives import AllToAll, Group
 from longshift.spec.model import share
-
-Attend = Callable[[Tensor, Tensor, Tensor, range, range], Tensor]  # q, k, v, their global query heads and key/value heads
 
 
 def heads_of(heads: range, group_size: int, ranks: int, index: int) -> tuple[range, range]:
@@ -31,22 +27,26 @@ def heads_of(heads: range, group_size: int, ranks: int, index: int) -> tuple[ran
     return queries, range(queries.start // group_size, -(-queries.stop // group_size))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, heads: range, kv_heads: range, group_size: int, group: Group, inner: Attend) -> Tensor:
-    """o [T/u, N, H] of this rank's tokens, `inner` attending over all T with this rank's heads.
+def to_heads(
+    q: Tensor, k: Tensor, v: Tensor, heads: range, kv_heads: range, group_size: int, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, N_u, H] and k, v [T, K_u, H] with this rank's heads (`heads_of`), from those of its tokens, q [T/u, N, H] and k, v [T/u, K, H].
 
-    `heads` and `kv_heads` are the global numbers of the heads in q [T/u, N, H] and k, v [T/u, K, H]; `group_size` query heads share
-    one key/value head.
+    `heads` and `kv_heads` are the global numbers of the heads in q and in k, v; `group_size` query heads share one key/value head.
     """
     deals = [heads_of(heads, group_size, group.size, i) for i in range(group.size)]
     sends = [torch.cat((_pick(q, mine, heads), _pick(k, kv, kv_heads), _pick(v, kv, kv_heads)), 1) for mine, kv in deals]
-    tokens, width = q.shape[0], q.shape[2]
     queries, keys = deals[group.index]
     n, m = len(queries), len(keys)
-    received = torch.cat(AllToAll.apply(group, [(tokens, n + 2 * m, width)] * group.size, *sends))  # pyright: ignore
-    q, k, v = received.split((n, m, m), dim=1)
-    o = inner(q, k, v, queries, keys)
-    back = AllToAll.apply(group, [(tokens, len(mine), width) for mine, _ in deals], *o.split(tokens))
-    return torch.cat(back, 1)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    received = AllToAll.apply(group, [(q.shape[0], n + 2 * m, q.shape[2])] * group.size, *sends)
+    return torch.cat(received).split((n, m, m), dim=1)  # pyright: ignore[reportArgumentType, reportCallIssue, reportReturnType]
+
+
+def to_tokens(o: Tensor, heads: range, group: Group) -> Tensor:
+    """o [T/u, N, H] of this rank's tokens, from o [T, N_u, H] with its heads."""
+    tokens = o.shape[0] // group.size
+    shapes = [(tokens, last - first, o.shape[2]) for first, last in (share(len(heads), group.size, i) for i in range(group.size))]
+    return torch.cat(AllToAll.apply(group, shapes, *o.split(tokens)), 1)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def _pick(x: Tensor, wanted: range, held: range) -> Tensor:

@@ -13,8 +13,8 @@ Forward of chunk c, both schedules: x_c -> q_c, kv_c; attention of q_c to kv_c, 
 
     stream   backward: queries outside, descending. After the pairs (c, j) of chunk c, all that adds to dkv_c has been: dx_c is formed at
              once and leaves. Inside a pair: kv_j in, dkv_j in and out.
-    fpdt     the paper's: a first pass forms q_c and do_c of all chunks, then keys and values outside, ascending. Inside a pair: q_i, do_i, o_i
-             in, dq_i in and out. After the pairs of kv_j all of dq_j has been.
+    fpdt     the paper's: a first pass forms q_c and do_c of all chunks, then keys and values outside, ascending. Inside a pair: q_i, do_i,
+             o_i in, dq_i in and out. After the pairs of kv_j all of dq_j has been.
 
     keep="output"   o and kv stay in the tier from forward to backward: attention is never computed twice
     keep="input"    x alone stays; backward begins with the forward of attention
@@ -28,12 +28,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from longshift.layout.layout import Keep, Schedule, Where
 from longshift.schedule.sequence import Run
 
 Kind = Literal["fetch", "compute", "send", "store", "free", "drop"]
-Schedule = Literal["stream", "fpdt"]
-Keep = Literal["output", "input"]
-Where = Literal["device", "offload"]
 Buffer = tuple[str, int]  # an object's name, its chunk
 Sizes = Mapping[str, Sequence[int]]  # bytes of each chunk, by name
 

@@ -10,7 +10,7 @@ from longshift.data.micro import micro_batch
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
-from longshift.model.attention import PackedAttention, match_heads
+from longshift.model.attention import match_heads
 from longshift.model.decoder import MicroBatch, Ops, build_unit
 from longshift.parallel import pipeline, recompute, tensor, ulysses
 from longshift.parallel.recompute import Segment
@@ -58,18 +58,21 @@ class LayoutOps(Ops):
         return tensor.loss(logits_TV, labels_T, self.vocab_first, self.tp)
 
     def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch) -> Tensor:
-        group_size, scale = self.spec.heads // self.spec.kv_heads, self.spec.head_width**-0.5
+        if self.ring.size == 1:
+            return super().attend(q_TNH, k_TKH, v_TKH, micro)
+        qkv = self.to_heads(q_TNH, k_TKH, v_TKH)
+        return self.to_tokens(RingAttention.apply(*qkv, micro.order, self.spec.head_width**-0.5, self.ring))  # pyright: ignore
 
-        def inner(q: Tensor, k: Tensor, v: Tensor, heads: range, kv_heads: range) -> Tensor:
-            k, v = match_heads(k, v, heads, kv_heads, group_size)
-            if self.ring.size > 1:
-                return RingAttention.apply(q, k, v, micro.order, scale, self.ring)  # pyright: ignore[reportReturnType]
-            lengths = tuple(run.length for run in micro.order.runs(0))
-            return PackedAttention.apply(q, k, v, lengths, scale)  # pyright: ignore[reportReturnType]
-
+    def to_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.ulysses.size == 1:
-            return inner(q_TNH, k_TKH, v_TKH, self.heads, self.kv_heads)
-        return ulysses.attend(q_TNH, k_TKH, v_TKH, self.heads, self.kv_heads, group_size, self.ulysses, inner)
+            return super().to_heads(q_TNH, k_TKH, v_TKH)
+        group_size = self.spec.heads // self.spec.kv_heads
+        q, k, v = ulysses.to_heads(q_TNH, k_TKH, v_TKH, self.heads, self.kv_heads, group_size, self.ulysses)
+        queries, keys = ulysses.heads_of(self.heads, group_size, self.ulysses.size, self.ulysses.index)
+        return q, *match_heads(k, v, queries, keys, group_size)
+
+    def to_tokens(self, o_TNH: Tensor) -> Tensor:
+        return ulysses.to_tokens(o_TNH, self.heads, self.ulysses) if self.ulysses.size > 1 else o_TNH
 
 
 class Worker:

@@ -1,0 +1,286 @@
+"""Chunk lists: every pair once, nothing read before it is there, bounded memory, one result in any order that keeps the dependencies.
+
+The lists are played with symbols for tensors (`meaning`), and what comes out is held against the definition without chunks (`truth`)."""
+
+import heapq
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longshift.schedule.chunks import LANES, Policy, backward, cut, dependencies, forward, peak_bytes, reach
+
+NAMES = ["x", "y", "q", "kv", "o", "dy", "dx", "do", "dq", "dkv", "dr", "qkv", "graph", "exchange", "dqkv", "o_tokens", "do_tokens"]
+SEEDS = st.integers(0, 10**6)
+
+packs = st.lists(st.integers(0, 12), max_size=5) | st.integers(1, 30).map(lambda n: [n])
+chunk_tokens = st.integers(1, 6)
+policies = st.builds(
+    Policy,
+    schedule=st.sampled_from(["stream", "fpdt"]),
+    keep=st.sampled_from(["output", "input"]),
+    kv=st.sampled_from(["device", "offload"]),
+    ahead=st.integers(0, 3),
+    sent=st.sampled_from([0.0, 0.5]),
+)
+offloads = policies.map(lambda policy: replace(policy, kv="offload"))
+seen = st.builds(lambda lengths, tokens: reach(cut(lengths, tokens)), packs, chunk_tokens)
+
+
+def distinct_sizes(count, seed=0, names=tuple(NAMES)):
+    drawn = iter(random.Random(seed).sample(range(1, 10**6), len(names) * count))
+    return {name: [next(drawn) for _ in range(count)] for name in names}
+
+
+def both(sees, policy, sizes=None):
+    sizes = distinct_sizes(len(sees)) if sizes is None else sizes
+    return forward(sees, policy, sizes), backward(sees, policy, sizes)
+
+
+# What the lists mean
+
+
+def meaning(event, read):
+    """The symbols that an operation writes, by name; a sum is the sorted tuple of its terms, so that a term added twice shows."""
+    c, j = event.chunk, event.keys
+
+    def added(to, *term):
+        return tuple(sorted([*read.get(to, ()), (c, j, *term)], key=lambda term: term[:2]))
+
+    match event.name:
+        case "qkv":
+            made = ("qkv", read["x", c])
+            return {"qkv": made, "q": ("q", made), "kv": ("kv", made), "graph": ("graph", made)}
+        case "to_heads":
+            made = read["qkv", c]
+            return {"q": ("q", made), "kv": ("kv", made), "exchange": ("exchange", made)}
+        case "attend":
+            return {"o": added(("o", c), read["q", c], read["kv", j])}
+        case "to_tokens":
+            return {"o_tokens": read["o", c]}
+        case "tail":
+            return {"y": ("y", read["x", c], read.get(("o_tokens", c)) or read["o", c])}
+        case "tail_back":
+            used = read["x", c], read.get(("o_tokens", c)) or read["o", c], read["dy", c]
+            return dict.fromkeys(("dx", "dr"), ("dr", *used)) | dict.fromkeys(("do", "do_tokens"), ("do", *used))
+        case "to_tokens_back":
+            return {"do": read["do_tokens", c]}
+        case "attend_back":
+            term = read["q", c], read["kv", j], read["o", c], read["do", c]
+            return {"dq": added(("dq", c), *term), "dkv": added(("dkv", j), *term)}
+        case "to_heads_back":
+            return {"dqkv": (read["exchange", c], read["dq", c], read["dkv", c])}
+        case "qkv_back":
+            dqkv = read.get(("dqkv", c)) or (None, read["dq", c], read["dkv", c])
+            return {"dx": ("dx", read["graph", c], *dqkv, read.get(("dx", c)) or read["dr", c])}
+    raise AssertionError(f"no operation is called {event.name}")
+
+
+def truth(sees, policy):
+    """The symbols of y and dx, from the definition."""
+    chunks = range(len(sees))
+    made = [("qkv", ("x", c)) for c in chunks]
+    q, kv = [("q", m) for m in made], [("kv", m) for m in made]
+    o = [tuple((c, j, q[c], kv[j]) for j in range(sees[c], c + 1)) for c in chunks]
+    used = [(("x", c), o[c], ("dy", c)) for c in chunks]
+    term = {(c, j): (c, j, q[c], kv[j], o[c], ("do", *used[c])) for c in chunks for j in range(sees[c], c + 1)}
+    result = {("y", c): ("y", ("x", c), o[c]) for c in chunks}
+    for c in chunks:
+        exchange = ("exchange", made[c]) if policy.sent else None
+        dq, dkv = tuple(term[p] for p in term if p[0] == c), tuple(term[p] for p in term if p[1] == c)
+        result["dx", c] = ("dx", ("graph", made[c]), exchange, dq, dkv, ("dr", *used[c]))
+    return result
+
+
+def play(events, tier, order=None):
+    """The events, in their own or another order, on places addressed by name and slot. Changes `tier`. Raises KeyError where a fetch or
+    a drop finds nothing."""
+    device = {}
+    for event in events if order is None else [events[number] for number in order]:
+        places = [(buffer[0], slot) for buffer, slot in zip(event.reads + event.writes, event.slots)]
+        read = {buffer: device[place] for buffer, place in zip(event.reads, places)}
+        if event.kind == "fetch":
+            device[places[0]] = tier[event.object]
+        elif event.kind == "store":
+            tier[event.object] = read[event.object]
+        elif event.kind == "drop":
+            del tier[event.object]
+        elif event.kind in ("compute", "send"):
+            made = meaning(event, read)
+            device |= {place: made[place[0]] for place in places[len(event.reads) :]}
+
+
+def run(sees, lists, orders=(None, None)):
+    """What the tier holds after forward and backward."""
+    tier = {("x", c): ("x", c) for c in range(len(sees))}
+    play(lists[0], tier, orders[0])
+    tier |= {("dy", c): ("dy", c) for c in range(len(sees))}
+    play(lists[1], tier, orders[1])
+    return tier
+
+
+# Chunks and pairs
+
+
+@given(packs, chunk_tokens)
+def test_chunks_hold_every_token_once_in_order_and_reach_back_to_where_their_first_document_began(lengths, tokens):
+    chunks = cut(lengths, tokens)
+    held = [[(r.document, r.start + i) for r in runs for i in range(r.length)] for runs in chunks]
+    flat = [token for chunk in held for token in chunk]
+    assert flat == [(d, i) for d, length in enumerate(lengths) for i in range(length)]
+    assert all(len(chunk) == tokens for chunk in held[:-1])
+    assert all(0 < len(chunk) <= tokens for chunk in held)
+    assert all(a.document < b.document for runs in chunks for a, b in pairwise(runs))
+    starts = (0, *accumulate(lengths))
+    assert reach(chunks) == tuple(starts[chunk[0][0]] // tokens for chunk in held)
+
+
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_a_chunk_without_tokens_is_refused(tokens):
+    with pytest.raises(ValueError, match="at least one token"):
+        cut([4], tokens)
+
+
+@given(seen, policies)
+def test_attention_of_every_pair_once_forward_and_once_backward(sees, policy):
+    pairs = Counter((c, j) for c in range(len(sees)) for j in range(sees[c], c + 1))
+    first, second = both(sees, policy)
+    assert Counter((e.chunk, e.keys) for e in first if e.name == "attend") == pairs
+    assert Counter((e.chunk, e.keys) for e in second if e.name == "attend_back") == pairs
+    assert Counter((e.chunk, e.keys) for e in second if e.name == "attend") == (pairs if policy.keep == "input" else Counter())
+
+
+@given(packs, chunk_tokens)
+def test_rectangles_between_chunks_and_triangles_inside_cover_every_query_and_key_once(lengths, tokens):
+    chunks = cut(lengths, tokens)
+    starts = (0, *accumulate(lengths))
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    found = np.zeros((len(document), len(document)), int)
+
+    def span(r):
+        return slice(starts[r.document] + r.start, starts[r.document] + r.start + r.length)
+
+    for c, j in {(e.chunk, e.keys) for e in forward(reach(chunks), Policy(), {}) if e.name == "attend"}:
+        for r in chunks[c] if c == j else ():
+            found[span(r), span(r)] += np.tri(r.length, dtype=int)
+        if c != j:
+            found[span(chunks[c][0]), span(chunks[j][-1])] += 1
+    np.testing.assert_array_equal(found, np.tril(document[:, None] == document[None, :]))
+
+
+# Memory
+
+
+@given(seen, policies, SEEDS)
+def test_buffers_are_read_while_they_live_in_a_slot_of_their_own_and_freed_once(sees, policy, seed):
+    sizes = distinct_sizes(len(sees), seed)
+    for events in both(sees, policy, sizes):
+        live = {}
+        for event in events:
+            assert all(buffer in live for buffer in event.reads)
+            if event.kind == "free":
+                assert event.slots == (live.pop(event.object),)
+            for buffer in event.writes:
+                assert (buffer in live) == (buffer in event.reads)  # what is overwritten was read
+            assert len(event.slots) == (len(event.reads) + len(event.writes) or (event.kind == "free"))
+            for buffer, slot in zip(event.reads + event.writes, event.slots):
+                assert live.setdefault(buffer, slot) == slot
+            places = [(name, slot) for (name, _), slot in live.items()]
+            assert len(set(places)) == len(places)
+            if event.kind == "send":
+                assert event.bytes == int(policy.sent * sum(sizes[name][chunk] for name, chunk in event.reads))
+            else:
+                assert event.bytes == (0 if event.kind == "compute" else sizes[event.name][event.chunk])
+        assert not live
+
+
+@given(seen, policies)
+def test_the_tier_ends_with_the_right_outputs_and_gradients_and_nothing_else(sees, policy):
+    assert run(sees, both(sees, policy)) == truth(sees, policy)
+
+
+@given(seen, policies)
+def test_forward_leaves_what_backward_is_to_find(sees, policy):
+    tier = {("x", c): ("x", c) for c in range(len(sees))}
+    play(forward(sees, policy, {}), tier)
+    kept = {("o", c) for c in range(len(sees))} | {("kv", j) for c in range(len(sees)) for j in range(sees[c], c)}
+    assert set(tier) == {(n, c) for n in "xy" for c in range(len(sees))} | (kept if policy.keep == "output" else set())
+
+
+@given(seen, offloads)
+def test_slots_are_bounded_whatever_the_number_of_chunks(sees, policy):
+    for events in both(sees, policy):
+        slots = Counter()
+        for event in events:
+            for (name, _), slot in zip(event.reads + event.writes, event.slots):
+                slots[name] = max(slots[name], slot + 1)
+        assert all(taken <= policy.ahead + 2 for taken in slots.values()), slots
+
+
+@given(seen, policies, SEEDS)
+def test_peak_bytes_is_that_of_a_replay(sees, policy, seed):
+    sizes = distinct_sizes(len(sees), seed, tuple(random.Random(seed).sample(NAMES, 12)))
+    for events in both(sees, policy, sizes):
+        change, live = [0] * len(events), set()
+        for number, event in enumerate(events):
+            ended = {event.object} if event.kind == "free" else set()
+            began = set(event.writes) - live
+            live = (live | began) - ended
+            change[number] = sum(sizes[n][c] for n, c in began if n in sizes) - sum(sizes[n][c] for n, c in ended if n in sizes)
+        assert peak_bytes(events, sizes) == max(accumulate(change), default=0)
+
+
+@given(policies)
+@settings(max_examples=30)
+def test_the_peak_grows_with_the_chunks_only_by_what_stays_on_the_device(policy):
+    def peaks(count):
+        sizes = {name: [7 + number] * count for number, name in enumerate(NAMES)}
+        return [peak_bytes(events, sizes) for events in both((0,) * count, policy, sizes)]
+
+    one = {name: 7 + number for number, name in enumerate(NAMES)}
+    growth = [(b - a) / 5 for a, b in zip(peaks(12), peaks(17))]
+    print(policy, growth, one)
+
+
+# Order
+
+
+def shuffled(events, after, seed):
+    """A random order that keeps `after` and, in each lane, the list's; seeds differ in which kinds run early."""
+    chance = random.Random(seed)
+    urge = {kind: chance.random() for kind in ("fetch", "compute", "send", "store", "drop", "free")}
+    last, before = {}, [set(a) for a in after]
+    for number, event in enumerate(events):
+        if event.kind in LANES:
+            before[number] |= {last[event.kind]} if event.kind in last else set()
+            last[event.kind] = number
+    following = [[] for _ in events]
+    for number, found in enumerate(before):
+        assert all(b < number for b in found)
+        for b in found:
+            following[b].append(number)
+    left = [len(found) for found in before]
+    urgency = [urge[event.kind] + 0.5 * chance.random() for event in events]
+    ready = [(urgency[number], number) for number, count in enumerate(left) if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        order.append(heapq.heappop(ready)[1])
+        for number in following[order[-1]]:
+            left[number] -= 1
+            if not left[number]:
+                heapq.heappush(ready, (urgency[number], number))
+    return order
+
+
+@given(seen, policies, SEEDS)
+def test_any_order_that_keeps_the_dependencies_gives_the_same(sees, policy, seed):
+    lists = both(sees, policy)
+    orders = [shuffled(events, dependencies(events), seed) for events in lists]
+    assert all(len(order) == len(events) for order, events in zip(orders, lists))
+    assert run(sees, lists, orders) == truth(sees, policy)
