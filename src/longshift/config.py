@@ -30,6 +30,7 @@ from pydantic import (
 from longshift.errors import UsageError
 from longshift.layout import legal
 from longshift.layout.layout import Layout
+from longshift.schedule.chunks import StreamOptions
 from longshift.spec.families import PRESETS, read_spec
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import SwitchOptions
@@ -234,6 +235,18 @@ class SwitchConfig(Section):
         return SwitchOptions(self.planner, self.bucket, self.ahead)
 
 
+class StreamConfig(Section):
+    """Of layouts in chunks, and of those that offload. `folder`: where `disk` keeps its file, the run's own where not given; `ahead`: how
+    many operations before its use an object is fetched; `checked`: what comes back from disk is compared with what went out."""
+
+    folder: str | None = None
+    ahead: int = Field(default=1, ge=0)
+    checked: bool = False
+
+    def options(self, run: Path) -> StreamOptions:
+        return StreamOptions(self.folder or str(run), self.ahead, self.checked)
+
+
 class Config(Section):
     """A run."""
 
@@ -243,6 +256,7 @@ class Config(Section):
     layout: Layouts = Layout()
     save: SaveConfig
     switch: SwitchConfig = SwitchConfig()
+    stream: StreamConfig = StreamConfig()
 
     @model_validator(mode="after")
     def _a_pack_holds_a_document(self) -> "Config":

@@ -1,4 +1,5 @@
-"""Documents of a pack to the tensors of one rank: the tokens that `schedule.sequence` gives to its place in the layout."""
+"""Documents of a pack to the tensors of one rank: the tokens that `schedule.sequence` gives to its place in the layout, all at once or by
+chunk."""
 
 from collections.abc import Sequence
 
@@ -9,20 +10,59 @@ from longshift.data.batch import Document
 from longshift.layout.layout import Layout
 from longshift.model.decoder import MicroBatch, rotary_table
 from longshift.model.loss import IGNORE
-from longshift.schedule.sequence import token_order
+from longshift.schedule.chunks import cut, orders, reach
+from longshift.schedule.sequence import PADDING, token_order
 from longshift.spec.model import ModelSpec
+
+NOTHING = Document(np.zeros(1, np.int64), np.full(1, IGNORE))
+
+
+class ChunkedPack:
+    """A pack in chunks of `layout.chunk` tokens, as one rank sees it. A chunk's tensors are made when they are asked for."""
+
+    def __init__(self, spec: ModelSpec, documents: Sequence[Document], layout: Layout, rank: int, dtype: torch.dtype, device: torch.device):
+        self.documents = documents or [NOTHING]
+        self.how = (layout, rank, dtype, device)
+        self.spec = spec
+        self.chunks = cut([len(d.ids) for d in self.documents], layout.chunk)
+        self.sees = reach(self.chunks)
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    @property
+    def tokens_here(self) -> int:
+        """This rank's tokens of the residual stream, of all chunks."""
+        layout = self.how[0]
+        return sum(order.local_tokens for order in orders(self.chunks, layout)) // (layout.ulysses * layout.tp)
+
+    def micro(self, chunk: int) -> MicroBatch:
+        """Its documents are the pieces that lie in the chunk."""
+        runs = self.chunks[chunk]
+        pieces = [self.documents[run.document] for run in runs]
+        pieces = [Document(d.ids[r.start : r.start + r.length], d.labels[r.start : r.start + r.length]) for d, r in zip(pieces, runs)]
+        return micro_batch(self.spec, pieces, *self.how, starts=[run.start for run in runs])
 
 
 def micro_batch(
-    spec: ModelSpec, documents: Sequence[Document], layout: Layout, rank: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    documents: Sequence[Document],
+    layout: Layout,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    starts: Sequence[int] | None = None,
 ) -> MicroBatch:
     """This rank's share of a pack. Tokens are first dealt over ring and Ulysses coordinates; tensor-parallel ranks of one such
     coordinate see the same tokens between `enter` and `leave` and a contiguous share of them elsewhere. No documents: one token without a
-    target."""
+    target. `starts`: where each document begins in the one that it is a piece of."""
     at = layout.coord(rank)
-    documents = documents or [Document(np.zeros(1, np.int64), np.full(1, IGNORE))]
+    documents = documents or [NOTHING]
     order = token_order([len(d.ids) for d in documents], layout.ring, layout.ulysses * layout.tp)
     index, positions = order.index(at.ring), order.positions(at.ring)
+    if starts is not None:
+        runs = order.runs(at.ring)
+        positions += np.repeat([0 if run.document == PADDING else starts[run.document] for run in runs], [run.length for run in runs])
     tokens = np.where(index >= 0, np.concatenate([d.ids for d in documents])[index], 0)
     labels = np.where(index >= 0, np.concatenate([d.labels for d in documents])[index], IGNORE)
     seen = slice(at.ulysses * len(index) // layout.ulysses, (at.ulysses + 1) * len(index) // layout.ulysses)

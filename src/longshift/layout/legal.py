@@ -144,7 +144,7 @@ def _streaming(layout: Layout) -> Iterator[str]:
             yield f"{layout.offload} takes what recompute-full or a chunked layout keeps: add recompute-full, or chunk64K"
         return
     if layout.recompute != "none":
-        yield f"recompute-{layout.recompute} and chunk{layout.chunk}: chunks are computed again from a block's input anyway; keep-input too attention"
+        yield f"recompute-{layout.recompute}: chunks are computed again from a block's input anyway; drop it, or say keep-input"
     if layout.kv == "offload" and layout.offload == "device":
         yield "kv-offload has nowhere to go: add host or disk"
 

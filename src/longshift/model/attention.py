@@ -114,8 +114,14 @@ def _runs(lengths: Sequence[int], *tensors: Tensor) -> Any:
 def match_heads(k: Tensor, v: Tensor, queries: range, keys: range, group: int) -> tuple[Tensor, Tensor]:
     """Repeat key/value heads where this rank's query heads `queries` do not divide evenly over its key/value heads `keys` (both global
     numbers; `group` query heads share one): the kernels assume that they do."""
-    owner = [head // group - keys.start for head in queries]
-    even, extra = divmod(len(queries), len(keys))
-    if not extra and owner == [i // even for i in range(len(queries))]:
+    if matched_heads(queries, keys, group) == len(keys):
         return k, v
+    owner = [head // group - keys.start for head in queries]
     return k[:, owner], v[:, owner]
+
+
+def matched_heads(queries: range, keys: range, group: int) -> int:
+    """How many key/value heads there are after `match_heads`."""
+    even, extra = divmod(len(queries), len(keys))
+    fit = not extra and all(head // group - keys.start == i // even for i, head in enumerate(queries))
+    return len(keys) if fit else len(queries)

@@ -33,6 +33,11 @@ class MicroBatch:
     rotary: tuple[Tensor, Tensor] | None  # cos, sin [T, 1, H]
     order: TokenOrder
 
+    @property
+    def tokens_here(self) -> int:
+        """T'."""
+        return len(self.positions)
+
 
 class Ops:
     """What a layout changes, as it is for one process: nothing moves."""

@@ -9,10 +9,12 @@ graph until backward; a recomputed one holds its input only and runs again. Numb
     selective   [ attention half ] recomputed, [ MLP half ] kept
     full        [       block       ] recomputed
 
+With a tier (`offload`), inputs of recomputed segments wait there, and come back one unit ahead of their use.
+
 Bytes kept, per block and token: none about (6 D + 2 N H + 2 K H + 3 F) elements, full D. A segment with collectives repeats them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,17 +22,21 @@ from torch import Tensor
 
 from longshift.layout.layout import Recompute
 from longshift.model.decoder import Block, MicroBatch, Ops, Unit
+from longshift.stream.tiers import Key, Tensors, Tier
 
 Function = Callable[[Tensor | None, MicroBatch, Ops], Tensor]
 
 
 @dataclass
 class Segment:
-    """A forward waiting for its backward; `y` is None where it is to be computed again."""
+    """A forward waiting for its backward; `y` is None where it is to be computed again. `stored`: the tier's key of `x` where that is not
+    here, `arriving` what brings it. Mutable."""
 
     function: Function
     x: Tensor | None
     y: Tensor | None
+    stored: Key | None = None
+    arriving: Callable[[], Tensors] | None = None
 
 
 def segments(unit: Unit, policy: Recompute) -> list[tuple[Function, bool]]:
@@ -42,27 +48,46 @@ def segments(unit: Unit, policy: Recompute) -> list[tuple[Function, bool]]:
     return [(unit.attention_half, False), (unit.mlp_half, True)]  # pyright: ignore[reportReturnType]
 
 
-def forward(unit: Unit, x: Tensor | None, micro: MicroBatch, ops: Ops, policy: Recompute) -> tuple[Tensor, list[Segment]]:
-    """Output of the unit, detached, and what its backward needs."""
+def forward(
+    unit: Unit, x: Tensor | None, micro: MicroBatch, ops: Ops, policy: Recompute, tier: Tier | None = None, key: tuple = ()
+) -> tuple[Tensor, list[Segment]]:
+    """Output of the unit, detached, and what its backward needs. Inputs of recomputed segments wait in `tier` where there is one."""
     held = []
-    for function, keep in segments(unit, policy):
+    for number, (function, keep) in enumerate(segments(unit, policy)):
         x = None if x is None else x.detach().requires_grad_()
         with torch.set_grad_enabled(keep):
             y = function(x, micro, ops)
-        held.append(Segment(function, x, y if keep else None))
+        segment = Segment(function, x, y if keep else None)
+        if tier is not None and not keep and x is not None:
+            segment.stored, segment.x = (*key, number), None
+            tier.put(segment.stored, x.detach())
+        held.append(segment)
         x = y.detach()
     assert x is not None
     return x, held
 
 
-def backward(held: list[Segment], grad: Tensor, micro: MicroBatch, ops: Ops) -> Tensor | None:
+def fetch(held: Sequence[Segment], tier: Tier) -> None:
+    """Start bringing what a backward is about to need."""
+    for segment in held:
+        if segment.stored is not None:
+            segment.arriving = tier.fetch(segment.stored)
+
+
+def backward(held: list[Segment], grad: Tensor, micro: MicroBatch, ops: Ops, tier: Tier | None = None) -> Tensor | None:
     """Gradient of the unit's input (None for tokens); leaves the weights' gradients on them and empties `held`."""
     while held:
         segment = held.pop()
+        if tier is not None and segment.stored is not None:
+            fetched = (segment.arriving or tier.fetch(segment.stored))()
+            segment.x = fetched[0].detach().requires_grad_()
         y = segment.y if segment.y is not None else segment.function(segment.x, micro, ops)
         torch.autograd.backward(y, grad)
         if segment.x is None:
             return None
         assert segment.x.grad is not None
         grad = segment.x.grad
+        if tier is not None and segment.stored is not None:
+            tier.recycle(fetched)
+            tier.drop(segment.stored)
     return grad

@@ -121,6 +121,11 @@ def pairs(order: TokenOrder, mine: int, theirs: int) -> tuple[Pair, ...]:
     return tuple(found)
 
 
+def span(order: TokenOrder, coord: int, document: int) -> slice | None:
+    """A document's local tokens on a ring coordinate; None where there are none."""
+    return next((at for found, at, _ in _documents(order.runs(coord)) if found == document), None)
+
+
 def _documents(runs: Sequence[Run]) -> Iterator[tuple[int, slice, list[Run]]]:
     """(document, its local tokens, its runs) in local order."""
     start = 0

@@ -6,7 +6,6 @@ registered with CUDA. On a CPU the device is the host, and one curve is measured
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from longshift.cluster.curves import Axis, Curve
 from longshift.profile.bench import Bench, Plan, Run
 from longshift.profile.compute import noise
+from longshift.stream.tiers import Arena
 
 SIZES = {  # bytes
     ("cpu", True): (2**16, 2**20, 2**26),
@@ -52,25 +52,6 @@ def copies(bench: Bench, budget_s: float) -> dict[str, Curve]:
     finally:
         bench.wait()
         arena.release()
-
-
-class Arena:
-    """Host memory of exactly `size` bytes, pinned for CUDA until `release`."""
-
-    def __init__(self, size: int):
-        self.bytes = _touched(size)
-        self._runtime: Any = torch.cuda.cudart()
-        self._pinned = int(self._runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0)) == 0
-        if not self._pinned:
-            raise RuntimeError(f"CUDA did not register {size} bytes of host memory")
-
-    def release(self) -> None:
-        if self._pinned:
-            self._runtime.cudaHostUnregister(self.bytes.data_ptr())
-            self._pinned = False
-
-    def __del__(self) -> None:
-        self.release()
 
 
 class _Beside:

@@ -28,12 +28,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longshift.layout.layout import Keep, Schedule, Where
-from longshift.schedule.sequence import Run
+from longshift.layout.layout import Keep, Layout, Schedule, Where
+from longshift.schedule.sequence import Run, TokenOrder, token_order
+from longshift.spec.model import ModelSpec
 
 Kind = Literal["fetch", "compute", "send", "store", "free", "drop"]
 Buffer = tuple[str, int]  # an object's name, its chunk
 Sizes = Mapping[str, Sequence[int]]  # bytes of each chunk, by name
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """`folder`: where the disk tier keeps its file; `ahead`: see Policy; `checked`: what comes back from disk is compared."""
+
+    folder: str = "."
+    ahead: int = 1
+    checked: bool = False
+
 
 LANES = {"fetch": "in", "compute": "compute", "send": "link", "store": "out"}  # what runs at the same time
 
@@ -98,6 +109,11 @@ def reach(chunks: Sequence[Sequence[Run]]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def orders(chunks: Sequence[Sequence[Run]], layout: Layout) -> list[TokenOrder]:
+    """How the tokens of each chunk lie over the ranks that share them; its documents are the pieces."""
+    return [token_order([run.length for run in runs], layout.ring, layout.ulysses * layout.tp) for runs in chunks]
+
+
 def forward(sees: Sequence[int], policy: Policy, sizes: Sizes) -> tuple[Event, ...]:
     """A block's forward, chunk c seeing chunks `sees[c]` to c: from objects x to objects y, and what backward needs."""
     made = _List(sees, policy, sizes)
@@ -114,6 +130,45 @@ def backward(sees: Sequence[int], policy: Policy, sizes: Sizes) -> tuple[Event, 
             made.attention(chunk, stay=policy.kv == "device" and policy.schedule == "stream", keep_o=True, keep_kv=True, tail=False)
     (made.queries_outside if policy.schedule == "stream" else made.keys_outside)()
     return made.finished()
+
+
+def alone(operation: str, reads: str | None, writes: str | None, count: int, ahead: int, sizes: Sizes) -> tuple[Event, ...]:
+    """Chunk by chunk from objects `reads`, which are dropped, to objects `writes`: embedding and loss."""
+    made = _List(range(count), Policy(ahead=ahead), sizes)
+    for c in range(count):
+        read, write = ([(name, c)] if name else [] for name in (reads, writes))
+        made.need(*read)
+        made.compute(operation, c, read, write)
+        made.store(*write)
+        made.free(*read, *write)
+        made.drop(*read)
+    return made.finished()
+
+
+def sizes(
+    spec: ModelSpec, layout: Layout, orders: Sequence[TokenOrder], heads: int, own_heads: tuple[int, int], compute_bytes: int
+) -> Sizes:
+    """Bytes on a rank that has `heads` query heads of tensor parallelism and attends with `own_heads` query and key/value heads."""
+    queries, keys = own_heads
+    wide = max(4, compute_bytes)
+    row, head = spec.width * compute_bytes, spec.head_width * compute_bytes
+    per_token = {  # of attention's tokens, those of all Ulysses ranks
+        **dict.fromkeys(("q", "do"), queries * head),
+        **{
+            "kv": 2 * keys * head,
+            "o": queries * (head + wide),
+            "dq": queries * spec.head_width * wide,
+            "dkv": 2 * keys * spec.head_width * wide,
+        },
+    }
+    found: dict[str, list[int]] = {name: [order.local_tokens * size for order in orders] for name, size in per_token.items()}
+    shared = layout.ulysses * layout.tp
+    found |= {name: [order.local_tokens // shared * row for order in orders] for name in ("x", "y", "dx", "dy", "dr")}
+    tokens = [order.local_tokens // layout.ulysses for order in orders]
+    kv_heads = -(-heads * spec.kv_heads // spec.heads)
+    found |= {name: [n * heads * head for n in tokens] for name in ("o_tokens", "do_tokens")}
+    found |= {name: [n * (heads + 2 * kv_heads) * head for n in tokens] for name in ("qkv", "dqkv")}
+    return found
 
 
 class _List:
@@ -214,8 +269,8 @@ class _List:
             self.free(("q", c), ("kv", c), ("o", c), ("do", c))
             self.qkv_back(c, "dx")
             self.drop(*((n, c) for n in ("x", "o", "dy")))
-            if self.last[c] > c:
-                self.drop(*((n, c) for n in ("kv", "dkv") if n == "kv" or (n, c) in self.stored))
+            self.drop_kv(c)
+            self.drop(*([("dkv", c)] if ("dkv", c) in self.stored else []))
 
     def keys_outside(self) -> None:
         resident = self.policy.kv == "device"
@@ -249,8 +304,7 @@ class _List:
             self.qkv_back(j, "dr")
             self.drop(*((n, j) for n in ("x", "o", "dy", "dr")))
             self.drop(*((n, j) for n in ("q", "do", "dq") if (n, j) in self.stored))
-            if self.last[j] > j or ("kv", j) in self.stored:
-                self.drop(("kv", j))
+            self.drop_kv(j)
 
     # Events
 
@@ -286,6 +340,11 @@ class _List:
         for item in objects:
             self.stored.pop(item, None)
             self.events.append(Event("drop", *item, bytes=self.size(item)))
+
+    def drop_kv(self, c: int) -> None:
+        """Where this list or the forward has stored it."""
+        if ("kv", c) in self.stored or (self.policy.keep == "output" and self.last[c] > c):
+            self.drop(("kv", c))
 
     def size(self, buffer: Buffer) -> int:
         return self.sizes[buffer[0]][buffer[1]] if buffer[0] in self.sizes else 0

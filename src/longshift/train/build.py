@@ -1,23 +1,28 @@
 """A layout composed: the one ordered list of what it inserts into the model, and a rank's worker for it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from longshift.data.batch import Document
-from longshift.data.micro import micro_batch
+from longshift.data.micro import ChunkedPack, micro_batch
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
-from longshift.model.attention import match_heads
+from longshift.model.attention import match_heads, matched_heads
 from longshift.model.decoder import MicroBatch, Ops, build_unit
 from longshift.parallel import pipeline, recompute, tensor, ulysses
 from longshift.parallel.recompute import Segment
 from longshift.parallel.ring import RingAttention
+from longshift.schedule.chunks import StreamOptions
 from longshift.spec.model import ModelSpec, Part, share
 from longshift.state.copies import Copies
 from longshift.state.precision import Precision
+from longshift.stream.block import Streamed
+from longshift.stream.tiers import tier_of
 
 
 def prepare(world: World, spec: ModelSpec, layout: Layout) -> None:
@@ -71,6 +76,12 @@ class LayoutOps(Ops):
         queries, keys = ulysses.heads_of(self.heads, group_size, self.ulysses.size, self.ulysses.index)
         return q, *match_heads(k, v, queries, keys, group_size)
 
+    def own_heads(self) -> tuple[int, int]:
+        """How many query and key/value heads this rank attends with, after `to_heads`."""
+        group_size, (index, ranks) = self.spec.heads // self.spec.kv_heads, (self.ulysses.index, self.ulysses.size)
+        queries, keys = ulysses.heads_of(self.heads, group_size, ranks, index) if ranks > 1 else (self.heads, self.kv_heads)
+        return len(queries), matched_heads(queries, keys, group_size)
+
     def to_tokens(self, o_TNH: Tensor) -> Tensor:
         return ulysses.to_tokens(o_TNH, self.heads, self.ulysses) if self.ulysses.size > 1 else o_TNH
 
@@ -79,7 +90,7 @@ class Worker:
     """One rank of a layout, after `prepare`: forward and backward of packs with `copies`, their gradients to home. Mutable: graphs that
     wait for their backward."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision):
+    def __init__(self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision, options: StreamOptions):
         self.spec, self.layout, self.world, self.copies, self.precision = spec, layout, world, copies, precision
         self.at = layout.coord(world.rank)
         self.ops = LayoutOps(spec, layout, world)
@@ -89,7 +100,14 @@ class Worker:
             self.copies.fill(module)
         self.tied = [spec.units] if spec.units in self.copies.units else []
         self.held: dict[tuple[int, int], list[list[Segment]]] = {}
+        moves = layout.chunk or layout.offload != "device"
+        self.tier = tier_of(layout.offload, world.device, Path(options.folder), options.checked) if moves else None
+        self.stream = None
+        if self.tier is not None and layout.chunk:
+            own = self.ops.own_heads()
+            self.stream = Streamed(spec, layout, self.ops, self.ops.ring, own, precision.compute.itemsize, self.tier, options.ahead)
         self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.seed = 0.0
 
     def run(
         self,
@@ -102,7 +120,10 @@ class Worker:
         gradients, times `seed_gradient`, to home; not before a later call where this one is not `closing`. `meanwhile` is called before
         every unit of the last backward, when all weights are here. Returns this rank's part of the loss sum, float64: zero where a peer
         holds it."""
-        micros = [micro_batch(self.spec, pack, self.layout, self.world.rank, self.precision.compute, self.world.device) for pack in packs]
+        kind = ChunkedPack if self.stream else micro_batch
+        how = (self.layout, self.world.rank, self.precision.compute, self.world.device)
+        micros = [kind(self.spec, pack, *how) for pack in packs]
+        self.seed = seed_gradient
         self.loss = torch.zeros_like(self.loss)
         self._begin()
 
@@ -110,14 +131,12 @@ class Worker:
             return self._forward(micros[micro], micro, chunk, x)
 
         def backward(micro: int, chunk: int, grad: Tensor | None) -> Tensor | None:
-            seed = torch.full((), seed_gradient, dtype=torch.promote_types(self.precision.compute, torch.float32), device=self.world.device)
             final = micro == len(micros) - 1
-            between = meanwhile if final and meanwhile else lambda: None
-            return self._backward(micros[micro], micro, chunk, seed if grad is None else grad, final and closing, between)
+            return self._backward(micros[micro], micro, chunk, grad, final and closing, meanwhile if final else None)
 
         ranks = self.layout.ranks("pp", of=self.world.rank)
         rising, falling = (self.world.group(ranks, direction) for direction in ("rising", "falling"))
-        shapes = [(len(m.positions), self.spec.width) for m in micros]
+        shapes = [(m.tokens_here, self.spec.width) for m in micros]
         like = torch.empty(0, dtype=self.precision.compute, device=self.world.device)
         pipeline.play(self.layout, self.at.pp, rising, falling, shapes, like, forward, backward)
         for unit in self.tied if closing else ():
@@ -133,39 +152,77 @@ class Worker:
         for unit in self.tied:
             self.copies.ready(unit)
 
-    def _forward(self, micro: MicroBatch, number: int, chunk: int, x: Tensor | None) -> Tensor | None:
-        units = self.chunks[chunk]
+    def _forward(self, micro: MicroBatch | ChunkedPack, number: int, chunk: int, x: Tensor | None) -> Tensor | None:
+        units, last = self.chunks[chunk], self.spec.layers + 1
         held = []
+        if isinstance(micro, ChunkedPack) and x is not None:
+            self._streamed.arrive(x, units[0], "h", number, micro)
         for i, unit in enumerate(units):
             self._need(unit, following=units[i + 1 : i + 2])
-            x, segments = recompute.forward(self.modules[unit], x, micro, self.ops, self.layout.recompute)
-            held.append(segments)
+            if isinstance(micro, ChunkedPack):
+                self._streamed.forward(self.modules[unit], unit, number, micro)
+            else:
+                x, segments = recompute.forward(self.modules[unit], x, micro, self.ops, self.layout.recompute, self.tier, (number, unit))
+                held.append(segments)
             if self.layout.pp > 1 or unit != units[-1]:  # else its backward comes next
                 self._done(unit)
         self.held[number, chunk] = held
-        if units[-1] != self.spec.layers + 1:
-            return x
-        if self.at.tp == 0:
+        if units[-1] != last:
+            return self._streamed.leave(units[-1], "h", number, micro) if isinstance(micro, ChunkedPack) else x
+        if self.at.tp == 0 and not self.stream:
             assert x is not None
             self.loss += x
         return None
 
     def _backward(
-        self, micro: MicroBatch, number: int, chunk: int, grad: Tensor | None, last: bool, between: Callable[[], object]
+        self,
+        micro: MicroBatch | ChunkedPack,
+        number: int,
+        chunk: int,
+        grad: Tensor | None,
+        last: bool,
+        between: Callable[[], object] | None,
     ) -> Tensor | None:
         units, held = self.chunks[chunk], self.held.pop((number, chunk))
+        if isinstance(micro, ChunkedPack):
+            if grad is not None:
+                self._streamed.arrive(grad, units[-1], "g", number, micro)
+        elif grad is None:
+            grad = torch.full((), self.seed, dtype=torch.promote_types(self.precision.compute, torch.float32), device=self.world.device)
         for i in reversed(range(len(units))):
             unit = units[i]
-            between()
+            if between is not None:
+                between()
             self._need(unit, following=units[i - 1 : i] if i else ())
-            assert grad is not None or i == 0
-            grad = recompute.backward(held.pop(), grad, micro, self.ops)  # pyright: ignore[reportArgumentType]
-            for tied in self.tied if unit in (0, self.spec.layers + 1) else ():
-                self.copies.accumulate(tied)
-            if unit in self.copies.units:
-                (self.copies.reduce if last or self.layout.zero >= 2 else self.copies.accumulate)(unit)
+            accumulate = partial(self._accumulate, unit)
+            if isinstance(micro, ChunkedPack):
+                loss = self._streamed.backward(self.modules[unit], unit, number, micro, self.seed, accumulate)
+                if loss is not None and self.at.tp == 0:
+                    self.loss += loss
+            else:
+                if self.tier is not None and i:
+                    recompute.fetch(held[-2], self.tier)
+                assert grad is not None
+                grad = recompute.backward(held.pop(), grad, micro, self.ops, self.tier)
+                accumulate()
+            if unit in self.copies.units and (last or self.layout.zero >= 2):
+                self.copies.reduce(unit)
             self._done(unit)
+        if isinstance(micro, ChunkedPack):
+            return self._streamed.leave(units[0], "g", number, micro) if units[0] else None
         return grad
+
+    def _accumulate(self, unit: int) -> None:
+        """Gradients that a backward of `unit` left on weights, to their sums."""
+        for tied in self.tied if unit in (0, self.spec.layers + 1) else ():
+            self.copies.accumulate(tied)
+        if unit in self.copies.units:
+            self.copies.accumulate(unit)
+
+    @property
+    def _streamed(self) -> Streamed:
+        assert self.stream is not None
+        return self.stream
 
     def _need(self, unit: int, following: Sequence[int]) -> None:
         """Wait for a unit's weights and start bringing the next one's. A unit may have none: Llama's embedding, when it is tied."""

@@ -5,6 +5,7 @@ compared: the loss of every step, every weight's gradient (first and last step),
 """
 
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from longshift.layout.placement import buckets
 from longshift.model.decoder import Decoder, Ops
 from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
+from longshift.schedule.chunks import StreamOptions
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
@@ -40,7 +42,7 @@ KINDS = ("grad-first", "grad-last", "master", *MOMENTS)
 class Trial:
     """What is trained, how, and on what; without a layout. `lengths`: documents of each step, their tokens drawn from `seed`, or `given`:
     (ids, labels) of each document of each step. `folder`: a model folder to start from, else weights are drawn. `edges`: the lengths up to
-    which each group but the last goes, where there are several; then how switches are planned."""
+    which each group but the last goes, where there are several; then how switches are planned. `ahead`: of streamed layouts."""
 
     spec: ModelSpec
     lengths: tuple[tuple[int, ...], ...]
@@ -59,6 +61,7 @@ class Trial:
     planner: Planner = "fan_out"
     bucket_bytes: int = 32 << 20
     ahead_bytes: int = 256 << 20
+    ahead: int = 1
 
     @property
     def schedule(self) -> Schedule:
@@ -198,7 +201,8 @@ def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layou
     optimizer = Optimizer(home, trial.betas, trial.eps, trial.weight_decay)
     state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
-    return state, Team(trial.spec, edges, world, home, precision, options, home_cut)
+    stream = StreamOptions(tempfile.gettempdir(), trial.ahead, checked=True)
+    return state, Team(trial.spec, edges, world, home, precision, options, stream, home_cut)
 
 
 def parse_layouts(text: str) -> list[Layout]:

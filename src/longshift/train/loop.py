@@ -46,7 +46,15 @@ def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], wo
     _fits(config, world)
     batches, fingerprints = _open_data(config, world)
     start, state = _begin(config, world, fingerprints, run if resume else None)
-    team = Team(config.spec, config.edges, world, state.home, Precision.of(config.train.precision), config.switch.options)
+    team = Team(
+        config.spec,
+        config.edges,
+        world,
+        state.home,
+        Precision.of(config.train.precision),
+        config.switch.options,
+        config.stream.options(run),
+    )
     for step in range(start + 1, config.train.steps + 1):
         began = time.perf_counter()
         batch = batches.at(state.cursor)

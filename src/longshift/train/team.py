@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
+from longshift.schedule.chunks import StreamOptions
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.precision import Precision
@@ -46,6 +47,7 @@ class Team:
         home: Home,
         precision: Precision,
         options: SwitchOptions,
+        stream: StreamOptions,
         home_cut: Layout | None = None,
     ):
         """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`."""
@@ -61,7 +63,7 @@ class Team:
             if cut not in stops:
                 stops[cut] = Stop(spec, cut, world, home, precision)
             self.stop_of[layout] = stops[cut]
-            self.workers[layout] = Worker(spec, layout, world, stops[cut].copies, precision)
+            self.workers[layout] = Worker(spec, layout, world, stops[cut].copies, precision, stream)
         self.everyone = tuple(range(edges[0].use.world))
         world.prepare([self.everyone], "switch")
         self.switches = Switches(self.itinerary, home, world, self.everyone, precision)

@@ -1,0 +1,1 @@
+"""Streaming: sequences that no device holds at once."""

@@ -1,0 +1,318 @@
+"""Streaming: plays the events of `schedule.chunks` over the seams of a unit.
+
+Papers: FPDT (arXiv 2408.16978); the exact backward of a part of attention from its global output and log-sum-exp is FlashAttention's (arXiv
+2205.14135).
+
+Sharding as without chunks, chunk by chunk: x[T_u.t, D] of a chunk's T tokens, q[T, N_u, H] inside attention, each document piece cut for
+the ring. The residual stream and its gradient lie in a tier between units, by (unit, chunk).
+
+    tier    x_c ......... kv_j ......... o_c, y_c          bytes: `schedule.chunks.sizes`
+             │             │               │
+    device   qkv ─ heads ─ attend, j <= c ─ tokens ─ out, mlp
+
+Segments are autograd graphs of their own, from detached inputs: qkv, the exchange of tokens for heads, the one back, out and mlp. Attention
+is differentiated by hand: dq_c and dkv_j grow in at least float32 from pair to pair; the weights' gradients from chunk to chunk (`added`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longshift.data.micro import ChunkedPack
+from longshift.dist.collectives import Group
+from longshift.layout.layout import Layout
+from longshift.model.decoder import Block, Embed, Head, Ops, Unit
+from longshift.parallel import ring
+from longshift.schedule import chunks
+from longshift.schedule.chunks import Event, Policy
+from longshift.schedule.sequence import TokenOrder
+from longshift.spec.model import ModelSpec
+from longshift.stream.loss import loss_and_gradient, rows_at_once
+from longshift.stream.tiers import Tier
+
+STREAMS = {"x": (0, "h"), "y": (1, "h"), "dx": (0, "g"), "dy": (1, "g")}  # between units: which side of the unit, and what
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Event lists of a pack, the same for every block, and the order of the tokens in each chunk."""
+
+    orders: list[TokenOrder]
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    embed: tuple[Event, ...]
+    embed_back: tuple[Event, ...]
+    loss: tuple[Event, ...]
+
+
+class Streamed:
+    """How a rank runs its units in chunks. `own_heads`: query and key/value heads that it attends with. `watch` sees each event begin.
+    Mutable: what it has put into `tier`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: Layout,
+        ops: Ops,
+        ring_group: Group,
+        own_heads: tuple[int, int],
+        itemsize: int,
+        tier: Tier,
+        ahead: int,
+    ):
+        self.spec, self.layout, self.ops, self.ring, self.tier = spec, layout, ops, ring_group, tier
+        self.own_heads, self.itemsize = own_heads, itemsize
+        sent = (layout.ulysses - 1) / layout.ulysses
+        self.policy = Policy(layout.schedule, layout.keep, layout.kv, ahead, sent)
+        self.watch: Callable[[Event], object] | None = None
+        self._lists = lru_cache(maxsize=4)(self._make_lists)
+
+    def lists(self, pack: ChunkedPack) -> Lists:
+        return self._lists(pack.chunks)
+
+    def _make_lists(self, cut: tuple) -> Lists:
+        orders = chunks.orders(cut, self.layout)
+        sees, count, ahead = chunks.reach(cut), len(cut), self.policy.ahead
+        sizes = chunks.sizes(self.spec, self.layout, orders, len(self.ops.heads), self.own_heads, self.itemsize)
+        return Lists(
+            orders,
+            chunks.forward(sees, self.policy, sizes),
+            chunks.backward(sees, self.policy, sizes),
+            chunks.alone("embed", None, "y", count, ahead, sizes),
+            chunks.alone("embed_back", "dy", None, count, ahead, sizes),
+            chunks.alone("loss", "x", "dx", count, ahead, sizes),
+        )
+
+    def forward(self, module: Unit, unit: int, number: int, pack: ChunkedPack) -> None:
+        """From what is in the tier before `unit` to what is after it, of micro-batch `number`. The head waits for its backward."""
+        lists = self.lists(pack)
+        if isinstance(module, Embed):
+            _Play(self, module, unit, number, pack).run(lists.embed)
+        elif isinstance(module, Block):
+            with torch.no_grad():
+                _Play(self, module, unit, number, pack).run(lists.forward)
+
+    def backward(self, module: Unit, unit: int, number: int, pack: ChunkedPack, seed: float, added: Callable[[], object]) -> Tensor | None:
+        """The other way; of the head with its forward, whose loss sum it returns. `added` is called whenever weights have gradients, to add
+        them up elsewhere."""
+        lists, play = self.lists(pack), _Play(self, module, unit, number, pack, added, seed)
+        play.run(lists.backward if isinstance(module, Block) else lists.loss if isinstance(module, Head) else lists.embed_back)
+        return play.total
+
+    def arrive(self, x: Tensor, unit: int, what: str, number: int, pack: ChunkedPack) -> None:
+        """Take what another stage computed: [T', D], the chunks end to end. `what`: "h" before the unit, "g" after it."""
+        parts = x.split([order.local_tokens // (self.layout.ulysses * self.layout.tp) for order in self.lists(pack).orders])
+        for chunk, part in enumerate(parts):
+            self.tier.put((number, unit + (what == "g"), what, chunk), part)
+
+    def leave(self, unit: int, what: str, number: int, pack: ChunkedPack) -> Tensor:
+        """Give what another stage needs: "h" after the unit, "g" before it. [Note: stage boundaries] All of it is on the device at once."""
+        keys = [(number, unit + (what == "h"), what, chunk) for chunk in range(len(pack))]
+        parts = [self.tier.fetch(key)()[0] for key in keys]
+        whole = torch.cat(parts)
+        self.tier.recycle(parts)
+        for key in keys:
+            self.tier.drop(key)
+        return whole
+
+
+class Segment(NamedTuple):
+    """An autograd graph from detached inputs."""
+
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+    def back(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the inputs, which leaves those of the weights on them."""
+        torch.autograd.backward(list(self.outputs), [g.to(y.dtype) for g, y in zip(grads, self.outputs)])
+        return [x.grad for x in self.inputs if x.grad is not None]
+
+
+def _segment(function: Callable[..., Any], *inputs: Tensor) -> Segment:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        found = function(*leaves)
+    return Segment(leaves, found if isinstance(found, tuple) else (found,))
+
+
+class _Play:
+    """One list on one unit. Mutable. `live`: buffers by (name, chunk), as tuples of tensors or a Segment."""
+
+    def __init__(
+        self,
+        stream: Streamed,
+        module: Unit,
+        unit: int,
+        number: int,
+        pack: ChunkedPack,
+        added: Callable[[], object] = lambda: None,
+        seed: float = 0.0,
+    ):
+        self.stream, self.module, self.unit, self.number, self.pack = stream, module, unit, number, pack
+        self.added, self.seed = added, seed
+        self.ops, self.tier, self.orders = stream.ops, stream.tier, stream.lists(pack).orders
+        self.scale = stream.spec.head_width**-0.5
+        self.live: dict[chunks.Buffer, Any] = {}
+        self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
+        self.total: Tensor | None = None
+
+    def run(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if self.stream.watch:
+                self.stream.watch(event)
+            if event.kind in ("compute", "send"):
+                for buffer in event.reads:
+                    self._here(buffer)
+                getattr(self, event.name)(event)
+            elif event.kind == "fetch":
+                self.live[event.object], self.fetched[event.object] = self.tier.fetch(self.key(event.object)), False
+            elif event.kind == "store":
+                self.tier.put(self.key(event.object), *self.live[event.object])
+            elif event.kind == "free":
+                gone = self.live.pop(event.object)
+                if self.fetched.pop(event.object, False):
+                    self.tier.recycle(gone)
+            else:
+                self.tier.drop(self.key(event.object))
+
+    def key(self, buffer: chunks.Buffer) -> tuple:
+        name, chunk = buffer
+        after, what = STREAMS.get(name, (0, name))
+        return self.number, self.unit + after, what, chunk
+
+    def _here(self, buffer: chunks.Buffer) -> None:
+        """Wait for a buffer that is being fetched."""
+        if self.fetched.get(buffer) is False:
+            self.live[buffer], self.fetched[buffer] = self.live[buffer](), True
+
+    def _one(self, name: str, chunk: int) -> Tensor:
+        return self.live[name, chunk][0]
+
+    def _pairs(self, c: int, j: int) -> Callable[[int], Sequence[ring.Pair]]:
+        """What queries of chunk c do with the keys of chunk j that a ring rank holds. [Note: pairs, in schedule.chunks]"""
+        index = self.stream.ring.index
+        if c == j:
+            return partial(ring.pairs, self.orders[c], index)
+        queries = ring.span(self.orders[c], index, 0)
+
+        def of(sender: int) -> list[ring.Pair]:
+            keys = ring.span(self.orders[j], sender, len(self.pack.chunks[j]) - 1)
+            return [(queries, keys, False)] if queries and keys else []
+
+        return of
+
+    # Operations of a block
+
+    def qkv(self, event: Event) -> None:
+        c = event.chunk
+        module, micro = self.module, self.pack.micro(c)
+        exchanged = ("qkv", c) in event.writes
+
+        def project(x: Tensor) -> tuple[Tensor, ...]:
+            found = module.qkv(x, micro, self.ops)
+            return found if exchanged else self.ops.to_heads(*found)
+
+        made = self._graph("graph", event, project, self._one("x", c))
+        if exchanged:
+            self.live["qkv", c] = tuple(t.detach() for t in made)
+        else:
+            self._heads(event, made)
+
+    def to_heads(self, event: Event) -> None:
+        self._heads(event, self._graph("exchange", event, self.ops.to_heads, *self.live["qkv", event.chunk]))
+
+    def _graph(self, name: str, event: Event, function: Callable[..., Any], *inputs: Tensor) -> Sequence[Tensor]:
+        """The function's outputs; with their graph as a buffer, where the event is to write it."""
+        if (name, event.chunk) not in event.writes:
+            with torch.no_grad():
+                return function(*inputs)
+        segment = self.live[name, event.chunk] = _segment(function, *inputs)
+        return segment.outputs
+
+    def _heads(self, event: Event, made: Sequence[Tensor]) -> None:
+        q, k, v = (t.detach() for t in made)
+        if ("q", event.chunk) in event.writes:
+            self.live["q", event.chunk] = (q,)
+            self.live["kv", event.chunk] = (torch.stack((k, v)),)
+
+    def attend(self, event: Event) -> None:
+        c, j = event.chunk, event.keys
+        q, kv = self._one("q", c), self._one("kv", j)
+        if c == j:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            self.live["o", c] = (torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide))
+        out, lse = self.live["o", c]
+        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.scale, self.stream.ring, first=c == j)
+        if j == (c - 1 if self.pack.sees[c] < c else c):
+            self.live["o", c] = (out.to(q.dtype), lse)
+
+    def to_tokens(self, event: Event) -> None:
+        self.live["o_tokens", event.chunk] = _segment(self.ops.to_tokens, self._one("o", event.chunk))
+
+    def _tail(self, x: Tensor, o: Tensor) -> Tensor:
+        return self.module.mlp(self.module.out(x, o, self.ops), self.ops)
+
+    def _o(self, c: int) -> Tensor:
+        """The output of attention as the rest of the block takes it."""
+        return self.live["o_tokens", c].outputs[0] if ("o_tokens", c) in self.live else self._one("o", c)
+
+    def tail(self, event: Event) -> None:
+        with torch.no_grad():
+            self.live["y", event.chunk] = (self._tail(self._one("x", event.chunk), self._o(event.chunk)),)
+
+    def tail_back(self, event: Event) -> None:
+        c = event.chunk
+        dx, do = _segment(self._tail, self._one("x", c), self._o(c)).back([self._one("dy", c)])
+        for buffer, found in zip(event.writes, (dx, do)):
+            self.live[buffer] = (found,)
+        self.added()
+
+    def to_tokens_back(self, event: Event) -> None:
+        self.live["do", event.chunk] = tuple(self.live["o_tokens", event.chunk].back([self._one("do_tokens", event.chunk)]))
+
+    def attend_back(self, event: Event) -> None:
+        c, j = event.chunk, event.keys
+        q, kv, (o, lse) = self._one("q", c), self._one("kv", j), self.live["o", c]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        for buffer, like in ((("dq", c), q), (("dkv", j), kv)):
+            if buffer not in event.reads and buffer not in self.live:
+                self.live[buffer] = (torch.zeros_like(like, dtype=wide),)
+        dq, dkv = self._one("dq", c), self._one("dkv", j)
+        ring.backward_into(dq, dkv, self._one("do", c), q, kv, o, lse, self._pairs(c, j), self.scale, self.stream.ring)
+
+    def to_heads_back(self, event: Event) -> None:
+        c = event.chunk
+        self.live["dqkv", c] = tuple(self.live["exchange", c].back([self._one("dq", c), *self._one("dkv", c)]))
+
+    def qkv_back(self, event: Event) -> None:
+        c = event.chunk
+        grads = self.live["dqkv", c] if ("dqkv", c) in self.live else (self._one("dq", c), *self._one("dkv", c))
+        (dx,) = self.live["graph", c].back(grads)
+        before = next(name for name, _ in event.reads if name in ("dx", "dr"))
+        self.live["dx", c] = (dx + self._one(before, c),)
+        self.added()
+
+    # Operations of the model's ends
+
+    def embed(self, event: Event) -> None:
+        with torch.no_grad():
+            self.live["y", event.chunk] = (self.module(None, self.pack.micro(event.chunk), self.ops),)
+
+    def embed_back(self, event: Event) -> None:
+        with torch.enable_grad():
+            y = self.module(None, self.pack.micro(event.chunk), self.ops)
+        torch.autograd.backward(y, self._one("dy", event.chunk))
+        self.added()
+
+    def loss(self, event: Event) -> None:
+        x = self._one("x", event.chunk)
+        rows = rows_at_once(self.stream.spec.width, self.stream.spec.vocab, len(x))
+        assert isinstance(self.module, Head)
+        with torch.enable_grad():
+            loss, dx = loss_and_gradient(self.module, x, self.pack.micro(event.chunk), self.ops, rows, self.seed, self.added)
+        self.live["dx", event.chunk] = (dx,)
+        self.total = loss if self.total is None else self.total + loss

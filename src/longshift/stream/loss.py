@@ -1,0 +1,39 @@
+"""Head and cross-entropy of one chunk, some rows at a time: there is never a logits tensor of the chunk.
+
+As in Liger Kernel's fused linear cross-entropy (arXiv 2410.10989), gradients are formed with the loss, so that logits live once. A sum over
+target tokens, times a seed that is known before; nothing is divided here.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longshift.model.decoder import Head, MicroBatch, Ops
+
+LEAST_ROWS = 1024  # fewer make small matmuls, and the head's weight gradient is added to its sum once for each
+
+
+def rows_at_once(spec_width: int, vocab: int, chunk_rows: int) -> int:
+    """As many as make logits no larger than the chunk's residual stream, but no fewer than LEAST_ROWS."""
+    return max(LEAST_ROWS, chunk_rows * spec_width // vocab)
+
+
+def loss_and_gradient(
+    head: Head, x_TD: Tensor, micro: MicroBatch, ops: Ops, rows: int, seed: float, added: Callable[[], object]
+) -> tuple[Tensor, Tensor]:
+    """Sum of the target tokens' cross-entropies, and its gradient with respect to x [T', D] times `seed`. `added` is called whenever the
+    weights have gradients."""
+    total = torch.zeros((), dtype=torch.float64, device=x_TD.device)
+    dx_TD = torch.empty_like(x_TD)
+    labels = micro.labels_T.view(-1, len(x_TD))  # one row for each tensor-parallel rank's share of the tokens
+    for first in range(0, len(x_TD), rows):
+        here = slice(first, first + rows)
+        x = x_TD[here].detach().requires_grad_()
+        loss = ops.loss(head.logits(x, ops), labels[:, here].reshape(-1))
+        torch.autograd.backward(loss, torch.full_like(loss, seed))
+        assert x.grad is not None
+        dx_TD[here] = x.grad
+        total += loss.detach()
+        added()
+    return total, dx_TD

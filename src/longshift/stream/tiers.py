@@ -1,0 +1,371 @@
+"""Where what a backward needs waits: device, host or disk memory.
+
+    put      start to take tensors; they must not change afterwards
+    fetch    start to bring them; `wait` on what it returns gives tensors that may be read and written
+    recycle  what was fetched is no longer used, and later fetches may fill its memory
+    drop     forget an object
+
+`put` and `fetch` return at once: the disk has threads for reading and for writing, the host on CUDA a stream for each direction, and a
+fetch of what is still on its way out follows it. No fetch may be under way when its object is dropped.
+
+[Note: what waits on what] A put reads tensors that nobody changes, so it only has to begin after they were computed. A fetch fills memory
+whose last reader must have ended: what computed with it (on the CPU that has ended when it is recycled), and a put that still takes it out.
+"""
+
+import os
+import tempfile
+import time
+import zlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshift.errors import LongshiftError, OutOfMemoryError
+
+Key = Hashable
+Tensors = tuple[Tensor, ...]
+
+THREADS = 2  # for each direction
+ALIGN = 4096  # bytes: a page
+
+
+@dataclass
+class Moved:
+    """What a tier has done. Mutable. Bytes of puts and fetches, seconds for which computing waited for either, the most it has held."""
+
+    put_bytes: int = 0
+    fetched_bytes: int = 0
+    waited_s: float = 0.0
+    held_bytes: int = 0
+    peak_bytes: int = 0
+
+    def hold(self, count: int) -> None:
+        self.held_bytes += count
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+
+class Tier(ABC):
+    """Objects are tuples of tensors. Mutable; `close` it."""
+
+    def __init__(self) -> None:
+        self.moved = Moved()
+
+    @abstractmethod
+    def put(self, key: Key, *tensors: Tensor) -> None: ...
+
+    @abstractmethod
+    def fetch(self, key: Key) -> Callable[[], Tensors]: ...
+
+    @abstractmethod
+    def recycle(self, tensors: Sequence[Tensor]) -> None: ...
+
+    @abstractmethod
+    def drop(self, key: Key) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class DeviceTier(Tier):
+    """Nothing moves: the device keeps the tensors. Fetched ones are those that were put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[Key, Tensors] = {}
+
+    def put(self, key: Key, *tensors: Tensor) -> None:
+        self.objects[key] = tensors
+        self.moved.hold(_bytes(tensors))
+
+    def fetch(self, key: Key) -> Callable[[], Tensors]:
+        found = self.objects[key]
+        return lambda: found
+
+    def recycle(self, tensors: Sequence[Tensor]) -> None:
+        """They are still the object's."""
+
+    def drop(self, key: Key) -> None:
+        self.moved.hold(-_bytes(self.objects.pop(key)))
+
+    def close(self) -> None:
+        self.objects.clear()
+
+
+@dataclass
+class _Stored:
+    """An object on disk. Mutable: `sums` are known once it is written."""
+
+    start: int
+    size: int
+    shapes: list[tuple[torch.Size, torch.dtype]]
+    written: Future
+    reading: Future | None = None
+
+
+class DiskTier(Tier):
+    """A private file in `folder` that is unlinked at once: only this process can open it, and nothing is left behind however it ends.
+
+    At most `in_flight_bytes` (and always one object) are on their way out; `put` waits for the rest. `checked`: each object's CRC is kept
+    and compared. Raises OutOfMemoryError where the disk is full, LongshiftError for what comes back changed or cannot be read.
+    """
+
+    def __init__(self, folder: Path, in_flight_bytes: int = 256 << 20, checked: bool = False):
+        super().__init__()
+        self.folder, self.in_flight_bytes, self.checked = folder, in_flight_bytes, checked
+        try:
+            self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        except OSError as fault:
+            raise LongshiftError(f"offload: no file can be made in {folder}: {fault.strerror}") from None
+        self.readers, self.writers = (ThreadPoolExecutor(THREADS, f"longshift-{way}") for way in ("read", "write"))
+        self.objects: dict[Key, _Stored] = {}
+        self.end = 0
+        self.holes: dict[int, list[int]] = {}  # starts of free extents, by size
+        self.writing: deque[tuple[Future, int]] = deque()
+        self.leaving: dict[int, Future] = {}  # by address
+        self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Future | None]]] = {}
+
+    def put(self, key: Key, *tensors: Tensor) -> None:
+        tensors = tuple(t.contiguous() for t in tensors)
+        size = _bytes(tensors)
+        self._room_for(size)
+        start = self._extent(size)
+        written = self.writers.submit(self._write, start, tensors)
+        self.leaving |= {tensor.data_ptr(): written for tensor in tensors}
+        self.objects[key] = _Stored(start, size, [(t.shape, t.dtype) for t in tensors], written)
+        self.writing.append((written, size))
+        self.moved.put_bytes += size
+        self.moved.hold(size)
+
+    def fetch(self, key: Key) -> Callable[[], Tensors]:
+        stored = self.objects[key]
+        tensors = tuple(self._memory(shape, dtype) for shape, dtype in stored.shapes)
+        stored.reading = reading = self.readers.submit(self._read, stored, tensors)
+        self.moved.fetched_bytes += stored.size
+
+        def wait() -> Tensors:
+            self._wait(reading)
+            return tensors
+
+        return wait
+
+    def recycle(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            leaving = self.leaving.get(tensor.data_ptr())
+            self.spare.setdefault((tensor.shape, tensor.dtype), []).append((tensor, leaving))
+
+    def drop(self, key: Key) -> None:
+        stored = self.objects.pop(key)
+        self._wait(stored.written)
+        self.holes.setdefault(_aligned(stored.size), []).append(stored.start)
+        self.moved.hold(-stored.size)
+        if not self.objects:  # sizes of the next pack are others
+            self.end, self.holes, self.spare, self.leaving = 0, {}, {}, {}
+
+    def close(self) -> None:
+        for pool in (self.readers, self.writers):
+            pool.shutdown(cancel_futures=True)
+        self.file.close()
+
+    def _extent(self, size: int) -> int:
+        room = _aligned(size)
+        if self.holes.get(room):
+            return self.holes[room].pop()
+        self.end += room
+        return self.end - room
+
+    def _memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """[Note: what waits on what]"""
+        spare = self.spare.get((shape, dtype))
+        if not spare:
+            return torch.empty(shape, dtype=dtype)
+        tensor, leaving = spare.pop(0)
+        if leaving is not None:
+            self._wait(leaving)
+        return tensor
+
+    def _room_for(self, size: int) -> None:
+        while self.writing and (self.writing[0][0].done() or size + sum(s for _, s in self.writing) > self.in_flight_bytes):
+            self._wait(self.writing.popleft()[0])
+
+    def _wait(self, future: Future) -> Any:
+        began = time.perf_counter()
+        try:
+            return future.result()
+        finally:
+            self.moved.waited_s += time.perf_counter() - began
+
+    def _write(self, start: int, tensors: Tensors) -> int:
+        """In a thread. Returns the CRC, or 0."""
+        crc = 0
+        for tensor in tensors:
+            view = _bytes_of(tensor)
+            crc = zlib.crc32(view, crc) if self.checked else 0
+            while view:
+                try:
+                    done = os.pwrite(self.file.fileno(), view, start)
+                except OSError as fault:
+                    held = self.moved.held_bytes / 2**30
+                    raise OutOfMemoryError(
+                        f"offload: {self.folder} took {held:.2f} GiB and no more: {fault.strerror}; another stream.folder, keep-input or "
+                        "shorter documents take less"
+                    ) from None
+                view, start = view[done:], start + done
+        return crc
+
+    def _read(self, stored: _Stored, tensors: Tensors) -> None:
+        """In a thread."""
+        written, crc, start = stored.written.result(), 0, stored.start
+        for tensor in tensors:
+            view = _bytes_of(tensor)
+            rest = view
+            while rest:
+                done = os.preadv(self.file.fileno(), [rest], start)
+                if not done:
+                    raise LongshiftError(f"offload: the file in {self.folder} ends before byte {start}")
+                rest, start = rest[done:], start + done
+            crc = zlib.crc32(view, crc) if self.checked else 0
+        if crc != written:
+            raise LongshiftError(f"offload: {stored.size} bytes came back from {self.folder} changed (CRC {crc:#x}, was {written:#x})")
+
+
+class Arena:
+    """Host memory of exactly `size` bytes, pinned for CUDA until `release`: torch's own allocator rounds up to powers of two."""
+
+    def __init__(self, size: int):
+        self.bytes = torch.zeros(size, dtype=torch.uint8).add_(1)  # its pages are there
+        self._runtime: Any = torch.cuda.cudart()
+        self._pinned = int(self._runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0)) == 0
+        if not self._pinned:
+            raise OutOfMemoryError(f"CUDA did not register {size} bytes of host memory")
+
+    def release(self) -> None:
+        if self._pinned:
+            self._runtime.cudaHostUnregister(self.bytes.data_ptr())
+            self._pinned = False
+
+    def __del__(self) -> None:
+        self.release()
+
+
+@dataclass
+class _Pinned:
+    """An object in host memory. Mutable. `ready`: recorded when it is there; `read`: when its last fetch has ended."""
+
+    arena: Arena
+    shapes: list[tuple[torch.Size, torch.dtype]]
+    size: int
+    ready: Any
+    read: Any = None
+
+
+class HostTier(Tier):
+    """Pinned host memory of a CUDA device; a stream for each direction, and no wait of the host for the device."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.objects: dict[Key, _Pinned] = {}
+        self.arenas: dict[int, list[tuple[Arena, Any]]] = {}  # by size, with the event after which each may be filled
+        self.leaving: dict[int, Any] = {}  # by address
+        self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, list[Any]]]] = {}
+
+    def put(self, key: Key, *tensors: Tensor) -> None:
+        tensors = tuple(t.contiguous() for t in tensors)
+        size = _bytes(tensors)
+        arenas = self.arenas.get(_aligned(size))
+        arena, free = arenas.pop() if arenas else (Arena(_aligned(size)), None)
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.out):
+            if free is not None:
+                self.out.wait_event(free)
+            for tensor, place in zip(tensors, _slices(arena.bytes, tensors)):
+                place.copy_(tensor.view(-1).view(torch.uint8), non_blocking=True)
+                tensor.record_stream(self.out)
+            ready = self.out.record_event()
+        self.leaving |= {tensor.data_ptr(): ready for tensor in tensors}
+        self.objects[key] = _Pinned(arena, [(t.shape, t.dtype) for t in tensors], size, ready)
+        self.moved.put_bytes += size
+        self.moved.hold(size)
+
+    def fetch(self, key: Key) -> Callable[[], Tensors]:
+        stored = self.objects[key]
+        tensors = []
+        with torch.cuda.stream(self.back):
+            self.back.wait_event(stored.ready)
+            for shape, dtype in stored.shapes:
+                spare = self.spare.get((shape, dtype))
+                tensor, after = spare.pop(0) if spare else (torch.empty(shape, dtype=dtype, device=self.device), [])
+                for event in after:
+                    self.back.wait_event(event)
+                tensors.append(tensor)
+            for tensor, place in zip(tensors, _slices(stored.arena.bytes, tensors)):
+                tensor.view(-1).view(torch.uint8).copy_(place, non_blocking=True)
+            stored.read = arrived = self.back.record_event()
+        self.moved.fetched_bytes += stored.size
+
+        def wait() -> Tensors:
+            torch.cuda.current_stream(self.device).wait_event(arrived)
+            return tuple(tensors)
+
+        return wait
+
+    def recycle(self, tensors: Sequence[Tensor]) -> None:
+        free = torch.cuda.current_stream(self.device).record_event()
+        for tensor in tensors:
+            leaving = self.leaving.get(tensor.data_ptr())
+            self.spare.setdefault((tensor.shape, tensor.dtype), []).append((tensor, [free] if leaving is None else [free, leaving]))
+
+    def drop(self, key: Key) -> None:
+        stored = self.objects.pop(key)
+        self.arenas.setdefault(_aligned(stored.size), []).append((stored.arena, stored.read or stored.ready))
+        self.moved.hold(-stored.size)
+        if not self.objects:
+            torch.cuda.synchronize(self.device)
+            self.spare, self.leaving = {}, {}
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        for arenas in self.arenas.values():
+            for arena, _ in arenas:
+                arena.release()
+
+
+def tier_of(offload: str, device: torch.device, folder: Path, checked: bool) -> Tier:
+    """The memory that a layout names. On a CPU the device is host memory, so that `host` moves nothing. Raises LongshiftError."""
+    if offload == "device" or (offload == "host" and device.type == "cpu"):
+        return DeviceTier()
+    if offload == "host":
+        return HostTier(device)
+    if device.type != "cpu":
+        raise LongshiftError("offload: disk is written for CPU ranks only; on a GPU use host")
+    return DiskTier(folder, checked=checked)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN
+
+
+def _slices(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Pieces of `memory`, bytes, one after another, as large as the tensors."""
+    found, start = [], 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        found.append(memory[start : start + size])
+        start += size
+    return found
