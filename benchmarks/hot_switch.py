@@ -10,8 +10,8 @@ longest document does not leave one rank to compute it alone.
 Three steps a machine:
 1. *Probe.* Each mesh of layouts with full packs, from the shortest group to the longest, until one does not fit; for the longer ones the
    next of `--policies` is tried.
-2. *Warm-up*, once a corpus. All static layouts that fit, and some assignments of layouts to groups that the probes say are best: one
-   step counts. Hot switching is the best of these, be it that of one single layout.
+2. *Warm-up*, once a corpus. All static layouts that fit, and some assignments of layouts to groups that the probes say are best: each
+   batch once. Hot switching is the best of these, be it that of one single layout.
 3. *Rounds.* The best of them, interleaved; each has its own processes. What hot switching and the best static layout are is chosen in the
    even rounds, by medians; their ratios are of the odd ones, each taken within a round, so that the choice favours nobody.
 
@@ -274,16 +274,16 @@ def _merged(ends: Sequence[int], layouts: Sequence[str]) -> tuple[tuple[int, str
     return tuple(pair for pair, after in zip(pairs, [*pairs[1:], None]) if after is None or after[1] != pair[1])
 
 
-def warm_up(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tokens: int) -> dict[Scheme, Measured]:
-    """A step of every scheme, each in processes that last no longer."""
+def warm_up(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tokens: Sequence[int]) -> dict[Scheme, Measured]:
+    """Every batch under every scheme, each in processes that last no longer. What fits fits all of them."""
     found = {}
     for scheme in schemes:
         found[scheme] = measured = Measured()
         with work.machine.world() as world:
-            if step(work, world, scheme, paths[scheme.first], 0):
-                measured.add(step(work, world, scheme, paths[scheme.steps], 0), tokens)
-            else:
-                measured.fits = False
+            measured.fits = step(work, world, scheme, paths[scheme.first], 0) is not None
+            for number, count in enumerate(tokens):
+                if measured.fits:
+                    measured.add(step(work, world, scheme, paths[scheme.steps], number), count)
         say(f"warm-up {scheme.name} {scheme}: {measured.rates or 'does not fit'} {measured.peak_mib:.0f} MiB")
     return found
 
@@ -331,10 +331,10 @@ def on_corpus(
     hots = [Scheme(f"assigned-{n}", "longshift", groups) for n, groups in enumerate(map(parse_groups, options.assign))]
     hots = hots or assignments(work, rates, fixed_s, lengths, options.assignments)
     fsdp2 = Scheme("fsdp2:z3", "fsdp2", ((work.longest, "z3"),))
-    tried = warm_up(work, [*statics, *hots, fsdp2], paths, tokens[0])
+    tried = warm_up(work, [*statics, *hots, fsdp2], paths, tokens)
 
     def best(some: Sequence[Scheme], count: int) -> list[Scheme]:
-        return sorted((s for s in some if tried[s].fits), key=lambda s: -tried[s].rates[0])[:count]
+        return sorted((s for s in some if tried[s].fits), key=lambda s: -statistics.median(tried[s].rates))[:count]
 
     family = [s for s in statics if in_papers_family(s.groups[0][1])]
     bucketed = [replace(s, name=f"static-padded:{s.groups[0][1]}", padded=True) for s in best(family, 1)]
