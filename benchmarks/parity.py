@@ -15,14 +15,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 
 from common import arguments, publish, say
 
 import longshift.train.check  # noqa: F401  (what the forked ranks call is imported before they fork)
 from longshift.dist.fork import ForkedWorld
-from longshift.layout.layout import Layout, Recompute
+from longshift.layout.layout import Keep, Layout, Recompute, Schedule, Tier, Where
 from longshift.layout.legal import faults
 from longshift.spec.families import preset
 from longshift.spec.model import ModelSpec
@@ -31,6 +31,14 @@ from longshift.train.check import Trial, uneven_lengths
 SWITCHED = (
     ("dp4", "tp4", "pp4", "u4", "ring4", "dp2.tp2", "dp2.u2", "pp2.dp2", "pp2.tp2", "ring2.tp2"),
     ("dp8", "dp4.tp2", "dp2.tp4", "pp2.dp2.tp2", "pp2.dp2.u2", "ring4.tp2"),
+)
+STREAMED_GROUPS = (
+    "dp4 > dp2.tp2 > u4.chunk16.disk",
+    "dp4 > u2.tp2.z2.chunk6.disk.kv-offload > tp4",
+    "dp4.z3 > pp2.u2.z1.chunk7.disk.fpdt > ring2.u2.z2.chunk13.disk.keep-input",
+    "u4.chunk6.host.kv-offload.fpdt > u4 > u4.chunk24.disk",
+    "dp8 > dp2.tp4.z1 > ring2.u4.chunk13.disk.keep-input.fpdt",
+    "dp4.recompute-full.disk > pp4.chunk7 > ring4.z3.chunk16.disk.kv-offload",
 )
 EDGES = (6, 20)  # tokens: with these every length group is empty in some step and full in another
 
@@ -60,8 +68,12 @@ LAYOUTS = (
     *("pp2.dp2.tp2", "pp2.dp2.u2"),
 )
 MORE = ("tp3", "u3", "ring3", "pp2.dp3", "pp2.dp2.ring2", "pp2.dp2.tp2.v2", "pp2.u2.tp2", "dp2.u2.tp2", "ring2.u2.tp2")
+STREAMED = ("dp1", "dp2", "tp2", "u2", "ring2", "pp2", "pp2.v2", "u2.tp2", "ring2.u2", "u4", "pp2.u2", "dp2.u2", "pp2.dp2.tp2")
+CHUNKS = (24, 7, 16, 6, 13)  # tokens: 2 to 8 of them in a pack, or an uneven last one
+STREAMING = tuple(product(("stream", "fpdt"), ("output", "input"), (("device",) * 2, ("disk", "device"), ("host", "offload"), ("disk", "offload"))))
+OFFLOADED = ("recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
 RECOMPUTED = ("dp2", "tp2", "u2", "ring2", "pp2", "dp2.tp2", "pp2.dp2.tp2")
-FULL = "llama"  # goes through all stages of ZeRO, MORE and both recomputations; the other families take one stage a layout, in turn
+FULL = "llama"  # goes through all stages of ZeRO, MORE, both recomputations and all of streaming; the others take some, in turn
 
 
 def trial_of(family: str, steps: int, **other: object) -> Trial:
@@ -83,6 +95,18 @@ def layouts_of(family: str) -> Iterator[Layout]:
     for number, text in enumerate(RECOMPUTED if full else RECOMPUTED[turn % 2 :: 2]):
         for policy in policies if full else policies[number % 2 :][:1]:
             yield replace(Layout.parse(text), recompute=policy, zero=(number + turn) % 4)
+    yield from map(Layout.parse, OFFLOADED if full else ())
+    yield from streamed(turn, full)
+
+
+def streamed(turn: int, full: bool) -> Iterator[Layout]:
+    """One process under every way to stream; the layouts of STREAMED under some, in turn."""
+    for number, text in enumerate(STREAMED if full else STREAMED[turn::4]):
+        first = 5 * number + turn
+        for way in range(first, first + (len(STREAMING) if full and text == "dp1" else 2 if full else 1)):
+            schedule, keep, (offload, kv) = STREAMING[way % len(STREAMING)]
+            how = {"schedule": schedule, "keep": keep, "offload": offload, "kv": kv}
+            yield replace(Layout.parse(text), chunk=CHUNKS[way % len(CHUNKS)], zero=(way + turn) % 4, **how)
 
 
 def switched() -> Iterator[tuple[Trial, str, int]]:
@@ -98,6 +122,8 @@ def switched() -> Iterator[tuple[Trial, str, int]]:
             planner = ("fan_out", "fan_out", "algorithm1", "first_owner")[number % 4]
             trial = trial_of(("llama", "llama-tied")[number // 3 % 2], STEPS, planner=planner, **how)
             yield trial, " > ".join(map(str, three)), three[0].world // (1 + number % 2)
+    for groups in STREAMED_GROUPS:
+        yield trial_of("llama", STEPS, edges=EDGES), groups, 2
 
 
 def main() -> int:

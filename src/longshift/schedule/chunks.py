@@ -228,31 +228,31 @@ class _List:
         self.send("to_tokens", c, [("o", c)], [("o_tokens", c)])
         return "o_tokens", c
 
-    def tail_back(self, c: int, dx: str) -> None:
-        """o_c, x_c and dy_c to do_c and the part of dx_c that does not go through attention, which is called `dx`."""
+    def tail_back(self, c: int) -> None:
+        """o_c, x_c and dy_c to do_c and dr_c, the part of dx_c that does not go through attention."""
         self.need(("x", c), ("o", c), ("dy", c))
-        self.compute("tail_back", c, [("x", c), self.to_tokens(c), ("dy", c)], [(dx, c), ("do_tokens" if self.policy.sent else "do", c)])
+        self.compute("tail_back", c, [("x", c), self.to_tokens(c), ("dy", c)], [("dr", c), ("do_tokens" if self.policy.sent else "do", c)])
         self.free(("dy", c))
         if self.policy.sent:
             self.send("to_tokens_back", c, [("do_tokens", c)], [("do", c)])
             self.free(("do_tokens", c), ("o_tokens", c))
 
-    def qkv_back(self, c: int, dx: str) -> None:
-        """dq_c, dkv_c and `dx` to dx_c, which leaves."""
+    def qkv_back(self, c: int) -> None:
+        """dq_c, dkv_c and dr_c to dx_c, which leaves."""
         if self.policy.sent:
             self.send("to_heads_back", c, [("exchange", c), ("dq", c), ("dkv", c)], [("dqkv", c)])
-            self.compute("qkv_back", c, [("graph", c), ("dqkv", c), (dx, c)], [("dx", c)])
+            self.compute("qkv_back", c, [("graph", c), ("dqkv", c), ("dr", c)], [("dx", c)])
         else:
-            self.compute("qkv_back", c, [("graph", c), ("dq", c), ("dkv", c), (dx, c)], [("dx", c)])
+            self.compute("qkv_back", c, [("graph", c), ("dq", c), ("dkv", c), ("dr", c)], [("dx", c)])
         self.store(("dx", c))
-        self.free(*((n, c) for n in ("graph", "exchange", "dqkv", "dq", "dkv", "dx", "x", dx)))
+        self.free(*((n, c) for n in ("graph", "exchange", "dqkv", "dq", "dkv", "dr", "dx", "x")))
 
     # Backward
 
     def queries_outside(self) -> None:
         resident = self.policy.kv == "device"
         for c in reversed(range(self.count)):
-            self.tail_back(c, "dx")
+            self.tail_back(c)
             self.free(("kv", c))  # computed again with its graph
             self.project(c, graph=True)
             for j in range(c, self.sees[c] - 1, -1):
@@ -267,7 +267,7 @@ class _List:
                     self.store(("dkv", j))
                     self.free(("dkv", j), ("kv", j))
             self.free(("q", c), ("kv", c), ("o", c), ("do", c))
-            self.qkv_back(c, "dx")
+            self.qkv_back(c)
             self.drop(*((n, c) for n in ("x", "o", "dy")))
             self.drop_kv(c)
             self.drop(*([("dkv", c)] if ("dkv", c) in self.stored else []))
@@ -275,13 +275,16 @@ class _List:
     def keys_outside(self) -> None:
         resident = self.policy.kv == "device"
         for c in range(self.count):
-            self.tail_back(c, "dr")
+            self.tail_back(c)
             self.project(c, graph=False)
             self.store(("dr", c))
             self.free(("dr", c), ("x", c))
+            if self.last[c] == c:
+                self.store(("kv", c))
+            self.free(("kv", c))
             if not resident:
-                self.store(("q", c), ("do", c), *([("kv", c)] if self.last[c] == c else []))
-                self.free(("q", c), ("do", c), ("o", c), ("kv", c))
+                self.store(("q", c), ("do", c))
+                self.free(("q", c), ("do", c), ("o", c))
         for j in range(self.count):
             self.need(("kv", j))
             for i in range(self.last[j], j - 1, -1):
@@ -301,7 +304,7 @@ class _List:
                 self.free(("qkv", j))
             else:
                 self.compute("qkv", j, [("x", j)], [("graph", j)])
-            self.qkv_back(j, "dr")
+            self.qkv_back(j)
             self.drop(*((n, j) for n in ("x", "o", "dy", "dr")))
             self.drop(*((n, j) for n in ("q", "do", "dq") if (n, j) in self.stored))
             self.drop_kv(j)
@@ -362,11 +365,11 @@ def _ahead(events: Sequence[Event], count: int) -> list[Event]:
         at = len(found)
         if event.kind == "fetch":
             crossed = 0
-            while at and found[at - 1].kind != "fetch":
+            while at and crossed < count and found[at - 1].kind != "fetch":
                 before = found[at - 1]
-                crossed += before.kind in ("compute", "send")
-                if crossed > count or (before.kind in ("store", "free") and before.object == event.object):
+                if before.kind in ("store", "free") and before.object == event.object:
                     break
+                crossed += before.kind in ("compute", "send")
                 at -= 1
         found.insert(at, event)
     return found

@@ -292,8 +292,7 @@ class _Play:
         c = event.chunk
         grads = self.live["dqkv", c] if ("dqkv", c) in self.live else (self._one("dq", c), *self._one("dkv", c))
         (dx,) = self.live["graph", c].back(grads)
-        before = next(name for name, _ in event.reads if name in ("dx", "dr"))
-        self.live["dx", c] = (dx + self._one(before, c),)
+        self.live["dx", c] = (dx + self._one("dr", c),)
         self.added()
 
     # Operations of the model's ends
