@@ -22,7 +22,7 @@ from common import arguments, publish, say
 
 import longshift.train.check  # noqa: F401  (what the forked ranks call is imported before they fork)
 from longshift.dist.fork import ForkedWorld
-from longshift.layout.layout import Keep, Layout, Recompute, Schedule, Tier, Where
+from longshift.layout.layout import Layout, Recompute
 from longshift.layout.legal import faults
 from longshift.spec.families import preset
 from longshift.spec.model import ModelSpec
@@ -70,7 +70,8 @@ LAYOUTS = (
 MORE = ("tp3", "u3", "ring3", "pp2.dp3", "pp2.dp2.ring2", "pp2.dp2.tp2.v2", "pp2.u2.tp2", "dp2.u2.tp2", "ring2.u2.tp2")
 STREAMED = ("dp1", "dp2", "tp2", "u2", "ring2", "pp2", "pp2.v2", "u2.tp2", "ring2.u2", "u4", "pp2.u2", "dp2.u2", "pp2.dp2.tp2")
 CHUNKS = (24, 7, 16, 6, 13)  # tokens: 2 to 8 of them in a pack, or an uneven last one
-STREAMING = tuple(product(("stream", "fpdt"), ("output", "input"), (("device",) * 2, ("disk", "device"), ("host", "offload"), ("disk", "offload"))))
+TIERS = (("device", "device"), ("disk", "device"), ("host", "offload"), ("disk", "offload"))  # offload, kv
+STREAMING = tuple(product(("stream", "fpdt"), ("output", "input"), TIERS))
 OFFLOADED = ("recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
 RECOMPUTED = ("dp2", "tp2", "u2", "ring2", "pp2", "dp2.tp2", "pp2.dp2.tp2")
 FULL = "llama"  # goes through all stages of ZeRO, MORE, both recomputations and all of streaming; the others take some, in turn
@@ -102,11 +103,11 @@ def layouts_of(family: str) -> Iterator[Layout]:
 def streamed(turn: int, full: bool) -> Iterator[Layout]:
     """One process under every way to stream; the layouts of STREAMED under some, in turn."""
     for number, text in enumerate(STREAMED if full else STREAMED[turn::4]):
-        first = 5 * number + turn
+        first = 7 * number + turn
         for way in range(first, first + (len(STREAMING) if full and text == "dp1" else 2 if full else 1)):
             schedule, keep, (offload, kv) = STREAMING[way % len(STREAMING)]
-            how = {"schedule": schedule, "keep": keep, "offload": offload, "kv": kv}
-            yield replace(Layout.parse(text), chunk=CHUNKS[way % len(CHUNKS)], zero=(way + turn) % 4, **how)
+            layout = replace(Layout.parse(text), chunk=CHUNKS[way % len(CHUNKS)], zero=(way + turn) % 4)
+            yield replace(layout, schedule=schedule, keep=keep, offload=offload, kv=kv)
 
 
 def switched() -> Iterator[tuple[Trial, str, int]]:

@@ -42,6 +42,15 @@ CASES = (
     ("qwen3", "ring2.u2.z2", FEWER),
     ("qwen3", "ring2.tp2", FEWER),
     ("qwen3", "dp2.ring2.recompute-selective.z1", FEWER),
+    ("llama", "chunk7.disk.kv-offload", STEPS),
+    ("llama", "chunk6.fpdt.keep-input", FEWER),
+    ("llama", "pp2.recompute-full.disk", FEWER),
+    ("llama", "pp2.z2.chunk13.disk.fpdt", FEWER),
+    ("llama-tied", "dp2.z3.chunk24.keep-input", FEWER),
+    ("llama-6-heads", "u2.z1.chunk16.disk.kv-offload.fpdt", FEWER),
+    ("gpt2", "ring2.chunk13.host.kv-offload", FEWER),
+    ("qwen3", "tp2.chunk7.disk.keep-input", FEWER),
+    ("qwen3", "u2.tp2.chunk24.disk", FEWER),
 )
 AXES = ("tp", "ulysses", "ring", "dp", "pp")
 
@@ -54,6 +63,7 @@ SWITCHED = (
     ("llama", "dp2.tp2.z3 > pp2.dp2.z2 > dp4.z3", 2, 5_000, 1 << 30, "first_owner"),
     ("gpt2", "dp2.u2 > tp2.ring2.recompute-full > pp2.v2.tp2", 2, 20_000, 1 << 30, "fan_out"),
     ("qwen3", "dp8 > pp2.dp2.tp2 > dp2.tp4", 4, 50_000, 1 << 30, "fan_out"),
+    ("llama", "dp4 > u2.tp2.chunk6.disk.fpdt > u4.chunk16.disk", 2, 1 << 20, 1 << 30, "fan_out"),
 )
 
 
@@ -99,13 +109,17 @@ def test_the_whole_matrix(worlds: Worlds, truth: Truth, family: str):
 
 
 def test_the_cases_reach_everything():
-    """Stages of ZeRO, families, recomputation, pipeline orders, and every pair of axes."""
+    """Stages of ZeRO, families, recomputation, pipeline orders, every pair of axes, and every way to stream."""
     layouts = [Layout.parse(text) for _, text, _ in CASES]
     assert all(not faults(FAMILIES[family], Layout.parse(text), None) for family, text, _ in CASES)
     assert {family for family, _, _ in CASES} == set(FAMILIES)
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
     assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
     assert {(layout.order, layout.virtual) for layout in layouts if layout.pp > 1} == {("1f1b", 1), ("1f1b", 2), ("gpipe", 1)}
+    assert {(layout.schedule, layout.keep, layout.kv) for layout in layouts if layout.chunk} >= {
+        *((schedule, "output", kv) for schedule in ("stream", "fpdt") for kv in ("device", "offload")),
+        *((schedule, "input", "device") for schedule in ("stream", "fpdt")),
+    }
     met = {(a, b) for layout in layouts for a in AXES for b in AXES if a < b and min(layout.degree(a), layout.degree(b)) > 1}
     assert met == {(a, b) for a in AXES for b in AXES if a < b}
 
@@ -116,6 +130,9 @@ def test_the_benchmark_prints_its_rows(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("parity.LAYOUTS", ("dp2", "pp2"))
     monkeypatch.setattr("parity.MORE", ())
     monkeypatch.setattr("parity.RECOMPUTED", ())
+    monkeypatch.setattr("parity.STREAMED", ())
+    monkeypatch.setattr("parity.OFFLOADED", ())
+    monkeypatch.setattr("parity.STREAMED_GROUPS", ())
     monkeypatch.setattr("parity.SWITCHED", (("dp2", "tp2"),))
     monkeypatch.setattr("sys.argv", ["parity.py", "--json", "--quick"])
     assert main() == 0
