@@ -1,12 +1,12 @@
 """Where what a backward needs waits: device, host or disk memory.
 
-    put      start to take tensors; they must not change afterwards
+    put      start to take tensors, in place of what was put under that key; they must not change afterwards
     fetch    start to bring them; `wait` on what it returns gives tensors that may be read and written
     recycle  what was fetched is no longer used, and later fetches may fill its memory
     drop     forget an object
 
 `put` and `fetch` return at once: the disk has threads for reading and for writing, the host on CUDA a stream for each direction, and a
-fetch of what is still on its way out follows it. No fetch may be under way when its object is dropped.
+fetch of what is still on its way out follows it. No fetch may be under way when its object is dropped or replaced.
 
 [Note: what waits on what] A put reads tensors that nobody changes, so it only has to begin after they were computed. A fetch fills memory
 whose last reader must have ended: what computed with it (on the CPU that has ended when it is recycled), and a put that still takes it out.
@@ -81,6 +81,8 @@ class DeviceTier(Tier):
         self.objects: dict[Key, Tensors] = {}
 
     def put(self, key: Key, *tensors: Tensor) -> None:
+        if key in self.objects:
+            self.drop(key)
         self.objects[key] = tensors
         self.moved.hold(_bytes(tensors))
 
@@ -132,6 +134,8 @@ class DiskTier(Tier):
         self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Future | None]]] = {}
 
     def put(self, key: Key, *tensors: Tensor) -> None:
+        if key in self.objects:
+            self.drop(key)
         tensors = tuple(t.contiguous() for t in tensors)
         size = _bytes(tensors)
         self._room_for(size)
@@ -278,6 +282,8 @@ class HostTier(Tier):
         self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, list[Any]]]] = {}
 
     def put(self, key: Key, *tensors: Tensor) -> None:
+        if key in self.objects:
+            self.drop(key)
         tensors = tuple(t.contiguous() for t in tensors)
         size = _bytes(tensors)
         arenas = self.arenas.get(_aligned(size))
