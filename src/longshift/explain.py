@@ -11,6 +11,7 @@ from longshift.config import Config, format_size
 from longshift.layout.layout import Layout
 from longshift.layout.memory import LeastBytes, least_bytes
 from longshift.layout.placement import buckets
+from longshift.schedule.streamed import Footprint, footprint
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary, home_layout
 from longshift.switch.links import assumed
@@ -40,7 +41,7 @@ class Insertion:
 @dataclass(frozen=True)
 class Explained:
     """One group of lengths. `weights` and `gradients` say how copies come and sums go; the traffic is that of a switch, None where fused
-    collectives do it; `pruned` what is not done because it is done."""
+    collectives do it; `pruned` what is not done because it is done; `streamed` where the layout offloads or cuts packs in chunks."""
 
     layout: str
     upto: int
@@ -51,6 +52,7 @@ class Explained:
     gradients_traffic: Traffic | None
     pruned: tuple[str, ...]
     least: LeastBytes
+    streamed: Footprint | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Explanation:
             ]
             lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic)]
             lines += [f"   pruned     {text}" for text in group.pruned]
+            lines += _streamed(Layout.parse(group.layout), group.streamed)
             lines += [f"   memory     at least {group.least}"]
         return "\n".join([*lines, "", "then one global norm, one clip, one AdamW, at home"])
 
@@ -85,11 +88,14 @@ def itinerary(config: Config, per_node: int | None = None) -> Itinerary:
     return Itinerary(config.spec, config.edges, links, compute_bytes, home_bytes, config.switch.options)
 
 
-def least_of(config: Config, edge: Edge) -> LeastBytes:
-    """The least memory of a group, for its longest document."""
+def needs_of(config: Config, edge: Edge) -> tuple[LeastBytes, Footprint | None]:
+    """The least memory of a group, for its longest document, and what that takes where it is offloaded or cut in chunks."""
     _, compute_bytes, _, home_bytes = FORMATS[config.train.precision]
-    longest = min(edge.upto, config.data.max_len)
-    return least_bytes(config.spec, edge.use, home_layout(config.edges), longest, compute_bytes, home_bytes)
+    layout, longest, streamed = edge.use, min(edge.upto, config.data.max_len), None
+    if layout.chunk or layout.offload != "device":
+        streamed = footprint(config.spec, layout, [longest], compute_bytes, config.stream.ahead)
+    buffers = streamed.buffers if streamed else 0
+    return least_bytes(config.spec, layout, home_layout(config.edges), longest, compute_bytes, home_bytes, buffers), streamed
 
 
 def explain(config: Config, per_node: int | None = None) -> Explanation:
@@ -109,9 +115,9 @@ def explain(config: Config, per_node: int | None = None) -> Explanation:
             pruned += [f"no reduction yet: {later[-1]} adds to the same sums"]
         if number:
             pruned += ["no update: one at the end, at home", "no hand-over of gradients from layout to layout: each goes home once"]
-        least = least_of(config, edge)
+        least, streamed = needs_of(config, edge)
         inserted = tuple(i for i in insertions(spec, edge.use, edge.upto, compute_bytes) if i.count)
-        groups.append(Explained(str(edge.use), edge.upto, weights, coming, inserted, gradients, going, tuple(pruned), least))
+        groups.append(Explained(str(edge.use), edge.upto, weights, coming, inserted, gradients, going, tuple(pruned), least, streamed))
     return Explanation(str(way.home), way.links.per_node, tuple(groups))
 
 
@@ -173,6 +179,18 @@ def insertions(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> I
     if pp > 1:
         boundary = tokens / layout.sequence * spec.width * itemsize
         yield Insertion("pipeline: residual stream and its gradient", 2, "boundary of stages", int(2 * boundary))
+
+
+def _streamed(layout: Layout, found: Footprint | None) -> list[str]:
+    if found is None:
+        return []
+    what = "the input of every block waits"
+    if layout.chunk:
+        kept = "x, o and kv wait for the backward" if layout.keep == "output" else "x waits for the backward, o and kv are made again"
+        pairs = "stay on the device" if layout.kv == "device" else "come and go"
+        what = f"{found.chunks} chunks of {format_size(layout.chunk)} for the longest document; {kept}; pairs' operands {pairs}"
+    sizes = f"at most {_size(found.tier)} of a rank; {_size(found.put)} out and {_size(found.fetched)} in for the longest document"
+    return [f"   streamed   {what}", f"   {layout.offload:<10} {sizes}"]
 
 
 def _moved(moved: Traffic | None) -> list[str]:

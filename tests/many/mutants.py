@@ -4,7 +4,7 @@ worth nothing.
 A mutant is a function that patches the package inside a forked rank; CASES says which layouts it must show under, and by how much.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,14 +16,18 @@ import torch.nn.functional as F
 from parity import CLIP
 from torch import Tensor
 
+from longshift.data import micro as micro_module
 from longshift.data.batch import Document
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
 from longshift.layout import placement
 from longshift.layout.placement import Bucket
+from longshift.model import decoder
 from longshift.model.decoder import Head, MicroBatch, Unit
 from longshift.model.loss import IGNORE
 from longshift.parallel import ring, ulysses
+from longshift.schedule import chunks
+from longshift.schedule.chunks import Event
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec import model
 from longshift.spec.model import ModelSpec, Part
@@ -32,6 +36,8 @@ from longshift.state.home import Home, Shard
 from longshift.state.optimizer import Optimizer
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
+from longshift.stream.block import _Play
+from longshift.stream.tiers import DiskTier, Tensors
 from longshift.switch.plan import Move, Plan
 from longshift.train import build
 from longshift.train.build import Worker
@@ -118,15 +124,17 @@ def micro_batches_overwrite(patch: Patch) -> None:
 
 
 def _micro_batches(patch: Patch, change: Callable[[MicroBatch], MicroBatch]) -> None:
+    """Of whole packs and of chunks."""
     right = build.micro_batch
-    patch.setattr(build, "micro_batch", lambda *arguments: change(right(*arguments)))
+    for module in (build, micro_module):
+        patch.setattr(module, "micro_batch", lambda *arguments, **starts: change(right(*arguments, **starts)))
 
 
 def no_document_mask(patch: Patch) -> None:
     """The documents of a pack attend to each other."""
-    right = build.PackedAttention
+    right = decoder.PackedAttention
     one_run = lambda q, k, v, lengths, scale: right.apply(q, k, v, (sum(lengths),), scale)  # noqa: E731
-    patch.setattr(build, "PackedAttention", SimpleNamespace(apply=one_run))
+    patch.setattr(decoder, "PackedAttention", SimpleNamespace(apply=one_run))
 
 
 def positions_not_reset(patch: Patch) -> None:
@@ -435,6 +443,114 @@ def ring_keys_for_values(patch: Patch) -> None:
     patch.setattr(ring, "flash_backward", wrong_backward)
 
 
+# ---- streaming
+
+
+def _streamed_pairs(patch: Patch, change: Callable[[_Play, int, int, Sequence[ring.Pair]], Sequence[ring.Pair]]) -> None:
+    """`change` sees queries of chunk c, keys of chunk j, and what they do."""
+    right = _Play._pairs
+    patch.setattr(_Play, "_pairs", lambda self, c, j: lambda sender: change(self, c, j, right(self, c, j)(sender)))
+
+
+def _reach(patch: Patch, change: Callable[[int, int], int]) -> None:
+    """`change`: a chunk and the first one that it sees, to another."""
+    right = chunks.reach
+    for module in (chunks, micro_module):
+        patch.setattr(module, "reach", lambda cut: tuple(change(c, first) for c, first in enumerate(right(cut))))
+
+
+def streamed_scores_scaled_twice(patch: Patch) -> None:
+    """Scores are divided by the square root of the head width before the kernel, which divides again."""
+    init = _Play.__init__
+
+    def wrong(self: _Play, *arguments) -> None:
+        init(self, *arguments)
+        self.scale **= 2
+
+    patch.setattr(_Play, "__init__", wrong)
+
+
+def uniform_attention_to_earlier_chunks(patch: Patch) -> None:
+    """All scores of keys from earlier chunks are equal."""
+    flash, backward = ring.flash, ring.flash_backward
+    blind = lambda q, causal: q if causal else torch.zeros_like(q)  # noqa: E731
+    patch.setattr(ring, "flash", lambda q, k, v, causal, scale: flash(blind(q, causal), k, v, causal, scale))
+    patch.setattr(
+        ring, "flash_backward", lambda grad, q, k, v, o, lse, causal, scale: backward(grad, blind(q, causal), k, v, o, lse, causal, scale)
+    )
+
+
+def chunk_sees_itself_whole(patch: Patch) -> None:
+    """The causal mask stands one chunk too late: queries see all keys of their own chunk's piece."""
+    _streamed_pairs(patch, lambda play, c, j, found: [(q, k, False) for q, k, _ in found])
+
+
+def first_chunk_not_seen(patch: Patch) -> None:
+    """The causal reach stands one chunk too late: what a document wrote into its first chunk is forgotten."""
+    _reach(patch, lambda c, first: min(first + 1, c))
+
+
+def document_before_seen(patch: Patch) -> None:
+    """Every chunk's first piece sees the last one of the chunk before, whatever document that is of."""
+    _reach(patch, lambda c, first: min(first, max(0, c - 1)))
+
+
+def nearest_pair_dropped(patch: Patch) -> None:
+    """Queries skip the chunk before their own."""
+    _streamed_pairs(patch, lambda play, c, j, found: [] if c - j == 1 else found)
+
+
+def pair_without_backward(patch: Patch) -> None:
+    """The farthest pair of a chunk is left out of the backward."""
+    back = _Play.attend_back
+
+    def wrong(self: _Play, event: Event) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            if event.keys == self.pack.sees[event.chunk] < event.chunk:
+                inner.setattr(_Play, "_pairs", lambda self, c, j: lambda sender: [])
+            back(self, event)
+
+    patch.setattr(_Play, "attend_back", wrong)
+
+
+def gradients_of_keys_through_bf16(patch: Patch) -> None:
+    """What all queries add to dK and dV is kept in bfloat16 between pairs."""
+    back = _Play.attend_back
+    patch.setattr(_Play, "attend_back", lambda self, event: (back(self, event), _through_bf16(self._one("dkv", event.keys))))
+
+
+def positions_start_again_with_a_chunk(patch: Patch) -> None:
+    """A document that goes on in a chunk begins there at position 0."""
+    right = micro_module.micro_batch
+    patch.setattr(micro_module, "micro_batch", lambda *arguments, starts: right(*arguments))
+
+
+def last_chunk_dropped(patch: Patch) -> None:
+    """The last chunk, which may be short, is left out."""
+    right = chunks.cut
+    patch.setattr(micro_module, "cut", lambda lengths, tokens: right(lengths, tokens)[:-1] or right(lengths, tokens))
+
+
+def stale_fetch(patch: Patch) -> None:
+    """A fetch gives what the one before it brought, where that had the same shapes."""
+    right = DiskTier.fetch
+    before: dict[tuple, Tensors] = {}
+
+    def wrong(self: DiskTier, key: tuple) -> Callable[[], Tensors]:
+        wait = right(self, key)
+
+        def stale() -> Tensors:
+            new = wait()
+            shapes = tuple((tensor.shape, tensor.dtype) for tensor in new)
+            old = before.get(shapes, new)
+            before[shapes] = tuple(tensor.clone() for tensor in new)
+            return old
+
+        return stale
+
+    patch.setattr(DiskTier, "fetch", wrong)
+
+
 # ---- switching
 
 
@@ -561,6 +677,22 @@ CASES = (
     Case(ring_piece_off_by_one, ("ring2",)),
     Case(ring_last_step_dropped, ("ring2", "ring3")),
     Case(ring_keys_for_values, ("ring2",)),
+    Case(streamed_scores_scaled_twice, ("chunk7.disk", "u2.chunk16.fpdt")),
+    Case(uniform_attention_to_earlier_chunks, ("chunk7.disk", "u2.chunk16.fpdt")),
+    Case(chunk_sees_itself_whole, ("chunk24", "ring2.chunk16.fpdt")),
+    Case(first_chunk_not_seen, ("chunk7.disk", "ring2.chunk16.fpdt")),
+    Case(document_before_seen, ("chunk9", "u2.chunk13.disk.fpdt")),
+    Case(nearest_pair_dropped, ("chunk7.disk", "u2.chunk16.fpdt")),
+    Case(pair_without_backward, ("chunk7.disk.kv-offload", "ring2.chunk16.fpdt")),
+    Case(ring_keys_for_values, ("chunk7.disk.kv-offload", "u2.chunk16.fpdt")),
+    Case(gradients_of_keys_through_bf16, ("chunk7.disk.kv-offload", "u2.chunk16.fpdt"), at_least=1e-5),
+    Case(label_lost_at_shard_edge, ("chunk7", "u2.chunk16.disk")),
+    Case(labels_shifted_inside_shards, ("chunk7", "pp2.chunk16.disk")),
+    Case(padding_read_as_data, ("u2.chunk7.disk",)),
+    Case(positions_start_again_with_a_chunk, ("chunk7", "u2.chunk16.disk")),
+    Case(positions_start_again_with_a_chunk, ("chunk7", "tp2.chunk16.disk"), "gpt2"),
+    Case(last_chunk_dropped, ("chunk7", "pp2.chunk24.disk")),
+    Case(stale_fetch, ("chunk7.disk", "u2.chunk16.disk.kv-offload.fpdt")),
     Case(divisor_of_the_group, ("dp4 > tp4",)),
     Case(visit_with_stale_weights, ("dp4 > tp4",), steps=3),
     Case(last_groups_gradients_only, ("dp4 > tp4",)),

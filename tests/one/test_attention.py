@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshift.model.attention import PackedAttention, flash, flash_backward, match_heads, reference, reference_backward
+from longshift.model.attention import PackedAttention, flash, flash_backward, match_heads, merge, reference, reference_backward
 
 HEAD = 16
 SCALE = HEAD**-0.5
@@ -199,3 +199,53 @@ def test_the_definition_here_is_that_of_torch():
     query, key, value = (t.transpose(0, 1)[None] for t in (q, k, v))
     theirs = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
     assert worst([definition(q, k, v, grad, True, SCALE)[0]], [theirs]) < 1e-12
+
+
+def released_merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    """As FPDT's and ring attention's released code has it."""
+    if first:
+        merge(out, lse, part, part_lse, True)
+        return
+    out.sub_(torch.sigmoid(part_lse - lse).unsqueeze(-1) * (out - part))
+    lse.copy_(lse - torch.log(torch.sigmoid(lse - part_lse)))
+
+
+def merge_without_maximum(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    """Weights from sums of exponentials as they are."""
+    if first:
+        merge(out, lse, part, part_lse, True)
+        return
+    total = lse.exp() + part_lse.exp()
+    out.copy_((out * lse.exp().unsqueeze(-1) + part * part_lse.exp().unsqueeze(-1)) / total.unsqueeze(-1))
+    lse.copy_(total.log())
+
+
+def merged(how, dtype: torch.dtype, gap: float) -> float:
+    """Worst difference from the definition when `how` folds three parts whose log-sum-exps differ by about `gap`: up, then down."""
+    q, k, v, grad = inputs(4, 21, 6, 2)
+    q = q * 0 + 1.0
+    k = 0.01 * k
+    k[7:14] += gap / (SCALE * HEAD)
+    expected = definition(q, k, v, grad, False, SCALE)[:2]
+    out, lse = torch.empty(4, 6, HEAD, dtype=dtype), torch.empty(4, 6, dtype=dtype)
+    for number in range(3):
+        keys = slice(7 * number, 7 * number + 7)
+        parts = definition(q, k[keys], v[keys], grad, False, SCALE)[:2]
+        how(out, lse, *(part.to(dtype) for part in parts), first=number == 0)
+    return max(worst([out.nan_to_num(1e9)], [expected[0]]), worst([lse.nan_to_num(1e9, 1e9, -1e9)], [expected[1]]))
+
+
+GAPS = (0.0, 3.0, -3.0, 95.0, -95.0, 200.0, -200.0, 800.0, -800.0)
+
+
+@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize("gap", GAPS)
+def test_a_merge_is_right_at_any_gap_of_the_log_sum_exps(dtype: torch.dtype, gap: float):
+    assert merged(merge, dtype, gap) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("how", [released_merge, merge_without_maximum])
+@pytest.mark.parametrize(("dtype", "gap"), [(torch.float32, 200.0), (torch.float64, 800.0)])
+def test_naive_merges_are_right_at_small_gaps_alone(how, dtype: torch.dtype, gap: float):
+    assert merged(how, dtype, 3.0) < BOUND[dtype]
+    assert merged(how, dtype, gap) > 1e-3

@@ -106,3 +106,33 @@ def test_the_least_memory():
     assert least_bytes(spec, Layout.parse("dp2.z3"), Layout.parse("dp2.z3"), 1024, 2, 4).copies < alone.copies / 2
     assert alone.total == sum(asdict(alone).values())
     assert str(alone).endswith("GiB")
+
+
+def test_a_streamed_group_says_what_waits_where():
+    (group,) = explain(config("layout=chunk256.disk", "train.precision=bf16")).groups
+    (wider,) = explain(config("layout=chunk1K.disk", "train.precision=bf16")).groups
+    spec = preset("tiny-llama")
+    found, stream = group.streamed, 4096 * spec.width * 2
+    assert found is not None
+    assert found.chunks == 16
+    kept = (
+        stream + 4096 * spec.heads * (spec.head_width * 2 + 4) + 15 * 256 * 2 * spec.kv_heads * spec.head_width * 2
+    )  # x, o, kv but the last
+    assert spec.layers * kept + stream <= found.tier <= spec.layers * kept + 2 * stream
+    assert found.put == (2 * spec.layers + 2) * stream + spec.layers * (kept - stream)
+    assert group.least.activations == found.buffers
+    assert group.least.logits == 0
+    assert wider.streamed is not None
+    assert wider.streamed.buffers > found.buffers
+    assert wider.streamed.tier < 1.01 * found.tier
+    text = str(explain(config("layout=chunk256.disk")))
+    assert "16 chunks of 256 for the longest document; x, o and kv wait for the backward; pairs' operands stay on the device" in text
+    assert "disk       at most" in text
+
+
+def test_offloaded_residual_streams_leave_the_device():
+    (kept,) = explain(config("layout=recompute-full")).groups
+    (gone,) = explain(config("layout=recompute-full.disk")).groups
+    assert kept.streamed is None
+    assert gone.streamed is not None
+    assert kept.least.activations == gone.streamed.tier == preset("tiny-llama").layers * gone.least.activations

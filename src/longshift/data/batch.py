@@ -8,14 +8,17 @@ document; only its end-of-text token has none. So documents that the over-length
 
 import hashlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longshift.data.tokens import TokenCache
 from longshift.errors import DataError, UsageError
 from longshift.model.loss import IGNORE
 from longshift.workload.lengths import Overlong, Spans, cap_loss, spans
 from longshift.workload.order import Order
+
+if TYPE_CHECKING:  # tensors of a pack need no file formats
+    from longshift.data.tokens import TokenCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +62,7 @@ class Batches:
 
     def __init__(
         self,
-        cache: TokenCache,
+        cache: "TokenCache",
         seed: int,
         tokens_per_step: int,
         max_len: int,
@@ -111,7 +114,7 @@ class Batches:
         return document_from_ids(self._cache.tokens(int(self.spans.document[span]), start, stop + 1), stop - start)
 
 
-def _which_policy(cache: TokenCache, longest: int, max_len: int) -> str:
+def _which_policy(cache: "TokenCache", longest: int, max_len: int) -> str:
     loss, total = cap_loss(cache.lengths, max_len), int(cache.lengths.sum())
     return (
         f"{loss.documents} of {len(cache)} documents are longer than data.max_len: {max_len} tokens; the longest has "

@@ -3,9 +3,11 @@ refused before its first step; one that has it may still need more.
 
     state         master, gradient sum and two moments of this rank's home
     copies        weights of its units and their gradient sums (ZeRO-3: of the largest unit)
-    activations   what a backward needs of one pack: the residual stream before every block (recompute-full: nothing else); else also the
-                  inputs of its linear layers, queries, keys, values and the output of attention
-    logits        of the last stage, in the compute format and once more in float32, as the loss keeps them
+    activations   what a backward needs of one pack: the residual stream before every block (recompute-full: nothing else, and of one block
+                  only where the others are offloaded); else also the inputs of its linear layers, queries, keys, values and the output
+                  of attention. In chunks: the given buffers
+    logits        of the last stage, in the compute format and once more in float32, as the loss keeps them; none in chunks, whose few rows
+                  are there when other buffers are not
 """
 
 from dataclasses import dataclass, fields
@@ -33,14 +35,17 @@ class LeastBytes:
         return f"{' + '.join(parts)} = {self.total / 2**30:.2f} GiB"
 
 
-def least_bytes(spec: ModelSpec, layout: Layout, home: Layout, tokens: int, compute_bytes: int, home_bytes: int) -> LeastBytes:
-    """For a pack of `tokens` under `layout`, with home cut by `home`."""
-    return max(
-        (_of_rank(spec, layout, home, rank, tokens, compute_bytes, home_bytes) for rank in range(layout.world)), key=lambda b: b.total
-    )
+def least_bytes(
+    spec: ModelSpec, layout: Layout, home: Layout, tokens: int, compute_bytes: int, home_bytes: int, buffers: int = 0
+) -> LeastBytes:
+    """For a pack of `tokens` under `layout`, with home cut by `home`. `buffers`: of a layout in chunks, `schedule.streamed`'s."""
+    each = (_of_rank(spec, layout, home, rank, tokens, compute_bytes, home_bytes, buffers) for rank in range(layout.world))
+    return max(each, key=lambda least: least.total)
 
 
-def _of_rank(spec: ModelSpec, layout: Layout, home: Layout, rank: int, tokens: int, compute_bytes: int, home_bytes: int) -> LeastBytes:
+def _of_rank(
+    spec: ModelSpec, layout: Layout, home: Layout, rank: int, tokens: int, compute_bytes: int, home_bytes: int, buffers: int
+) -> LeastBytes:
     at = layout.coord(rank)
     kept = sum(box.elements for bucket in buckets(spec, home) if rank in bucket.holders for _, box in bucket.home(rank))
     units: dict[int, int] = {}
@@ -49,8 +54,12 @@ def _of_rank(spec: ModelSpec, layout: Layout, home: Layout, rank: int, tokens: i
             elements = sum(box.elements for box in local_boxes(param, layout, at.tp))
             units[moving_unit(spec, param)] = units.get(moving_unit(spec, param), 0) + elements
     resident = max(units.values()) if layout.zero == 3 else sum(units.values())
+    copies = resident * (compute_bytes + home_bytes)
+    if layout.chunk:
+        return LeastBytes(4 * kept * home_bytes, copies, buffers, 0)
     spans = layout.layers_of(spec.layers)
     blocks = sum(stop - start for stage, (start, stop) in enumerate(spans) if stage % layout.pp == at.pp)
+    blocks = blocks if layout.offload == "device" else 1
     local = tokens / layout.sequence
     wide = tokens / (layout.ulysses * layout.ring) / layout.tp  # tokens x (columns of a tensor-parallel rank)
     per_block = local * spec.width
@@ -60,7 +69,7 @@ def _of_rank(spec: ModelSpec, layout: Layout, home: Layout, rank: int, tokens: i
     logits = local * spec.vocab * (compute_bytes + 4) if (len(spans) - 1) % layout.pp == at.pp else 0
     return LeastBytes(
         state=4 * kept * home_bytes,
-        copies=resident * (compute_bytes + home_bytes),
+        copies=copies,
         activations=int(blocks * per_block * compute_bytes),
         logits=int(logits),
     )

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longshift.layout.heads import matched_heads
+
 aten = torch.ops.aten
 
 
@@ -118,10 +120,3 @@ def match_heads(k: Tensor, v: Tensor, queries: range, keys: range, group: int) -
         return k, v
     owner = [head // group - keys.start for head in queries]
     return k[:, owner], v[:, owner]
-
-
-def matched_heads(queries: range, keys: range, group: int) -> int:
-    """How many key/value heads there are after `match_heads`."""
-    even, extra = divmod(len(queries), len(keys))
-    fit = not extra and all(head // group - keys.start == i // even for i, head in enumerate(queries))
-    return len(keys) if fit else len(queries)

@@ -17,14 +17,8 @@ import torch
 from torch import Tensor
 
 from longshift.dist.collectives import AllToAll, Group
+from longshift.layout.heads import heads_of
 from longshift.spec.model import share
-
-
-def heads_of(heads: range, group_size: int, ranks: int, index: int) -> tuple[range, range]:
-    """Global query heads, of `heads`, that the `index`-th of `ranks` attends with, and the key/value heads that those need."""
-    first, last = share(len(heads), ranks, index)
-    queries = heads[first:last]
-    return queries, range(queries.start // group_size, -(-queries.stop // group_size))
 
 
 def to_heads(

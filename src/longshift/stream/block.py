@@ -15,7 +15,6 @@ is differentiated by hand: dq_c and dkv_j grow in at least float32 from pair to 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -28,25 +27,13 @@ from longshift.layout.layout import Layout
 from longshift.model.decoder import Block, Embed, Head, Ops, Unit
 from longshift.parallel import ring
 from longshift.schedule import chunks
-from longshift.schedule.chunks import Event, Policy
-from longshift.schedule.sequence import TokenOrder
+from longshift.schedule.chunks import Event
+from longshift.schedule.streamed import Lists, lists, loss_rows
 from longshift.spec.model import ModelSpec
-from longshift.stream.loss import loss_and_gradient, rows_at_once
+from longshift.stream.loss import loss_and_gradient
 from longshift.stream.tiers import Tier
 
 STREAMS = {"x": (0, "h"), "y": (1, "h"), "dx": (0, "g"), "dy": (1, "g")}  # between units: which side of the unit, and what
-
-
-@dataclass(frozen=True)
-class Lists:
-    """Event lists of a pack, the same for every block, and the order of the tokens in each chunk."""
-
-    orders: list[TokenOrder]
-    forward: tuple[Event, ...]
-    backward: tuple[Event, ...]
-    embed: tuple[Event, ...]
-    embed_back: tuple[Event, ...]
-    loss: tuple[Event, ...]
 
 
 class Streamed:
@@ -65,9 +52,7 @@ class Streamed:
         ahead: int,
     ):
         self.spec, self.layout, self.ops, self.ring, self.tier = spec, layout, ops, ring_group, tier
-        self.own_heads, self.itemsize = own_heads, itemsize
-        sent = (layout.ulysses - 1) / layout.ulysses
-        self.policy = Policy(layout.schedule, layout.keep, layout.kv, ahead, sent)
+        self.own_heads, self.itemsize, self.ahead = own_heads, itemsize, ahead
         self.watch: Callable[[Event], object] | None = None
         self._lists = lru_cache(maxsize=4)(self._make_lists)
 
@@ -75,17 +60,7 @@ class Streamed:
         return self._lists(pack.chunks)
 
     def _make_lists(self, cut: tuple) -> Lists:
-        orders = chunks.orders(cut, self.layout)
-        sees, count, ahead = chunks.reach(cut), len(cut), self.policy.ahead
-        sizes = chunks.sizes(self.spec, self.layout, orders, len(self.ops.heads), self.own_heads, self.itemsize)
-        return Lists(
-            orders,
-            chunks.forward(sees, self.policy, sizes),
-            chunks.backward(sees, self.policy, sizes),
-            chunks.alone("embed", None, "y", count, ahead, sizes),
-            chunks.alone("embed_back", "dy", None, count, ahead, sizes),
-            chunks.alone("loss", "x", "dx", count, ahead, sizes),
-        )
+        return lists(self.spec, self.layout, cut, len(self.ops.heads), self.own_heads, self.itemsize, self.ahead)
 
     def forward(self, module: Unit, unit: int, number: int, pack: ChunkedPack) -> None:
         """From what is in the tier before `unit` to what is after it, of micro-batch `number`. The head waits for its backward."""
@@ -309,7 +284,7 @@ class _Play:
 
     def loss(self, event: Event) -> None:
         x = self._one("x", event.chunk)
-        rows = rows_at_once(self.stream.spec.width, self.stream.spec.vocab, len(x))
+        rows = loss_rows(self.stream.spec, len(x))
         assert isinstance(self.module, Head)
         with torch.enable_grad():
             loss, dx = loss_and_gradient(self.module, x, self.pack.micro(event.chunk), self.ops, rows, self.seed, self.added)

@@ -11,13 +11,6 @@ from torch import Tensor
 
 from longshift.model.decoder import Head, MicroBatch, Ops
 
-LEAST_ROWS = 1024  # fewer make small matmuls, and the head's weight gradient is added to its sum once for each
-
-
-def rows_at_once(spec_width: int, vocab: int, chunk_rows: int) -> int:
-    """As many as make logits no larger than the chunk's residual stream, but no fewer than LEAST_ROWS."""
-    return max(LEAST_ROWS, chunk_rows * spec_width // vocab)
-
 
 def loss_and_gradient(
     head: Head, x_TD: Tensor, micro: MicroBatch, ops: Ops, rows: int, seed: float, added: Callable[[], object]

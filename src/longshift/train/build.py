@@ -10,15 +10,16 @@ from torch import Tensor
 from longshift.data.batch import Document
 from longshift.data.micro import ChunkedPack, micro_batch
 from longshift.dist.world import World
+from longshift.layout.heads import heads_of, own_heads, tensor_heads
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
-from longshift.model.attention import match_heads, matched_heads
+from longshift.model.attention import match_heads
 from longshift.model.decoder import MicroBatch, Ops, build_unit
 from longshift.parallel import pipeline, recompute, tensor, ulysses
 from longshift.parallel.recompute import Segment
 from longshift.parallel.ring import RingAttention
 from longshift.schedule.chunks import StreamOptions
-from longshift.spec.model import ModelSpec, Part, share
+from longshift.spec.model import ModelSpec, share
 from longshift.state.copies import Copies
 from longshift.state.precision import Precision
 from longshift.stream.block import Streamed
@@ -42,8 +43,7 @@ class LayoutOps(Ops):
         super().__init__(spec)
         at = layout.coord(world.rank)
         self.tp, self.ulysses, self.ring = (world.group(layout.ranks(axis, of=world.rank)) for axis in ("tp", "ulysses", "ring"))
-        self.heads = range(*share(spec.heads, layout.tp, at.tp))
-        self.kv_heads = range(*Part(spec.kv_heads, heads=spec.heads).rows(layout.tp, at.tp))
+        self.heads, self.kv_heads = tensor_heads(spec, layout, at)
         self.vocab_first = share(spec.vocab, layout.tp, at.tp)[0]
 
     def enter(self, x: Tensor) -> Tensor:
@@ -73,14 +73,8 @@ class LayoutOps(Ops):
             return super().to_heads(q_TNH, k_TKH, v_TKH)
         group_size = self.spec.heads // self.spec.kv_heads
         q, k, v = ulysses.to_heads(q_TNH, k_TKH, v_TKH, self.heads, self.kv_heads, group_size, self.ulysses)
-        queries, keys = ulysses.heads_of(self.heads, group_size, self.ulysses.size, self.ulysses.index)
+        queries, keys = heads_of(self.heads, group_size, self.ulysses.size, self.ulysses.index)
         return q, *match_heads(k, v, queries, keys, group_size)
-
-    def own_heads(self) -> tuple[int, int]:
-        """How many query and key/value heads this rank attends with, after `to_heads`."""
-        group_size, (index, ranks) = self.spec.heads // self.spec.kv_heads, (self.ulysses.index, self.ulysses.size)
-        queries, keys = ulysses.heads_of(self.heads, group_size, ranks, index) if ranks > 1 else (self.heads, self.kv_heads)
-        return len(queries), matched_heads(queries, keys, group_size)
 
     def to_tokens(self, o_TNH: Tensor) -> Tensor:
         return ulysses.to_tokens(o_TNH, self.heads, self.ulysses) if self.ulysses.size > 1 else o_TNH
@@ -104,7 +98,7 @@ class Worker:
         self.tier = tier_of(layout.offload, world.device, Path(options.folder), options.checked) if moves else None
         self.stream = None
         if self.tier is not None and layout.chunk:
-            own = self.ops.own_heads()
+            own = own_heads(spec, layout, self.at)
             self.stream = Streamed(spec, layout, self.ops, self.ops.ring, own, precision.compute.itemsize, self.tier, options.ahead)
         self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self.seed = 0.0

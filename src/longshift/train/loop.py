@@ -2,10 +2,11 @@
 
 import json
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from longshift.config import Config, format_size
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.world import World
 from longshift.errors import CheckpointError, LongshiftError, NonFiniteError, OutOfMemoryError
-from longshift.explain import least_of
+from longshift.explain import needs_of
 from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
 from longshift.state.checkpoint import Checkpoint, save
@@ -43,7 +44,7 @@ def train(config: Config, run: Path, resume: bool, stop: Callable[[], bool] = la
 
 
 def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], world: World) -> Iterator[StepMetrics]:
-    _fits(config, world)
+    _fits(config, world, run)
     batches, fingerprints = _open_data(config, world)
     start, state = _begin(config, world, fingerprints, run if resume else None)
     team = Team(
@@ -71,20 +72,44 @@ def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], wo
             return
 
 
-def _fits(config: Config, world: World) -> None:
-    """Refuse a group whose longest documents cannot have room. Raises OutOfMemoryError with the arithmetic."""
-    if world.device.type == "cuda":
+def _fits(config: Config, world: World, run: Path) -> None:
+    """Refuse a group whose longest documents cannot have room, on the device or where they wait. Raises OutOfMemoryError with the
+    arithmetic."""
+    cpu = world.device.type == "cpu"
+    if not cpu:
         here = torch.cuda.get_device_properties(world.device).total_memory
     else:
         here = psutil.virtual_memory().total // world.per_node
+    waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
     for edge in config.edges:
-        least = least_of(config, edge)
+        least, streamed = needs_of(config, edge)
+        if streamed and (edge.use.offload == "device" or (cpu and edge.use.offload == "host")):
+            least = replace(least, activations=max(least.activations, streamed.tier))
+        elif streamed:
+            waiting[edge.use.offload][str(edge.use)] = streamed.tier
         if least.total > here:
             longest = format_size(min(edge.upto, config.data.max_len))
             raise OutOfMemoryError(
                 f"documents of up to {longest} tokens under {edge.use} need at least {least} on a rank, which has "
                 f"{here / 2**30:.2f} GiB; recompute-full, more tp, u or ring, z3 or a smaller upto take less"
             )
+    folder = config.stream.options(run).folder
+    if waiting["disk"]:
+        _room_for(waiting["disk"], world.per_node, shutil.disk_usage(folder).free, f"{folder} has", "another stream.folder")
+    if waiting["host"]:
+        _room_for(waiting["host"], world.per_node, psutil.virtual_memory().available, "this machine's memory has", "disk")
+
+
+def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> None:
+    """Refuse what waits, in bytes of a rank by layout, where there is no room. A group's memory is kept while others run."""
+    need = sum(waiting.values())
+    if need * ranks > free:
+        parts = " + ".join(f"{size / 2**30:.2f} ({layout})" for layout, size in waiting.items())
+        raise OutOfMemoryError(
+            f"what waits for the backward of the longest documents needs {parts} = {need / 2**30:.2f} GiB of each of {ranks} ranks, "
+            f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, keep-input, more tp, u or "
+            "ring, or a smaller upto"
+        )
 
 
 def _begin(config: Config, world: World, fingerprints: dict[str, str], run: Path | None) -> tuple[int, State]:

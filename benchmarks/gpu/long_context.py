@@ -1,0 +1,157 @@
+"""One long document on one GPU, at the width of Llama 3 8B: tokens a second, memory, and the share of the matmul peak, by method, length and
+chunk. `python benchmarks/gpu/long_context.py --json > result.json`
+
+A step is forward, backward and update in bf16, from random weights. FLOP/s count a causal attention's scores once and no recomputation;
+the peak is a bf16 matmul of 8192 x 8192 in the same process. What transfers cost is seen against the same layout with everything on the
+device, where that fits. `--device cpu` tries the script itself on a small model.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+from longshift.data.batch import Document, StepBatch
+from longshift.dist.world import World
+from longshift.layout.layout import Layout
+from longshift.layout.placement import buckets
+from longshift.schedule.chunks import StreamOptions
+from longshift.spec.model import ModelSpec, Rope
+from longshift.state.home import Home, random_source
+from longshift.state.optimizer import Optimizer, Schedule
+from longshift.state.precision import Precision
+from longshift.switch.itinerary import SwitchOptions
+from longshift.train.step import State, train_step
+from longshift.train.team import Team
+from longshift.workload.groups import Edge
+
+METHODS = {  # C: the chunk
+    "recompute": "recompute-full",
+    "recompute+offload": "recompute-full.host",
+    "fpdt": "chunkC.host.kv-offload.keep-input.fpdt",
+    "stream input": "chunkC.host.keep-input",
+    "stream": "chunkC.host",
+    "stream on the device": "chunkC",
+}
+K = 1024
+
+
+def llama(layers: int, longest: int, small: bool) -> ModelSpec:
+    """Llama 3 8B with fewer layers; `small`: something that a CPU can try."""
+    if small:
+        return ModelSpec("llama", 257, 128, layers, 2, 1, 64, 352, longest, rope=Rope())
+    return ModelSpec("llama", 128256, 4096, layers, 32, 8, 128, 14336, longest, rope=Rope(theta=500000.0))
+
+
+def peak_flops(device: torch.device, size: int) -> float:
+    """FLOP/s of a bf16 matmul."""
+    x = torch.randn(size, size, device=device).bfloat16()
+    best = float("inf")
+    for _ in range(10):
+        _wait(device)
+        began = time.perf_counter()
+        x @ x
+        _wait(device)
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def step_of(spec: ModelSpec, layout: Layout, device: torch.device, longest: int):
+    """What makes one update from a document of so many tokens, and the tier it uses."""
+    world, precision = World(0, 1, device), Precision.of("bf16")
+    home = Home(spec, buckets(spec, layout), 0, precision.home, device, random_source(spec, 0, precision.home))
+    state = State(spec, home, Optimizer(home, (0.9, 0.95), 1e-8, 0.1), Schedule(1e-4, 1000, 0.0, 1), 1.0)
+    team = Team(spec, [Edge(longest, layout)], world, home, precision, SwitchOptions(), StreamOptions())
+
+    def step(tokens: int) -> float:
+        ids = np.random.default_rng(0).integers(0, spec.vocab, tokens)
+        labels = np.append(ids[1:], -100)
+        return train_step(state, StepBatch((Document(ids, labels),), tokens - 1, 0, 1), team).loss
+
+    return step, team.workers[layout].tier
+
+
+def measure(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch.device, trace: str | None) -> dict:
+    """One row; `fault` where it does not fit."""
+    layout = Layout.parse(METHODS[method].replace("chunkC", f"chunk{chunk}"))
+    row = {"method": method, "layout": str(layout), "layers": spec.layers, "tokens": tokens}
+    try:
+        step, tier = step_of(spec, layout, device, tokens)
+        step(min(tokens, 2 * chunk))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        _wait(device)
+        began = time.perf_counter()
+        loss = step(tokens)
+        _wait(device)
+        seconds = time.perf_counter() - began
+    except torch.cuda.OutOfMemoryError as fault:
+        return row | {"fault": str(fault).splitlines()[0]}
+    if trace is not None:
+        with torch.profiler.profile() as profile:
+            step(min(tokens, 8 * chunk))
+            _wait(device)
+        profile.export_chrome_trace(trace)
+    row |= {"seconds": seconds, "tokens_per_s": tokens / seconds, "loss": loss}
+    row["flops_per_s"] = tokens * spec.flops_per_token((tokens + 1) / 2) / seconds
+    if device.type == "cuda":
+        row["device_peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    if tier is not None:
+        row |= {"tier_peak_gib": tier.moved.peak_bytes / 2**30, "put_gib": tier.moved.put_bytes / 2**30}
+        row |= {"fetched_gib": tier.moved.fetched_bytes / 2**30}
+        tier.close()
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[64 * K, 128 * K, 256 * K, 512 * K, 1024 * K])
+    parser.add_argument("--chunks", type=int, nargs="*", default=[4 * K, 16 * K, 64 * K, 128 * K])
+    parser.add_argument("--layers", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--trace", help="a file for the profiler's trace of `stream` at the first length and chunk")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    small = device.type == "cpu"
+    peak = peak_flops(device, 1024 if small else 8192)
+    rows = []
+    for tokens in options.lengths:
+        for layers in options.layers:
+            spec = llama(layers, max(options.lengths), small)
+            for method in options.methods:
+                for chunk in options.chunks if "chunkC" in METHODS[method] else options.chunks[:1]:
+                    first = not any(row["method"] == "stream" for row in rows)
+                    row = measure(spec, method, chunk, tokens, device, options.trace if method == "stream" and first else None)
+                    row["mfu_causal"] = row.get("flops_per_s", 0.0) / peak
+                    rows.append(row)
+                    print(row, file=sys.stderr, flush=True)
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+    report = {"benchmark": "gpu/long_context", "device": name, "versions": versions, "commit": commit.stdout.strip() or None}
+    report |= {"matmul_peak_flops_per_s": peak, "mfu": "causal scores counted once, no recomputation", "rows": rows}
+    print(json.dumps(report) if options.json else "\n".join(map(str, rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

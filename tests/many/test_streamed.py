@@ -1,0 +1,34 @@
+"""What a streamed layout is said to put, fetch and keep waiting is what it does."""
+
+import pytest
+from conftest import DEADLINE_S, Worlds
+
+from longshift.layout.layout import Layout
+from longshift.spec.model import ModelSpec, Rope
+from longshift.train.check import Trial
+
+SPEC = ModelSpec("llama", 61, 24, 3, 6, 3, 4, 40, 128, rope=Rope())
+TRIAL = Trial(SPEC, lengths=((61,),), capacity=61)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "chunk13.disk",
+        "chunk61.disk",
+        "chunk13.disk.keep-input",
+        "chunk13.disk.keep-input.kv-offload",
+        "chunk13.disk.kv-offload.fpdt",
+        "chunk13.disk.fpdt",
+        "recompute-full.disk",
+        "u2.tp2.chunk16.disk.kv-offload",
+        "ring2.recompute-full.disk",
+        "ring2.chunk13.disk.keep-input",
+        "pp2.chunk13.disk",
+    ],
+)
+def test_bytes_are_those_predicted(worlds: Worlds, layout: str):
+    found = worlds(Layout.parse(layout).world).call("streams:moved_and_predicted", DEADLINE_S, trial=TRIAL.to_json(), layout=layout)
+    predicted = found[0][1]
+    for theirs, ours in (("put_bytes", "put"), ("fetched_bytes", "fetched"), ("peak_bytes", "tier")):
+        assert max(moved[theirs] for moved, _ in found) == predicted[ours], ours
