@@ -4,6 +4,7 @@
 """
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
 PACKAGES = ("longshift", "torch", "numpy", "safetensors", "transformers", "deepspeed", "accelerate")
 
 
@@ -71,6 +73,14 @@ def commit() -> str | None:
         return git("rev-parse", "--short=12", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def give_freed_memory_back() -> None:
+    """glibc: hand memory of 1 MiB and more to the system when it is freed, so that what is resident is what is needed and no accident of
+    pools. Costs page faults, alike for all that is compared."""
+    libc = ctypes.CDLL(None)
+    for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+        libc.mallopt(option, 1 << 20)
 
 
 def publish(benchmark: str, summary: Mapping, rows: Sequence[Mapping], as_json: bool) -> None:

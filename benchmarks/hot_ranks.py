@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+from common import give_freed_memory_back
 
 from longshift.data.batch import StepBatch, document_from_ids
 from longshift.dist.world import World
@@ -85,6 +86,7 @@ class Session:
 @cache
 def session(world: World, system: str, groups: tuple[tuple[int, str], ...], trial: str) -> Session:
     """Built on the first call; `trial` without documents."""
+    give_freed_memory_back()
     base_mib = psutil.Process().memory_info().rss / MIB
     what = replace(Trial.from_json(json.loads(trial)), capacity=groups[-1][0], edges=tuple(upto for upto, _ in groups))
     if system == "longshift":

@@ -15,7 +15,6 @@ built. The C library is told to give freed memory back at once, else what is res
 the page cache.
 """
 
-import ctypes
 import statistics
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from common import arguments, publish, say
+from common import arguments, give_freed_memory_back, publish, say
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from longshift.config import parse_size
@@ -53,7 +52,6 @@ METHODS: Mapping[str, str] = {  # layouts; C: the chunk
 }
 LENGTHS = ("16K", "32K", "64K", "128K", "256K")
 WARM_TOKENS = 512
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
 DEADLINE_S = 4 * 3600.0
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -65,9 +63,7 @@ def spec_of(width: int, heads: int, kv_heads: int, layers: int, longest: int) ->
 
 def measure(world: World, method: str, layout: str, trial: dict, tokens: int, threads: int, folder: str) -> dict:
     """In a process of its own: seconds and peak memory of one step of a document of `tokens`."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
-    libc.mallopt(M_TRIM_THRESHOLD, 1 << 20)
+    give_freed_memory_back()
     tempfile.tempdir = folder
     torch.set_num_threads(threads)
     base = _resident("VmRSS")
