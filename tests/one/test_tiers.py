@@ -223,7 +223,7 @@ def test_a_full_disk_says_what_it_took(tmp_path: Path):
     with os.fdopen(read) as lines:
         said = lines.read()
     os.waitpid(pid, 0)
-    assert said.startswith(f"7 offload: {tmp_path} took 0.06 GiB and no more: File too large; another stream.folder, keep-input or "), said
+    assert said.startswith(f"7 offload: {tmp_path} took 0.05 of 0.06 GiB and no more: File too large; choose another stream.folder, "), said
     assert said.endswith("and a is there")
 
 

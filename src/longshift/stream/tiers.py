@@ -215,10 +215,10 @@ class DiskTier(Tier):
                 try:
                     done = os.pwrite(self.file.fileno(), view, start)
                 except OSError as fault:
-                    held = self.moved.held_bytes / 2**30
+                    took, held = os.fstat(self.file.fileno()).st_blocks * 512 / 2**30, self.moved.held_bytes / 2**30
                     raise OutOfMemoryError(
-                        f"offload: {self.folder} took {held:.2f} GiB and no more: {fault.strerror}; another stream.folder, keep-input or "
-                        "shorter documents take less"
+                        f"offload: {self.folder} took {took:.2f} of {held:.2f} GiB and no more: {fault.strerror}; choose another "
+                        "stream.folder, keep-input or shorter documents"
                     ) from None
                 view, start = view[done:], start + done
         return crc
