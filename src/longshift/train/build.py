@@ -15,14 +15,15 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.model.attention import match_heads
 from longshift.model.decoder import MicroBatch, Ops, build_unit
-from longshift.parallel import pipeline, recompute, tensor, ulysses
-from longshift.parallel.recompute import Segment
+from longshift.parallel import pipeline, tensor, ulysses
 from longshift.parallel.ring import RingAttention
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.model import ModelSpec, share
 from longshift.state.copies import Copies
 from longshift.state.precision import Precision
+from longshift.stream import recompute
 from longshift.stream.block import Streamed
+from longshift.stream.recompute import Segment
 from longshift.stream.tiers import tier_of
 
 
