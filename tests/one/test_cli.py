@@ -4,12 +4,14 @@ import io
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed.run
@@ -146,7 +148,7 @@ def test_a_run_from_start_to_export(place, longshift):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(json.loads(out)["files"])
 
 
-def test_a_run_that_cannot_start_says_so_before_step_1(place, longshift):
+def test_a_run_that_cannot_start_says_so_before_step_1(place, longshift, monkeypatch):
     (place / "file").touch()
     code, _, err = longshift("train run.yaml save.dir=file/run")
     assert code == 2
@@ -162,6 +164,13 @@ def test_a_run_that_cannot_start_says_so_before_step_1(place, longshift):
     code, out, err = longshift("train run.yaml data.max_len=64M")
     assert code == 7
     assert "documents of up to 64M tokens under dp1 need at least state" in err
+    assert not out
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    code, out, err = longshift("train run.yaml layout=chunk16.disk data.max_len=4K train.tokens_per_step=4K")
+    assert code == 7
+    assert re.search(
+        r"needs \S+ \(chunk16.disk\) = \S+ GiB of each of 1 ranks.* and \S+/run has 0.00 GiB free: try another stream.folder", err
+    )
     assert not out
     assert longshift("train run.yaml")[0] == 0  # a start that failed is no run
 
