@@ -24,9 +24,11 @@ Forward of chunk c, both schedules: x_c -> q_c, kv_c; attention of q_c to kv_c, 
 goes on. A pair (c, j), j < c, is one rectangle without a mask: the first piece of c against the last piece of j.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal, NamedTuple
 
 from longshift.layout.layout import Keep, Layout, Schedule, Where
 from longshift.schedule.sequence import Run, TokenOrder, token_order
@@ -49,8 +51,7 @@ class StreamOptions:
 LANES = {"fetch": "in", "compute": "compute", "send": "link", "store": "out"}  # what runs at the same time
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """`name`: of compute and send the operation, else the object. `keys`: of attention, the chunk whose keys. `slots`: the places on the
     device of `reads` and `writes`, in that order; two buffers of one name and slot are never there at one time. `bytes`: that move."""
 
@@ -378,16 +379,18 @@ def _ahead(events: Sequence[Event], count: int) -> list[Event]:
 def _placed(events: Sequence[Event]) -> tuple[Event, ...]:
     """With slots: a buffer takes the lowest free one of its name."""
     slot: dict[Buffer, int] = {}
+    taken: dict[str, set[int]] = defaultdict(set)
     found = []
     for event in events:
         for buffer in event.writes:
             if buffer not in slot:
-                taken = {number for (name, _), number in slot.items() if name == buffer[0]}
-                slot[buffer] = min(set(range(len(taken) + 1)) - taken)
+                mine = taken[buffer[0]]
+                slot[buffer] = next(number for number in count() if number not in mine)
+                mine.add(slot[buffer])
         buffers = event.reads + event.writes or ((event.object,) if event.kind == "free" else ())
-        found.append(replace(event, slots=tuple(slot[b] for b in buffers)))
+        found.append(event._replace(slots=tuple(slot[b] for b in buffers)))
         if event.kind == "free":
-            del slot[event.object]
+            taken[event.name].discard(slot.pop(event.object))
     return tuple(found)
 
 
