@@ -376,7 +376,7 @@ def fetches(events):
 @given(seen, policies)
 def test_a_fetch_moves_up_by_as_many_operations_as_asked_unless_what_it_waits_for_stands_there(sees, policy):
     for late, early in zip(both(sees, replace(policy, ahead=0)), both(sees, policy)):
-        others = [[replace(event, slots=()) for event in events if event.kind != "fetch"] for events in (late, early)]
+        others = [[event._replace(slots=()) for event in events if event.kind != "fetch"] for events in (late, early)]
         assert others[0] == others[1]
         for (item, was, after, _), (same_item, at, same_after, highest) in zip(fetches(late), fetches(early), strict=True):
             assert (item, after) == (same_item, same_after)
