@@ -24,6 +24,7 @@ from longshift.config import load_config, parse_config
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
+from longshift.schedule.streamed import footprint
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.train.metrics import Display, MetricsLog, StepMetrics, read_rows
 
@@ -173,6 +174,24 @@ def test_a_run_that_cannot_start_says_so_before_step_1(place, longshift, monkeyp
     )
     assert not out
     assert longshift("train run.yaml")[0] == 0  # a start that failed is no run
+
+
+def test_a_streamed_run_tells_what_moved_step_by_step(place, longshift):
+    code, out, _ = longshift("train run.yaml layout=chunk16.disk save.every=9 train.tokens_per_step=128")
+    assert code == 0
+    assert len(re.findall(r"  offload \d+ MiB out, \d+ MiB in, \d+\.\d\d s waited  ETA", out)) == 3
+    assert "switch" not in out
+    rows = read_rows(place / "run/metrics.jsonl")
+    groups = [row["groups"][0] for row in rows]
+    of_pack = footprint(PRESETS["tiny-llama"], Layout.parse("chunk16.disk"), [64], 4, 1)
+    for row, group in zip(rows, groups):
+        assert group["tier_peak_bytes"] <= of_pack.tier
+        assert 0.5 * of_pack.put < group["put_bytes"] * 64 / row["tokens"] < 1.1 * of_pack.put
+        assert group["put_bytes"] <= group["fetched_bytes"]
+        assert 0 <= group["hidden_share"] <= 1
+        assert 0 < group["waited_s"] < group["seconds"]
+    assert max(group["tier_peak_bytes"] for group in groups) > 0.9 * of_pack.tier
+    assert StepMetrics.from_json(rows[0]).groups[0].put_bytes == groups[0]["put_bytes"]
 
 
 def test_under_a_launcher_the_world_must_fit_the_layout(place, longshift, monkeypatch):

@@ -14,6 +14,7 @@ whose last reader must have ended: what computed with it (on the CPU that has en
 
 import os
 import tempfile
+import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -38,11 +39,13 @@ ALIGN = 4096  # bytes: a page
 
 @dataclass
 class Moved:
-    """What a tier has done. Mutable. Bytes of puts and fetches, seconds for which computing waited for either, the most it has held."""
+    """What a tier has done. Mutable. Bytes of puts and fetches, seconds for which computing waited for either and for which at least one
+    copy was under way, the most it has held."""
 
     put_bytes: int = 0
     fetched_bytes: int = 0
     waited_s: float = 0.0
+    copying_s: float = 0.0
     held_bytes: int = 0
     peak_bytes: int = 0
 
@@ -50,9 +53,36 @@ class Moved:
         self.held_bytes += count
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
+    def restart(self) -> None:
+        """Count from here; what is held stays. No copy may be under way."""
+        self.put_bytes = self.fetched_bytes = 0
+        self.waited_s = self.copying_s = 0.0
+        self.peak_bytes = self.held_bytes
+
+
+class _Clock:
+    """`with` it, in any number of threads: adds to `copying_s` the time for which at least one is inside. Mutable."""
+
+    def __init__(self, moved: Moved):
+        self.moved, self.inside, self.since, self.lock = moved, 0, 0.0, threading.Lock()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.since = time.perf_counter()
+            self.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                self.moved.copying_s += time.perf_counter() - self.since
+
 
 class Tier(ABC):
-    """Objects are tuples of tensors. Mutable; `close` it."""
+    """Objects are tuples of tensors. Mutable; `close` it. `timed`: seconds in `moved` are known; where copies are a GPU's they are not."""
+
+    timed = True
 
     def __init__(self) -> None:
         self.moved = Moved()
@@ -125,6 +155,7 @@ class DiskTier(Tier):
             self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as fault:
             raise LongshiftError(f"offload: no file can be made in {folder}: {fault.strerror}") from None
+        self.copying = _Clock(self.moved)
         self.readers, self.writers = (ThreadPoolExecutor(THREADS, f"longshift-{way}") for way in ("read", "write"))
         self.objects: dict[Key, _Stored] = {}
         self.end = 0
@@ -140,7 +171,7 @@ class DiskTier(Tier):
         size = _bytes(tensors)
         self._room_for(size)
         start = self._extent(size)
-        written = self.writers.submit(self._write, start, tensors)
+        written = self.writers.submit(self._copy, self._write, start, tensors)
         self.leaving |= {tensor.data_ptr(): written for tensor in tensors}
         self.objects[key] = _Stored(start, size, [(t.shape, t.dtype) for t in tensors], written)
         self.writing.append((written, size))
@@ -150,7 +181,7 @@ class DiskTier(Tier):
     def fetch(self, key: Key) -> Callable[[], Tensors]:
         stored = self.objects[key]
         tensors = tuple(self._memory(shape, dtype) for shape, dtype in stored.shapes)
-        stored.reading = reading = self.readers.submit(self._read, stored, tensors)
+        stored.reading = reading = self.readers.submit(self._copy, self._read, stored, tensors)
         self.moved.fetched_bytes += stored.size
 
         def wait() -> Tensors:
@@ -204,6 +235,11 @@ class DiskTier(Tier):
             return future.result()
         finally:
             self.moved.waited_s += time.perf_counter() - began
+
+    def _copy(self, way: Callable[..., Any], *arguments: object) -> Any:
+        """In a thread."""
+        with self.copying:
+            return way(*arguments)
 
     def _write(self, start: int, tensors: Tensors) -> int:
         """In a thread. Returns the CRC, or 0."""
@@ -271,6 +307,8 @@ class _Pinned:
 
 class HostTier(Tier):
     """Pinned host memory of a CUDA device; a stream for each direction, and no wait of the host for the device."""
+
+    timed = False
 
     def __init__(self, device: torch.device):
         super().__init__()

@@ -25,6 +25,7 @@ from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
+from longshift.stream.tiers import Moved
 from longshift.switch.itinerary import home_layout
 from longshift.train.corpus import open_corpus
 from longshift.train.metrics import GroupMetrics, StepMetrics
@@ -204,8 +205,8 @@ def _facts(config: Config, state: State, fingerprints: dict[str, str]) -> dict[s
 
 
 def _groups(team: Team) -> tuple[GroupMetrics, ...]:
-    """Of the step that was made, times of the slowest rank; none for a single layout."""
-    if len(team.edges) == 1:
+    """Of the step that was made, times of the slowest rank; none for a single layout that neither streams nor offloads."""
+    if len(team.edges) == 1 and all(worker.tier is None for worker in team.workers.values()):
         return ()
     times = torch.tensor([(v.seconds, v.exposed_s, v.hidden_s) for v in team.visited], dtype=torch.float64, device=team.world.device)
     slowest = team.world.everyone.all_reduce(times, dist.ReduceOp.MAX).tolist()
@@ -223,9 +224,32 @@ def _groups(team: Team) -> tuple[GroupMetrics, ...]:
             switch_hidden_s=hidden_s,
             intra_node_bytes=visit.intra_node_bytes,
             inter_node_bytes=visit.inter_node_bytes,
+            **offloaded,
         )
-        for visit, (seconds, exposed_s, hidden_s) in zip(team.visited, slowest)
+        for visit, (seconds, exposed_s, hidden_s), offloaded in zip(team.visited, slowest, _offloaded(team))
     )
+
+
+def _offloaded(team: Team) -> list[dict[str, Any]]:
+    """What the tiers did, in the fields of GroupMetrics, for each visit."""
+    everyone, moved = team.world.everyone, [visit.moved or Moved() for visit in team.visited]
+    own = [(m.waited_s, m.copying_s, m.put_bytes, m.fetched_bytes, m.peak_bytes) for m in moved]
+    sums = torch.tensor(own, dtype=torch.float64, device=team.world.device)
+    most = everyone.all_reduce(sums.clone(), dist.ReduceOp.MAX).tolist()
+    found = []
+    for visit, most_of, total in zip(team.visited, most, everyone.all_reduce(sums).tolist()):
+        tier, (waited_s, copying_s, put_bytes, fetched_bytes, _) = team.workers[visit.group.layout].tier, total
+        timed = tier is not None and tier.timed
+        found.append(
+            {
+                "put_bytes": int(put_bytes),
+                "fetched_bytes": int(fetched_bytes),
+                "waited_s": most_of[0] if timed else None,
+                "hidden_share": max(0.0, 1 - waited_s / copying_s) if timed and copying_s else None,
+                "tier_peak_bytes": int(most_of[-1]),
+            }
+        )
+    return found
 
 
 def _metrics(

@@ -22,6 +22,11 @@ class GroupMetrics:
     `upto` its longest possible document, in tokens; `balance` the replicas' mean work over their largest; `seconds` of the slowest rank,
     switches included, of which `switch_exposed_s` in switching alone; `switch_hidden_s` exchanges under way while the rank computed, each
     until the rank looked again; bytes that weights coming and gradients going home put on links, of all ranks.
+
+    Of a layout that streams or offloads: bytes `put` into the tier and `fetched` from it, of all ranks; `waited_s` for either, of the rank
+    that waited longest; `hidden_share` 1 - (seconds waited / seconds for which at least one copy was under way), both summed over ranks;
+    `tier_peak_bytes` the most that waited on the fullest rank. Both seconds are None where the copies are a GPU's, the share also where
+    nothing was copied.
     """
 
     layout: str
@@ -36,6 +41,11 @@ class GroupMetrics:
     switch_hidden_s: float
     intra_node_bytes: int
     inter_node_bytes: int
+    put_bytes: int = 0
+    fetched_bytes: int = 0
+    waited_s: float | None = None
+    hidden_share: float | None = None
+    tier_peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class StepMetrics:
     `loss` mean over the step's target tokens, in nats; `grad_norm` global, before clipping; `tokens` read, of which `target_tokens`
     are predicted; `seconds` wall time; `model_flops_per_s` forward and backward of the whole world, recomputation not counted;
     `memory_bytes` peak of the fullest rank; `cursor` documents drawn so far; `skipped` the update was left out (fp16 overflow); `groups`
-    where the layout changes with the length.
+    where the layout changes with the length, and where one streams or offloads.
     """
 
     step: int
@@ -136,10 +146,14 @@ def describe(step: StepMetrics, steps: int) -> str:
         f"{step.memory_bytes / 2**20:.0f} MiB",
         f"ETA {_clock((steps - step.step) * step.seconds)}",
     ]
-    if step.groups:
+    if len(step.groups) > 1:
         exposed, hidden = (sum(getattr(g, f"switch_{what}_s") for g in step.groups) for what in ("exposed", "hidden"))
         by_group = ", ".join(f"{g.layout} {g.seconds:.2f} s" for g in step.groups)
         words.insert(-1, f"{by_group}; switch {hidden:.2f} s hidden, {exposed:.2f} s exposed")
+    if any(group.put_bytes for group in step.groups):
+        out, back = (sum(getattr(g, f"{what}_bytes") for g in step.groups) / 2**20 for what in ("put", "fetched"))
+        waited = [g.waited_s for g in step.groups if g.waited_s is not None]
+        words.insert(-1, f"offload {out:.0f} MiB out, {back:.0f} MiB in" + (f", {sum(waited):.2f} s waited" if waited else ""))
     return "  ".join(words + ["update skipped (fp16 overflow)"] * step.skipped)
 
 

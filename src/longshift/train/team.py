@@ -6,7 +6,7 @@ backward ends differs from rank to rank, so each first posts all exchanges that 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
@@ -16,6 +16,7 @@ from longshift.state.home import Home
 from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
+from longshift.stream.tiers import Moved
 from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
 from longshift.switch.links import assumed
 from longshift.train.build import Worker, prepare
@@ -25,7 +26,8 @@ from longshift.workload.groups import Edge, LengthGroup, length_groups
 @dataclass
 class Visited:
     """One group of a step, as this rank saw it. Seconds: of all, of switching with nothing else going on, of exchanges under way
-    meanwhile; bytes: that the switch and the gradients' way home sent inside and between nodes, of all ranks."""
+    meanwhile; bytes: that the switch and the gradients' way home sent inside and between nodes, of all ranks; `moved`: what its tier did,
+    where it has one."""
 
     group: LengthGroup
     tokens: int
@@ -34,6 +36,7 @@ class Visited:
     hidden_s: float = 0.0
     intra_node_bytes: int = 0
     inter_node_bytes: int = 0
+    moved: Moved | None = None
 
 
 class Team:
@@ -93,7 +96,10 @@ class Team:
             elif self.here is not None:
                 self.here.close()
             self.here = stop
-        return self.workers[group.layout]
+        worker = self.workers[group.layout]
+        if worker.tier is not None:
+            worker.tier.moved.restart()
+        return worker
 
     def meanwhile(self, after: LengthGroup | None) -> Callable[[], object] | None:
         """What the worker is to call again and again in its last micro-batch: it brings the next group's weights as far as `ahead_bytes`
@@ -122,6 +128,8 @@ class Team:
             if not later:
                 stop.close()
             self._count(visit, transfer)
+        tier = self.workers[visit.group.layout].tier
+        visit.moved = replace(tier.moved) if tier is not None else None
         visit.seconds = time.perf_counter() - self._began
 
     def closing(self, later: Sequence[LengthGroup]) -> bool:

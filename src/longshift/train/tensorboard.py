@@ -23,6 +23,6 @@ class TensorBoardLog:
                 self._writer.add_scalar(name, value, step.step)
         for group in step.groups:
             for name, value in asdict(group).items():
-                if name not in ("layout", "upto"):
+                if name not in ("layout", "upto") and value is not None:
                     self._writer.add_scalar(f"{group.layout}/{name}", value, step.step)
         self._writer.flush()
