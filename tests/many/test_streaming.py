@@ -1,0 +1,252 @@
+"""Streaming moves no bit: where chunks wait, how far ahead they come and how late they arrive are not seen in what is computed."""
+
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEADLINE_S, Worlds
+from parity import FAMILIES
+from test_precision import bits, state_bits
+from torch import Tensor
+
+from longshift.data.batch import StepBatch
+from longshift.dist.world import World
+from longshift.layout.layout import Layout
+from longshift.schedule.chunks import Event, dependencies
+from longshift.schedule.streamed import footprint
+from longshift.state.home import Home
+from longshift.state.precision import Name
+from longshift.stream.block import _Play
+from longshift.stream.tiers import DiskTier
+from longshift.train.build import Worker
+from longshift.train.check import Trial, build
+from longshift.train.step import State, train_step
+from longshift.train.team import Team
+
+LENGTHS = ((41, 2), (23, 1, 2, 6), (17,))
+OTHERS = (("", 3), ("disk", 0), ("disk.keep-input", 3), ("host.kv-offload", 3), ("disk.kv-offload", 1), ("disk.keep-input.kv-offload", 0))
+RUNS = 100
+
+
+def trial_of(precision: Name, layers: int = 2, lengths: tuple[tuple[int, ...], ...] = LENGTHS, ahead: int = 1) -> Trial:
+    return Trial(replace(FAMILIES["llama"], layers=layers), lengths, precision, 48, ahead=ahead)
+
+
+def gradient_bits(home: Home) -> dict[str, str]:
+    return {f"grad {number}": bits(shard.grad) for number, shard in enumerate(home.shards) if shard.grad is not None}
+
+
+def trained_bits(world: World, trial: dict, layout: str) -> dict[str, str]:
+    """This rank's gradient sums of every step, its home after all of them, and the losses."""
+    what, found = Trial.from_json(trial), {}
+    state, team = build(what, [Layout.parse(layout)], world)
+    for step, batch in enumerate(what.batches()):
+
+        def watch(home: Home, step: int = step) -> None:
+            found.update({f"{step} {name}": value for name, value in gradient_bits(home).items()})
+
+        found[f"{step} loss"] = train_step(state, batch, team, watch).loss.hex()
+    return found | state_bits(state)
+
+
+@pytest.mark.parametrize(("where", "precision"), [("dp1", "bf16"), ("dp1", "float32"), ("u2", "float32")])
+def test_tiers_prefetch_and_recomputation_move_no_bit(worlds: Worlds, where: str, precision: Name):
+    def run(how: str, ahead: int) -> list[dict[str, str]]:
+        layout, trial = Layout.parse(f"{where}.chunk7{how}"), trial_of(precision, ahead=ahead).to_json()
+        return worlds(layout.world).call("test_streaming:trained_bits", DEADLINE_S, trial=trial, layout=str(layout))
+
+    first = {}
+    for schedule in ("", ".fpdt"):
+        first[schedule] = run(schedule, 1)
+        for place, ahead in OTHERS:
+            assert run(f"{schedule}.{place}" if place else schedule, ahead) == first[schedule], (schedule, place, ahead)
+    assert first[""] != first[".fpdt"], "sums in another order are other bits"
+
+
+# Slow and irregular memory
+
+
+class Irregular(DiskTier):
+    """One move in ten takes up to 3 ms. `forgets`: memory is filled again while it is on its way out."""
+
+    def __init__(self, seed: int, forgets: bool):
+        super().__init__(Path(tempfile.gettempdir()), checked=not forgets)
+        self.chance, self.forgets = random.Random(seed), forgets
+
+    def _late(self) -> None:
+        if self.chance.random() < 0.1:
+            time.sleep(self.chance.random() * 0.003)
+
+    def recycle(self, tensors: tuple[Tensor, ...]) -> None:
+        if self.forgets:
+            self.leaving.clear()
+        super().recycle(tensors)
+
+    def _write(self, start: int, tensors: tuple[Tensor, ...]) -> int:
+        self._late()
+        return super()._write(start, tensors)
+
+    def _read(self, stored, tensors: tuple[Tensor, ...]) -> None:
+        self._late()
+        super()._read(stored, tensors)
+
+
+def use(worker: Worker, tier: DiskTier) -> None:
+    """In place of the worker's tier."""
+    assert worker.tier is not None
+    assert worker.stream is not None
+    worker.tier.close()
+    worker.tier = worker.stream.tier = tier
+
+
+def once(state: State, team: Team, batch: StepBatch) -> dict[str, str]:
+    """Forward and backward of a batch that is one pack, without an update."""
+    (group,) = team.groups([len(d.ids) for d in batch.documents])
+    team.begin()
+    worker = team.enter(group, sum(group.packs[0]))
+    loss = worker.run([batch.documents], 1 / batch.target_tokens)
+    team.leave([])
+    found = gradient_bits(state.home) | {"loss": float(loss).hex()}
+    state.home.drop_gradients()
+    return found
+
+
+def irregular(world: World, trial: dict, layout: str, runs: int, forgets: bool) -> dict[str, int]:
+    """How often each result came, the first one without delays."""
+    what = Trial.from_json(trial)
+    state, team = build(what, [Layout.parse(layout)], world)
+    (worker,), (batch,) = team.workers.values(), what.batches()
+    found = Counter([str(once(state, team, batch))])
+    tier = Irregular(world.rank, forgets)
+    use(worker, tier)
+    found.update(str(once(state, team, batch)) for _ in range(runs))
+    tier.close()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["stream", "fpdt"])
+def test_delays_move_no_bit(worlds: Worlds, schedule: str):
+    layout = str(replace(Layout.parse("chunk4.disk.kv-offload"), schedule=schedule))
+    how = {"trial": trial_of("float32", 1, ((17, 7),)).to_json(), "layout": layout}
+    (found,) = worlds(1).call("test_streaming:irregular", DEADLINE_S, runs=RUNS, forgets=False, **how)
+    assert list(found.values()) == [1 + RUNS]
+    (found,) = worlds(1).call("test_streaming:irregular", DEADLINE_S, runs=RUNS // 5, forgets=True, **how)
+    assert len(found) > 1, "a tier that fills memory too early is not noticed"
+
+
+# What is played
+
+
+class Recorder(DiskTier):
+    """When each fetch and store ended, by key, in order."""
+
+    def __init__(self):
+        super().__init__(Path(tempfile.gettempdir()), checked=True)
+        self.ended: dict[tuple, list[float]] = {}
+        self.lock = threading.Lock()
+        self.names: dict[int, tuple] = {}
+
+    def put(self, key: tuple, *tensors: Tensor) -> None:
+        super().put(key, *tensors)
+        self.objects[key].written.add_done_callback(lambda _: self._note("store", key))
+
+    def fetch(self, key: tuple):
+        wait = super().fetch(key)
+        reading = self.objects[key].reading
+        assert reading is not None
+        reading.add_done_callback(lambda _: self._note("fetch", key))
+        return wait
+
+    def _note(self, kind: str, key: tuple) -> None:
+        with self.lock:
+            self.ended.setdefault((kind, *key), []).append(time.perf_counter())
+
+
+def played(world: World, trial: dict, layout: str) -> dict:
+    """Of one pack: lists whose events did not come in their order, moves that had not ended when what depends on them began, and bytes that
+    the tier counted beside those foreseen."""
+    what, text = Trial.from_json(trial), Layout.parse(layout)
+    state, team = build(what, [text], world)
+    (worker,), (batch,) = team.workers.values(), what.batches()
+    tier = Recorder()
+    use(worker, tier)
+    stream = worker.stream
+    assert stream is not None
+    plays: list[tuple[tuple[Event, ...], list[Event], list[float], _Play]] = []
+    run = _Play.run
+
+    def recorded(self: _Play, events: tuple[Event, ...]) -> None:
+        plays.append((events, [], [], self))
+        run(self, events)
+
+    def began(name: str):
+        right = getattr(_Play, name)
+
+        def wrapped(self: _Play, event: Event) -> None:
+            plays[-1][2][-1] = time.perf_counter()
+            right(self, event)
+
+        return wrapped
+
+    def watch(event: Event) -> None:
+        plays[-1][1].append(event)
+        plays[-1][2].append(time.perf_counter())
+
+    stream.watch = watch
+    with pytest.MonkeyPatch.context() as patch:
+        operations = ("qkv", "to_heads", "attend", "to_tokens", "tail", "tail_back", "to_tokens_back", "attend_back")
+        for name in (*operations, "to_heads_back", "qkv_back", "embed", "embed_back", "loss"):
+            patch.setattr(_Play, name, began(name))
+        patch.setattr(_Play, "run", recorded)
+        once(state, team, batch)
+    disordered = sum(list(events) != seen for events, seen, _, _ in plays)
+    early = checked = 0
+    moves = Counter()
+    for events, _, starts, play in plays:
+        ended: list[float] = []
+        for event, start in zip(events, starts):
+            key = (event.kind, *play.key(event.object))
+            if event.kind in ("fetch", "store"):
+                ended.append(tier.ended[key][moves[key]])
+                moves[key] += 1
+            else:
+                ended.append(start)
+        for number, (event, after) in enumerate(zip(events, dependencies(events), strict=True)):
+            for before in (events[n] for n in after if n < number):
+                moved = ended[events.index(before)]
+                computes = event.kind in ("compute", "send") and before.kind == "fetch" and set(before.writes) & set(event.reads)
+                follows = event.kind == "fetch" and before.kind == "store" and before.object == event.object
+                if computes or follows:
+                    checked += 1
+                    early += moved > (starts[number] if computes else ended[number])
+    size = torch.float32.itemsize
+    foreseen = footprint(what.spec, text, [len(d.ids) for d in batch.documents], size, what.ahead)
+    counted = tier.moved
+    tier.close()
+    return {
+        "plays": len(plays),
+        "disordered": disordered,
+        "checked": checked,
+        "early": early,
+        "counted": [counted.peak_bytes, counted.put_bytes, counted.fetched_bytes, counted.held_bytes],
+        "foreseen": [foreseen.tier, foreseen.put, foreseen.fetched, 0],
+    }
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("schedule", ["stream", "fpdt"])
+@pytest.mark.parametrize("layout", ["chunk7.disk", "u2.chunk6.disk.kv-offload", "u2.chunk7.disk.keep-input.kv-offload"])
+def test_lists_are_played_as_they_stand_and_move_the_bytes_foreseen(worlds: Worlds, layout: str, schedule: str, ahead: int):
+    layout_ = replace(Layout.parse(layout), schedule=schedule)
+    trial = trial_of("float32", 2, ((30, 11, 2),), ahead=ahead).to_json()
+    for found in worlds(layout_.world).call("test_streaming:played", DEADLINE_S, trial=trial, layout=str(layout_)):
+        assert found["plays"] == 2 + 4 + 1  # embedding and two blocks both ways, head once
+        assert (found["disordered"], found["early"]) == (0, 0)
+        assert found["checked"] > 40
+        assert found["counted"] == found["foreseen"]
