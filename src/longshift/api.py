@@ -37,15 +37,17 @@ def train(config: Config, *, resume: bool = False) -> Iterator[StepMetrics]:
         yield from _run_workers(config, resume)
 
 
-def run_rank(config: Config, folder: RunFolder, resume: bool, stop: Callable[[], bool] = lambda: False) -> Iterator[StepMetrics]:
+def run_rank(
+    config: Config, folder: RunFolder, resume: bool, stop: Callable[[], bool] = lambda: False, trace: Path | None = None
+) -> Iterator[StepMetrics]:
     """The part of a run that this process does, as the rank that the environment says it is. Rank 0 keeps the metrics.
-    `stop`: asked after each step whether to save and end early; a yes on any rank counts for all."""
+    `stop`: asked after each step whether to save and end early; a yes on any rank counts for all. `trace`: see `loop.train`."""
     import torch.distributed as dist
 
     from longshift.train import loop
 
     logs = _logs(config, folder)
-    for step in loop.train(config, folder.path, resume, stop):
+    for step in loop.train(config, folder.path, resume, stop, trace):
         if not dist.is_initialized() or dist.get_rank() == 0:
             for log in logs:
                 log.write(step)

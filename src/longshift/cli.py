@@ -78,7 +78,9 @@ def init(
 
 
 @app.command
-def train(config: Path, /, *overrides: Overrides, resume: bool = False, explain: bool = False, json: Json = False) -> None:
+def train(
+    config: Path, /, *overrides: Overrides, resume: bool = False, explain: bool = False, trace: Path | None = None, json: Json = False
+) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment.
 
     Parameters
@@ -89,23 +91,27 @@ def train(config: Path, /, *overrides: Overrides, resume: bool = False, explain:
         Continue from the newest checkpoint in save.dir.
     explain
         Say what a step will insert, prune, move and need, and stop.
+    trace
+        A file for what rank 0 plays in its first step in chunks: open it in ui.perfetto.dev.
     """
     run = load_config(config, overrides)
     if explain:
         found = explain_run(run)
         print(jsonlib.dumps(found.to_json()) if json else found)
         return
+    if trace is not None:
+        trace = _trace_file(run, trace)
     rank, world = _place()
     for edge in run.edges if world is not None else ():
         legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len))
     folder = prepare(run, resume)
     if world is not None or run.world == 1:
-        _run(run, folder, rank, resume, json)
+        _run(run, folder, rank, resume, json, trace=trace)
     else:
         _open_corpus(run)
         from longshift.train.launch import launch
 
-        flags = ["--resume"] * resume + ["--json"] * json
+        flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
         command = [sys.executable, "-m", "longshift.cli", "worker", str(folder.path), *flags]
         launch(command, run.world, folder, say=_say)
     if rank == 0:
@@ -115,7 +121,7 @@ def train(config: Path, /, *overrides: Overrides, resume: bool = False, explain:
 
 
 @app.command(show=False)
-def worker(run: Path, /, *, resume: bool = False, json: Json = False) -> None:
+def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False) -> None:
     """One rank that `train` started."""
     stop = Interrupt()
     rank, _ = _place()
@@ -125,7 +131,7 @@ def worker(run: Path, /, *, resume: bool = False, json: Json = False) -> None:
 
     end_with_parent(signal.SIGTERM)
     try:
-        _run(read_config(run), folder, rank, resume, json, stop)
+        _run(read_config(run), folder, rank, resume, json, stop, trace)
         _leave(0)
     except Exception as fault:
         write_cause(folder, rank, rank_error(fault, rank))
@@ -283,14 +289,32 @@ def _caps(caps: Sequence[Mapping[str, int]], tokens: int, max_len: int) -> Table
     return table
 
 
-def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, stop: Callable[[], bool] | None = None) -> None:
+def _trace_file(run: Config, trace: Path) -> Path:
+    """Made absolute. Raises UsageError where nothing would be traced, or not there."""
+    if not any(edge.use.chunk for edge in run.edges):
+        layouts = ", ".join(str(edge.use) for edge in run.edges)
+        raise UsageError(f"--trace shows the events of a layout in chunks, and {layouts} has none: add chunk64K, say")
+    if not trace.absolute().parent.is_dir() or trace.is_dir():
+        raise UsageError(f"--trace {trace}: name a file in a folder that exists")
+    return trace.absolute()
+
+
+def _run(
+    run: Config,
+    folder: RunFolder,
+    rank: int,
+    resume: bool,
+    json: bool,
+    stop: Callable[[], bool] | None = None,
+    trace: Path | None = None,
+) -> None:
     """This process's rank; rank 0 shows the steps."""
     stop = stop or Interrupt()
     from longshift.api import run_rank
 
     display = Display(run.train.steps, json) if rank == 0 else None
     with display or nullcontext():
-        for step in run_rank(run, folder, resume, stop):
+        for step in run_rank(run, folder, resume, stop, trace):
             if display:
                 display.show(step)
 

@@ -177,8 +177,12 @@ def test_a_run_that_cannot_start_says_so_before_step_1(place, longshift, monkeyp
 
 
 def test_a_streamed_run_tells_what_moved_step_by_step(place, longshift):
-    code, out, _ = longshift("train run.yaml layout=chunk16.disk save.every=9 train.tokens_per_step=128")
+    code, out, err = longshift("train run.yaml --trace t.json")
+    assert code == 2
+    assert "dp1 has none: add chunk64K, say" in err
+    code, out, _ = longshift("train run.yaml layout=chunk16.disk save.every=9 train.tokens_per_step=128 --trace t.json")
     assert code == 0
+    assert "attend_back 1, keys 0" in [event["name"] for event in json.loads((place / "t.json").read_text())["traceEvents"]]
     assert len(re.findall(r"  offload \d+ MiB out, \d+ MiB in, \d+\.\d\d s waited  ETA", out)) == 3
     assert "switch" not in out
     rows = read_rows(place / "run/metrics.jsonl")

@@ -32,6 +32,7 @@ from longshift.schedule.streamed import Lists, lists, loss_rows
 from longshift.spec.model import ModelSpec
 from longshift.stream.loss import loss_and_gradient
 from longshift.stream.tiers import Tier
+from longshift.stream.trace import Recorder
 
 STREAMS = {"x": (0, "h"), "y": (1, "h"), "dx": (0, "g"), "dy": (1, "g")}  # between units: which side of the unit, and what
 
@@ -54,6 +55,7 @@ class Streamed:
         self.spec, self.layout, self.ops, self.ring, self.tier = spec, layout, ops, ring_group, tier
         self.own_heads, self.itemsize, self.ahead = own_heads, itemsize, ahead
         self.watch: Callable[[Event], object] | None = None
+        self.recorder: Recorder | None = None
         self._lists = lru_cache(maxsize=4)(self._make_lists)
 
     def lists(self, pack: ChunkedPack) -> Lists:
@@ -139,20 +141,27 @@ class _Play:
         for event in events:
             if self.stream.watch:
                 self.stream.watch(event)
-            if event.kind in ("compute", "send"):
-                for buffer in event.reads:
-                    self._here(buffer)
-                getattr(self, event.name)(event)
-            elif event.kind == "fetch":
-                self.live[event.object], self.fetched[event.object] = self.tier.fetch(self.key(event.object)), False
-            elif event.kind == "store":
-                self.tier.put(self.key(event.object), *self.live[event.object])
-            elif event.kind == "free":
-                gone = self.live.pop(event.object)
-                if self.fetched.pop(event.object, False):
-                    self.tier.recycle(gone)
+            if self.stream.recorder:
+                with self.stream.recorder.playing(event, self.unit, self.number):
+                    self._play(event)
             else:
-                self.tier.drop(self.key(event.object))
+                self._play(event)
+
+    def _play(self, event: Event) -> None:
+        if event.kind in ("compute", "send"):
+            for buffer in event.reads:
+                self._here(buffer)
+            getattr(self, event.name)(event)
+        elif event.kind == "fetch":
+            self.live[event.object], self.fetched[event.object] = self.tier.fetch(self.key(event.object)), False
+        elif event.kind == "store":
+            self.tier.put(self.key(event.object), *self.live[event.object])
+        elif event.kind == "free":
+            gone = self.live.pop(event.object)
+            if self.fetched.pop(event.object, False):
+                self.tier.recycle(gone)
+        else:
+            self.tier.drop(self.key(event.object))
 
     def key(self, buffer: chunks.Buffer) -> tuple:
         name, chunk = buffer
@@ -162,7 +171,8 @@ class _Play:
     def _here(self, buffer: chunks.Buffer) -> None:
         """Wait for a buffer that is being fetched."""
         if self.fetched.get(buffer) is False:
-            self.live[buffer], self.fetched[buffer] = self.live[buffer](), True
+            wait, recorder = self.live[buffer], self.stream.recorder
+            self.live[buffer], self.fetched[buffer] = recorder.waiting(buffer, wait) if recorder else wait(), True
 
     def _one(self, name: str, chunk: int) -> Tensor:
         return self.live[name, chunk][0]

@@ -80,12 +80,14 @@ class _Clock:
 
 
 class Tier(ABC):
-    """Objects are tuples of tensors. Mutable; `close` it. `timed`: seconds in `moved` are known; where copies are a GPU's they are not."""
+    """Objects are tuples of tensors. Mutable; `close` it. `timed`: seconds in `moved` are known; where copies are a GPU's they are not.
+    `watch` sees each copy of a thread when it is asked for."""
 
     timed = True
 
     def __init__(self) -> None:
         self.moved = Moved()
+        self.watch: Callable[[Future], object] | None = None
 
     @abstractmethod
     def put(self, key: Key, *tensors: Tensor) -> None: ...
@@ -172,6 +174,8 @@ class DiskTier(Tier):
         self._room_for(size)
         start = self._extent(size)
         written = self.writers.submit(self._copy, self._write, start, tensors)
+        if self.watch:
+            self.watch(written)
         self.leaving |= {tensor.data_ptr(): written for tensor in tensors}
         self.objects[key] = _Stored(start, size, [(t.shape, t.dtype) for t in tensors], written)
         self.writing.append((written, size))
@@ -182,6 +186,8 @@ class DiskTier(Tier):
         stored = self.objects[key]
         tensors = tuple(self._memory(shape, dtype) for shape, dtype in stored.shapes)
         stored.reading = reading = self.readers.submit(self._copy, self._read, stored, tensors)
+        if self.watch:
+            self.watch(reading)
         self.moved.fetched_bytes += stored.size
 
         def wait() -> Tensors:

@@ -25,6 +25,7 @@ from longshift.stream import recompute
 from longshift.stream.block import Streamed
 from longshift.stream.recompute import Segment
 from longshift.stream.tiers import tier_of
+from longshift.stream.trace import Recorder
 
 
 def prepare(world: World, spec: ModelSpec, layout: Layout) -> None:
@@ -138,6 +139,12 @@ class Worker:
             self.copies.reduce(unit)
         self.copies.finish()
         return self.loss
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have a recorder see the events of streams; None: no longer."""
+        if self.stream is not None:
+            self.stream.recorder = recorder
+            self.stream.tier.watch = recorder.copying if recorder else None
 
     def _begin(self) -> None:
         """Stages 0..2 start all gathers now, in the order of use; stage 3 only those that stay for the step."""

@@ -26,6 +26,7 @@ from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.stream.tiers import Moved
+from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
 from longshift.train.corpus import open_corpus
 from longshift.train.metrics import GroupMetrics, StepMetrics
@@ -33,18 +34,20 @@ from longshift.train.step import Outcome, State, train_step
 from longshift.train.team import Team
 
 
-def train(config: Config, run: Path, resume: bool, stop: Callable[[], bool] = lambda: False) -> Iterator[StepMetrics]:
+def train(
+    config: Config, run: Path, resume: bool, stop: Callable[[], bool] = lambda: False, trace: Path | None = None
+) -> Iterator[StepMetrics]:
     """Train as the rank that the environment says this process is, saving into `run`. `stop` is asked after each step; a yes on any
-    rank saves and ends the run on all. Raises LongshiftError."""
+    rank saves and ends the run on all. `trace`: a file for the events of the first step in which rank 0 streams. Raises LongshiftError."""
     world = World.from_environment()
     try:
-        yield from _steps(config, run, resume, stop, world)
+        yield from _steps(config, run, resume, stop, trace if world.rank == 0 else None, world)
         world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
     finally:
         world.close()
 
 
-def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], world: World) -> Iterator[StepMetrics]:
+def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], trace: Path | None, world: World) -> Iterator[StepMetrics]:
     _fits(config, world, run)
     batches, fingerprints = _open_data(config, world)
     start, state = _begin(config, world, fingerprints, run if resume else None)
@@ -57,6 +60,8 @@ def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], wo
         config.switch.options,
         config.stream.options(run),
     )
+    recorder = Recorder() if trace else None
+    team.record(recorder)
     for step in range(start + 1, config.train.steps + 1):
         began = time.perf_counter()
         batch = batches.at(state.cursor)
@@ -65,6 +70,10 @@ def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], wo
         except NonFiniteError as fault:
             raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
         seconds = time.perf_counter() - began
+        if trace and recorder and recorder.spans:
+            team.record(None)
+            recorder.write(trace, world.rank)
+            recorder = None
         most, stopping = _most(world, _memory_bytes(world), stop())
         yield _metrics(config, step, batch, outcome, seconds, most, _groups(team))
         if stopping or step == config.train.steps or step % config.save.every == 0:

@@ -17,6 +17,7 @@ from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
 from longshift.stream.tiers import Moved
+from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
 from longshift.switch.links import assumed
 from longshift.train.build import Worker, prepare
@@ -78,6 +79,10 @@ class Team:
         """The step's groups in visiting order."""
         found = length_groups(lengths, self.edges, self.spec)
         return tuple(found[i] for i in self.itinerary.order(tuple(group.layout for group in found)))
+
+    def record(self, recorder: Recorder | None) -> None:
+        for worker in self.workers.values():
+            worker.record(recorder)
 
     def begin(self) -> None:
         """A step begins: home has changed."""

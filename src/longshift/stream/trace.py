@@ -1,0 +1,102 @@
+"""The events that a rank played, by its clock, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show.
+
+One lane for each of `schedule.chunks.LANES`. What computes or is sent: from its beginning to its end in the player, a wait for a fetch as a
+span inside. What is fetched or stored: from when it was asked for until it was done; where several are under way, in further lanes of that
+name. Where copies are a GPU's, these are the times of its host: when work was handed to the device.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from longshift.errors import UsageError
+from longshift.schedule.chunks import LANES, Buffer, Event
+
+SHOWN = ("compute", "in", "out", "link")  # from the top
+
+Found = TypeVar("Found")
+
+
+@dataclass
+class Span:
+    """Seconds of the clock. Mutable: a copy ends later."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    facts: dict[str, int]
+
+
+class Recorder:
+    """Mutable. `playing` around every event; `copying` sees what a tier's threads do for it."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.now: Span | None = None
+
+    @contextmanager
+    def playing(self, event: Event, unit: int, number: int) -> Iterator[None]:
+        """Event of a unit's list, in micro-batch `number`."""
+        keys = f", keys {event.keys}" if event.keys >= 0 else ""
+        name = f"{'' if event.kind in ('compute', 'send') else f'{event.kind} '}{event.name} {event.chunk}{keys}"
+        start = time.perf_counter()
+        span = Span(LANES.get(event.kind, ""), name, start, 0.0, {"unit": unit, "micro-batch": number, "bytes": event.bytes})
+        self.now = span if span.lane else None
+        try:
+            yield
+        finally:
+            span.end = span.end or time.perf_counter()
+            self.spans += [span] if span.lane else []
+            self.now = None
+
+    def waiting(self, buffer: Buffer, wait: Callable[[], Found]) -> Found:
+        start = time.perf_counter()
+        found = wait()
+        if self.now is not None:
+            name, chunk = buffer
+            self.spans.append(Span(self.now.lane, f"wait for {name} {chunk}", start, time.perf_counter(), {}))
+        return found
+
+    def copying(self, copy: Future) -> None:
+        """A copy began for the event that is played."""
+        span = self.now
+        if span is not None:
+            copy.add_done_callback(lambda done: setattr(span, "end", time.perf_counter()))
+
+    def write(self, path: Path, rank: int) -> None:
+        """When all copies have ended. Raises UsageError where the file cannot be written."""
+        try:
+            path.write_text(json.dumps({"traceEvents": list(_events(self.spans, rank)), "displayTimeUnit": "ms"}), encoding="utf-8")
+        except OSError as fault:
+            raise UsageError(f"the trace {path} cannot be written: {fault.strerror}") from None
+
+
+def _events(spans: Iterable[Span], rank: int) -> Iterator[dict[str, Any]]:
+    """In the Trace Event Format, microseconds from the first span's start."""
+    spans = sorted(spans, key=lambda span: (span.start, -span.end))
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    lanes = [row for lane in SHOWN for row in _rows([span for span in spans if span.lane == lane], nested=lane in ("compute", "link"))]
+    for thread, row in enumerate(lanes):
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": row[0].lane}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": thread}}
+        for span in row:
+            start_us, duration_us = (span.start - spans[0].start) * 1e6, (span.end - span.start) * 1e6
+            yield {"ph": "X", "name": span.name, "pid": rank, "tid": thread, "ts": start_us, "dur": duration_us, "args": span.facts}
+
+
+def _rows(spans: Iterable[Span], nested: bool) -> list[list[Span]]:
+    """Spans of one lane, in rows without overlap, as few as there can be; spans that nest need one row."""
+    rows: list[list[Span]] = []
+    for span in spans:
+        row = next((row for row in rows if nested or row[-1].end <= span.start), None)
+        if row is None:
+            rows.append([span])
+        else:
+            row.append(span)
+    return rows

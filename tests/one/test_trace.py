@@ -1,0 +1,56 @@
+"""The trace of a streamed step: it loads, spans of a lane nest, and every event of the lists is in it."""
+
+import json
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from longshift.dist.world import World
+from longshift.layout.layout import Layout
+from longshift.schedule.chunks import cut
+from longshift.schedule.streamed import lists
+from longshift.spec.model import ModelSpec, Rope
+from longshift.stream.trace import Recorder
+from longshift.train.check import Trial, build
+from longshift.train.step import train_step
+
+SPEC = ModelSpec("llama", 61, 24, 2, 6, 3, 4, 40, 128, rope=Rope())
+
+
+@pytest.mark.parametrize("words", ["disk.kv-offload", "keep-input"])
+def test_every_event_of_a_step_is_in_its_trace(tmp_path: Path, words: str):
+    trial, layout, recorder = Trial(SPEC, ((40, 21),), capacity=61), Layout.parse(f"chunk13.{words}"), Recorder()
+    state, team = build(trial, [layout], World.alone())
+    team.record(recorder)
+    for batch in trial.batches() * 2:
+        train_step(state, batch, team)
+        team.record(None)
+    recorder.write(tmp_path / "t.json", rank=0)
+
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert min(span["ts"] for span in spans) == 0
+    assert all(span["dur"] >= 0 for span in spans)
+    made = lists(SPEC, layout, cut([40, 21], 13), 6, (6, 3), 8, 1)
+    played = [*made.embed, *made.embed_back, *made.loss, *(made.forward + made.backward) * SPEC.layers]
+    wanted = Counter((event.kind, event.name, event.chunk, event.keys) for event in played)
+    for (kind, name, chunk, keys), count in wanted.items():
+        said = f"{name} {chunk}" + (f", keys {keys}" if keys >= 0 else "")
+        lane = {"compute": "compute", "send": "link", "fetch": "in", "store": "out"}.get(kind)
+        said = said if kind == "compute" else f"{kind} {said}"
+        assert sum(names[span["tid"]] == lane and span["name"] == said for span in spans) == (count if lane else 0)
+    assert len([span for span in spans if not span["name"].startswith("wait")]) == sum(
+        count for (kind, *_), count in wanted.items() if kind not in ("free", "drop")
+    )
+
+    for _, row in groupby(sorted(spans, key=lambda s: (s["tid"], s["ts"], -s["dur"])), key=lambda s: s["tid"]):
+        open_until: list[float] = []
+        for span in row:
+            while open_until and open_until[-1] <= span["ts"] + 1e-3:
+                open_until.pop()
+            end = span["ts"] + span["dur"]
+            assert not open_until or (end <= open_until[-1] + 1e-3 and names[span["tid"]] == "compute"), span
+            open_until.append(end)
