@@ -143,6 +143,8 @@ def _streaming(layout: Layout) -> Iterator[str]:
         if layout.offload != "device" and layout.recompute != "full":
             yield f"{layout.offload} takes what recompute-full or a chunked layout keeps: add recompute-full, or chunk64K"
         return
+    if layout.chunk < layout.sequence:
+        yield f"chunk{layout.chunk} has fewer tokens than the {layout.sequence} ranks that share it: at least chunk{layout.sequence}"
     if layout.recompute != "none":
         yield f"recompute-{layout.recompute}: chunks are computed again from a block's input anyway; drop it, or say keep-input"
     if layout.kv == "offload" and layout.offload == "device":
