@@ -42,15 +42,14 @@ CASES = (
     ("qwen3", "ring2.u2.z2", FEWER),
     ("qwen3", "ring2.tp2", FEWER),
     ("qwen3", "dp2.ring2.recompute-selective.z1", FEWER),
-    ("llama", "chunk7.disk.kv-offload", STEPS),
-    ("llama", "chunk6.fpdt.keep-input", FEWER),
+    ("llama", "chunk13.disk.kv-offload", FEWER),
+    ("llama", "chunk16.keep-input.fpdt", FEWER),
     ("llama", "pp2.recompute-full.disk", FEWER),
     ("llama", "pp2.z2.chunk13.disk.fpdt", FEWER),
-    ("llama-tied", "dp2.z3.chunk24.keep-input", FEWER),
-    ("llama-6-heads", "u2.z1.chunk16.disk.kv-offload.fpdt", FEWER),
-    ("gpt2", "ring2.chunk13.host.kv-offload", FEWER),
-    ("qwen3", "tp2.chunk7.disk.keep-input", FEWER),
-    ("qwen3", "u2.tp2.chunk24.disk", FEWER),
+    ("llama-tied", "dp2.z3.chunk24", FEWER),
+    ("llama-6-heads", "u2.z1.chunk24.disk.kv-offload.fpdt", FEWER),
+    ("gpt2", "ring2.chunk24.host.kv-offload", FEWER),
+    ("qwen3", "tp2.chunk24.disk.keep-input", FEWER),
 )
 AXES = ("tp", "ulysses", "ring", "dp", "pp")
 
@@ -63,7 +62,7 @@ SWITCHED = (
     ("llama", "dp2.tp2.z3 > pp2.dp2.z2 > dp4.z3", 2, 5_000, 1 << 30, "first_owner"),
     ("gpt2", "dp2.u2 > tp2.ring2.recompute-full > pp2.v2.tp2", 2, 20_000, 1 << 30, "fan_out"),
     ("qwen3", "dp8 > pp2.dp2.tp2 > dp2.tp4", 4, 50_000, 1 << 30, "fan_out"),
-    ("llama", "dp4 > u2.tp2.chunk6.disk.fpdt > u4.chunk16.disk", 2, 1 << 20, 1 << 30, "fan_out"),
+    ("llama", "dp2 > pp2.chunk7.fpdt > u2.chunk24.disk", 1, 1 << 20, 1 << 30, "fan_out"),
 )
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ Errors = Callable[[str, Name, str], dict[str, float]]
 STEPS = 12
 FLOAT32 = {"loss": 1e-6, "grad": 1e-5, "weight": 1e-4}
 LAYOUTS = ("dp2.z1", "tp2", "u2.z2", "ring2", "pp2.dp2.z3", "dp2.tp2.recompute-full")
+STREAMED = ("chunk16.disk.kv-offload", "chunk24.fpdt")
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +53,7 @@ def test_float32_is_as_near_as_promised(errors: Errors, family: str, layout: str
     assert all(1e-9 < found[kind] <= FLOAT32[kind] for kind in FLOAT32), found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "layout"), [*product(("bf16", "fp16"), LAYOUTS), *product(("bf16",), STREAMED)])
 def test_half_precision_is_as_near_as_one_process(errors: Errors, precision: Name, layout: str):
     alone = errors("llama", precision, "dp1")
     found = errors("llama", precision, layout)
@@ -86,6 +87,7 @@ def test_recomputation_moves_no_bit(worlds: Worlds, precision: Name, layout: str
     kept = run(layout)
     assert run(f"{layout}.recompute-selective") == kept
     assert run(f"{layout}.recompute-full") == kept
+    assert run(f"{layout}.recompute-full.disk") == kept
 
 
 def test_other_numbers_are_other_bits(worlds: Worlds):

@@ -31,7 +31,7 @@ from longshift.train.team import Team
 
 LENGTHS = ((41, 2), (23, 1, 2, 6), (17,))
 OTHERS = (("", 3), ("disk", 0), ("disk.keep-input", 3), ("host.kv-offload", 3), ("disk.kv-offload", 1), ("disk.keep-input.kv-offload", 0))
-RUNS = 100
+RUNS = 60
 
 
 def trial_of(precision: Name, layers: int = 2, lengths: tuple[tuple[int, ...], ...] = LENGTHS, ahead: int = 1) -> Trial:
@@ -55,7 +55,7 @@ def trained_bits(world: World, trial: dict, layout: str) -> dict[str, str]:
     return found | state_bits(state)
 
 
-@pytest.mark.parametrize(("where", "precision"), [("dp1", "bf16"), ("dp1", "float32"), ("u2", "float32")])
+@pytest.mark.parametrize(("where", "precision"), [("dp1", "bf16"), ("u2", "float32")])
 def test_tiers_prefetch_and_recomputation_move_no_bit(worlds: Worlds, where: str, precision: Name):
     def run(how: str, ahead: int) -> list[dict[str, str]]:
         layout, trial = Layout.parse(f"{where}.chunk7{how}"), trial_of(precision, ahead=ahead).to_json()
@@ -73,7 +73,7 @@ def test_tiers_prefetch_and_recomputation_move_no_bit(worlds: Worlds, where: str
 
 
 class Irregular(DiskTier):
-    """One move in ten takes up to 3 ms. `forgets`: memory is filled again while it is on its way out."""
+    """One move in ten takes up to 3 ms. `forgets`: every way out takes 2 ms, and memory is filled again meanwhile."""
 
     def __init__(self, seed: int, forgets: bool):
         super().__init__(Path(tempfile.gettempdir()), checked=not forgets)
@@ -89,6 +89,8 @@ class Irregular(DiskTier):
         super().recycle(tensors)
 
     def _write(self, start: int, tensors: tuple[Tensor, ...]) -> int:
+        if self.forgets:
+            time.sleep(0.002)
         self._late()
         return super()._write(start, tensors)
 
@@ -133,11 +135,13 @@ def irregular(world: World, trial: dict, layout: str, runs: int, forgets: bool) 
 @pytest.mark.parametrize("schedule", ["stream", "fpdt"])
 def test_delays_move_no_bit(worlds: Worlds, schedule: str):
     layout = str(replace(Layout.parse("chunk4.disk.kv-offload"), schedule=schedule))
-    how = {"trial": trial_of("float32", 1, ((17, 7),)).to_json(), "layout": layout}
-    (found,) = worlds(1).call("test_streaming:irregular", DEADLINE_S, runs=RUNS, forgets=False, **how)
-    assert list(found.values()) == [1 + RUNS]
-    (found,) = worlds(1).call("test_streaming:irregular", DEADLINE_S, runs=RUNS // 5, forgets=True, **how)
-    assert len(found) > 1, "a tier that fills memory too early is not noticed"
+
+    def results(length: int, **how) -> dict[str, int]:
+        trial = trial_of("float32", 1, ((length, 7),)).to_json()
+        return worlds(1).call("test_streaming:irregular", DEADLINE_S, trial=trial, layout=layout, **how)[0]
+
+    assert list(results(15, runs=RUNS, forgets=False).values()) == [1 + RUNS]
+    assert len(results(38, runs=4, forgets=True)) > 1, "a tier that fills memory too early is not noticed"
 
 
 # What is played
