@@ -34,11 +34,11 @@ SWITCHED = (
 )
 STREAMED_GROUPS = (
     "dp4 > dp2.tp2 > u4.chunk16.disk",
-    "dp4 > u2.tp2.z2.chunk6.disk.kv-offload > tp4",
-    "dp4.z3 > pp2.u2.z1.chunk7.disk.fpdt > ring2.u2.z2.chunk13.disk.keep-input",
-    "u4.chunk6.host.kv-offload.fpdt > u4 > u4.chunk24.disk",
+    "dp4 > u2.tp2.z2.chunk24.disk.kv-offload > tp4",
+    "dp4.z3 > pp2.u2.z1.chunk16.disk.fpdt > ring2.u2.z2.chunk13.disk.keep-input",
+    "u4.chunk16.host.kv-offload.fpdt > u4 > u4.chunk24.disk",
     "dp8 > dp2.tp4.z1 > ring2.u4.chunk13.disk.keep-input.fpdt",
-    "dp4.recompute-full.disk > pp4.chunk7 > ring4.z3.chunk16.disk.kv-offload",
+    "dp4.recompute-full.disk > pp4.chunk13 > ring4.z3.chunk16.disk.kv-offload",
 )
 EDGES = (6, 20)  # tokens: with these every length group is empty in some step and full in another
 
@@ -69,7 +69,7 @@ LAYOUTS = (
 )
 MORE = ("tp3", "u3", "ring3", "pp2.dp3", "pp2.dp2.ring2", "pp2.dp2.tp2.v2", "pp2.u2.tp2", "dp2.u2.tp2", "ring2.u2.tp2")
 STREAMED = ("dp1", "dp2", "tp2", "u2", "ring2", "pp2", "pp2.v2", "u2.tp2", "ring2.u2", "u4", "pp2.u2", "dp2.u2", "pp2.dp2.tp2")
-CHUNKS = (24, 7, 16, 6, 13)  # tokens: 2 to 8 of them in a pack, or an uneven last one
+CHUNKS = (24, 7, 16, 6, 13)  # tokens: 2 to 8 of them in a pack, or an uneven last one; every second for many ranks
 TIERS = (("device", "device"), ("disk", "device"), ("host", "offload"), ("disk", "offload"))  # offload, kv
 STREAMING = tuple(product(("stream", "fpdt"), ("output", "input"), TIERS))
 OFFLOADED = ("recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
@@ -106,8 +106,9 @@ def streamed(turn: int, full: bool) -> Iterator[Layout]:
         first = 7 * number + turn
         for way in range(first, first + (len(STREAMING) if full and text == "dp1" else 2 if full else 1)):
             schedule, keep, (offload, kv) = STREAMING[way % len(STREAMING)]
-            layout = replace(Layout.parse(text), chunk=CHUNKS[way % len(CHUNKS)], zero=(way + turn) % 4)
-            yield replace(layout, schedule=schedule, keep=keep, offload=offload, kv=kv)
+            layout = replace(Layout.parse(text), schedule=schedule, keep=keep, offload=offload, kv=kv, zero=(way + turn) % 4)
+            chunks = CHUNKS if layout.world <= 2 else CHUNKS[::2]
+            yield replace(layout, chunk=chunks[way % len(chunks)])
 
 
 def switched() -> Iterator[tuple[Trial, str, int]]:
