@@ -1,0 +1,132 @@
+"""The longest document that trains, rung by rung: the table "How we get here" of the FPDT authors' talk in miniature, on ranks of capped
+memory.
+
+    tp                     tensor parallelism         +AC   recompute-full: each block again from its input
+    u.z1, u.z2, u.z3       Ulysses with ZeRO          +OC   the inputs wait in the tier
+    fpdt, stream           in chunks, keys and values in the tier and attention computed again; or kept
+
+Each rung's document doubles until a rank is killed for memory, a step takes longer than `--patience`, or `--most` tokens are reached.
+Reported are the longest that trained and its tokens a second, those of half of it, and what ended the search. A rank's memory is what it
+needs beyond the process that forked it. The vocabulary is 16 times the width, as Llama 3's nearly is, so logits weigh as they do there.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from common import arguments, publish, say
+from hot_switch import Scheme, Work, document, step
+from worlds import Machine, machine
+
+from longshift.config import parse_size
+from longshift.layout.layout import Layout
+from longshift.layout.legal import faults
+from longshift.spec.model import ModelSpec, Rope
+from longshift.train.check import Trial
+
+FIRST = 1024  # tokens
+
+
+def rungs(ranks: int, chunk: int) -> dict[str, str]:
+    """Layouts by name, in the talk's order."""
+    chunked = {"fpdt": f"chunk{chunk}.disk.kv-offload.keep-input.fpdt", "stream": f"chunk{chunk}.disk"}
+    if ranks == 1:
+        return {"plain": "dp1", "+AC": "recompute-full", "+AC +OC": "recompute-full.disk", **chunked}
+    tp = {f"tp{extra}": f"tp{ranks}{words}" for extra, words in _extras()}
+    plain = {f"u.z{zero}": f"u{ranks}.z{zero}" for zero in (1, 2, 3)}
+    offloaded = {f"u.z{zero} +AC +OC": f"u{ranks}.z{zero}.recompute-full.disk" for zero in (1, 2, 3)}
+    return {**tp, **plain, **offloaded, **{name: f"u{ranks}.z3.{words}" for name, words in chunked.items()}}
+
+
+def _extras() -> tuple[tuple[str, str], ...]:
+    return ("", ""), (" +AC", ".recompute-full"), (" +AC +OC", ".recompute-full.disk")
+
+
+def climb(work: Work, name: str, layout: str, most: int, patience_s: float) -> dict:
+    """One rung: documents of FIRST tokens, twice as many, and so on."""
+    rates: dict[int, float] = {}
+    peaks: dict[int, float] = {}
+    tokens, end = FIRST, "most"
+    while tokens <= most:
+        own = replace(work, ends=(tokens,), trial=json.dumps(replace(Trial.from_json(json.loads(work.trial)), capacity=tokens).to_json()))
+        scheme = Scheme(name, "longshift", ((tokens, layout),))
+        with work.machine.world() as world:
+            step(own, world, scheme, own.file(f"warm-{tokens}", [[document(min(tokens, 256))]]), 0)
+            done = step(own, world, scheme, own.file(f"one-{tokens}", [[document(tokens)]]), 0)
+        if done is None:
+            end = "memory"
+            break
+        rates[tokens], peaks[tokens] = tokens / done["seconds"], done["peak_mib"]
+        say(f"{work.machine.ranks} ranks, {name} {layout}: {tokens} tokens, {rates[tokens]:.0f} tokens/s, {done['peak_mib']:.0f} MiB")
+        if done["seconds"] > patience_s:
+            end = "patience"
+            break
+        tokens *= 2
+    longest = max(rates, default=0)
+    row = {"ranks": work.machine.ranks, "rung": name, "layout": layout, "longest_tokens": longest, "ended_by": end}
+    row |= {"tokens_per_s": rates.get(longest), "tokens_per_s_half": rates.get(longest // 2), "peak_mib": peaks.get(longest)}
+    return row | {"rates": {str(n): rate for n, rate in rates.items()}}
+
+
+def compared(rows: list[dict]) -> dict:
+    """`stream` against the best rung without chunks, by ranks: how many times longer, and the median ratio of tokens/s at lengths that both
+    train."""
+    found = {}
+    for ranks in sorted({row["ranks"] for row in rows}):
+        here = [row for row in rows if row["ranks"] == ranks and row["longest_tokens"]]
+        whole = [row for row in here if row["rung"] not in ("fpdt", "stream")]
+        stream = next((row for row in here if row["rung"] == "stream"), None)
+        if not whole or stream is None:
+            continue
+        longest = max(row["longest_tokens"] for row in whole)
+        best = max((row for row in whole if row["longest_tokens"] == longest), key=lambda row: row["tokens_per_s"])
+        ratios = [stream["rates"][n] / rate for n, rate in best["rates"].items() if n in stream["rates"]]
+        found[str(ranks)] = {
+            "best": best["rung"],
+            "times_longer": stream["longest_tokens"] / longest,
+            "stream_ended_by": stream["ended_by"],
+        }
+        found[str(ranks)]["tokens_per_s_ratio"] = statistics.median(ratios) if ratios else None
+    return found
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--memory", default="1G", help="of a rank")
+    parser.add_argument("--cpu", default="0.5", help="cores of a rank, on the scale model")
+    parser.add_argument("--plain", action="store_true", help="this machine as it is: ranks are not slowed, and not killed but measured")
+    parser.add_argument("--chunk", default="1K")
+    parser.add_argument("--most", default="256K", help="tokens of the longest document tried")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds of a step after which no longer document is tried")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2)
+    options = parser.parse_args()
+    if options.quick:
+        options.ranks, options.most, options.width, options.layers = [1, 2], "4K", 64, 1
+    heads = max(4, options.width // 64)
+    most, width = parse_size(options.most), options.width
+    spec = ModelSpec("llama", 16 * width, width, options.layers, heads, heads // 2, width // heads, width * 11 // 4, most, rope=Rope())
+    rows = []
+    for ranks in options.ranks:
+        size = f"ranks={ranks}" if options.plain or ranks == 1 else f"nodes={max(1, ranks // 2)},per_node={min(ranks, 2)},cpu={options.cpu}"
+        if not options.plain and ranks == 1:
+            size = f"nodes=1,per_node=1,cpu={options.cpu}"
+        size += f",memory={options.memory}" + ("" if options.plain else ",like=a800,shrink=8,rate=290G")
+        with machine(size) as place, tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
+            assert isinstance(place, Machine)
+            trial = json.dumps(Trial(spec, (), "bf16").to_json())
+            work = Work(spec, (most,), place, Path(scratch), trial)
+            for name, layout in rungs(ranks, parse_size(options.chunk)).items():
+                if not faults(spec, Layout.parse(layout), ranks):
+                    rows.append(climb(work, name, layout, most, options.patience))
+    model = {"width": width, "layers": options.layers, "heads": heads, "vocab": spec.vocab, "weights": spec.parameters}
+    publish("long_ladder", {"model": model, "memory": options.memory, "cpu": options.cpu, "compared": compared(rows)}, rows, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
