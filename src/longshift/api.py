@@ -20,6 +20,7 @@ from pathlib import Path
 from longshift import errors
 from longshift.config import Config
 from longshift.errors import LongshiftError
+from longshift.layout.layout import AUTO
 from longshift.train.metrics import MetricsLog, StepMetrics
 from longshift.train.run_folder import RunFolder, prepare
 
@@ -31,6 +32,10 @@ def train(config: Config, *, resume: bool = False) -> Iterator[StepMetrics]:
     processes; leaving the loop early lets them finish the step and save. Raises LongshiftError."""
     from longshift.dist.world import launched
 
+    if any(edge.use.chunk == AUTO for edge in config.edges):
+        from longshift.profile.choose import with_chunks
+
+        config = with_chunks(config, lambda line: print(f"longshift: {line}", file=sys.stderr))
     if config.world == 1 or launched():
         yield from run_rank(config, prepare(config, resume), resume)
     else:

@@ -23,7 +23,7 @@ from longshift.config import Config, format_size, load_config
 from longshift.errors import LongshiftError, UsageError
 from longshift.explain import explain as explain_run
 from longshift.layout import legal
-from longshift.layout.layout import Layout
+from longshift.layout.layout import AUTO, Layout
 from longshift.starter import starter
 from longshift.train.interrupt import Interrupt
 from longshift.train.metrics import Display, read_rows
@@ -95,6 +95,7 @@ def train(
         A file for what rank 0 plays in its first step in chunks: open it in ui.perfetto.dev.
     """
     run = load_config(config, overrides)
+    run = _with_chunks(run)
     if explain:
         found = explain_run(run)
         print(jsonlib.dumps(found.to_json()) if json else found)
@@ -175,7 +176,7 @@ def check(config: Path, /, *overrides: Overrides, against: str, json: Json = Fal
         The other layout, such as dp2.tp2.
     """
     run = load_config(config, overrides)
-    other = Layout.parse(against)
+    run, other = _with_chunks(run), Layout.parse(against)
     legal.check(run.spec, other, None, run.data.max_len)
     from longshift.train.check_run import check as compare
 
@@ -287,6 +288,15 @@ def _caps(caps: Sequence[Mapping[str, int]], tokens: int, max_len: int) -> Table
         lost = (f"{row[f'{policy}_tokens'] / tokens:.1%}" for policy in ("truncate", "drop"))
         table.add_row(format_size(row["cap"]) + mark, f"{row['documents']:,}", f"{row['split_pieces']:,}", *lost)
     return table
+
+
+def _with_chunks(run: Config) -> Config:
+    """With every `chunk-auto` chosen."""
+    if all(edge.use.chunk != AUTO for edge in run.edges):
+        return run
+    from longshift.profile.choose import with_chunks
+
+    return with_chunks(run, _say)
 
 
 def _trace_file(run: Config, trace: Path) -> Path:

@@ -198,6 +198,23 @@ def test_a_streamed_run_tells_what_moved_step_by_step(place, longshift):
     assert StepMetrics.from_json(rows[0]).groups[0].put_bytes == groups[0]["put_bytes"]
 
 
+def test_a_chunk_is_chosen_and_the_run_keeps_it(place, longshift, monkeypatch):
+    monkeypatch.setattr("longshift.profile.choose.CACHE", place / "none")
+    told = "longshift: chunk-auto.disk: chunks of 256: a default, because this machine was not measured; longshift profile does"
+    code, out, err = longshift("train run.yaml --explain layout=chunk-auto.disk")
+    assert (code, err.strip()) == (0, told)
+    assert "chunk256.disk" in out
+    code, _, err = longshift("train run.yaml layout=chunk-auto.disk train.steps=1")
+    assert code == 0
+    assert told in err
+    assert load_config(place / "run/config.yaml").layout == Layout.parse("chunk256.disk")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    code, _, err = longshift("train run.yaml layout=chunk-auto.disk save.dir=other")
+    assert code == 2
+    assert "chunk-auto is chosen before ranks start" in err
+
+
 def test_under_a_launcher_the_world_must_fit_the_layout(place, longshift, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -20,6 +20,7 @@ from typing import Literal
 from longshift.errors import UsageError
 
 AXES = ("tp", "ulysses", "ring", "dp", "pp")  # fastest first
+AUTO = -1  # a chunk that is chosen before the ranks start, from what the machine can do
 ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 and weights"
 
 Order = Literal["gpipe", "1f1b"]
@@ -41,6 +42,7 @@ _FLAGS = {
     "keep-input": ("keep", "input"),
     "kv-offload": ("kv", "offload"),
     "fpdt": ("schedule", "fpdt"),
+    "chunk-auto": ("chunk", AUTO),
 }
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}
 
@@ -64,8 +66,9 @@ class Layout:
     `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention half of a block) or full (whole
     block).
 
-    `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack. `offload`: the memory where what a
-    backward needs waits, under recompute full or in chunks; `keep`, `kv` and `schedule` of a chunked one: see `schedule.chunks`.
+    `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
+    memory where what a backward needs waits, under recompute full or in chunks; `keep`, `kv` and `schedule` of a chunked one: see
+    `schedule.chunks`.
     """
 
     dp: int = 1
@@ -123,7 +126,7 @@ class Layout:
         words += ["gpipe"] if self.order == "gpipe" else []
         words += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
         words += [f"z{self.zero}"] if self.zero else []
-        words += [f"chunk{_short(self.chunk)}"] if self.chunk else []
+        words += [f"chunk{_short(self.chunk)}" if self.chunk != AUTO else "chunk-auto"] if self.chunk else []
         words += [word for word, (name, value) in _FLAGS.items() if name in _POLICIES and getattr(self, name) == value]
         return ".".join(words) or "dp1"
 

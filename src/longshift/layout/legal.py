@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import log2
 
 from longshift.errors import UsageError
-from longshift.layout.layout import AXES, Layout
+from longshift.layout.layout import AUTO, AXES, Layout
 from longshift.spec.model import ModelSpec, share
 
 _AXES = tuple(reversed(AXES))
@@ -143,7 +143,7 @@ def _streaming(layout: Layout) -> Iterator[str]:
         if layout.offload != "device" and layout.recompute != "full":
             yield f"{layout.offload} takes what recompute-full or a chunked layout keeps: add recompute-full, or chunk64K"
         return
-    if layout.chunk < layout.sequence:
+    if layout.chunk != AUTO and layout.chunk < layout.sequence:
         yield f"chunk{layout.chunk} has fewer tokens than the {layout.sequence} ranks that share it: at least chunk{layout.sequence}"
     if layout.recompute != "none":
         yield f"recompute-{layout.recompute}: chunks are computed again from a block's input anyway; drop it, or say keep-input"

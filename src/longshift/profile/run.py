@@ -77,10 +77,15 @@ def cache_file(facts: Mapping[str, object], cache: Path) -> Path:
 
 
 def cached(world: World, per_node: int, quick: bool, cache: Path, tell: Callable[[str], None]) -> Cluster | None:
+    """`kept` for this world."""
+    return kept(world.device, world.size // per_node, per_node, quick, cache, tell)
+
+
+def kept(device: torch.device, nodes: int, per_node: int, quick: bool, cache: Path, tell: Callable[[str], None]) -> Cluster | None:
     """What was measured before with the same hardware and software; a full profile serves for a quick one. A damaged file is told of and
     passed over."""
     for detail in (False, True) if quick else (False,):
-        facts = machine.facts(world.device, world.size // per_node, per_node, detail)
+        facts = machine.facts(device, nodes, per_node, detail)
         file = cache_file(facts, cache)
         if file.exists():
             try:

@@ -1,0 +1,65 @@
+"""`chunk-auto` becomes a number before the ranks start, from what `longshift profile` has kept of this machine."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import psutil
+import torch
+
+from longshift.cluster.cluster import Cluster
+from longshift.config import Config, format_size
+from longshift.dist.world import launched
+from longshift.errors import UsageError
+from longshift.explain import FORMATS
+from longshift.layout.layout import AUTO, Layout
+from longshift.layout.memory import least_bytes
+from longshift.profile.run import CACHE, kept
+from longshift.schedule.chunk_size import Machine, choose, powers
+from longshift.switch.itinerary import home_layout
+from longshift.workload.groups import Edge
+
+DEFAULTS = {"cpu": 4 << 10, "cuda": 64 << 10}  # tokens, where nothing was measured
+FREE_SHARE = 0.8  # of a device's memory: kernels and the allocator need some too
+
+
+def with_chunks(config: Config, tell: Callable[[str], None]) -> Config:
+    """The config with every `chunk-auto` replaced; `tell`: each choice and why. Raises UsageError in a rank, whose peers may be other
+    machines and choose differently."""
+    if launched():
+        raise UsageError(
+            "chunk-auto is chosen before ranks start: write the chunk that longshift train CONFIG --explain tells on one machine"
+        )
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    cluster = kept(device, 1, max(1, torch.cuda.device_count()), True, CACHE, tell)
+    edges = []
+    for edge in config.edges:
+        layout = edge.use
+        if layout.chunk == AUTO:
+            tokens, why = _choice(config, edge, device, cluster)
+            layout = replace(layout, chunk=tokens)
+            tell(f"{edge.use}: chunks of {format_size(tokens)}: {why}")
+        edges.append(Edge(edge.upto, layout))
+    return config.model_copy(update={"layout": edges[0].use if isinstance(config.layout, Layout) else tuple(edges)})
+
+
+def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster | None) -> tuple[int, str]:
+    longest = min(edge.upto, config.data.max_len)
+    fault = "this machine was not measured; longshift profile does"
+    if cluster is not None:
+        machine = Machine(cluster, config.train.precision, device.type == "cpu", _free_bytes(config, edge.use, longest, device))
+        try:
+            return choose(config.spec, edge.use, longest, machine, config.stream.ahead)
+        except UsageError as unknown:
+            fault = str(unknown)
+    return min(DEFAULTS[device.type], powers(longest)[-1]), f"a default, because {fault}"
+
+
+def _free_bytes(config: Config, layout: Layout, longest: int, device: torch.device) -> float:
+    """What weights and state leave on a device."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = psutil.virtual_memory().total // config.world
+    _, compute_bytes, _, home_bytes = FORMATS[config.train.precision]
+    taken = least_bytes(config.spec, layout, home_layout(config.edges), longest, compute_bytes, home_bytes)
+    return max(0.0, FREE_SHARE * memory - taken.total)

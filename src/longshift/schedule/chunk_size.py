@@ -1,0 +1,177 @@
+"""The chunk of a streamed layout, from what a machine does in how many seconds: the smallest power of two for which
+
+    transfers hide        the lists of a block, played by the simulator (`chunks.timeline`), take little longer than without transfers
+    kernels are efficient attention of a chunk to a chunk reaches nearly the best rate of any chunk
+    buffers fit           on the device, with what a block's backward keeps inside
+
+Norms and other elementwise work are not counted, which leaves transfers less to hide behind. A long document is simulated by its first
+MOST_CHUNKS chunks, in which attention is shorter than later: again no less than is needed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from longshift.cluster.cluster import DTYPE_BYTES, Cluster, Heads, attention_flops
+from longshift.layout.heads import own_heads, tensor_heads
+from longshift.layout.layout import Layout
+from longshift.schedule import chunks
+from longshift.schedule.chunks import Event
+from longshift.schedule.streamed import Lists, lists
+from longshift.spec.model import ModelSpec
+
+SMALLEST = 256  # tokens
+MOST_CHUNKS = 32  # that are simulated
+HIDDEN = 0.95  # seconds without transfers over seconds with them
+EFFICIENT = 0.9  # attention's rate over its best one
+NEARLY = 0.98  # of the best score, where none reaches both
+DIRECTIONS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A chunk of `tokens`; `hidden` and `efficient` as above, `bytes` on the device."""
+
+    tokens: int
+    hidden: float
+    efficient: float
+    bytes: float
+
+    @property
+    def score(self) -> float:
+        return min(self.hidden / HIDDEN, 1.0) * min(self.efficient / EFFICIENT, 1.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a choice needs to know: the cluster, the format that is computed in, whether the device's memory is the host's, and the bytes
+    that are free on a device."""
+
+    cluster: Cluster
+    dtype: str
+    device_is_host: bool
+    free_bytes: float
+
+
+def choose(spec: ModelSpec, layout: Layout, longest: int, machine: Machine, ahead: int = 1) -> tuple[int, str]:
+    """A chunk for documents of up to `longest` tokens, and why. Raises UsageError for what the machine's profile does not know."""
+    sizes = powers(max(longest, layout.sequence), max(SMALLEST, layout.sequence))
+    rates = [_rate(spec, layout, tokens, machine) for tokens in sizes]
+    fitting: list[Candidate] = []
+    for tokens, rate in zip(sizes, rates):
+        one = _candidate(spec, layout, tokens, longest, rate / max(rates), machine, ahead)
+        if one.bytes > machine.free_bytes:  # larger ones need more
+            break
+        fitting.append(one)
+        if one.hidden >= HIDDEN and one.efficient >= EFFICIENT:
+            return tokens, _reason(one, machine, "the smallest that hides transfers and keeps kernels efficient")
+    if not fitting:
+        return sizes[0], _reason(one, machine, "the smallest, and more than is free")
+    best = max(one.score for one in fitting)
+    nearly = next(one for one in fitting if one.score >= NEARLY * best)
+    return nearly.tokens, _reason(nearly, machine, "the best that fits, or nearly; none hides transfers and keeps kernels efficient")
+
+
+def powers(longest: int, least: int = SMALLEST) -> list[int]:
+    """Powers of two, from the first that is at least `least` to the first that holds the longest document."""
+    found = [1 << (least - 1).bit_length()]
+    while found[-1] < longest:
+        found.append(2 * found[-1])
+    return found
+
+
+def _reason(one: Candidate, machine: Machine, why: str) -> str:
+    room = f"{one.bytes / 2**30:.2f} of {machine.free_bytes / 2**30:.2f} GiB"
+    return f"{why}: {one.hidden:.0%} of a block's time is computing, attention at {one.efficient:.0%} of its best rate, {room}"
+
+
+def _candidate(spec: ModelSpec, layout: Layout, tokens: int, longest: int, efficient: float, machine: Machine, ahead: int) -> Candidate:
+    count = -(-longest // tokens)
+    made = _lists(spec, layout, tokens, min(longest, MOST_CHUNKS * tokens), machine, ahead)
+    with_, without = (_seconds(made, spec, layout, machine, moving) for moving in (True, False))
+    peak = _peak(made)
+    if count > MOST_CHUNKS:  # beyond that many, buffers grow with their number alone
+        fewer = _peak(_lists(spec, layout, tokens, MOST_CHUNKS // 2 * tokens, machine, ahead))
+        peak += (count - MOST_CHUNKS) * (peak - fewer) / (MOST_CHUNKS / 2)
+    columns = 2 * spec.width + (2 * spec.heads * spec.head_width + 3 * spec.ffn) / layout.tp
+    inside = min(tokens, longest) / (layout.ring * layout.ulysses) * columns * DTYPE_BYTES[machine.dtype]
+    return Candidate(tokens, without / with_, efficient, peak + inside)
+
+
+def _lists(spec: ModelSpec, layout: Layout, tokens: int, document: int, machine: Machine, ahead: int) -> Lists:
+    """Of rank 0, which has no fewer heads than another."""
+    at = layout.coord(0)
+    heads = len(tensor_heads(spec, layout, at)[0])
+    return lists(spec, layout, chunks.cut([document], tokens), heads, own_heads(spec, layout, at), DTYPE_BYTES[machine.dtype], ahead)
+
+
+def _peak(made: Lists) -> int:
+    return max(chunks.peak_bytes(events, made.sizes) for events in (made.forward, made.backward))
+
+
+def _seconds(made: Lists, spec: ModelSpec, layout: Layout, machine: Machine, moving: bool) -> float:
+    """Of a block's forward and backward, each until its last operation: stores go on beside the next block. Without `moving`, tiers take
+    none."""
+    known: dict[tuple, float] = {}
+
+    def seconds(event: Event) -> float:
+        queries = made.orders[event.chunk].local_tokens
+        keys = made.orders[event.keys].local_tokens if event.keys >= 0 else 0
+        what = event.kind, event.name, event.bytes, queries, keys, event.chunk == event.keys
+        if what not in known:
+            if event.kind in ("fetch", "store"):
+                known[what] = _moving(event, layout, machine) if moving else 0.0
+            else:
+                known[what] = _computing(event, queries, keys, spec, layout, machine)
+        return known[what]
+
+    def until(events: Sequence[Event]) -> float:
+        played = zip(events, chunks.timeline(events, seconds))
+        return max((end for event, (_, end) in played if event.kind in ("compute", "send")), default=0.0)
+
+    return until(made.forward) + until(made.backward)
+
+
+def _moving(event: Event, layout: Layout, machine: Machine) -> float:
+    """The disk is one for all ranks of a node."""
+    cluster = machine.cluster
+    if layout.offload == "device" or (layout.offload == "host" and machine.device_is_host):
+        return 0.0
+    if layout.offload == "host":
+        way = "to_device" if event.kind == "fetch" else "to_host"
+        return float(cluster.copy_s(f"{way} pinned both", event.bytes, beyond=True))
+    ranks = layout.world / cluster.nodes
+    return ranks * float(cluster.disk_s("read" if event.kind == "fetch" else "write", event.bytes, depth=1, mode="plain", beyond=True))
+
+
+def _computing(event: Event, queries: int, keys: int, spec: ModelSpec, layout: Layout, machine: Machine) -> float:
+    """`queries`, `keys`: tokens of a ring rank."""
+    cluster, dtype = machine.cluster, machine.dtype
+    if event.kind == "send":
+        return float(cluster.collective_s("all_to_all", event.bytes, layout.ulysses, "node", beyond=True))
+    if event.name.startswith("attend"):
+        direction, diagonal = DIRECTIONS[event.name == "attend_back"], event.chunk == event.keys
+        heads = _heads(spec, layout)
+        if diagonal and layout.ring == 1:
+            return float(cluster.attention_s(queries, keys, heads, dtype, direction, causal=True, beyond=True))
+        part = 0.5 if diagonal else 1.0
+        return part * float(cluster.attention_s(queries, keys * layout.ring, heads, dtype, direction, beyond=True))
+    rows, width, inner = queries / layout.ulysses, spec.width, spec.heads * spec.head_width / layout.tp
+    if event.name.startswith("qkv"):
+        shapes = [(width, inner + 2 * spec.kv_heads * spec.head_width / layout.tp)]
+    else:
+        ffn = spec.ffn / layout.tp
+        shapes = [(inner, width), *[(width, ffn)] * (2 if spec.gated else 1), (ffn, width)]
+    times = {"qkv": 1, "tail": 1, "tail_back": 3, "qkv_back": 2}[event.name]
+    return times * sum(float(cluster.matmul_s(rows, k, n, dtype, beyond=True)) for k, n in shapes)
+
+
+def _rate(spec: ModelSpec, layout: Layout, tokens: int, machine: Machine) -> float:
+    """Of attention of a chunk to a chunk, forward and backward, in FLOP/s."""
+    heads, sizes = _heads(spec, layout), (tokens / layout.ring, tokens)
+    flops = sum(float(attention_flops(*sizes, heads, way, causal=False)) for way in DIRECTIONS)
+    return flops / sum(float(machine.cluster.attention_s(*sizes, heads, machine.dtype, way, beyond=True)) for way in DIRECTIONS)
+
+
+def _heads(spec: ModelSpec, layout: Layout) -> Heads:
+    return Heads(*own_heads(spec, layout, layout.coord(0)), spec.head_width)
