@@ -30,7 +30,7 @@ from longshift.train.step import State, train_step
 from longshift.train.team import Team
 
 LENGTHS = ((41, 2), (23, 1, 2, 6), (17,))
-OTHERS = (("", 3), ("disk", 0), ("disk.keep-input", 3), ("host.kv-offload", 3), ("disk.kv-offload", 1), ("disk.keep-input.kv-offload", 0))
+OTHERS = (("disk", 1), ("disk.keep-input", 0), ("host.kv-offload", 3), ("disk.kv-offload", 3), ("disk.keep-input.kv-offload", 0))
 RUNS = 60
 
 
