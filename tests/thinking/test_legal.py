@@ -21,6 +21,13 @@ def only_fault(text, spec=SPEC, world=None, max_tokens=None):
     return found[0]
 
 
+def test_a_document_of_too_many_chunks():
+    assert only_fault("dp2.chunk100.disk", max_tokens=10**6) == (
+        "documents of 1000000 tokens are 10000 chunks of 100, whose pairs are too many: at most 1024, as in dp2.chunk1K.disk"
+    )
+    assert faults(SPEC, Layout.parse("chunk1K"), None, 2**20) == faults(SPEC, Layout.parse("chunk-auto"), None, 2**30) == ()
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -13,6 +13,7 @@ from longshift.errors import UsageError
 from longshift.layout.layout import AUTO, AXES, Layout
 from longshift.spec.model import ModelSpec, share
 
+MOST_CHUNKS = 1024  # of a document: the events of their pairs, half a million at this many, are lists in every rank
 _AXES = tuple(reversed(AXES))
 
 
@@ -30,6 +31,7 @@ def faults(spec: ModelSpec, layout: Layout, world: int | None, max_tokens: int |
         *_ulysses(spec, layout),
         *_pipeline(spec, layout),
         *_streaming(layout),
+        *_chunks(layout, max_tokens),
         *_length(spec, max_tokens),
     )
 
@@ -149,6 +151,14 @@ def _streaming(layout: Layout) -> Iterator[str]:
         yield f"recompute-{layout.recompute}: chunks are computed again from a block's input anyway; drop it, or say keep-input"
     if layout.kv == "offload" and layout.offload == "device":
         yield "kv-offload has nowhere to go: add host or disk"
+
+
+def _chunks(layout: Layout, max_tokens: int | None) -> Iterator[str]:
+    if layout.chunk > 0 and max_tokens is not None and (count := -(-max_tokens // layout.chunk)) > MOST_CHUNKS:
+        least = 1 << (-(-max_tokens // MOST_CHUNKS) - 1).bit_length()
+        text = replace(layout, chunk=least)
+        made = f"documents of {max_tokens} tokens are {count} chunks of {layout.chunk}"
+        yield f"{made}, whose pairs are too many: at most {MOST_CHUNKS}, as in {text}"
 
 
 def _length(spec: ModelSpec, max_tokens: int | None) -> Iterator[str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longshift.cluster.cluster import DTYPE_BYTES, Cluster, Heads, attention_flops
+from longshift.layout import legal
 from longshift.layout.heads import own_heads, tensor_heads
 from longshift.layout.layout import Layout
 from longshift.schedule import chunks
@@ -55,7 +56,7 @@ class Machine:
 
 def choose(spec: ModelSpec, layout: Layout, longest: int, machine: Machine, ahead: int = 1) -> tuple[int, str]:
     """A chunk for documents of up to `longest` tokens, and why. Raises UsageError for what the machine's profile does not know."""
-    sizes = powers(max(longest, layout.sequence), max(SMALLEST, layout.sequence))
+    sizes = powers(max(longest, layout.sequence), max(SMALLEST, layout.sequence, -(-longest // legal.MOST_CHUNKS)))
     rates = [_rate(spec, layout, tokens, machine) for tokens in sizes]
     fitting: list[Candidate] = []
     for tokens, rate in zip(sizes, rates):
