@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -109,7 +110,10 @@ def _selective(trial: Trial) -> Run:
     source = trial.source()
     model = Decoder(spec).load({p.name: source(p.name, Box.whole(p.shape)).to(dtype) for p in spec.params})
     masters = {name: weight.detach().float() for name, weight in model.weights().items()}
-    adamw = torch.optim.AdamW(list(masters.values()), fused=True)
+    decays = {decay: [masters[p.name] for p in spec.params if p.decay == decay] for decay in (True, False)}
+    groups = [{"params": decays[True], "weight_decay": trial.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=trial.betas, eps=trial.eps, fused=True)
+    updates = count()
     ops, device = Ops(spec), torch.device("cpu")
 
     def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
@@ -127,6 +131,8 @@ def _selective(trial: Trial) -> Run:
             masters[name].grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(list(masters.values()), 1.0)
+        for group in adamw.param_groups:
+            group["lr"] = trial.schedule.at(next(updates))
         adamw.step()
         with torch.no_grad():
             for name, weight in model.weights().items():
