@@ -290,6 +290,7 @@ def folder_of(model: str, place: Path) -> None:
 def test_the_example_configs_are_valid(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder_of("qwen3-0.6b", tmp_path / "Qwen3-0.6B")
+    folder_of("llama-3-8b", tmp_path / "Llama-3.1-8B")
     config = load_config(example)
     assert config.world == (4 if example.name != "continue.yaml" else 8)
 
@@ -362,7 +363,7 @@ def test_the_commands_of_the_readme_are_valid(tmp_path, monkeypatch):
 
 
 def test_the_config_and_the_layouts_of_the_readme_are_valid():
-    text, groups = readme_blocks("yaml")
+    text, groups, streamed = readme_blocks("yaml")
     words = re.findall(r"^\| (`.*?) \|", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
     layouts = [word.strip("`") for cell in words for word in cell.split(", ")]
     assert len(layouts) >= 10
@@ -371,14 +372,16 @@ def test_the_config_and_the_layouts_of_the_readme_are_valid():
     switched = parse_config(static + groups, ["data.max_len=32K"])
     assert len(switched.edges) == 2
     assert switched.switch == config.switch
+    assert parse_config(static + streamed, ["data.max_len=1M"]).edges[1].use.chunk == 64 << 10
     for layout in layouts:
         spec = replace(config.spec, layers=5)
-        assert faults(spec, Layout.parse(layout), None) == ()
+        needs = {"kv-offload": "chunk64K.host."} | dict.fromkeys(("host", "disk", "keep-input", "fpdt"), "chunk64K.")
+        assert faults(spec, Layout.parse(needs.get(layout, "") + layout), None) == ()
 
 
 def test_the_plan_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text, _ = readme_blocks("yaml")
+    text, *_ = readme_blocks("yaml")
     (tmp_path / "run.yaml").write_text(text)
     block = readme_blocks("python")[1].replace("tp16.pp2", "tp4.pp4.dp2").replace("dp4.tp2.pp4", "dp16.tp2")
     exec(block, {"ls": ls})
