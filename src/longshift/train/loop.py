@@ -41,13 +41,15 @@ def train(
     rank saves and ends the run on all. `trace`: a file for the events of the first step in which rank 0 streams. Raises LongshiftError."""
     world = World.from_environment()
     try:
-        yield from _steps(config, run, resume, stop, trace if world.rank == 0 else None, world)
+        yield from _steps(config, run, resume, stop, world, trace if world.rank == 0 else None)
         world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
     finally:
         world.close()
 
 
-def _steps(config: Config, run: Path, resume: bool, stop: Callable[[], bool], trace: Path | None, world: World) -> Iterator[StepMetrics]:
+def _steps(
+    config: Config, run: Path, resume: bool, stop: Callable[[], bool], world: World, trace: Path | None = None
+) -> Iterator[StepMetrics]:
     _fits(config, world, run)
     batches, fingerprints = _open_data(config, world)
     start, state = _begin(config, world, fingerprints, run if resume else None)
