@@ -358,7 +358,8 @@ def on_corpus(
             continue
         best_other = max(rivals, key=lambda s: chosen_by[s])
         pairs = [mine / theirs for mine, theirs in zip(own.rates[1::2], measured[best_other].rates[1::2])]
-        told[key] = {"ratio": statistics.median(pairs), "spread": spread(pairs), "to": best_other.name}
+        told[key] = {"ratio": statistics.median(pairs), "spread": spread(pairs) if len(pairs) > 1 else None, "to": best_other.name}
+        told[key] |= {"chosen_by_tokens_per_s": [chosen_by[fastest], chosen_by[best_other]]}
     return rows, told
 
 

@@ -14,14 +14,12 @@ from longshift.schedule.chunks import cut, orders, reach
 from longshift.schedule.sequence import PADDING, token_order
 from longshift.spec.model import ModelSpec
 
-NOTHING = Document(np.zeros(1, np.int64), np.full(1, IGNORE))
-
 
 class ChunkedPack:
     """A pack in chunks of `layout.chunk` tokens, as one rank sees it. A chunk's tensors are made when they are asked for."""
 
     def __init__(self, spec: ModelSpec, documents: Sequence[Document], layout: Layout, rank: int, dtype: torch.dtype, device: torch.device):
-        self.documents = documents or [NOTHING]
+        self.documents = documents or [_nothing()]
         self.how = (layout, rank, dtype, device)
         self.spec = spec
         self.chunks = cut([len(d.ids) for d in self.documents], layout.chunk)
@@ -57,7 +55,7 @@ def micro_batch(
     coordinate see the same tokens between `enter` and `leave` and a contiguous share of them elsewhere. No documents: one token without a
     target. `starts`: where each document begins in the one that it is a piece of."""
     at = layout.coord(rank)
-    documents = documents or [NOTHING]
+    documents = documents or [_nothing()]
     order = token_order([len(d.ids) for d in documents], layout.ring, layout.ulysses * layout.tp)
     index, positions = order.index(at.ring), order.positions(at.ring)
     if starts is not None:
@@ -70,3 +68,8 @@ def micro_batch(
     own = len(tokens_T) // layout.tp
     rotary = rotary_table(spec.rope, spec.head_width, positions_T, dtype) if spec.rope else None
     return MicroBatch(tokens_T, labels_T, positions_T[at.tp * own : (at.tp + 1) * own], rotary, order)
+
+
+def _nothing() -> Document:
+    """One token without a target."""
+    return Document(np.zeros(1, np.int64), np.full(1, IGNORE))
