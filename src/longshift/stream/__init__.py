@@ -1,1 +1,1 @@
-"""Streaming: sequences that no device holds at once."""
+"""What waits for its backward: recomputation, tiers of memory, and sequences in chunks."""

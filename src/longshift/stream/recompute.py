@@ -77,7 +77,7 @@ def fetch(held: Sequence[Segment], tier: Tier) -> None:
 def backward(held: list[Segment], grad: Tensor, micro: MicroBatch, ops: Ops, tier: Tier | None = None) -> Tensor | None:
     """Gradient of the unit's input (None for tokens); leaves the weights' gradients on them and empties `held`."""
     while held:
-        segment = held.pop()
+        segment, fetched = held.pop(), None
         if tier is not None and segment.stored is not None:
             fetched = (segment.arriving or tier.fetch(segment.stored))()
             segment.x = fetched[0].detach().requires_grad_()
@@ -87,7 +87,7 @@ def backward(held: list[Segment], grad: Tensor, micro: MicroBatch, ops: Ops, tie
             return None
         assert segment.x.grad is not None
         grad = segment.x.grad
-        if tier is not None and segment.stored is not None:
+        if fetched is not None and tier is not None:
             tier.recycle(fetched)
             tier.drop(segment.stored)
     return grad

@@ -134,7 +134,7 @@ class DeviceTier(Tier):
 
 @dataclass
 class _Stored:
-    """An object on disk. Mutable: `sums` are known once it is written."""
+    """An object on disk. Mutable: `reading` is its last fetch. `written` gives the CRC."""
 
     start: int
     size: int

@@ -196,9 +196,9 @@ class Worker:
             if between is not None:
                 between()
             self._need(unit, following=units[i - 1 : i] if i else ())
-            accumulate = partial(self._accumulate, unit)
             if isinstance(micro, ChunkedPack):
-                loss = self._streamed.backward(self.modules[unit], unit, number, micro, self.seed, accumulate)
+                added = partial(self._collect, unit, self.copies.accumulate)
+                loss = self._streamed.backward(self.modules[unit], unit, number, micro, self.seed, added)
                 if loss is not None and self.at.tp == 0:
                     self.loss += loss
             else:
@@ -206,20 +206,18 @@ class Worker:
                     recompute.fetch(held[-2], self.tier)
                 assert grad is not None
                 grad = recompute.backward(held.pop(), grad, micro, self.ops, self.tier)
-                accumulate()
-            if unit in self.copies.units and (last or self.layout.zero >= 2):
-                self.copies.reduce(unit)
+            self._collect(unit, self.copies.reduce if last or self.layout.zero >= 2 else self.copies.accumulate)
             self._done(unit)
         if isinstance(micro, ChunkedPack):
             return self._streamed.leave(units[0], "g", number, micro) if units[0] else None
         return grad
 
-    def _accumulate(self, unit: int) -> None:
-        """Gradients that a backward of `unit` left on weights, to their sums."""
+    def _collect(self, unit: int, take: Callable[[int], None]) -> None:
+        """Gradients that a backward of `unit` left on weights: shared ones to their sums, its own wherever `take` brings them."""
         for tied in self.tied if unit in (0, self.spec.layers + 1) else ():
             self.copies.accumulate(tied)
         if unit in self.copies.units:
-            self.copies.accumulate(unit)
+            take(unit)
 
     @property
     def _streamed(self) -> Streamed:
