@@ -23,6 +23,7 @@ from longshift.dist.world import World
 from longshift.layout import placement
 from longshift.layout.placement import Bucket
 from longshift.model import decoder
+from longshift.model.attention import Attention
 from longshift.model.decoder import Head, MicroBatch, Unit
 from longshift.model.loss import IGNORE
 from longshift.parallel import ring, ulysses
@@ -36,7 +37,7 @@ from longshift.state.home import Home, Shard
 from longshift.state.optimizer import Optimizer
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
-from longshift.stream.block import _Play
+from longshift.stream.block import Streamed, _Play
 from longshift.stream.tiers import DiskTier, Tensors
 from longshift.switch.plan import Move, Plan
 from longshift.train import build
@@ -133,7 +134,7 @@ def _micro_batches(patch: Patch, change: Callable[[MicroBatch], MicroBatch]) -> 
 def no_document_mask(patch: Patch) -> None:
     """The documents of a pack attend to each other."""
     right = decoder.PackedAttention
-    one_run = lambda q, k, v, lengths, scale: right.apply(q, k, v, (sum(lengths),), scale)  # noqa: E731
+    one_run = lambda q, k, v, lengths, attention: right.apply(q, k, v, (sum(lengths),), attention)  # noqa: E731
     patch.setattr(decoder, "PackedAttention", SimpleNamespace(apply=one_run))
 
 
@@ -428,19 +429,19 @@ def ring_last_step_dropped(patch: Patch) -> None:
 
 def ring_keys_for_values(patch: Patch) -> None:
     """Keys and values that have travelled change places."""
-    flash, backward = ring.flash, ring.flash_backward
+    piece, backward = Attention.piece, Attention.backward
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        return flash(q, k, v, causal, scale) if causal else flash(q, v, k, causal, scale)
+    def wrong(self: Attention, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        return piece(self, q, k, v, causal) if causal else piece(self, q, v, k, causal)
 
-    def wrong_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def wrong_backward(self: Attention, grad, q, k, v, out, lse, causal: bool) -> Sequence[Tensor]:
         if causal:
-            return backward(grad, q, k, v, out, lse, causal, scale)
-        dq, dv, dk = backward(grad, q, v, k, out, lse, causal, scale)
+            return backward(self, grad, q, k, v, out, lse, causal)
+        dq, dv, dk = backward(self, grad, q, v, k, out, lse, causal)
         return dq, dk, dv
 
-    patch.setattr(ring, "flash", wrong)
-    patch.setattr(ring, "flash_backward", wrong_backward)
+    patch.setattr(Attention, "piece", wrong)
+    patch.setattr(Attention, "backward", wrong_backward)
 
 
 # ---- streaming
@@ -461,22 +462,22 @@ def _reach(patch: Patch, change: Callable[[int, int], int]) -> None:
 
 def streamed_scores_scaled_twice(patch: Patch) -> None:
     """Scores are divided by the square root of the head width before the kernel, which divides again."""
-    init = _Play.__init__
+    init = Streamed.__init__
 
-    def wrong(self: _Play, *arguments) -> None:
+    def wrong(self: Streamed, *arguments) -> None:
         init(self, *arguments)
-        self.scale **= 2
+        self.ops.attention = replace(self.ops.attention, scale=self.ops.attention.scale**2)
 
-    patch.setattr(_Play, "__init__", wrong)
+    patch.setattr(Streamed, "__init__", wrong)
 
 
 def uniform_attention_to_earlier_chunks(patch: Patch) -> None:
     """All scores of keys from earlier chunks are equal."""
-    flash, backward = ring.flash, ring.flash_backward
+    piece, backward = Attention.piece, Attention.backward
     blind = lambda q, causal: q if causal else torch.zeros_like(q)  # noqa: E731
-    patch.setattr(ring, "flash", lambda q, k, v, causal, scale: flash(blind(q, causal), k, v, causal, scale))
+    patch.setattr(Attention, "piece", lambda self, q, k, v, causal: piece(self, blind(q, causal), k, v, causal))
     patch.setattr(
-        ring, "flash_backward", lambda grad, q, k, v, o, lse, causal, scale: backward(grad, blind(q, causal), k, v, o, lse, causal, scale)
+        Attention, "backward", lambda self, grad, q, k, v, o, lse, causal: backward(self, grad, blind(q, causal), k, v, o, lse, causal)
     )
 
 

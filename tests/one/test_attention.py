@@ -1,12 +1,20 @@
 """The attention kernels against the definition, as the whole and as parts of a larger attention."""
 
+import re
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshift.model.attention import PackedAttention, flash, flash_backward, match_heads, merge, reference, reference_backward
+from longshift.cluster.cluster import Heads
+from longshift.model import kernels as kernels_module
+from longshift.model.attention import Attention, PackedAttention, match_heads, merge
+from longshift.model.kernels import FLASH, Kernel, choose, flash, flash_backward, reference, reference_backward
 
+CPU = torch.device("cpu")
 HEAD = 16
 SCALE = HEAD**-0.5
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -129,6 +137,48 @@ def test_a_part_with_its_own_out_and_lse_or_a_shifted_diagonal_is_noticed():
     assert worst([own[1]], [expected[3][40:]]) > 1e-3
 
 
+def slower(kernel: Kernel, seconds: float) -> Kernel:
+    def forward(*arguments) -> tuple[Tensor, Tensor]:
+        time.sleep(seconds)
+        return kernel.forward(*arguments)
+
+    return replace(kernel, name="slower", forward=forward)
+
+
+def absent(*arguments) -> tuple[Tensor, Tensor]:
+    raise RuntimeError("no such kernel here. And a long story.")
+
+
+def alone_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """As exact as bf16 inputs, but not as the float32 of the others."""
+    out, lse = flash(q.bfloat16(), k.bfloat16(), v.bfloat16(), causal, scale)
+    return out.to(q.dtype), lse
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_the_fastest_kernel_that_is_legal_and_exact_enough_is_chosen(turn, monkeypatch):
+    monkeypatch.setattr(kernels_module, "TIMED_TOKENS", 256)
+    others = [slower(FLASH, 0.2), replace(FLASH, name="absent", forward=absent), replace(FLASH, name="rough", forward=alone_forward)]
+    given = [*others[turn:], FLASH, *others[:turn]]
+    kernel, why = choose(given, Heads(4, 2, 16), torch.float32, CPU, lambda seconds: seconds)
+    assert kernel is FLASH
+    assert "absent no such kernel here" in why
+    assert "rough not for pieces, or not exact enough" in why
+    assert re.search(r"slower [\d.]+ ms", why)
+
+
+def test_the_slowest_rank_decides_which_kernel_all_take(monkeypatch):
+    monkeypatch.setattr(kernels_module, "TIMED_TOKENS", 256)
+    other = slower(FLASH, 0.2)
+    ranks = [9.0, 0.0]
+    kernel, _ = choose([FLASH, other], Heads(4, 2, 16), torch.float32, CPU, lambda own: own.maximum(own.new_tensor(ranks)))
+    assert kernel is other
+
+
+def test_on_a_cpu_there_is_nothing_to_choose():
+    assert choose(kernels_module.kernels(CPU), Heads(4, 2, 16), torch.bfloat16, CPU, lambda seconds: seconds)[0] is FLASH
+
+
 LENGTHS = (5, 1, 37, 64, 2)
 
 
@@ -136,7 +186,7 @@ def packed(lengths=LENGTHS, scale: float = SCALE, shift: int = 0) -> float:
     """Worst difference of PackedAttention from each document alone; the arguments make mutants."""
     given = inputs(sum(LENGTHS), sum(LENGTHS), 6, 2)
     leaves = [t.requires_grad_() for t in given[:3]]
-    out = PackedAttention.apply(*(t.roll(shift, 0) if i else t for i, t in enumerate(leaves)), lengths, scale)
+    out = PackedAttention.apply(*(t.roll(shift, 0) if i else t for i, t in enumerate(leaves)), lengths, Attention(FLASH, scale))
     found = (out.detach(), *torch.autograd.grad(out, leaves, given[3]))  # pyright: ignore
     alone = [definition(*pieces, causal=True, scale=SCALE) for pieces in zip(*(t.detach().split(LENGTHS) for t in given))]
     expected = [torch.cat(parts) for parts in zip(*alone)]
@@ -167,7 +217,7 @@ def test_mutants_of_packed_attention_are_noticed(mutant):
 def test_packed_attention_passes_gradcheck():
     q, k, v, _ = inputs(9, 9, 4, 2)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda *t: PackedAttention.apply(*t, (4, 1, 4), SCALE), leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *t: PackedAttention.apply(*t, (4, 1, 4), Attention(FLASH, SCALE)), leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +231,7 @@ def test_heads_that_do_not_divide_evenly(queries, keys):
     only[:, mine] = grad[:, mine]
     expected = definition(q, k, v, only, True, SCALE)
     leaves = [t.detach().requires_grad_() for t in (q[:, mine], k[:, keys.start : keys.stop], v[:, keys.start : keys.stop])]
-    out = PackedAttention.apply(leaves[0], *match_heads(leaves[1], leaves[2], queries, keys, 3), (23,), SCALE)
+    out = PackedAttention.apply(leaves[0], *match_heads(leaves[1], leaves[2], queries, keys, 3), (23,), Attention(FLASH, SCALE))
     dq, dk, dv = torch.autograd.grad(out, leaves, grad[:, mine])  # pyright: ignore
     held = slice(keys.start, keys.stop)
     found = (out.detach(), dq, dk, dv)  # pyright: ignore

@@ -17,7 +17,8 @@ from longshift.cluster.cluster import Cluster, Heads
 from longshift.cluster.curves import Axis, Curve
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
-from longshift.profile import attention, backends, compute, copies, disk, links, machine, plots, run
+from longshift.model import kernels
+from longshift.profile import attention, compute, copies, disk, links, machine, plots, run
 from longshift.profile.bench import FEWEST, MOST, Bench, Plan, curve_of
 from longshift.profile.report import rate, show, si
 
@@ -134,7 +135,7 @@ def test_short_operations_are_repeated_inside_one_timing():
 
 
 def test_kernels_of_this_machine():
-    found = {(k.name, name): backends.probe(k, dtype, name, CPU) for k in backends.kernels(CPU) for name, dtype in compute.DTYPES.items()}
+    found = {(k.name, name): kernels.probe(k, dtype, name, CPU) for k in attention.kernels(CPU) for name, dtype in compute.DTYPES.items()}
     assert found["flash", "float32"].legal
     assert found["flash", "bf16"].legal
     assert found["flash", "float32"].forward_error < 1e-6 < found["flash", "bf16"].forward_error < 1e-2
@@ -145,7 +146,7 @@ def test_kernels_of_this_machine():
 
 
 def test_a_kernel_that_forgets_the_global_log_sum_exp_is_not_legal():
-    good = backends.kernels(CPU)[0]
+    good = kernels.FLASH
 
     def forgetful(grad, q, k, v, out, lse, causal, scale):
         return good.backward(grad, q, k, v, *good.forward(q, k, v, causal, scale), causal, scale)
@@ -159,10 +160,10 @@ def test_a_kernel_that_forgets_the_global_log_sum_exp_is_not_legal():
         return 2 * out, lse
 
     def silent(q, k, v, causal, scale):
-        return backends._batched(q, k, v)[0].new_zeros(q.shape), None
+        return kernels._batched(q, k, v)[0].new_zeros(q.shape), None
 
     verdicts = [
-        backends.probe(replace(good, **change), torch.float32, "float32", CPU)
+        kernels.probe(replace(good, **change), torch.float32, "float32", CPU)
         for change in ({}, {"backward": forgetful}, {"forward": base_two}, {"forward": doubled}, {"forward": silent, "backward": None})
     ]
     assert [verdict.legal for verdict in verdicts] == [True, False, False, False, False]

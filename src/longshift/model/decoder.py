@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longshift.model.attention import PackedAttention, match_heads
+from longshift.model.attention import Attention, PackedAttention, match_heads
+from longshift.model.kernels import FLASH, Kernel
 from longshift.model.loss import CrossEntropySum, alone
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.model import ModelSpec, Rope
@@ -42,8 +43,8 @@ class MicroBatch:
 class Ops:
     """What a layout changes, as it is for one process: nothing moves."""
 
-    def __init__(self, spec: ModelSpec):
-        self.spec = spec
+    def __init__(self, spec: ModelSpec, kernel: Kernel = FLASH):
+        self.spec, self.attention = spec, Attention(kernel, spec.head_width**-0.5)
         self.heads, self.kv_heads = range(spec.heads), range(spec.kv_heads)
         self.vocab_first = 0
 
@@ -59,7 +60,7 @@ class Ops:
         """Attention of every document to itself: [T, N, H]."""
         q, k, v = self.to_heads(q_TNH, k_TKH, v_TKH)
         lengths = tuple(run.length for run in micro.order.runs(0))
-        return self.to_tokens(PackedAttention.apply(q, k, v, lengths, self.spec.head_width**-0.5))  # pyright: ignore[reportArgumentType]
+        return self.to_tokens(PackedAttention.apply(q, k, v, lengths, self.attention))  # pyright: ignore[reportArgumentType]
 
     def to_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What attention works on: the heads that this rank attends with, key/value heads such that they divide its query heads."""

@@ -23,21 +23,28 @@ import torch
 from torch import Tensor
 
 from longshift.dist.collectives import Group, Pending
-from longshift.model.attention import flash, flash_backward, merge
+from longshift.model.attention import Attention, merge
 from longshift.schedule.sequence import PADDING, Run, TokenOrder
 
 Pair = tuple[slice, slice, bool]  # local queries, the sender's local keys, whether the mask is causal
 
 
 def forward_into(
-    out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, pairs_of: Callable[[int], Sequence[Pair]], scale: float, group: Group, first: bool
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    pairs_of: Callable[[int], Sequence[Pair]],
+    attention: Attention,
+    group: Group,
+    first: bool,
 ) -> None:
     """Fold the attention of q [L, N, H] to the keys and values kv [2, L, K, H] of all ranks into `out` [L, N, H] and `lse` [L, N], in at
     least float32. `pairs_of(i)`: what there is to do with those of the i-th rank; the own ones reach every query where `first`."""
     for step in range(group.size):
         pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
         for queries, keys, causal in pairs_of((group.index - step) % group.size):
-            merge(out[queries], lse[queries], *flash(q[queries], kv[0, keys], kv[1, keys], causal, scale), first=first and step == 0)
+            merge(out[queries], lse[queries], *attention.piece(q[queries], kv[0, keys], kv[1, keys], causal), first=first and step == 0)
         pending.wait()
         kv = following
 
@@ -51,7 +58,7 @@ def backward_into(
     o: Tensor,
     lse: Tensor,
     pairs_of: Callable[[int], Sequence[Pair]],
-    scale: float,
+    attention: Attention,
     group: Group,
 ) -> None:
     """Add the gradients of q and of this rank's kv, for the global `o` and `lse`, to `dq` and `dkv`, both in at least float32."""
@@ -60,7 +67,7 @@ def backward_into(
         pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
         here = torch.zeros_like(dkv) if group.size > 1 else dkv
         for queries, keys, causal in pairs_of((group.index - step) % group.size):
-            parts = flash_backward(grad[queries], q[queries], kv[0, keys], kv[1, keys], o[queries], lse[queries], causal, scale)
+            parts = attention.backward(grad[queries], q[queries], kv[0, keys], kv[1, keys], o[queries], lse[queries], causal)
             for total, part in zip((dq[queries], here[0, keys], here[1, keys]), parts):
                 total += part
         if group.size == 1:
@@ -74,16 +81,16 @@ def backward_into(
 
 
 class RingAttention(torch.autograd.Function):
-    """apply(q [L, N, H], k [L, K, H], v [L, K, H], order, scale, group) -> o [L, N, H] for this rank's L tokens of the pack."""
+    """apply(q [L, N, H], k [L, K, H], v [L, K, H], order, attention, group) -> o [L, N, H] for this rank's L tokens of the pack."""
 
     @staticmethod
-    def forward(ctx, q, k, v, order: TokenOrder, scale: float, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, q, k, v, order: TokenOrder, attention: Attention, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]
         wide = torch.promote_types(q.dtype, torch.float32)
         out, lse = torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide)
-        forward_into(out, lse, q, torch.stack((k, v)), partial(pairs, order, group.index), scale, group, first=True)
+        forward_into(out, lse, q, torch.stack((k, v)), partial(pairs, order, group.index), attention, group, first=True)
         o = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.order, ctx.scale, ctx.group = order, scale, group
+        ctx.order, ctx.attention, ctx.group = order, attention, group
         return o
 
     @staticmethod
@@ -91,7 +98,7 @@ class RingAttention(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         wide, kv = torch.promote_types(q.dtype, torch.float32), torch.stack((k, v))
         dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
-        backward_into(dq, dkv, grad, q, kv, o, lse, partial(pairs, ctx.order, ctx.group.index), ctx.scale, ctx.group)
+        backward_into(dq, dkv, grad, q, kv, o, lse, partial(pairs, ctx.order, ctx.group.index), ctx.attention, ctx.group)
         return dq.to(q.dtype), *dkv.to(k.dtype).unbind(), None, None, None
 
 

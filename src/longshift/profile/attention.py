@@ -10,9 +10,10 @@ from torch import Tensor
 
 from longshift.cluster.cluster import Backend, Heads, attention_flops
 from longshift.cluster.curves import Axis, Curve
-from longshift.profile.backends import Kernel, gradients, kernels, probe
+from longshift.model.kernels import CUDNN, FLASH, MATH, VARLEN, Kernel, gradients, probe
 from longshift.profile.bench import Bench, Plan, Run
 from longshift.profile.compute import DTYPES, noise
+from longshift.profile.flex import flex
 
 HEADS = (Heads(8, 2, 64), Heads(32, 8, 128))
 TOKENS = {  # (device, quick): lengths on the diagonal; queries and keys of full pieces
@@ -27,6 +28,11 @@ MOST_FLOPS = {("cpu", True): 6e9, ("cpu", False): 1.2e10, ("cuda", True): 2e13, 
 def dtypes(device: torch.device) -> dict[str, torch.dtype]:
     """Fused kernels of GPUs take 16-bit numbers only."""
     return DTYPES if device.type == "cpu" else {"bf16": torch.bfloat16}
+
+
+def kernels(device: torch.device) -> tuple[Kernel, ...]:
+    """All that are tried."""
+    return FLASH, CUDNN, VARLEN, flex(device), MATH
 
 
 def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[str, Curve]]:

@@ -132,7 +132,6 @@ class _Play:
         self.stream, self.module, self.unit, self.number, self.pack = stream, module, unit, number, pack
         self.added, self.seed = added, seed
         self.ops, self.tier, self.orders = stream.ops, stream.tier, stream.lists(pack).orders
-        self.scale = stream.spec.head_width**-0.5
         self.live: dict[chunks.Buffer, Any] = {}
         self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
         self.total: Tensor | None = None
@@ -231,7 +230,7 @@ class _Play:
             wide = torch.promote_types(q.dtype, torch.float32)
             self.live["o", c] = (torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide))
         out, lse = self.live["o", c]
-        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.scale, self.stream.ring, first=c == j)
+        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.stream.ring, first=c == j)
         if j == (c - 1 if self.pack.sees[c] < c else c):
             self.live["o", c] = (out.to(q.dtype), lse)
 
@@ -267,7 +266,7 @@ class _Play:
             if buffer not in event.reads and buffer not in self.live:
                 self.live[buffer] = (torch.zeros_like(like, dtype=wide),)
         dq, dkv = self._one("dq", c), self._one("dkv", j)
-        ring.backward_into(dq, dkv, self._one("do", c), q, kv, o, lse, self._pairs(c, j), self.scale, self.stream.ring)
+        ring.backward_into(dq, dkv, self._one("do", c), q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.stream.ring)
 
     def to_heads_back(self, event: Event) -> None:
         c = event.chunk

@@ -15,6 +15,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.model.attention import match_heads
 from longshift.model.decoder import MicroBatch, Ops, build_unit
+from longshift.model.kernels import Kernel
 from longshift.parallel import pipeline, tensor, ulysses
 from longshift.parallel.ring import RingAttention
 from longshift.schedule.chunks import StreamOptions
@@ -41,8 +42,8 @@ def prepare(world: World, spec: ModelSpec, layout: Layout) -> None:
 class LayoutOps(Ops):
     """The seams under a layout. Outermost first: tensor parallel around whole halves of a block, then Ulysses, then the ring."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, world: World):
-        super().__init__(spec)
+    def __init__(self, spec: ModelSpec, layout: Layout, world: World, kernel: Kernel):
+        super().__init__(spec, kernel)
         at = layout.coord(world.rank)
         self.tp, self.ulysses, self.ring = (world.group(layout.ranks(axis, of=world.rank)) for axis in ("tp", "ulysses", "ring"))
         self.heads, self.kv_heads = tensor_heads(spec, layout, at)
@@ -68,7 +69,7 @@ class LayoutOps(Ops):
         if self.ring.size == 1:
             return super().attend(q_TNH, k_TKH, v_TKH, micro)
         qkv = self.to_heads(q_TNH, k_TKH, v_TKH)
-        return self.to_tokens(RingAttention.apply(*qkv, micro.order, self.spec.head_width**-0.5, self.ring))  # pyright: ignore
+        return self.to_tokens(RingAttention.apply(*qkv, micro.order, self.attention, self.ring))  # pyright: ignore
 
     def to_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.ulysses.size == 1:
@@ -86,10 +87,12 @@ class Worker:
     """One rank of a layout, after `prepare`: forward and backward of packs with `copies`, their gradients to home. Mutable: graphs that
     wait for their backward."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision, options: StreamOptions):
+    def __init__(
+        self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision, options: StreamOptions, kernel: Kernel
+    ):
         self.spec, self.layout, self.world, self.copies, self.precision = spec, layout, world, copies, precision
         self.at = layout.coord(world.rank)
-        self.ops = LayoutOps(spec, layout, world)
+        self.ops = LayoutOps(spec, layout, world, kernel)
         self.chunks = layout.units_of(spec.layers, self.at.pp)
         self.modules = {unit: build_unit(spec, unit) for chunk in self.chunks for unit in chunk}
         for module in self.modules.values():

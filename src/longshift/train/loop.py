@@ -62,6 +62,8 @@ def _steps(
         config.switch.options,
         config.stream.options(run),
     )
+    if world.rank == 0 and world.device.type != "cpu":
+        print(f"longshift: attention by {team.kernel.name}: {team.why_kernel}", file=sys.stderr)
     recorder = Recorder() if trace else None
     team.record(recorder)
     for step in range(start + 1, config.train.steps + 1):

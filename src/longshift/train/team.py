@@ -7,9 +7,14 @@ backward ends differs from rank to rank, so each first posts all exchanges that 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+import torch.distributed as dist
+
+from longshift.cluster.cluster import Heads
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
+from longshift.model.kernels import choose, kernels
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
@@ -59,6 +64,9 @@ class Team:
         self.itinerary = Itinerary(
             spec, edges, assumed(world.per_node), precision.compute.itemsize, precision.home.itemsize, options, home_cut
         )
+        heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
+        slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
+        self.kernel, self.why_kernel = choose(kernels(world.device), heads, precision.compute, world.device, slowest)
         self.workers: dict[Layout, Worker] = {}
         self.stop_of: dict[Layout, Stop] = {}
         stops: dict[Cut, Stop] = {}
@@ -67,7 +75,7 @@ class Team:
             if cut not in stops:
                 stops[cut] = Stop(spec, cut, world, home, precision)
             self.stop_of[layout] = stops[cut]
-            self.workers[layout] = Worker(spec, layout, world, stops[cut].copies, precision, stream)
+            self.workers[layout] = Worker(spec, layout, world, stops[cut].copies, precision, stream, self.kernel)
         self.everyone = tuple(range(edges[0].use.world))
         world.prepare([self.everyone], "switch")
         self.switches = Switches(self.itinerary, home, world, self.everyone, precision)

@@ -1,0 +1,242 @@
+"""Attention kernels of torch: which run here, what they return, how exact and how fast they are.
+
+Ring attention and streaming need two things of a kernel beside speed: the log-sum-exp of the scores, and a backward that takes the
+output and log-sum-exp of a *larger* attention, of which the keys at hand are a part.
+
+Shapes: q [T, N, H], k and v [S, K, H], out [T, N, H], lse [T, N], float32 (float64 for float64); K divides N. `causal` takes as many keys
+as queries.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+from longshift.cluster.cluster import Backend, Heads
+
+aten = torch.ops.aten
+HEADS = Heads(8, 2, 64)
+TOKENS = 256
+TIMED_TOKENS = 4096
+WRONG = 0.05  # a relative error above this is no rounding
+SECONDS = 0.05  # of timing, a kernel and direction
+
+Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, causal, scale) -> (out, lse)
+Backward = Callable[..., Sequence[Tensor]]  # (grad, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`backward(grad, q, k, v, out, lse, causal, scale)`: None where only autograd can go back through `forward`."""
+
+    name: str
+    forward: Forward
+    backward: Backward | None
+    most_scores: int = 2**62  # query heads x queries x keys that fit in memory
+
+
+def probe(kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, heads: Heads = HEADS) -> Backend:
+    """Run a kernel on small inputs against its definition in float64. `name` of the dtype."""
+    grad, q, k, v = _inputs(TOKENS, 2 * TOKENS, heads, dtype, device)
+    scale, part = heads.width**-0.5, slice(TOKENS)
+    own, exact = (grad, q, k[part], v[part]), [t.double() for t in (grad, q, k, v)]
+    whole = _math(exact[1], exact[2], exact[3], False, scale)
+    diagonal = _math(exact[1], exact[2][part], exact[3][part], True, scale)
+    try:
+        out, lse = kernel.forward(*own[1:], True, scale)
+        forward_error = _error([out], [diagonal[0]])
+        has_lse = lse is not None and lse.shape == diagonal[1].shape and _error([lse], [diagonal[1]]) < WRONG
+        expected = _math_backward(exact[0], exact[1], exact[2][part], exact[3][part], *diagonal, True, scale)
+        backward_error = _error(gradients(kernel, *own, True, scale)(), expected)
+        global_lse = False
+        if kernel.backward and lse is not None and has_lse:
+            expected = _math_backward(exact[0], exact[1], exact[2][part], exact[3][part], *whole, False, scale)
+            taken = kernel.backward(*own, whole[0].to(dtype), whole[1].to(lse.dtype), False, scale)
+            global_lse = _error(taken, expected) < WRONG
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as fault:
+        reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
+        return Backend(kernel.name, name, why_not=reason.split(". ")[0].rstrip("."))
+    if not (forward_error < WRONG and backward_error < WRONG):
+        return Backend(kernel.name, name, f"wrong: {forward_error:.1e} forward, {backward_error:.1e} backward")
+    return Backend(kernel.name, name, "", has_lse, global_lse, forward_error, backward_error)
+
+
+def gradients(kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Callable[[], Sequence[Tensor]]:
+    """What computes (dq, dk, dv), forward done."""
+    if kernel.backward is not None:
+        out, lse = kernel.forward(q, k, v, causal, scale)
+        assert lse is not None, f"{kernel.name} has a backward of its own, but no log-sum-exp"
+        backward = kernel.backward
+        return lambda: backward(grad, q, k, v, out, lse, causal, scale)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, _ = kernel.forward(*leaves, causal, scale)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def choose(
+    candidates: Sequence[Kernel], heads: Heads, dtype: torch.dtype, device: torch.device, slowest: Callable[[Tensor], Tensor]
+) -> tuple[Kernel, str]:
+    """The fastest of those that are legal for pieces here and at most twice as wrong as the most exact one, and the reason in words.
+    `slowest`: the largest of every number over all ranks, for one choice on all."""
+    if len(candidates) == 1:
+        return candidates[0], "the only one here"
+    verdicts = [probe(kernel, dtype, str(dtype), device, heads) for kernel in candidates]
+    most = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
+    usable = [v.legal and all(error <= limit for error, limit in zip(_errors(v), most)) for v in verdicts]
+    own = [_seconds(kernel, heads, dtype, device) if fits else float("inf") for kernel, fits in zip(candidates, usable)]
+    seconds = slowest(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
+    told = (
+        f"{k.name} {s * 1e3:.3g} ms" if s < float("inf") else f"{k.name} {v.why_not or 'not for pieces, or not exact enough'}"
+        for k, s, v in zip(candidates, seconds, verdicts)
+    )
+    return candidates[seconds.index(min(seconds))], f"{TIMED_TOKENS} queries and keys, forward and backward: {', '.join(told)}"
+
+
+def _seconds(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device) -> float:
+    """Of a piece's forward and backward; infinite where it fails."""
+    grad, q, k, v = _inputs(TIMED_TOKENS, TIMED_TOKENS, heads, dtype, device)
+    scale = heads.width**-0.5
+    try:
+        there = partial(kernel.forward, q, k, v, False, scale)
+        back = gradients(kernel, grad, q, k, v, False, scale)
+        return sum(Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=SECONDS).median for run in (there, back))
+    except RuntimeError:
+        return float("inf")
+
+
+def _inputs(queries: int, keys: int, heads: Heads, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Gradient, q, k and v."""
+    make = torch.Generator().manual_seed(0)
+    shapes = ((queries, heads.query), (queries, heads.query), (keys, heads.key), (keys, heads.key))
+    return [torch.randn(*shape, heads.width, generator=make).to(device, dtype) for shape in shapes]
+
+
+def _errors(verdict: Backend) -> list[float]:
+    """Forward and backward; infinite where it does not run."""
+    return [float("inf") if error is None else error for error in (verdict.forward_error, verdict.backward_error)]
+
+
+def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Largest relative difference; infinite where it is not a number."""
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected)]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def _batched(*tensors: Tensor) -> Any:
+    """[T, N, H] -> [1, N, T, H]"""
+    return [t.transpose(0, 1).unsqueeze(0) for t in tensors]
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.squeeze(0).transpose(0, 1)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """On a GPU 16-bit numbers only have a fused kernel; others go by the definition."""
+    q, k, v = _batched(q, k, v)
+    if q.device.type == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    elif q.dtype in (torch.float16, torch.bfloat16):
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    else:
+        out, lse = reference(q, k, v, causal, scale)
+    return _flat(out), _flat(lse)
+
+
+def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
+    grad, q, k, v, out, lse = _batched(grad, q, k, v, out, lse)
+    if q.device.type == "cpu":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    elif q.dtype in (torch.float16, torch.bfloat16):
+        seed = torch.empty(0, dtype=torch.uint64, device=q.device)
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed, scale=scale
+        )
+    else:
+        grads = reference_backward(grad, q, k, v, out, lse, causal, scale)
+    return [_flat(g) for g in grads[:3]]
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention by its definition, [1, N, T, H]."""
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp() @ _per_query_head(v, q), lse
+
+
+def reference_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by their definition, for a global `out` and `lse`."""
+    p = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
+    ds = p * (grad @ _per_query_head(v, q).mT - (grad * out).sum(-1, keepdim=True)) * scale
+    groups = (1, k.shape[1], q.shape[1] // k.shape[1], k.shape[2], k.shape[3])
+    dk, dv = ((t.mT @ other).view(groups).sum(2) for t, other in ((ds, q), (p, grad)))
+    return ds @ _per_query_head(k, q), dk, dv
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = q @ _per_query_head(k, q).mT * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    return scores
+
+
+def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
+    return k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    q, k, v = _batched(q, k, v)
+    out, lse = reference(q, k, v, causal, scale)
+    return _flat(out), _flat(lse)
+
+
+def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
+    grad, q, k, v, out = _batched(grad, q, k, v, out)
+    return [_flat(t) for t in reference_backward(grad, q, k, v, out, lse.transpose(0, 1).unsqueeze(0), causal, scale)]
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_cudnn_attention(*_batched(q, k, v), None, True, 0.0, causal, False, scale=scale)[:2]
+    return _flat(out), _flat(lse.reshape(1, q.shape[1], q.shape[0]))
+
+
+def _cudnn_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequence[Tensor]:
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    lse = lse.transpose(0, 1).unsqueeze(0).unsqueeze(-1).contiguous()
+    none = (None, None, None, q.shape[0], k.shape[0], 0.0)  # no bias, no lengths
+    grads = aten._scaled_dot_product_cudnn_attention_backward(*_batched(grad, q, k, v, out), lse, seed, seed, *none, causal, scale=scale)
+    return [_flat(t) for t in grads]
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    ends = (_ends(q), _ends(k), q.shape[0], k.shape[0])
+    out, lse = aten._flash_attention_forward(q, k, v, *ends, 0.0, causal, False, scale=scale)[:2]
+    return out, lse.reshape(q.shape[1], q.shape[0]).t()
+
+
+def _varlen_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequence[Tensor]:
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    ends = (_ends(q), _ends(k), q.shape[0], k.shape[0])
+    lse = lse.t().contiguous()
+    return aten._flash_attention_backward(grad, q, k, v, out, lse, *ends, 0.0, causal, seed, seed, scale=scale)
+
+
+def _ends(t: Tensor) -> Tensor:
+    return torch.tensor([0, t.shape[0]], dtype=torch.int32, device=t.device)
+
+
+FLASH = Kernel("flash", flash, flash_backward)
+CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward)
+VARLEN = Kernel("varlen", _varlen, _varlen_backward)
+MATH = Kernel("math", _math, _math_backward, most_scores=2**26)
+
+
+def kernels(device: torch.device) -> tuple[Kernel, ...]:
+    """What a run chooses from; `MATH` takes too much memory, and in bf16 is too far from the truth."""
+    return (FLASH,) if device.type == "cpu" else (FLASH, CUDNN, VARLEN)
