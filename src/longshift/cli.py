@@ -19,11 +19,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from longshift.cluster import files
-from longshift.config import Config, format_size, load_config
+from longshift.config import Config, load_config
 from longshift.errors import LongshiftError, UsageError
 from longshift.explain import explain as explain_run
 from longshift.layout import legal
-from longshift.layout.layout import AUTO, Layout
+from longshift.layout.layout import AUTO, Layout, format_size
 from longshift.starter import starter
 from longshift.train.interrupt import Interrupt
 from longshift.train.metrics import Display, read_rows

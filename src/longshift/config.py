@@ -29,15 +29,13 @@ from pydantic import (
 
 from longshift.errors import UsageError
 from longshift.layout import legal
-from longshift.layout.layout import Layout
+from longshift.layout.layout import UNITS, Layout, format_size
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.families import PRESETS, read_spec
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import SwitchOptions
 from longshift.switch.planners import Planner
 from longshift.workload.groups import Edge, check_edges
-
-UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_size(value: object) -> object:
@@ -53,14 +51,6 @@ def parse_size(value: object) -> object:
     if not size.is_integer():
         raise ValueError(f"{value!r} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are binary)")
     return int(size)
-
-
-def format_size(size: int) -> str:
-    """`4096` to `"4K"`, where that loses nothing."""
-    for letter, unit in reversed(UNITS.items()):
-        if size and size % unit == 0:
-            return f"{size // unit}{letter}"
-    return str(size)
 
 
 def _parse_layout(value: object) -> "Layout | tuple[Edge, ...]":

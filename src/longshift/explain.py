@@ -7,11 +7,11 @@ HotSPa (SOSP 2024) calls this graph compilation: insert casts, communication and
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from longshift.config import Config, format_size
-from longshift.layout.layout import Layout
+from longshift.config import Config
+from longshift.layout.layout import Layout, format_size
 from longshift.layout.memory import LeastBytes, least_bytes
 from longshift.layout.placement import buckets
-from longshift.schedule.streamed import Footprint, footprint
+from longshift.schedule.streamed import Footprint, footprint, lists_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary, home_layout
 from longshift.switch.links import assumed
@@ -25,6 +25,17 @@ FORMATS: Mapping[str, tuple[str, int, str, int]] = {  # of copies and of home, w
     "bf16": ("bfloat16", 2, "float32", 4),
     "fp16": ("float16", 2, "float32", 4),
 }
+
+
+TENSOR = "tensor: all-gather and reduce-scatter of tokens"
+ULYSSES = "Ulysses: all-to-all of tokens and heads"
+RING = "ring: keys and values, and their gradients"
+TENSOR_MOVES = {
+    "qkv": 1,
+    "qkv_back": 1,
+    "tail": 3,
+    "tail_back": 6,
+}  # by operation of a chunk; a backward of the tail begins with its forward
 
 
 @dataclass(frozen=True)
@@ -160,25 +171,48 @@ def _kept_bytes(plan: Plan) -> int:
 
 
 def insertions(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> Iterator[Insertion]:
-    """The formulas of `parallel`, forward and backward."""
-    tp, u, ring, pp = layout.tp, layout.ulysses, layout.ring, layout.pp
+    """Forward and backward, of the first rank."""
+    yield from (_of_chunks if layout.chunk else _of_packs)(spec, layout, tokens, itemsize)
+    if layout.pp > 1:
+        boundary = tokens / layout.sequence * spec.width * itemsize
+        yield Insertion("pipeline: residual stream and its gradient", 2, "boundary of stages", int(2 * boundary))
+
+
+def _of_packs(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> Iterator[Insertion]:
+    """The formulas of `parallel`, for a block."""
+    tp, u, ring = layout.tp, layout.ulysses, layout.ring
     again = 2 if layout.recompute == "full" else 1  # forwards; the backward once
     share = tokens / (u * ring)
     if tp > 1:
         size = share * spec.width * (tp - 1) / tp * itemsize
-        yield Insertion("tensor: all-gather and reduce-scatter of tokens", 4 * (again + 1), "block", int(4 * (again + 1) * size))
+        yield Insertion(TENSOR, 4 * (again + 1), "block", int(4 * (again + 1) * size))
     attends = 1 if layout.recompute == "none" else 2
     if u > 1:
         heads = (2 * spec.heads + 2 * max(spec.kv_heads, u * tp)) / tp
         size = share * heads * spec.head_width * (u - 1) / u * itemsize
-        yield Insertion("Ulysses: all-to-all of tokens and heads", 2 * (attends + 1), "block", int((attends + 1) * size))
+        yield Insertion(ULYSSES, 2 * (attends + 1), "block", int((attends + 1) * size))
     if ring > 1:
         kv = 2 * tokens / ring * spec.kv_heads / (tp * u) * spec.head_width
         size = kv * (ring - 1) * itemsize * (attends + 1) + kv * ring * 4
-        yield Insertion("ring: keys and values, and their gradients", (attends + 1) * (ring - 1) + ring, "block", int(size))
-    if pp > 1:
-        boundary = tokens / layout.sequence * spec.width * itemsize
-        yield Insertion("pipeline: residual stream and its gradient", 2, "boundary of stages", int(2 * boundary))
+        yield Insertion(RING, (attends + 1) * (ring - 1) + ring, "block", int(size))
+
+
+def _of_chunks(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> Iterator[Insertion]:
+    """By the events of a block."""
+    made = lists_of(spec, layout, layout.coord(0), [tokens], itemsize)
+    events = made.forward + made.backward
+    moves = [(TENSOR_MOVES[e.name], made.orders[e.chunk].local_tokens) for e in events if e.kind == "compute" and e.name in TENSOR_MOVES]
+    if layout.tp > 1:
+        row = spec.width * (layout.tp - 1) / layout.tp / layout.ulysses * itemsize
+        yield Insertion(TENSOR, sum(n for n, _ in moves), "block", int(sum(n * length for n, length in moves) * row))
+    if layout.ulysses > 1:
+        sends = [e.bytes for e in events if e.kind == "send"]
+        yield Insertion(ULYSSES, len(sends), "block", sum(sends))
+    if layout.ring > 1:
+        kv, dkv, hops = made.sizes["kv"], made.sizes["dkv"], layout.ring - 1
+        pairs = [(e.name == "attend_back", e.keys) for e in events if e.name in ("attend", "attend_back")]
+        size = sum(kv[j] * hops + dkv[j] * layout.ring * back for back, j in pairs)
+        yield Insertion(RING, sum(hops + layout.ring * back for back, _ in pairs), "block", size)
 
 
 def _streamed(layout: Layout, found: Footprint | None) -> list[str]:

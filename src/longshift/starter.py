@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from longshift.config import format_size
+from longshift.layout.layout import format_size
 from longshift.spec.families import preset, read_spec
 
 TEMPLATE = """\

@@ -8,9 +8,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshift.config import UNITS, Config, format_size, load_config, parse_config, parse_size
+from longshift.config import Config, load_config, parse_config, parse_size
 from longshift.errors import UsageError
-from longshift.layout.layout import Layout
+from longshift.layout.layout import UNITS, Layout, format_size
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.starter import starter
 

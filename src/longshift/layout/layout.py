@@ -45,7 +45,7 @@ _FLAGS = {
     "fpdt": ("schedule", "fpdt"),
     "chunk-auto": ("chunk", AUTO),
 }
-_BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Layout:
                 value: object = number
             elif word in _FLAGS:
                 name, value = _FLAGS[word]
-            elif match := re.fullmatch(r"chunk(\d+)([KM]?)", word):
-                name, value = "chunk", int(match[1]) * _BINARY[match[2]]
+            elif match := re.fullmatch(r"chunk(\d+)([KMG]?)", word):
+                name, value = "chunk", int(match[1]) * UNITS.get(match[2], 1)
                 if not value:
                     raise UsageError(f"layout {text!r}: {word!r}: a chunk has at least one token")
             else:
@@ -127,7 +127,7 @@ class Layout:
         words += ["gpipe"] if self.order == "gpipe" else []
         words += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
         words += [f"z{self.zero}"] if self.zero else []
-        words += [f"chunk{_short(self.chunk)}" if self.chunk != AUTO else "chunk-auto"] if self.chunk else []
+        words += [f"chunk{format_size(self.chunk)}" if self.chunk != AUTO else "chunk-auto"] if self.chunk else []
         words += [word for word, (name, value) in _FLAGS.items() if name in _POLICIES and getattr(self, name) == value]
         return ".".join(words) or "dp1"
 
@@ -201,10 +201,12 @@ class Layout:
         return tuple(chunks)
 
 
-def _short(tokens: int) -> str:
-    """With the largest unit that divides."""
-    unit = next(unit for unit in reversed(_BINARY) if tokens % _BINARY[unit] == 0)
-    return f"{tokens // _BINARY[unit]}{unit}"
+def format_size(size: int) -> str:
+    """`4096` to `"4K"`, where that loses nothing."""
+    for letter, unit in reversed(UNITS.items()):
+        if size and size % unit == 0:
+            return f"{size // unit}{letter}"
+    return str(size)
 
 
 def _nearest(word: str, known: tuple[str, ...] = ()) -> str:

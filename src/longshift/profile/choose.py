@@ -7,11 +7,11 @@ import psutil
 import torch
 
 from longshift.cluster.cluster import Cluster
-from longshift.config import Config, format_size
+from longshift.config import Config
 from longshift.dist.world import launched
 from longshift.errors import UsageError
 from longshift.explain import FORMATS
-from longshift.layout.layout import AUTO, Layout
+from longshift.layout.layout import AUTO, Layout, format_size
 from longshift.layout.memory import least_bytes
 from longshift.profile.run import CACHE, kept
 from longshift.schedule.chunk_size import Machine, choose, powers

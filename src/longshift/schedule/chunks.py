@@ -324,8 +324,10 @@ class _List:
         self.events.append(Event("compute", name, c, tuple(reads), tuple(writes), keys))
 
     def send(self, name: str, c: int, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
+        """The bytes are those of what attention works on, or of its output, as large as its queries. Ranks that share a key/value head are
+        each sent it."""
         self.live |= dict.fromkeys(writes)
-        moved = sum(map(self.size, reads))
+        moved = self.size(("q", c)) + (self.size(("kv", c)) if name.startswith("to_heads") else 0)
         self.events.append(Event("send", name, c, tuple(reads), tuple(writes), bytes=int(moved * self.policy.sent)))
 
     def store(self, *buffers: Buffer) -> None:

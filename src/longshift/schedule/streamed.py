@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from longshift.layout.heads import own_heads, tensor_heads
-from longshift.layout.layout import Layout
+from longshift.layout.layout import Coord, Layout
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Buffer, Event, Policy, Sizes
 from longshift.schedule.sequence import Run, TokenOrder, token_order
@@ -44,6 +44,12 @@ def lists(
         chunks.alone("embed_back", "dy", None, count, ahead, sizes),
         chunks.alone("loss", "x", "dx", count, ahead, sizes),
     )
+
+
+def lists_of(spec: ModelSpec, layout: Layout, at: Coord, lengths: Sequence[int], compute_bytes: int, ahead: int = 1) -> Lists:
+    """Of a pack of documents of these lengths, on the rank that stands at `at`."""
+    heads, own = len(tensor_heads(spec, layout, at)[0]), own_heads(spec, layout, at)
+    return lists(spec, layout, chunks.cut(lengths, layout.chunk), heads, own, compute_bytes, ahead)
 
 
 def loss_rows(spec: ModelSpec, chunk_rows: int) -> int:

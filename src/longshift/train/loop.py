@@ -14,11 +14,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from longshift.config import Config, format_size
+from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.world import World
-from longshift.errors import CheckpointError, LongshiftError, NonFiniteError, OutOfMemoryError
+from longshift.errors import CheckpointError, LongshiftError, NonFiniteError, OutOfMemoryError, UsageError
 from longshift.explain import needs_of
+from longshift.layout.layout import format_size
 from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
 from longshift.state.checkpoint import Checkpoint, save
@@ -134,6 +135,8 @@ def _begin(config: Config, world: World, fingerprints: dict[str, str], run: Path
     _same_model(saved, config)
     _same_data(saved, fingerprints)
     saved.expect(config.spec)
+    if saved.step > config.train.steps:
+        raise UsageError(f"{run} is at step {saved.step} already: train.steps={config.train.steps} cannot be reached; write a larger one")
     return saved.step, build_state(config, world, saved)
 
 
