@@ -87,8 +87,8 @@ def mean_of_means(patch: Patch) -> None:
     patch.setattr(Worker, "run", wrong)
 
 
-def leftover_packs_dropped(patch: Patch) -> None:
-    """Packs that do not divide by the number of replicas are left out."""
+def leftover_documents_dropped(patch: Patch) -> None:
+    """Documents that do not divide by the number of replicas are left out."""
     shares = groups.shares
 
     def wrong(costs: list[float], replicas: int) -> tuple[tuple[int, ...], ...]:
@@ -643,7 +643,7 @@ class Case:
 
 CASES = (
     Case(mean_of_means, ("dp2",)),
-    Case(leftover_packs_dropped, ("dp2",)),
+    Case(leftover_documents_dropped, ("dp2",)),
     Case(gradient_times_sequence_degree, ("tp2", "u2", "ring2")),
     Case(loss_counted_by_every_tensor_rank, ("tp2",)),
     Case(micro_batches_overwrite, ("dp2", "pp2")),

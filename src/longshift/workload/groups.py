@@ -1,9 +1,9 @@
 """One step's documents by length: which layout computes them, in which packs, on which replica, and which layout comes first.
 
-    documents ─ by length ─> groups (lo, hi] ─ best fit ─> packs of up to hi tokens ─ by cost ─> shares of the layout's replicas
+    documents ─ by length ─> groups (lo, hi] ─ by cost ─> shares of the layout's replicas ─ best fit ─> packs of up to hi tokens
 
-Every document is in one pack of one group. Packs are a function of the lengths and the edges alone; a layout only decides who computes
-which. A group without documents does not exist: its layout is not visited.
+Every document is in one pack of one group. Documents are dealt, not packs: they are smaller, so the shares come out nearly equal. Of a
+layout only its replicas have a say in this. A group without documents does not exist: its layout is not visited.
 """
 
 from bisect import bisect_left
@@ -30,7 +30,7 @@ class LengthGroup:
     """The documents of one step whose length lies in (lo, hi].
 
     `packs`: the documents of each, as indices into the step's; `shares`: the packs of each replica (`layout.dp`), as indices into
-    `packs`, dearest first, maybe none; `costs`: FLOP of each pack.
+    `packs`, maybe none; `costs`: FLOP of each pack.
     """
 
     lo: int
@@ -82,9 +82,15 @@ def length_groups(lengths: Sequence[int], edges: Sequence[Edge], spec: ModelSpec
 
 
 def _group(lo: int, edge: Edge, members: Sequence[int], lengths: Sequence[int], spec: ModelSpec) -> LengthGroup:
-    packs = tuple(tuple(members[i] for i in packed) for packed in pack([lengths[m] for m in members], edge.upto))
+    packs: list[tuple[int, ...]] = []
+    dealt: list[tuple[int, ...]] = []
+    for share in shares([cost([lengths[m]], spec) for m in members], edge.use.dp):
+        own = [members[i] for i in share]
+        first = len(packs)
+        packs += [tuple(own[i] for i in packed) for packed in pack([lengths[m] for m in own], edge.upto)]
+        dealt.append(tuple(range(first, len(packs))))
     costs = tuple(cost([lengths[i] for i in documents], spec) for documents in packs)
-    return LengthGroup(lo, edge.upto, edge.use, packs, shares(costs, edge.use.dp), costs)
+    return LengthGroup(lo, edge.upto, edge.use, tuple(packs), tuple(dealt), costs)
 
 
 def visiting_order(first: Sequence[float], hop: Sequence[Sequence[float]], last: Sequence[float]) -> tuple[int, ...]:
