@@ -148,9 +148,9 @@ def under(policies: Sequence[str], mesh: Layout) -> Iterator[str]:
 
 
 def in_papers_family(layout: str) -> bool:
-    """Data, tensor and pipeline parallelism, and ZeRO."""
+    """Data, tensor and pipeline parallelism, ZeRO and recomputation."""
     parsed = Layout.parse(layout)
-    return parsed.ulysses == parsed.ring == 1 and parsed.recompute == "none"
+    return parsed.ulysses == parsed.ring == 1
 
 
 def document(length: int) -> tuple[list[int], list[int]]:

@@ -76,7 +76,8 @@ def test_padding_goes_to_the_end_of_the_bucket() -> None:
 def test_the_papers_family() -> None:
     assert in_papers_family("pp2.dp2.tp2.z3")
     assert not in_papers_family("dp2.u2.z1")
-    assert not in_papers_family("tp4.z1.recompute-full")
+    assert in_papers_family("tp4.z1.recompute-full")
+    assert not in_papers_family("ring4")
 
 
 def test_a_small_draw_has_the_long_documents_of_a_large_one() -> None:
