@@ -55,14 +55,14 @@ def run(folder: RunFolder, body: str, world: int = 3) -> list[str]:
 
 
 @contextmanager
-def interrupts_when(ready, count: int = 1) -> Iterator[None]:
-    """Ctrl-C for this process, `count` times, once `ready()`."""
+def interrupts_when(ready, count: int = 1, number: int = signal.SIGINT) -> Iterator[None]:
+    """Ctrl-C, or another signal, for this process, `count` times, once `ready()`."""
 
     def send() -> None:
         while not ready():
             time.sleep(0.02)
         for _ in range(count):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(0.3)
 
     thread = threading.Thread(target=send, daemon=True)
@@ -150,21 +150,23 @@ while not (asked and len(sys.argv) == 2): time.sleep(0.02)
 """
 
 
-def test_ctrl_c_once_lets_every_rank_save(folder):
-    with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3):
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_once_lets_every_rank_save(folder, number, name):
+    with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3, number=number):
         said = run(folder, WAITS_FOR_INTERRUPT)
     assert len(list(folder.path.glob("saved-*"))) == 3
-    assert said == ["finishing this step, then saving; Ctrl-C again stops at once"]
+    assert said == [f"finishing this step, then saving; {name} again stops at once"]
 
 
-def test_ctrl_c_twice_stops_at_once(folder):
-    handler = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_twice_stops_at_once(folder, number):
+    handler = signal.getsignal(number)
     start = time.monotonic()
-    with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3, count=2), pytest.raises(KeyboardInterrupt):
+    with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3, 2, number), pytest.raises(KeyboardInterrupt):
         run(folder, WAITS_FOR_INTERRUPT.replace("== 2", "== 3"))
     assert time.monotonic() - start < 5
     assert not list(folder.path.glob("saved-*"))
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(number) is handler
 
 
 def cause(rank: int, kind: str, time_s: float, trace: str = "") -> Cause:

@@ -40,6 +40,7 @@ class Transfer:
         self.arriving: tuple[Pending, Tensor, list[list[Tensor]]] | None = None
         self.passing: dict[int, dict[tuple[str, Box], Tensor]] = {}  # by bucket
         self.exposed_s, self.under_way_s, self._since = 0.0, 0.0, 0.0
+        self.fused = torch.empty(0, dtype=dtype, device=self.device)
         _agree(plan, world)
 
     def begin(self) -> "Transfer":
@@ -59,10 +60,13 @@ class Transfer:
             if self.posted < len(self.turns):
                 opened(self.filled[self.posted])
             self._post()
+        more = self.arriving is not None or self.posted < self.exchanges
+        if not more:
+            self.fused = self.fused.new_empty(0)
         now = time.perf_counter()
         self.exposed_s += now - began
         self._since = now
-        return self.arriving is not None or self.posted < self.exchanges
+        return more
 
     def _post(self) -> None:
         number = self.posted
@@ -80,13 +84,19 @@ class Transfer:
                 for move in played.receives:
                     receives[move.source].append(self._target(move, which, passing))
         out_sizes, in_sizes = ([sum(t.numel() for t in row) for row in rows] for rows in (receives, sends))
-        buffer = torch.empty(sum(in_sizes), dtype=self.dtype, device=self.device)
+        buffer, out = self._buffers(sum(in_sizes), sum(out_sizes))
         sources = [t for row in sends for t in row]
         if sources:
             torch._foreach_copy_(_cut(buffer, sources), sources)
         self.passing.pop(number - self.plan.rounds + 1, None)
-        out = buffer.new_empty(sum(out_sizes))
         self.arriving = self.group.trade(out, buffer, out_sizes, in_sizes), out, receives
+
+    def _buffers(self, sends: int, receives: int) -> tuple[Tensor, Tensor]:
+        """Two fused buffers, from one that all exchanges share: memory is slow when it is touched for the first time."""
+        if self.fused.numel() < sends + receives:
+            self.fused = self.fused.new_empty(0)  # first the old one goes
+            self.fused = self.fused.new_empty(sends + receives)
+        return self.fused[:sends], self.fused[sends : sends + receives]
 
     def _take_in(self) -> None:
         assert self.arriving is not None

@@ -66,7 +66,8 @@ class _OneMachine(RendezvousHandler):
 def launch(command: Sequence[str], world: int, folder: RunFolder, say: Callable[[str], None]) -> None:
     """Run `command` once per local rank, until all have ended well or one has failed; then the rest are ended too.
 
-    The first Ctrl-C goes on to the ranks, which finish their step and save; the second ends them. `say` shows a line to the person.
+    The first Ctrl-C or SIGTERM goes on to the ranks, which finish their step and save; the second ends them. `say` shows a line to the
+    person.
     Raises the LongshiftError of the rank that failed first; KeyboardInterrupt when the ranks were ended before they could save."""
     clear_causes(folder)
     _quiet(logging.getLogger("torch.distributed.elastic"))
@@ -112,7 +113,7 @@ def _worker_environment(store: TCPStore, world: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": str(max(1, cores // world)),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGHUP,SIGQUIT",  # of the agent; SIGINT is ours
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",  # of the agent; the others are ours
     }
 
 
@@ -133,23 +134,25 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _forward_interrupts(agent: LocalElasticAgent, say: Callable[[str], None]) -> Iterator[list[int]]:
-    """Pass the first Ctrl-C on to the ranks (they are in sessions of their own and do not see it) and end them at the second.
-    Yields the list of those received."""
+    """Pass the first Ctrl-C or SIGTERM, which schedulers send before they end a job, on to the ranks (they are in sessions of their own
+    and do not see it) and end them at the second. Yields the list of those received."""
     received: list[int] = []
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         received.append(number)
         pids = [worker.id for worker in agent.get_worker_group().workers if isinstance(worker.id, int)]
         if len(received) > 1 or not pids:
-            raise SignalException("Ctrl-C", signal.SIGTERM)  # a rank that waits for a peer would not see SIGINT
-        say("finishing this step, then saving; Ctrl-C again stops at once")
+            raise SignalException("stopped twice", signal.SIGTERM)  # a rank that waits for a peer would not see SIGINT
+        again = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        say(f"finishing this step, then saving; {again} again stops at once")
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
 
     watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = [(number, signal.getsignal(number)) for number in watched]
-    signal.signal(signal.SIGINT, on_interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_interrupt)
     try:
         yield received
     finally:
