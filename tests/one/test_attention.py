@@ -2,6 +2,7 @@
 
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from longshift.cluster.cluster import Heads
 from longshift.model import kernels as kernels_module
+from longshift.model import tiled
 from longshift.model.attention import Attention, PackedAttention, match_heads, merge
-from longshift.model.kernels import FLASH, Kernel, choose, flash, flash_backward, reference, reference_backward
+from longshift.model.kernels import FLASH, TILED, Kernel, choose, flash, flash_backward, reference, reference_backward
 
 CPU = torch.device("cpu")
 HEAD = 16
@@ -176,7 +178,70 @@ def test_the_slowest_rank_decides_which_kernel_all_take(monkeypatch):
 
 
 def test_on_a_cpu_there_is_nothing_to_choose():
-    assert choose(kernels_module.kernels(CPU), Heads(4, 2, 16), torch.bfloat16, CPU, lambda seconds: seconds)[0] is FLASH
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        (only,) = given = kernels_module.kernels(CPU, dtype)
+        assert only is FLASH or dtype == torch.bfloat16
+        assert choose(given, Heads(4, 2, 16), dtype, CPU, lambda seconds: seconds)[0] is only
+
+
+TILED_SHAPES = [*SHAPES, (64, 64, 2, 2, True), (33, 33, 12, 1, True), (97, 64, 4, 4, False), (64, 200, 6, 1, False)]
+
+
+@pytest.fixture(params=[(16, 16), (16, 64), (512, 1024)], ids=str)
+def tiles(request, monkeypatch):
+    """Tiles of few rows and columns, so that there are many; of those that are used."""
+    monkeypatch.setattr(tiled, "ROWS", request.param[0])
+    monkeypatch.setattr(tiled, "COLUMNS", request.param[1])
+
+
+def by_tiles(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    out, lse = tiled.forward(q, k, v, causal, scale)
+    return out, lse, *tiled.backward(grad, q, k, v, out, lse, causal, scale)
+
+
+@pytest.mark.parametrize(("queries", "keys", "heads", "kv_heads", "causal"), TILED_SHAPES)
+def test_tiles_follow_the_definition(tiles, monkeypatch, queries, keys, heads, kv_heads, causal):
+    """In float32 all the way, which leaves rounding no room to hide a mistake."""
+    monkeypatch.setattr(tiled, "_in_bf16", nullcontext)
+    given = inputs(queries, keys, heads, kv_heads, torch.float32)
+    found, expected = by_tiles(*given, causal=causal, scale=SCALE), definition(*given, causal=causal, scale=SCALE)
+    if queries > 1:
+        assert worst(found, expected) < 1e-5
+    else:
+        assert torch.equal(found[0], expected[0].float())
+
+
+@pytest.mark.parametrize(("queries", "keys", "heads", "kv_heads", "causal"), TILED_SHAPES[1:])
+def test_tiles_in_bf16_are_as_exact_as_flash(tiles, queries, keys, heads, kv_heads, causal):
+    given = inputs(queries, keys, heads, kv_heads, torch.bfloat16)
+    truth = definition(*given, causal=causal, scale=SCALE)
+    for a, b, exact in zip(by_tiles(*given, causal=causal, scale=SCALE), kernels(*given, causal=causal, scale=SCALE), truth):
+        assert a.dtype == b.dtype
+        assert worst([a], [exact]) <= 1.2 * worst([b], [exact])
+
+
+def test_a_part_by_tiles_takes_the_global_out_and_lse(tiles):
+    """Keys before the queries, which have keys of their own besides."""
+    q, k, v, grad = inputs(101, 101, 6, 2, torch.bfloat16)
+    out, lse, _, dk, dv = whole(q, k, v, grad, at=40)
+    part = grad[40:], q[40:], k[:40], v[:40], out.bfloat16()
+    assert worst(tiled.backward(*part, lse.float(), False, SCALE)[1:], [dk[:40], dv[:40]]) < 1e-2
+    assert worst(tiled.backward(*part, lse.float() + 0.05, False, SCALE)[1:], [dk[:40], dv[:40]]) > 3e-2
+
+
+def test_other_matmuls_keep_their_precision():
+    a = normal(64, 64, dtype=torch.float32)
+    before = a @ a
+    by_tiles(*inputs(64, 64, 2, 2, torch.bfloat16), causal=True, scale=SCALE)
+    assert torch.equal(a @ a, before)
+
+
+def test_short_pieces_and_other_numbers_go_to_flash():
+    for queries, dtype in ((100, torch.bfloat16), (600, torch.float32)):
+        q, k, v, _ = inputs(queries, queries, 2, 2, dtype)
+        assert torch.equal(TILED.forward(q, k, v, True, SCALE)[0], flash(q, k, v, True, SCALE)[0])
+    q, k, v, _ = inputs(600, 600, 2, 2, torch.bfloat16)
+    assert torch.equal(TILED.forward(q, k, v, True, SCALE)[0], tiled.forward(q, k, v, True, SCALE)[0])
 
 
 LENGTHS = (5, 1, 37, 64, 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longshift.cluster.cluster import Backend, Heads, attention_flops
 from longshift.cluster.curves import Axis, Curve
-from longshift.model.kernels import CUDNN, FLASH, MATH, VARLEN, Kernel, gradients, probe
+from longshift.model.kernels import CUDNN, FLASH, MATH, TILED, VARLEN, Kernel, gradients, probe
 from longshift.profile.bench import Bench, Plan, Run
 from longshift.profile.compute import DTYPES, noise
 from longshift.profile.flex import flex
@@ -32,7 +32,7 @@ def dtypes(device: torch.device) -> dict[str, torch.dtype]:
 
 def kernels(device: torch.device) -> tuple[Kernel, ...]:
     """All that are tried."""
-    return FLASH, CUDNN, VARLEN, flex(device), MATH
+    return FLASH, *([TILED] if device.type == "cpu" else []), CUDNN, VARLEN, flex(device), MATH
 
 
 def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[str, Curve]]:

@@ -66,7 +66,7 @@ class Team:
         )
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
-        self.kernel, self.why_kernel = choose(kernels(world.device), heads, precision.compute, world.device, slowest)
+        self.kernel, self.why_kernel = choose(kernels(world.device, precision.compute), heads, precision.compute, world.device, slowest)
         self.workers: dict[Layout, Worker] = {}
         self.stop_of: dict[Layout, Stop] = {}
         stops: dict[Cut, Stop] = {}

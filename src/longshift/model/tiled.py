@@ -1,0 +1,133 @@
+"""Attention by matmuls of tiles, for CPUs that multiply bf16 much faster than float32.
+
+Paper: FlashAttention-2 (arXiv 2307.08691), its order of tiles, forward and backward. Torch's own flash kernel for CPUs rounds tiles of its
+scores' gradients to bf16 and multiplies small tiles; here a tile is one large matmul of float32 numbers, which the CPU rounds to bf16
+as it reads them (q, k, v and the gradient are bf16 already) and sums in float32:
+
+    for rows of q                   for rows of q, grad
+        for columns of k, v             for columns of k, v
+            s = q k^T                       p = exp(q k^T - lse)      ds = p (grad v^T - delta)
+            out, max, sum: online           dv += p^T grad    dk += ds^T q    dq += ds k
+
+Query heads that share a key/value head are stacked as rows. Memory beyond q, k, v and the results: two tiles, and dk and dv in float32.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS, COLUMNS = 512, 1024  # of a tile, for all heads that share keys; powers of two
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    scratch = _scratch(q, k, 1)
+    with _in_bf16():
+        for heads, head in _heads(q, k):
+            for rows, tiles in _tiles(q, k, causal):
+                queries = _stacked(q[rows, heads])
+                for first, columns in enumerate(tiles):
+                    s = torch.mm(queries, k[columns, head].float().T, out=_part(scratch[0], len(queries), columns))
+                    top = (_hide_later(s, rows, columns, float("-inf")) if causal else s).amax(1, keepdim=True).mul_(scale)
+                    torch.add(-top, s, alpha=scale, out=s).exp_()
+                    part, weight = s @ v[columns, head].float(), s.sum(1, keepdim=True)
+                    if first == 0:
+                        o, total, most = part, weight, top
+                        continue
+                    above = torch.maximum(most, top)
+                    old, new = (most - above).exp_(), (top - above).exp_()
+                    o.mul_(old).addcmul_(part, new)
+                    total.mul_(old).addcmul_(weight, new)
+                    most = above
+                out[rows, heads] = _unstacked(o.div_(total), out[rows, heads])
+                lse[rows, heads] = _unstacked(most + total.log_(), lse[rows, heads].unsqueeze(-1)).squeeze(-1)
+    return out, lse
+
+
+def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
+    delta = torch.einsum("tnh,tnh->tn", grad.float(), out.float())
+    dq, dk, dv = torch.empty_like(q), *(torch.zeros(x.shape, device=x.device) for x in (k, v))
+    scratch = _scratch(q, k, 2)
+    with _in_bf16():
+        for heads, head in _heads(q, k):
+            for rows, tiles in _tiles(q, k, causal):
+                queries, grads = (_stacked(x[rows, heads]) for x in (q, grad))
+                below, minus = (_stacked(x[rows, heads].unsqueeze(-1)) for x in (lse, delta))
+                own = torch.zeros_like(queries)
+                for columns in tiles:
+                    keys, values = (x[columns, head].float() for x in (k, v))
+                    p, ds = (_part(flat, len(queries), columns) for flat in scratch)
+                    torch.mm(queries, keys.T, out=p)
+                    torch.add(-below, p, alpha=scale, out=p).exp_()
+                    if causal:
+                        _hide_later(p, rows, columns, 0.0)
+                    torch.mm(grads, values.T, out=ds).sub_(minus).mul_(p)
+                    dv[columns, head] += p.T @ grads
+                    dk[columns, head] += ds.T @ queries
+                    own.addmm_(ds, keys)
+                dq[rows, heads] = _unstacked(own.mul_(scale), dq[rows, heads])
+    return [dq, dk.mul_(scale).to(k.dtype), dv.to(v.dtype)]
+
+
+@contextmanager
+def _in_bf16() -> Iterator[None]:
+    """Matmuls of float32 round their inputs to bf16. [Note: process-wide] No other thread of a rank multiplies."""
+    matmul: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009  (unknown to type checkers)
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _heads(q: Tensor, k: Tensor) -> Iterator[tuple[slice, int]]:
+    """Query heads, and the key/value head that they share."""
+    group = q.shape[1] // k.shape[1]
+    return ((slice(head * group, (head + 1) * group), head) for head in range(k.shape[1]))
+
+
+def _tiles(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[slice]]]:
+    """Rows, and the columns they see. Columns begin at multiples of their number, which the rows' number divides: where the mask is causal
+    every row of a tile sees at least its first column."""
+    tokens, keys = q.shape[0], k.shape[0]
+    height = _height(q, k)
+    for start in range(0, tokens, height):
+        rows = slice(start, min(tokens, start + height))
+        seen = rows.stop if causal else keys
+        yield rows, [slice(at, min(seen, at + COLUMNS)) for at in range(0, seen, COLUMNS)]
+
+
+def _height(q: Tensor, k: Tensor) -> int:
+    return max(1, ROWS >> (q.shape[1] // k.shape[1] - 1).bit_length())
+
+
+def _hide_later(s: Tensor, rows: slice, columns: slice, value: float) -> Tensor:
+    """In place: columns that are later than their row."""
+    if columns.stop > rows.start + 1:
+        count = rows.stop - rows.start
+        later = torch.ones(count, columns.stop - columns.start, dtype=torch.bool).triu(rows.start - columns.start + 1)
+        s.view(-1, count, s.shape[1]).masked_fill_(later, value)
+    return s
+
+
+def _scratch(q: Tensor, k: Tensor, tiles: int) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    return torch.empty(tiles, min(q.shape[0], _height(q, k)) * group * min(k.shape[0], COLUMNS), device=q.device)
+
+
+def _part(flat: Tensor, rows: int, columns: slice) -> Tensor:
+    width = columns.stop - columns.start
+    return flat[: rows * width].view(rows, width)
+
+
+def _stacked(x_TGH: Tensor) -> Tensor:
+    """[G T, H], float32."""
+    return x_TGH.transpose(0, 1).float().reshape(-1, x_TGH.shape[2])
+
+
+def _unstacked(x: Tensor, like_TGH: Tensor) -> Tensor:
+    return x.view(like_TGH.shape[1], like_TGH.shape[0], -1).transpose(0, 1)
