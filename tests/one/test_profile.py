@@ -135,7 +135,11 @@ def test_short_operations_are_repeated_inside_one_timing():
 
 
 def test_kernels_of_this_machine():
-    found = {(k.name, name): kernels.probe(k, dtype, name, CPU) for k in attention.kernels(CPU) for name, dtype in compute.DTYPES.items()}
+    found = {
+        (k.name, name): kernels.probe(k, dtype, name, CPU) for name, dtype in compute.DTYPES.items() for k in attention.kernels(CPU, dtype)
+    }
+    assert found["tiled", "bf16"].legal
+    assert found["tiled", "bf16"].backward_error < found["flash", "bf16"].backward_error
     assert found["flash", "float32"].legal
     assert found["flash", "bf16"].legal
     assert found["flash", "float32"].forward_error < 1e-6 < found["flash", "bf16"].forward_error < 1e-2
