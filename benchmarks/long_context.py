@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 from common import arguments, give_freed_memory_back, publish, say
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from longshift.config import parse_size
@@ -34,7 +35,8 @@ from longshift.dist.world import World
 from longshift.errors import PeerError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.model.decoder import Decoder, Ops
+from longshift.model.decoder import Decoder, MicroBatch, Ops
+from longshift.model.kernels import TILED
 from longshift.spec.model import ModelSpec, Rope
 from longshift.train.check import Trial, build
 from longshift.train.step import train_step
@@ -45,6 +47,7 @@ METHODS: Mapping[str, str] = {  # layouts; C: the chunk
     "plain": "dp1",
     "recompute": "recompute-full",
     "selective": "",
+    "selective tiled": "",
     "recompute+offload": "recompute-full.disk",
     "fpdt": "chunkC.disk.kv-offload.keep-input.fpdt",
     "stream input": "chunkC.disk.keep-input",
@@ -55,6 +58,32 @@ LENGTHS = ("16K", "32K", "64K", "128K", "256K")
 WARM_TOKENS = 512
 DEADLINE_S = 4 * 3600.0
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@torch.library.custom_op("longshift_benchmark::tiled", mutates_args=())
+def tiled(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention as one operation, whose output selective checkpointing can be told to keep."""
+    return TILED.forward(q, k, v, True, scale)
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.scale = inputs[3]
+
+
+def _tiled_backward(ctx, grad: Tensor, _: Tensor):
+    assert TILED.backward is not None
+    return *TILED.backward(grad, *ctx.saved_tensors, True, ctx.scale), None
+
+
+tiled.register_autograd(_tiled_backward, setup_context=_keep)
+
+
+class TiledOps(Ops):
+    """Of one document."""
+
+    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch) -> Tensor:
+        return tiled(*self.to_heads(q_TNH, k_TKH, v_TKH), self.attention.scale)[0]
 
 
 def spec_of(width: int, heads: int, kv_heads: int, layers: int, longest: int) -> ModelSpec:
@@ -69,7 +98,8 @@ def measure(world: World, method: str, layout: str, trial: dict, tokens: int, th
     torch.set_num_threads(threads)
     base = _resident("VmRSS")
     given = Trial.from_json(trial)
-    run = _selective(given) if method == "selective" else _longshift(given, layout, world)
+    peers = {"selective": Ops, "selective tiled": TiledOps}
+    run = _selective(given, peers[method](given.spec)) if method in peers else _longshift(given, layout, world)
     run(WARM_TOKENS)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
     began = time.perf_counter()
@@ -104,7 +134,7 @@ def _longshift(trial: Trial, layout: str, world: World) -> Run:
     return run
 
 
-def _selective(trial: Trial) -> Run:
+def _selective(trial: Trial, ops: Ops) -> Run:
     """torch's checkpointing of each block, all but the output of attention computed again."""
     spec, dtype = trial.spec, torch.bfloat16
     source = trial.source()
@@ -114,10 +144,10 @@ def _selective(trial: Trial) -> Run:
     groups = [{"params": decays[True], "weight_decay": trial.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, betas=trial.betas, eps=trial.eps, fused=True)
     updates = count()
-    ops, device = Ops(spec), torch.device("cpu")
+    device, kept = torch.device("cpu"), (flash, torch.ops.longshift_benchmark.tiled.default)
 
     def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op == flash else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def run(tokens: int) -> tuple[dict, float]:
         (batch,) = Trial(spec, ((tokens,),)).batches()
@@ -156,7 +186,13 @@ def summarise(rows: Sequence[dict]) -> dict:
     rate = {(row["method"], row["tokens"]): row["tokens_per_s"] for row in rows}
     peak = {(row["method"], row["tokens"]): row["peak_mib"] for row in rows}
     lengths = sorted({row["tokens"] for row in rows})
-    pairs = (("stream", "recompute"), ("stream", "selective"), ("stream input", "recompute"), ("stream", "fpdt"))
+    pairs = (
+        ("stream", "recompute"),
+        ("stream", "selective"),
+        ("stream", "selective tiled"),
+        ("stream input", "recompute"),
+        ("stream", "fpdt"),
+    )
     summary: dict = {
         f"{mine} / {theirs}": {n: rate[mine, n] / rate[theirs, n] for n in lengths if (mine, n) in rate and (theirs, n) in rate}
         for mine, theirs in pairs
@@ -208,7 +244,7 @@ def main() -> int:
         for method, some in found.items():
             if some:
                 middle = {key: statistics.median(row[key] for row in some) for key in some[0]}
-                layout = METHODS[method].replace("chunkC", f"chunk{options.chunk}") or "torch checkpoint, flash output saved"
+                layout = METHODS[method].replace("chunkC", f"chunk{options.chunk}") or "torch checkpoint, output of attention saved"
                 rate = {"tokens_per_s": tokens / middle["seconds"], "rounds": len(some)}
                 rows.append({"method": method, "layout": layout, "tokens": tokens} | rate | middle)
     model = {"width": spec.width, "heads": spec.heads, "kv_heads": spec.kv_heads, "layers": spec.layers, "ffn": spec.ffn}

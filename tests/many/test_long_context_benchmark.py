@@ -13,13 +13,13 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture(scope="module")
 def report():
     command = [sys.executable, str(BENCHMARKS / "long_context.py"), "--json", "--lengths", "1K", "2K", "--chunk", "512", "--rounds", "1"]
-    methods = ["recompute", "selective", "recompute+offload", "stream", "stream kv-offload"]
+    methods = ["recompute", "selective", "selective tiled", "recompute+offload", "stream", "stream kv-offload"]
     done = subprocess.run([*command, "--threads", "1", "--methods", *methods], capture_output=True, text=True, timeout=240, check=True)
     return json.loads(done.stdout)
 
 
 def test_all_methods_train_the_same_model(report):
-    assert len(report["rows"]) == 10
+    assert len(report["rows"]) == 12
     for tokens in (1024, 2048):
         losses = [row["loss"] for row in report["rows"] if row["tokens"] == tokens]
         assert max(losses) - min(losses) < 1e-3 * losses[0]
