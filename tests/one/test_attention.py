@@ -14,7 +14,7 @@ from longshift.cluster.cluster import Heads
 from longshift.model import kernels as kernels_module
 from longshift.model import tiled
 from longshift.model.attention import Attention, PackedAttention, match_heads, merge
-from longshift.model.kernels import FLASH, TILED, Kernel, choose, flash, flash_backward, reference, reference_backward
+from longshift.model.kernels import BY_SIZE, FLASH, Kernel, choose, flash, flash_backward, reference, reference_backward
 
 CPU = torch.device("cpu")
 HEAD = 16
@@ -187,7 +187,7 @@ def test_on_a_cpu_there_is_nothing_to_choose():
 TILED_SHAPES = [*SHAPES, (64, 64, 2, 2, True), (33, 33, 12, 1, True), (97, 64, 4, 4, False), (64, 200, 6, 1, False)]
 
 
-@pytest.fixture(params=[(16, 16), (16, 64), (512, 1024)], ids=str)
+@pytest.fixture(params=[(16, 16), (16, 64), (1024, 1024)], ids=str)
 def tiles(request, monkeypatch):
     """Tiles of few rows and columns, so that there are many; of those that are used."""
     monkeypatch.setattr(tiled, "ROWS", request.param[0])
@@ -236,12 +236,18 @@ def test_other_matmuls_keep_their_precision():
     assert torch.equal(a @ a, before)
 
 
-def test_short_pieces_and_other_numbers_go_to_flash():
-    for queries, dtype in ((100, torch.bfloat16), (600, torch.float32)):
-        q, k, v, _ = inputs(queries, queries, 2, 2, dtype)
-        assert torch.equal(TILED.forward(q, k, v, True, SCALE)[0], flash(q, k, v, True, SCALE)[0])
-    q, k, v, _ = inputs(600, 600, 2, 2, torch.bfloat16)
-    assert torch.equal(TILED.forward(q, k, v, True, SCALE)[0], tiled.forward(q, k, v, True, SCALE)[0])
+def test_short_pieces_and_other_numbers_go_to_flash(monkeypatch):
+    monkeypatch.setattr(kernels_module, "TILED_TOKENS", {False: 300, True: 600})
+    for tokens, causal, dtype in ((299, False, torch.bfloat16), (599, True, torch.bfloat16), (600, True, torch.float32)):
+        q, k, v, _ = inputs(tokens, tokens, 2, 2, dtype)
+        assert torch.equal(BY_SIZE.forward(q, k, v, causal, SCALE)[0], flash(q, k, v, causal, SCALE)[0])
+    for tokens, causal in ((300, False), (600, True)):
+        q, k, v, grad = inputs(tokens, tokens, 2, 2, torch.bfloat16)
+        out, lse = BY_SIZE.forward(q, k, v, causal, SCALE)
+        assert torch.equal(out, tiled.forward(q, k, v, causal, SCALE)[0])
+        assert BY_SIZE.backward is not None
+        found, expected = (back(grad, q, k, v, out, lse, causal, SCALE) for back in (BY_SIZE.backward, tiled.backward))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
 LENGTHS = (5, 1, 37, 64, 2)

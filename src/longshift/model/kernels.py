@@ -21,9 +21,9 @@ from longshift.model import tiled
 
 aten = torch.ops.aten
 HEADS = Heads(8, 2, 64)
-TOKENS = 512
+TOKENS = 256
 TIMED_TOKENS = 4096
-TILED_SCORES = 2**18  # of queries and keys, a head
+TILED_TOKENS = {False: 2048, True: 4096}  # of queries and of keys, where the mask is not causal, and is: half a tile on its edge is in vain
 WRONG = 0.05  # a relative error above this is no rounding
 SECONDS = 0.05  # of timing, a kernel and direction
 
@@ -233,30 +233,31 @@ def _ends(t: Tensor) -> Tensor:
     return torch.tensor([0, t.shape[0]], dtype=torch.int32, device=t.device)
 
 
-def _tiled(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return (tiled.forward if _large(q, k) else flash)(q, k, v, causal, scale)
+def _by_size(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return (tiled.forward if _large(q, k, causal) else flash)(q, k, v, causal, scale)
 
 
-def _tiled_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    return (tiled.backward if _large(q, k) else flash_backward)(grad, q, k, v, out, lse, causal, scale)
+def _by_size_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
+    return (tiled.backward if _large(q, k, causal) else flash_backward)(grad, q, k, v, out, lse, causal, scale)
 
 
-def _large(q: Tensor, k: Tensor) -> bool:
+def _large(q: Tensor, k: Tensor, causal: bool) -> bool:
     """Whether large matmuls are worth their number of operations; they round to bf16."""
-    return q.dtype == torch.bfloat16 and q.shape[0] * k.shape[0] >= TILED_SCORES
+    return q.dtype == torch.bfloat16 and q.shape[0] * k.shape[0] >= TILED_TOKENS[causal] ** 2
 
 
 FLASH = Kernel("flash", flash, flash_backward)
-TILED = Kernel("tiled", _tiled, _tiled_backward)
+TILED = Kernel("tiled", tiled.forward, tiled.backward)
+BY_SIZE = Kernel("tiled or flash", _by_size, _by_size_backward)
 CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward)
 VARLEN = Kernel("varlen", _varlen, _varlen_backward)
 MATH = Kernel("math", _math, _math_backward, most_scores=2**26)
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
-    """What a run chooses from. On a CPU nothing: `TILED` is the faster and the more exact one where bf16 is multiplied by hardware. `MATH`
+    """What a run chooses from. On a CPU nothing: large pieces by tiles are faster and more exact where bf16 is multiplied by hardware. `MATH`
     takes too much memory, and in bf16 is too far from the truth."""
     if device.type != "cpu":
         return FLASH, CUDNN, VARLEN
     able = getattr(torch.cpu, "get_capabilities", dict)()
-    return (TILED if dtype == torch.bfloat16 and (able.get("avx512_bf16") or able.get("amx_bf16")) else FLASH,)
+    return (BY_SIZE if dtype == torch.bfloat16 and (able.get("avx512_bf16") or able.get("amx_bf16")) else FLASH,)

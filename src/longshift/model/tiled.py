@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS, COLUMNS = 512, 1024  # of a tile, for all heads that share keys; powers of two
+ROWS, COLUMNS = 1024, 1024  # of a tile, for all heads that share keys; powers of two
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
