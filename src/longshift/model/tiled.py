@@ -1,15 +1,15 @@
 """Attention by matmuls of tiles, for CPUs that multiply bf16 much faster than float32.
 
-Paper: FlashAttention-2 (arXiv 2307.08691), its order of tiles, forward and backward. Torch's own flash kernel for CPUs rounds tiles of its
-scores' gradients to bf16 and multiplies small tiles; here a tile is one large matmul of float32 numbers, which the CPU rounds to bf16
-as it reads them (q, k, v and the gradient are bf16 already) and sums in float32:
+Paper: FlashAttention-2 (arXiv 2307.08691), its order of tiles, forward and backward. Torch's own flash kernel for CPUs multiplies many small
+tiles; here a tile is one large matmul. Scores and the gradients of their weights need float32: their factors are bf16 already, so
+float32 copies are multiplied, which the CPU rounds to bf16 again, for nothing, and sums in float32.
 
     for rows of q                   for rows of q, grad
         for columns of k, v             for columns of k, v
             s = q k^T                       p = exp(q k^T - lse)      ds = p (grad v^T - delta)
             out, max, sum: online           dv += p^T grad    dk += ds^T q    dq += ds k
 
-Query heads that share a key/value head are stacked as rows. Memory beyond q, k, v and the results: two tiles, and dk and dv in float32.
+Query heads that share a key/value head are stacked as rows. Memory beyond q, k, v and the results: three tiles, and dk and dv in float32.
 """
 
 from collections.abc import Iterator
@@ -24,18 +24,19 @@ ROWS, COLUMNS = 1024, 1024  # of a tile, for all heads that share keys; powers o
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    scratch = _scratch(q, k, 1)
+    wide, narrow = _scratch(q, k, torch.float32), _scratch(q, k, q.dtype)
     with _in_bf16():
         for heads, head in _heads(q, k):
             for rows, tiles in _tiles(q, k, causal):
-                queries = _stacked(q[rows, heads])
+                queries = _stacked(q[rows, heads]).float()
                 for first, columns in enumerate(tiles):
-                    s = torch.mm(queries, k[columns, head].float().T, out=_part(scratch[0], len(queries), columns))
+                    s, p = (_part(flat, len(queries), columns) for flat in (wide, narrow))
+                    torch.mm(queries, k[columns, head].float().T, out=s)
                     top = (_hide_later(s, rows, columns, float("-inf")) if causal else s).amax(1, keepdim=True).mul_(scale)
                     torch.add(-top, s, alpha=scale, out=s).exp_()
-                    part, weight = s @ v[columns, head].float(), s.sum(1, keepdim=True)
+                    part, weight = p.copy_(s) @ v[columns, head].contiguous(), s.sum(1, keepdim=True)
                     if first == 0:
-                        o, total, most = part, weight, top
+                        o, total, most = part.float(), weight, top
                         continue
                     above = torch.maximum(most, top)
                     old, new = (most - above).exp_(), (top - above).exp_()
@@ -50,24 +51,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
     delta = torch.einsum("tnh,tnh->tn", grad.float(), out.float())
     dq, dk, dv = torch.empty_like(q), *(torch.zeros(x.shape, device=x.device) for x in (k, v))
-    scratch = _scratch(q, k, 2)
+    wide, wide_too, narrow = (_scratch(q, k, dtype) for dtype in (torch.float32, torch.float32, q.dtype))
     with _in_bf16():
         for heads, head in _heads(q, k):
             for rows, tiles in _tiles(q, k, causal):
                 queries, grads = (_stacked(x[rows, heads]) for x in (q, grad))
                 below, minus = (_stacked(x[rows, heads].unsqueeze(-1)) for x in (lse, delta))
-                own = torch.zeros_like(queries)
+                own = torch.zeros(queries.shape, device=q.device)
                 for columns in tiles:
-                    keys, values = (x[columns, head].float() for x in (k, v))
-                    p, ds = (_part(flat, len(queries), columns) for flat in scratch)
-                    torch.mm(queries, keys.T, out=p)
+                    keys, values = (x[columns, head].contiguous() for x in (k, v))
+                    p, ds, sent = (_part(flat, len(queries), columns) for flat in (wide, wide_too, narrow))
+                    torch.mm(queries.float(), keys.float().T, out=p)
                     torch.add(-below, p, alpha=scale, out=p).exp_()
                     if causal:
                         _hide_later(p, rows, columns, 0.0)
-                    torch.mm(grads, values.T, out=ds).sub_(minus).mul_(p)
-                    dv[columns, head] += p.T @ grads
-                    dk[columns, head] += ds.T @ queries
-                    own.addmm_(ds, keys)
+                    dv[columns, head] += sent.copy_(p).T @ grads
+                    torch.mm(grads.float(), values.float().T, out=ds).sub_(minus).mul_(p)
+                    dk[columns, head] += sent.copy_(ds).T @ queries
+                    own += sent @ keys
                 dq[rows, heads] = _unstacked(own.mul_(scale), dq[rows, heads])
     return [dq, dk.mul_(scale).to(k.dtype), dv.to(v.dtype)]
 
@@ -114,9 +115,10 @@ def _hide_later(s: Tensor, rows: slice, columns: slice, value: float) -> Tensor:
     return s
 
 
-def _scratch(q: Tensor, k: Tensor, tiles: int) -> Tensor:
+def _scratch(q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for a tile: fresh memory for each would cost as much as what is computed in it."""
     group = q.shape[1] // k.shape[1]
-    return torch.empty(tiles, min(q.shape[0], _height(q, k)) * group * min(k.shape[0], COLUMNS), device=q.device)
+    return torch.empty(min(q.shape[0], _height(q, k)) * group * min(k.shape[0], COLUMNS), dtype=dtype, device=q.device)
 
 
 def _part(flat: Tensor, rows: int, columns: slice) -> Tensor:
@@ -125,8 +127,8 @@ def _part(flat: Tensor, rows: int, columns: slice) -> Tensor:
 
 
 def _stacked(x_TGH: Tensor) -> Tensor:
-    """[G T, H], float32."""
-    return x_TGH.transpose(0, 1).float().reshape(-1, x_TGH.shape[2])
+    """[G T, H]"""
+    return x_TGH.transpose(0, 1).reshape(-1, x_TGH.shape[2])
 
 
 def _unstacked(x: Tensor, like_TGH: Tensor) -> Tensor:
