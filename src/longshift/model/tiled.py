@@ -1,7 +1,7 @@
 """Attention by matmuls of tiles, for CPUs that multiply bf16 much faster than float32.
 
-Paper: FlashAttention-2 (arXiv 2307.08691), its order of tiles, forward and backward. Torch's own flash kernel for CPUs multiplies many small
-tiles; here a tile is one large matmul. Scores and the gradients of their weights need float32: their factors are bf16 already, so
+Paper: FlashAttention-2 (arXiv 2307.08691), its order of tiles, forward and backward. Torch's own flash kernel for CPUs multiplies many
+small tiles; here a tile is one large matmul. Scores and the gradients of their weights need float32: their factors are bf16 already, so
 float32 copies are multiplied, which the CPU rounds to bf16 again, for nothing, and sums in float32.
 
     for rows of q                   for rows of q, grad
