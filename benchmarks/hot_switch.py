@@ -339,7 +339,7 @@ def on_corpus(
     family = [s for s in statics if in_papers_family(s.groups[0][1])]
     bucketed = [replace(s, name=f"static-padded:{s.groups[0][1]}", padded=True) for s in best(family, 1)]
     chosen = dict.fromkeys([*best(hots, TOP + 1), *best(family, TOP), *best(statics, TOP), *best([fsdp2], 1), *bucketed])
-    tried |= rounds(work, list(chosen), paths, tokens, options.rounds)
+    tried |= rounds(work, list(chosen), paths, tokens, options.rounds) if chosen else {}
     measured = {scheme: tried[scheme] for scheme in chosen if tried[scheme].fits}
     chosen_by = {scheme: statistics.median(found.rates[::2]) for scheme, found in measured.items()}
     rate = {scheme: chosen_by[scheme] for scheme in measured if not scheme.padded and scheme != fsdp2}
