@@ -30,12 +30,8 @@ FORMATS: Mapping[str, tuple[str, int, str, int]] = {  # of copies and of home, w
 TENSOR = "tensor: all-gather and reduce-scatter of tokens"
 ULYSSES = "Ulysses: all-to-all of tokens and heads"
 RING = "ring: keys and values, and their gradients"
-TENSOR_MOVES = {
-    "qkv": 1,
-    "qkv_back": 1,
-    "tail": 3,
-    "tail_back": 6,
-}  # by operation of a chunk; a backward of the tail begins with its forward
+# By operation of a chunk: a backward of the tail begins with its forward.
+TENSOR_MOVES = {"qkv": 1, "qkv_back": 1, "tail": 3, "tail_back": 6}
 
 
 @dataclass(frozen=True)
