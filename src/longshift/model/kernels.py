@@ -1,4 +1,4 @@
-"""Attention kernels of torch: which run here, what they return, how exact and how fast they are.
+"""Attention kernels, torch's and our tiles: which run here, what they return, how exact and how fast they are.
 
 Ring attention and streaming need two things of a kernel beside speed: the log-sum-exp of the scores, and a backward that takes the
 output and log-sum-exp of a *larger* attention, of which the keys at hand are a part.
@@ -128,29 +128,29 @@ def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     return max(error if error == error else float("inf") for error in errors)
 
 
-def _batched(*tensors: Tensor) -> Any:
+def batched(*tensors: Tensor) -> Any:
     """[T, N, H] -> [1, N, T, H]"""
     return [t.transpose(0, 1).unsqueeze(0) for t in tensors]
 
 
-def _flat(t: Tensor) -> Tensor:
+def flat(t: Tensor) -> Tensor:
     return t.squeeze(0).transpose(0, 1)
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """On a GPU 16-bit numbers only have a fused kernel; others go by the definition."""
-    q, k, v = _batched(q, k, v)
+    q, k, v = batched(q, k, v)
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     elif q.dtype in (torch.float16, torch.bfloat16):
         out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
     else:
         out, lse = reference(q, k, v, causal, scale)
-    return _flat(out), _flat(lse)
+    return flat(out), flat(lse)
 
 
 def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    grad, q, k, v, out, lse = _batched(grad, q, k, v, out, lse)
+    grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
     if q.device.type == "cpu":
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
     elif q.dtype in (torch.float16, torch.bfloat16):
@@ -160,7 +160,7 @@ def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
         )
     else:
         grads = reference_backward(grad, q, k, v, out, lse, causal, scale)
-    return [_flat(g) for g in grads[:3]]
+    return [flat(g) for g in grads[:3]]
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -193,27 +193,27 @@ def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = _batched(q, k, v)
+    q, k, v = batched(q, k, v)
     out, lse = reference(q, k, v, causal, scale)
-    return _flat(out), _flat(lse)
+    return flat(out), flat(lse)
 
 
 def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    grad, q, k, v, out = _batched(grad, q, k, v, out)
-    return [_flat(t) for t in reference_backward(grad, q, k, v, out, lse.transpose(0, 1).unsqueeze(0), causal, scale)]
+    grad, q, k, v, out = batched(grad, q, k, v, out)
+    return [flat(t) for t in reference_backward(grad, q, k, v, out, lse.transpose(0, 1).unsqueeze(0), causal, scale)]
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = aten._scaled_dot_product_cudnn_attention(*_batched(q, k, v), None, True, 0.0, causal, False, scale=scale)[:2]
-    return _flat(out), _flat(lse.reshape(1, q.shape[1], q.shape[0]))
+    out, lse = aten._scaled_dot_product_cudnn_attention(*batched(q, k, v), None, True, 0.0, causal, False, scale=scale)[:2]
+    return flat(out), flat(lse.reshape(1, q.shape[1], q.shape[0]))
 
 
 def _cudnn_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequence[Tensor]:
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     lse = lse.transpose(0, 1).unsqueeze(0).unsqueeze(-1).contiguous()
     none = (None, None, None, q.shape[0], k.shape[0], 0.0)  # no bias, no lengths
-    grads = aten._scaled_dot_product_cudnn_attention_backward(*_batched(grad, q, k, v, out), lse, seed, seed, *none, causal, scale=scale)
-    return [_flat(t) for t in grads]
+    grads = aten._scaled_dot_product_cudnn_attention_backward(*batched(grad, q, k, v, out), lse, seed, seed, *none, causal, scale=scale)
+    return [flat(t) for t in grads]
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -57,16 +57,17 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
             for rows, tiles in _tiles(q, k, causal):
                 queries, grads = (_stacked(x[rows, heads]) for x in (q, grad))
                 below, minus = (_stacked(x[rows, heads].unsqueeze(-1)) for x in (lse, delta))
+                wide_queries, wide_grads = queries.float(), grads.float()
                 own = torch.zeros(queries.shape, device=q.device)
                 for columns in tiles:
                     keys, values = (x[columns, head].contiguous() for x in (k, v))
                     p, ds, sent = (_part(flat, len(queries), columns) for flat in (wide, wide_too, narrow))
-                    torch.mm(queries.float(), keys.float().T, out=p)
+                    torch.mm(wide_queries, keys.float().T, out=p)
                     torch.add(-below, p, alpha=scale, out=p).exp_()
                     if causal:
                         _hide_later(p, rows, columns, 0.0)
                     dv[columns, head] += sent.copy_(p).T @ grads
-                    torch.mm(grads.float(), values.float().T, out=ds).sub_(minus).mul_(p)
+                    torch.mm(wide_grads, values.float().T, out=ds).sub_(minus).mul_(p)
                     dk[columns, head] += sent.copy_(ds).T @ queries
                     own += sent @ keys
                 dq[rows, heads] = _unstacked(own.mul_(scale), dq[rows, heads])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from longshift.model.kernels import Kernel
+from longshift.model.kernels import Kernel, batched, flat
 
 
 def flex(device: torch.device) -> Kernel:
@@ -29,14 +29,13 @@ class _Flex:
             self.masks[size] = create_block_mask(_earlier, None, None, *size, device=q.device, _compile=self.compiled)
         mask = self.masks[size] if causal else None
         out, more = self.attend(
-            *(t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)),
+            *batched(q, k, v),
             block_mask=mask,
             scale=scale,
             enable_gqa=True,
             return_aux=AuxRequest(lse=True),
         )
-        out, lse = (t.squeeze(0).transpose(0, 1) for t in (out, more.lse))
-        return out, lse
+        return flat(out), flat(more.lse)
 
 
 def _earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -67,8 +67,7 @@ def launch(command: Sequence[str], world: int, folder: RunFolder, say: Callable[
     """Run `command` once per local rank, until all have ended well or one has failed; then the rest are ended too.
 
     The first Ctrl-C or SIGTERM goes on to the ranks, which finish their step and save; the second ends them. `say` shows a line to the
-    person.
-    Raises the LongshiftError of the rank that failed first; KeyboardInterrupt when the ranks were ended before they could save."""
+    person. Raises the LongshiftError of the rank that failed first; KeyboardInterrupt when the ranks were ended before they could save."""
     clear_causes(folder)
     _quiet(logging.getLogger("torch.distributed.elastic"))
     store = _loopback_store()
