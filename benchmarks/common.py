@@ -1,6 +1,6 @@
 """What every benchmark prints, and how: one JSON object on standard output with --json, a table without; progress on standard error.
 
-{"benchmark": name, "machine": {...}, "versions": {...}, "commit": ..., "summary": {...}, "rows": [...]}
+{"benchmark": name, "command": ..., "machine": {...}, "versions": {...}, "commit": ..., "summary": {...}, "rows": [...]}
 """
 
 import argparse
@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -85,7 +86,16 @@ def give_freed_memory_back() -> None:
 
 def publish(benchmark: str, summary: Mapping, rows: Sequence[Mapping], as_json: bool) -> None:
     """Print the result on standard output."""
-    report = {"benchmark": benchmark, "machine": machine(), "versions": versions(), "commit": commit(), "summary": summary, "rows": rows}
+    command = shlex.join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    report = {
+        "benchmark": benchmark,
+        "command": command,
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "summary": summary,
+        "rows": rows,
+    }
     if as_json:
         print(json.dumps(report))
         return

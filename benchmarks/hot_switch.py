@@ -13,7 +13,8 @@ Three steps a machine:
 2. *Warm-up*, once a corpus. All static layouts that fit, and some assignments of layouts to groups that the probes say are best: each
    batch once. Hot switching is the best of these, be it that of one single layout.
 3. *Rounds.* The best of them, interleaved; each has its own processes. What hot switching and the best static layout are is chosen in the
-   even rounds, by medians; their ratios are of the odd ones, each taken within a round, so that the choice favours nobody.
+   even rounds, by medians; their ratios are of the odd ones, each taken within a round, so that the choice favours nobody. The warm-up has
+   said what fits: a rank may take a tenth more here, since peaks of the same step differ by a few per cent from time to time.
 
 The model is `--shrink` times narrower than Llama 7B and has few layers, text is cut to 1/shrink, up to 32K/shrink: see
 `scale_model` for what stays the same. A step's lengths are a stratified draw, for a small step to have the long documents that a large one
@@ -52,6 +53,7 @@ REAL_WIDTH, HEAD_WIDTH = 4096, 128
 POLICIES = ("z1", "z2", "z3", "z1.recompute-full", "z3.recompute-full")
 Rates = Mapping[int, float]  # tokens a second, by group
 TOP = 2  # schemes of a kind that go into the rounds
+SLACK = 1.1  # memory in the rounds over the budget
 
 
 @dataclass(frozen=True)
@@ -291,6 +293,7 @@ def warm_up(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tok
 def rounds(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tokens: Sequence[int], count: int) -> dict[Scheme, Measured]:
     """A step of every scheme in turn, each round from another one on."""
     found = {scheme: Measured() for scheme in schemes}
+    work = replace(work, machine=work.machine.with_memory(int(work.machine.memory_bytes * SLACK)))
     with ExitStack() as stack:
         worlds = {scheme: stack.enter_context(work.machine.world()) for scheme in schemes}
         for scheme, world in worlds.items():
@@ -338,7 +341,7 @@ def on_corpus(
 
     family = [s for s in statics if in_papers_family(s.groups[0][1])]
     bucketed = [replace(s, name=f"static-padded:{s.groups[0][1]}", padded=True) for s in best(family, 1)]
-    chosen = dict.fromkeys([*best(hots, TOP + 1), *best(family, TOP), *best(statics, TOP), *best([fsdp2], 1), *bucketed])
+    chosen = dict.fromkeys([*best(hots, TOP), *best(family, TOP), *best(statics, TOP), *best([fsdp2], 1), *bucketed])
     tried |= rounds(work, list(chosen), paths, tokens, options.rounds) if chosen else {}
     measured = {scheme: tried[scheme] for scheme in chosen if tried[scheme].fits}
     chosen_by = {scheme: statistics.median(found.rates[::2]) for scheme, found in measured.items()}
@@ -374,11 +377,11 @@ def row(work: Work, data: str, scheme: Scheme, found: Measured) -> dict:
         "scheme": scheme.name,
         "groups": str(scheme),
         "fits": found.fits,
-        "tokens_per_s": statistics.median(found.rates) if found.fits else None,
+        "tokens_per_s": statistics.median(found.rates) if found.rates else None,
         "spread": spread(found.rates) if len(found.rates) > 1 else None,
-        "rounds": len(found.rates),
+        "by_round": [round(rate, 1) for rate in found.rates],
         "peak_mib": found.peak_mib or None,
-        "switch_exposed_share": statistics.median(found.exposed) if found.fits else None,
+        "switch_exposed_share": statistics.median(found.exposed) if found.exposed else None,
         "visited": ", ".join(f"{v['layout']} {v['tokens']} tokens {v['seconds']:.2f} s" for v in found.visited) or None,
     }
 
