@@ -1,5 +1,5 @@
-"""Real documents on hot switching, on every static layout, and on torch FSDP2: tokens a second, interleaved, under a memory budget that the
-longest document does not leave one rank to compute it alone.
+"""Real documents on hot switching, on every static layout, and on torch FSDP2: tokens a second, interleaved, and the best of them under
+memory budgets that the longest document does not leave one rank to compute it alone.
 
     static:LAYOUT          one layout; documents packed without padding up to the longest length there may be
     static-padded:LAYOUT   one layout; each document padded to its bucket's end, as static systems with buckets do (those of the shortest
@@ -8,13 +8,14 @@ longest document does not leave one rank to compute it alone.
     fsdp2:STAGE            torch's fully_shard, documents packed as for static
 
 Three steps a machine:
-1. *Probe.* Each mesh of layouts with full packs, from the shortest group to the longest, until one does not fit; for the longer ones the
-   next of `--policies` is tried.
+1. *Probe.* Each mesh of layouts with full packs, from the shortest group to the longest, until one needs more than the largest budget; for
+   the longer ones the next of `--policies` is tried.
 2. *Warm-up*, once a corpus. All static layouts that fit, and some assignments of layouts to groups that the probes say are best: each
-   batch once. Hot switching is the best of these, be it that of one single layout.
-3. *Rounds.* The best of them, interleaved; each has its own processes. What hot switching and the best static layout are is chosen in the
-   even rounds, by medians; their ratios are of the odd ones, each taken within a round, so that the choice favours nobody. The warm-up has
-   said what fits: a rank may take a tenth more here, since peaks of the same step differ by a few per cent from time to time.
+   batch once. A scheme fits a budget if no rank's peak is above it: resident memory beyond what the process held before the model was
+   built. Hot switching is the best of what fits, be it one single layout.
+3. *Rounds.* For each budget the best that fit it, all interleaved; each scheme has its own processes. What hot switching and the best
+   static layout are is chosen in the even rounds, by medians; their ratios are of the odd ones, each taken within a round, so that the
+   choice favours nobody.
 
 The model is `--shrink` times narrower than Llama 7B and has few layers, text is cut to 1/shrink, up to 32K/shrink: see
 `scale_model` for what stays the same. A step's lengths are a stratified draw, for a small step to have the long documents that a large one
@@ -32,13 +33,13 @@ from math import prod
 from pathlib import Path
 
 import peers.fsdp2  # noqa: F401  (what the forked ranks call is imported before they fork)
+import scale_model
 from common import arguments, publish, say
 from hot_ranks import REAL_LONGEST, Pairs
 from static import spread
 from worlds import Machine, SleepingWorld, machine
 
 from longshift.dist.fork import ForkedWorld
-from longshift.errors import PeerError
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.layout.placement import buckets
@@ -53,7 +54,6 @@ REAL_WIDTH, HEAD_WIDTH = 4096, 128
 POLICIES = ("z1", "z2", "z3", "z1.recompute-full", "z3.recompute-full")
 Rates = Mapping[int, float]  # tokens a second, by group
 TOP = 2  # schemes of a kind that go into the rounds
-SLACK = 1.1  # memory in the rounds over the budget
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,10 @@ class Measured:
     rates: list[float] = field(default_factory=list)
     exposed: list[float] = field(default_factory=list)
     peak_mib: float = 0.0
-    fits: bool = True
     visited: list[dict] = field(default_factory=list)
 
-    def add(self, done: dict | None, tokens: int) -> None:
-        """A step of that many tokens; None: it did not fit."""
-        if done is None:
-            self.fits = False
-            return
+    def add(self, done: dict, tokens: int) -> None:
+        """A step of that many tokens."""
         self.rates.append(tokens / done["seconds"])
         self.exposed.append(done["exposed_s"] / done["seconds"])
         self.peak_mib = max(self.peak_mib, done["peak_mib"])
@@ -112,10 +108,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained on one machine."""
+    """What is trained on one machine. `budgets_mib`: ascending; the last may be infinite."""
 
     spec: ModelSpec
     ends: tuple[int, ...]
+    budgets_mib: tuple[float, ...]
     machine: Machine
     scratch: Path
     trial: str
@@ -172,21 +169,12 @@ def padded(documents: Pairs, ends: Sequence[int]) -> Pairs:
 # Measuring
 
 
-def step(work: Work, world: SleepingWorld, scheme: Scheme, path: str, number: int) -> dict | None:
-    """One update; the slowest rank's seconds and the largest peak. None where a rank needs more memory than it may have."""
+def step(work: Work, world: SleepingWorld, scheme: Scheme, path: str, number: int) -> dict:
+    """One update; the slowest rank's seconds and the largest peak."""
     told = {"system": scheme.system, "groups": scheme.groups, "path": path, "number": number}
-    try:
-        ranks = world.call("hot_ranks:update", DEADLINE_S, **told, trial=work.trial, per_node=work.machine.per_node)
-    except PeerError as fault:
-        if world.out_of_memory:
-            say(f"{scheme.name} {scheme} is taken for out of memory: {str(fault)[-300:]}")
-            return None
-        raise PeerError(f"{scheme.name} {scheme}: {fault}") from fault
-    peak_mib = max(rank["peak_mib"] for rank in ranks)
-    if work.machine.model is None and 0 < work.machine.memory_bytes < peak_mib * 2**20:  # nobody is killed for it here
-        return None
+    ranks = world.call("hot_ranks:update", DEADLINE_S, **told, trial=work.trial, per_node=work.machine.per_node)
     slowest = max(ranks, key=lambda rank: rank["seconds"])
-    return slowest | {"peak_mib": peak_mib, "exposed_s": max(rank["exposed_s"] for rank in ranks)}
+    return slowest | {key: max(rank[key] for rank in ranks) for key in ("peak_mib", "exposed_s")}
 
 
 def probe(work: Work, layout: str, first: int) -> Probed:
@@ -198,7 +186,7 @@ def probe(work: Work, layout: str, first: int) -> Probed:
         for number, end in enumerate((TINY, TINY, *work.ends[first:])):
             path = work.file(f"probe-{end}-{packs}", [[document(end)] * packs])
             done = step(work, world, scheme, path, 0)
-            if done is None:
+            if done["peak_mib"] > work.budgets_mib[-1]:
                 break
             if number < 2:
                 found.fixed_s = done["seconds"]
@@ -277,23 +265,22 @@ def _merged(ends: Sequence[int], layouts: Sequence[str]) -> tuple[tuple[int, str
 
 
 def warm_up(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tokens: Sequence[int]) -> dict[Scheme, Measured]:
-    """Every batch under every scheme, each in processes that last no longer. What fits fits all of them."""
+    """Every batch under every scheme, each in processes that last no longer."""
     found = {}
     for scheme in schemes:
         found[scheme] = measured = Measured()
         with work.machine.world() as world:
-            measured.fits = step(work, world, scheme, paths[scheme.first], 0) is not None
+            step(work, world, scheme, paths[scheme.first], 0)
             for number, count in enumerate(tokens):
-                if measured.fits:
-                    measured.add(step(work, world, scheme, paths[scheme.steps], number), count)
-        say(f"warm-up {scheme.name} {scheme}: {measured.rates or 'does not fit'} {measured.peak_mib:.0f} MiB")
+                measured.add(step(work, world, scheme, paths[scheme.steps], number), count)
+        rates = ", ".join(f"{rate:.0f}" for rate in measured.rates)
+        say(f"warm-up {scheme.name} {scheme}: {rates} tokens/s, {measured.peak_mib:.0f} MiB")
     return found
 
 
 def rounds(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tokens: Sequence[int], count: int) -> dict[Scheme, Measured]:
     """A step of every scheme in turn, each round from another one on."""
     found = {scheme: Measured() for scheme in schemes}
-    work = replace(work, machine=work.machine.with_memory(int(work.machine.memory_bytes * SLACK)))
     with ExitStack() as stack:
         worlds = {scheme: stack.enter_context(work.machine.world()) for scheme in schemes}
         for scheme, world in worlds.items():
@@ -301,9 +288,8 @@ def rounds(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], toke
         for number in range(count):
             turn, batch = number % len(schemes), number % len(tokens)
             for scheme in (*schemes[turn:], *schemes[:turn]):
-                if found[scheme].fits:
-                    found[scheme].add(step(work, worlds[scheme], scheme, paths[scheme.steps], batch), tokens[batch])
-            say(f"round {number + 1} of {count}: " + ", ".join(f"{s.name} {m.rates[-1]:.0f}" for s, m in found.items() if m.fits))
+                found[scheme].add(step(work, worlds[scheme], scheme, paths[scheme.steps], batch), tokens[batch])
+            say(f"round {number + 1} of {count}: " + ", ".join(f"{s.name} {m.rates[-1]:.0f}" for s, m in found.items()))
     return found
 
 
@@ -320,8 +306,8 @@ def small_model(shrink: float, layers: int, vocab: int) -> ModelSpec:
 
 def on_corpus(
     work: Work, data: str, steps: Sequence[Pairs], rates: Mapping[str, Rates], fixed_s: Mapping[str, float], options
-) -> tuple[list[dict], dict]:
-    """Rows, and the three ratios with their spreads."""
+) -> tuple[list[dict], list[dict]]:
+    """Rows, and what is best under each budget."""
     made = {"plain": steps, "padded": [padded(pairs, work.ends) for pairs in steps]}
     made |= {"first": [[document(TINY)] * work.machine.ranks]}
     made |= {"first of each": [made["first"][0] + [document(end + 1) for end in work.ends[:-1]]]}
@@ -332,41 +318,52 @@ def on_corpus(
     statics = [Scheme(f"static:{layout}", "longshift", ((work.longest, layout),)) for layout in fitting]
     lengths = [len(ids) for ids, _ in steps[0]]
     hots = [Scheme(f"assigned-{n}", "longshift", groups) for n, groups in enumerate(map(parse_groups, options.assign))]
-    hots = hots or assignments(work, rates, fixed_s, lengths, options.assignments)
+    hots = hots or [s for s in assignments(work, rates, fixed_s, lengths, options.assignments) if len(s.groups) > 1]
     fsdp2 = Scheme("fsdp2:z3", "fsdp2", ((work.longest, "z3"),))
     tried = warm_up(work, [*statics, *hots, fsdp2], paths, tokens)
-
-    def best(some: Sequence[Scheme], count: int) -> list[Scheme]:
-        return sorted((s for s in some if tried[s].fits), key=lambda s: -statistics.median(tried[s].rates))[:count]
-
     family = [s for s in statics if in_papers_family(s.groups[0][1])]
-    bucketed = [replace(s, name=f"static-padded:{s.groups[0][1]}", padded=True) for s in best(family, 1)]
-    chosen = dict.fromkeys([*best(hots, TOP), *best(family, TOP), *best(statics, TOP), *best([fsdp2], 1), *bucketed])
-    tried |= rounds(work, list(chosen), paths, tokens, options.rounds) if chosen else {}
-    measured = {scheme: tried[scheme] for scheme in chosen if tried[scheme].fits}
-    chosen_by = {scheme: statistics.median(found.rates[::2]) for scheme, found in measured.items()}
-    rate = {scheme: chosen_by[scheme] for scheme in measured if not scheme.padded and scheme != fsdp2}
-    if not rate:
-        return [row(work, data, s, found) for s, found in tried.items()], dict.fromkeys(("static_all", "static_tp_pp", "bucket_padded"))
-    fastest = max(rate, key=lambda scheme: rate[scheme])
-    own = measured[fastest]
-    rows = [row(work, data, replace(fastest, name="hot"), own)]
-    rows += [row(work, data, s, found) for s, found in tried.items() if s != fastest or s in statics]
-    for layout in rates.keys() - set(fitting):
-        rows.append(row(work, data, Scheme(f"static:{layout}", "longshift", ((work.longest, layout),)), Measured(fits=False)))
-    told: dict[str, dict | None] = {}
-    for key, others in (("static_all", statics), ("static_tp_pp", family), ("bucket_padded", bucketed)):
-        if not (rivals := [s for s in measured if s in others]):
-            told[key] = None
-            continue
-        best_other = max(rivals, key=lambda s: chosen_by[s])
-        pairs = [mine / theirs for mine, theirs in zip(own.rates[1::2], measured[best_other].rates[1::2])]
-        told[key] = {"ratio": statistics.median(pairs), "spread": spread(pairs) if len(pairs) > 1 else None, "to": best_other.name}
-        told[key] |= {"chosen_by_tokens_per_s": [chosen_by[fastest], chosen_by[best_other]]}
-    return rows, told
+
+    def best(some: Sequence[Scheme], budget_mib: float, count: int) -> list[Scheme]:
+        fit = [s for s in some if tried[s].peak_mib <= budget_mib]
+        return sorted(fit, key=lambda s: -statistics.median(tried[s].rates))[:count]
+
+    def bucketed(scheme: Scheme) -> Scheme:
+        return replace(scheme, name=scheme.name.replace("static", "static-padded"), padded=True)
+
+    chosen: dict[Scheme, None] = {}
+    for budget_mib in work.budgets_mib:
+        chosen |= dict.fromkeys(s for some in (hots, family, statics) for s in best(some, budget_mib, TOP))
+        chosen |= dict.fromkeys(map(bucketed, best(family, budget_mib, 1)))
+    chosen |= dict.fromkeys(best([fsdp2], work.budgets_mib[-1], 1))
+    measured = rounds(work, list(chosen), paths, tokens, options.rounds) if chosen else {}
+    rows = [row(work, data, s, found, interleaved=True) for s, found in measured.items()]
+    rows += [row(work, data, s, found, interleaved=False) for s, found in tried.items() if s not in measured]
+
+    def compared(budget_mib: float) -> dict:
+        told: dict = {"budget_mib": budget_mib if budget_mib < float("inf") else None, "hot": None}
+        fit = [s for s in measured if not s.padded and tried[s].peak_mib <= budget_mib]
+        chosen_by = {s: statistics.median(measured[s].rates[::2]) for s in measured}
+        if not (own := max((s for s in fit if s != fsdp2), key=lambda s: chosen_by[s], default=None)):
+            return told
+        told |= {"hot": str(own), "tokens_per_s": statistics.median(measured[own].rates), "peak_mib": tried[own].peak_mib}
+        kinds = {"static_all": statics, "static_tp_pp": family, "bucket_padded": map(bucketed, family), "fsdp2": [fsdp2]}
+        for kind, some in kinds.items():
+            rivals = [
+                s for s in some if s in measured and (s in fit or replace(s, name=s.name.replace("-padded", ""), padded=False) in fit)
+            ]
+            if not rivals:
+                told[kind] = None
+                continue
+            other = max(rivals, key=lambda s: chosen_by[s])
+            pairs = [mine / theirs for mine, theirs in zip(measured[own].rates[1::2], measured[other].rates[1::2])]
+            told[kind] = {"ratio": statistics.median(pairs), "spread": spread(pairs) if len(pairs) > 1 else None, "to": other.name}
+            told[kind] |= {"chosen_by_tokens_per_s": [chosen_by[own], chosen_by[other]]}
+        return told
+
+    return rows, [compared(budget_mib) for budget_mib in work.budgets_mib]
 
 
-def row(work: Work, data: str, scheme: Scheme, found: Measured) -> dict:
+def row(work: Work, data: str, scheme: Scheme, found: Measured, interleaved: bool) -> dict:
     model = work.machine.model
     return {
         "data": data,
@@ -376,22 +373,23 @@ def row(work: Work, data: str, scheme: Scheme, found: Measured) -> dict:
         "links_mb_s": [round(rate / 1e6, 1) for rate in (model.intra_bytes_per_s, model.inter_bytes_per_s)] if model else None,
         "scheme": scheme.name,
         "groups": str(scheme),
-        "fits": found.fits,
-        "tokens_per_s": statistics.median(found.rates) if found.rates else None,
+        "tokens_per_s": statistics.median(found.rates),
         "spread": spread(found.rates) if len(found.rates) > 1 else None,
-        "by_round": [round(rate, 1) for rate in found.rates],
-        "peak_mib": found.peak_mib or None,
-        "switch_exposed_share": statistics.median(found.exposed) if found.exposed else None,
+        "by_step": [round(rate, 1) for rate in found.rates],
+        "interleaved": interleaved,
+        "peak_mib": found.peak_mib,
+        "switch_exposed_share": statistics.median(found.exposed),
         "visited": ", ".join(f"{v['layout']} {v['tokens']} tokens {v['seconds']:.2f} s" for v in found.visited) or None,
     }
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--plain", action="append", default=[], metavar="SIZES", help='such as "ranks=2,memory=400M"; may be repeated')
+    parser.add_argument("--plain", action="append", default=[], metavar="SIZES", help="such as ranks=2; may be repeated")
     parser.add_argument(
-        "--scale-model", action="append", default=[], metavar="SIZES", help='"nodes=2,per_node=2,cpu=0.5,memory=300M,like=a800,shrink=8"'
+        "--scale-model", action="append", default=[], metavar="SIZES", help='"nodes=2,per_node=2,cpu=0.5,like=a800,shrink=8"'
     )
+    parser.add_argument("--budgets", nargs="*", default=[], metavar="BYTES", help="memory a rank, such as 700M; without, no limit")
     parser.add_argument("--lengths", type=Path, help="a file of document lengths, for a second corpus")
     parser.add_argument("--shrink", type=float, default=8.0, help="4096 / the model's width")
     parser.add_argument("--layers", type=int, default=2)
@@ -409,13 +407,14 @@ def main() -> None:
     if options.quick:
         options.shrink, options.tokens, options.rounds, options.assignments = 64, 512, 2, 4
         options.meshes = options.meshes or ["dp2", "tp2", "u2"]
-    rows, summary = [], {key: {} for key in ("ratio_best_static_all", "ratio_best_static_tp_pp", "ratio_bucket_padded", "compared")}
+    rows, compared = [], {}
+    budgets_mib = tuple(sorted(scale_model.binary(text) / 2**20 for text in options.budgets)) or (float("inf"),)
     spec = small_model(options.shrink, options.layers, 512 if options.quick else 2048)
     longest = int(REAL_LONGEST / options.shrink)
     ends = tuple(longest // 2**i for i in (3, 2, 1, 0))
     for description in [*options.plain, *options.scale_model] or [PLAIN]:
         with machine(description) as place, tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
-            work = Work(spec, ends, place, Path(scratch), json.dumps(Trial(spec, (), "bf16").to_json()))
+            work = Work(spec, ends, budgets_mib, place, Path(scratch), json.dumps(Trial(spec, (), "bf16").to_json()))
             say(f"{description}: {spec.parameters / 1e6:.1f} M weights, groups up to {', '.join(map(str, ends))} tokens")
             rates, fixed_s = ({}, {}) if options.static and options.assign else probe_all(work, options.meshes, options.policies)
             for data, file in {"python": None, "text": options.lengths}.items() if options.lengths else [("python", None)]:
@@ -425,13 +424,9 @@ def main() -> None:
                     (steps,) = reader.call("hot_ranks:documents", DEADLINE_S, **told)
                 found, ratios = on_corpus(work, data, steps, rates, fixed_s, options)
                 rows += found
-                key = f"{place.kind}/{data}" if f"{place.kind}/{data}" not in summary["compared"] else f"{place.kind}-{place.ranks}/{data}"
-                summary["compared"][key] = ratios
-                for name, ratio in ratios.items():
-                    kind = name if name.startswith("bucket") else f"best_{name}"
-                    summary[f"ratio_{kind}"][key] = ratio and ratio["ratio"]
-                say(f"{key}: {ratios}")
-    publish("hot_switch", summary, rows, options.json)
+                compared[f"{place.kind} {place.ranks}, {data}"] = ratios
+                say(f"{place.kind} {place.ranks}, {data}: {ratios}")
+    publish("hot_switch", {"compared": compared}, rows, options.json)
 
 
 if __name__ == "__main__":

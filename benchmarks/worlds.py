@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import scale_model
 from scale_model import Model
@@ -96,9 +96,6 @@ class Machine:
     @property
     def kind(self) -> str:
         return "scale-model" if self.model else "plain"
-
-    def with_memory(self, memory_bytes: int) -> "Machine":
-        return replace(self, memory_bytes=memory_bytes, model=self.model and replace(self.model, memory_bytes=memory_bytes))
 
     def world(self) -> SleepingWorld:
         return ModelWorld(self.model, *self.links) if self.model else SleepingWorld(self.ranks)
