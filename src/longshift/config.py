@@ -109,6 +109,7 @@ def _some(value: object) -> object:
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, strict=True)]
 Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, strict=True)]
+PrecisionName = Literal["float32", "bf16", "fp16", "float64"]
 PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
 Layouts = Annotated[Layout | tuple[Edge, ...], PlainValidator(_parse_layout), PlainSerializer(_layout_out)]
 
@@ -188,7 +189,7 @@ class TrainConfig(Section):
     warmup: Count = 0
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
-    precision: Literal["float32", "bf16", "fp16", "float64"] = "bf16"
+    precision: PrecisionName = "bf16"
     seed: int = Field(0, ge=0, lt=2**63)
     weight_decay: float = Field(0.1, ge=0)
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)

@@ -260,6 +260,32 @@ def test_layout_rate_steps_precision_of_copies_and_saving_may_change(call, place
     assert names(tmp_path / "run") == ["step-3", "step-4", "step-5"]
 
 
+def test_a_run_beyond_its_last_step_is_not_resumed(call, place, finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    train(call, config(place, run, "dp1", steps=5), resume=True)
+    (answer,) = call(1, "run_loop", config=config(place, run, "dp1", steps=4), resume=True)
+    assert answer["fault"] == f"UsageError: {run} is at step 5 already: train.steps=4 cannot be reached; write a larger one"
+
+
+@pytest.mark.parametrize(
+    ("forge", "words"),
+    [
+        (lambda facts: facts.pop("updates"), "facts.updates: Field required"),
+        (lambda facts: facts.update(cursor=-1), "facts.cursor: Input should be greater than or equal to 0"),
+        (lambda facts: facts["fingerprints"].pop("data"), "facts.fingerprints.data: Field required"),
+        (lambda facts: facts["config"]["train"].update(precision="int8"), "facts.config.train.precision: Input should be "),
+    ],
+)
+def test_facts_that_are_wrong_with_a_right_hash_are_refused(call, place, finished, tmp_path, forge, words):
+    run = shutil.copytree(finished, tmp_path / "run")
+    body = json.loads((run / MANIFEST).read_text())
+    del body["sha256"]
+    forge(body["facts"])
+    (run / MANIFEST).write_text(_render(body))
+    (answer,) = call(1, "run_loop", config=config(place, run, "dp1"), resume=True)
+    assert answer["fault"].startswith(f"CheckpointError: {run / MANIFEST} is malformed: {words}")
+
+
 # ---------------------------------------------------------------------------------------------------------------- damage
 
 

@@ -11,6 +11,7 @@ from longshift.layout.box import Box
 from longshift.model.huggingface import write_folder
 from longshift.state.checkpoint import Checkpoint
 from longshift.train.corpus import open_tokenizer
+from longshift.train.facts import Facts
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,7 +20,7 @@ def export(config: Config, run: Path, to: Path, dtype: str = "float32") -> None:
     """Write weights in `dtype`, config.json and the tokenizer to the new folder `to`. Raises CheckpointError."""
     saved = Checkpoint.latest(run, World.alone())
     tokenizer = open_tokenizer(config)
-    if tokenizer.fingerprint != saved.facts["fingerprints"]["tokenizer"]:
+    if tokenizer.fingerprint != Facts.of(saved).fingerprints.tokenizer:
         raise CheckpointError(f"the tokenizer changed since {saved.folder} was written; an export with it would be useless")
     whole = ((p.name, saved.read("master", p.name, Box.whole(p.shape))) for p in config.spec.params)
     carried = Path(config.model.path) if config.model.path else tokenizer.files[0]

@@ -1,12 +1,11 @@
 """The run on one rank: a generator of steps. Checkpoints are its business; what a person sees is its caller's."""
 
-import json
 import resource
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.world import World
-from longshift.errors import CheckpointError, LongshiftError, NonFiniteError, OutOfMemoryError, UsageError
+from longshift.errors import LongshiftError, NonFiniteError, OutOfMemoryError
 from longshift.explain import needs_of
 from longshift.layout.layout import format_size
 from longshift.layout.placement import buckets
@@ -30,6 +29,7 @@ from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
 from longshift.train.corpus import open_corpus
+from longshift.train.facts import Facts, Fingerprints, expect
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.step import Outcome, State, train_step
 from longshift.train.team import Team
@@ -82,7 +82,7 @@ def _steps(
         most, stopping = _most(world, _memory_bytes(world), stop())
         yield _metrics(config, step, batch, outcome, seconds, most, _groups(team))
         if stopping or step == config.train.steps or step % config.save.every == 0:
-            save(run, step, state.optimizer.state(), _facts(config, state, fingerprints), world, config.save.keep)
+            save(run, step, state.optimizer.state(), Facts.now(config, state, fingerprints).model_dump(), world, config.save.keep)
         if stopping:
             return
 
@@ -127,16 +127,12 @@ def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instea
         )
 
 
-def _begin(config: Config, world: World, fingerprints: dict[str, str], run: Path | None) -> tuple[int, State]:
+def _begin(config: Config, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State]:
     """Steps done and the state after them: of the newest checkpoint of `run` where given. Its files are closed again."""
     if run is None:
         return 0, build_state(config, world, None)
     saved = Checkpoint.latest(run, world)
-    _same_model(saved, config)
-    _same_data(saved, fingerprints)
-    saved.expect(config.spec)
-    if saved.step > config.train.steps:
-        raise UsageError(f"{run} is at step {saved.step} already: train.steps={config.train.steps} cannot be reached; write a larger one")
+    expect(Facts.of(saved), config, fingerprints, run, saved)
     return saved.step, build_state(config, world, saved)
 
 
@@ -149,11 +145,12 @@ def build_state(config: Config, world: World, saved: Checkpoint | None) -> State
     schedule = Schedule(train.lr, train.steps, train.min_lr, train.warmup, train.schedule)
     state = State(spec, home, optimizer, schedule, train.clip, LossScale() if precision.scaled else None)
     if saved:
+        facts = Facts.of(saved)
         saved.restore(optimizer.state())
-        optimizer.resume(saved.facts["updates"])
-        state.cursor = saved.facts["cursor"]
-        if state.scale and saved.facts["loss_scale"]:
-            state.scale.scale, state.scale.good_steps = saved.facts["loss_scale"]
+        optimizer.resume(facts.updates)
+        state.cursor = facts.cursor
+        if state.scale and facts.loss_scale:
+            state.scale.scale, state.scale.good_steps = facts.loss_scale
     return state
 
 
@@ -163,7 +160,7 @@ def _initial(config: Config, dtype: torch.dtype) -> Source:
     return random_source(config.spec, config.train.seed, dtype)
 
 
-def _open_data(config: Config, world: World) -> tuple[Batches, dict[str, str]]:
+def _open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
     """Every rank opens the token cache; the first one makes it where it is not there."""
     fault, found = None, None
     for turn in (world.rank == 0, world.rank > 0):
@@ -176,48 +173,7 @@ def _open_data(config: Config, world: World) -> tuple[Batches, dict[str, str]]:
     tokenizer, cache = found
     train, data = config.train, config.data
     batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, config.spec.vocab)
-    return batches, {"tokenizer": tokenizer.fingerprint, "data": batches.fingerprint}
-
-
-def _same_model(saved: Checkpoint, config: Config) -> None:
-    """Another function of the same weights is another model, and weights kept in another format are other weights."""
-    now = json.loads(json.dumps(asdict(config.spec)))
-    for field, was in saved.facts["model"].items():
-        if now.get(field) != was:
-            raise CheckpointError(
-                f"the model changed since {saved.folder} was written: {field} was {was} and is {now.get(field)}; "
-                "put the old model back, or start a new run"
-            )
-    was, precision = saved.facts["config"]["train"]["precision"], config.train.precision
-    if Precision.of(was).home != Precision.of(precision).home:
-        raise CheckpointError(
-            f"{saved.folder} keeps its state in {Precision.of(was).home}, train.precision={precision} in {Precision.of(precision).home}: "
-            f"write train.precision={was}, or start a new run from an export of this one"
-        )
-
-
-def _same_data(saved: Checkpoint, fingerprints: dict[str, str]) -> None:
-    """A cursor means nothing in other data, a weight of the embedding nothing under another tokenizer."""
-    mends = {
-        "tokenizer": "put the old tokenizer back, or start a new run from an export of this one",
-        "data": "put back data.train, data.max_len, data.overlong and train.seed, or start a new run from an export of this one",
-    }
-    for what, now in fingerprints.items():
-        if saved.facts["fingerprints"][what] != now:
-            raise CheckpointError(f"the {what} changed since {saved.folder} was written: {mends[what]}")
-
-
-def _facts(config: Config, state: State, fingerprints: dict[str, str]) -> dict[str, Any]:
-    return {
-        "cursor": state.cursor,
-        "updates": state.optimizer.steps,
-        "loss_scale": [state.scale.scale, state.scale.good_steps] if state.scale else None,
-        "layout": " > ".join(str(edge.use) for edge in config.edges),
-        "model": asdict(config.spec),
-        "config": config.model_dump(mode="json"),
-        "fingerprints": fingerprints,
-        "torch": torch.__version__,
-    }
+    return batches, Fingerprints(tokenizer=tokenizer.fingerprint, data=batches.fingerprint)
 
 
 def _groups(team: Team) -> tuple[GroupMetrics, ...]:

@@ -1,0 +1,100 @@
+"""What a checkpoint says of the run that wrote it, and whether a config can go on from there."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from longshift.config import Config, PrecisionName
+from longshift.errors import CheckpointError, UsageError
+from longshift.state.checkpoint import Checkpoint
+from longshift.state.precision import Precision
+from longshift.train.step import State
+
+Count = Annotated[int, Field(ge=0)]
+MENDS = {
+    "tokenizer": "put the old tokenizer back, or start a new run from an export of this one",
+    "data": "put back data.train, data.max_len, data.overlong and train.seed, or start a new run from an export of this one",
+}
+
+
+class Part(BaseModel):
+    """Frozen; what it does not know is kept."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class SavedTrain(Part):
+    precision: PrecisionName
+
+
+class SavedConfig(Part):
+    train: SavedTrain
+
+
+class Fingerprints(Part):
+    tokenizer: str
+    data: str
+
+
+class Facts(Part):
+    """Where the data goes on, how many updates were made, and of which model, in which format and from what the state is."""
+
+    cursor: Count
+    updates: Count
+    loss_scale: tuple[float, int] | None
+    layout: str
+    model: dict[str, Any]
+    config: SavedConfig
+    fingerprints: Fingerprints
+    torch: str
+
+    @classmethod
+    def now(cls, config: Config, state: State, fingerprints: Fingerprints) -> "Facts":
+        return cls(
+            cursor=state.cursor,
+            updates=state.optimizer.steps,
+            loss_scale=(state.scale.scale, state.scale.good_steps) if state.scale else None,
+            layout=" > ".join(str(edge.use) for edge in config.edges),
+            model=asdict(config.spec),
+            config=SavedConfig.model_validate(config.model_dump(mode="json")),
+            fingerprints=fingerprints,
+            torch=torch.__version__,
+        )
+
+    @classmethod
+    def of(cls, saved: Checkpoint) -> "Facts":
+        """Raises CheckpointError where one is missing or malformed."""
+        try:
+            return cls.model_validate(saved.facts)
+        except ValidationError as fault:
+            first = fault.errors()[0]
+            where = ".".join(map(str, ("facts", *first["loc"])))
+            raise CheckpointError(f"{saved.folder}/manifest.json is malformed: {where}: {first['msg']}") from None
+
+
+def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, saved: Checkpoint) -> None:
+    """Another function of the same weights is another model, and weights kept in another format are other weights; a cursor means nothing
+    in other data, a weight of the embedding nothing under another tokenizer. Raises CheckpointError, UsageError."""
+    spec = json.loads(json.dumps(asdict(config.spec)))
+    for field, was in facts.model.items():
+        if spec.get(field) != was:
+            raise CheckpointError(
+                f"the model changed since {saved.folder} was written: {field} was {was} and is {spec.get(field)}; "
+                "put the old model back, or start a new run"
+            )
+    was, precision = facts.config.train.precision, config.train.precision
+    if Precision.of(was).home != Precision.of(precision).home:
+        raise CheckpointError(
+            f"{saved.folder} keeps its state in {Precision.of(was).home}, train.precision={precision} in {Precision.of(precision).home}: "
+            f"write train.precision={was}, or start a new run from an export of this one"
+        )
+    for what, mend in MENDS.items():
+        if getattr(facts.fingerprints, what) != getattr(fingerprints, what):
+            raise CheckpointError(f"the {what} changed since {saved.folder} was written: {mend}")
+    saved.expect(config.spec)
+    if saved.step > config.train.steps:
+        raise UsageError(f"{run} is at step {saved.step} already: train.steps={config.train.steps} cannot be reached; write a larger one")
