@@ -30,8 +30,8 @@ def dtypes(device: torch.device) -> dict[str, torch.dtype]:
     return DTYPES if device.type == "cpu" else {"bf16": torch.bfloat16}
 
 
-def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
-    """All that are tried."""
+def tried(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
+    """All kernels that are worth a measurement."""
     own = (TILED,) if device.type == "cpu" and dtype == torch.bfloat16 else ()
     return FLASH, *own, CUDNN, VARLEN, flex(device), MATH
 
@@ -43,7 +43,7 @@ def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[
     shown = HEADS[:1] if kind == ("cpu", True) else HEADS
     for name, dtype in dtypes(bench.device).items():
         inputs = {heads: _inputs(heads, max(max(lengths) for lengths in TOKENS[kind]), dtype, bench.device) for heads in shown}
-        for kernel in kernels(bench.device, dtype):
+        for kernel in tried(bench.device, dtype):
             verdict = probe(kernel, dtype, name, bench.device)
             verdicts.append(verdict)
             if verdict.why_not or (kernel.name == "math" and bench.quick):

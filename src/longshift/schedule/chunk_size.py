@@ -9,16 +9,16 @@ MOST_CHUNKS chunks, in which attention is shorter than later: again no less than
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from longshift.cluster.cluster import DTYPE_BYTES, Cluster, Heads, attention_flops
 from longshift.layout import legal
-from longshift.layout.heads import own_heads, tensor_heads
+from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Event
-from longshift.schedule.streamed import Lists, lists
+from longshift.schedule.streamed import Lists, lists_of
 from longshift.spec.model import ModelSpec
 
 SMALLEST = 256  # tokens
@@ -101,9 +101,7 @@ def _candidate(spec: ModelSpec, layout: Layout, tokens: int, longest: int, effic
 
 def _lists(spec: ModelSpec, layout: Layout, tokens: int, document: int, machine: Machine, ahead: int) -> Lists:
     """Of rank 0, which has no fewer heads than another."""
-    at = layout.coord(0)
-    heads = len(tensor_heads(spec, layout, at)[0])
-    return lists(spec, layout, chunks.cut([document], tokens), heads, own_heads(spec, layout, at), DTYPE_BYTES[machine.dtype], ahead)
+    return lists_of(spec, replace(layout, chunk=tokens), layout.coord(0), [document], DTYPE_BYTES[machine.dtype], ahead)
 
 
 def _peak(made: Lists) -> int:
