@@ -107,7 +107,9 @@ def train(
         legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len))
     folder = prepare(run, resume)
     if world is not None or run.world == 1:
-        _run(run, folder, rank, resume, json, trace=trace)
+        # torchrun ends the others by SIGTERM when one rank fails, a scheduler a rank that is alone when its time is over
+        stop = Interrupt() if world is not None else Interrupt(signal.SIGTERM)
+        _run(run, folder, rank, resume, json, stop, trace)
     else:
         _open_corpus(run)
         from longshift.train.launch import launch
@@ -315,11 +317,10 @@ def _run(
     rank: int,
     resume: bool,
     json: bool,
-    stop: Callable[[], bool] | None = None,
+    stop: Callable[[], bool],
     trace: Path | None = None,
 ) -> None:
     """This process's rank; rank 0 shows the steps."""
-    stop = stop or Interrupt()
     from longshift.api import run_rank
 
     display = Display(run.train.steps, json) if rank == 0 else None

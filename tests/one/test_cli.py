@@ -69,7 +69,7 @@ def place(corpus, tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def longshift(monkeypatch, capsys):
     """Run a command line in this process: exit code, standard output, standard error."""
-    handler = signal.getsignal(signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -85,7 +85,8 @@ def longshift(monkeypatch, capsys):
         return code, out, err
 
     yield run
-    signal.signal(signal.SIGINT, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def without_torch(line: str) -> subprocess.CompletedProcess:
@@ -231,14 +232,15 @@ def test_errors_in_json_are_json(place, longshift):
     assert "train.lr" in fault["error"]
 
 
-def test_ctrl_c_finishes_the_step_and_saves(place, longshift, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_or_a_scheduler_finishes_the_step_and_saves(place, longshift, monkeypatch, number):
     from longshift.train import metrics
 
     describe = metrics.describe
 
     def interrupt_first(step, steps):
         if step.step == 1:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return describe(step, steps)
 
     monkeypatch.setattr(metrics, "describe", interrupt_first)

@@ -1,19 +1,21 @@
-"""Ctrl-C: the first asks the run to stop after the step in hand, the second ends the process."""
+"""Ctrl-C, and what else should: the first asks the run to stop after the step in hand, the second ends the process."""
 
 import signal
 from types import FrameType
 
 
 class Interrupt:
-    """Call it to ask whether the run should stop. Make it before torch is imported, which takes seconds. Mutable: one flag."""
+    """Call it to ask whether the run should stop. Make it before torch is imported, which takes seconds. `also`: signals beside SIGINT.
+    Mutable: one flag."""
 
-    def __init__(self) -> None:
+    def __init__(self, *also: signal.Signals) -> None:
         self._asked = False
-        signal.signal(signal.SIGINT, self._on_signal)
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, *also)}
 
     def __call__(self) -> bool:
         return self._asked
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for watched, before in self._before.items():
+            signal.signal(watched, before)
