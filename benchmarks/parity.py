@@ -71,6 +71,7 @@ MORE = ("tp3", "u3", "ring3", "pp2.dp3", "pp2.dp2.ring2", "pp2.dp2.tp2.v2", "pp2
 STREAMED = ("dp1", "dp2", "tp2", "u2", "ring2", "pp2", "pp2.v2", "u2.tp2", "ring2.u2", "u4", "pp2.u2", "dp2.u2", "pp2.dp2.tp2")
 CHUNKS = (24, 7, 16, 6, 13)  # tokens: 2 to 8 of them in a pack, or an uneven last one; every second for many ranks
 TIERS = (("device", "device"), ("disk", "device"), ("host", "offload"), ("disk", "offload"))  # offload, kv
+EVERY = (1, 2, 1, 3, 1, 2, 1)  # of five blocks
 STREAMING = tuple(product(("stream", "fpdt"), ("output", "input"), TIERS))
 OFFLOADED = ("recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
 RECOMPUTED = ("dp2", "tp2", "u2", "ring2", "pp2", "dp2.tp2", "pp2.dp2.tp2")
@@ -108,7 +109,7 @@ def streamed(turn: int, full: bool) -> Iterator[Layout]:
             schedule, keep, (offload, kv) = STREAMING[way % len(STREAMING)]
             layout = replace(Layout.parse(text), schedule=schedule, keep=keep, offload=offload, kv=kv, zero=(way + turn) % 4)
             chunks = CHUNKS if layout.world <= 2 else CHUNKS[::2]
-            yield replace(layout, chunk=chunks[way % len(chunks)])
+            yield replace(layout, chunk=chunks[way % len(chunks)], every=EVERY[way % len(EVERY)])
 
 
 def switched() -> Iterator[tuple[Trial, str, int]]:

@@ -4,14 +4,14 @@ another layout has done it already, in which order layouts are visited, and what
 HotSPa (SOSP 2024) calls this graph compilation: insert casts, communication and accumulation; prune what another graph does.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from longshift.config import Config
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.memory import LeastBytes, least_bytes
 from longshift.layout.placement import buckets
-from longshift.schedule.streamed import Footprint, footprint, lists_of
+from longshift.schedule.streamed import Footprint, Turn, footprint, lists_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary, home_layout
 from longshift.switch.links import assumed
@@ -79,7 +79,7 @@ class Explanation:
             lines += ["", f"{number}. documents of up to {format_size(group.upto)} tokens: {group.layout}"]
             lines += [f"   weights    {group.weights}", *_moved(group.weights_traffic)]
             lines += [
-                f"   inserted   {i.what}: {i.count} a block and micro-batch, {_size(i.bytes_out)} out of a rank" for i in group.inserted
+                f"   inserted   {i.what}: {i.count} a {i.of} and micro-batch, {_size(i.bytes_out)} out of a rank" for i in group.inserted
             ]
             lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic)]
             lines += [f"   pruned     {text}" for text in group.pruned]
@@ -194,21 +194,23 @@ def _of_packs(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> It
 
 
 def _of_chunks(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> Iterator[Insertion]:
-    """By the events of a block."""
+    """By the events of a block; where some are played again, of one that is."""
     made = lists_of(spec, layout, layout.coord(0), [tokens], itemsize)
-    events = made.forward + made.backward
+    turns: Sequence[Turn] = ("pass on", "forward", "backward") if layout.every > 1 else ("forward", "backward")
+    of = "replayed block" if layout.every > 1 else "block"
+    events = [event for turn in turns for event in made.of[turn]]
     moves = [(TENSOR_MOVES[e.name], made.orders[e.chunk].local_tokens) for e in events if e.kind == "compute" and e.name in TENSOR_MOVES]
     if layout.tp > 1:
         row = spec.width * (layout.tp - 1) / layout.tp / layout.ulysses * itemsize
-        yield Insertion(TENSOR, sum(n for n, _ in moves), "block", int(sum(n * length for n, length in moves) * row))
+        yield Insertion(TENSOR, sum(n for n, _ in moves), of, int(sum(n * length for n, length in moves) * row))
     if layout.ulysses > 1:
         sends = [e.bytes for e in events if e.kind == "send"]
-        yield Insertion(ULYSSES, len(sends), "block", sum(sends))
+        yield Insertion(ULYSSES, len(sends), of, sum(sends))
     if layout.ring > 1:
         kv, dkv, hops = made.sizes["kv"], made.sizes["dkv"], layout.ring - 1
         pairs = [(e.name == "attend_back", e.keys) for e in events if e.name in ("attend", "attend_back")]
         size = sum(kv[j] * hops + dkv[j] * layout.ring * back for back, j in pairs)
-        yield Insertion(RING, sum(hops + layout.ring * back for back, _ in pairs), "block", size)
+        yield Insertion(RING, sum(hops + layout.ring * back for back, _ in pairs), of, size)
 
 
 def _streamed(layout: Layout, found: Footprint | None) -> list[str]:
@@ -218,6 +220,7 @@ def _streamed(layout: Layout, found: Footprint | None) -> list[str]:
     if layout.chunk:
         kept = "x, o and kv wait for the backward" if layout.keep == "output" else "x waits for the backward, o and kv are made again"
         pairs = "stay on the device" if layout.kv == "device" else "come and go"
+        kept += f", of every {layout.every} blocks the first one's x alone" if layout.every > 1 else ""
         what = f"{found.chunks} chunks of {format_size(layout.chunk)} for the longest document; {kept}; pairs' operands {pairs}"
     sizes = f"at most {_size(found.tier)} of a rank; {_size(found.put)} out and {_size(found.fetched)} in for the longest document"
     return [f"   streamed   {what}", f"   {layout.offload:<10} {sizes}"]

@@ -552,6 +552,19 @@ def stale_fetch(patch: Patch) -> None:
     patch.setattr(DiskTier, "fetch", wrong)
 
 
+def replayed_with_the_next_blocks_weights(patch: Patch) -> None:
+    """The forward that is played again before a backward is that of the block after."""
+    right = Streamed.play
+    passed: dict[int, Unit] = {}
+
+    def wrong(self: Streamed, module: Unit, unit: int, turn: str, *rest) -> Tensor | None:
+        passed.update({unit: module} if turn.startswith("pass") else {})
+        again = turn == "forward" and unit + 1 in passed
+        return right(self, passed[unit + 1] if again else module, unit, turn, *rest)
+
+    patch.setattr(Streamed, "play", wrong)
+
+
 # ---- switching
 
 
@@ -694,6 +707,7 @@ CASES = (
     Case(positions_start_again_with_a_chunk, ("chunk16.fpdt",), "gpt2"),
     Case(last_chunk_dropped, ("chunk13.disk.kv-offload",)),
     Case(stale_fetch, ("chunk13.disk.kv-offload", "u2.chunk16.disk")),
+    Case(replayed_with_the_next_blocks_weights, ("chunk13.every2", "u2.chunk16.every3.disk.keep-input")),
     Case(divisor_of_the_group, ("dp4 > tp4",)),
     Case(visit_with_stale_weights, ("dp4 > tp4",), steps=3),
     Case(last_groups_gradients_only, ("dp4 > tp4",)),

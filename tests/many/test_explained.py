@@ -45,3 +45,13 @@ def test_bytes_of_a_block_are_those_explained(worlds: Worlds, layout: str):
     counted = {axis: (sent[1][axis] - sent[0][axis]) // 2 for axis in sent[1]}
     told = {AXES[i.what.split(":")[0]]: i.bytes_out for i in insertions(SPEC, Layout.parse(layout), TOKENS, 4)}
     assert counted == told
+
+
+def test_bytes_of_a_block_that_is_played_again_are_those_explained(worlds: Worlds):
+    """Blocks 1 to 3 and 4 alone, less 1 and 2 and 3 alone."""
+    world, sent, how = worlds(4), [], "ring2.u2.chunk16.every{}.keep-input"
+    for layers in (4, 3):
+        trial = replace(TRIAL, spec=replace(SPEC, layers=layers))
+        sent.append(world.call("traffic_counted:sent_by_axis", DEADLINE_S, trial=trial.to_json(), layout=how.format(layers - 1))[0])
+    told = {AXES[i.what.split(":")[0]]: i.bytes_out for i in insertions(SPEC, Layout.parse(how.format(2)), TOKENS, 4)}
+    assert {axis: sent[0][axis] - sent[1][axis] for axis in sent[0]} == told

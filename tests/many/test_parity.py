@@ -50,6 +50,8 @@ CASES = (
     ("llama-6-heads", "u2.z1.chunk24.disk.kv-offload.fpdt", FEWER),
     ("gpt2", "ring2.chunk24.host.kv-offload", FEWER),
     ("qwen3", "tp2.chunk24.disk.keep-input", FEWER),
+    ("llama-tied", "u2.z3.chunk16.every2.disk", FEWER),
+    ("gpt2", "pp2.chunk13.every2.keep-input.kv-offload.host", FEWER),
 )
 AXES = ("tp", "ulysses", "ring", "dp", "pp")
 

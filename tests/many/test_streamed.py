@@ -7,7 +7,7 @@ from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Rope
 from longshift.train.check import Trial
 
-SPEC = ModelSpec("llama", 61, 24, 3, 6, 3, 4, 40, 128, rope=Rope())
+SPEC = ModelSpec("llama", 61, 24, 5, 6, 3, 4, 40, 128, rope=Rope())
 TRIAL = Trial(SPEC, lengths=((61,),), capacity=61)
 
 
@@ -25,6 +25,9 @@ TRIAL = Trial(SPEC, lengths=((61,),), capacity=61)
         "ring2.recompute-full.disk",
         "ring2.chunk13.disk.keep-input",
         "pp2.chunk13.disk",
+        "chunk13.every2.disk",
+        "chunk13.every3.disk.keep-input",
+        "u2.chunk16.every2.disk.kv-offload.fpdt",
     ],
 )
 def test_bytes_are_those_predicted(worlds: Worlds, layout: str):

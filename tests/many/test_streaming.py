@@ -31,6 +31,7 @@ from longshift.train.team import Team
 
 LENGTHS = ((41, 2), (23, 1, 2, 6), (17,))
 OTHERS = (("disk", 1), ("disk.keep-input", 0), ("host.kv-offload", 3), ("disk.kv-offload", 3), ("disk.keep-input.kv-offload", 0))
+OTHERS += (("every2", 1), ("every2.disk.keep-input.kv-offload", 2))
 RUNS = 60
 
 
@@ -58,7 +59,7 @@ def trained_bits(world: World, trial: dict, layout: str) -> dict[str, str]:
 @pytest.mark.parametrize(("where", "precision"), [("dp1", "bf16"), ("u2", "float32")])
 def test_tiers_prefetch_and_recomputation_move_no_bit(worlds: Worlds, where: str, precision: Name):
     def run(how: str, ahead: int) -> list[dict[str, str]]:
-        layout, trial = Layout.parse(f"{where}.chunk7{how}"), trial_of(precision, ahead=ahead).to_json()
+        layout, trial = Layout.parse(f"{where}.chunk5{how}"), trial_of(precision, layers=3, ahead=ahead).to_json()
         return worlds(layout.world).call("test_streaming:trained_bits", DEADLINE_S, trial=trial, layout=str(layout))
 
     first = {}

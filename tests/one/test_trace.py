@@ -35,7 +35,7 @@ def test_every_event_of_a_step_is_in_its_trace(tmp_path: Path, words: str):
     assert min(span["ts"] for span in spans) == 0
     assert all(span["dur"] >= 0 for span in spans)
     made = lists(SPEC, layout, cut([40, 21], 13), 6, (6, 3), 8, 1)
-    played = [*made.embed, *made.embed_back, *made.loss, *(made.forward + made.backward) * SPEC.layers]
+    played = [*made.of["embed"], *made.of["embed_back"], *made.of["loss"], *(made.of["forward"] + made.of["backward"]) * SPEC.layers]
     wanted = Counter((event.kind, event.name, event.chunk, event.keys) for event in played)
     for (kind, name, chunk, keys), count in wanted.items():
         said = f"{name} {chunk}" + (f", keys {keys}" if keys >= 0 else "")

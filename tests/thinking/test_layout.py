@@ -21,6 +21,8 @@ layouts = st.builds(
     order=st.sampled_from(["gpipe", "1f1b"]),
     recompute=st.sampled_from(["none", "selective", "full"]),
     stages=st.lists(st.integers(1, 9), max_size=4).map(tuple),
+    chunk=st.sampled_from([0, 7, 64 << 10]),
+    every=st.integers(1, 9),
 )
 
 

@@ -68,6 +68,7 @@ def test_uneven_is_possible(text):
         ("pp2:5-0", "pp2:5-0 has a stage without a block: try pp2:3-2"),
         ("pp2:1-2-2.v2", "pp2:1-2-2 has 3 stages, 4 are needed: try pp2:2-1-1-1"),
         ("pp2:4", "pp2:4 has 1 stage, 2 are needed and 4 = 4 blocks, the model has 5: try pp2:3-2"),
+        ("every4", "every4 is said of a layout in chunks, and this one has none: add chunk64K, say"),
         ("pp2.v2.gpipe", "gpipe and v2 contradict: model chunks are what 1F1B interleaves; drop gpipe or v2"),
         ("v2", "v2 interleaves the model chunks of several pipeline ranks, and pp is 1: drop v2 or add pp2"),
     ],

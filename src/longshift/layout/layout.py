@@ -8,6 +8,7 @@
     dp4.recompute-full
     u4.chunk64K.host   streamed: 64K tokens of a pack at one time, all else in host memory (`schedule.chunks`)
     chunk-auto.host    the same, with a chunk chosen for this machine (`schedule.chunk_size`)
+    chunk64K.every4.host   of every four blocks only the first one's input waits (`schedule.streamed`)
 
 `tp` varies fastest over ranks, then `ulysses`, `ring`, `dp`, `pp`: the axes that move most bytes sit closest together.
 """
@@ -31,7 +32,7 @@ Keep = Literal["output", "input"]
 Where = Literal["device", "offload"]
 Schedule = Literal["stream", "fpdt"]
 
-_DEGREES = {"dp": "dp", "pp": "pp", "tp": "tp", "u": "ulysses", "ring": "ring", "z": "zero", "v": "virtual"}
+_DEGREES = {"dp": "dp", "pp": "pp", "tp": "tp", "u": "ulysses", "ring": "ring", "z": "zero", "v": "virtual", "every": "every"}
 _POLICIES = ("offload", "keep", "kv", "schedule")  # written as they are called in _FLAGS
 _FLAGS = {
     "gpipe": ("order", "gpipe"),
@@ -69,7 +70,7 @@ class Layout:
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
     memory where what a backward needs waits, under recompute full or in chunks; `keep`, `kv` and `schedule` of a chunked one: see
-    `schedule.chunks`.
+    `schedule.chunks`; `every`: see `schedule.streamed`.
     """
 
     dp: int = 1
@@ -87,13 +88,14 @@ class Layout:
     keep: Keep = "output"
     kv: Where = "device"
     schedule: Schedule = "stream"
+    every: int = 1
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Read the text form. Raises UsageError that names the bad word and the nearest good one."""
         values: dict[str, object] = {}
         for word in text.strip().split("."):
-            match = re.fullmatch(r"(dp|pp|tp|u|ring|z|v)(\d+)(?::(\d+(?:-\d+)*))?", word)
+            match = re.fullmatch(r"(dp|pp|tp|u|ring|z|v|every)(\d+)(?::(\d+(?:-\d+)*))?", word)
             if match:
                 name, number = _DEGREES[match[1]], int(match[2])
                 if match[3]:
@@ -128,6 +130,7 @@ class Layout:
         words += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
         words += [f"z{self.zero}"] if self.zero else []
         words += [f"chunk{format_size(self.chunk)}" if self.chunk != AUTO else "chunk-auto"] if self.chunk else []
+        words += [f"every{self.every}"] if self.every > 1 else []
         words += [word for word, (name, value) in _FLAGS.items() if name in _POLICIES and getattr(self, name) == value]
         return ".".join(words) or "dp1"
 

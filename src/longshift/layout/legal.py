@@ -138,7 +138,7 @@ def _stages(layout: Layout, layers: int) -> Iterator[str]:
 def _streaming(layout: Layout) -> Iterator[str]:
     """What is said of chunks needs them, and what is moved must be kept apart from the rest."""
     chunked = [word for word, said in (("keep-input", layout.keep == "input"), ("kv-offload", layout.kv == "offload")) if said]
-    chunked += ["fpdt"] if layout.schedule == "fpdt" else []
+    chunked += [word for word, said in (("fpdt", layout.schedule == "fpdt"), (f"every{layout.every}", layout.every > 1)) if said]
     if not layout.chunk:
         if chunked:
             yield f"{' and '.join(chunked)} is said of a layout in chunks, and this one has none: add chunk64K, say"

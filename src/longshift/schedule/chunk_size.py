@@ -105,7 +105,7 @@ def _lists(spec: ModelSpec, layout: Layout, tokens: int, document: int, machine:
 
 
 def _peak(made: Lists) -> int:
-    return max(chunks.peak_bytes(events, made.sizes) for events in (made.forward, made.backward))
+    return max(chunks.peak_bytes(events, made.sizes) for events in (made.of["forward"], made.of["backward"]))
 
 
 def _seconds(made: Lists, spec: ModelSpec, layout: Layout, machine: Machine, moving: bool) -> float:
@@ -128,7 +128,7 @@ def _seconds(made: Lists, spec: ModelSpec, layout: Layout, machine: Machine, mov
         played = zip(events, chunks.timeline(events, seconds))
         return max((end for event, (_, end) in played if event.kind in ("compute", "send")), default=0.0)
 
-    return until(made.forward) + until(made.backward)
+    return until(made.of["forward"]) + until(made.of["backward"])
 
 
 def _moving(event: Event, layout: Layout, machine: Machine) -> float:

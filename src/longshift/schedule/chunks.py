@@ -115,11 +115,13 @@ def orders(chunks: Sequence[Sequence[Run]], layout: Layout) -> list[TokenOrder]:
     return [token_order([run.length for run in runs], layout.ring, layout.ulysses * layout.tp) for runs in chunks]
 
 
-def forward(sees: Sequence[int], policy: Policy, sizes: Sizes) -> tuple[Event, ...]:
-    """A block's forward, chunk c seeing chunks `sees[c]` to c: from objects x to objects y, and what backward needs."""
+def forward(sees: Sequence[int], policy: Policy, sizes: Sizes, drop_x: bool = False) -> tuple[Event, ...]:
+    """A block's forward, chunk c seeing chunks `sees[c]` to c: from objects x to objects y, and what backward needs. With `drop_x` x is
+    gone, and a backward needs another forward before it."""
     made = _List(sees, policy, sizes)
     for chunk in range(len(sees)):
         made.attention(chunk, stay=False, keep_o=policy.keep == "output", keep_kv=policy.keep == "output", tail=True)
+        made.drop(*([("x", chunk)] if drop_x else []))
     return made.finished()
 
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from longshift.data.micro import ChunkedPack
 from longshift.dist.collectives import Group
 from longshift.layout.layout import Layout
-from longshift.model.decoder import Block, Embed, Head, Ops, Unit
+from longshift.model.decoder import Head, Ops, Unit
 from longshift.parallel import ring
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Event
-from longshift.schedule.streamed import Lists, lists, loss_rows
+from longshift.schedule.streamed import Lists, Turn, lists, loss_rows
 from longshift.spec.model import ModelSpec
 from longshift.stream.loss import loss_and_gradient
 from longshift.stream.tiers import Tier
@@ -64,20 +64,21 @@ class Streamed:
     def _make_lists(self, cut: tuple) -> Lists:
         return lists(self.spec, self.layout, cut, len(self.ops.heads), self.own_heads, self.itemsize, self.ahead)
 
-    def forward(self, module: Unit, unit: int, number: int, pack: ChunkedPack) -> None:
-        """From what is in the tier before `unit` to what is after it, of micro-batch `number`. The head waits for its backward."""
-        lists = self.lists(pack)
-        if isinstance(module, Embed):
-            _Play(self, module, unit, number, pack).run(lists.embed)
-        elif isinstance(module, Block):
-            with torch.no_grad():
-                _Play(self, module, unit, number, pack).run(lists.forward)
-
-    def backward(self, module: Unit, unit: int, number: int, pack: ChunkedPack, seed: float, added: Callable[[], object]) -> Tensor | None:
-        """The other way; of the head with its forward, whose loss sum it returns. `added` is called whenever weights have gradients, to add
-        them up elsewhere."""
-        lists, play = self.lists(pack), _Play(self, module, unit, number, pack, added, seed)
-        play.run(lists.backward if isinstance(module, Block) else lists.loss if isinstance(module, Head) else lists.embed_back)
+    def play(
+        self,
+        module: Unit,
+        unit: int,
+        turn: Turn,
+        number: int,
+        pack: ChunkedPack,
+        seed: float = 0.0,
+        added: Callable[[], object] = lambda: None,
+    ) -> Tensor | None:
+        """From what is in the tier on one side of `unit` to what is on the other, of micro-batch `number`. Returns the loss sum of a loss.
+        `added` is called whenever weights have gradients, to add them up elsewhere."""
+        play = _Play(self, module, unit, number, pack, added, seed)
+        with torch.no_grad():  # what has gradients says so
+            play.run(self.lists(pack).of[turn])
         return play.total
 
     def arrive(self, x: Tensor, unit: int, what: str, number: int, pack: ChunkedPack) -> None:
@@ -126,8 +127,8 @@ class _Play:
         unit: int,
         number: int,
         pack: ChunkedPack,
-        added: Callable[[], object] = lambda: None,
-        seed: float = 0.0,
+        added: Callable[[], object],
+        seed: float,
     ):
         self.stream, self.module, self.unit, self.number, self.pack = stream, module, unit, number, pack
         self.added, self.seed = added, seed

@@ -19,6 +19,7 @@ from longshift.model.kernels import Kernel
 from longshift.parallel import pipeline, tensor, ulysses
 from longshift.parallel.ring import RingAttention
 from longshift.schedule.chunks import StreamOptions
+from longshift.schedule.streamed import backward_turns, forward_turns
 from longshift.spec.model import ModelSpec, share
 from longshift.state.copies import Copies
 from longshift.state.precision import Precision
@@ -162,10 +163,10 @@ class Worker:
         held = []
         if isinstance(micro, ChunkedPack) and x is not None:
             self._streamed.arrive(x, units[0], "h", number, micro)
-        for i, unit in enumerate(units):
+        for i, (unit, turn) in enumerate(forward_turns(units, self.spec.layers, self.layout.every)):
             self._need(unit, following=units[i + 1 : i + 2])
             if isinstance(micro, ChunkedPack):
-                self._streamed.forward(self.modules[unit], unit, number, micro)
+                self._streamed.play(self.modules[unit], unit, turn, number, micro)
             else:
                 x, segments = recompute.forward(self.modules[unit], x, micro, self.ops, self.layout.recompute, self.tier, (number, unit))
                 held.append(segments)
@@ -194,22 +195,23 @@ class Worker:
                 self._streamed.arrive(grad, units[-1], "g", number, micro)
         elif grad is None:
             grad = torch.full((), self.seed, dtype=torch.promote_types(self.precision.compute, torch.float32), device=self.world.device)
-        for i in reversed(range(len(units))):
-            unit = units[i]
+        turns = list(backward_turns(units, self.spec.layers, self.layout.every))
+        for i, (unit, turn) in enumerate(turns):
             if between is not None:
                 between()
-            self._need(unit, following=units[i - 1 : i] if i else ())
+            self._need(unit, following=[after for after, _ in turns[i + 1 : i + 2]])
             if isinstance(micro, ChunkedPack):
                 added = partial(self._collect, unit, self.copies.accumulate)
-                loss = self._streamed.backward(self.modules[unit], unit, number, micro, self.seed, added)
+                loss = self._streamed.play(self.modules[unit], unit, turn, number, micro, self.seed, added)
                 if loss is not None and self.at.tp == 0:
                     self.loss += loss
             else:
-                if self.tier is not None and i:
+                if self.tier is not None and len(held) > 1:
                     recompute.fetch(held[-2], self.tier)
                 assert grad is not None
                 grad = recompute.backward(held.pop(), grad, micro, self.ops, self.tier)
-            self._collect(unit, self.copies.reduce if last or self.layout.zero >= 2 else self.copies.accumulate)
+            if turn != "forward":
+                self._collect(unit, self.copies.reduce if last or self.layout.zero >= 2 else self.copies.accumulate)
             self._done(unit)
         if isinstance(micro, ChunkedPack):
             return self._streamed.leave(units[0], "g", number, micro) if units[0] else None

@@ -122,8 +122,8 @@ def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instea
         parts = " + ".join(f"{size / 2**30:.2f} ({layout})" for layout, size in waiting.items())
         raise OutOfMemoryError(
             f"what waits for the backward of the longest documents needs {parts} = {need / 2**30:.2f} GiB of each of {ranks} ranks, "
-            f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, keep-input, more tp, u or "
-            "ring, or a smaller upto"
+            f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, keep-input, every4, more "
+            "tp, u or ring, or a smaller upto"
         )
 
 
