@@ -27,6 +27,7 @@ from longshift.train.team import Team
 MIB = 2**20
 CACHE = "~/.cache/longshift"  # as `data.cache`
 REAL_LONGEST = 32768
+STEP = 32  # tokens: CPU matmuls keep code for every shape, half a gigabyte for the documents of one step
 
 Pairs = list[tuple[list[int], list[int]]]  # ids and labels of each document
 
@@ -35,7 +36,8 @@ Pairs = list[tuple[list[int], list[int]]]  # ids and labels of each document
 
 
 def documents(world: World, vocab: int, quick: bool, lengths: str | None, shrink: float, tokens: int, steps: int, seed: int) -> list[Pairs]:
-    """Of each step: texts of the standard library, or of lengths that a file lists, cut to 1/shrink of at most REAL_LONGEST tokens."""
+    """Of each step: texts of the standard library, or of lengths that a file lists, cut to 1/shrink of at most REAL_LONGEST tokens and down
+    to multiples of STEP."""
     from longshift.data.sources import Source  # here: it starts threads, and the process that forks the ranks must have none
     from longshift.data.tokenizer import project_tokenizer
     from longshift.data.tokens import build as build_cache
@@ -44,6 +46,7 @@ def documents(world: World, vocab: int, quick: bool, lengths: str | None, shrink
     texts = build_cache([source], project_tokenizer(CACHE, vocab), CACHE)
     own = texts.lengths if lengths is None else np.array(_read(Path(lengths)).split(), np.int64)
     wanted = np.maximum(2, np.minimum(own, REAL_LONGEST) / shrink).astype(np.int64)
+    wanted -= np.where(wanted < STEP, 0, wanted % STEP)
     by_length = np.argsort(texts.lengths, kind="stable")
     generator = np.random.default_rng(seed)
     found = []
