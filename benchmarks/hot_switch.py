@@ -390,7 +390,8 @@ def main() -> None:
         "--scale-model", action="append", default=[], metavar="SIZES", help='"nodes=2,per_node=2,cpu=0.5,like=a800,shrink=8"'
     )
     parser.add_argument("--budgets", nargs="*", default=[], metavar="BYTES", help="memory a rank, such as 700M; without, no limit")
-    parser.add_argument("--lengths", type=Path, help="a file of document lengths, for a second corpus")
+    parser.add_argument("--corpora", nargs="*", default=["python"], choices=["python", "text"], help="text needs --lengths")
+    parser.add_argument("--lengths", type=Path, help="a file of document lengths")
     parser.add_argument("--shrink", type=float, default=8.0, help="4096 / the model's width")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="of a step, for each rank")
@@ -404,6 +405,8 @@ def main() -> None:
     )
     parser.add_argument("--policies", nargs="*", default=POLICIES, help="stages of ZeRO and recomputation, the fastest first")
     options = parser.parse_args()
+    if "text" in options.corpora and not options.lengths:
+        parser.error("--corpora text needs --lengths FILE")
     if options.quick:
         options.shrink, options.tokens, options.rounds, options.assignments = 64, 512, 2, 4
         options.meshes = options.meshes or ["dp2", "tp2", "u2"]
@@ -417,7 +420,8 @@ def main() -> None:
             work = Work(spec, ends, budgets_mib, place, Path(scratch), json.dumps(Trial(spec, (), "bf16").to_json()))
             say(f"{description}: {spec.parameters / 1e6:.1f} M weights, groups up to {', '.join(map(str, ends))} tokens")
             rates, fixed_s = ({}, {}) if options.static and options.assign else probe_all(work, options.meshes, options.policies)
-            for data, file in {"python": None, "text": options.lengths}.items() if options.lengths else [("python", None)]:
+            for data in options.corpora:
+                file = options.lengths if data == "text" else None
                 with ForkedWorld(1) as reader:
                     how = {"vocab": spec.vocab, "quick": options.quick, "lengths": str(file) if file else None, "shrink": options.shrink}
                     told = {**how, "tokens": options.tokens * place.ranks, "steps": options.batches, "seed": 0}
