@@ -213,6 +213,14 @@ def test_forward_leaves_what_backward_is_to_find(sees, policy):
     assert set(tier) == {(n, c) for n in "xy" for c in range(len(sees))} | (kept if policy.keep == "output" else set())
 
 
+@given(seen, policies)
+def test_a_forward_that_passes_on_leaves_its_output_alone(sees, policy):
+    tier = {("x", c): ("x", c) for c in range(len(sees))}
+    play(forward(sees, replace(policy, keep="input"), {}, drop_x=True), tier)
+    expected = truth(sees, policy)
+    assert tier == {item: expected[item] for item in expected if item[0] == "y"}
+
+
 @given(seen, offloads)
 def test_slots_are_bounded_whatever_the_number_of_chunks(sees, policy):
     for events in both(sees, policy):
