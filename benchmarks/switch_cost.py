@@ -1,7 +1,8 @@
 """What a switch of bfloat16 weights costs from each layout to each other one, alone, against the bytes over the bandwidth of the links: the
 cost matrix of HotSPa's Figure 8, by planner.
 
-    measured_s   all exchanges of the plan, packing included, until every rank has its weights; median of interleaved repeats
+    measured_s   all exchanges of the plan, packing included, until every rank has its weights; median of repeats, all plans in another
+                 order each time
     bound_s      the plan's busiest link at its bandwidth (`switch.traffic`): what one all-to-all between the same ranks reached, measured
                  in turn with the plans. On a plain machine with all pairs alike and as many bytes as the plan's; on a scale model with as
                  many as the mean plan's, once inside the nodes only and once between them only
@@ -12,6 +13,7 @@ The sources are the copies of the layout before, without home's help. Pairs betw
 """
 
 import json
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -90,7 +92,8 @@ def measure(world: World, trial: str, repeats: int, per_node: int, bucket_bytes:
     mean = sum(int(transfer.plan.bytes_by_pair.sum()) for transfer, _ in played) // len(played)
     found = [Times([], [], [], [], []) for _ in played]
     for number in range(repeats + 1):
-        for (transfer, target), times in zip(played, found):
+        for turn in random.Random(number).sample(range(len(played)), len(played)):  # the first of a few to one target pays for its memory
+            (transfer, target), times = played[turn], found[turn]
             pairs = torch.from_numpy(transfer.plan.bytes_by_pair)
             alike = torch.full_like(pairs, int(pairs.sum()) // (world.size * (world.size - 1))).fill_diagonal_(0)
             runs = {kind: _ready(group, level_pairs(kind, world.size, per_node, mean)) for kind in ("near", "far") if kind in kinds}
