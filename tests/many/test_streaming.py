@@ -235,7 +235,7 @@ def played(world: World, trial: dict, layout: str) -> dict:
     counted = tier.moved
     tier.close()
     return {
-        "plays": len(plays),
+        "plays": sum(bool(events) for events, *_ in plays),
         "disordered": disordered,
         "checked": checked,
         "early": early,
