@@ -21,13 +21,10 @@ from scale_model import Model
 from longshift.dist.fork import ForkedWorld
 
 NEW_NET = 0x40000000  # CLONE_NEWNET
-FULL = 0.98  # a rank that is dead, and whose memory came this close to its limit, was killed for it
 
 
 class SleepingWorld(ForkedWorld):
-    """Ranks on this machine as it is. `out_of_memory`: one was killed for memory."""
-
-    out_of_memory = False
+    """Ranks on this machine as it is."""
 
     def call(self, function: str, deadline_s: float = 60.0, **arguments: object) -> list:
         self._signal(signal.SIGCONT)
@@ -66,8 +63,6 @@ class ModelWorld(SleepingWorld):
         return found
 
     def close(self) -> None:
-        peak = max(cap.peak_bytes() or 0 for cap in self.caps)
-        self.out_of_memory |= 0 < FULL * self.model.memory_bytes <= peak
         super().close()
         self.groups.close()
 

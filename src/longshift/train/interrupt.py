@@ -10,12 +10,14 @@ class Interrupt:
 
     def __init__(self, *also: signal.Signals) -> None:
         self._asked = False
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, *also)}
+        self._watched = (signal.SIGINT, *also)
+        for number in self._watched:
+            signal.signal(number, self._on_signal)
 
     def __call__(self) -> bool:
         return self._asked
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
-        for watched, before in self._before.items():
-            signal.signal(watched, before)
+        for watched in self._watched:
+            signal.signal(watched, signal.default_int_handler if watched == signal.SIGINT else signal.SIG_DFL)
