@@ -339,19 +339,19 @@ def on_corpus(
     rows = [row(work, data, s, found, interleaved=True) for s, found in measured.items()]
     rows += [row(work, data, s, found, interleaved=False) for s, found in tried.items() if s not in measured]
 
+    chosen_by = {s: statistics.median(found.rates[::2]) for s, found in measured.items()}
+
     def compared(budget_mib: float) -> dict:
         told: dict = {"budget_mib": budget_mib if budget_mib < float("inf") else None, "hot": None}
-        fit = [s for s in measured if not s.padded and tried[s].peak_mib <= budget_mib]
-        chosen_by = {s: statistics.median(measured[s].rates[::2]) for s in measured}
-        if not (own := max((s for s in fit if s != fsdp2), key=lambda s: chosen_by[s], default=None)):
+        fit = [s for s in tried if tried[s].peak_mib <= budget_mib]
+        if not (own := max((s for s in fit if s in measured and s != fsdp2), key=lambda s: chosen_by[s], default=None)):
             return told
         told |= {"hot": str(own), "tokens_per_s": statistics.median(measured[own].rates), "peak_mib": tried[own].peak_mib}
-        kinds = {"static_all": statics, "static_tp_pp": family, "bucket_padded": map(bucketed, family), "fsdp2": [fsdp2]}
-        for kind, some in kinds.items():
-            rivals = [
-                s for s in some if s in measured and (s in fit or replace(s, name=s.name.replace("-padded", ""), padded=False) in fit)
-            ]
-            if not rivals:
+        kinds = {
+            kind: [s for s in some if s in fit] for kind, some in (("static_all", statics), ("static_tp_pp", family), ("fsdp2", [fsdp2]))
+        }
+        for kind, some in (kinds | {"bucket_padded": [bucketed(s) for s in kinds["static_tp_pp"]]}).items():
+            if not (rivals := [s for s in some if s in measured]):
                 told[kind] = None
                 continue
             other = max(rivals, key=lambda s: chosen_by[s])

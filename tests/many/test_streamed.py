@@ -25,6 +25,7 @@ TRIAL = Trial(SPEC, lengths=((61,),), capacity=61)
         "ring2.recompute-full.disk",
         "ring2.chunk13.disk.keep-input",
         "pp2.chunk13.disk",
+        "pp2.v2.chunk13.disk",
         "chunk13.every2.disk",
         "chunk13.every3.disk.keep-input",
         "u2.chunk16.every2.disk.kv-offload.fpdt",
