@@ -429,19 +429,20 @@ def ring_last_step_dropped(patch: Patch) -> None:
 
 def ring_keys_for_values(patch: Patch) -> None:
     """Keys and values that have travelled change places."""
-    piece, backward = Attention.piece, Attention.backward
+    fold, add = Attention.fold, Attention.add
 
-    def wrong(self: Attention, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        return piece(self, q, k, v, causal) if causal else piece(self, q, v, k, causal)
+    def wrong(self: Attention, out, lse, q, k, v, causal: bool, first: bool) -> None:
+        fold(self, out, lse, q, *((k, v) if causal else (v, k)), causal, first)
 
-    def wrong_backward(self: Attention, grad, q, k, v, out, lse, causal: bool) -> Sequence[Tensor]:
+    def wrong_add(self: Attention, totals, grad, q, k, v, out, lse, causal: bool) -> None:
+        dq, dk, dv = totals
         if causal:
-            return backward(self, grad, q, k, v, out, lse, causal)
-        dq, dv, dk = backward(self, grad, q, v, k, out, lse, causal)
-        return dq, dk, dv
+            add(self, totals, grad, q, k, v, out, lse, causal)
+        else:
+            add(self, (dq, dv, dk), grad, q, v, k, out, lse, causal)
 
-    patch.setattr(Attention, "piece", wrong)
-    patch.setattr(Attention, "backward", wrong_backward)
+    patch.setattr(Attention, "fold", wrong)
+    patch.setattr(Attention, "add", wrong_add)
 
 
 # ---- streaming
@@ -473,12 +474,12 @@ def streamed_scores_scaled_twice(patch: Patch) -> None:
 
 def uniform_attention_to_earlier_chunks(patch: Patch) -> None:
     """All scores of keys from earlier chunks are equal."""
-    piece, backward = Attention.piece, Attention.backward
+    fold, add = Attention.fold, Attention.add
     blind = lambda q, causal: q if causal else torch.zeros_like(q)  # noqa: E731
-    patch.setattr(Attention, "piece", lambda self, q, k, v, causal: piece(self, blind(q, causal), k, v, causal))
     patch.setattr(
-        Attention, "backward", lambda self, grad, q, k, v, o, lse, causal: backward(self, grad, blind(q, causal), k, v, o, lse, causal)
+        Attention, "fold", lambda self, out, lse, q, k, v, causal, first: fold(self, out, lse, blind(q, causal), k, v, causal, first)
     )
+    patch.setattr(Attention, "add", lambda self, totals, grad, q, *rest: add(self, totals, grad, blind(q, rest[-1]), *rest))
 
 
 def chunk_sees_itself_whole(patch: Patch) -> None:

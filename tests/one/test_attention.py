@@ -13,8 +13,8 @@ from torch import Tensor
 from longshift.cluster.cluster import Heads
 from longshift.model import kernels as kernels_module
 from longshift.model import tiled
-from longshift.model.attention import Attention, PackedAttention, match_heads, merge
-from longshift.model.kernels import BY_SIZE, FLASH, Kernel, choose, flash, flash_backward, reference, reference_backward
+from longshift.model.attention import Attention, PackedAttention, match_heads
+from longshift.model.kernels import BY_SIZE, FLASH, TILED, Kernel, choose, flash, flash_backward, merge, reference, reference_backward
 
 CPU = torch.device("cpu")
 HEAD = 16
@@ -102,18 +102,17 @@ def test_bf16_is_no_further_from_the_truth_than_the_definition_in_bf16():
         assert worst([a], [exact]) <= 2 * worst([b], [exact])
 
 
-def split(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, at: int, causal_offset: int = 0) -> tuple[Tensor, ...]:
-    """Causal attention of the queries from `at` on, in two parts: the keys before them, then their own. The parts are merged by
-    log-sum-exp and each part's gradients taken with the merged out and lse."""
-    late, grad = q[at:], grad[at:]
-    diagonal = slice(at - causal_offset, len(k) - causal_offset)
-    before, own = (k[:at], v[:at]), (k[diagonal], v[diagonal])
-    parts = [flash(late, *before, False, SCALE), flash(late, *own, True, SCALE)]
-    lse = torch.logaddexp(parts[0][1], parts[1][1])
-    out = torch.stack([o * (part - lse).exp().unsqueeze(-1) for o, part in parts]).sum(0)
-    first = flash_backward(grad, late, *before, out, lse, False, SCALE)
-    second = flash_backward(grad, late, *own, out, lse, True, SCALE)
-    return out, lse, first[0] + second[0], torch.cat((first[1], second[1])), torch.cat((first[2], second[2]))
+def split(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, at: int, causal_offset: int = 0, kernel: Kernel = FLASH) -> tuple[Tensor, ...]:
+    """Causal attention of the queries from `at` on, in three pieces: their own keys, then those before them, half and half."""
+    attention, late, grad = Attention(kernel, SCALE), q[at:], grad[at:]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse, dq, dk, dv = (torch.full(x.shape, 7.0, dtype=wide) for x in (late, late[:, :, 0], late, k, v))
+    pieces = (slice(at - causal_offset, len(k) - causal_offset), True), (slice(at // 2), False), (slice(at // 2, at), False)
+    for keys, causal in pieces:
+        attention.fold(out, lse, late, k[keys], v[keys], causal, first=causal)
+    for keys, causal in pieces:
+        attention.add((dq, dk[keys], dv[keys]), grad, late, k[keys], v[keys], out.to(q.dtype), lse, causal)
+    return out, lse, dq - 7, dk - 7, dv - 7
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, at: int) -> tuple[Tensor, ...]:
@@ -227,6 +226,24 @@ def test_a_part_by_tiles_takes_the_global_out_and_lse(tiles):
     part = grad[40:], q[40:], k[:40], v[:40], out.bfloat16()
     assert worst(tiled.backward(*part, lse.float(), False, SCALE)[1:], [dk[:40], dv[:40]]) < 1e-2
     assert worst(tiled.backward(*part, lse.float() + 0.05, False, SCALE)[1:], [dk[:40], dv[:40]]) > 3e-2
+
+
+def test_pieces_by_tiles_add_up(tiles, monkeypatch):
+    given = inputs(101, 101, 6, 2, torch.bfloat16)
+    expected, by_flash = whole(*given, at=40), split(*given, at=40)
+    for a, b, exact in zip(split(*given, at=40, kernel=TILED), by_flash, expected):
+        assert worst([a], [exact]) <= 1.2 * worst([b], [exact])
+    monkeypatch.setattr(tiled, "_in_bf16", nullcontext)
+    given = inputs(101, 101, 6, 2, torch.float32)
+    assert worst(split(*given, at=40, kernel=TILED), whole(*given, at=40)) < 1e-5
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_pieces_by_size_are_those_of_tiles_or_flash(monkeypatch, large):
+    monkeypatch.setattr(kernels_module, "TILED_TOKENS", dict.fromkeys((True, False), 10 if large else 1000))
+    given = inputs(101, 101, 6, 2, torch.bfloat16)
+    found, expected = split(*given, at=40, kernel=BY_SIZE), split(*given, at=40, kernel=TILED if large else FLASH)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
 def test_other_matmuls_keep_their_precision():

@@ -1,7 +1,7 @@
 """Causal attention over packed documents, by pieces.
 
 A pack is a list of runs laid end to end; a token attends only inside its own run. A piece is one run, or some queries and the keys of
-earlier tokens; pieces return (out, lse), so that those computed apart can be merged exactly (ring attention, streaming).
+earlier tokens; pieces add to (out, lse), so that those computed apart make one exact attention (ring attention, streaming).
 
 Letters: T query tokens, S key tokens, N query heads, K key/value heads, H head width.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longshift.layout.heads import matched_heads
-from longshift.model.kernels import Kernel
+from longshift.model.kernels import Kernel, add_up, merge
 
 
 @dataclass(frozen=True)
@@ -24,28 +24,39 @@ class Attention:
     kernel: Kernel
     scale: float
 
-    def piece(self, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        """out [T, N, H] and the log-sum-exp of the scaled scores [T, N]."""
-        return self.kernel.forward(q_TNH, k_SKH, v_SKH, causal, self.scale)
+    def fold(self, out_TNH: Tensor, lse_TN: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, causal: bool, first: bool) -> None:
+        """Attention to these keys, too, into the output and the log-sum-exp of the scaled scores, in place and in at least float32. The
+        `first` must reach every query; what was there before it counts for nothing."""
+        if self.kernel.fold:
+            self.kernel.fold(out_TNH, lse_TN, q_TNH, k_SKH, v_SKH, causal, self.scale, first)
+        else:
+            merge(out_TNH, lse_TN, *self.kernel.forward(q_TNH, k_SKH, v_SKH, causal, self.scale), first)
+
+    def add(
+        self,
+        totals: Sequence[Tensor],
+        grad_TNH: Tensor,
+        q_TNH: Tensor,
+        k_SKH: Tensor,
+        v_SKH: Tensor,
+        out_TNH: Tensor,
+        lse_TN: Tensor,
+        causal: bool,
+    ) -> None:
+        """Add the gradients (dq, dk, dv) of a piece to `totals`, in place and in at least float32. `out` and `lse` may be those of a
+        larger attention that the piece is a part of."""
+        given = grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN
+        if self.kernel.add:
+            self.kernel.add(*totals, *given, causal, self.scale)
+        else:
+            add_up(totals, self.backward(*given, causal))
 
     def backward(
         self, grad_TNH: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, out_TNH: Tensor, lse_TN: Tensor, causal: bool
     ) -> Sequence[Tensor]:
-        """Gradients (dq, dk, dv) of a piece whose `out` and `lse` may be those of a larger attention that it is a part of."""
+        """Gradients (dq, dk, dv) of a piece, as in `add`."""
         assert self.kernel.backward is not None, f"{self.kernel.name} cannot go back through a piece"
         return self.kernel.backward(grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, causal, self.scale)
-
-
-def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
-    """Fold one partial attention into `out` and `lse`, both in at least float32, in place. The `first` is the causal diagonal, which
-    reaches every query, so that nothing is ever -inf; logaddexp keeps any gap between the two finite."""
-    if first:
-        out.copy_(part)
-        lse.copy_(part_lse)
-        return
-    total = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - total).exp().unsqueeze(-1)).add_(part * (part_lse - total).exp().unsqueeze(-1))
-    lse.copy_(total)
 
 
 class PackedAttention(torch.autograd.Function):
@@ -53,8 +64,9 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, lengths: Sequence[int], attention: Attention):  # pyright: ignore[reportIncompatibleMethodOverride]
-        outs = [attention.piece(q_, k_, v_, True) for q_, k_, v_ in _runs(lengths, q, k, v)]
-        out, lse = (torch.cat(parts) for parts in zip(*outs))
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        for run in _runs(lengths, out, lse, q, k, v):
+            attention.fold(*run, causal=True, first=True)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.lengths, ctx.attention = lengths, attention
         return out

@@ -29,16 +29,38 @@ SECONDS = 0.05  # of timing, a kernel and direction
 
 Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, causal, scale) -> (out, lse)
 Backward = Callable[..., Sequence[Tensor]]  # (grad, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)
+Fold = Callable[..., None]  # (out, lse, q, k, v, causal, scale, first), the first two in place
+Add = Callable[..., None]  # (dq, dk, dv, grad, q, k, v, out, lse, causal, scale), the first three in place
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """`backward(grad, q, k, v, out, lse, causal, scale)`: None where only autograd can go back through `forward`."""
+    """`backward(grad, q, k, v, out, lse, causal, scale)`: None where only autograd can go back through `forward`. `fold` and `add`: as
+    `forward` and `backward`, on sums that grow from piece to piece, where a kernel does better than to merge what those two return."""
 
     name: str
     forward: Forward
     backward: Backward | None
+    fold: Fold | None = None
+    add: Add | None = None
     most_scores: int = 2**62  # query heads x queries x keys that fit in memory
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
+    """Fold one partial attention into `out` and `lse`, both in at least float32, in place. The `first` is the causal diagonal, which
+    reaches every query, so that nothing is ever -inf; logaddexp keeps any gap between the two finite."""
+    if first:
+        out.copy_(part)
+        lse.copy_(part_lse)
+        return
+    total = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - total).exp().unsqueeze(-1)).add_(part * (part_lse - total).exp().unsqueeze(-1))
+    lse.copy_(total)
+
+
+def add_up(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    for total, part in zip(totals, parts):
+        total += part
 
 
 def probe(kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, heads: Heads = HEADS) -> Backend:
@@ -241,14 +263,28 @@ def _by_size_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
     return (tiled.backward if _large(q, k, causal) else flash_backward)(grad, q, k, v, out, lse, causal, scale)
 
 
+def _by_size_fold(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: bool) -> None:
+    if _large(q, k, causal):
+        tiled.fold(out, lse, q, k, v, causal, scale, first)
+    else:
+        merge(out, lse, *flash(q, k, v, causal, scale), first)
+
+
+def _by_size_add(dq: Tensor, dk: Tensor, dv: Tensor, grad, q, k, v, out, lse, causal: bool, scale: float) -> None:
+    if _large(q, k, causal):
+        tiled.add(dq, dk, dv, grad, q, k, v, out, lse, causal, scale)
+    else:
+        add_up((dq, dk, dv), flash_backward(grad, q, k, v, out, lse, causal, scale))
+
+
 def _large(q: Tensor, k: Tensor, causal: bool) -> bool:
     """Whether large matmuls are worth their number of operations; they round to bf16."""
     return q.dtype == torch.bfloat16 and q.shape[0] * k.shape[0] >= TILED_TOKENS[causal] ** 2
 
 
 FLASH = Kernel("flash", flash, flash_backward)
-TILED = Kernel("tiled", tiled.forward, tiled.backward)
-BY_SIZE = Kernel("tiled or flash", _by_size, _by_size_backward)
+TILED = Kernel("tiled", tiled.forward, tiled.backward, tiled.fold, tiled.add)
+BY_SIZE = Kernel("tiled or flash", _by_size, _by_size_backward, _by_size_fold, _by_size_add)
 CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward)
 VARLEN = Kernel("varlen", _varlen, _varlen_backward)
 MATH = Kernel("math", _math, _math_backward, most_scores=2**26)

@@ -24,20 +24,27 @@ ROWS, COLUMNS = 1024, 1024  # of a tile, for all heads that share keys; powers o
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    fold(out, lse, q, k, v, causal, scale, first=True)
+    return out, lse
+
+
+def fold(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: bool) -> None:
+    """Attention to these keys, too, into `out` and `lse`, in place; if they are the `first`, what was there counts for nothing."""
     wide, narrow = _scratch(q, k, torch.float32), _scratch(q, k, q.dtype)
     with _in_bf16():
         for heads, head in _heads(q, k):
             for rows, tiles in _tiles(q, k, causal):
                 queries = _stacked(q[rows, heads]).float()
-                for first, columns in enumerate(tiles):
+                o, most = _stacked(out[rows, heads]).to(torch.float32, copy=True), _stacked(lse[rows, heads].unsqueeze(-1))
+                total = torch.ones_like(most)
+                if first:
+                    o, total, most = torch.zeros_like(o), torch.zeros_like(total), torch.full_like(most, float("-inf"))
+                for columns in tiles:
                     s, p = (_part(flat, len(queries), columns) for flat in (wide, narrow))
                     torch.mm(queries, k[columns, head].float().T, out=s)
                     top = (_hide_later(s, rows, columns, float("-inf")) if causal else s).amax(1, keepdim=True).mul_(scale)
                     torch.add(-top, s, alpha=scale, out=s).exp_()
                     part, weight = p.copy_(s) @ v[columns, head].contiguous(), s.sum(1, keepdim=True)
-                    if first == 0:
-                        o, total, most = part.float(), weight, top
-                        continue
                     above = torch.maximum(most, top)
                     old, new = (most - above).exp_(), (top - above).exp_()
                     o.mul_(old).addcmul_(part, new)
@@ -45,12 +52,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tupl
                     most = above
                 out[rows, heads] = _unstacked(o.div_(total), out[rows, heads])
                 lse[rows, heads] = _unstacked(most + total.log_(), lse[rows, heads].unsqueeze(-1)).squeeze(-1)
-    return out, lse
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
+    dq, dk, dv = torch.zeros_like(q), *(torch.zeros(x.shape, device=x.device) for x in (k, v))
+    add(dq, dk, dv, grad, q, k, v, out, lse, causal, scale)
+    return [dq, dk.to(k.dtype), dv.to(v.dtype)]
+
+
+def add(
+    dq: Tensor, dk: Tensor, dv: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> None:
+    """Add what these keys and values give to the gradients, in place: dk and dv are float32."""
     delta = torch.einsum("tnh,tnh->tn", grad.float(), out.float())
-    dq, dk, dv = torch.empty_like(q), *(torch.zeros(x.shape, device=x.device) for x in (k, v))
     wide, wide_too, narrow = (_scratch(q, k, dtype) for dtype in (torch.float32, torch.float32, q.dtype))
     with _in_bf16():
         for heads, head in _heads(q, k):
@@ -68,10 +82,9 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
                         _hide_later(p, rows, columns, 0.0)
                     dv[columns, head] += sent.copy_(p).T @ grads
                     torch.mm(wide_grads, values.float().T, out=ds).sub_(minus).mul_(p)
-                    dk[columns, head] += sent.copy_(ds).T @ queries
+                    dk[columns, head].add_(sent.copy_(ds).T @ queries, alpha=scale)
                     own += sent @ keys
-                dq[rows, heads] = _unstacked(own.mul_(scale), dq[rows, heads])
-    return [dq, dk.mul_(scale).to(k.dtype), dv.to(v.dtype)]
+                dq[rows, heads].add_(_unstacked(own, dq[rows, heads]), alpha=scale)
 
 
 @contextmanager

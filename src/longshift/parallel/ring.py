@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from longshift.dist.collectives import Group, Pending
-from longshift.model.attention import Attention, merge
+from longshift.model.attention import Attention
 from longshift.schedule.sequence import PADDING, Run, TokenOrder
 
 Pair = tuple[slice, slice, bool]  # local queries, the sender's local keys, whether the mask is causal
@@ -44,7 +44,7 @@ def forward_into(
     for step in range(group.size):
         pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
         for queries, keys, causal in pairs_of((group.index - step) % group.size):
-            merge(out[queries], lse[queries], *attention.piece(q[queries], kv[0, keys], kv[1, keys], causal), first=first and step == 0)
+            attention.fold(out[queries], lse[queries], q[queries], kv[0, keys], kv[1, keys], causal, first=first and step == 0)
         pending.wait()
         kv = following
 
@@ -67,9 +67,8 @@ def backward_into(
         pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
         here = torch.zeros_like(dkv) if group.size > 1 else dkv
         for queries, keys, causal in pairs_of((group.index - step) % group.size):
-            parts = attention.backward(grad[queries], q[queries], kv[0, keys], kv[1, keys], o[queries], lse[queries], causal)
-            for total, part in zip((dq[queries], here[0, keys], here[1, keys]), parts):
-                total += part
+            totals = dq[queries], here[0, keys], here[1, keys]
+            attention.add(totals, grad[queries], q[queries], kv[0, keys], kv[1, keys], o[queries], lse[queries], causal)
         if group.size == 1:
             return
         arriving.wait()
