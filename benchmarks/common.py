@@ -77,11 +77,11 @@ def commit() -> str | None:
 
 
 def give_freed_memory_back() -> None:
-    """glibc: hand memory of 1 MiB and more to the system when it is freed, so that what is resident is what is needed and no accident of
-    pools. Costs page faults, alike for all that is compared."""
+    """glibc: hand memory of 4 MiB and more to the system when it is freed, and keep 16 MiB at most, so that what is resident is what is
+    needed and no accident of pools. A lower threshold costs a third of the speed in page faults (docs/log.md, 2026-11-22)."""
     libc = ctypes.CDLL(None)
-    for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-        libc.mallopt(option, 1 << 20)
+    libc.mallopt(M_MMAP_THRESHOLD, 4 << 20)
+    libc.mallopt(M_TRIM_THRESHOLD, 16 << 20)
 
 
 def publish(benchmark: str, summary: Mapping, rows: Sequence[Mapping], as_json: bool) -> None:

@@ -8,6 +8,7 @@
     stream input       whole layers in chunks, attention computed again; keys and values of one block on the device
     stream             as before, with the output of attention kept
     stream kv-offload  as before, with keys and values in the tier
+    ... every4         of four blocks the first one's input waits, and their forward is played again; for --layers 4 and more
 
 A step is forward, backward and update in bf16. Each is measured in a process of its own, after a step of a short document; methods are
 interleaved, length by length. Memory: the most that was resident during the step beyond what the process held before the model was
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
 
 import torch
@@ -53,6 +54,8 @@ METHODS: Mapping[str, str] = {  # layouts; C: the chunk
     "stream input": "chunkC.disk.keep-input",
     "stream": "chunkC.disk",
     "stream kv-offload": "chunkC.disk.kv-offload",
+    "stream every4": "chunkC.disk.every4",
+    "stream input every4": "chunkC.disk.keep-input.every4",
 }
 LENGTHS = ("16K", "32K", "64K", "128K", "256K")
 WARM_TOKENS = 512
@@ -207,10 +210,10 @@ def summarise(rows: Sequence[dict]) -> dict:
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--lengths", nargs="*", default=LENGTHS, help="tokens, such as 16K")
-    parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--methods", nargs="*", default=list(METHODS)[:-2], choices=list(METHODS))
     parser.add_argument("--longest", metavar="TOKENS", help="one document of so many tokens, by `stream kv-offload` alone")
     parser.add_argument("--chunk", default="4K", help="tokens")
-    parser.add_argument("--rounds", type=int, default=2, help="at each length; medians are reported")
+    parser.add_argument("--rounds", type=int, nargs="*", default=[2], help="of each length, the last for all others; medians are reported")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=2)
@@ -219,15 +222,15 @@ def main() -> int:
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the disk tier")
     options = parser.parse_args()
     if options.quick:
-        options.lengths, options.chunk, options.rounds = ("2K", "4K", "8K"), "512", 1
+        options.lengths, options.chunk, options.rounds = ("2K", "4K", "8K"), "512", [1]
     if options.longest:
-        options.lengths, options.methods, options.rounds = (options.longest,), ["stream kv-offload"], 1
+        options.lengths, options.methods, options.rounds = (options.longest,), ["stream kv-offload"], [1]
     lengths, chunk = [parse_size(text) for text in options.lengths], parse_size(options.chunk)
     spec = spec_of(options.width, options.heads, options.kv_heads, options.layers, max(lengths))
     rows = []
-    for tokens in lengths:
+    for tokens, rounds in zip_longest(lengths, options.rounds[: len(lengths)], fillvalue=options.rounds[-1]):
         found: dict[str, list[dict]] = {method: [] for method in options.methods}
-        for _ in range(options.rounds):
+        for _ in range(rounds):
             for method in options.methods:
                 layout = METHODS[method].replace("chunkC", f"chunk{chunk}")
                 trial = Trial(spec, ((1,),), "bf16", capacity=max(tokens, WARM_TOKENS)).to_json()
