@@ -2,7 +2,8 @@
 
     plain              everything a backward needs is kept
     recompute          each block from its input (recompute-full)
-    selective          each block from its input and the output of attention with its log-sum-exp, by torch's selective checkpointing
+    selective          each block from its input and the output of attention with its log-sum-exp, by torch's selective checkpointing and
+                       with torch's kernel; `tiled`: with that of CPUs without AMX (`model/tiled.py`)
     recompute+offload  as recompute, with the inputs in the tier
     fpdt               the paper's order: keys and values outside in backward, attention computed again, all in the tier
     stream input       whole layers in chunks, attention computed again; keys and values of one block on the device
@@ -210,14 +211,15 @@ def summarise(rows: Sequence[dict]) -> dict:
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--lengths", nargs="*", default=LENGTHS, help="tokens, such as 16K")
-    parser.add_argument("--methods", nargs="*", default=list(METHODS)[:-2], choices=list(METHODS))
+    usual = [method for method in METHODS if method != "selective tiled" and "every" not in method]
+    parser.add_argument("--methods", nargs="*", default=usual, choices=list(METHODS))
     parser.add_argument("--longest", metavar="TOKENS", help="one document of so many tokens, by `stream kv-offload` alone")
     parser.add_argument("--chunk", default="4K", help="tokens")
     parser.add_argument("--rounds", type=int, nargs="*", default=[2], help="of each length, the last for all others; medians are reported")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--kv-heads", type=int, default=1)
+    parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the disk tier")
     options = parser.parse_args()

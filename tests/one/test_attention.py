@@ -176,10 +176,12 @@ def test_the_slowest_rank_decides_which_kernel_all_take(monkeypatch):
     assert kernel is other
 
 
-def test_on_a_cpu_there_is_nothing_to_choose():
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+@pytest.mark.parametrize(("able", "in_bf16"), [((), FLASH), (("avx512_bf16",), BY_SIZE), (("avx512_bf16", "amx_bf16"), FLASH)], ids=str)
+def test_on_a_cpu_the_hardware_decides(monkeypatch, able, in_bf16):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(able, True), raising=False)
+    for dtype, expected in ((torch.float64, FLASH), (torch.float32, FLASH), (torch.bfloat16, in_bf16)):
         (only,) = given = kernels_module.kernels(CPU, dtype)
-        assert only is FLASH or dtype == torch.bfloat16
+        assert only is expected
         assert choose(given, Heads(4, 2, 16), dtype, CPU, lambda seconds: seconds)[0] is only
 
 
