@@ -15,7 +15,7 @@
 
 import difflib
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
@@ -213,6 +213,16 @@ def format_size(size: int) -> str:
 
 
 def _nearest(word: str, known: tuple[str, ...] = ()) -> str:
-    candidates = known or (*(f"{w}2" for w in _DEGREES), *_FLAGS, "chunk64K", *(f.name for f in fields(Layout)))
-    close = difflib.get_close_matches(word, candidates, 1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known or (*_DEGREES, *_FLAGS, 'chunk64K'))}"
+    """Of `known`, or of the words of layouts, a field's name standing for its word; a number is taken over."""
+    if known:
+        examples = {name: name for name in known}
+    else:
+        examples = {name: flag for flag, (name, _) in reversed(_FLAGS.items())} | {flag: flag for flag in _FLAGS}
+        examples |= {name: f"{short}2" for short, name in _DEGREES.items()} | {short: f"{short}2" for short in _DEGREES}
+        examples |= {"chunk": "chunk64K", "stages": "pp2:3-1"}
+    letters, number = re.sub(r"\d.*", "", word), "".join(re.findall(r"\d+", word)[:1])
+    close = difflib.get_close_matches(letters, examples, 1) or difflib.get_close_matches(word, examples, 1)
+    if not close:
+        return f"; known: {', '.join(known or (*_DEGREES, *_FLAGS, 'chunk64K'))}"
+    example = examples[close[0]]
+    return f"; did you mean {example[:-1] + number if number and example.endswith('2') else example!r}?"
