@@ -3,9 +3,10 @@ memory.
 
     tp                     tensor parallelism         +AC   recompute-full: each block again from its input
     u.z1, u.z2, u.z3       Ulysses with ZeRO          +OC   the inputs wait in the tier
-    fpdt, stream           in chunks, keys and values in the tier and attention computed again; or kept
+    fpdt, stream           in chunks, keys and values in the tier; the output of attention computed again, or kept
 
-Each rung's document doubles until a rank is killed for memory, a step takes longer than `--patience`, or `--most` tokens are reached.
+Each rung's document doubles until a rank is killed for memory, a step takes longer than `--patience`, or `--most` tokens a rank are
+reached.
 Reported are the longest that trained and its tokens a second, those of half of it, and what ended the search. A rank's memory is what it
 needs beyond the process that forked it. The vocabulary is 16 times the width, as Llama 3's nearly is, so logits weigh as they do there.
 """
@@ -34,7 +35,7 @@ LATE = 8.0  # times the patience, after which a step that began is given up
 
 def rungs(ranks: int, chunk: int) -> dict[str, str]:
     """Layouts by name, in the talk's order."""
-    chunked = {"fpdt": f"chunk{chunk}.disk.kv-offload.keep-input.fpdt", "stream": f"chunk{chunk}.disk"}
+    chunked = {"fpdt": f"chunk{chunk}.disk.kv-offload.keep-input.fpdt", "stream": f"chunk{chunk}.disk.kv-offload"}
     if ranks == 1:
         return {"plain": "dp1", "+AC": "recompute-full", "+AC +OC": "recompute-full.disk", **chunked}
     tp = {f"tp{extra}": f"tp{ranks}{words}" for extra, words in _extras()}
@@ -109,18 +110,19 @@ def main() -> int:
     parser.add_argument("--cpu", default="0.5", help="cores of a rank, on the scale model")
     parser.add_argument("--plain", action="store_true", help="this machine as it is: ranks are not slowed, and not killed but measured")
     parser.add_argument("--chunk", default="1K")
-    parser.add_argument("--most", default="256K", help="tokens of the longest document tried")
+    parser.add_argument("--most", default="64K", help="tokens of the longest document tried on one rank; times the ranks on more")
     parser.add_argument("--patience", type=float, default=150.0, help="seconds of a step after which no longer document is tried")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
     options = parser.parse_args()
     if options.quick:
-        options.ranks, options.most, options.width, options.layers = [1, 2], "4K", 64, 1
+        options.ranks, options.most, options.width, options.layers = [1, 2], "2K", 64, 1
     heads = max(4, options.width // 64)
-    most, width = parse_size(options.most), options.width
-    spec = ModelSpec("llama", 16 * width, width, options.layers, heads, heads // 2, width // heads, width * 11 // 4, most, rope=Rope())
+    width, ffn = options.width, options.width * 11 // 4
     rows = []
     for ranks in options.ranks:
+        most = parse_size(options.most) * ranks
+        spec = ModelSpec("llama", 16 * width, width, options.layers, heads, heads // 2, width // heads, ffn, most, rope=Rope())
         size = f"ranks={ranks}" if options.plain or ranks == 1 else f"nodes={max(1, ranks // 2)},per_node={min(ranks, 2)},cpu={options.cpu}"
         if not options.plain and ranks == 1:
             size = f"nodes=1,per_node=1,cpu={options.cpu}"
@@ -132,7 +134,7 @@ def main() -> int:
             for name, layout in rungs(ranks, parse_size(options.chunk)).items():
                 if not faults(spec, Layout.parse(layout), ranks):
                     rows.append(climb(work, name, layout, most, options.patience))
-    model = {"width": width, "layers": options.layers, "heads": heads, "vocab": spec.vocab, "weights": spec.parameters}
+    model = {"width": width, "layers": options.layers, "heads": heads, "kv_heads": heads // 2, "ffn": ffn, "vocab": 16 * width}
     publish("long_ladder", {"model": model, "memory": options.memory, "cpu": options.cpu, "compared": compared(rows)}, rows, options.json)
     return 0
 

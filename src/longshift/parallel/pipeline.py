@@ -3,8 +3,8 @@
 Papers: GPipe (arXiv 1811.06965), PipeDream-flush and interleaved 1F1B (arXiv 2104.04473).
 
 Sharding over p pipeline ranks: blocks, not tensors. What crosses a boundary is the residual stream of one micro-batch, x[T', D], and its
-gradient; T' is the receiving rank's share of the tokens, so micro-batches may differ in length. Receives are posted one event ahead,
-sends are waited for at the end of the step.
+gradient; T' is the receiving rank's share of the tokens, so micro-batches may differ in length. Receives are posted one event ahead. A
+send is waited for p sends later, so that no more than p + 1 of what crosses a boundary lie here.
 
     rank 0   F0 ─ F1 ──────── B0 ─ F2 ...          bytes out of a rank, per micro-batch and chunk: T' D forward, T' D backward
                ╲    ╲       ╱
@@ -14,6 +14,7 @@ sends are waited for at the end of the step.
 pair one by one: in one group, two ranks that first send and then receive would wait for each other. (gloo matches by tag.)
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -40,7 +41,7 @@ def play(
     """Run all micro-batches. `shapes[m]` is the boundary tensor's of micro-batch m on this rank (and on its peers); `like` gives its
     dtype and device. Groups are indexed by pipeline coordinate."""
     order = events(layout, pp, len(shapes))
-    under_way: list[Pending] = []
+    under_way: deque[Pending] = deque()
 
     def group_of(transfer: Transfer) -> Group:
         return rising if transfer.source % layout.pp < transfer.target % layout.pp else falling  # [Note: two groups]
@@ -64,5 +65,7 @@ def play(
         if transfer is not None:
             assert y is not None
             under_way.append(group_of(transfer).send(y.contiguous(), transfer.target % layout.pp, transfer.tag))
+            if len(under_way) > layout.pp:
+                under_way.popleft().wait()
     for pending in under_way:
         pending.wait()
