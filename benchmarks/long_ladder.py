@@ -6,20 +6,19 @@ memory.
     fpdt, stream           in chunks, keys and values in the tier; the output of attention computed again, or kept
 
 Each rung's document doubles until a rank is killed for memory, a step takes longer than `--patience`, or `--most` tokens a rank are
-reached.
-Reported are the longest that trained and its tokens a second, those of half of it, and what ended the search. A rank's memory is what it
-needs beyond the process that forked it. The vocabulary is 16 times the width, as Llama 3's nearly is, so logits weigh as they do there.
+reached. Reported are the longest that trained and its tokens a second, those of half of it, and what ended the search. A rank's memory is
+what it needs beyond the process that forked it. The vocabulary is 16 times the width, as Llama 3's nearly is, so logits weigh as they do
+there.
 """
 
 import json
 import statistics
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from common import arguments, publish, say
-from hot_switch import Work, document
+from hot_switch import document
 from worlds import Machine, machine
 
 from longshift.config import parse_size
@@ -48,35 +47,36 @@ def _extras() -> tuple[tuple[str, str], ...]:
     return ("", ""), (" +AC", ".recompute-full"), (" +AC +OC", ".recompute-full.disk")
 
 
-def climb(work: Work, name: str, layout: str, most: int, patience_s: float) -> dict:
+def climb(place: Machine, scratch: Path, spec: ModelSpec, name: str, layout: str, most: int, patience_s: float) -> dict:
     """One rung: documents of FIRST tokens, twice as many, and so on."""
     rates: dict[int, float] = {}
     peaks: dict[int, float] = {}
     tokens, end = FIRST, "most"
     while tokens <= most:
-        trial = replace(Trial.from_json(json.loads(work.trial)), capacity=tokens)
-        told = {"system": "longshift", "groups": ((tokens, layout),), "number": 0, "trial": json.dumps(trial.to_json())}
+        trial = json.dumps(Trial(spec, (), "bf16", capacity=tokens).to_json())
+        told = {"system": "longshift", "groups": ((tokens, layout),), "number": 0, "trial": trial, "per_node": place.per_node}
         try:
-            with work.machine.world() as world:
+            with place.world() as world:
                 for what, count in (("warm", min(tokens, 256)), ("one", tokens)):
-                    path, per_node = work.file(f"{what}-{tokens}", [[document(count)]]), work.machine.per_node
-                    found = world.call("hot_ranks:update", LATE * patience_s, path=path, per_node=per_node, **told)
+                    path = scratch / f"{what}-{tokens}.json"
+                    path.write_text(json.dumps([[document(count)]]))
+                    found = world.call("hot_ranks:update", LATE * patience_s, path=str(path), **told)
         except PeerError as fault:  # the kernel says why; a cap counts the page cache too, so its peak does not
             end = "patience" if "no answer" in str(fault) else "memory"
             say(f"{name} at {tokens} tokens: {str(fault)[-120:]}")
             break
         done = {key: max(rank[key] for rank in found) for key in ("seconds", "peak_mib")}
-        if work.machine.model is None and 0 < work.machine.memory_bytes < done["peak_mib"] * 2**20:  # nobody is killed for it here
+        if place.model is None and 0 < place.memory_bytes < done["peak_mib"] * 2**20:  # nobody is killed for it here
             end = "memory"
             break
         rates[tokens], peaks[tokens] = tokens / done["seconds"], done["peak_mib"]
-        say(f"{work.machine.ranks} ranks, {name} {layout}: {tokens} tokens, {rates[tokens]:.0f} tokens/s, {done['peak_mib']:.0f} MiB")
+        say(f"{place.ranks} ranks, {name} {layout}: {tokens} tokens, {rates[tokens]:.0f} tokens/s, {done['peak_mib']:.0f} MiB")
         if done["seconds"] > patience_s:
             end = "patience"
             break
         tokens *= 2
     longest = max(rates, default=0)
-    row = {"ranks": work.machine.ranks, "rung": name, "layout": layout, "longest_tokens": longest, "ended_by": end}
+    row = {"ranks": place.ranks, "rung": name, "layout": layout, "longest_tokens": longest, "ended_by": end}
     row |= {"tokens_per_s": rates.get(longest), "tokens_per_s_half": rates.get(longest // 2), "peak_mib": peaks.get(longest)}
     return row | {"rates": {str(n): rate for n, rate in rates.items()}}
 
@@ -128,12 +128,9 @@ def main() -> int:
             size = f"nodes=1,per_node=1,cpu={options.cpu}"
         size += f",memory={options.memory}" + ("" if options.plain else ",like=a800,shrink=8,rate=290G")
         with machine(size) as place, tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
-            assert isinstance(place, Machine)
-            trial = json.dumps(Trial(spec, (), "bf16").to_json())
-            work = Work(spec, (most,), place, Path(scratch), trial)
             for name, layout in rungs(ranks, parse_size(options.chunk)).items():
                 if not faults(spec, Layout.parse(layout), ranks):
-                    rows.append(climb(work, name, layout, most, options.patience))
+                    rows.append(climb(place, Path(scratch), spec, name, layout, most, options.patience))
     model = {"width": width, "layers": options.layers, "heads": heads, "kv_heads": heads // 2, "ffn": ffn, "vocab": 16 * width}
     publish("long_ladder", {"model": model, "memory": options.memory, "cpu": options.cpu, "compared": compared(rows)}, rows, options.json)
     return 0
