@@ -76,12 +76,12 @@ def commit() -> str | None:
         return None
 
 
-def give_freed_memory_back() -> None:
-    """glibc: hand memory of 4 MiB and more to the system when it is freed, and keep 16 MiB at most, so that what is resident is what is
-    needed and no accident of pools. A lower threshold costs a third of the speed in page faults (docs/log.md, 2026-11-22)."""
+def give_freed_memory_back(at_least: int = 4 << 20) -> None:
+    """glibc: hand memory of so many bytes and more to the system when it is freed, and keep 4 times as much at most, so that what is
+    resident is what is needed and no accident of pools. At 1 MiB page faults take up to a third of the time (docs/log.md, 2026-11-22)."""
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 4 << 20)
-    libc.mallopt(M_TRIM_THRESHOLD, 16 << 20)
+    libc.mallopt(M_MMAP_THRESHOLD, at_least)
+    libc.mallopt(M_TRIM_THRESHOLD, 4 * at_least)
 
 
 def publish(benchmark: str, summary: Mapping, rows: Sequence[Mapping], as_json: bool) -> None:

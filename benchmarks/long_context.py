@@ -95,9 +95,9 @@ def spec_of(width: int, heads: int, kv_heads: int, layers: int, longest: int) ->
     return ModelSpec("llama", 257, width, layers, heads, kv_heads, width // heads, width * 11 // 4, longest, rope=Rope())
 
 
-def measure(world: World, method: str, layout: str, trial: dict, tokens: int, threads: int, folder: str) -> dict:
+def measure(world: World, method: str, layout: str, trial: dict, tokens: int, threads: int, folder: str, give_back: int) -> dict:
     """In a process of its own: seconds and peak memory of one step of a document of `tokens`."""
-    give_freed_memory_back()
+    give_freed_memory_back(give_back)
     tempfile.tempdir = folder
     torch.set_num_threads(threads)
     base = _resident("VmRSS")
@@ -221,13 +221,14 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--give-back", default="4M", help="memory of this size and more is given back to the system when it is freed")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the disk tier")
     options = parser.parse_args()
     if options.quick:
         options.lengths, options.chunk, options.rounds = ("2K", "4K", "8K"), "512", [1]
     if options.longest:
         options.lengths, options.methods, options.rounds = (options.longest,), ["stream kv-offload"], [1]
-    lengths, chunk = [parse_size(text) for text in options.lengths], parse_size(options.chunk)
+    lengths, chunk, give_back = [parse_size(text) for text in options.lengths], parse_size(options.chunk), parse_size(options.give_back)
     spec = spec_of(options.width, options.heads, options.kv_heads, options.layers, max(lengths))
     rows = []
     for tokens, rounds in zip_longest(lengths, options.rounds[: len(lengths)], fillvalue=options.rounds[-1]):
@@ -236,7 +237,7 @@ def main() -> int:
             for method in options.methods:
                 layout = METHODS[method].replace("chunkC", f"chunk{chunk}")
                 trial = Trial(spec, ((1,),), "bf16", capacity=max(tokens, WARM_TOKENS)).to_json()
-                what = {"method": method, "layout": layout, "trial": trial, "tokens": tokens}
+                what = {"method": method, "layout": layout, "trial": trial, "tokens": tokens, "give_back": give_back}
                 try:
                     with ForkedWorld(1) as world:
                         (row,) = world.call("long_context:measure", DEADLINE_S, **what, threads=options.threads, folder=options.folder)

@@ -33,3 +33,12 @@ def test_what_moves_is_told(report):
 
 def test_the_summary_compares_at_every_length(report):
     assert set(report["summary"]["stream / recompute"]) == set(report["summary"]["stream / selective"]) == {"1024", "2048"}
+
+
+def test_every_rung_of_the_ladder_trains():
+    command = [sys.executable, str(BENCHMARKS / "long_ladder.py"), "--json", "--plain", "--ranks", "1", "--width", "64", "--layers", "1"]
+    done = subprocess.run([*command, "--most", "2K", "--chunk", "512"], capture_output=True, text=True, timeout=240, check=True)
+    found = json.loads(done.stdout)
+    assert [row["rung"] for row in found["rows"]] == ["plain", "+AC", "+AC +OC", "fpdt", "stream"]
+    assert all(row["longest_tokens"] == 2048 for row in found["rows"])
+    assert found["summary"]["compared"]["1"]["times_longer"] == 1
