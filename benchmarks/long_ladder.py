@@ -106,6 +106,7 @@ def compared(rows: list[dict]) -> dict:
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--rungs", nargs="*", help="only these")
     parser.add_argument("--memory", default="1G", help="of a rank")
     parser.add_argument("--cpu", default="0.5", help="cores of a rank, on the scale model")
     parser.add_argument("--plain", action="store_true", help="this machine as it is: ranks are not slowed, and not killed but measured")
@@ -129,7 +130,7 @@ def main() -> int:
         size += f",memory={options.memory}" + ("" if options.plain else ",like=a800,shrink=8,rate=290G")
         with machine(size) as place, tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
             for name, layout in rungs(ranks, parse_size(options.chunk)).items():
-                if not faults(spec, Layout.parse(layout), ranks):
+                if name in (options.rungs or [name]) and not faults(spec, Layout.parse(layout), ranks):
                     rows.append(climb(place, Path(scratch), spec, name, layout, most, options.patience))
     model = {"width": width, "layers": options.layers, "heads": heads, "kv_heads": heads // 2, "ffn": ffn, "vocab": 16 * width}
     publish("long_ladder", {"model": model, "memory": options.memory, "cpu": options.cpu, "compared": compared(rows)}, rows, options.json)

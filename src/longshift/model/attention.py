@@ -25,8 +25,8 @@ class Attention:
     scale: float
 
     def fold(self, out_TNH: Tensor, lse_TN: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, causal: bool, first: bool) -> None:
-        """Attention to these keys, too, into the output and the log-sum-exp of the scaled scores, in place and in at least float32. The
-        `first` must reach every query; what was there before it counts for nothing."""
+        """Attention to these keys, too, into the output and the log-sum-exp of the scaled scores, in place; in at least float32, but for an
+        output that nothing else is folded into. The `first` must reach every query; what was there before it counts for nothing."""
         if self.kernel.fold:
             self.kernel.fold(out_TNH, lse_TN, q_TNH, k_SKH, v_SKH, causal, self.scale, first)
         else:
