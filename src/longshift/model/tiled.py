@@ -35,10 +35,12 @@ def fold(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool
         for heads, head in _heads(q, k):
             for rows, tiles in _tiles(q, k, causal):
                 queries = _stacked(q[rows, heads]).float()
-                o, most = _stacked(out[rows, heads]).to(torch.float32, copy=True), _stacked(lse[rows, heads].unsqueeze(-1))
-                total = torch.ones_like(most)
                 if first:
-                    o, total, most = torch.zeros_like(o), torch.zeros_like(total), torch.full_like(most, float("-inf"))
+                    o, most = torch.zeros_like(queries), queries.new_full((len(queries), 1), float("-inf"))
+                    total = torch.zeros_like(most)
+                else:
+                    o, most = _stacked(out[rows, heads]).to(torch.float32, copy=True), _stacked(lse[rows, heads].unsqueeze(-1))
+                    total = torch.ones_like(most)
                 for columns in tiles:
                     s, p = (_part(flat, len(queries), columns) for flat in (wide, narrow))
                     torch.mm(queries, k[columns, head].float().T, out=s)

@@ -4,7 +4,7 @@ Papers: GPipe (arXiv 1811.06965), PipeDream-flush and interleaved 1F1B (arXiv 21
 
 Sharding over p pipeline ranks: blocks, not tensors. What crosses a boundary is the residual stream of one micro-batch, x[T', D], and its
 gradient; T' is the receiving rank's share of the tokens, so micro-batches may differ in length. Receives are posted one event ahead. A
-send is waited for p sends later, so that no more than p + 1 of what crosses a boundary lie here.
+send is waited for p sends later, so that no more than p + 1 of what a rank sends lie here.
 
     rank 0   F0 ─ F1 ──────── B0 ─ F2 ...          bytes out of a rank, per micro-batch and chunk: T' D forward, T' D backward
                ╲    ╲       ╱
