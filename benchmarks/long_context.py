@@ -38,7 +38,7 @@ from longshift.errors import PeerError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, MicroBatch, Ops
-from longshift.model.kernels import BY_SIZE
+from longshift.model.kernels import TILED
 from longshift.spec.model import ModelSpec, Rope
 from longshift.train.check import Trial, build
 from longshift.train.step import train_step
@@ -67,7 +67,7 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 @torch.library.custom_op("longshift_benchmark::tiled", mutates_args=())
 def tiled(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention as one operation, whose output selective checkpointing can be told to keep."""
-    return BY_SIZE.forward(q, k, v, True, scale)
+    return TILED.forward(q, k, v, True, scale)
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -76,8 +76,8 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _tiled_backward(ctx, grad: Tensor, _: Tensor):
-    assert BY_SIZE.backward is not None
-    return *BY_SIZE.backward(grad, *ctx.saved_tensors, True, ctx.scale), None
+    assert TILED.backward is not None
+    return *TILED.backward(grad, *ctx.saved_tensors, True, ctx.scale), None
 
 
 tiled.register_autograd(_tiled_backward, setup_context=_keep)

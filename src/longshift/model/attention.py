@@ -27,10 +27,11 @@ class Attention:
     def fold(self, out_TNH: Tensor, lse_TN: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, causal: bool, first: bool) -> None:
         """Attention to these keys, too, into the output and the log-sum-exp of the scaled scores, in place; in at least float32, but for an
         output that nothing else is folded into. The `first` must reach every query; what was there before it counts for nothing."""
-        if self.kernel.fold:
-            self.kernel.fold(out_TNH, lse_TN, q_TNH, k_SKH, v_SKH, causal, self.scale, first)
+        kernel = self.kernel.of(q_TNH, k_SKH, causal)
+        if kernel.fold:
+            kernel.fold(out_TNH, lse_TN, q_TNH, k_SKH, v_SKH, causal, self.scale, first)
         else:
-            merge(out_TNH, lse_TN, *self.kernel.forward(q_TNH, k_SKH, v_SKH, causal, self.scale), first)
+            merge(out_TNH, lse_TN, *kernel.forward(q_TNH, k_SKH, v_SKH, causal, self.scale), first)
 
     def add(
         self,
@@ -46,8 +47,9 @@ class Attention:
         """Add the gradients (dq, dk, dv) of a piece to `totals`, in place and in at least float32. `out` and `lse` may be those of a
         larger attention that the piece is a part of."""
         given = grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN
-        if self.kernel.add:
-            self.kernel.add(*totals, *given, causal, self.scale)
+        kernel = self.kernel.of(q_TNH, k_SKH, causal)
+        if kernel.add:
+            kernel.add(*totals, *given, causal, self.scale)
         else:
             add_up(totals, self.backward(*given, causal))
 
@@ -55,8 +57,9 @@ class Attention:
         self, grad_TNH: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, out_TNH: Tensor, lse_TN: Tensor, causal: bool
     ) -> Sequence[Tensor]:
         """Gradients (dq, dk, dv) of a piece, as in `add`."""
-        assert self.kernel.backward is not None, f"{self.kernel.name} cannot go back through a piece"
-        return self.kernel.backward(grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, causal, self.scale)
+        kernel = self.kernel.of(q_TNH, k_SKH, causal)
+        assert kernel.backward is not None, f"{kernel.name} cannot go back through a piece"
+        return kernel.backward(grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, causal, self.scale)
 
 
 class PackedAttention(torch.autograd.Function):

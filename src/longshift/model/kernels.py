@@ -8,7 +8,7 @@ as queries.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,8 @@ Add = Callable[..., None]  # (dq, dk, dv, grad, q, k, v, out, lse, causal, scale
 @dataclass(frozen=True)
 class Kernel:
     """`backward(grad, q, k, v, out, lse, causal, scale)`: None where only autograd can go back through `forward`. `fold` and `add`: as
-    `forward` and `backward`, on sums that grow from piece to piece, where a kernel does better than to merge what those two return."""
+    `forward` and `backward`, on sums that grow from piece to piece, where a kernel does better than to merge what those two return.
+    `large`: another kernel for large pieces; see `of`."""
 
     name: str
     forward: Forward
@@ -44,6 +45,12 @@ class Kernel:
     fold: Fold | None = None
     add: Add | None = None
     most_scores: int = 2**62  # query heads x queries x keys that fit in memory
+    large: "Kernel | None" = None
+
+    def of(self, q: Tensor, k: Tensor, causal: bool) -> "Kernel":
+        """The one for a piece of this size: large matmuls round to bf16, and are worth their number of operations from TILED_TOKENS on."""
+        many = q.dtype == torch.bfloat16 and q.shape[0] * k.shape[0] >= TILED_TOKENS[causal] ** 2
+        return self.large if self.large and many else self
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
@@ -255,36 +262,9 @@ def _ends(t: Tensor) -> Tensor:
     return torch.tensor([0, t.shape[0]], dtype=torch.int32, device=t.device)
 
 
-def _by_size(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return (tiled.forward if _large(q, k, causal) else flash)(q, k, v, causal, scale)
-
-
-def _by_size_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    return (tiled.backward if _large(q, k, causal) else flash_backward)(grad, q, k, v, out, lse, causal, scale)
-
-
-def _by_size_fold(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: bool) -> None:
-    if _large(q, k, causal):
-        tiled.fold(out, lse, q, k, v, causal, scale, first)
-    else:
-        merge(out, lse, *flash(q, k, v, causal, scale), first)
-
-
-def _by_size_add(dq: Tensor, dk: Tensor, dv: Tensor, grad, q, k, v, out, lse, causal: bool, scale: float) -> None:
-    if _large(q, k, causal):
-        tiled.add(dq, dk, dv, grad, q, k, v, out, lse, causal, scale)
-    else:
-        add_up((dq, dk, dv), flash_backward(grad, q, k, v, out, lse, causal, scale))
-
-
-def _large(q: Tensor, k: Tensor, causal: bool) -> bool:
-    """Whether large matmuls are worth their number of operations; they round to bf16."""
-    return q.dtype == torch.bfloat16 and q.shape[0] * k.shape[0] >= TILED_TOKENS[causal] ** 2
-
-
 FLASH = Kernel("flash", flash, flash_backward)
 TILED = Kernel("tiled", tiled.forward, tiled.backward, tiled.fold, tiled.add)
-BY_SIZE = Kernel("tiled or flash", _by_size, _by_size_backward, _by_size_fold, _by_size_add)
+BY_SIZE = replace(FLASH, name="tiled or flash", large=TILED)
 CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward)
 VARLEN = Kernel("varlen", _varlen, _varlen_backward)
 MATH = Kernel("math", _math, _math_backward, most_scores=2**26)

@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from longshift.layout.layout import Keep, Layout, Schedule, Where
 from longshift.schedule.sequence import Run, TokenOrder, token_order
@@ -381,10 +381,16 @@ def _ahead(events: Sequence[Event], count: int) -> list[Event]:
 
 
 def _placed(events: Sequence[Event]) -> tuple[Event, ...]:
-    """With slots: a buffer takes the lowest free one of its name."""
+    """With slots: a buffer takes the lowest free one of its name. What is equal is one object,
+    since lists grow with the square of the chunks."""
     slot: dict[Buffer, int] = {}
     taken: dict[str, set[int]] = defaultdict(set)
+    known: dict[Any, Any] = {}
     found = []
+
+    def same(value: Any) -> Any:
+        return known.setdefault(value, value)
+
     for event in events:
         for buffer in event.writes:
             if buffer not in slot:
@@ -392,7 +398,8 @@ def _placed(events: Sequence[Event]) -> tuple[Event, ...]:
                 slot[buffer] = next(number for number in count() if number not in mine)
                 mine.add(slot[buffer])
         buffers = event.reads + event.writes or ((event.object,) if event.kind == "free" else ())
-        found.append(event._replace(slots=tuple(slot[b] for b in buffers)))
+        reads, writes = (same(tuple(map(same, some))) for some in (event.reads, event.writes))
+        found.append(same(event._replace(reads=reads, writes=writes, slots=same(tuple(slot[b] for b in buffers)))))
         if event.kind == "free":
             taken[event.name].discard(slot.pop(event.object))
     return tuple(found)
