@@ -185,6 +185,18 @@ def test_on_a_cpu_the_hardware_decides(monkeypatch, able, in_bf16):
         assert choose(given, Heads(4, 2, 16), dtype, CPU, lambda seconds: seconds)[0] is only
 
 
+@pytest.mark.parametrize("kernel", kernels_module.kernels(torch.device("cuda"), torch.bfloat16), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(("keys", "kv_heads", "causal"), [(64, 2, True), (128, 2, False), (128, 8, False)])
+def test_gpu_kernels_take_and_give_what_they_should(kernel, keys, kv_heads, causal):
+    """Without a GPU no more than that arguments bind to torch's operations and results have their shapes."""
+    shapes = ((64, 8), (keys, kv_heads), (keys, kv_heads), (64, 8))
+    q, k, v, grad = (torch.empty(*shape, HEAD, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    out, lse = kernel.forward(q, k, v, causal, SCALE)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:2], torch.float32)
+    grads = kernel.backward(grad, q, k, v, out, lse, causal, SCALE)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+
 TILED_SHAPES = [*SHAPES, (64, 64, 2, 2, True), (33, 33, 12, 1, True), (97, 64, 4, 4, False), (64, 200, 6, 1, False)]
 
 

@@ -302,17 +302,20 @@ class Arena:
 
 @dataclass
 class _Pinned:
-    """An object in host memory. Mutable. `ready`: recorded when it is there; `read`: when its last fetch has ended."""
+    """An object in host memory. Mutable. `ready`: recorded when it is there."""
 
     arena: Arena
     shapes: list[tuple[torch.Size, torch.dtype]]
     size: int
     ready: Any
-    read: Any = None
 
 
 class HostTier(Tier):
-    """Pinned host memory of a CUDA device; a stream for each direction, and no wait of the host for the device."""
+    """Pinned host memory of a CUDA device; a stream for each direction, and no wait of the host for the device but to give back memory.
+
+    [Note: arenas] An object has an arena of its size, taken over from a dropped one: a put comes after whatever has waited for a fetch.
+    Packs of other lengths have other sizes, so dropped ones are given back before more is pinned than was ever held.
+    """
 
     timed = False
 
@@ -321,7 +324,8 @@ class HostTier(Tier):
         self.device = device
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.objects: dict[Key, _Pinned] = {}
-        self.arenas: dict[int, list[tuple[Arena, Any]]] = {}  # by size, with the event after which each may be filled
+        self.arenas: dict[int, list[tuple[Arena, Any]]] = {}  # dropped, and the event after the last use; by size, in order
+        self.held_room = self.most_room = self.pinned_room = 0  # bytes in whole pages: of objects, the most ever, of all arenas
         self.leaving: dict[int, Any] = {}  # by address
         self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, list[Any]]]] = {}
 
@@ -330,12 +334,9 @@ class HostTier(Tier):
             self.drop(key)
         tensors = tuple(t.contiguous() for t in tensors)
         size = _bytes(tensors)
-        arenas = self.arenas.get(_aligned(size))
-        arena, free = arenas.pop() if arenas else (Arena(_aligned(size)), None)
+        arena = self._arena(_aligned(size))
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.out):
-            if free is not None:
-                self.out.wait_event(free)
             for tensor, place in zip(tensors, _slices(arena.bytes, tensors)):
                 place.copy_(tensor.view(-1).view(torch.uint8), non_blocking=True)
                 tensor.record_stream(self.out)
@@ -358,7 +359,7 @@ class HostTier(Tier):
                 tensors.append(tensor)
             for tensor, place in zip(tensors, _slices(stored.arena.bytes, tensors)):
                 tensor.view(-1).view(torch.uint8).copy_(place, non_blocking=True)
-            stored.read = arrived = self.back.record_event()
+            arrived = self.back.record_event()
         self.moved.fetched_bytes += stored.size
 
         def wait() -> Tensors:
@@ -375,17 +376,37 @@ class HostTier(Tier):
 
     def drop(self, key: Key) -> None:
         stored = self.objects.pop(key)
-        self.arenas.setdefault(_aligned(stored.size), []).append((stored.arena, stored.read or stored.ready))
+        room = _aligned(stored.size)
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        self.arenas[room] = [*self.arenas.pop(room, ()), (stored.arena, self.out.record_event())]
+        self.held_room -= room
         self.moved.hold(-stored.size)
-        if not self.objects:
-            torch.cuda.synchronize(self.device)
+        if not self.objects:  # sizes of the next pack are others; what it fetches is put first, and so comes after all that read these
             self.spare, self.leaving = {}, {}
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        for arenas in self.arenas.values():
-            for arena, _ in arenas:
+        self._release(self.pinned_room)
+
+    def _arena(self, room: int) -> Arena:
+        """[Note: arenas]"""
+        self.held_room += room
+        self.most_room = max(self.most_room, self.held_room)
+        if self.arenas.get(room):
+            return self.arenas[room].pop()[0]
+        self._release(self.pinned_room + room - self.most_room)
+        self.pinned_room += room
+        return Arena(room)
+
+    def _release(self, count: int) -> None:
+        """At least so many bytes of dropped arenas, as far as there are any."""
+        for room, dropped in self.arenas.items():
+            while dropped and count > 0:
+                arena, after = dropped.pop(0)
+                after.synchronize()
                 arena.release()
+                self.pinned_room -= room
+                count -= room
 
 
 def tier_of(offload: str, device: torch.device, folder: Path, checked: bool) -> Tier:
