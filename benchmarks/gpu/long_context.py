@@ -2,22 +2,31 @@
 and chunk. `python benchmarks/gpu/long_context.py --json > result.json`
 
 A step is forward, backward and update in bf16, from random weights. FLOP/s count a causal attention's scores once and no recomputation;
-the peak is a bf16 matmul of 8192 x 8192 in the same process. What transfers cost is seen against the same layout with everything on the
-device, where that fits. `--device cpu` tries the script itself on a small model.
+the peak is a bf16 matmul of 8192 x 8192 in the same process. The share of transfers that is hidden, their time under a kernel, is the
+profiler's, of a step of at most 8 chunks; what they cost is also seen against the same layout with everything on the device, where that
+fits. `--device cpu` tries the script itself on a small model.
 """
+
+# ruff: noqa: E402  (what stands before the imports makes them possible)
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+SOURCE = Path(__file__).parents[2] / "src" / "longshift"
+sys.modules["longshift"] = ModuleType("longshift")  # without what the package itself imports: a GPU machine may lack pydantic
+sys.modules["longshift"].__path__ = [str(SOURCE)]
 
 from longshift.data.batch import Document, StepBatch
 from longshift.dist.world import World
@@ -64,6 +73,11 @@ def peak_flops(device: torch.device, size: int) -> float:
     return 2 * size**3 / best
 
 
+def _resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -84,6 +98,34 @@ def step_of(spec: ModelSpec, layout: Layout, device: torch.device, longest: int)
     return step, team.workers[layout].tier
 
 
+def profiled(step: Callable[[int], float], tokens: int, device: torch.device, path: Path) -> dict:
+    """The profiler's trace of a step, which is also left at `path`."""
+    with torch.profiler.profile() as profile:
+        step(tokens)
+        _wait(device)
+    profile.export_chrome_trace(str(path))
+    return json.loads(path.read_text())
+
+
+def hidden(trace: dict) -> float | None:
+    """The share of the time of copies between host and device that lies under kernels; None without copies."""
+    spans: dict[str, list[tuple[float, float]]] = {"kernel": [], "gpu_memcpy": []}
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "kernel" or (event.get("cat") == "gpu_memcpy" and ("HtoD" in event["name"] or "DtoH" in event["name"])):
+            spans[event["cat"]].append((event["ts"], event["ts"] + event["dur"]))
+    copies, kernels, either = map(_covered, (spans["gpu_memcpy"], spans["kernel"], spans["gpu_memcpy"] + spans["kernel"]))
+    return (copies + kernels - either) / copies if copies else None
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Time that lies in at least one."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
 def measure(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch.device, trace: str | None) -> dict:
     """One row; `fault` where it does not fit."""
     layout = Layout.parse(METHODS[method].replace("chunkC", f"chunk{chunk}"))
@@ -100,18 +142,18 @@ def measure(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch
         seconds = time.perf_counter() - began
     except torch.cuda.OutOfMemoryError as fault:
         return row | {"fault": str(fault).splitlines()[0]}
-    if trace is not None:
-        with torch.profiler.profile() as profile:
-            step(min(tokens, 8 * chunk))
-            _wait(device)
-        profile.export_chrome_trace(trace)
     row |= {"seconds": seconds, "tokens_per_s": tokens / seconds, "loss": loss}
     row["flops_per_s"] = tokens * spec.flops_per_token((tokens + 1) / 2) / seconds
     if device.type == "cuda":
         row["device_peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    row["host_resident_gib"] = _resident() / 2**30  # arenas stay pinned till the tier is closed
     if tier is not None:
         row |= {"tier_peak_gib": tier.moved.peak_bytes / 2**30, "put_gib": tier.moved.put_bytes / 2**30}
         row |= {"fetched_gib": tier.moved.fetched_bytes / 2**30}
+    if tier is not None or trace is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            row["hidden_share"] = hidden(profiled(step, min(tokens, 8 * chunk), device, Path(trace or f"{folder}/trace.json")))
+    if tier is not None:
         tier.close()
     return row
 

@@ -1,11 +1,14 @@
 """The benchmark of long documents: every method computes the same loss, tiers report what they moved, ratios and fits are there."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import longshift
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -42,3 +45,31 @@ def test_every_rung_of_the_ladder_trains():
     assert [row["rung"] for row in found["rows"]] == ["plain", "+AC", "+AC +OC", "fpdt", "stream"]
     assert all(row["longest_tokens"] == 2048 for row in found["rows"])
     assert found["summary"]["compared"]["1"]["times_longer"] == 1
+
+
+ABSENT = "pydantic", "yaml", "rich", "psutil", "datasets", "pyarrow", "tokenizers", "cyclopts"
+
+
+def test_the_script_for_gpus_needs_little_beside_torch(tmp_path):
+    """On the CPU, where nothing moves and no kernel is a GPU's."""
+    script, trace = BENCHMARKS / "gpu" / "long_context.py", tmp_path / "trace.json"
+    without = f"import runpy, sys; sys.modules.update(dict.fromkeys({ABSENT})); runpy.run_path({str(script)!r}, run_name='__main__')"
+    sizes = ["--device", "cpu", "--lengths", "512", "--chunks", "128", "--layers", "1", "--json", "--trace", str(trace)]
+    done = subprocess.run([sys.executable, "-c", without, *sizes], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    losses = [row["loss"] for row in rows]
+    assert len({row["method"] for row in rows}) == len(rows) == 6
+    assert max(losses) - min(losses) < 1e-3 * losses[0]
+    assert all(row["tokens_per_s"] > 0 and row["host_resident_gib"] > 0 for row in rows)
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_copies_are_hidden_where_they_lie_under_kernels(monkeypatch):
+    monkeypatch.setitem(sys.modules, "longshift", longshift)  # the script's own takes its place till the test ends
+    found = runpy.run_path(str(BENCHMARKS / "gpu" / "long_context.py"))
+    spans = [("kernel", "a", 0, 10), ("kernel", "b", 5, 10), ("kernel", "c", 30, 5), ("gpu_memcpy", "Memcpy HtoD", 10, 10)]
+    spans += [("gpu_memcpy", "Memcpy DtoH", 18, 14), ("gpu_memcpy", "Memcpy DtoD", 40, 10), ("cpu_op", "Memcpy HtoD", 0, 50)]
+    events = [{"cat": cat, "name": name, "ts": start, "dur": length} for cat, name, start, length in spans]
+    assert found["hidden"]({"traceEvents": [*events, {"ph": "M"}]}) == pytest.approx(7 / 22)  # 10 to 15 and 30 to 32, of 10 to 32
+    assert found["hidden"]({"traceEvents": events[:3]}) is None

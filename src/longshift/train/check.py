@@ -122,9 +122,9 @@ class Differences:
 
     def add(self, kind: str, name: str, ours: Tensor, truth: Tensor) -> None:
         both = self.squares.setdefault(kind, torch.zeros(2, len(self.names), dtype=torch.float64))
-        at = self.names.index(name)
-        both[0, at] += (ours.double() - truth.double()).square().sum()
-        both[1, at] += truth.double().square().sum()
+        at, truth = self.names.index(name), truth.double()
+        both[0, at] += (ours.double().cpu() - truth).square().sum()
+        both[1, at] += truth.square().sum()
 
     def worst(self, kind: str, reduce: Callable[[Tensor], Tensor]) -> float:
         """Largest ||ours - truth|| / ||truth|| of a weight, over all ranks. A reference of zero must be met exactly."""

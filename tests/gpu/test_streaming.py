@@ -1,0 +1,79 @@
+"""Streams and their attention kernels on the device that is there: one rank on a GPU, and the same on the CPU.
+
+The truth is one process on the CPU, in float64. In bf16 a streamed step may be off by twice as much as a plain one on the same device is.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from longshift.cluster.cluster import Heads
+from longshift.dist.world import World
+from longshift.model.kernels import choose, kernels, probe
+from longshift.spec.model import ModelSpec, Rope
+from longshift.stream.tiers import tier_of
+from longshift.train.check import Trial, compare, write_reference
+
+SPEC = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128, rope=Rope())
+STEPS = 6
+LAYOUTS = ("chunk13.host", "chunk16.host.kv-offload", "chunk24.host.keep-input", "chunk13.host.kv-offload.fpdt", "recompute-full.host")
+
+
+@cache
+def trial(precision: str) -> Trial:
+    return Trial(SPEC, ((40, 21), (61,), (5, 50)) * (STEPS // 3), precision, capacity=61)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("truth") / "truth.safetensors")
+    write_reference(World.alone(), trial("float64").to_json(), path)
+    return path
+
+
+def errors(device: torch.device, precision: str, layout: str, truth: str) -> dict[str, float]:
+    return compare(World(0, 1, device), trial(precision).to_json(), layout, truth)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float64_is_one_process(device: torch.device, truth: str, layout: str):
+    found = errors(device, "float64", layout, truth)
+    assert max(found.values()) <= 1e-12, found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bf16_is_at_most_twice_as_wrong_as_a_plain_step(device: torch.device, truth: str, layout: str):
+    alone, found = (errors(device, "bf16", words, truth) for words in ("dp1", layout))
+    assert all(1e-4 < found[kind] <= 2 * alone[kind] for kind in ("grad", "weight")), (found, alone)
+
+
+def test_the_attention_kernel_is_one_that_is_legal_here(device: torch.device):
+    candidates = kernels(device, torch.bfloat16)
+    kernel, reason = choose(candidates, Heads(8, 2, 64), torch.bfloat16, device, lambda seconds: seconds)
+    verdict = probe(kernel, torch.bfloat16, "bf16", device)
+    assert verdict.legal, (verdict, reason)
+
+
+def test_what_was_put_comes_back_while_the_device_is_busy(device: torch.device, tmp_path: Path):
+    """The device falls behind the host before each put and each fetch, so what nothing orders comes too late."""
+    tier = tier_of("host", device, tmp_path, checked=True)
+    make = torch.Generator().manual_seed(0)
+    for number in range(200):
+        if device.type == "cuda":
+            torch.cuda._sleep(int(torch.randint(1, 3_000_000, (), generator=make)))
+        x = torch.full((1000 + number % 7, 3), float(number), device=device)
+        tier.put(number, x * 1)
+        arrived = tier.fetch(number - number % 3)()
+        assert bool((arrived[0] == number - number % 3).all())
+        tier.recycle(arrived)
+        if number % 3 == 2:
+            for key in range(number - 2, number + 1):
+                tier.drop(key)
+    tier.close()
