@@ -1,4 +1,4 @@
-"""What forked ranks do for test_streamed.py and test_pipeline.py."""
+"""What forked ranks do for test_streamed.py and test_boundaries.py."""
 
 import weakref
 from dataclasses import asdict
