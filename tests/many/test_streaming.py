@@ -32,7 +32,7 @@ from longshift.train.team import Team
 LENGTHS = ((41, 2), (23, 1, 2, 6), (17,))
 OTHERS = (("disk", 1), ("disk.keep-input", 0), ("host.kv-offload", 3), ("disk.kv-offload", 3), ("disk.keep-input.kv-offload", 0))
 OTHERS += (("every2", 1), ("every2.disk.keep-input.kv-offload", 2))
-RUNS = 60
+RUNS = 100
 
 
 def trial_of(precision: Name, layers: int = 2, lengths: tuple[tuple[int, ...], ...] = LENGTHS, ahead: int = 1) -> Trial:
