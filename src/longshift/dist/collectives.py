@@ -66,7 +66,7 @@ class Group:
         if self.direct:
             copies = x.expand(self.size, *x.shape).contiguous()
             return Pending([dist.all_to_all_single(out.view_as(copies), copies, group=self.handle, async_op=True)], (copies, out))
-        return Pending([_all_gather(out, x, group=self.handle, async_op=True)], (x,))
+        return Pending([_all_gather(out.view(-1), x.view(-1), group=self.handle, async_op=True)], (x, out))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         """out [...] = sum over ranks of their x [P, ...] at this rank's index. Valid after `wait`."""
@@ -79,7 +79,7 @@ class Group:
             pending.finish = lambda: torch.add(parts[self.index], theirs, out=out)
             return pending
         if not self.direct:
-            return Pending([_reduce_scatter(out, x, group=self.handle, async_op=True)], (x,))
+            return Pending([_reduce_scatter(out.view(-1), x.view(-1), group=self.handle, async_op=True)], (x, out))
         parts = torch.empty_like(x).view(self.size, *out.shape)
         work = dist.all_to_all_single(parts, x.view_as(parts), group=self.handle, async_op=True)
         wide = torch.promote_types(x.dtype, torch.float32)
