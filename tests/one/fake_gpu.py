@@ -1,6 +1,6 @@
 """What test_fake_gpu.py runs in a process of its own: training steps on a device that is not the CPU, with torch's fake tensors, which have
-shapes, dtypes and devices but no numbers. An operation on tensors of two devices, or with arguments that its GPU kernel does not take, is
-an error as on a GPU. Prints by case what went wrong, or nothing."""
+shapes, dtypes and devices but no numbers, as one rank of a world whose collectives do nothing. An operation on tensors of two devices, or
+with arguments that its GPU kernel does not take, is an error as on a GPU. Prints by case what went wrong, or nothing."""
 
 import contextlib
 import json
@@ -10,17 +10,18 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
 
 from longshift.data import micro
 from longshift.dist.world import World
-from longshift.layout.layout import Layout
 from longshift.model import kernels
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.precision import Name
 from longshift.train import team as teams
-from longshift.train.check import Trial, build
+from longshift.train.check import Trial, build, parse_layouts
 from longshift.train.step import train_step
 
 LLAMA = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128, rope=Rope())
@@ -34,8 +35,15 @@ LAYOUTS = (
     "chunk24.host.every2",
     "chunk24.host.kv-offload.fpdt",
 )
+RANKS = {  # which one of as many as the layout has
+    "dp3.z1": 1,
+    "pp2.dp2.tp2.z2": 5,
+    "ring2.u2.z3": 3,
+    "pp2.u2.z3.chunk24.host.kv-offload": 2,
+    "dp4.z2 > dp2.tp2.z3 > pp2.ring2": 2,
+}
 CASES = {
-    **{layout: (LLAMA, layout, "bf16", kernels.FLASH) for layout in LAYOUTS},
+    **{layout: (LLAMA, layout, "bf16", kernels.FLASH) for layout in (*LAYOUTS, *RANKS)},
     **{f"chunk24.host {kernel.name}": (LLAMA, "chunk24.host", "bf16", kernel) for kernel in (kernels.CUDNN, kernels.VARLEN)},
     **{f"gpt2 chunk24.host {name}": (GPT2, "chunk24.host", name, kernels.FLASH) for name in ("float32", "fp16")},
 }
@@ -60,9 +68,12 @@ def tensor(data: Any, dtype: torch.dtype | None = None, device: Any = "cpu") -> 
     return torch.empty(found.shape, dtype=dtype or (torch.int64 if found.dtype.kind == "i" else None), device=device)
 
 
-def step(spec: ModelSpec, layout: str, precision: Name, kernel: kernels.Kernel) -> None:
-    trial = Trial(spec, ((40, 21),), precision, capacity=61)
+def step(spec: ModelSpec, text: str, precision: Name, kernel: kernels.Kernel) -> None:
+    layouts = parse_layouts(text)
+    trial = Trial(spec, ((40, 21, 5, 7, 3),), precision, capacity=61, edges=(8, 24))
     batches = trial.batches()
+    dist.init_process_group("fake", store=FakeStore(), rank=RANKS.get(text, 0), world_size=layouts[0].world)
+    world = World(RANKS.get(text, 0), layouts[0].world, torch.device("gpu", 0))
     runtime = SimpleNamespace(cudaHostRegister=lambda *how: 0, cudaHostUnregister=lambda address: 0)
     with (
         patch.multiple(torch.cuda, Stream=lambda device: Stream(), current_stream=lambda device: Stream(), cudart=lambda: runtime),
@@ -70,10 +81,12 @@ def step(spec: ModelSpec, layout: str, precision: Name, kernel: kernels.Kernel) 
         patch.multiple(torch.Tensor, record_stream=lambda *how: None, data_ptr=lambda x: id(x)),
         patch.object(torch, "tensor", tensor),
         patch.object(FakeTensor, "tolist", lambda x: [1.0] * x.numel()),  # the loss and the norm, once a step
+        patch.object(FakeTensor, "__int__", lambda x: 1, create=True),  # what ranks agree on about a switch, once a plan
+        patch.object(World, "gather_text", lambda world, text: [text] * world.size),
         patch.object(teams, "choose", lambda *how: (kernel, "")),
         FakeTensorMode(),
     ):
-        state, team = build(trial, [Layout.parse(layout)], World(0, 1, torch.device("gpu", 0)))
+        state, team = build(trial, layouts, world)
         for batch in batches:
             train_step(state, batch, team)
 
@@ -83,6 +96,8 @@ def fault(*case: Any) -> str:
         step(*case)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        dist.destroy_process_group()
     return ""
 
 
