@@ -4,7 +4,8 @@ and chunk. `python benchmarks/gpu/long_context.py --json > result.json`
 A step is forward, backward and update in bf16, from random weights. FLOP/s count a causal attention's scores once and no recomputation;
 the peak is a bf16 matmul of 8192 x 8192 in the same process. The share of transfers that is hidden, their time under a kernel, is the
 profiler's, of a step of at most 8 chunks; what they cost is also seen against the same layout with everything on the device, where that
-fits. `--device cpu` tries the script itself on a small model.
+fits. `--device cpu` tries the script itself on a small model; `--device fake` needs no GPU and counts the bytes that the device's tensors
+take, of the same steps (fake_device.py), and no seconds.
 """
 
 # ruff: noqa: E402  (what stands before the imports makes them possible)
@@ -27,6 +28,8 @@ import torch
 SOURCE = Path(__file__).parents[2] / "src" / "longshift"
 sys.modules["longshift"] = ModuleType("longshift")  # without what the package itself imports: a GPU machine may lack pydantic
 sys.modules["longshift"].__path__ = [str(SOURCE)]
+
+from fake_device import Held, fake_device
 
 from longshift.data.batch import Document, StepBatch
 from longshift.dist.world import World
@@ -126,6 +129,22 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
+def count(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch.device, held: Held) -> dict:
+    """One row of a fake device: the most it holds in a step, and what of that is there between steps."""
+    layout = Layout.parse(METHODS[method].replace("chunkC", f"chunk{chunk}"))
+    step, tier = step_of(spec, layout, device, tokens)
+    step(min(tokens, 2 * chunk))
+    between = held.now
+    held.restart()
+    step(tokens)
+    row = {"method": method, "layout": str(layout), "layers": spec.layers, "tokens": tokens}
+    row |= {"device_peak_gib": held.most / 2**30, "device_between_gib": between / 2**30}
+    if tier is not None:
+        row["tier_peak_gib"] = tier.moved.peak_bytes / 2**30
+        tier.close()
+    return row
+
+
 def measure(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch.device, trace: str | None) -> dict:
     """One row; `fault` where it does not fit."""
     layout = Layout.parse(METHODS[method].replace("chunkC", f"chunk{chunk}"))
@@ -158,6 +177,11 @@ def measure(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch
     return row
 
 
+def _told(row: dict) -> dict:
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
@@ -168,30 +192,37 @@ def main() -> int:
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--trace", help="a file for the profiler's trace of `stream` at the first length and chunk")
     options = parser.parse_args()
-    device = torch.device(options.device)
-    small = device.type == "cpu"
-    peak = peak_flops(device, 1024 if small else 8192)
-    rows = []
-    for tokens in options.lengths:
-        for layers in options.layers:
-            spec = llama(layers, max(options.lengths), small)
-            for method in options.methods:
-                for chunk in options.chunks if "chunkC" in METHODS[method] else options.chunks[:1]:
-                    first = not any(row["method"] == "stream" for row in rows)
-                    row = measure(spec, method, chunk, tokens, device, options.trace if method == "stream" and first else None)
-                    row["mfu_causal"] = row.get("flops_per_s", 0.0) / peak
-                    rows.append(row)
-                    print(row, file=sys.stderr, flush=True)
-                    if device.type == "cuda":
-                        torch.cuda.empty_cache()
+    small = options.device == "cpu"
+    cases = [
+        (llama(layers, max(options.lengths), small), method, chunk, tokens)
+        for tokens in options.lengths
+        for layers in options.layers
+        for method in options.methods
+        for chunk in (options.chunks if "chunkC" in METHODS[method] else options.chunks[:1])
+    ]
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
+    report = {"benchmark": "gpu/long_context", "versions": versions}
+    if options.device == "fake":
+        with fake_device() as (device, held):
+            rows = [_told(count(*case, device, held)) for case in cases]
+        report |= {"device": "fake: bytes of tensors, without what kernels need inside", "rows": rows}
+    else:
+        device = torch.device(options.device)
+        peak, trace, rows = peak_flops(device, 1024 if small else 8192), options.trace, []
+        for case in cases:
+            row = measure(*case, device, trace if case[1] == "stream" else None)
+            row["mfu_causal"] = row.get("flops_per_s", 0.0) / peak
+            rows.append(_told(row))
+            trace = None if case[1] == "stream" else trace
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        report["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+        report |= {"matmul_peak_flops_per_s": peak, "mfu": "causal scores counted once, no recomputation", "rows": rows}
     commit = subprocess.run(
         ["git", "rev-parse", "--short=12", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()}
-    report = {"benchmark": "gpu/long_context", "device": name, "versions": versions, "commit": commit.stdout.strip() or None}
-    report |= {"matmul_peak_flops_per_s": peak, "mfu": "causal scores counted once, no recomputation", "rows": rows}
-    print(json.dumps(report) if options.json else "\n".join(map(str, rows)))
+    report["commit"] = commit.stdout.strip() or None
+    print(json.dumps(report) if options.json else "\n".join(map(str, report["rows"])))
     return 0
 
 

@@ -1,28 +1,26 @@
-"""What test_fake_gpu.py runs in a process of its own: training steps on a device that is not the CPU, with torch's fake tensors, which have
-shapes, dtypes and devices but no numbers, as one rank of a world whose collectives do nothing. An operation on tensors of two devices, or
-with arguments that its GPU kernel does not take, is an error as on a GPU. Prints by case what went wrong, or nothing."""
+"""What test_fake_gpu.py runs in a process of its own: training steps on a device that is not there, as one rank of a world whose
+collectives do nothing. Prints by case what went wrong, or nothing."""
 
-import contextlib
 import json
-from types import SimpleNamespace
+import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
 
 from longshift.data import micro
 from longshift.dist.world import World
 from longshift.model import kernels
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.precision import Name
-from longshift.train import team as teams
 from longshift.train.check import Trial, build, parse_layouts
 from longshift.train.step import train_step
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+
+from fake_device import fake_device
 
 LLAMA = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128, rope=Rope())
 GPT2 = ModelSpec("gpt2", 61, 64, 2, 4, 4, 16, 96, 128)
@@ -49,46 +47,19 @@ CASES = {
 }
 
 
-class Stream:
-    """Of a device on which nothing takes time. Its event too."""
-
-    def wait_event(self, event: object) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def record_event(self) -> "Stream":
-        return self
-
-    def synchronize(self) -> None: ...
-
-
-def tensor(data: Any, dtype: torch.dtype | None = None, device: Any = "cpu") -> torch.Tensor:
-    """torch.tensor without its numbers: the real one wants memory on the device."""
-    found = np.asarray(data)
-    return torch.empty(found.shape, dtype=dtype or (torch.int64 if found.dtype.kind == "i" else None), device=device)
-
-
 def step(spec: ModelSpec, text: str, precision: Name, kernel: kernels.Kernel) -> None:
     layouts = parse_layouts(text)
     trial = Trial(spec, ((40, 21, 5, 7, 3),), precision, capacity=61, edges=(8, 24))
     batches = trial.batches()
     dist.init_process_group("fake", store=FakeStore(), rank=RANKS.get(text, 0), world_size=layouts[0].world)
-    world = World(RANKS.get(text, 0), layouts[0].world, torch.device("gpu", 0))
-    runtime = SimpleNamespace(cudaHostRegister=lambda *how: 0, cudaHostUnregister=lambda address: 0)
-    with (
-        patch.multiple(torch.cuda, Stream=lambda device: Stream(), current_stream=lambda device: Stream(), cudart=lambda: runtime),
-        patch.multiple(torch.cuda, stream=contextlib.nullcontext, synchronize=lambda device: None),
-        patch.multiple(torch.Tensor, record_stream=lambda *how: None, data_ptr=lambda x: id(x)),
-        patch.object(torch, "tensor", tensor),
-        patch.object(FakeTensor, "tolist", lambda x: [1.0] * x.numel()),  # the loss and the norm, once a step
-        patch.object(FakeTensor, "__int__", lambda x: 1, create=True),  # what ranks agree on about a switch, once a plan
-        patch.object(World, "gather_text", lambda world, text: [text] * world.size),
-        patch.object(teams, "choose", lambda *how: (kernel, "")),
-        FakeTensorMode(),
-    ):
+    with fake_device(kernel) as (device, _):
+        world = World(RANKS.get(text, 0), layouts[0].world, device)
         state, team = build(trial, layouts, world)
         for batch in batches:
             train_step(state, batch, team)
+        for worker in team.workers.values():
+            if worker.tier is not None:
+                worker.tier.close()
 
 
 def fault(*case: Any) -> str:
@@ -102,7 +73,6 @@ def fault(*case: Any) -> str:
 
 
 def main() -> None:
-    setup("gpu")
     found = {name: fault(*case) for name, case in CASES.items()}
     rotary = micro.rotary_table
     with patch.object(micro, "rotary_table", lambda rope, width, positions, dtype: rotary(rope, width, positions.cpu(), dtype)):

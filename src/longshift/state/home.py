@@ -84,10 +84,11 @@ class Home:
 
         Squares are summed in the home format over NORM_RUN elements, where float32 loses 1e-7, and in float64 beyond: a float64 copy of
         a whole shard would cost its memory twice over. Infinite where a float32 gradient is above 1e19."""
-        runs = [run for s in self.shards if s.owned and s.grad is not None for run in s.grad.split(NORM_RUN)]
-        if not runs:
-            return torch.zeros((), dtype=torch.float64, device=self.shards[0].master.device)
-        return torch.stack(torch._foreach_norm(runs)).double().square().sum()
+        grads = [s.grad for s in self.shards if s.owned and s.grad is not None]
+        norms = [norm for grad in grads for norm in _norms(grad)]
+        return (
+            torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=self.shards[0].master.device)
+        )
 
     def not_finite(self, what: Literal["master", "grad"]) -> list[str]:
         """Names of the weights whose master, or gradient, has a value here that is not finite."""
@@ -103,6 +104,13 @@ class Home:
     def drop_gradients(self) -> None:
         for shard in self.shards:
             shard.grad = None
+
+
+def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each NORM_RUN elements of a vector, and of what is left."""
+    runs = len(x) // NORM_RUN
+    rows = x[: runs * NORM_RUN].view(runs, NORM_RUN)
+    return torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(x[runs * NORM_RUN :]).view(1)
 
 
 def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:

@@ -1,0 +1,96 @@
+"""A device that is not the CPU, where there is none: torch's fake tensors have shapes, dtypes and devices but no numbers. The trainer runs
+as it is, but for what asks a GPU for numbers. What is seen: operations on tensors of two devices, or with arguments that their GPU kernel
+does not take, which are errors as on a GPU; and the bytes that tensors take there."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longshift.dist.world import World
+from longshift.model.kernels import FLASH, Kernel
+from longshift.train import team
+
+NAME = "gpu"
+
+
+class Stream:
+    """Of a device on which nothing takes time. Its event too."""
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def record_event(self) -> "Stream":
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+class Held(TorchDispatchMode):
+    """Mutable: the bytes of all tensors that are on the device, and the most since `restart`. Not what kernels need inside, nor what an
+    allocator loses between tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen: set[int] = set()
+
+    def restart(self) -> None:
+        self.most = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == NAME:
+                self._see(tensor.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        if address not in self.seen:
+            self.seen.add(address)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, address, size)
+
+    def _gone(self, address: int, size: int) -> None:
+        self.seen.discard(address)
+        self.now -= size
+
+
+@contextlib.contextmanager
+def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
+    """Inside, tensors are fake and attention goes to `kernel`. The device's name stays known to the process."""
+    if not hasattr(torch, NAME):
+        backend_registration._setup_privateuseone_for_python_backend(NAME)
+    runtime, held = SimpleNamespace(cudaHostRegister=lambda *how: 0, cudaHostUnregister=lambda address: 0), Held()
+    with (
+        patch.multiple(torch.cuda, Stream=lambda device: Stream(), current_stream=lambda device: Stream(), cudart=lambda: runtime),
+        patch.multiple(torch.cuda, stream=contextlib.nullcontext, synchronize=lambda device: None),
+        patch.multiple(torch.Tensor, record_stream=lambda *how: None, data_ptr=lambda x: id(x)),
+        patch.object(torch, "tensor", _tensor),
+        patch.object(FakeTensor, "tolist", lambda x: [1.0] * x.numel()),  # the loss and the norm, once a step
+        patch.object(FakeTensor, "__int__", lambda x: 1, create=True),  # what ranks agree on about a switch, once a plan
+        patch.object(World, "gather_text", lambda world, text: [text] * world.size),
+        patch.object(team, "choose", lambda *how: (kernel, "")),
+        FakeTensorMode(),
+        held,
+    ):
+        yield torch.device(NAME, 0), held
+
+
+def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = "cpu") -> Tensor:
+    """torch.tensor without its numbers: the real one wants memory on the device."""
+    found = np.asarray(data)
+    return torch.empty(found.shape, dtype=dtype or (torch.int64 if found.dtype.kind == "i" else None), device=device)
