@@ -51,6 +51,7 @@ METHODS = {  # C: the chunk
     "fpdt": "chunkC.host.kv-offload.keep-input.fpdt",
     "stream input": "chunkC.host.keep-input",
     "stream": "chunkC.host",
+    "stream kv-offload": "chunkC.host.kv-offload",
     "stream on the device": "chunkC",
 }
 K = 1024

@@ -59,7 +59,7 @@ def test_the_script_for_gpus_needs_little_beside_torch(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     losses = [row["loss"] for row in rows]
-    assert len({row["method"] for row in rows}) == len(rows) == 6
+    assert len({row["method"] for row in rows}) == len(rows) == 7
     assert max(losses) - min(losses) < 1e-3 * losses[0]
     assert all(row["tokens_per_s"] > 0 and row["host_resident_gib"] > 0 for row in rows)
     assert json.loads(trace.read_text())["traceEvents"]
@@ -73,3 +73,14 @@ def test_copies_are_hidden_where_they_lie_under_kernels(monkeypatch):
     events = [{"cat": cat, "name": name, "ts": start, "dur": length} for cat, name, start, length in spans]
     assert found["hidden"]({"traceEvents": [*events, {"ph": "M"}]}) == pytest.approx(7 / 22)  # 10 to 15 and 30 to 32, of 10 to 32
     assert found["hidden"]({"traceEvents": events[:3]}) is None
+
+
+def test_a_device_that_is_not_there_holds_no_more_for_twice_the_tokens():
+    script = str(BENCHMARKS / "gpu" / "long_context.py")
+    sizes = ["--device", "fake", "--lengths", "2048", "4096", "--chunks", "512", "--layers", "1", "--json", "--methods", "recompute"]
+    command = [sys.executable, "-W", "ignore", script, *sizes, "stream kv-offload"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    held = {(row["method"], row["tokens"]): row["device_peak_gib"] for row in json.loads(done.stdout)["rows"]}
+    assert held["stream kv-offload", 4096] < 1.001 * held["stream kv-offload", 2048]
+    assert held["recompute", 4096] > 1.02 * held["recompute", 2048] > held["stream kv-offload", 2048]

@@ -1,4 +1,4 @@
-"""Head and cross-entropy of one chunk, some rows at a time: there is never a logits tensor of the chunk.
+"""Head and cross-entropy of a pack or one of its chunks, some rows at a time: there is never a logits tensor of all of it.
 
 As in Liger Kernel's fused linear cross-entropy (arXiv 2410.10989), gradients are formed with the loss, so that logits live once. A sum over
 target tokens, times a seed that is known before; nothing is divided here.

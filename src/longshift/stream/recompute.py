@@ -40,7 +40,7 @@ class Segment:
 
 
 def segments(unit: Unit, policy: Recompute) -> list[tuple[Function, bool]]:
-    """(function, whether its graph is kept) in order. Embedding and head are cheap or used at once: kept."""
+    """(function, whether its graph is kept) in order. The embedding is cheap: kept. (The head has no forward of its own: `stream.loss`.)"""
     if not isinstance(unit, Block) or policy == "none":
         return [(unit, True)]
     if policy == "full":

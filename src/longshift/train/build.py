@@ -14,17 +14,18 @@ from longshift.layout.heads import heads_of, own_heads, tensor_heads
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.model.attention import match_heads
-from longshift.model.decoder import MicroBatch, Ops, build_unit
+from longshift.model.decoder import Head, MicroBatch, Ops, build_unit
 from longshift.model.kernels import Kernel
 from longshift.parallel import pipeline, tensor, ulysses
 from longshift.parallel.ring import RingAttention
 from longshift.schedule.chunks import StreamOptions
-from longshift.schedule.streamed import backward_turns, forward_turns
+from longshift.schedule.streamed import backward_turns, forward_turns, loss_rows
 from longshift.spec.model import ModelSpec, share
 from longshift.state.copies import Copies
 from longshift.state.precision import Precision
 from longshift.stream import recompute
 from longshift.stream.block import Streamed
+from longshift.stream.loss import loss_and_gradient
 from longshift.stream.recompute import Segment
 from longshift.stream.tiers import tier_of
 from longshift.stream.trace import Recorder
@@ -100,6 +101,7 @@ class Worker:
             self.copies.fill(module)
         self.tied = [spec.units] if spec.units in self.copies.units else []
         self.held: dict[tuple[int, int], list[list[Segment]]] = {}
+        self.before_head: dict[int, Tensor | None] = {}  # the head's forward is part of its backward
         moves = layout.chunk or layout.offload != "device"
         self.tier = tier_of(layout.offload, world.device, Path(options.folder), options.checked) if moves else None
         self.stream = None
@@ -167,18 +169,17 @@ class Worker:
             self._need(unit, following=units[i + 1 : i + 2])
             if isinstance(micro, ChunkedPack):
                 self._streamed.play(self.modules[unit], unit, turn, number, micro)
+            elif turn == "later":
+                self.before_head[number] = x
             else:
                 x, segments = recompute.forward(self.modules[unit], x, micro, self.ops, self.layout.recompute, self.tier, (number, unit))
                 held.append(segments)
             if self.layout.pp > 1 or unit != units[-1]:  # else its backward comes next
                 self._done(unit)
         self.held[number, chunk] = held
-        if units[-1] != last:
-            return self._streamed.leave(units[-1], "h", number, micro) if isinstance(micro, ChunkedPack) else x
-        if self.at.tp == 0 and not self.stream:
-            assert x is not None
-            self.loss += x
-        return None
+        if units[-1] == last:
+            return None
+        return self._streamed.leave(units[-1], "h", number, micro) if isinstance(micro, ChunkedPack) else x
 
     def _backward(
         self,
@@ -190,26 +191,30 @@ class Worker:
         between: Callable[[], object] | None,
     ) -> Tensor | None:
         units, held = self.chunks[chunk], self.held.pop((number, chunk))
-        if isinstance(micro, ChunkedPack):
-            if grad is not None:
-                self._streamed.arrive(grad, units[-1], "g", number, micro)
-        elif grad is None:
-            grad = torch.full((), self.seed, dtype=torch.promote_types(self.precision.compute, torch.float32), device=self.world.device)
+        if isinstance(micro, ChunkedPack) and grad is not None:
+            self._streamed.arrive(grad, units[-1], "g", number, micro)
         turns = list(backward_turns(units, self.spec.layers, self.layout.every))
         for i, (unit, turn) in enumerate(turns):
             if between is not None:
                 between()
             self._need(unit, following=[after for after, _ in turns[i + 1 : i + 2]])
+            added, loss = partial(self._collect, unit, self.copies.accumulate), None
             if isinstance(micro, ChunkedPack):
-                added = partial(self._collect, unit, self.copies.accumulate)
                 loss = self._streamed.play(self.modules[unit], unit, turn, number, micro, self.seed, added)
-                if loss is not None and self.at.tp == 0:
-                    self.loss += loss
             else:
-                if self.tier is not None and len(held) > 1:
-                    recompute.fetch(held[-2], self.tier)
-                assert grad is not None
-                grad = recompute.backward(held.pop(), grad, micro, self.ops, self.tier)
+                ahead = held if turn == "loss" else held[:-1]
+                if self.tier is not None and ahead:
+                    recompute.fetch(ahead[-1], self.tier)
+                if turn == "loss":
+                    x, head = self.before_head.pop(number), self.modules[unit]
+                    assert x is not None
+                    assert isinstance(head, Head)
+                    loss, grad = loss_and_gradient(head, x, micro, self.ops, loss_rows(self.spec, len(x)), self.seed, added)
+                else:
+                    assert grad is not None
+                    grad = recompute.backward(held.pop(), grad, micro, self.ops, self.tier)
+            if loss is not None and self.at.tp == 0:
+                self.loss += loss
             if turn != "forward":
                 self._collect(unit, self.copies.reduce if last or self.layout.zero >= 2 else self.copies.accumulate)
             self._done(unit)
