@@ -381,8 +381,8 @@ def _ahead(events: Sequence[Event], count: int) -> list[Event]:
 
 
 def _placed(events: Sequence[Event]) -> tuple[Event, ...]:
-    """With slots: a buffer takes the lowest free one of its name. What is equal is one object,
-    since lists grow with the square of the chunks."""
+    """With slots: a buffer takes the lowest free one of its name. What is equal is one object, since a list grows with the square of the
+    chunks."""
     slot: dict[Buffer, int] = {}
     taken: dict[str, set[int]] = defaultdict(set)
     known: dict[Any, Any] = {}

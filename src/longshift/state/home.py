@@ -85,10 +85,8 @@ class Home:
         Squares are summed in the home format over NORM_RUN elements, where float32 loses 1e-7, and in float64 beyond: a float64 copy of
         a whole shard would cost its memory twice over. Infinite where a float32 gradient is above 1e19."""
         grads = [s.grad for s in self.shards if s.owned and s.grad is not None]
-        norms = [norm for grad in grads for norm in _norms(grad)]
-        return (
-            torch.cat(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64, device=self.shards[0].master.device)
-        )
+        norms = [norm for grad in grads for norm in _norms(grad)] or [torch.zeros(1, device=self.shards[0].master.device)]
+        return torch.cat(norms).double().square().sum()
 
     def not_finite(self, what: Literal["master", "grad"]) -> list[str]:
         """Names of the weights whose master, or gradient, has a value here that is not finite."""
