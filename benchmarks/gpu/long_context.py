@@ -29,6 +29,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "longshift"
 sys.modules["longshift"] = ModuleType("longshift")  # without what the package itself imports: a GPU machine may lack pydantic
 sys.modules["longshift"].__path__ = [str(SOURCE)]
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 from fake_device import Held, fake_device
 
 from longshift.data.batch import Document, StepBatch
