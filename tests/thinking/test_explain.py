@@ -98,6 +98,8 @@ def test_the_least_memory():
     assert alone.state == 4 * 4 * spec.parameters
     assert alone.copies == 6 * spec.parameters
     assert alone.logits == 1024 * spec.vocab * 6
+    assert least_bytes(spec, Layout(), Layout(), 100, 2, 4).logits == 100 * spec.vocab * 6
+    assert least_bytes(spec, Layout(), Layout(), 4096, 2, 4).logits == 1024 * spec.vocab * 6, "the rest of the rows wait"
     halved = least_bytes(spec, Layout.parse("tp2"), Layout.parse("tp2.z1"), 1024, 2, 4)
     assert halved.state < 0.52 * alone.state
     assert halved.activations == alone.activations // 2

@@ -6,8 +6,8 @@ refused before its first step; one that has it may still need more.
     activations   what a backward needs of one pack: the residual stream before every block (recompute-full: nothing else, and of one block
                   only where the others are offloaded); else also the inputs of its linear layers, queries, keys, values and the output
                   of attention. In chunks: the given buffers
-    logits        of the last stage, in the compute format and once more in float32, as the loss keeps them; none in chunks, whose few rows
-                  are there when other buffers are not
+    logits        of the few rows of the last stage that are there at one time, in the compute format and once more in float32, as the loss
+                  keeps them; none in chunks, where other buffers are not there then
 """
 
 from dataclasses import dataclass, fields
@@ -15,6 +15,8 @@ from dataclasses import dataclass, fields
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets, local_boxes, moving_unit, stages_of
 from longshift.spec.model import ModelSpec
+
+LEAST_ROWS = 1024  # fewer make small matmuls, and the head's weight gradient is added to its sum once for each
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,12 @@ class LeastBytes:
     def __str__(self) -> str:
         parts = [f"{field.name} {getattr(self, field.name) / 2**30:.2f}" for field in fields(self)]
         return f"{' + '.join(parts)} = {self.total / 2**30:.2f} GiB"
+
+
+def loss_rows(spec: ModelSpec, rows: int) -> int:
+    """Of so many rows of the residual stream, a pack's or a chunk's, how many have logits at one time, at the most: as many as make them no
+    larger than the rows are, but no fewer than LEAST_ROWS."""
+    return max(LEAST_ROWS, rows * spec.width // spec.vocab)
 
 
 def least_bytes(
@@ -66,10 +74,10 @@ def _of_rank(
     if layout.recompute != "full":
         heads = 2 * spec.heads + 2 * spec.kv_heads  # query, output; key, value
         per_block += local * spec.width + wide * (heads * spec.head_width + (3 if spec.gated else 2) * spec.ffn)
-    logits = local * spec.vocab * (compute_bytes + 4) if (len(spans) - 1) % layout.pp == at.pp else 0
+    rows = min(int(local), loss_rows(spec, int(local))) if (len(spans) - 1) % layout.pp == at.pp else 0
     return LeastBytes(
         state=4 * kept * home_bytes,
         copies=copies,
         activations=int(blocks * per_block * compute_bytes),
-        logits=int(logits),
+        logits=rows * spec.vocab * (compute_bytes + 4),
     )

@@ -23,7 +23,6 @@ from longshift.spec.model import ModelSpec
 # What is played on a unit. Of a block: `forward` leaves what `backward` takes; `pass` its input alone, from which the other backward goes;
 # `pass on` not even that. The head waits for its backward, which is the loss.
 Turn = Literal["embed", "forward", "pass", "pass on", "later", "loss", "backward", "backward from x", "embed_back"]
-LEAST_ROWS = 1024  # fewer make small matmuls, and the head's weight gradient is added to its sum once for each
 
 
 @dataclass(frozen=True)
@@ -103,12 +102,6 @@ def _groups(units: Sequence[int], layers: int, every: int) -> list[list[int]]:
     """Of blocks; the last one is kept."""
     blocks = [unit for unit in units if 0 < unit <= layers]
     return [blocks[at : at + every] for at in range(0, len(blocks), every)] if blocks and every > 1 else [blocks]
-
-
-def loss_rows(spec: ModelSpec, chunk_rows: int) -> int:
-    """Rows of a chunk whose logits are there at one time: as many as make them no larger than the chunk's residual stream, but no fewer
-    than LEAST_ROWS."""
-    return max(LEAST_ROWS, chunk_rows * spec.width // spec.vocab)
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,12 @@ from torch import Tensor
 from longshift.data.micro import ChunkedPack
 from longshift.dist.collectives import Group
 from longshift.layout.layout import Layout
+from longshift.layout.memory import loss_rows
 from longshift.model.decoder import Head, Ops, Unit
 from longshift.parallel import ring
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Event
-from longshift.schedule.streamed import Lists, Turn, lists, loss_rows
+from longshift.schedule.streamed import Lists, Turn, lists
 from longshift.spec.model import ModelSpec
 from longshift.stream.loss import loss_and_gradient
 from longshift.stream.tiers import Tier

@@ -12,6 +12,7 @@ from longshift.data.micro import ChunkedPack, micro_batch
 from longshift.dist.world import World
 from longshift.layout.heads import heads_of, own_heads, tensor_heads
 from longshift.layout.layout import Layout
+from longshift.layout.memory import loss_rows
 from longshift.layout.placement import buckets
 from longshift.model.attention import match_heads
 from longshift.model.decoder import Head, MicroBatch, Ops, build_unit
@@ -19,7 +20,7 @@ from longshift.model.kernels import Kernel
 from longshift.parallel import pipeline, tensor, ulysses
 from longshift.parallel.ring import RingAttention
 from longshift.schedule.chunks import StreamOptions
-from longshift.schedule.streamed import backward_turns, forward_turns, loss_rows
+from longshift.schedule.streamed import backward_turns, forward_turns
 from longshift.spec.model import ModelSpec, share
 from longshift.state.copies import Copies
 from longshift.state.precision import Precision
