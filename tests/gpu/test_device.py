@@ -62,7 +62,7 @@ def test_the_attention_kernel_is_one_that_is_legal_here(device: torch.device):
 
 
 def test_what_was_put_comes_back_while_the_device_is_busy(device: torch.device, tmp_path: Path):
-    """The device falls behind the host before each put and each fetch, so what nothing orders comes too late."""
+    """The device falls behind the host before each put, so what nothing orders comes too late."""
     tier = tier_of("host", device, tmp_path, checked=True)
     make = torch.Generator().manual_seed(0)
     for number in range(200):

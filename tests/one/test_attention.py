@@ -258,6 +258,11 @@ def test_pieces_by_size_are_those_of_tiles_or_flash(monkeypatch, large):
     given = inputs(101, 101, 6, 2, torch.bfloat16)
     found, expected = split(*given, at=40, kernel=BY_SIZE), split(*given, at=40, kernel=TILED if large else FLASH)
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    q, k, v, grad = given
+    out, lse = flash(q, k, v, True, SCALE)
+    back = Attention(BY_SIZE, SCALE).backward(grad, q, k, v, out, lse, causal=True)
+    whole_back = (tiled.backward if large else flash_backward)(grad, q, k, v, out, lse, True, SCALE)
+    assert all(torch.equal(a, b) for a, b in zip(back, whole_back, strict=True))
 
 
 def test_other_matmuls_keep_their_precision():

@@ -7,7 +7,7 @@ refused before its first step; one that has it may still need more.
                   only where the others are offloaded); else also the inputs of its linear layers, queries, keys, values and the output
                   of attention. In chunks: the given buffers
     logits        of the few rows of the last stage that are there at one time, in the compute format and once more in float32, as the loss
-                  keeps them; none in chunks, where other buffers are not there then
+                  keeps them; none in chunks, whose other buffers are not there at that time
 """
 
 from dataclasses import dataclass, fields

@@ -1,4 +1,5 @@
-"""Head and cross-entropy of a pack or one of its chunks, some rows at a time: there is never a logits tensor of all of it.
+"""Head and cross-entropy of a pack or one of its chunks, some rows at a time (`layout.memory.loss_rows`): where there are many, no
+logits tensor holds them all.
 
 As in Liger Kernel's fused linear cross-entropy (arXiv 2410.10989), gradients are formed with the loss, so that logits live once. A sum over
 target tokens, times a seed that is known before; nothing is divided here.

@@ -378,7 +378,8 @@ class HostTier(Tier):
         stored = self.objects.pop(key)
         room = _aligned(stored.size)
         self.out.wait_stream(torch.cuda.current_stream(self.device))
-        self.arenas[room] = [*self.arenas.pop(room, ()), (stored.arena, self.out.record_event())]
+        dropped = self.arenas[room] = self.arenas.pop(room, [])
+        dropped.append((stored.arena, self.out.record_event()))
         self.held_room -= room
         self.moved.hold(-stored.size)
         if not self.objects:  # sizes of the next pack are others; what it fetches is put first, and so comes after all that read these
