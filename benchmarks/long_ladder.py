@@ -5,10 +5,10 @@ memory.
     u.z1, u.z2, u.z3       Ulysses with ZeRO          +OC   the inputs wait in the tier
     fpdt, stream           in chunks, keys and values in the tier; the output of attention computed again, or kept
 
-Each rung's document doubles until a rank is killed for memory, a step takes longer than `--patience`, or `--most` tokens a rank are
-reached. Reported are the longest that trained and its tokens a second, those of half of it, and what ended the search. A rank's memory is
-what it needs beyond the process that forked it. The vocabulary is 16 times the width, as Llama 3's nearly is, so logits weigh as they do
-there.
+Each rung's document has `--first` tokens, and doubles until a rank is killed for memory, a step takes longer than `--patience`, or
+`--most` tokens a rank are reached. Reported are the longest that trained and its tokens a second, those of half of it, and what ended the
+search. A rank's memory is what it needs beyond the process that forked it. The vocabulary is 16 times the width, as Llama 3's nearly is, so
+logits weigh as they do there.
 """
 
 import json
@@ -28,7 +28,6 @@ from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec, Rope
 from longshift.train.check import Trial
 
-FIRST = 1024  # tokens
 LATE = 8.0  # times the patience, after which a step that began is given up
 
 
@@ -47,11 +46,11 @@ def _extras() -> tuple[tuple[str, str], ...]:
     return ("", ""), (" +AC", ".recompute-full"), (" +AC +OC", ".recompute-full.disk")
 
 
-def climb(place: Machine, scratch: Path, spec: ModelSpec, name: str, layout: str, most: int, patience_s: float) -> dict:
-    """One rung: documents of FIRST tokens, twice as many, and so on."""
+def climb(place: Machine, scratch: Path, spec: ModelSpec, name: str, layout: str, first: int, most: int, patience_s: float) -> dict:
+    """One rung: documents of `first` tokens, twice as many, and so on."""
     rates: dict[int, float] = {}
     peaks: dict[int, float] = {}
-    tokens, end = FIRST, "most"
+    tokens, end = first, "most"
     while tokens <= most:
         trial = json.dumps(Trial(spec, (), "bf16", capacity=tokens).to_json())
         told = {"system": "longshift", "groups": ((tokens, layout),), "number": 0, "trial": trial, "per_node": place.per_node}
@@ -111,6 +110,7 @@ def main() -> int:
     parser.add_argument("--cpu", default="0.5", help="cores of a rank, on the scale model")
     parser.add_argument("--plain", action="store_true", help="this machine as it is: ranks are not slowed, and not killed but measured")
     parser.add_argument("--chunk", default="1K")
+    parser.add_argument("--first", default="1K", help="tokens of the shortest document tried")
     parser.add_argument("--most", default="64K", help="tokens of the longest document tried on one rank; times the ranks on more")
     parser.add_argument("--patience", type=float, default=150.0, help="seconds of a step after which no longer document is tried")
     parser.add_argument("--width", type=int, default=256)
@@ -131,7 +131,7 @@ def main() -> int:
         with machine(size) as place, tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
             for name, layout in rungs(ranks, parse_size(options.chunk)).items():
                 if name in (options.rungs or [name]) and not faults(spec, Layout.parse(layout), ranks):
-                    rows.append(climb(place, Path(scratch), spec, name, layout, most, options.patience))
+                    rows.append(climb(place, Path(scratch), spec, name, layout, parse_size(options.first), most, options.patience))
     model = {"width": width, "layers": options.layers, "heads": heads, "kv_heads": heads // 2, "ffn": ffn, "vocab": 16 * width}
     publish("long_ladder", {"model": model, "memory": options.memory, "cpu": options.cpu, "compared": compared(rows)}, rows, options.json)
     return 0
