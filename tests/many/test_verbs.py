@@ -1,5 +1,6 @@
 """Gather, reduce and release: what arrives is home's bits; what comes home is the exact sum over the holders, each once."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from longshift.spec.model import ModelSpec
 from longshift.state.precision import Name
 from longshift.train.build import Worker
 from longshift.train.check import Trial, build
+from longshift.train.step import train_step
 
 PRECISIONS: tuple[Name, ...] = ("float64", "bf16", "float32")
 
@@ -115,6 +117,30 @@ def test_the_three_verbs(worlds: Worlds, family: str, precision: Name, layout: s
     assert kept == (elements if how.zero else held)
     if precision == "bf16":
         assert [rank["released_bytes"] for rank in found] == [2 * rank["held"] for rank in found]
+
+
+def gathered(world: World, trial: dict, layout: str) -> list[int]:
+    """How often a step gathers the weights of a block, at the most, and those of the head; 0 where they are not on this rank."""
+    what, counts = Trial.from_json(trial), Counter()
+    state, team = build(what, [Layout.parse(layout)], world)
+    (worker,) = team.workers.values()
+    with pytest.MonkeyPatch.context() as patch:
+        for unit, copies in worker.copies.units.items():
+            patch.setattr(copies, "hold", lambda unit=unit, hold=copies.hold: (counts.update([unit]), hold()))
+        (batch,) = what.batches()
+        train_step(state, batch, team)
+    world.forget()
+    return [max(counts[unit] for unit in range(1, what.spec.layers + 1)), counts[what.spec.layers + 1]]
+
+
+@pytest.mark.parametrize("layout", ["dp2.z3", "pp2.z3", "pp2.z3.gpipe", "u2.z3.chunk16", "dp2.z2", "pp2.z2"])
+def test_weights_come_no_oftener_than_they_are_used(worlds: Worlds, layout: str):
+    """ZeRO-3: a block's for forward and backward of each micro-batch, the head's once for both. ZeRO-2: once a step."""
+    trial, how = trial_of("llama", 1), Layout.parse(layout)
+    found = worlds(2).call("test_verbs:gathered", DEADLINE_S, trial=trial.to_json(), layout=layout)
+    of_block, of_head = map(max, zip(*found))
+    assert of_block == 2 * of_head if how.zero == 3 else of_block == of_head == 1
+    assert of_head > 0
 
 
 def fails(world: World, mutant: str, trial: dict, layout: str) -> bool:

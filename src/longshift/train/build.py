@@ -167,16 +167,17 @@ class Worker:
         if isinstance(micro, ChunkedPack) and x is not None:
             self._streamed.arrive(x, units[0], "h", number, micro)
         for i, (unit, turn) in enumerate(forward_turns(units, self.spec.layers, self.layout.every)):
+            if turn == "later":  # what the unit before it began to gather stays for the loss
+                if self.stream is None:
+                    self.before_head[number] = x
+                break
             self._need(unit, following=units[i + 1 : i + 2])
             if isinstance(micro, ChunkedPack):
                 self._streamed.play(self.modules[unit], unit, turn, number, micro)
-            elif turn == "later":
-                self.before_head[number] = x
             else:
                 x, segments = recompute.forward(self.modules[unit], x, micro, self.ops, self.layout.recompute, self.tier, (number, unit))
                 held.append(segments)
-            if self.layout.pp > 1 or unit != units[-1]:  # else its backward comes next
-                self._done(unit)
+            self._done(unit)
         self.held[number, chunk] = held
         if units[-1] == last:
             return None
