@@ -16,12 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from longshift.dist.world import World
 from longshift.model.kernels import FLASH, Kernel
 from longshift.train import team
 
 NAME = "gpu"
+ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach")  # no kernel runs
 
 
 class Stream:
@@ -38,23 +40,40 @@ class Stream:
 
 
 class Held(TorchDispatchMode):
-    """Mutable: the bytes of all tensors that are on the device, and the most since `restart`. Not what kernels need inside, nor what an
-    allocator loses between tensors."""
+    """Mutable: the bytes of all tensors that are on the device, and the most since `restart`; what its operations did since then. Not what
+    kernels need inside, nor what an allocator loses between tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.most = 0
         self.seen: set[int] = set()
+        self.restart()
 
     def restart(self) -> None:
         self.most = self.now
+        self.work = {"attention_flops": 0, "matmul_flops": 0, "other_bytes": 0, "operations": 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type == NAME:
-                self._see(tensor.untyped_storage())
+        there = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == NAME]
+        for tensor in there:
+            self._see(tensor.untyped_storage())
+        if not (func.is_view or func.namespace == "prim" or func._opname in ALLOCATE):
+            self._work(func, args, kwargs or {}, out, there)
         return out
+
+    def _work(self, func: Any, args: tuple, kwargs: dict, out: Any, there: list[Tensor]) -> None:
+        """FLOPs, causal scores counted once, or else the bytes of arguments and results."""
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)] + there
+        if not tensors or any(x.device.type != NAME for x in tensors):  # nothing there, or a copy from or to the host
+            return
+        self.work["operations"] += 1
+        if (flops := flop_registry.get(func._overloadpacket)) is not None:
+            attention = "attention" in func._opname
+            found = flops(*args, **kwargs, out_val=out) // (2 if attention and any(x is True for x in args) else 1)
+            self.work["attention_flops" if attention else "matmul_flops"] += found
+        else:
+            self.work["other_bytes"] += sum(x.numel() * x.itemsize for x in tensors)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         address, size = storage._cdata, storage.nbytes()

@@ -4,8 +4,8 @@ and chunk. `python benchmarks/gpu/long_context.py --json > result.json`
 A step is forward, backward and update in bf16, from random weights. FLOP/s count a causal attention's scores once and no recomputation;
 the peak is a bf16 matmul of 8192 x 8192 in the same process. The share of transfers that is hidden, their time under a kernel, is the
 profiler's, of a step of at most 8 chunks; what they cost is also seen against the same layout with everything on the device, where that
-fits. `--device cpu` tries the script itself on a small model; `--device fake` needs no GPU and counts the bytes that the device's tensors
-take, of the same steps (fake_device.py), and no seconds.
+fits. `--device cpu` tries the script itself on a small model; `--device fake` needs no GPU and counts, of the same steps (fake_device.py),
+the bytes that the device's tensors take and what its operations compute and move, and no seconds.
 """
 
 # ruff: noqa: E402  (what stands before the imports makes them possible)
@@ -42,6 +42,7 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.state.home import Home, random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import Precision
+from longshift.stream.tiers import Tier
 from longshift.switch.itinerary import SwitchOptions
 from longshift.train.step import State, train_step
 from longshift.train.team import Team
@@ -132,6 +133,14 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
+def _moved(tier: Tier | None) -> dict:
+    """In the last step, and the most that the tier held."""
+    if tier is None:
+        return {}
+    moved = {"tier_peak": tier.moved.peak_bytes, "put": tier.moved.put_bytes, "fetched": tier.moved.fetched_bytes}
+    return {f"{name}_gib": size / 2**30 for name, size in moved.items()}
+
+
 def count(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch.device, held: Held) -> dict:
     """One row of a fake device: the most it holds in a step, and what of that is there between steps."""
     layout = Layout.parse(METHODS[method].replace("chunkC", f"chunk{chunk}"))
@@ -141,9 +150,10 @@ def count(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch.d
     held.restart()
     step(tokens)
     row = {"method": method, "layout": str(layout), "layers": spec.layers, "tokens": tokens}
-    row |= {"device_peak_gib": held.most / 2**30, "device_between_gib": between / 2**30}
+    row |= {"device_peak_gib": held.most / 2**30, "device_between_gib": between / 2**30, **held.work}
+    row["model_flops"] = tokens * spec.flops_per_token((tokens + 1) / 2)
+    row |= _moved(tier)
     if tier is not None:
-        row["tier_peak_gib"] = tier.moved.peak_bytes / 2**30
         tier.close()
     return row
 
@@ -169,9 +179,7 @@ def measure(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch
     if device.type == "cuda":
         row["device_peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
     row["host_resident_gib"] = _resident() / 2**30  # arenas stay pinned till the tier is closed
-    if tier is not None:
-        row |= {"tier_peak_gib": tier.moved.peak_bytes / 2**30, "put_gib": tier.moved.put_bytes / 2**30}
-        row |= {"fetched_gib": tier.moved.fetched_bytes / 2**30}
+    row |= _moved(tier)
     if tier is not None or trace is not None:
         with tempfile.TemporaryDirectory() as folder:
             row["hidden_share"] = hidden(profiled(step, min(tokens, 8 * chunk), device, Path(trace or f"{folder}/trace.json")))
