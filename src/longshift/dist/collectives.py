@@ -129,6 +129,18 @@ class Group:
         sizes[1 - self.index] = mine.numel()
         return self.trade(theirs.view(-1), mine.reshape(-1), sizes, sizes)
 
+    def meet(self, device: torch.device) -> None:
+        """Each rank sends a byte to the next, around the group. [Note: first contact] NCCL makes the communicator of a pair when the two
+        first send or receive, and each waits there for the other: a rank that posts a receive before it computes what its peer needs for
+        the send would wait for ever. So pairs meet before, in one order."""
+        token = torch.zeros(1, dtype=torch.uint8, device=device)
+        for source in range(self.size if self.size > 2 else self.size - 1):
+            target = (source + 1) % self.size
+            if self.index == source:
+                self.send(token, target, tag=0).wait()
+            elif self.index == target:
+                self.receive(token, source, tag=0).wait()
+
     def send(self, x: Tensor, to: int, tag: int) -> Pending:
         """To the `to`-th rank of the group."""
         return Pending([dist.isend(x, group=self.handle, group_dst=to, tag=tag)], (x,))

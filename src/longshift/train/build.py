@@ -40,6 +40,7 @@ def prepare(world: World, spec: ModelSpec, layout: Layout) -> None:
     world.prepare([everyone, *axes, *holders])
     for direction in ("rising", "falling"):
         world.prepare(layout.groups("pp"), direction)
+        world.group(layout.ranks("pp", of=world.rank), direction).meet(world.device)
 
 
 class LayoutOps(Ops):
@@ -121,8 +122,8 @@ class Worker:
     ) -> Tensor:
         """Forward and backward of this replica's packs (the same number on every replica; an empty one is padding only), and their
         gradients, times `seed_gradient`, to home; not before a later call where this one is not `closing`. `meanwhile` is called before
-        every unit of the last backward, when all weights are here. Returns this rank's part of the loss sum, float64: zero where a peer
-        holds it."""
+        every unit of the last backward, when all weights that stay are here. Returns this rank's part of the loss sum, float64: zero where
+        a peer holds it."""
         kind = ChunkedPack if self.stream else micro_batch
         how = (self.layout, self.world.rank, self.precision.compute, self.world.device)
         micros = [kind(self.spec, pack, *how) for pack in packs]
@@ -197,9 +198,9 @@ class Worker:
             self._streamed.arrive(grad, units[-1], "g", number, micro)
         turns = list(backward_turns(units, self.spec.layers, self.layout.every))
         for i, (unit, turn) in enumerate(turns):
+            self._need(unit, following=[after for after, _ in turns[i + 1 : i + 2]])
             if between is not None:
                 between()
-            self._need(unit, following=[after for after, _ in turns[i + 1 : i + 2]])
             added, loss = partial(self._collect, unit, self.copies.accumulate), None
             if isinstance(micro, ChunkedPack):
                 loss = self._streamed.play(self.modules[unit], unit, turn, number, micro, self.seed, added)
