@@ -7,6 +7,7 @@ import json as jsonlib
 import os
 import signal
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -375,10 +376,20 @@ def main() -> None:
             print(jsonlib.dumps({"error": str(fault), "kind": type(fault).__name__, "exit_code": code}))
         else:
             _say(str(fault))
-        sys.exit(code)
+        _end(code)
     except KeyboardInterrupt:
         _say("stopped")
-        sys.exit(INTERRUPTED)
+        _end(INTERRUPTED)
+    except Exception:
+        traceback.print_exc()
+        _end(1)
+
+
+def _end(code: int) -> None:
+    """A rank among others leaves at once: its peers wait, and an orderly end would wait for them."""
+    if _place()[1] is not None:
+        _leave(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

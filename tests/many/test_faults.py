@@ -4,14 +4,18 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import pytest
+import torch
 from checkpoints import SPEC
 
 from longshift.dist.fork import ForkedWorld
-from longshift.errors import PeerError
+from longshift.dist.world import World
+from longshift.errors import OutOfMemoryError, PeerError
 from longshift.layout.layout import Layout
+from longshift.train import loop
 from longshift.train.check import Trial
 from longshift.train.launch import rank_error
 
@@ -118,6 +122,34 @@ def test_peers_of_a_rank_that_dies_fail_at_once(tmp_path, layout):
     for rank in (0, 2):
         assert type(rank_error(RuntimeError(told[rank][1]), rank)) is PeerError, told
         assert told[rank][0] - told[1][0] < 5
+
+
+def fail_alone(world: World) -> str:
+    """Rank 0 fails while the others do not come back; taking the world down would wait for them, as NCCL does."""
+    if world.rank:
+        return ""
+
+    def steps(*how: object) -> Iterator[None]:
+        yield
+        raise OutOfMemoryError("no more")
+
+    def together(world: World) -> None:
+        world.everyone.all_reduce(torch.zeros(1))
+
+    with (
+        patch.object(World, "from_environment", lambda: world),
+        patch.object(World, "close", together),
+        patch.object(loop, "_steps", steps),
+    ):
+        try:
+            list(loop.train(None, None, False))  # pyright: ignore[reportArgumentType]
+        except OutOfMemoryError as fault:
+            return str(fault)
+    return "none"
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_others(worlds):
+    assert worlds(2).call("test_faults:fail_alone", 10.0) == ["no more", ""]
 
 
 # ---------------------------------------------------------------------------------------------------------- forked world

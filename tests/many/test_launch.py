@@ -14,11 +14,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import longshift as ls
 from longshift.config import parse_config
 from longshift.data.tokenizer import train as train_tokenizer
-from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerError
+from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerError, UsageError
 from longshift.train.launch import launch, rank_error
 from longshift.train.metrics import read_rows
 from longshift.train.run_folder import Cause, RunFolder, as_error, root_cause, write_cause
@@ -135,6 +136,12 @@ sys.exit(1)
     assert capfd.readouterr() == ("", "")
 
 
+def test_fewer_gpus_than_ranks_are_told_before_anything_starts(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match=r"^3 ranks need a GPU each, and this machine has 1: "):
+        run(folder, "raise AssertionError")
+
+
 def test_old_causes_do_not_count(folder):
     write_cause(folder, 0, DataError("from the last time"))
     with pytest.raises(LongshiftError, match="ended with exit code 9"):
@@ -208,6 +215,8 @@ def test_an_error_keeps_its_class_and_a_fault_of_ours_its_trace(folder):
         (MemoryError("no more"), "OutOfMemoryError"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), "OutOfMemoryError"),
         (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), "PeerError"),
+        (RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'"), "OutOfMemoryError"),
+        (RuntimeError("NCCL communicator was aborted on rank 1"), "PeerError"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "RuntimeError"),
         (DataError("line 1"), "DataError"),
     ],

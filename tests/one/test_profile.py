@@ -110,6 +110,17 @@ def test_facts_tell_nothing_about_person_or_place():
     assert machine.facts(CPU, 2, 4, True) == facts != machine.facts(CPU, 2, 4, False)
 
 
+def test_a_gpus_profile_is_found_whatever_threads_a_process_has(monkeypatch):
+    """Ranks that measure share the cores; who looks for the profile has them all."""
+    for name, told in (("device_name", lambda device: "a GPU"), ("driver", lambda: "1")):
+        monkeypatch.setattr(machine, name, told)
+    own = [machine.facts(torch.device(kind), 1, 2, False) for kind in ("cuda", "cpu")]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 97)
+    now = [machine.facts(torch.device(kind), 1, 2, False) for kind in ("cuda", "cpu")]
+    assert now[0] == own[0]
+    assert now[1] != own[1]
+
+
 def test_medians_of_interleaved_rounds():
     calls: list[str] = []
 

@@ -9,16 +9,21 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from longshift import errors
 from longshift.dist.collectives import Group
-from longshift.errors import LongshiftError, PeerError
+from longshift.errors import LongshiftError, PeerError, UsageError
 
 TIMEOUT = timedelta(minutes=10)
+FIRST_TIMEOUT = timedelta(days=7)  # for what the first rank does alone, such as the tokens of a large corpus
 
 
 def launched() -> bool:
@@ -46,6 +51,41 @@ def keep_freed_memory() -> None:
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: the largest that glibc would come to by itself
 
 
+def own_device() -> torch.device:
+    """The GPU of this rank by its place on its machine, the only one that it sees, or the CPU. Raises UsageError for a rank too many."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        return torch.device("cpu")
+    place = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
+    local = int(place) if place else int(os.environ.get("RANK", "0")) % count
+    if local >= count > 1:
+        raise UsageError(f"rank {os.environ['RANK']} is number {local} (from 0) on its machine, which shows it {count} GPUs")
+    return torch.device("cuda", min(local, count - 1))
+
+
+def host_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Bytes of this machine's memory, and of that what can still be taken; both no more than the process's control groups allow, of either
+    version."""
+    total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            top, limit_file, used_file, cache = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        elif controllers == "":
+            top, limit_file, used_file, cache = root, "memory.max", "memory.current", "inactive_file"
+        else:
+            continue
+        own = top / path.strip("/")
+        for folder in (own, *own.parents):
+            with suppress(OSError, ValueError):  # "max" is no number
+                limit, used = (int((folder / name).read_text()) for name in (limit_file, used_file))
+                stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
+                total, free = min(total, limit), min(free, limit - used + int(stat.get(cache, 0)))
+            if folder == top:
+                break
+    return total, max(0, free)
+
+
 class World:
     """This process among its peers. Mutable: it remembers the groups it has made. `per_node`: ranks on each machine."""
 
@@ -56,13 +96,13 @@ class World:
 
     @classmethod
     def from_environment(cls) -> "World":
-        """Join the peers that the environment describes. Raises PeerError when they cannot be reached."""
+        """Join the peers that the environment describes. Raises PeerError when they cannot be reached, UsageError without a GPU for this
+        rank where there are some."""
         keep_freed_memory()
         if not launched():
             return cls.alone()
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+        rank, size, device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), own_device()
+        cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
         address = os.environ.get("LONGSHIFT_STORE")
@@ -111,6 +151,13 @@ class World:
         everyone.all_gather(rows, own).wait()
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows.cpu(), sizes.tolist())]
 
+    def wait_for_first(self) -> None:
+        """Until rank 0 comes here, for longer than a collective may take."""
+        if self.size > 1 and self.rank == 0:
+            _get_default_store().set("longshift-first", "")
+        elif self.size > 1:
+            _get_default_store().wait(["longshift-first"], FIRST_TIMEOUT)
+
     def agree(self, fault: LongshiftError | None) -> None:
         """Raise on every rank when one of them has a fault: its own there, the lowest faulty rank's elsewhere, of the same class."""
         told = [text.partition(" ") for text in self.gather_text(f"{type(fault).__name__} {fault}" if fault else "")]
@@ -131,5 +178,6 @@ class World:
         self._groups.clear()
 
     def close(self) -> None:
+        """After a success only: NCCL waits here for all traffic, and after a failure on this rank some would never end."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()

@@ -10,7 +10,7 @@ import torch
 
 
 def facts(device: torch.device, nodes: int, devices_per_node: int, quick: bool) -> dict[str, str | int | float]:
-    """Hardware, driver, torch and threads, and how much was measured."""
+    """Hardware, driver, torch and a CPU's threads, and how much was measured."""
     found: dict[str, str | int | float] = {
         "measured": "quick" if quick else "full",
         "device": device_name(device),
@@ -20,11 +20,12 @@ def facts(device: torch.device, nodes: int, devices_per_node: int, quick: bool) 
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
         "nodes": nodes,
         "devices_per_node": devices_per_node,
     }
-    if device.type == "cuda":
+    if device.type == "cpu":
+        found["threads"] = torch.get_num_threads()
+    else:
         found |= {"driver": driver(), "cuda": torch.version.cuda or "none", "cudnn": str(torch.backends.cudnn.version())}
     return found
 

@@ -48,10 +48,9 @@ def measure_here(per_node: int, quick: bool, fresh: bool, tell: Callable[[str], 
     The result is in the cache."""
     if launched() or torch.cuda.device_count() <= 1:
         world = World.from_environment()
-        try:
-            return obtain(world, per_node, quick, fresh, tell)
-        finally:
-            world.close()
+        found = obtain(world, per_node, quick, fresh, tell)
+        world.close()
+        return found
     count = torch.cuda.device_count()
     with tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
         written = Path(scratch) / "profile.json"

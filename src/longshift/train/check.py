@@ -234,7 +234,7 @@ def compare(
             if box:
                 found.add(kind, name, view, truth[f"{kind}/{name}"][box.within(Box.whole(what.spec.by_name[name].shape))])
     group = world.group(team.everyone)
-    worst = {kind: found.worst(kind, group.all_reduce) for kind in KINDS}
+    worst = {kind: found.worst(kind, lambda both: group.all_reduce(both.to(world.device)).cpu()) for kind in KINDS}
     world.forget()
     ours = torch.tensor(losses, dtype=torch.float64)
     return {

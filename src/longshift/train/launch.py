@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from longshift.errors import LongshiftError, OutOfMemoryError, PeerError
+from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.train.run_folder import RunFolder, as_error, clear_causes, read_causes, root_cause
 
 HOST = "127.0.0.1"
@@ -67,7 +67,13 @@ def launch(command: Sequence[str], world: int, folder: RunFolder, say: Callable[
     """Run `command` once per local rank, until all have ended well or one has failed; then the rest are ended too.
 
     The first Ctrl-C or SIGTERM goes on to the ranks, which finish their step and save; the second ends them. `say` shows a line to the
-    person. Raises the LongshiftError of the rank that failed first; KeyboardInterrupt when the ranks were ended before they could save."""
+    person. Raises UsageError where there are fewer GPUs than ranks; the LongshiftError of the rank that failed first; KeyboardInterrupt
+    when the ranks were ended before they could save."""
+    if 0 < torch.cuda.device_count() < world:
+        raise UsageError(
+            f"{world} ranks need a GPU each, and this machine has {torch.cuda.device_count()}: name a layout of fewer ranks, or set "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
     clear_causes(folder)
     _quiet(logging.getLogger("torch.distributed.elastic"))
     store = _loopback_store()
@@ -170,7 +176,8 @@ def rank_error(error: Exception, rank: int) -> Exception:
     text = str(error)
     if isinstance(error, LongshiftError):
         return error
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
+    lacking = any(words in text for words in ("can't allocate memory", "out of memory"))
+    if lacking or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return OutOfMemoryError(f"rank {rank}: {text}; in the layout, recompute-full, u2 or ring2, or a higher z takes less")
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL"))):
         return PeerError(f"rank {rank} lost its peers: {text}")

@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
-from longshift.dist.world import World
+from longshift.dist.world import World, host_memory
 from longshift.errors import LongshiftError, NonFiniteError, OutOfMemoryError
 from longshift.explain import needs_of
 from longshift.layout.layout import format_size
@@ -41,11 +40,9 @@ def train(
     """Train as the rank that the environment says this process is, saving into `run`. `stop` is asked after each step; a yes on any
     rank saves and ends the run on all. `trace`: a file for the events of the first step in which rank 0 streams. Raises LongshiftError."""
     world = World.from_environment()
-    try:
-        yield from _steps(config, run, resume, stop, world, trace if world.rank == 0 else None)
-        world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
-    finally:
-        world.close()
+    yield from _steps(config, run, resume, stop, world, trace if world.rank == 0 else None)
+    world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
+    world.close()
 
 
 def _steps(
@@ -94,7 +91,7 @@ def _fits(config: Config, world: World, run: Path) -> None:
     if not cpu:
         here = torch.cuda.get_device_properties(world.device).total_memory
     else:
-        here = psutil.virtual_memory().total // world.per_node
+        here = host_memory()[0] // world.per_node
     waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
     for edge in config.edges:
         least, streamed = needs_of(config, edge)
@@ -112,7 +109,7 @@ def _fits(config: Config, world: World, run: Path) -> None:
     if waiting["disk"]:
         _room_for(waiting["disk"], world.per_node, shutil.disk_usage(folder).free, f"{folder} has", "another stream.folder")
     if waiting["host"]:
-        _room_for(waiting["host"], world.per_node, psutil.virtual_memory().available, "this machine's memory has", "disk")
+        _room_for(waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk")
 
 
 def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> None:
@@ -168,6 +165,7 @@ def _open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
             found = open_corpus(config) if turn else found
         except LongshiftError as error:
             fault = error
+        world.wait_for_first()
         world.agree(fault)
     assert found is not None
     tokenizer, cache = found

@@ -1,0 +1,67 @@
+"""The device of a rank, and the memory of its machine, as environment and control groups tell them."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from longshift.dist.world import host_memory, own_device
+from longshift.errors import UsageError
+
+TOTAL = psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("gpus", "place", "index"),
+    [
+        (4, {"RANK": "6", "LOCAL_RANK": "2"}, 2),
+        (4, {"RANK": "6", "SLURM_LOCALID": "3"}, 3),
+        (4, {"RANK": "6"}, 2),
+        (1, {"RANK": "3", "LOCAL_RANK": "3"}, 0),  # a launcher that shows each rank its own
+    ],
+)
+def test_a_rank_takes_its_own_gpu(monkeypatch, gpus, place, index):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert own_device() == torch.device("cuda", index)
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(UsageError, match=r"^rank 7 is number 3 \(from 0\) on its machine, which shows it 2 GPUs$"):
+        own_device()
+
+
+VERSIONS = {
+    1: ("5:cpu,memory:/a/b", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("0::/a/b", "", "memory.max", "memory.current", "inactive_file"),
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("where", ["a/b", "a", ""])
+def test_memory_is_no_more_than_a_control_group_allows(tmp_path: Path, version: int, where: str):
+    """Its own, one above, or the one that a container shows as the topmost; files that can be dropped count as free."""
+    line, top, limit, used, cache = VERSIONS[version]
+    groups, folder = tmp_path / "groups", tmp_path / top / where
+    groups.write_text(f"9:pids:/elsewhere\n{line}\n")
+    (tmp_path / top / "a/b").mkdir(parents=True)
+    for name, text in ((limit, "1000000"), (used, "700000"), ("memory.stat", f"anon 1\n{cache} 200000\n")):
+        (folder / name).write_text(text)
+    assert host_memory(groups, tmp_path) == (1000000, 500000)
+
+
+def test_memory_without_limits_is_the_machines(tmp_path: Path):
+    groups = tmp_path / "groups"
+    assert host_memory(groups, tmp_path)[0] == TOTAL
+    groups.write_text("0::/\n")
+    for name, text in (("memory.max", "max"), ("memory.current", "5"), ("memory.stat", "")):
+        (tmp_path / name).write_text(text)
+    total, free = host_memory(groups, tmp_path)
+    assert total == TOTAL >= free > 0
