@@ -11,6 +11,7 @@ the bytes that the device's tensors take and what its operations compute and mov
 # ruff: noqa: E402  (what stands before the imports makes them possible)
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -162,6 +163,7 @@ def measure(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch
     """One row; `fault` where it does not fit."""
     layout = Layout.parse(METHODS[method].replace("chunkC", f"chunk{chunk}"))
     row = {"method": method, "layout": str(layout), "layers": spec.layers, "tokens": tokens}
+    tier = None
     try:
         step, tier = step_of(spec, layout, device, tokens)
         step(min(tokens, 2 * chunk))
@@ -172,19 +174,20 @@ def measure(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch
         loss = step(tokens)
         _wait(device)
         seconds = time.perf_counter() - began
+        row |= {"seconds": seconds, "tokens_per_s": tokens / seconds, "loss": loss}
+        row["flops_per_s"] = tokens * spec.flops_per_token((tokens + 1) / 2) / seconds
+        if device.type == "cuda":
+            row["device_peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        row["host_resident_gib"] = _resident() / 2**30  # arenas stay pinned till the tier is closed
+        row |= _moved(tier)
+        if tier is not None or trace is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                row["hidden_share"] = hidden(profiled(step, min(tokens, 8 * chunk), device, Path(trace or f"{folder}/trace.json")))
     except torch.cuda.OutOfMemoryError as fault:
-        return row | {"fault": str(fault).splitlines()[0]}
-    row |= {"seconds": seconds, "tokens_per_s": tokens / seconds, "loss": loss}
-    row["flops_per_s"] = tokens * spec.flops_per_token((tokens + 1) / 2) / seconds
-    if device.type == "cuda":
-        row["device_peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-    row["host_resident_gib"] = _resident() / 2**30  # arenas stay pinned till the tier is closed
-    row |= _moved(tier)
-    if tier is not None or trace is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            row["hidden_share"] = hidden(profiled(step, min(tokens, 8 * chunk), device, Path(trace or f"{folder}/trace.json")))
-    if tier is not None:
-        tier.close()
+        row["fault"] = str(fault).splitlines()[0]
+    finally:
+        if tier is not None:
+            tier.close()
     return row
 
 
@@ -225,6 +228,7 @@ def main() -> int:
             row["mfu_causal"] = row.get("flops_per_s", 0.0) / peak
             rows.append(_told(row))
             trace = None if case[1] == "stream" else trace
+            gc.collect()  # home and workers refer to each other
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         report["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()

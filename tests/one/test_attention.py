@@ -14,7 +14,20 @@ from longshift.cluster.cluster import Heads
 from longshift.model import kernels as kernels_module
 from longshift.model import tiled
 from longshift.model.attention import Attention, PackedAttention, match_heads
-from longshift.model.kernels import BY_SIZE, FLASH, TILED, Kernel, choose, flash, flash_backward, merge, reference, reference_backward
+from longshift.model.kernels import (
+    BY_SIZE,
+    CUDNN,
+    FLASH,
+    MATH,
+    TILED,
+    Kernel,
+    choose,
+    flash,
+    flash_backward,
+    merge,
+    reference,
+    reference_backward,
+)
 
 CPU = torch.device("cpu")
 HEAD = 16
@@ -275,10 +288,25 @@ def test_other_matmuls_keep_their_precision():
 def test_short_pieces_and_other_numbers_go_to_flash(monkeypatch):
     monkeypatch.setattr(kernels_module, "TILED_TOKENS", {False: 300, True: 600})
     for tokens, causal, dtype in ((299, False, torch.bfloat16), (599, True, torch.bfloat16), (600, True, torch.float32)):
-        assert BY_SIZE.of(*inputs(tokens, tokens, 2, 2, dtype)[:2], causal) is BY_SIZE
+        assert BY_SIZE.of(*inputs(tokens, tokens, 2, 2, dtype)[:2], causal) is FLASH
     for tokens, causal in ((300, False), (600, True)):
-        assert BY_SIZE.of(*inputs(tokens, tokens, 2, 2, torch.bfloat16)[:2], causal) is TILED
-    assert BY_SIZE.forward is flash
+        assert BY_SIZE.of(*inputs(tokens, tokens, 2, 2, torch.bfloat16)[:2], causal) is BY_SIZE
+    assert (BY_SIZE.forward, BY_SIZE.fold, BY_SIZE.add) == (TILED.forward, TILED.fold, TILED.add)
+
+
+@pytest.mark.parametrize(("queries", "keys", "kernel"), [(2048, 4096, CUDNN), (2048, 4095, FLASH), (1, 2048, FLASH), (2048, 1, FLASH)])
+def test_cudnn_takes_chunks_and_leaves_other_lengths_to_flash(queries, keys, kernel):
+    assert CUDNN.of(*(torch.empty(tokens, 2, 8, device="meta") for tokens in (queries, keys)), False) is kernel
+
+
+@pytest.mark.parametrize("scores", [1, 300, 2**26])
+def test_the_definition_holds_few_scores_at_a_time(monkeypatch, scores):
+    expected = definition(*inputs(45, 45, 6, 2), causal=True, scale=SCALE)
+    monkeypatch.setattr(kernels_module, "MOST_SCORES", scores)
+    q, k, v, grad = inputs(45, 45, 6, 2)
+    out, lse = MATH.forward(q, k, v, True, SCALE)
+    found = out, lse, *MATH.backward(grad, q, k, v, out, lse, True, SCALE)
+    assert worst(found, expected) < 1e-12
 
 
 LENGTHS = (5, 1, 37, 64, 2)

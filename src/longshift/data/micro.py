@@ -8,7 +8,7 @@ import torch
 
 from longshift.data.batch import Document
 from longshift.layout.layout import Layout
-from longshift.model.decoder import MicroBatch, rotary_table
+from longshift.model.decoder import MicroBatch, on_device, rotary_table
 from longshift.model.loss import IGNORE
 from longshift.schedule.chunks import cut, orders, reach
 from longshift.schedule.sequence import PADDING, token_order
@@ -64,7 +64,7 @@ def micro_batch(
     tokens = np.where(index >= 0, np.concatenate([d.ids for d in documents])[index], 0)
     labels = np.where(index >= 0, np.concatenate([d.labels for d in documents])[index], IGNORE)
     seen = slice(at.ulysses * len(index) // layout.ulysses, (at.ulysses + 1) * len(index) // layout.ulysses)
-    tokens_T, labels_T, positions_T = (torch.from_numpy(a[seen]).to(device) for a in (tokens, labels, positions))
+    tokens_T, labels_T, positions_T = (on_device(torch.from_numpy(a[seen]), device) for a in (tokens, labels, positions))
     own = len(tokens_T) // layout.tp
     rotary = rotary_table(spec.rope, spec.head_width, positions_T, dtype) if spec.rope else None
     return MicroBatch(tokens_T, labels_T, positions_T[at.tp * own : (at.tp + 1) * own], rotary, order)

@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -150,6 +151,12 @@ class World:
         rows = own.new_empty((self.size, longest))
         everyone.all_gather(rows, own).wait()
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows.cpu(), sizes.tolist())]
+
+    def now(self) -> float:
+        """Seconds on a clock, when this rank's device has done all that it was asked to."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def wait_for_first(self) -> None:
         """Until rank 0 comes here, for longer than a collective may take."""

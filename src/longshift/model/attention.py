@@ -93,4 +93,5 @@ def match_heads(k: Tensor, v: Tensor, queries: range, keys: range, group: int) -
     if matched_heads(queries, keys, group) == len(keys):
         return k, v
     owner = [head // group - keys.start for head in queries]
-    return k[:, owner], v[:, owner]
+    k, v = (torch.cat([t[:, head : head + 1] for head in owner], 1) for t in (k, v))  # an index would be copied to the device
+    return k, v

@@ -226,9 +226,16 @@ def rotary_table(rope: Rope, head_width: int, positions_T: Tensor, dtype: torch.
         frequency = frequency / rope.factor
     elif rope.scaling == "llama3":
         frequency = _llama3_frequencies(rope, frequency)
-    angle = positions_T.float().unsqueeze(-1) * frequency.to(positions_T.device)
+    angle = positions_T.float().unsqueeze(-1) * on_device(frequency, positions_T.device)
+    angle = angle.cpu() if dtype == torch.float64 else angle  # cosines in float32 are a device's own, which float64 would show
     angle = torch.cat((angle, angle), dim=-1).unsqueeze(1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = (on_device(x.to(dtype), positions_T.device) for x in (angle.cos(), angle.sin()))
+    return cos, sin
+
+
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """There. The host goes on meanwhile: memory of its own that is not pinned would make it wait for the device."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and x.device.type == "cpu" else x.to(device)
 
 
 def _llama3_frequencies(rope: Rope, frequency: Tensor) -> Tensor:

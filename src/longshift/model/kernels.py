@@ -7,7 +7,7 @@ Shapes: q [T, N, H], k and v [S, K, H], out [T, N, H], lse [T, N], float32 (floa
 as queries.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,8 @@ aten = torch.ops.aten
 HEADS = Heads(8, 2, 64)
 TOKENS = 256
 TIMED_TOKENS = 4096
+EVEN = 1024  # tokens: chunks and their cuts are multiples, most documents are not
+MOST_SCORES = 2**26  # that the definition holds at one time, some times over
 TILED_TOKENS = {False: 2048, True: 4096}  # of queries and of keys, where the mask is not causal, and is: half a tile on its edge is in vain
 WRONG = 0.05  # a relative error above this is no rounding
 SECONDS = 0.05  # of timing, a kernel and direction
@@ -37,7 +39,7 @@ Add = Callable[..., None]  # (dq, dk, dv, grad, q, k, v, out, lse, causal, scale
 class Kernel:
     """`backward(grad, q, k, v, out, lse, causal, scale)`: None where only autograd can go back through `forward`. `fold` and `add`: as
     `forward` and `backward`, on sums that grow from piece to piece, where a kernel does better than to merge what those two return.
-    `large`: another kernel for large pieces; see `of`."""
+    `rest`: another kernel for the pieces that this one does not take."""
 
     name: str
     forward: Forward
@@ -45,12 +47,12 @@ class Kernel:
     fold: Fold | None = None
     add: Add | None = None
     most_scores: int = 2**62  # query heads x queries x keys that fit in memory
-    large: "Kernel | None" = None
+    rest: "Kernel | None" = None
+    takes: Callable[[Tensor, Tensor, bool], bool] = lambda q, k, causal: True
 
     def of(self, q: Tensor, k: Tensor, causal: bool) -> "Kernel":
-        """The one for a piece of this size: large matmuls round to bf16, and are worth their number of operations from TILED_TOKENS on."""
-        many = q.dtype == torch.bfloat16 and q.shape[0] * k.shape[0] >= TILED_TOKENS[causal] ** 2
-        return self.large if self.large and many else self
+        """The one for a piece of this size."""
+        return self if self.rest is None or self.takes(q, k, causal) else self.rest
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
@@ -167,7 +169,7 @@ def flat(t: Tensor) -> Tensor:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """On a GPU 16-bit numbers only have a fused kernel; others go by the definition."""
+    """On a GPU 16-bit numbers only have a fused kernel; others go by the definition, which is slow."""
     q, k, v = batched(q, k, v)
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -193,27 +195,41 @@ def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, [1, N, T, H]."""
-    scores = _scores(q, k, causal, scale)
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ _per_query_head(v, q), lse
+    """Attention by its definition, [1, N, T, H], some rows at a time."""
+    values, outs, lses = _per_query_head(v, q), [], []
+    for first, rows in _rows(q, k):
+        scores = _scores(q[:, :, rows], k, causal, scale, first)
+        lses.append(scores.logsumexp(-1))
+        outs.append((scores - lses[-1].unsqueeze(-1)).exp() @ values)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by their definition, for a global `out` and `lse`."""
-    p = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
-    ds = p * (grad @ _per_query_head(v, q).mT - (grad * out).sum(-1, keepdim=True)) * scale
+    keys, values, dqs, dk, dv = _per_query_head(k, q), _per_query_head(v, q), [], torch.zeros_like(k), torch.zeros_like(v)
     groups = (1, k.shape[1], q.shape[1] // k.shape[1], k.shape[2], k.shape[3])
-    dk, dv = ((t.mT @ other).view(groups).sum(2) for t, other in ((ds, q), (p, grad)))
-    return ds @ _per_query_head(k, q), dk, dv
+    for first, rows in _rows(q, k):
+        own, given = q[:, :, rows], grad[:, :, rows]
+        p = (_scores(own, k, causal, scale, first) - lse[:, :, rows].unsqueeze(-1)).exp()
+        ds = p * (given @ values.mT - (given * out[:, :, rows]).sum(-1, keepdim=True)) * scale
+        dqs.append(ds @ keys)
+        dk += (ds.mT @ own).view(groups).sum(2)
+        dv += (p.mT @ given).view(groups).sum(2)
+    return torch.cat(dqs, 2), dk, dv
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _rows(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:
+    """Their first, and them all, so that no more than MOST_SCORES are there at one time."""
+    count = max(1, MOST_SCORES // (q.shape[1] * k.shape[2]))
+    return ((first, slice(first, first + count)) for first in range(0, q.shape[2], count))
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, first: int) -> Tensor:
     scores = q @ _per_query_head(k, q).mT * scale
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1 + first), float("-inf"))
     return scores
 
 
@@ -259,21 +275,32 @@ def _varlen_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Seq
 
 
 def _ends(t: Tensor) -> Tensor:
-    return torch.tensor([0, t.shape[0]], dtype=torch.int32, device=t.device)
+    """[0, T], made there: a copy would wait for the device."""
+    return torch.arange(2, dtype=torch.int32, device=t.device) * t.shape[0]
+
+
+def _large(q: Tensor, k: Tensor, causal: bool) -> bool:
+    """Large matmuls round to bf16, and are worth their number of operations from TILED_TOKENS on."""
+    return q.dtype == torch.bfloat16 and q.shape[0] * k.shape[0] >= TILED_TOKENS[causal] ** 2
+
+
+def _recurring(q: Tensor, k: Tensor, causal: bool) -> bool:
+    """cuDNN plans anew for every length, in a tenth of a second, and does not take one key."""
+    return q.shape[0] % EVEN == k.shape[0] % EVEN == 0
 
 
 FLASH = Kernel("flash", flash, flash_backward)
 TILED = Kernel("tiled", tiled.forward, tiled.backward, tiled.fold, tiled.add)
-BY_SIZE = replace(FLASH, name="tiled or flash", large=TILED)
-CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward)
+BY_SIZE = replace(TILED, name="tiled or flash", rest=FLASH, takes=_large)
+CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward, rest=FLASH, takes=_recurring)
 VARLEN = Kernel("varlen", _varlen, _varlen_backward)
-MATH = Kernel("math", _math, _math_backward, most_scores=2**26)
+MATH = Kernel("math", _math, _math_backward, most_scores=MOST_SCORES)
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
     """What a run chooses from. On a CPU nothing, for the same bits in every run: where vectors multiply bf16, large pieces by tiles are 1.4
-    times as fast as torch's kernel; where AMX does, torch's is 1.2 to 3 times as fast as they. `MATH` takes too much memory, and in bf16
-    is too far from the truth."""
+    times as fast as torch's kernel; where AMX does, torch's is 1.2 to 3 times as fast as they. `MATH` is slow, and in bf16 too
+    far from the truth."""
     if device.type != "cpu":
         return FLASH, CUDNN, VARLEN
     able = getattr(torch.cpu, "get_capabilities", dict)()

@@ -35,6 +35,7 @@ Tensors = tuple[Tensor, ...]
 
 THREADS = 2  # for each direction
 ALIGN = 4096  # bytes: a page
+UNDER_WAY = 4  # [Note: pace]
 
 
 @dataclass
@@ -311,10 +312,13 @@ class _Pinned:
 
 
 class HostTier(Tier):
-    """Pinned host memory of a CUDA device; a stream for each direction, and no wait of the host for the device but to give back memory.
+    """Pinned host memory of a CUDA device; a stream for each direction. The host waits for it to give back memory, and [Note: pace].
 
     [Note: arenas] An object has an arena of its size, taken over from a dropped one: a put comes after whatever has waited for a fetch.
     Packs of other lengths have other sizes, so dropped ones are given back before more is pinned than was ever held.
+
+    [Note: pace] What a put sends is free for others when its copy is done, and what the host asks for meanwhile is new memory. So it is no
+    more than UNDER_WAY puts ahead of the device, which has work for as long.
     """
 
     timed = False
@@ -328,6 +332,7 @@ class HostTier(Tier):
         self.held_room = self.most_room = self.pinned_room = 0  # bytes in whole pages: of objects, the most ever, of all arenas
         self.leaving: dict[int, Any] = {}  # by address
         self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, list[Any]]]] = {}
+        self.under_way: deque[Any] = deque()
 
     def put(self, key: Key, *tensors: Tensor) -> None:
         if key in self.objects:
@@ -345,6 +350,7 @@ class HostTier(Tier):
         self.objects[key] = _Pinned(arena, [(t.shape, t.dtype) for t in tensors], size, ready)
         self.moved.put_bytes += size
         self.moved.hold(size)
+        self._pace(ready)
 
     def fetch(self, key: Key) -> Callable[[], Tensors]:
         stored = self.objects[key]
@@ -388,6 +394,12 @@ class HostTier(Tier):
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         self._release(self.pinned_room)
+
+    def _pace(self, ready: Any) -> None:
+        """[Note: pace]"""
+        self.under_way.append(ready)
+        if len(self.under_way) > UNDER_WAY:
+            self.under_way.popleft().synchronize()
 
     def _arena(self, room: int) -> Arena:
         """[Note: arenas]"""

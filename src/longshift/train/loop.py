@@ -3,7 +3,6 @@
 import resource
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,13 +64,13 @@ def _steps(
     recorder = Recorder() if trace else None
     team.record(recorder)
     for step in range(start + 1, config.train.steps + 1):
-        began = time.perf_counter()
+        began = world.now()
         batch = batches.at(state.cursor)
         try:
             outcome = train_step(state, batch, team)
         except NonFiniteError as fault:
             raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
-        seconds = time.perf_counter() - began
+        seconds = world.now() - began
         if trace and recorder and recorder.spans:
             team.record(None)
             recorder.write(trace, world.rank)

@@ -100,7 +100,7 @@ class Team:
 
     def enter(self, group: LengthGroup, tokens: int) -> Worker:
         """Bring the group's weights here, as far as they are not on their way, and drop those of the layout before."""
-        self._began = time.perf_counter()
+        self._began = self.world.now()
         self.visited.append(Visited(group, tokens))
         stop = self.stop_of[group.layout]
         if stop is not self.here:
@@ -134,6 +134,7 @@ class Team:
         while self._coming is not None and self._coming.posted < self._coming.ahead:
             self._coming.advance(self.stop_of[later[0].layout].open, wait=True)
         if not stop.cut.at_home and self.closing(later):
+            self.world.now()  # what the backward still does is no part of the switch
             transfer = self.switches.take_home(stop)
             while transfer.advance(lambda names: None, wait=True):
                 pass
@@ -143,7 +144,7 @@ class Team:
             self._count(visit, transfer)
         tier = self.workers[visit.group.layout].tier
         visit.moved = replace(tier.moved) if tier is not None else None
-        visit.seconds = time.perf_counter() - self._began
+        visit.seconds = self.world.now() - self._began
 
     def closing(self, later: Sequence[LengthGroup]) -> bool:
         """Whether no later group of the step uses the copies that are in use."""
@@ -159,7 +160,9 @@ class Team:
         return self.here if self.visited and self.itinerary.source(self.visited[-1].group.layout) else None
 
     def _count(self, visit: Visited, transfer: Transfer) -> None:
-        visit.exposed_s += transfer.exposed_s
+        """Of a transfer whose last exchange was taken in; a device may be behind the host."""
+        queued = time.perf_counter()
+        visit.exposed_s += transfer.exposed_s + self.world.now() - queued
         visit.hidden_s += transfer.under_way_s
         visit.intra_node_bytes += transfer.traffic.intra_node_bytes
         visit.inter_node_bytes += transfer.traffic.inter_node_bytes
