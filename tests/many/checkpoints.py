@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo
@@ -45,14 +46,15 @@ def bits(x: Tensor) -> bytes:
     return x.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def begin(world: World, run: str, layout: str, steps: int = 2) -> None:
+def begin(world: World, run: str, layout: str, steps: int = 2, file_bytes: int = checkpoint.FILE_BYTES) -> None:
     """Train a little under a layout, write each rank's own view of its state beside the run, and save."""
     state, team = build(TRIAL, [Layout.parse(layout)], world)
     for batch in TRIAL.batches()[:steps]:
         train_step(state, batch, team)
     views = {f"{k}|{name}|{box}": v.clone() for name, box, _, kinds in state.optimizer.state() for k, v in kinds.items() if box}
     save_file(views, f"{run}-live-{world.rank}.safetensors")
-    _save(world, Path(run), state, steps)
+    with patch.object(checkpoint, "FILE_BYTES", file_bytes):
+        _save(world, Path(run), state, steps)
 
 
 def carry(world: World, source: str, target: str, layout: str, truth: str | None = None) -> tuple[int, int, int]:

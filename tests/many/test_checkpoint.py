@@ -42,6 +42,21 @@ def whole(run: Path) -> dict[str, bytes]:
     return {f"{kind}/{p.name}": bits(saved.read(kind, p.name, Box.whole(p.shape))) for p in SPEC.params for kind in KINDS}
 
 
+def test_what_a_file_may_not_hold_goes_to_the_next(call, tmp_path):
+    """On a GPU a file is what goes through host memory at one time."""
+    for name, limit in (("one", 1 << 30), ("many", 1000)):
+        call(2, "begin", run=str(tmp_path / name), layout="dp2.z1", file_bytes=limit)
+    files = sorted((tmp_path / "many/checkpoints/step-2").glob("*.safetensors"))
+    assert {"rank-00000.safetensors", "rank-00000-1.safetensors", "rank-00001-2.safetensors"} < {path.name for path in files}
+    for path in files:
+        tensors = load_file(path)
+        assert len(tensors) == 1 or sum(value.nbytes for value in tensors.values()) <= 1000
+    assert whole(tmp_path / "many") == whole(tmp_path / "one")
+    ((_, _, wrong),) = call(1, "carry", source=str(tmp_path / "many"), target=str(tmp_path / "again"), layout="dp1")
+    assert wrong == 0
+    assert whole(tmp_path / "again") == whole(tmp_path / "one")
+
+
 def hidden(run: Path) -> list[str]:
     return [path.name for path in (*run.glob(".*"), *run.glob("checkpoints/.*"))]
 

@@ -1,7 +1,7 @@
 """Checkpoints: home, as boxes. A file knows no layout, so any layout and any number of ranks loads any checkpoint.
 
     checkpoints/step-N/rank-00000.safetensors   masters and moments of the boxes that rank 0 speaks for, "kind|weight|box"
-                       rank-00001.safetensors   ...
+                       rank-00000-1.safetensors    where they are more than FILE_BYTES, and so on; rank-00001.safetensors   ...
                        manifest.json            files with size and SHA-256, facts of the run, a SHA-256 of itself
     LATEST                                      "step-N", moved only after N is durable
 
@@ -36,6 +36,7 @@ from longshift.state.home import Source
 from longshift.state.optimizer import MOMENTS
 
 FORMAT = 1
+FILE_BYTES = 2 << 30
 KINDS = ("master", *MOMENTS)
 Entries = Iterable[tuple[str, Box, bool, dict[str, Tensor]]]
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class SavedFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    name: Annotated[str, Field(pattern=r"^rank-[0-9]{5,}\.safetensors$")]
+    name: Annotated[str, Field(pattern=r"^rank-[0-9]{5,}(-[0-9]+)?\.safetensors$")]
     bytes: int
     sha256: str
     tensors: list[str]
@@ -190,19 +191,28 @@ def _together(world: World, what: str, work: Callable[[], T] | None) -> T:
 
 
 def _write_tensors(folder: Path, entries: Entries, rank: int) -> list[dict]:
-    """This rank's file, durable; none where it speaks for nothing."""
-    tensors = {
-        f"{kind}|{name}|{box}": view.detach().cpu().contiguous()
-        for name, box, owned, views in entries
-        if owned and box
-        for kind, view in views.items()
-    }
-    if not tensors:
-        return []
-    path = folder / f"rank-{rank:05}.safetensors"
-    save_file(tensors, path)
-    sync(path)
-    return [{"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path), "tensors": sorted(tensors)}]
+    """This rank's files, durable; none where it speaks for nothing. Of a GPU no more than one file's tensors are in host memory."""
+    files: list[dict] = []
+    tensors: dict[str, Tensor] = {}
+
+    def write() -> None:
+        path = folder / f"rank-{rank:05}{f'-{len(files)}' if files else ''}.safetensors"
+        save_file(tensors, path)
+        sync(path)
+        files.append({"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path), "tensors": sorted(tensors)})
+        tensors.clear()
+
+    room = FILE_BYTES
+    for name, box, owned, views in entries:
+        for kind, view in views.items() if owned and box else ():
+            if tensors and view.nbytes > room:
+                write()
+                room = FILE_BYTES
+            tensors[f"{kind}|{name}|{box}"] = view.detach().cpu().contiguous()
+            room -= view.nbytes
+    if tensors:
+        write()
+    return files
 
 
 def _publish(run: Path, step: int, scratch: Path) -> None:
