@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
+GIVE_BACK = 4 << 20  # bytes
 PACKAGES = ("longshift", "torch", "numpy", "safetensors", "transformers", "deepspeed", "accelerate")
 
 
@@ -76,7 +77,7 @@ def commit() -> str | None:
         return None
 
 
-def give_freed_memory_back(at_least: int = 4 << 20) -> None:
+def give_freed_memory_back(at_least: int = GIVE_BACK) -> None:
     """glibc: hand memory of so many bytes and more to the system when it is freed, and keep 4 times as much at most, so that what is
     resident is what is needed and no accident of pools. At 1 MiB page faults take up to a third of the time (docs/log.md, 2026-11-22)."""
     libc = ctypes.CDLL(None)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from common import give_freed_memory_back
+from common import GIVE_BACK, give_freed_memory_back
 
 from longshift.data.batch import StepBatch, document_from_ids
 from longshift.dist.world import World
@@ -87,9 +87,9 @@ class Session:
 
 
 @cache
-def session(world: World, system: str, groups: tuple[tuple[int, str], ...], trial: str) -> Session:
+def session(world: World, system: str, groups: tuple[tuple[int, str], ...], trial: str, give_back: int) -> Session:
     """Built on the first call; `trial` without documents."""
-    give_freed_memory_back()
+    give_freed_memory_back(give_back)
     base_mib = psutil.Process().memory_info().rss / MIB
     what = replace(Trial.from_json(json.loads(trial)), capacity=groups[-1][0], edges=tuple(upto for upto, _ in groups))
     if system == "longshift":
@@ -111,11 +111,11 @@ def steps(trial: str, path: str) -> list[StepBatch]:
     return replace(Trial.from_json(json.loads(trial)), given=json.loads(Path(path).read_text())).batches()
 
 
-def update(world: World, system: str, groups: list, trial: str, path: str, number: int, per_node: int) -> dict:
+def update(world: World, system: str, groups: list, trial: str, path: str, number: int, per_node: int, give_back: int = GIVE_BACK) -> dict:
     """One update from step `number` of a file: seconds until all ranks are done, this rank's peak memory above what it began with, seconds
-    of switching with nothing else going on, and the groups as this rank saw them."""
+    of switching with nothing else going on, and the groups as this rank saw them. `give_back`: see `give_freed_memory_back`."""
     world.per_node = per_node
-    here = session(world, system, tuple((upto, layout) for upto, layout in groups), trial)
+    here = session(world, system, tuple((upto, layout) for upto, layout in groups), trial, give_back)
     ready = torch.zeros(1)
     world.everyone.all_reduce(ready)
     began = time.perf_counter()

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import peers.fsdp2  # noqa: F401  (what the forked ranks call is imported before they fork)
 import scale_model
-from common import arguments, publish, say
+from common import GIVE_BACK, arguments, publish, say
 from hot_ranks import REAL_LONGEST, Pairs
 from static import spread
 from worlds import Machine, SleepingWorld, machine
@@ -49,6 +49,7 @@ from longshift.workload.groups import Edge, length_groups
 
 DEADLINE_S = 240.0
 PLAIN = "ranks=2"
+NO_HOLES = 1 << 20  # bytes that are given back when they are freed
 TINY = 16  # tokens
 REAL_WIDTH, HEAD_WIDTH = 4096, 128
 POLICIES = ("z1", "z2", "z3", "z1.recompute-full", "z3.recompute-full")
@@ -169,9 +170,9 @@ def padded(documents: Pairs, ends: Sequence[int]) -> Pairs:
 # Measuring
 
 
-def step(work: Work, world: SleepingWorld, scheme: Scheme, path: str, number: int) -> dict:
+def step(work: Work, world: SleepingWorld, scheme: Scheme, path: str, number: int, give_back: int = GIVE_BACK) -> dict:
     """One update; the slowest rank's seconds and the largest peak."""
-    told = {"system": scheme.system, "groups": scheme.groups, "path": path, "number": number}
+    told = {"system": scheme.system, "groups": scheme.groups, "path": path, "number": number, "give_back": give_back}
     ranks = world.call("hot_ranks:update", DEADLINE_S, **told, trial=work.trial, per_node=work.machine.per_node)
     slowest = max(ranks, key=lambda rank: rank["seconds"])
     return slowest | {key: max(rank[key] for rank in ranks) for key in ("peak_mib", "exposed_s")}
@@ -265,14 +266,15 @@ def _merged(ends: Sequence[int], layouts: Sequence[str]) -> tuple[tuple[int, str
 
 
 def warm_up(work: Work, schemes: Sequence[Scheme], paths: Mapping[str, str], tokens: Sequence[int]) -> dict[Scheme, Measured]:
-    """Every batch under every scheme, each in processes that last no longer."""
+    """Every batch under every scheme, each in processes that last no longer. Peaks are what a scheme needs, and no holes in the C library's
+    heap; that takes page faults, so speeds are of the rounds."""
     found = {}
     for scheme in schemes:
         found[scheme] = measured = Measured()
         with work.machine.world() as world:
-            step(work, world, scheme, paths[scheme.first], 0)
+            step(work, world, scheme, paths[scheme.first], 0, NO_HOLES)
             for number, count in enumerate(tokens):
-                measured.add(step(work, world, scheme, paths[scheme.steps], number), count)
+                measured.add(step(work, world, scheme, paths[scheme.steps], number, NO_HOLES), count)
         rates = ", ".join(f"{rate:.0f}" for rate in measured.rates)
         say(f"warm-up {scheme.name} {scheme}: {rates} tokens/s, {measured.peak_mib:.0f} MiB")
     return found
@@ -336,7 +338,7 @@ def on_corpus(
         chosen |= dict.fromkeys(map(bucketed, best(family, budget_mib, 1)))
     chosen |= dict.fromkeys(best([fsdp2], work.budgets_mib[-1], 1))
     measured = rounds(work, list(chosen), paths, tokens, options.rounds) if chosen else {}
-    rows = [row(work, data, s, found, interleaved=True) for s, found in measured.items()]
+    rows = [row(work, data, s, replace(found, peak_mib=tried.get(s, found).peak_mib), interleaved=True) for s, found in measured.items()]
     rows += [row(work, data, s, found, interleaved=False) for s, found in tried.items() if s not in measured]
 
     chosen_by = {s: statistics.median(found.rates[::2]) for s, found in measured.items()}
