@@ -34,7 +34,7 @@ from longshift.config import parse_size
 from longshift.data.micro import micro_batch
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
-from longshift.errors import PeerError
+from longshift.errors import LongshiftError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, MicroBatch, Ops
@@ -241,7 +241,7 @@ def main() -> int:
                 try:
                     with ForkedWorld(1) as world:
                         (row,) = world.call("long_context:measure", DEADLINE_S, **what, threads=options.threads, folder=options.folder)
-                except PeerError as fault:
+                except LongshiftError as fault:
                     say(f"{method} at {tokens}: {str(fault)[-200:]}")
                     continue
                 rate = tokens / row["seconds"]

@@ -22,7 +22,7 @@ from hot_switch import document
 from worlds import Machine, machine
 
 from longshift.config import parse_size
-from longshift.errors import PeerError
+from longshift.errors import LongshiftError
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec, Rope
@@ -60,7 +60,7 @@ def climb(place: Machine, scratch: Path, spec: ModelSpec, name: str, layout: str
                     path = scratch / f"{what}-{tokens}.json"
                     path.write_text(json.dumps([[document(count)]]))
                     found = world.call("hot_ranks:update", LATE * patience_s, path=str(path), **told)
-        except PeerError as fault:  # the kernel says why; a cap counts the page cache too, so its peak does not
+        except LongshiftError as fault:  # the kernel says why; a cap counts the page cache too, so its peak does not
             end = "patience" if "no answer" in str(fault) else "memory"
             say(f"{name} at {tokens} tokens: {str(fault)[-120:]}")
             break

@@ -20,7 +20,7 @@ from common import arguments, publish, say
 from peers.session import small_llama
 
 from longshift.dist.fork import ForkedWorld
-from longshift.errors import PeerError
+from longshift.errors import LongshiftError, PeerError
 from longshift.train.check import Trial
 
 RANKS = 2
@@ -85,7 +85,7 @@ def measure(names: Sequence[str], trial: Trial, rounds: int, steps: int) -> tupl
                 call = {"system": system, "variant": variant, "trial": text, "first": number * steps, "steps": steps}
                 try:
                     ranks = worlds[name].call("peers.session:block", DEADLINE_S, **call)
-                except PeerError as fault:
+                except LongshiftError as fault:
                     raise PeerError(f"{name}, round {number}: {fault}") from fault
                 losses[name] += ranks[0]["losses"]
                 if number:

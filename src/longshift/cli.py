@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
@@ -27,15 +27,20 @@ from longshift.layout import legal
 from longshift.layout.layout import AUTO, Layout, format_size
 from longshift.starter import starter
 from longshift.train.interrupt import Interrupt
-from longshift.train.metrics import Display, read_rows
-from longshift.train.run_folder import RunFolder, prepare, read_config, write_cause
+from longshift.train.metrics import Display, read_or_not, read_rows
+from longshift.train.run_folder import RunFolder, prepare, read_asked, read_config, write_cause
 
 if TYPE_CHECKING:
     from longshift.data.tokens import TokenCache
 
 INTERRUPTED = 130
 
-app = App(name="longshift", help="Train transformer language models on sequences of any length.", version_flags=["--version"])
+app = App(
+    name="longshift",
+    help="Train transformer language models on sequences of any length.",
+    version_flags=["--version"],
+    suppress_keyboard_interrupt=False,
+)
 
 Json = Annotated[bool, Parameter(name="--json", negative="", help="print JSON")]
 Overrides = Annotated[str, Parameter(help="changes to the config, as in train.lr=2e-5")]
@@ -109,8 +114,8 @@ def train(
     folder = prepare(run, resume)
     if world is not None or run.world == 1:
         # torchrun ends the others by SIGTERM when one rank fails, a scheduler a rank that is alone when its time is over
-        stop = Interrupt() if world is not None else Interrupt(signal.SIGTERM)
-        _run(run, folder, rank, resume, json, stop, trace)
+        stop = Interrupt() if world is not None else Interrupt(signal.SIGTERM, say=_say)
+        _run_told(run, folder, rank, resume, json, stop, trace)
     else:
         _open_corpus(run)
         from longshift.train.launch import launch
@@ -118,10 +123,14 @@ def train(
         flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
         command = [sys.executable, "-m", "longshift.cli", "worker", str(folder.path), *flags]
         launch(command, run.world, folder, say=_say)
+    finished = True
     if rank == 0:
-        _farewell(run, folder, json)
+        with read_or_not():
+            finished = _farewell(run, folder, json)
     if world is not None:
         _leave(0)
+    if not finished:
+        sys.exit(INTERRUPTED)
 
 
 @app.command(show=False)
@@ -135,7 +144,7 @@ def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, jso
 
     end_with_parent(signal.SIGTERM)
     try:
-        _run(read_config(run), folder, rank, resume, json, stop, trace)
+        _run(read_asked(run), folder, rank, resume, json, stop, trace)
         _leave(0)
     except Exception as fault:
         write_cause(folder, rank, rank_error(fault, rank))
@@ -331,25 +340,42 @@ def _run(
                 display.show(step)
 
 
-def _farewell(run: Config, folder: RunFolder, json: bool) -> None:
-    """Where the run is, and what can be done with it."""
+def _run_told(run: Config, folder: RunFolder, rank: int, *how: Any) -> None:
+    """`_run`, where no launcher looks after it: a failure is told in its own class."""
+    try:
+        _run(run, folder, rank, *how)
+    except Exception as fault:
+        from longshift.train.launch import rank_error
+
+        error = rank_error(fault, rank)
+        if _place()[1] is not None:
+            write_cause(folder, rank, error)
+        if error is fault:
+            raise
+        raise error from fault
+
+
+def _farewell(run: Config, folder: RunFolder, json: bool) -> bool:
+    """Where the run is, and what can be done with it. Whether it is finished."""
     rows = read_rows(folder.metrics)
     done, first, last = (rows[-1]["step"], rows[0]["loss"], rows[-1]["loss"]) if rows else (0, float("nan"), float("nan"))
     finished = done >= run.train.steps
     resume = folder.resume_command + (f" train.steps={2 * done}" if finished else "")
     if json:
         facts = {"run": str(folder.path), "steps": done, "finished": finished, "export": folder.export_command, "resume": resume}
-        print(jsonlib.dumps(facts))
-        return
+        print(jsonlib.dumps(facts), flush=True)
+        return finished
     how = "finished" if finished else "stopped"
     print(f"run     {folder.shown}: {how} at step {done} of {run.train.steps}, loss {first:.3f} -> {last:.3f}")
     print(f"export  {folder.export_command}")
-    print(f"resume  {resume}")
+    print(f"resume  {resume}", flush=True)
+    return finished
 
 
 def _leave(code: int) -> None:
     """End a rank at once: gloo's own orderly shutdown now and then aborts or hangs, and would fail a run that has succeeded."""
-    sys.stdout.flush()
+    with read_or_not():
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
@@ -380,14 +406,18 @@ def main() -> None:
     except KeyboardInterrupt:
         _say("stopped")
         _end(INTERRUPTED)
+    except BrokenPipeError:  # `longshift data ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _end(0)
     except Exception:
         traceback.print_exc()
         _end(1)
 
 
 def _end(code: int) -> None:
-    """A rank among others leaves at once: its peers wait, and an orderly end would wait for them."""
-    if _place()[1] is not None:
+    """A rank that has joined others leaves at once: its peers wait, and an orderly end would wait for them."""
+    joined = sys.modules.get("torch.distributed")
+    if joined is not None and joined.is_initialized():
         _leave(code)
     sys.exit(code)
 

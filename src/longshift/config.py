@@ -230,7 +230,7 @@ class StreamConfig(Section):
     """Of layouts in chunks, and of those that offload. `folder`: where `disk` keeps its file, the run's own where not given; `ahead`: how
     many operations before its use an object is fetched; `checked`: what comes back from disk is compared with what went out."""
 
-    folder: str | None = None
+    folder: PathText | None = None
     ahead: int = Field(default=1, ge=0)
     checked: bool = False
 

@@ -71,7 +71,12 @@ class Explanation:
     groups: tuple[Explained, ...]
 
     def to_json(self) -> dict:
-        return asdict(self)
+        """Without seconds of a switch: links are assumed."""
+        found = asdict(self)
+        for group in found["groups"]:
+            for moved in filter(None, (group["weights_traffic"], group["gradients_traffic"])):
+                del moved["bound_s"], moved["overlapped_s"], moved["in_order_s"]
+        return found
 
     def __str__(self) -> str:
         lines = [f"home is cut as {self.home}: every master weight, gradient sum and moment once; nodes of {self.per_node} ranks"]

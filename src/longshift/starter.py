@@ -18,7 +18,7 @@ model: {model}
 
 data:
   train:{sources}
-  # - {{path: "books/*.jsonl", text: text}}  files (jsonl, parquet, txt), a folder of them, or a saved Hugging Face dataset
+  # - {{path: "books/*.jsonl", text: text}}  files (jsonl, parquet, txt; books/**/*: all under a folder), or a saved Hugging Face dataset
   # - {{corpus: python}}                   the sources of the installed standard library
   # tokenizer: ./tokenizer.json          the model folder's own if not given; for a preset, one trained on the standard library
   max_len: {max_len}                            # longest document, in tokens
@@ -48,7 +48,7 @@ def starter(model: str, data: Sequence[str]) -> str:
     that does not exist or is not supported."""
     is_folder = Path(model).is_dir() or "/" in model or model.startswith(".")
     which = _mapping(path=model) if is_folder else _mapping(preset=model)
-    sources = [_mapping(path=path) for path in data] or [_mapping(corpus="python")]
+    sources = [_mapping(path=_files(path)) for path in data] or [_mapping(corpus="python")]
     spec = read_spec(Path(model)) if is_folder else preset(model)
     longest = min(4096, spec.max_positions)
     return TEMPLATE.format(
@@ -62,6 +62,13 @@ def starter(model: str, data: Sequence[str]) -> str:
         layout="dp1" if is_folder else "dp2",
         name=Path(model).resolve().name if is_folder else model,
     )
+
+
+def _files(path: str) -> str:
+    """A pattern for all under a folder, unless `datasets` has saved it."""
+    folder = Path(path)
+    saved = any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
+    return f"{path.rstrip('/')}/**/*" if folder.is_dir() and not saved else path
 
 
 def _mapping(**field: str) -> str:

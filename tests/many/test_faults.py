@@ -13,7 +13,7 @@ from checkpoints import SPEC
 
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
-from longshift.errors import OutOfMemoryError, PeerError
+from longshift.errors import DataError, OutOfMemoryError, PeerError
 from longshift.layout.layout import Layout
 from longshift.train import loop
 from longshift.train.check import Trial
@@ -175,6 +175,16 @@ def test_a_failing_call_tells_rank_and_traceback_and_the_next_one_works():
         after = world.call("checkpoints:pid")
     assert len({*before, *after, os.getpid()}) == 5
     assert not any(map(alive, (*before, *after)))
+
+
+def refuse(world: World) -> None:
+    raise DataError("line 7 is bad")
+
+
+@pytest.mark.usefixtures("worlds")  # so that it runs while this process may fork
+def test_a_persons_fault_keeps_its_class():
+    with ForkedWorld(1) as world, pytest.raises(DataError, match=r"^line 7 is bad$"):
+        world.call("test_faults:refuse")
 
 
 @pytest.mark.usefixtures("worlds")  # so that it runs while this process may fork

@@ -244,11 +244,101 @@ def test_ctrl_c_or_a_scheduler_finishes_the_step_and_saves(place, longshift, mon
         return describe(step, steps)
 
     monkeypatch.setattr(metrics, "describe", interrupt_first)
-    code, out, _ = longshift("train run.yaml train.steps=50 save.every=50")
-    assert code == 0
+    code, out, err = longshift("train run.yaml train.steps=50 save.every=50")
+    assert code == 130
     assert "stopped at step 2 of 50" in out
+    again = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert f"longshift: finishing this step, then saving; {again} again stops at once\n" in err
     assert "resume  longshift train run/config.yaml --resume\n" in out
     assert (place / "run/checkpoints/step-2").is_dir()
+
+
+def test_a_second_ctrl_c_says_that_it_stopped(place, longshift, monkeypatch):
+    from longshift.train import loop
+
+    def interrupted(*how):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", interrupted)
+    assert longshift("train run.yaml") == (130, "", "longshift: stopped\n")
+
+
+def test_leaving_the_loop_saves_the_step(place):
+    for step in ls.train(load_config(place / "run.yaml", ["train.steps=50", "save.every=50"])):
+        if step.step == 2:
+            break
+    assert (place / "run/checkpoints/step-2").is_dir()
+    assert [row["step"] for row in read_rows(place / "run/metrics.jsonl")] == [1, 2]
+
+
+def test_a_refused_resume_changes_nothing(place, longshift):
+    """What --resume may change is in the run's config once it goes on."""
+    assert longshift("train run.yaml")[0] == 0
+    before = {name: (place / "run" / name).read_bytes() for name in ("config.yaml", "env.json")}
+    for change in ("data.max_len=32", "model.preset=tiny-qwen3", "train.seed=7"):
+        assert longshift(f"train run/config.yaml --resume train.steps=4 {change}")[0] == 4
+        assert {name: (place / "run" / name).read_bytes() for name in before} == before
+    assert longshift("train run/config.yaml --resume train.steps=4")[0] == 0
+    assert "steps: 4" in (place / "run/config.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "env.json"])
+def test_files_that_no_run_has_written_stay_as_they_are(place, longshift, name):
+    (place / "mine").mkdir()
+    (place / "mine" / name).write_text("[mine]")
+    code, _, err = longshift("train run.yaml save.dir=mine")
+    assert (code, err) == (
+        2,
+        "longshift: mine holds a config.yaml or env.json that no run has written; choose another folder with save.dir=...\n",
+    )
+    assert (place / "mine" / name).read_text() == "[mine]"
+
+
+def test_a_folder_in_which_a_process_trains_is_refused(place, longshift):
+    (place / "run").mkdir()
+    hold = (
+        "import fcntl, os, sys; f = open('run/.lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(os.getpid(), file=f, flush=True); print()"
+    )
+    with subprocess.Popen([sys.executable, "-uc", hold + "; sys.stdin.read()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout
+        other.stdout.readline()
+        code, _, err = longshift("train run.yaml")
+        assert (code, err) == (2, f"longshift: process {other.pid} trains in run now; wait, end it, or choose another with save.dir=...\n")
+        other.communicate()
+    assert longshift("train run.yaml")[0] == 0
+
+
+def test_a_stream_folder_is_a_path_that_must_be_writable(place, longshift):
+    code, _, err = longshift("train run.yaml layout=chunk32.disk stream.folder=nothere")
+    assert code == 2
+    assert re.search(r"the folder /.*/nothere cannot be written: No such file or directory; choose another with stream\.folder=", err)
+    (place / "scratch").mkdir()
+    assert longshift("train run.yaml layout=chunk32.disk stream.folder=scratch")[0] == 0
+    assert f"folder: {place}/scratch" in (place / "run/config.yaml").read_text()
+
+
+def test_memory_that_runs_out_has_its_exit_code_in_one_process_too(place, longshift, monkeypatch):
+    from longshift.train import loop
+
+    def full(*how):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    monkeypatch.setattr(loop, "train_step", full)
+    code, _, err = longshift("train run.yaml")
+    assert code == 7
+    assert err.startswith("longshift: rank 0: DefaultCPUAllocator")
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(place):
+    """As with `| head -1`."""
+    command = [sys.executable, "-m", "longshift.cli", "train", "run.yaml", "train.steps=6"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout
+        child.stdout.readline()
+        child.stdout.close()
+        assert child.stderr
+        assert (child.stderr.read(), child.wait()) == ("", 0)
+    assert (place / "run/checkpoints/step-6").is_dir()
 
 
 def test_data_shows_documents_lengths_and_what_caps_lose(place, longshift):
@@ -270,6 +360,8 @@ def test_init_writes_a_config_that_trains_and_never_over_one(place, longshift):
     assert longshift(f"train new.yaml {changes} layout=dp1 save.dir=other")[0] == 0
     code, _, err = longshift("init --to new.yaml")
     assert (code, "exists already" in err) == (2, True)
+    (place / "books").mkdir()
+    assert '- {path: "books/**/*"}' in longshift("init --data books")[1]
     assert parse_config(json.loads(longshift("init gpt2 --json")[1])["config"]).spec == PRESETS["gpt2"]
 
 

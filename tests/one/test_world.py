@@ -6,7 +6,8 @@ import psutil
 import pytest
 import torch
 
-from longshift.dist.world import host_memory, own_device
+from longshift.dist.memory import host_memory
+from longshift.dist.world import own_device
 from longshift.errors import UsageError
 
 TOTAL = psutil.virtual_memory().total

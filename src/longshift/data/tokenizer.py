@@ -80,8 +80,10 @@ def project_tokenizer(cache: Path | str, vocab: int = 4096) -> Tokenizer:
         texts = (item.text for file in library for item in read(file) if isinstance(item, Text))
         try:
             publish(target, lambda folder: _write(train(texts, vocab), folder))
-        except OSError as error:
-            raise DataError(f"{target}: cannot write the tokenizer: {error.strerror or error}") from error
+        except DataError:
+            raise
+        except Exception as error:  # the library raises bare Exception where it cannot write
+            raise DataError(f"{target}: cannot write the tokenizer: {getattr(error, 'strerror', None) or error}") from error
     return load(target)
 
 

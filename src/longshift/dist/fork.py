@@ -19,6 +19,7 @@ import torch
 import torch._dynamo  # torch.optim imports it at first use: 1.5 s in every rank that does not inherit it
 import torch.distributed as dist
 
+from longshift import errors
 from longshift.dist.world import TIMEOUT, World, end_with_parent, keep_freed_memory, stay_on_loopback
 from longshift.errors import LongshiftError, PeerError
 
@@ -36,8 +37,8 @@ class ForkedWorld:
 
     def call(self, function: str, deadline_s: float = 60.0, **arguments: object) -> list:
         """Answers, by rank, of `function` ("package.module:name"), called as function(world, **arguments) on every rank. Raises
-        PeerError with the traceback of the rank that failed first, as far as that shows (dead before failed, failed before peer lost), or
-        when an answer is late."""
+        the LongshiftError of the rank that failed first, as far as that shows (dead before failed, failed before peer lost), and PeerError
+        with its traceback where it is another, or when an answer is late."""
         if not self._pids:
             self._start()
         line = json.dumps({"function": function, "arguments": arguments}).encode() + b"\n"
@@ -65,6 +66,8 @@ class ForkedWorld:
         if failed:
             self.close()
             cause, rank = failed[0]
+            if "kind" in answers[rank]:
+                raise getattr(errors, answers[rank]["kind"])(answers[rank]["error"])
             raise PeerError(f"{function}: rank {rank} {answers[rank]['error'] if cause == 0 else 'failed: ' + answers[rank]['error']}")
         if len(answers) < self.size:
             self.close()
@@ -133,7 +136,7 @@ def _serve(host: ForkedWorld, rank: int, listener: socket.socket, calls: int, an
                 try:
                     value = {"value": getattr(importlib.import_module(module), name)(world, **call["arguments"])}
                 except LongshiftError as fault:
-                    value = {"error": f"{type(fault).__name__}: {fault}", "cause": 1}
+                    value = {"error": str(fault), "kind": type(fault).__name__, "cause": 1}
                 except Exception as fault:
                     lost_peer = isinstance(fault, (dist.DistError, RuntimeError)) and "gloo" in str(fault)
                     value = {"error": traceback.format_exc(), "cause": 2 if lost_peer else 1}

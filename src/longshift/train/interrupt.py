@@ -1,15 +1,21 @@
 """Ctrl-C, and what else should: the first asks the run to stop after the step in hand, the second ends the process."""
 
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 
-class Interrupt:
-    """Call it to ask whether the run should stop. Make it before torch is imported, which takes seconds. `also`: signals beside SIGINT.
-    Mutable: one flag."""
+def stopping(number: int) -> str:
+    again = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    return f"finishing this step, then saving; {again} again stops at once"
 
-    def __init__(self, *also: signal.Signals) -> None:
-        self._asked = False
+
+class Interrupt:
+    """Call it to ask whether the run should stop. Make it before torch is imported, which takes seconds. `also`: signals beside SIGINT;
+    `say` shows a line to the person. Mutable: one flag."""
+
+    def __init__(self, *also: signal.Signals, say: Callable[[str], None] = lambda line: None) -> None:
+        self._asked, self._say = False, say
         self._watched = (signal.SIGINT, *also)
         for number in self._watched:
             signal.signal(number, self._on_signal)
@@ -19,5 +25,6 @@ class Interrupt:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
+        self._say(stopping(number))
         for watched in self._watched:
             signal.signal(watched, signal.default_int_handler if watched == signal.SIGINT else signal.SIG_DFL)

@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
+from longshift.train.interrupt import stopping
 from longshift.train.run_folder import RunFolder, as_error, clear_causes, read_causes, root_cause
 
 HOST = "127.0.0.1"
@@ -148,8 +149,7 @@ def _forward_interrupts(agent: LocalElasticAgent, say: Callable[[str], None]) ->
         pids = [worker.id for worker in agent.get_worker_group().workers if isinstance(worker.id, int)]
         if len(received) > 1 or not pids:
             raise SignalException("stopped twice", signal.SIGTERM)  # a rank that waits for a peer would not see SIGINT
-        again = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        say(f"finishing this step, then saving; {again} again stops at once")
+        say(stopping(number))
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)

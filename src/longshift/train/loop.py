@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
-from longshift.dist.world import World, host_memory
+from longshift.dist.memory import host_memory
+from longshift.dist.world import World
 from longshift.errors import LongshiftError, NonFiniteError, OutOfMemoryError
 from longshift.explain import needs_of
 from longshift.layout.layout import format_size
@@ -29,6 +30,7 @@ from longshift.switch.itinerary import home_layout
 from longshift.train.corpus import open_corpus
 from longshift.train.facts import Facts, Fingerprints, expect
 from longshift.train.metrics import GroupMetrics, StepMetrics
+from longshift.train.run_folder import RunFolder, adopt
 from longshift.train.step import Outcome, State, train_step
 from longshift.train.team import Team
 
@@ -50,6 +52,8 @@ def _steps(
     _fits(config, world, run)
     batches, fingerprints = _open_data(config, world)
     start, state = _begin(config, world, fingerprints, run if resume else None)
+    if resume and world.rank == 0:
+        adopt(RunFolder(run), config)
     team = Team(
         config.spec,
         config.edges,
@@ -76,7 +80,12 @@ def _steps(
             recorder.write(trace, world.rank)
             recorder = None
         most, stopping = _most(world, _memory_bytes(world), stop())
-        yield _metrics(config, step, batch, outcome, seconds, most, _groups(team))
+        try:
+            yield _metrics(config, step, batch, outcome, seconds, most, _groups(team))
+        except GeneratorExit:  # the caller leaves; among others it would wait for them here
+            if world.size > 1:
+                raise
+            stopping = True
         if stopping or step == config.train.steps or step % config.save.every == 0:
             save(run, step, state.optimizer.state(), Facts.now(config, state, fingerprints).model_dump(), world, config.save.keep)
         if stopping:

@@ -4,7 +4,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -110,6 +111,15 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+@contextmanager
+def read_or_not() -> Iterator[None]:
+    """What is printed inside goes on without a reader: a pipe that was closed, as by `head`, becomes /dev/null."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Display:
     """Shows steps as they come: one live line on a terminal, plain lines elsewhere, JSON lines where asked for."""
 
@@ -131,7 +141,8 @@ class Display:
         if self._live:
             self._live.update(Text(describe(step, self._steps), no_wrap=True, overflow="ellipsis"), refresh=True)
         else:
-            print(step.to_json() if self._as_json else describe(step, self._steps), file=self._console.file, flush=True)
+            with read_or_not():
+                print(step.to_json() if self._as_json else describe(step, self._steps), file=self._console.file, flush=True)
 
 
 def describe(step: StepMetrics, steps: int) -> str:

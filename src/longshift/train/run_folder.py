@@ -1,13 +1,15 @@
 """The folder of a run: where everything lies, whether a run may start there, and why one of its ranks failed. Needs no torch.
 
-config.yaml      resolved config
+config.yaml      resolved config; what --resume changes is there when the run goes on with it
 env.json         machine and versions
 metrics.jsonl    a row per step
 checkpoints/     step-N, whole or absent
 LATEST           the newest checkpoint that is durable
 errors/          rank-N.json: why rank N failed
+.lock            held while a process trains here
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -18,9 +20,10 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -32,13 +35,19 @@ from longshift.train.metrics import read_rows
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Names of the files of a run."""
+    """Names of the files of a run. `lock`: open while this process trains there."""
 
     path: Path
+    lock: object = field(default=None, compare=False, repr=False)
 
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def asked(self) -> Path:
+        """The config of a run that is about to go on."""
+        return self.path / ".config.yaml"
 
     @property
     def env(self) -> Path:
@@ -82,32 +91,89 @@ class RunFolder:
 def prepare(config: Config, resume: bool) -> RunFolder:
     """Make the run folder, prove it writable, leave the resolved config in it. Every rank may do so: the outcome is the same.
 
-    Raises UsageError when it cannot be written, holds a run without `resume` being given, or has nothing to resume."""
+    Raises UsageError when it or stream.folder cannot be written, another process trains there, it holds a run without `resume` being
+    given, files that no run has written, or nothing to resume."""
     folder = RunFolder(Path(config.save.dir))
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        probe = folder.path / f".probe-{os.getpid()}"
-        probe.write_bytes(b"longshift")
-        probe.unlink()
-    except OSError as fault:
-        raise UsageError(f"the run folder {folder.path} cannot be written: {fault.strerror}; choose another with save.dir=...") from None
+    _prove_writable(folder.path, "the run folder", "save.dir", make=True)
+    if config.stream.folder and any(edge.use.offload == "disk" for edge in config.edges):
+        _prove_writable(Path(config.stream.folder), "the folder", "stream.folder", make=False)
     if resume and not folder.latest.exists():
         raise UsageError(f"{folder.shown} holds no checkpoint to resume from; leave out --resume to start at step 1")
     if not resume and folder.latest.exists():
         raise UsageError(f"{folder.shown} already holds a run; continue it with --resume, or start another with save.dir=...")
+    if not resume and (folder.config.exists() or folder.env.exists()) and not _written_here(folder):
+        raise UsageError(f"{folder.shown} holds a config.yaml or env.json that no run has written; choose another folder with save.dir=...")
+    folder = replace(folder, lock=_lock(folder))
     if not resume and folder.metrics.exists():
         raise UsageError(
             f"{folder.shown} holds a run that ended at step {folder.steps_done()}, before its first checkpoint; "
             f"remove it with: rm -r {folder.shown}  or start another with save.dir=..."
         )
+    _replace(folder.asked, config.to_yaml())
+    if not resume:
+        adopt(folder, config)
+    return folder
+
+
+def adopt(folder: RunFolder, config: Config) -> None:
+    """The run goes on with this config."""
     _replace(folder.config, config.to_yaml())
     _replace(folder.env, json.dumps(describe_machine(), indent=2) + "\n")
-    return folder
+    folder.asked.unlink(missing_ok=True)
+
+
+def _prove_writable(path: Path, what: str, key: str, make: bool) -> None:
+    try:
+        if make:
+            path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".probe-{os.getpid()}"
+        probe.write_bytes(b"longshift")
+        probe.unlink()
+    except OSError as fault:
+        raise UsageError(f"{what} {path} cannot be written: {fault.strerror}; choose another with {key}=...") from None
+
+
+def _written_here(folder: RunFolder) -> bool:
+    """Whether a run has left config and machine there."""
+    try:
+        return folder.config.exists() and "packages" in json.loads(folder.env.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _lock(folder: RunFolder) -> IO[str] | None:
+    """Held by the first of a run's processes until it ends, however it does."""
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    file = (folder.path / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip()
+        if owner == str(os.getpid()):  # a run that was left, and whose errors somebody still looks at
+            return file
+        raise UsageError(f"process {owner} trains in {folder.shown} now; wait, end it, or choose another with save.dir=...") from None
+    except OSError:  # a file system without locks
+        return file
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
 
 
 def read_config(path: Path) -> Config:
     """The resolved config of a run folder. Raises UsageError where `path` is no run."""
-    file = RunFolder(path).config
+    return _parsed(path, RunFolder(path).config)
+
+
+def read_asked(path: Path) -> Config:
+    """The config that `prepare` was given."""
+    folder = RunFolder(path)
+    return _parsed(path, folder.asked if folder.asked.exists() else folder.config)
+
+
+def _parsed(path: Path, file: Path) -> Config:
     if not file.is_file():
         raise UsageError(f"{path} is not a run folder: it holds no config.yaml")
     return parse_config(file.read_text(encoding="utf-8"), name=str(file))
