@@ -30,14 +30,14 @@ def train(config: Config, *, resume: bool = False) -> Iterator[StepMetrics]:
 
     In a process that torchrun started, this is one rank of the run. Elsewhere a layout of several ranks runs in local worker
     processes; leaving the loop early lets them finish the step and save. Raises LongshiftError."""
-    from longshift.dist.world import launched
+    from longshift.dist.world import launched, own_rank
 
     if any(edge.use.chunk == AUTO for edge in config.edges):
         from longshift.profile.choose import with_chunks
 
         config = with_chunks(config, lambda line: print(f"longshift: {line}", file=sys.stderr))
     if config.world == 1 or launched():
-        yield from run_rank(config, prepare(config, resume), resume)
+        yield from run_rank(config, prepare(config, resume, own_rank()), resume)
     else:
         yield from _run_workers(config, resume)
 

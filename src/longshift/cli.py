@@ -111,7 +111,7 @@ def train(
     rank, world = _place()
     for edge in run.edges if world is not None else ():
         legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len))
-    folder = prepare(run, resume)
+    folder = prepare(run, resume, rank)
     if world is not None or run.world == 1:
         # torchrun ends the others by SIGTERM when one rank fails, a scheduler a rank that is alone when its time is over
         stop = Interrupt() if world is not None else Interrupt(signal.SIGTERM, say=_say)

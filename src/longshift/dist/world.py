@@ -29,6 +29,11 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def own_rank() -> int:
+    """As the environment says; 0 in a process that is alone."""
+    return int(os.environ["RANK"]) if launched() else 0
+
+
 def stay_on_loopback() -> None:
     """Keep gloo's listeners of this process, and of those it starts, on the loopback interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"

@@ -88,8 +88,9 @@ class RunFolder:
         return rows[-1]["step"] if rows else 0
 
 
-def prepare(config: Config, resume: bool) -> RunFolder:
-    """Make the run folder, prove it writable, leave the resolved config in it. Every rank may do so: the outcome is the same.
+def prepare(config: Config, resume: bool, rank: int = 0) -> RunFolder:
+    """Make the run folder, prove it writable, leave the resolved config in it. Every rank may do so: the outcome is the same, and rank 0's
+    process holds the lock.
 
     Raises UsageError when it or stream.folder cannot be written, another process trains there, it holds a run without `resume` being
     given, files that no run has written, or nothing to resume."""
@@ -103,7 +104,7 @@ def prepare(config: Config, resume: bool) -> RunFolder:
         raise UsageError(f"{folder.shown} already holds a run; continue it with --resume, or start another with save.dir=...")
     if not resume and (folder.config.exists() or folder.env.exists()) and not _written_here(folder):
         raise UsageError(f"{folder.shown} holds a config.yaml or env.json that no run has written; choose another folder with save.dir=...")
-    folder = replace(folder, lock=_lock(folder))
+    folder = replace(folder, lock=_lock(folder) if rank == 0 else None)
     if not resume and folder.metrics.exists():
         raise UsageError(
             f"{folder.shown} holds a run that ended at step {folder.steps_done()}, before its first checkpoint; "
@@ -141,10 +142,8 @@ def _written_here(folder: RunFolder) -> bool:
         return False
 
 
-def _lock(folder: RunFolder) -> IO[str] | None:
-    """Held by the first of a run's processes until it ends, however it does."""
-    if os.environ.get("RANK", "0") != "0":
-        return None
+def _lock(folder: RunFolder) -> IO[str]:
+    """Held until this process ends, however it does."""
     file = (folder.path / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
