@@ -101,6 +101,12 @@ def _absolute(value: object) -> object:
     return str(Path(value).expanduser().absolute()) if isinstance(value, str) and value else value
 
 
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"a number is needed, and YAML reads this as {str(value).lower()}")
+    return value
+
+
 def _some(value: object) -> object:
     if value in ([], ()):
         raise ValueError("name at least one source, as in train: [{corpus: python}]")
@@ -108,6 +114,7 @@ def _some(value: object) -> object:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, strict=True)]
+Number = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, strict=True)]
 PrecisionName = Literal["float32", "bf16", "fp16", "float64"]
 PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
@@ -184,16 +191,16 @@ class TrainConfig(Section):
     tokens_per_step: Size
     pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
     steps: Size
-    lr: float = Field(gt=0)
-    min_lr: float = Field(default_factory=lambda data: 0.1 * data.get("lr", 0.0), ge=0)
+    lr: Number = Field(gt=0)
+    min_lr: Number = Field(default_factory=lambda data: 0.1 * data.get("lr", 0.0), ge=0)
     warmup: Count = 0
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    clip: Annotated[float, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
+    clip: Annotated[Number, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
     precision: PrecisionName = "bf16"
     seed: int = Field(0, ge=0, lt=2**63)
-    weight_decay: float = Field(0.1, ge=0)
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
+    weight_decay: Number = Field(0.1, ge=0)
+    betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    eps: Number = Field(1e-8, gt=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":

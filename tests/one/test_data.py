@@ -147,6 +147,21 @@ def test_bad_text_files_are_refused(tmp_path):
             texts(Source(str(tmp_path / name)))
 
 
+def test_what_a_pattern_matches_and_cannot_be_read_is_not_left_out_silently(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/b.txt").write_text("text")
+    assert len(files(Source(f"{tmp_path}/**/*"))) == 2
+    with pytest.raises(DataError, match=rf"more is a folder; to read what is in it, write path: {tmp_path}/\*\*/\*, else one"):
+        files(Source(f"{tmp_path}/*"))
+    for make in (lambda path: path.symlink_to(tmp_path / "nothing"), lambda path: os.mkfifo(path)):
+        make(tmp_path / "odd")
+        for pattern in ("[ao]*", "**/*"):
+            with pytest.raises(DataError, match="odd is no file that can be read"):
+                files(Source(f"{tmp_path}/{pattern}"))
+        (tmp_path / "odd").unlink()
+
+
 def test_a_path_that_matches_nothing_names_the_nearest(tmp_path):
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "a.jsonl").touch()

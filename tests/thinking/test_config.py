@@ -64,6 +64,12 @@ def test_the_resolved_config_reads_back_as_itself(lr, steps, pack, clip, layout)
     assert parse_config(config.to_yaml()) == config
 
 
+@pytest.mark.parametrize("key", ["lr", "clip", "eps", "weight_decay", "min_lr"])
+def test_yes_is_no_number(key):
+    (line,) = faults(GOOD, f"train.{key}=yes")
+    assert line.endswith(f"train.{key}: a number is needed, and YAML reads this as true")
+
+
 @given(st.integers(1, 2**50))
 def test_sizes_read_back(size):
     assert parse_size(format_size(size)) == size

@@ -73,7 +73,8 @@ class Skipped:
 
 
 def files(source: Source) -> tuple[File, ...]:
-    """The files of a source, sorted by path. Raises DataError when there are none, naming what does exist."""
+    """The files of a source, sorted by path. Raises DataError when there are none, naming what does exist, and for a match that is neither
+    a file nor a folder on the way to one: nothing is left out silently."""
     if source.path is None:
         return tuple(_file(path, "python", "") for path in _library())
     pattern = os.path.expanduser(source.path)
@@ -81,6 +82,12 @@ def files(source: Source) -> tuple[File, ...]:
     found = [path for path in matches if os.path.isfile(path) or _is_dataset(path)]
     if not found:
         raise DataError(_nothing(source.path, pattern, matches))
+    for path in sorted(set(matches) - set(found)):
+        if not os.path.isdir(path):
+            raise DataError(f"{path} is no file that can be read (a link to nothing, or a device): remove it, or name others")
+        if "**" not in pattern:
+            inside = f"{source.path.rstrip('*')}**/*"
+            raise DataError(f"{path} is a folder; to read what is in it, write path: {inside}, else one that leaves it out")
     return tuple(_file(path, _format(path), source.text) for path in found)
 
 
