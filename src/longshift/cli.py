@@ -318,6 +318,10 @@ def _trace_file(run: Config, trace: Path) -> Path:
         raise UsageError(f"--trace shows the events of a layout in chunks, and {layouts} has none: add chunk64K, say")
     if not trace.absolute().parent.is_dir() or trace.is_dir():
         raise UsageError(f"--trace {trace}: name a file in a folder that exists")
+    if trace.exists() and trace.suffix != ".json":
+        raise UsageError(f"--trace {trace} is there already; only files that end in .json are written over")
+    if not os.access(trace if trace.exists() else trace.absolute().parent, os.W_OK):
+        raise UsageError(f"--trace {trace} cannot be written")
     return trace.absolute()
 
 

@@ -199,6 +199,17 @@ def test_a_streamed_run_tells_what_moved_step_by_step(place, longshift):
     assert StepMetrics.from_json(rows[0]).groups[0].put_bytes == groups[0]["put_bytes"]
 
 
+def test_a_trace_never_replaces_another_file_and_an_empty_one_is_told(place, longshift):
+    before = (place / "run.yaml").read_bytes()
+    code, _, err = longshift("train run.yaml layout=chunk16.disk --trace run.yaml")
+    assert (code, err) == (2, "longshift: --trace run.yaml is there already; only files that end in .json are written over\n")
+    assert (place / "run.yaml").read_bytes() == before
+    groups = "layout='[{upto: 512, use: dp1}, {upto: 1K, use: chunk64.disk}]' data.max_len=1K"
+    code, _, err = longshift(f"train run.yaml {groups} --trace t.json")
+    assert (code, err) == (0, "longshift: no step had documents for a layout in chunks, so nothing was traced\n")
+    assert not (place / "t.json").exists()
+
+
 def test_a_chunk_is_chosen_and_the_run_keeps_it(place, longshift, monkeypatch):
     monkeypatch.setattr("longshift.profile.choose.CACHE", place / "none")
     told = "longshift: chunk-auto.disk: chunks of 256: a default, because this machine was not measured; longshift profile does"
@@ -497,6 +508,12 @@ def test_metrics_hold_every_step_once_also_after_a_crash(tmp_path):
     again.write(row(3, float("nan")))
     assert [(r["step"], r["loss"]) for r in read_rows(path)] == [(1, 1.0), (2, 2.0), (3, None)]
     assert StepMetrics.from_json(read_rows(path)[0]) == row(1, 1.0)
+
+
+def test_a_damaged_row_of_the_metrics_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n{"cut sho')
+    with pytest.raises(ls.errors.UsageError, match=r"metrics\.jsonl:2 is damaged: remove that line$"):
+        read_rows(tmp_path / "metrics.jsonl")
 
 
 def test_a_terminal_shows_one_live_line(tmp_path):

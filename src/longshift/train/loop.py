@@ -86,6 +86,8 @@ def _steps(
             if world.size > 1:
                 raise
             stopping = True
+        if recorder and (stopping or step == config.train.steps):
+            print("longshift: no step had documents for a layout in chunks, so nothing was traced", file=sys.stderr)
         if stopping or step == config.train.steps or step % config.save.every == 0:
             save(run, step, state.optimizer.state(), Facts.now(config, state, fingerprints).model_dump(), world, config.save.keep)
         if stopping:

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from longshift.errors import UsageError
+
 
 @dataclass(frozen=True)
 class GroupMetrics:
@@ -106,9 +108,16 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The rows of a `metrics.jsonl`; none where there is no file. A last line cut short by a crash is left out."""
+    """The rows of a `metrics.jsonl`; none where there is no file. A last line cut short by a crash is left out. Raises UsageError for a
+    damaged one before it."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise UsageError(f"{path}:{number} is damaged: remove that line") from None
+    return rows
 
 
 @contextmanager
