@@ -1,4 +1,4 @@
-"""The command line. Exit codes are those of `errors.py`, and 130 after Ctrl-C; an error is printed once, last.
+"""The command line. Exit codes are those of `errors.py`, and 130 for a run that was stopped; an error is printed once, last.
 
 Imports of what needs torch stand inside the commands: see [Note: imports inside functions] in `api.py`.
 """
