@@ -117,9 +117,9 @@ def prepare(config: Config, resume: bool, rank: int = 0) -> RunFolder:
 
 
 def adopt(folder: RunFolder, config: Config) -> None:
-    """The run goes on with this config."""
-    _replace(folder.config, config.to_yaml())
+    """The run goes on with this config. By the machine that it stands beside, which is written first, `prepare` knows it as a run's."""
     _replace(folder.env, json.dumps(describe_machine(), indent=2) + "\n")
+    _replace(folder.config, config.to_yaml())
     folder.asked.unlink(missing_ok=True)
 
 
@@ -135,9 +135,9 @@ def _prove_writable(path: Path, what: str, key: str, make: bool) -> None:
 
 
 def _written_here(folder: RunFolder) -> bool:
-    """Whether a run has left config and machine there."""
+    """Whether a run has left its machine there."""
     try:
-        return folder.config.exists() and "packages" in json.loads(folder.env.read_text(encoding="utf-8"))
+        return "packages" in json.loads(folder.env.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return False
 
