@@ -399,7 +399,8 @@ def main() -> None:
     """Entry point: run the command, turn its failure into one message and an exit code."""
     as_json = "--json" in sys.argv
     try:
-        app(sys.argv[1:], exit_on_error=False, print_error=False)
+        with read_or_not():
+            app(sys.argv[1:], exit_on_error=False, print_error=False)
     except (LongshiftError, CycloptsError) as fault:
         code = fault.exit_code if isinstance(fault, LongshiftError) else UsageError.exit_code
         if as_json:
@@ -410,9 +411,6 @@ def main() -> None:
     except KeyboardInterrupt:
         _say("stopped")
         _end(INTERRUPTED)
-    except BrokenPipeError:  # `longshift data ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _end(0)
     except Exception:
         traceback.print_exc()
         _end(1)

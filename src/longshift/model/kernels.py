@@ -196,9 +196,9 @@ def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention by its definition, [1, N, T, H], some rows at a time."""
-    values, outs, lses = _per_query_head(v, q), [], []
+    keys, values, outs, lses = _per_query_head(k, q), _per_query_head(v, q), [], []
     for first, rows in _rows(q, k):
-        scores = _scores(q[:, :, rows], k, causal, scale, first)
+        scores = _scores(q[:, :, rows], keys, causal, scale, first)
         lses.append(scores.logsumexp(-1))
         outs.append((scores - lses[-1].unsqueeze(-1)).exp() @ values)
     return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -212,7 +212,7 @@ def reference_backward(
     groups = (1, k.shape[1], q.shape[1] // k.shape[1], k.shape[2], k.shape[3])
     for first, rows in _rows(q, k):
         own, given = q[:, :, rows], grad[:, :, rows]
-        p = (_scores(own, k, causal, scale, first) - lse[:, :, rows].unsqueeze(-1)).exp()
+        p = (_scores(own, keys, causal, scale, first) - lse[:, :, rows].unsqueeze(-1)).exp()
         ds = p * (given @ values.mT - (given * out[:, :, rows]).sum(-1, keepdim=True)) * scale
         dqs.append(ds @ keys)
         dk += (ds.mT @ own).view(groups).sum(2)
@@ -226,8 +226,9 @@ def _rows(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:
     return ((first, slice(first, first + count)) for first in range(0, q.shape[2], count))
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, first: int) -> Tensor:
-    scores = q @ _per_query_head(k, q).mT * scale
+def _scores(q: Tensor, keys: Tensor, causal: bool, scale: float, first: int) -> Tensor:
+    """Of rows from number `first` on, with a key for every query head."""
+    scores = q @ keys.mT * scale
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1 + first), float("-inf"))
     return scores
