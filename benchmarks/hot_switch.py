@@ -12,7 +12,7 @@ Three steps a machine:
    the longer ones the next of `--policies` is tried.
 2. *Warm-up*, once a corpus. All static layouts that fit, and some assignments of layouts to groups that the probes say are best: each
    batch once. A scheme fits a budget if no rank's peak is above it: resident memory beyond what the process held before the model was
-   built. Hot switching is the best of what fits, be it one single layout.
+   built, where freed memory of 1 MiB and more goes back at once. Hot switching is the best of what fits, be it one single layout.
 3. *Rounds.* For each budget the best that fit it, all interleaved; each scheme has its own processes. What hot switching and the best
    static layout are is chosen in the even rounds, by medians; their ratios are of the odd ones, each taken within a round, so that the
    choice favours nobody.
