@@ -16,10 +16,10 @@ import pytest
 import longshift
 
 THINKING = (
-    *("errors", "files", "spec", "cluster", "layout", "workload", "schedule", "switch", "simulate", "planner"),
+    *("errors", "files", "spec", "cluster", "layout", "workload", "schedule", "switch", "program", "simulate", "planner"),
     *("config", "explain", "starter"),
 )
-DOING = ("model", "dist", "data", "parallel", "stream", "state", "train", "profile", "api")
+DOING = ("model", "dist", "data", "parallel", "stream", "state", "step", "train", "profile", "api")
 FRONT = ("longshift", "cli")  # the package itself, then the command line
 ROOMS = (*THINKING, *DOING, *FRONT)
 

@@ -43,6 +43,11 @@ def loss_rows(spec: ModelSpec, rows: int) -> int:
     return max(LEAST_ROWS, rows * spec.width // spec.vocab)
 
 
+def loss_blocks(spec: ModelSpec, rows: int) -> int:
+    """In how many blocks of `loss_rows` the loss of so many rows is computed."""
+    return -(-rows // loss_rows(spec, rows))
+
+
 def least_bytes(
     spec: ModelSpec, layout: Layout, home: Layout, tokens: int, compute_bytes: int, home_bytes: int, buffers: int = 0
 ) -> LeastBytes:

@@ -34,7 +34,7 @@ from longshift.layout.layout import Keep, Layout, Schedule, Where
 from longshift.schedule.sequence import Run, TokenOrder, token_order
 from longshift.spec.model import ModelSpec
 
-Kind = Literal["fetch", "compute", "send", "store", "free", "drop"]
+Kind = Literal["fetch", "compute", "send", "store", "free", "drop", "accumulate"]
 Buffer = tuple[str, int]  # an object's name, its chunk
 Sizes = Mapping[str, Sequence[int]]  # bytes of each chunk, by name
 
@@ -52,7 +52,8 @@ LANES = {"fetch": "in", "compute": "compute", "send": "link", "store": "out"}  #
 
 
 class Event(NamedTuple):
-    """`name`: of compute and send the operation, else the object. `keys`: of attention, the chunk whose keys. `slots`: the places on the
+    """`name`: of compute and send the operation, else the object. `keys`: of attention the chunk whose keys, of a loss the block of rows;
+    `accumulate` adds the gradients that the operation before it left on weights to their sums. `slots`: the places on the
     device of `reads` and `writes`, in that order; two buffers of one name and slot are never there at one time. `bytes`: that move."""
 
     kind: Kind
@@ -135,13 +136,19 @@ def backward(sees: Sequence[int], policy: Policy, sizes: Sizes) -> tuple[Event, 
     return made.finished()
 
 
-def alone(operation: str, reads: str | None, writes: str | None, count: int, ahead: int, sizes: Sizes) -> tuple[Event, ...]:
-    """Chunk by chunk from objects `reads`, which are dropped, to objects `writes`: embedding and loss."""
+def alone(
+    operation: str, reads: str | None, writes: str | None, count: int, ahead: int, sizes: Sizes, blocks: Sequence[int] = ()
+) -> tuple[Event, ...]:
+    """Chunk by chunk from objects `reads`, which are dropped, to objects `writes`: embedding and loss. `blocks`: of a loss, into how many
+    blocks of rows each chunk is cut."""
     made = _List(range(count), Policy(ahead=ahead), sizes)
     for c in range(count):
         read, write = ([(name, c)] if name else [] for name in (reads, writes))
         made.need(*read)
-        made.compute(operation, c, read, write)
+        for block in range(blocks[c] if blocks else 1):
+            made.compute(operation, c, read + (write if block else []), write, keys=block if blocks else -1)
+            if operation != "embed":
+                made.accumulate(c)
         made.store(*write)
         made.free(*read, *write)
         made.drop(*read)
@@ -235,6 +242,7 @@ class _List:
         """o_c, x_c and dy_c to do_c and dr_c, the part of dx_c that does not go through attention."""
         self.need(("x", c), ("o", c), ("dy", c))
         self.compute("tail_back", c, [("x", c), self.to_tokens(c), ("dy", c)], [("dr", c), ("do_tokens" if self.policy.sent else "do", c)])
+        self.accumulate(c)
         self.free(("dy", c))
         if self.policy.sent:
             self.send("to_tokens_back", c, [("do_tokens", c)], [("do", c)])
@@ -247,6 +255,7 @@ class _List:
             self.compute("qkv_back", c, [("graph", c), ("dqkv", c), ("dr", c)], [("dx", c)])
         else:
             self.compute("qkv_back", c, [("graph", c), ("dq", c), ("dkv", c), ("dr", c)], [("dx", c)])
+        self.accumulate(c)
         self.store(("dx", c))
         self.free(*((n, c) for n in ("graph", "exchange", "dqkv", "dq", "dkv", "dr", "dx", "x")))
 
@@ -324,6 +333,9 @@ class _List:
     def compute(self, name: str, c: int, reads: Sequence[Buffer], writes: Sequence[Buffer], keys: int = -1) -> None:
         self.live |= dict.fromkeys(writes)
         self.events.append(Event("compute", name, c, tuple(reads), tuple(writes), keys))
+
+    def accumulate(self, c: int) -> None:
+        self.events.append(Event("accumulate", "weights", c))
 
     def send(self, name: str, c: int, reads: Sequence[Buffer], writes: Sequence[Buffer]) -> None:
         """The bytes are those of what attention works on, or of its output, as large as its queries. Ranks that share a key/value head are

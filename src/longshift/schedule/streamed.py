@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from longshift.layout.heads import own_heads, tensor_heads
 from longshift.layout.layout import Coord, Layout
+from longshift.layout.memory import loss_blocks
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Buffer, Event, Policy, Sizes
 from longshift.schedule.sequence import Run, TokenOrder, token_order
@@ -43,11 +44,12 @@ def lists(
     policy = Policy(layout.schedule, layout.keep, layout.kv, ahead, sent=(layout.ulysses - 1) / layout.ulysses)
     from_x = replace(policy, keep="input")
     sizes = chunks.sizes(spec, layout, orders, heads, own, compute_bytes)
+    blocks = [loss_blocks(spec, order.local_tokens // (layout.ulysses * layout.tp)) for order in orders]
     found: dict[Turn, tuple[Event, ...]] = {
         "embed": chunks.alone("embed", None, "y", count, ahead, sizes),
         "forward": chunks.forward(sees, policy, sizes),
         "later": (),
-        "loss": chunks.alone("loss", "x", "dx", count, ahead, sizes),
+        "loss": chunks.alone("loss", "x", "dx", count, ahead, sizes, blocks),
         "backward": chunks.backward(sees, policy, sizes),
         "embed_back": chunks.alone("embed_back", "dy", None, count, ahead, sizes),
     }

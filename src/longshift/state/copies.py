@@ -8,14 +8,15 @@ is; `state.visit` has them for one that is not.
 One fused collective a bucket, started at once and waited for as late as possible. Bytes in and out of a holder, P holders, W elements:
 gather W (P-1)/P in the compute format; reduce W (P-1)/P in the home format, twice that under ZeRO-0.
 
-ZeRO is when the verbs are called: stage 3 gathers a unit before each use, the next one meanwhile, and releases it after; stages 0..2
-gather once a step. Stages 2 and 3 reduce a unit after every backward, stages 0 and 1 after the last.
+When the verbs are called is the program's (`program.step`).
 
 [Note: released storage] A graph kept for backward holds views of the copies. Release shrinks their storage to nothing and gather fills
-the same storage again, through an alias with a version counter of its own, so that autograd sees the tensors it saved.
+the same storage again, through an alias with a version counter of its own, so that autograd sees the tensors it saved. Copies have no storage
+before they are gathered for the first time.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from functools import partial
 
 import torch
@@ -29,8 +30,6 @@ from longshift.layout.placement import Bucket, assemble, local_boxes, local_shap
 from longshift.model.decoder import Unit
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home, Shard
-
-IN_FLIGHT = 8  # reductions under way at one time: each holds its fused buffer
 
 Place = tuple[str, tuple[slice, ...]]  # a weight's name, and where in the rank's tensor of it
 
@@ -67,7 +66,6 @@ class UnitCopies:
     def __init__(self, weights: dict[str, nn.Parameter], flat: Tensor | None, borrowed: set[str]):
         self.weights, self.flat, self.borrowed = weights, flat, borrowed
         self.bytes = 0 if flat is None else flat.untyped_storage().nbytes()
-        self.present = False
 
     def hold(self) -> None:
         """Have storage; contents are undefined where there was none."""
@@ -75,7 +73,6 @@ class UnitCopies:
             self.flat.untyped_storage().resize_(self.bytes)
 
     def drop(self) -> None:
-        self.present = False
         if self.flat is not None:
             self.flat.untyped_storage().resize_(0)
 
@@ -91,7 +88,14 @@ class Copies(ABC):
             if at.pp in stages_of(spec, layout, param):
                 mine.setdefault(moving_unit(spec, param), []).append(param.name)
         self.boxes = {name: local_boxes(spec.by_name[name], layout, at.tp) for names in mine.values() for name in names}
-        self.units = {unit: self._allocate(unit, names) for unit, names in mine.items()}
+        self.units: dict[int, UnitCopies] = {}
+        for unit, names in mine.items():
+            self.units[unit] = self._allocate(unit, names)
+            self.prepare(unit)
+            self.units[unit].drop()
+
+    def prepare(self, unit: int) -> None:
+        """Make the views of a unit's copies that are used again and again; the copies have storage now, and lose it after."""
 
     def _allocate(self, unit: int, names: list[str]) -> UnitCopies:
         """Tensors of a unit: home's own where home keeps all of a weight in the compute format, else slices of one flat vector."""
@@ -126,18 +130,13 @@ class Copies(ABC):
         for param in module.table:
             module.register_parameter(param.role, self.units[moving_unit(self.spec, param)].weights[param.name])
 
-    def outdated(self) -> None:
-        """Home has changed: every copy must be gathered again before its next use."""
-        for copies in self.units.values():
-            copies.present = False
-
     def release(self, unit: int) -> None:
         """Drop a unit's copies. Gradients not yet accumulated must not need them."""
         self.units[unit].drop()
 
     @abstractmethod
     def gather(self, unit: int) -> None:
-        """Start bringing a unit's weights here; nothing to do where they are here or under way."""
+        """Start bringing a unit's weights here."""
 
     @abstractmethod
     def ready(self, unit: int) -> None:
@@ -145,15 +144,16 @@ class Copies(ABC):
 
     @abstractmethod
     def accumulate(self, unit: int) -> None:
-        """Add the gradients that a backward left on the unit's weights to their sums, in the home format."""
+        """Add the gradients that a backward left on the unit's weights to their sums, in the home format. A unit that computed nothing
+        contributes zeros."""
 
     @abstractmethod
     def reduce(self, unit: int) -> None:
-        """`accumulate`, and start bringing the sums home. A unit that computed nothing contributes zeros."""
+        """Start bringing the unit's sums home."""
 
     @abstractmethod
-    def finish(self, leave: int = 0) -> None:
-        """Wait for all but the `leave` newest reductions, in the order they were started; home then holds the sums."""
+    def reduced(self, unit: int) -> None:
+        """Return when home holds the sums of the unit's oldest reduction under way."""
 
 
 class Fused:
@@ -167,6 +167,7 @@ class Fused:
         self.targets = [[copies.weights[name].data[at] for name, at in some] for _, some in places]
         self.arriving: list[Pending] | None = None
         self.sums: list[Tensor] | None = None  # fused gradient buffers, one a route
+        self.reducing: deque[list[tuple[Pending, Tensor, Shard]]] = deque()
 
     def copy_in(self, number: int, buffer: Tensor) -> None:
         """From the fused buffer of a route into the weights."""
@@ -179,18 +180,17 @@ class AlignedCopies(Copies):
     """Copies of a layout that is cut as `home` is. Mutable."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, compute: torch.dtype, sums: torch.dtype):
-        super().__init__(spec, layout, world, home, compute)
         self.sums = sums
         self.fused: dict[int, Fused] = {}
-        self.reducing: list[tuple[Pending, Tensor, Shard]] = []
-        for unit, copies in self.units.items():
-            shards = [shard for shard in home.shards if shard.bucket.unit == unit]
-            self.fused[unit] = Fused(copies, [(Route(shard.bucket, world.rank, self.boxes, spec), shard) for shard in shards])
+        super().__init__(spec, layout, world, home, compute)
+
+    def prepare(self, unit: int) -> None:
+        shards = [shard for shard in self.home.shards if shard.bucket.unit == unit]
+        routes = [(Route(shard.bucket, self.world.rank, self.boxes, self.spec), shard) for shard in shards]
+        self.fused[unit] = Fused(self.units[unit], routes)
 
     def gather(self, unit: int) -> None:
         fused = self.fused[unit]
-        if self.units[unit].present or fused.arriving is not None:
-            return
         self.units[unit].hold()
         fused.arriving = [self._start(fused, number) for number in range(len(fused.routes))]
 
@@ -202,15 +202,14 @@ class AlignedCopies(Copies):
         own = torch.zeros(route.width, dtype=self.compute, device=self.world.device)
         own[: route.own].copy_(shard.master)
         buffer = own.new_empty((route.slots, route.width))
-        pending = self.world.group(route.bucket.holders).all_gather(buffer, own)
+        pending = self.world.group(route.bucket.holders, "gather").all_gather(buffer, own)
         pending.finish = partial(fused.copy_in, number, buffer)
         return pending
 
     def ready(self, unit: int) -> None:
-        self.gather(unit)
-        for pending in self.fused[unit].arriving or ():
-            pending.wait()
-        self.fused[unit].arriving, self.units[unit].present = None, True
+        fused = self.fused[unit]
+        while fused.arriving:
+            fused.arriving.pop(0).wait()
 
     def accumulate(self, unit: int) -> None:
         fused, weights = self.fused[unit], self.units[unit].weights
@@ -228,21 +227,23 @@ class AlignedCopies(Copies):
             weight.grad = None
 
     def reduce(self, unit: int) -> None:
-        self.accumulate(unit)
-        fused = self.fused[unit]
-        for (route, shard), total in zip(fused.routes, fused.sums or ()):
-            group = self.world.group(route.bucket.holders)
+        fused, sums = self.fused[unit], self.fused[unit].sums
+        assert sums is not None, f"unit {unit} has no gradients"
+        fused.sums, leaving = None, []
+        while sums:
+            (route, shard), total = fused.routes[len(leaving)], sums.pop(0)
+            group = self.world.group(route.bucket.holders, "reduce")
             if route.bucket.sharded:
                 out = total.new_empty(route.width)
-                self.reducing.append((group.reduce_scatter(out, total), out[: route.own], shard))
+                leaving.append((group.reduce_scatter(out, total), out[: route.own], shard))
             else:
                 flat = total.view(-1)
-                self.reducing.append((group.start_all_reduce(flat), flat, shard))
-        fused.sums = None
-        self.finish(leave=IN_FLIGHT)
+                leaving.append((group.start_all_reduce(flat), flat, shard))
+        fused.reducing.append(leaving)
 
-    def finish(self, leave: int = 0) -> None:
-        while len(self.reducing) > leave:
-            pending, total, shard = self.reducing.pop(0)
+    def reduced(self, unit: int) -> None:
+        leaving = self.fused[unit].reducing.popleft()
+        while leaving:
+            pending, total, shard = leaving.pop(0)
             pending.wait()
             shard.receive(total)

@@ -19,24 +19,23 @@ from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
 from longshift.errors import PeerError
 from longshift.layout.box import Box
-from longshift.switch.plan import Move, Plan, Turn
+from longshift.switch.plan import Move, Plan
 from longshift.switch.traffic import traffic
 
 Part = Callable[[str, Box], Tensor | None]  # a view of a box of a weight; None where this rank does not have it
 
 
 class Transfer:
-    """This rank's part of `plan`, to be played again and again: `begin`, then `advance`. `held` and `wanted` are asked anew each time.
-    `ahead`: how many exchanges may be played while the layout before still computes. Mutable.
+    """This rank's part of `plan`, to be played again and again: `begin`, then `post` and `take_in` each exchange in turn. `held` and `wanted`
+    are asked anew each time. Mutable.
 
     Collective. Raises PeerError, before anything moves, when the ranks do not agree on the plan."""
 
     def __init__(self, plan: Plan, world: World, group: Group, held: Part, wanted: Part, dtype: torch.dtype):
         self.plan, self.group, self.held, self.wanted, self.dtype, self.device = plan, group, held, wanted, dtype, world.device
         self.turns, self.moving = list(plan.turns(world.rank)), bool(plan.bytes_by_pair.any())
-        self.traffic, self.filled = traffic(plan), [_names(turn) for turn in self.turns]
+        self.traffic = traffic(plan)
         self.exchanges = plan.buckets + plan.rounds - 1 if self.moving else plan.buckets
-        self.posted, self.ahead = 0, 0
         self.arriving: tuple[Pending, Tensor, list[list[Tensor]]] | None = None
         self.passing: dict[int, dict[tuple[str, Box], Tensor]] = {}  # by bucket
         self.exposed_s, self.under_way_s, self._since = 0.0, 0.0, 0.0
@@ -45,36 +44,29 @@ class Transfer:
 
     def begin(self) -> "Transfer":
         """Nothing has moved yet."""
-        self.posted, self.exposed_s, self.under_way_s = 0, 0.0, 0.0
+        self.exposed_s, self.under_way_s = 0.0, 0.0
         return self
 
-    def advance(self, opened: Callable[[set[str]], object], wait: bool) -> bool:
-        """One exchange further: take in what has arrived, post the next. `opened` is called with the weights that the next bucket fills.
-        Without `wait`, nothing happens while an exchange is under way. Returns whether there is more to do."""
+    def post(self, number: int) -> None:
+        """Start an exchange; the one before has been taken in."""
         began = time.perf_counter()
-        if self.arriving is not None:
-            if not wait and not self.arriving[0].done():
-                return True
-            self._take_in()
-        if self.posted < self.exchanges:
-            if self.posted < len(self.turns):
-                opened(self.filled[self.posted])
-            self._post()
-        more = self.arriving is not None or self.posted < self.exchanges
-        if not more:
-            self.fused = self.fused.new_empty(0)
-        now = time.perf_counter()
-        self.exposed_s += now - began
-        self._since = now
-        return more
-
-    def _post(self) -> None:
-        number = self.posted
-        self.posted += 1
         if number < len(self.turns):
             self._move_locally(self.turns[number].local)
-        if not self.moving:
-            return
+        if self.moving:
+            self._post(number)
+        self._since = time.perf_counter()
+        self.exposed_s += self._since - began
+
+    def take_in(self, number: int) -> None:
+        """Wait for an exchange, and put what it brought where it belongs."""
+        began = time.perf_counter()
+        if self.arriving is not None:
+            self._take_in()
+        if number == self.exchanges - 1:
+            self.fused = self.fused.new_empty(0)
+        self.exposed_s += time.perf_counter() - began
+
+    def _post(self, number: int) -> None:
         sends, receives = ([[] for _ in range(self.group.size)] for _ in range(2))
         for which in range(self.plan.rounds):
             if 0 <= (bucket := number - which) < len(self.turns):
@@ -137,10 +129,6 @@ class Transfer:
                 passing[key] = torch.zeros(move.box.shape, dtype=self.dtype, device=self.device)
             found = passing[key]
         return found
-
-
-def _names(turn: Turn) -> set[str]:
-    return {m.name for m in turn.local} | {m.name for played in turn.rounds for m in played.receives}
 
 
 def _cut(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

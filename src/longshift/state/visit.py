@@ -9,24 +9,21 @@
 Optimizer state never moves, and no gradient goes from stop to stop: every one reduces into home.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets, moving_unit
+from longshift.layout.placement import buckets
 from longshift.spec.model import ModelSpec
 from longshift.state.copies import AlignedCopies, Copies
-from longshift.state.home import Home
+from longshift.state.home import Home, Shard
 from longshift.state.precision import Precision
-from longshift.state.transfer import Part, Transfer
+from longshift.state.transfer import Transfer
 from longshift.switch.itinerary import Cut, Itinerary
-from longshift.switch.plan import Plan
 
 
 class PlannedCopies(Copies):
@@ -38,19 +35,14 @@ class PlannedCopies(Copies):
         self._home_format = precision.home
 
     def gather(self, unit: int) -> None:
-        assert self.units[unit].present, f"unit {unit} has not arrived"
+        raise AssertionError(f"unit {unit}: a switch brings it")
 
-    def ready(self, unit: int) -> None:
-        self.gather(unit)
-
-    def release(self, unit: int) -> None:
-        """Nothing: a visit's copies stay for the visit."""
+    ready = reduce = reduced = gather
 
     def accumulate(self, unit: int) -> None:
         totals, grads = [], []
         for name, weight in self.units[unit].weights.items():
-            first = name not in self.sums
-            if first:
+            if name not in self.sums:
                 self.sums[name] = torch.zeros(weight.shape, dtype=self._home_format, device=weight.device)
             if weight.grad is not None:
                 totals.append(self.sums[name])
@@ -58,12 +50,6 @@ class PlannedCopies(Copies):
                 weight.grad = None
         if totals:
             torch._foreach_add_(totals, grads)
-
-    def reduce(self, unit: int) -> None:
-        self.accumulate(unit)
-
-    def finish(self, leave: int = 0) -> None:
-        """Nothing is under way: the sums go home when the visit ends."""
 
     def total(self, name: str, box: Box) -> Tensor | None:
         """A view of a box of a gradient sum; None where it is not here."""
@@ -78,6 +64,7 @@ class Stop:
         self.spec, self.cut, self.home = spec, cut, home
         self.guest: Home | None = None
         self.copies: Copies
+        self._rows: list[tuple[Shard, int]] = []  # of a guest, with their bytes
         if cut.side == "copies" and not cut.at_home:
             self.copies = self.planned = PlannedCopies(spec, cut.layout, world, home, precision)
             return
@@ -85,6 +72,9 @@ class Stop:
             own = buckets(spec, cut.layout)
             self.guest = Home(spec, own, world.rank, precision.compute, world.device, lambda _, box: torch.zeros(box.shape))
         self.copies = AlignedCopies(spec, cut.layout, world, self.guest or home, precision.compute, precision.home)
+        for shard in self.guest.shards if self.guest else ():
+            self._rows.append((shard, shard.master.untyped_storage().nbytes()))
+        self._hold_rows(set(self.copies.units), False)
 
     def weight(self, name: str, box: Box) -> Tensor | None:
         return self.guest.part(name, box, "master") if self.guest else self.copies.part(name, box)
@@ -92,22 +82,12 @@ class Stop:
     def total(self, name: str, box: Box) -> Tensor | None:
         return self.guest.part(name, box, "grad") if self.guest else self.planned.total(name, box)
 
-    def units(self, names: set[str]) -> set[int]:
-        """The units of those of these weights that are here."""
-        return {moving_unit(self.spec, self.spec.by_name[name]) for name in names if name in self.copies.boxes}
-
-    def open(self, names: set[str]) -> None:
-        """Have storage for these weights."""
-        for unit in self.units(names) if not self.guest else ():
-            self.copies.units[unit].hold()
-
-    def arrived(self) -> None:
-        """A switch has brought everything."""
+    def open(self, unit: int) -> None:
+        """Have storage for what a switch brings of a unit."""
         if self.guest:
-            self.copies.outdated()
+            self._hold_rows({unit}, True)
         else:
-            for copies in self.copies.units.values():
-                copies.present = True
+            self.copies.units[unit].hold()
 
     def forget_totals(self) -> None:
         """The gradient sums are at home."""
@@ -116,15 +96,23 @@ class Stop:
         else:
             self.planned.sums.clear()
 
-    def close(self) -> None:
-        """Drop the copies."""
-        for copies in self.copies.units.values():
-            copies.drop()
+    def close(self, unit: int) -> None:
+        """Drop the copies of a unit, of all where it is -1."""
+        units = set(self.copies.units) if unit < 0 else {unit}
+        for number in units:
+            self.copies.units[number].drop()
+        self._hold_rows(units, False)
+
+    def _hold_rows(self, units: set[int], hold: bool) -> None:
+        """Storage for the rows that a guest keeps of some units, or none."""
+        for shard, size in self._rows:
+            if shard.bucket.unit in units:
+                shard.master.untyped_storage().resize_(size if hold else 0)
 
 
 class Switches:
     """The transfers between home and stops that `itinerary` plans, each made when it is first wanted. Mutable: a cache. Its methods are
-    collective over `ranks`, and play on their group for "switch"."""
+    collective over `ranks`."""
 
     def __init__(self, itinerary: Itinerary, home: Home, world: World, ranks: tuple[int, ...], precision: Precision):
         self.itinerary, self.home, self.world, self.ranks, self.precision = itinerary, home, world, ranks, precision
@@ -139,47 +127,21 @@ class Switches:
                 found = source.weight(name, box) if source else None
                 return self.home.part(name, box, "master") if found is None else found
 
-            transfer = self._transfer(self.itinerary.weights(*key), held, target.weight, self.precision.compute)
-            ahead = torch.tensor(self._fit(transfer, target), device=self.world.device)
-            transfer.ahead = int(self.world.group(self.ranks, "switch").all_reduce(ahead, dist.ReduceOp.MIN))
-            self._transfers[key] = transfer
+            group = self.world.group(self.ranks, "weights")
+            self._transfers[key] = Transfer(self.itinerary.weights(*key), self.world, group, held, target.weight, self.precision.compute)
         return self._transfers[key].begin()
 
-    def complete(self, transfer: Transfer, leaving: Stop | None, target: Stop, watch: Callable[[], object] = lambda: None) -> None:
-        """Play the rest of a switch to `target`. Copies of `leaving` are dropped when nothing reads them any more. `watch` is called after
-        every exchange that was posted."""
-        last = {w.name: int(w.bucket[-1]) for w in transfer.plan.weights if len(w.bucket)}
-        units = leaving.copies.units.values() if leaving else ()
-        waiting = sorted(((max(last[name] for name in unit.weights), unit) for unit in units), key=lambda pair: -pair[0])
-        while transfer.advance(target.open, wait=True):
-            watch()
-            while waiting and waiting[-1][0] < transfer.posted:
-                waiting.pop()[1].drop()
-        target.arrived()
-        if leaving is not None:
-            leaving.close()
-
-    def take_home(self, source: Stop) -> Transfer:
-        """The gradient sums of `source`, about to be added to home's."""
+    def total(self) -> None:
+        """Make home's gradient sums where there are none."""
         for shard in self.home.shards:
             if shard.grad is None:
                 shard.grad = torch.zeros_like(shard.master)
+
+    def take_home(self, source: Stop) -> Transfer:
+        """The gradient sums of `source`, about to be added to home's, which are there."""
         key = source.cut, None
         if key not in self._transfers:
-            wanted = partial(self.home.part, what="grad")
-            self._transfers[key] = self._transfer(self.itinerary.sums(source.cut), source.total, wanted, self.precision.home)
+            group, wanted = self.world.group(self.ranks, "sums"), partial(self.home.part, what="grad")
+            plan = self.itinerary.sums(source.cut)
+            self._transfers[key] = Transfer(plan, self.world, group, source.total, wanted, self.precision.home)
         return self._transfers[key].begin()
-
-    def _transfer(self, plan: Plan, held: Part, wanted: Part, dtype: torch.dtype) -> Transfer:
-        return Transfer(plan, self.world, self.world.group(self.ranks, "switch"), held, wanted, dtype)
-
-    def _fit(self, transfer: Transfer, target: Stop) -> int:
-        """How many exchanges fill no more than `ahead_bytes` on this rank."""
-        opened, total = set(), 0
-        for number, names in enumerate(transfer.filled):
-            fresh = target.units(names) - opened
-            total += sum(target.copies.units[unit].bytes for unit in fresh)
-            opened |= fresh
-            if total > self.itinerary.options.ahead_bytes:
-                return number
-        return transfer.exchanges

@@ -29,10 +29,10 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
 from longshift.state.precision import LossScale, Name, Precision
+from longshift.step.player import Player
+from longshift.step.update import State, train_step
 from longshift.switch.itinerary import SwitchOptions, home_layout
 from longshift.switch.planners import Planner
-from longshift.train.step import State, train_step
-from longshift.train.team import Team
 from longshift.workload.groups import Edge
 
 KINDS = ("grad-first", "grad-last", "master", *MOMENTS)
@@ -191,8 +191,8 @@ def sizes(world: World, trial: dict, path: str) -> dict[str, float]:
     }
 
 
-def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layout | None = None) -> tuple[State, Team]:
-    """State and team of a trial under layouts, from short documents to long, home cut as another one cuts it where that is given."""
+def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layout | None = None) -> tuple[State, Player]:
+    """State and player of a trial under layouts, from short documents to long, home cut as another one cuts it where that is given."""
     precision = Precision.of(trial.precision)
     ends = (*trial.edges[: len(layouts) - 1], trial.capacity)
     edges = [Edge(upto, layout) for upto, layout in zip(ends, layouts)]
@@ -202,7 +202,7 @@ def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layou
     state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
     stream = StreamOptions(tempfile.gettempdir(), trial.ahead, checked=True)
-    return state, Team(trial.spec, edges, world, home, precision, options, stream, home_cut)
+    return state, Player(trial.spec, edges, world, home, precision, options, stream, home_cut)
 
 
 def parse_layouts(text: str) -> list[Layout]:
@@ -218,7 +218,7 @@ def compare(
     what, layouts = Trial.from_json(trial), parse_layouts(layout)
     world.per_node = per_node or world.size
     truth = load_file(Path(path))
-    state, team = build(what, layouts, world, Layout.parse(home_cut) if home_cut else None)
+    state, player = build(what, layouts, world, Layout.parse(home_cut) if home_cut else None)
     found = Differences([p.name for p in what.spec.params])
     losses, batches = [], what.batches()
     for step, batch in enumerate(batches):
@@ -228,12 +228,12 @@ def compare(
                 if step == when:
                     _compare_gradients(found, kind, home, scale, truth)
 
-        losses.append(train_step(state, batch, team, watch).loss)
+        losses.append(train_step(state, batch, player, watch).loss)
     for name, box, _, views in state.optimizer.state():
         for kind, view in views.items():
             if box:
                 found.add(kind, name, view, truth[f"{kind}/{name}"][box.within(Box.whole(what.spec.by_name[name].shape))])
-    group = world.group(team.everyone)
+    group = world.group(player.everyone)
     worst = {kind: found.worst(kind, lambda both: group.all_reduce(both.to(world.device)).cpu()) for kind in KINDS}
     world.forget()
     ours = torch.tensor(losses, dtype=torch.float64)

@@ -18,9 +18,10 @@ from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.model.loss import IGNORE
+from longshift.step.player import Player
 from longshift.train.check import Trial, build
 from longshift.train.corpus import open_corpus
-from longshift.train.team import Team
+from longshift.workload.groups import LengthGroup
 
 MOST_TOKENS = 1024
 LONGEST = 256
@@ -99,7 +100,7 @@ def _shorten(document: Document, length: int) -> Document:
 def leaks(world: World, trial: dict, layout: str) -> dict[str, int]:
     """How many of some target positions see what they must not, under a layout."""
     what = Trial.from_json(trial)
-    _, team = build(what, [Layout.parse(layout)], world)
+    _, player = build(what, [Layout.parse(layout)], world)
     documents = what.batches()[0].documents
     random = np.random.default_rng(what.seed)
     targets = [(d, int(p)) for d, document in enumerate(documents) for p in np.flatnonzero(document.labels != IGNORE)]
@@ -115,12 +116,17 @@ def leaks(world: World, trial: dict, layout: str) -> dict[str, int]:
             noise = random.integers(0, what.spec.vocab, len(other.ids))
             before.append(Document(other.ids, labels))
             after.append(Document(np.where(np.arange(len(other.ids)) < seen, other.ids, noise), labels))
-        leaked += _loss(team, before) != _loss(team, after)
+        leaked += _loss(player, before) != _loss(player, after)
     return {"leaked_positions": leaked, "probed_positions": len(chosen)}
 
 
-def _loss(team: Team, documents: Sequence[Document]) -> float:
+def _loss(player: Player, documents: Sequence[Document]) -> float:
     """Loss sum of one pack, over all ranks; every replica computes it."""
-    (worker,) = team.workers.values()
-    team.begin()
-    return float(team.world.everyone.all_reduce(worker.run([documents], 1.0)))
+    ((layout, runner),) = player.runners.items()
+    pack = tuple(range(len(documents)))
+    program = player.program(
+        documents, [LengthGroup(0, sum(len(d.ids) for d in documents), layout, (pack,), ((0,),) * layout.dp, (0.0,))], 1.0
+    )
+    player.play(tuple(op for op in program if op.kind not in ("norm", "update")))
+    player.home.drop_gradients()
+    return float(player.world.everyone.all_reduce(runner.loss))

@@ -12,7 +12,7 @@ from longshift.config import Config, PrecisionName
 from longshift.errors import CheckpointError, UsageError
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.precision import Precision
-from longshift.train.step import State
+from longshift.step.update import State
 
 Count = Annotated[int, Field(ge=0)]
 MENDS = {

@@ -24,6 +24,8 @@ from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
+from longshift.step.player import Player
+from longshift.step.update import Outcome, State, train_step
 from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
@@ -31,8 +33,6 @@ from longshift.train.corpus import open_corpus
 from longshift.train.facts import Facts, Fingerprints, expect
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
-from longshift.train.step import Outcome, State, train_step
-from longshift.train.team import Team
 
 
 def train(
@@ -54,7 +54,7 @@ def _steps(
     start, state = _begin(config, world, fingerprints, run if resume else None)
     if resume and world.rank == 0:
         adopt(RunFolder(run), config)
-    team = Team(
+    player = Player(
         config.spec,
         config.edges,
         world,
@@ -64,24 +64,24 @@ def _steps(
         config.stream.options(run),
     )
     if world.rank == 0 and world.device.type != "cpu":
-        print(f"longshift: attention by {team.kernel.name}: {team.why_kernel}", file=sys.stderr)
+        print(f"longshift: attention by {player.kernel.name}: {player.why_kernel}", file=sys.stderr)
     recorder = Recorder() if trace else None
-    team.record(recorder)
+    player.record(recorder)
     for step in range(start + 1, config.train.steps + 1):
         began = world.now()
         batch = batches.at(state.cursor)
         try:
-            outcome = train_step(state, batch, team)
+            outcome = train_step(state, batch, player)
         except NonFiniteError as fault:
             raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
         seconds = world.now() - began
         if trace and recorder and recorder.spans:
-            team.record(None)
+            player.record(None)
             recorder.write(trace, world.rank)
             recorder = None
         most, stopping = _most(world, _memory_bytes(world), stop())
         try:
-            yield _metrics(config, step, batch, outcome, seconds, most, _groups(team))
+            yield _metrics(config, step, batch, outcome, seconds, most, _groups(player))
         except GeneratorExit:  # the caller leaves; among others it would wait for them here
             if world.size > 1:
                 raise
@@ -184,12 +184,12 @@ def _open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
     return batches, Fingerprints(tokenizer=tokenizer.fingerprint, data=batches.fingerprint)
 
 
-def _groups(team: Team) -> tuple[GroupMetrics, ...]:
+def _groups(player: Player) -> tuple[GroupMetrics, ...]:
     """Of the step that was made, times of the slowest rank; none for a single layout that neither streams nor offloads."""
-    if len(team.edges) == 1 and all(worker.tier is None for worker in team.workers.values()):
+    if len(player.edges) == 1 and all(runner.tier is None for runner in player.runners.values()):
         return ()
-    times = torch.tensor([(v.seconds, v.exposed_s, v.hidden_s) for v in team.visited], dtype=torch.float64, device=team.world.device)
-    slowest = team.world.everyone.all_reduce(times, dist.ReduceOp.MAX).tolist()
+    times = torch.tensor([(v.seconds, v.exposed_s, v.hidden_s) for v in player.visited], dtype=torch.float64, device=player.world.device)
+    slowest = player.world.everyone.all_reduce(times, dist.ReduceOp.MAX).tolist()
     return tuple(
         GroupMetrics(
             layout=str(visit.group.layout),
@@ -206,19 +206,19 @@ def _groups(team: Team) -> tuple[GroupMetrics, ...]:
             inter_node_bytes=visit.inter_node_bytes,
             **offloaded,
         )
-        for visit, (seconds, exposed_s, hidden_s), offloaded in zip(team.visited, slowest, _offloaded(team))
+        for visit, (seconds, exposed_s, hidden_s), offloaded in zip(player.visited, slowest, _offloaded(player))
     )
 
 
-def _offloaded(team: Team) -> list[dict[str, Any]]:
+def _offloaded(player: Player) -> list[dict[str, Any]]:
     """What the tiers did, in the fields of GroupMetrics, for each visit."""
-    everyone, moved = team.world.everyone, [visit.moved or Moved() for visit in team.visited]
+    everyone, moved = player.world.everyone, [visit.moved or Moved() for visit in player.visited]
     own = [(m.waited_s, m.copying_s, m.put_bytes, m.fetched_bytes, m.peak_bytes) for m in moved]
-    sums = torch.tensor(own, dtype=torch.float64, device=team.world.device)
+    sums = torch.tensor(own, dtype=torch.float64, device=player.world.device)
     most = everyone.all_reduce(sums.clone(), dist.ReduceOp.MAX).tolist()
     found = []
-    for visit, most_of, total in zip(team.visited, most, everyone.all_reduce(sums).tolist()):
-        tier, (waited_s, copying_s, put_bytes, fetched_bytes, _) = team.workers[visit.group.layout].tier, total
+    for visit, most_of, total in zip(player.visited, most, everyone.all_reduce(sums).tolist()):
+        tier, (waited_s, copying_s, put_bytes, fetched_bytes, _) = player.runners[visit.group.layout].tier, total
         timed = tier is not None and tier.timed
         found.append(
             {

@@ -11,7 +11,7 @@ the ring. The residual stream and its gradient lie in a tier between units, by (
     device   qkv ─ heads ─ attend, j <= c ─ tokens ─ out, mlp
 
 Segments are autograd graphs of their own, from detached inputs: qkv, the exchange of tokens for heads, the one back, out and mlp. Attention
-is differentiated by hand: dq_c and dkv_j grow in at least float32 from pair to pair; the weights' gradients from chunk to chunk (`added`).
+is differentiated by hand: dq_c and dkv_j grow in at least float32 from pair to pair; the weights' gradients from chunk to chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,40 +21,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from longshift.data.batch import Document
 from longshift.data.micro import ChunkedPack
-from longshift.dist.collectives import Group
-from longshift.layout.layout import Layout
-from longshift.layout.memory import loss_rows
-from longshift.model.decoder import Head, Ops, Unit
+from longshift.layout.heads import own_heads
+from longshift.model.decoder import Head
 from longshift.parallel import ring
+from longshift.program.operations import Op
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Event
-from longshift.schedule.streamed import Lists, Turn, lists
-from longshift.spec.model import ModelSpec
-from longshift.stream.loss import loss_and_gradient
+from longshift.schedule.streamed import Lists, lists
+from longshift.step.runner import Runner, loss_of_rows
 from longshift.stream.tiers import Tier
 from longshift.stream.trace import Recorder
 
 STREAMS = {"x": (0, "h"), "y": (1, "h"), "dx": (0, "g"), "dy": (1, "g")}  # between units: which side of the unit, and what
 
 
-class Streamed:
-    """How a rank runs its units in chunks. `own_heads`: query and key/value heads that it attends with. `watch` sees each event begin.
-    Mutable: what it has put into `tier`."""
+class ChunkedPacks(Runner):
+    """A layout that computes packs in chunks. Mutable: what it has put into `tier`. `accumulate` adds the gradients on a unit's weights to their
+    sums; `watch` sees each event begin."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        layout: Layout,
-        ops: Ops,
-        ring_group: Group,
-        own_heads: tuple[int, int],
-        itemsize: int,
-        tier: Tier,
-        ahead: int,
-    ):
-        self.spec, self.layout, self.ops, self.ring, self.tier = spec, layout, ops, ring_group, tier
-        self.own_heads, self.itemsize, self.ahead = own_heads, itemsize, ahead
+    def __init__(self, *how: Any, tier: Tier, ahead: int, accumulate: Callable[[int], object]):
+        super().__init__(*how)
+        self.tier: Tier = tier
+        self.ahead, self.accumulate = ahead, accumulate
+        self.packs: dict[int, ChunkedPack] = {}
         self.watch: Callable[[Event], object] | None = None
         self.recorder: Recorder | None = None
         self._lists = lru_cache(maxsize=4)(self._make_lists)
@@ -63,40 +54,49 @@ class Streamed:
         return self._lists(pack.chunks)
 
     def _make_lists(self, cut: tuple) -> Lists:
-        return lists(self.spec, self.layout, cut, len(self.ops.heads), self.own_heads, self.itemsize, self.ahead)
+        own = own_heads(self.spec, self.layout, self.at)
+        return lists(self.spec, self.layout, cut, len(self.ops.heads), own, self.precision.compute.itemsize, self.ahead)
 
-    def play(
-        self,
-        module: Unit,
-        unit: int,
-        turn: Turn,
-        number: int,
-        pack: ChunkedPack,
-        seed: float = 0.0,
-        added: Callable[[], object] = lambda: None,
-    ) -> Tensor | None:
-        """From what is in the tier on one side of `unit` to what is on the other, of micro-batch `number`. Returns the loss sum of a loss.
-        `added` is called whenever weights have gradients, to add them up elsewhere."""
-        play = _Play(self, module, unit, number, pack, added, seed)
+    def load(self, micro: int, documents: Sequence[Document]) -> None:
+        self.packs[micro] = ChunkedPack(self.spec, documents, *self.how)
+
+    def unload(self, micro: int) -> None:
+        del self.packs[micro]
+
+    def boundary(self, micro: int) -> Tensor:
+        shape = (self.packs[micro].tokens_here, self.spec.width)
+        return torch.empty(shape, dtype=self.precision.compute, device=self.world.device)
+
+    def received(self, op: Op, x: Tensor) -> None:
+        self.crossing[op.micro, op.chunk, op.turn] = x
+
+    def to_send(self, op: Op) -> Tensor:
+        return self.crossing.pop((op.micro, op.chunk, op.turn))
+
+    def compute(self, op: Op) -> None:
+        """From what is in the tier on one side of the unit to what is on the other."""
+        play = _Play(self, op)
         with torch.no_grad():  # what has gradients says so
-            play.run(self.lists(pack).of[turn])
-        return play.total
+            play.run(self.lists(self.packs[op.micro]).of[op.turn])  # pyright: ignore[reportArgumentType]
 
-    def arrive(self, x: Tensor, unit: int, what: str, number: int, pack: ChunkedPack) -> None:
-        """Take what another stage computed: [T', D], the chunks end to end. `what`: "h" before the unit, "g" after it."""
-        parts = x.split([order.local_tokens // (self.layout.ulysses * self.layout.tp) for order in self.lists(pack).orders])
+    def arrive(self, op: Op) -> None:
+        """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its gradient after the unit."""
+        x, back = self.crossing.pop((op.micro, op.chunk, op.turn)), op.turn == "backward"
+        orders = self.lists(self.packs[op.micro]).orders
+        parts = x.split([order.local_tokens // (self.layout.ulysses * self.layout.tp) for order in orders])
         for chunk, part in enumerate(parts):
-            self.tier.put((number, unit + (what == "g"), what, chunk), part)
+            self.tier.put((op.micro, op.unit + back, "g" if back else "h", chunk), part)
 
-    def leave(self, unit: int, what: str, number: int, pack: ChunkedPack) -> Tensor:
-        """Give what another stage needs: "h" after the unit, "g" before it. [Note: stage boundaries] All of it is on the device at once."""
-        keys = [(number, unit + (what == "h"), what, chunk) for chunk in range(len(pack))]
+    def depart(self, op: Op) -> None:
+        """Give what another stage needs: x after the unit, its gradient before it. [Note: stage boundaries] All of it is on the device."""
+        back = op.turn == "backward"
+        what, count = "g" if back else "h", len(self.packs[op.micro])
+        keys = [(op.micro, op.unit + (not back), what, chunk) for chunk in range(count)]
         parts = [self.tier.fetch(key)()[0] for key in keys]
-        whole = torch.cat(parts)
+        self.crossing[op.micro, op.chunk, op.turn] = torch.cat(parts)
         self.tier.recycle(parts)
         for key in keys:
             self.tier.drop(key)
-        return whole
 
 
 class Segment(NamedTuple):
@@ -121,29 +121,19 @@ def _segment(function: Callable[..., Any], *inputs: Tensor) -> Segment:
 class _Play:
     """One list on one unit. Mutable. `live`: buffers by (name, chunk), as tuples of tensors or a Segment."""
 
-    def __init__(
-        self,
-        stream: Streamed,
-        module: Unit,
-        unit: int,
-        number: int,
-        pack: ChunkedPack,
-        added: Callable[[], object],
-        seed: float,
-    ):
-        self.stream, self.module, self.unit, self.number, self.pack = stream, module, unit, number, pack
-        self.added, self.seed = added, seed
-        self.ops, self.tier, self.orders = stream.ops, stream.tier, stream.lists(pack).orders
+    def __init__(self, runner: ChunkedPacks, op: Op):
+        self.runner, self.unit, self.number = runner, op.unit, op.micro
+        self.module, self.pack = runner.modules[op.unit], runner.packs[op.micro]
+        self.ops, self.tier, self.orders = runner.ops, runner.tier, runner.lists(self.pack).orders
         self.live: dict[chunks.Buffer, Any] = {}
         self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
-        self.total: Tensor | None = None
 
     def run(self, events: Sequence[Event]) -> None:
         for event in events:
-            if self.stream.watch:
-                self.stream.watch(event)
-            if self.stream.recorder:
-                with self.stream.recorder.playing(event, self.unit, self.number):
+            if self.runner.watch:
+                self.runner.watch(event)
+            if self.runner.recorder:
+                with self.runner.recorder.playing(event, self.unit, self.number):
                     self._play(event)
             else:
                 self._play(event)
@@ -153,6 +143,8 @@ class _Play:
             for buffer in event.reads:
                 self._here(buffer)
             getattr(self, event.name)(event)
+        elif event.kind == "accumulate":
+            self.runner.accumulate(self.unit)
         elif event.kind == "fetch":
             self.live[event.object], self.fetched[event.object] = self.tier.fetch(self.key(event.object)), False
         elif event.kind == "store":
@@ -172,7 +164,7 @@ class _Play:
     def _here(self, buffer: chunks.Buffer) -> None:
         """Wait for a buffer that is being fetched."""
         if self.fetched.get(buffer) is False:
-            wait, recorder = self.live[buffer], self.stream.recorder
+            wait, recorder = self.live[buffer], self.runner.recorder
             self.live[buffer], self.fetched[buffer] = recorder.waiting(buffer, wait) if recorder else wait(), True
 
     def _one(self, name: str, chunk: int) -> Tensor:
@@ -180,7 +172,7 @@ class _Play:
 
     def _pairs(self, c: int, j: int) -> Callable[[int], Sequence[ring.Pair]]:
         """What queries of chunk c do with the keys of chunk j that a ring rank holds. [Note: pairs, in schedule.chunks]"""
-        index = self.stream.ring.index
+        index = self.ops.ring.index
         if c == j:
             return partial(ring.pairs, self.orders[c], index)
         queries = ring.span(self.orders[c], index, 0)
@@ -232,7 +224,7 @@ class _Play:
             wide = torch.promote_types(q.dtype, torch.float32)
             self.live["o", c] = (torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide))
         out, lse = self.live["o", c]
-        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.stream.ring, first=c == j)
+        ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ops.ring, first=c == j)
         if j == (c - 1 if self.pack.sees[c] < c else c):
             self.live["o", c] = (out.to(q.dtype), lse)
 
@@ -255,7 +247,6 @@ class _Play:
         dx, do = _segment(self._tail, self._one("x", c), self._o(c)).back([self._one("dy", c)])
         for buffer, found in zip(event.writes, (dx, do)):
             self.live[buffer] = (found,)
-        self.added()
 
     def to_tokens_back(self, event: Event) -> None:
         self.live["do", event.chunk] = tuple(self.live["o_tokens", event.chunk].back([self._one("do_tokens", event.chunk)]))
@@ -268,7 +259,7 @@ class _Play:
             if buffer not in event.reads and buffer not in self.live:
                 self.live[buffer] = (torch.zeros_like(like, dtype=wide),)
         dq, dkv = self._one("dq", c), self._one("dkv", j)
-        ring.backward_into(dq, dkv, self._one("do", c), q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.stream.ring)
+        ring.backward_into(dq, dkv, self._one("do", c), q, kv, o, lse, self._pairs(c, j), self.ops.attention, self.ops.ring)
 
     def to_heads_back(self, event: Event) -> None:
         c = event.chunk
@@ -279,7 +270,6 @@ class _Play:
         grads = self.live["dqkv", c] if ("dqkv", c) in self.live else (self._one("dq", c), *self._one("dkv", c))
         (dx,) = self.live["graph", c].back(grads)
         self.live["dx", c] = (dx + self._one("dr", c),)
-        self.added()
 
     # Operations of the model's ends
 
@@ -291,13 +281,11 @@ class _Play:
         with torch.enable_grad():
             y = self.module(None, self.pack.micro(event.chunk), self.ops)
         torch.autograd.backward(y, self._one("dy", event.chunk))
-        self.added()
 
     def loss(self, event: Event) -> None:
-        x = self._one("x", event.chunk)
-        rows = loss_rows(self.stream.spec, len(x))
-        assert isinstance(self.module, Head)
-        with torch.enable_grad():
-            loss, dx = loss_and_gradient(self.module, x, self.pack.micro(event.chunk), self.ops, rows, self.seed, self.added)
-        self.live["dx", event.chunk] = (dx,)
-        self.total = loss if self.total is None else self.total + loss
+        x, head = self._one("x", event.chunk), self.module
+        assert isinstance(head, Head)
+        if event.keys == 0:
+            self.live["dx", event.chunk] = (torch.empty_like(x),)
+        dx, micro = self._one("dx", event.chunk), self.pack.micro(event.chunk)
+        self.runner.counts(loss_of_rows(head, x, dx, micro, self.ops, event.keys, self.runner.seed))

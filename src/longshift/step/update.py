@@ -13,11 +13,12 @@ import torch.distributed as dist
 from longshift.data.batch import StepBatch
 from longshift.dist.world import World
 from longshift.errors import NonFiniteError
+from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale
-from longshift.train.team import Team
+from longshift.step.player import Player
 
 
 @dataclass
@@ -44,29 +45,32 @@ class Outcome:
     skipped: bool
 
 
-def train_step(state: State, batch: StepBatch, team: Team, watch: Callable[[Home], object] | None = None) -> Outcome:
+def train_step(state: State, batch: StepBatch, player: Player, watch: Callable[[Home], object] | None = None) -> Outcome:
     """One exact update from `batch`: each group of lengths under its layout, each layout visited once. `watch` sees home while it holds the
     gradient sums. Raises NonFiniteError; home is then as before."""
-    divisor = max(1, batch.target_tokens)
+    found: list[Outcome] = []
     scale = state.scale.scale if state.scale else 1.0
-    lengths = [len(document.ids) for document in batch.documents]
-    groups = team.groups(lengths)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=team.world.device)
-    team.begin()
-    for number, group in enumerate(groups):
-        later = groups[number + 1 :]
-        worker = team.enter(group, sum(lengths[d] for d in group.documents))
-        share = group.shares[worker.at.dp]
-        empty = [[]] * (max(map(len, group.shares)) - len(share))
-        packs = [[batch.documents[d] for d in group.packs[p]] for p in share] + empty
-        loss_sum += worker.run(packs, scale / divisor, team.closing(later), team.meanwhile(later[0] if later else None))
-        team.leave(later)
+    total = torch.zeros(2, dtype=torch.float64)
 
-    if watch is not None:
-        watch(state.home)
-    everyone = team.world.group(team.everyone)
-    total, squared = everyone.all_reduce(torch.stack((loss_sum, state.home.squared_norm()))).tolist()
-    loss, norm = total / divisor, squared**0.5 / scale
+    def norm(op: Op) -> None:
+        if watch is not None:
+            watch(state.home)
+        loss_sum = torch.stack([player.runners[group.layout].loss for group in player.groups_here]).sum()
+        both = torch.stack((loss_sum, state.home.squared_norm()))
+        total.copy_(player.world.group(player.everyone).all_reduce(both).cpu())
+
+    def update(op: Op) -> None:
+        found.append(_update(state, batch, player.world, float(total[0]), float(total[1]), scale))
+
+    player.table |= {"norm": norm, "update": update}
+    groups = player.groups([len(document.ids) for document in batch.documents])
+    player.play(player.program(batch.documents, groups, scale / max(1, batch.target_tokens)))
+    return found[0]
+
+
+def _update(state: State, batch: StepBatch, world: World, loss_sum: float, squared: float, scale: float) -> Outcome:
+    """Clip by the global norm and update home, or leave it where float16 has overflowed."""
+    loss, norm = loss_sum / max(1, batch.target_tokens), squared**0.5 / scale
     finite = norm - norm == 0 and loss - loss == 0
     lr = state.schedule.at(state.optimizer.steps)
     if finite:
@@ -75,7 +79,7 @@ def train_step(state: State, batch: StepBatch, team: Team, watch: Callable[[Home
             state.home.scale_gradients(clipped / scale)
         state.optimizer.update(lr)
     elif state.scale is None or state.scale.scale == 1.0:
-        culprit = _culprit(state, team.world, batch, loss)
+        culprit = _culprit(state, world, batch, loss)
         state.home.drop_gradients()
         raise NonFiniteError(culprit)
     state.home.drop_gradients()

@@ -1,0 +1,69 @@
+"""The operations that a training step is made of.
+
+A step of one rank is a `Program`: the `Op`s in the order in which the rank begins them. `program.step` makes it; a player on tensors and
+one on bytes (`program.ledger`) play it. What happens in a step happens in one of these operations.
+
+    kind                 what it does                                                             resource
+    enter, leave         begins and ends a length group: what is measured by group                -
+    load, unload         makes and drops token ids, labels and rotary angles of a micro-batch     host
+    gather               starts to bring a unit's weights from home                               communicator "gather"
+    await gather         ends that: the working copies of the unit can be used                    -
+    release              drops the storage of a unit's working copies                             -
+    receive, send        start to move a boundary activation, or its gradient                     communicator of the way
+    await receive, await send
+    compute              one turn of a unit on a micro-batch (below)                              compute; tp, u and ring inside
+    arrive, depart       cut a boundary activation into chunks, and put chunks together           compute, copies
+    put, fetch           start to move what waits for a backward to its tier, and back            copies
+    await fetch, drop    end a fetch; forget an object of a tier
+    accumulate           adds the gradients of a unit's weights to their sum, in the home format  compute
+    reduce               starts to add a unit's sum to home                                       communicator "reduce"
+    await reduce         ends that: home holds the sum
+    open                 makes storage for what an exchange of a switch is about to fill          -
+    exchange             starts one exchange of a switch: weights here, or sums home              communicator "weights" or "sums"
+    await exchange       ends that
+    close                drops working copies, of one unit or all, of the layout that is left     -
+    arrived              a switch has brought all weights of the layout                           -
+    total, forget        makes home's sums where there are none; drops sums that went home        -
+    norm                 loss and squared gradient norm of all ranks                              communicator "everyone"
+    update               clips and updates home                                                   compute
+
+Turns of whole packs: `pass` is a forward without a graph, `forward` and `again` make one, `backward` uses it up, `loss` is the forward and
+backward of the head on some rows. `part` says how much of a block: see PARTS of `program.step`. In a chunked layout a turn is a list of
+events, the same for every block (`schedule.streamed`).
+"""
+
+from typing import Literal, NamedTuple
+
+Kind = Literal[
+    "enter", "leave", "load", "unload", "gather", "await gather", "release", "receive", "await receive", "send", "await send", "compute",
+    "arrive", "depart", "put", "fetch", "await fetch", "drop", "accumulate", "reduce", "await reduce", "open", "exchange",
+    "await exchange", "close", "arrived", "total", "forget", "norm", "update",
+]  # fmt: skip
+
+
+class Op(NamedTuple):
+    """One operation. `visit`: number of the length group in visiting order. `unit`: as in `spec.model`, or all where -1. `chunk`: the model
+    chunk of an interleaved pipeline. `turn`, `part`: what is computed, or waits. `number`: of an exchange, a block of rows, or the tag of a
+    message. `peer`: the pipeline coordinate at the other end of a message. `way`: of a message "rising" or "falling", of an exchange
+    "weights" or "sums"."""
+
+    kind: Kind
+    visit: int = 0
+    unit: int = -1
+    micro: int = -1
+    chunk: int = -1
+    turn: str = ""
+    part: str = ""
+    number: int = -1
+    peer: int = -1
+    way: str = ""
+
+    def __str__(self) -> str:
+        words = [self.kind, self.way, self.turn, self.part]
+        words += [
+            f"{name} {value}" for name, value in (("unit", self.unit), ("micro-batch", self.micro), ("no.", self.number)) if value >= 0
+        ]
+        return " ".join(word for word in words if word)
+
+
+Program = tuple[Op, ...]

@@ -1,0 +1,1 @@
+"""One training step on one rank: a program's operations played on tensors."""

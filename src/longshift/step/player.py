@@ -1,0 +1,258 @@
+"""The player: one table from kinds of operations to what they do on this rank's tensors.
+
+What differs between layouts is in the program; here is no choice among them. A rank keeps a `Runner` for every layout of the run, and the
+layouts' working copies by cut of the model (`state.visit`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from longshift.cluster.cluster import Heads
+from longshift.data.batch import Document
+from longshift.dist.collectives import Group, Pending
+from longshift.dist.world import World
+from longshift.layout.layout import Layout
+from longshift.layout.memory import loss_blocks
+from longshift.model.kernels import choose, kernels
+from longshift.program.operations import Op, Program
+from longshift.program.step import Steps, Visit, Windows
+from longshift.schedule.chunks import StreamOptions
+from longshift.schedule.sequence import token_order
+from longshift.spec.model import ModelSpec
+from longshift.state.home import Home
+from longshift.state.precision import Precision
+from longshift.state.transfer import Transfer
+from longshift.state.visit import Stop, Switches
+from longshift.step.chunked import ChunkedPacks
+from longshift.step.compose import prepare
+from longshift.step.runner import Runner, WholePacks
+from longshift.stream.tiers import Moved, tier_of
+from longshift.stream.trace import Recorder
+from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
+from longshift.switch.links import assumed
+from longshift.workload.groups import Edge, LengthGroup, length_groups
+
+
+@dataclass
+class Visited:
+    """One group of a step, as this rank saw it. Seconds: of all, of switching with nothing else going on, of exchanges under way
+    meanwhile; bytes: that the switch and the gradients' way home sent inside and between nodes, of all ranks; `moved`: what its tier did,
+    where it has one."""
+
+    group: LengthGroup
+    tokens: int
+    seconds: float = 0.0
+    exposed_s: float = 0.0
+    hidden_s: float = 0.0
+    intra_node_bytes: int = 0
+    inter_node_bytes: int = 0
+    moved: Moved | None = None
+
+
+class Player:
+    """Plays programs on this rank. Mutable: it knows where the step is, and what has begun to move."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        edges: Sequence[Edge],
+        world: World,
+        home: Home,
+        precision: Precision,
+        options: SwitchOptions,
+        stream: StreamOptions,
+        home_cut: Layout | None = None,
+        windows: Windows = Windows(),  # noqa: B008  (frozen)
+    ):
+        """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`."""
+        self.spec, self.edges, self.world, self.home, self.precision, self.options = spec, tuple(edges), world, home, precision, stream
+        sizes = precision.compute.itemsize, precision.home.itemsize
+        self.itinerary = Itinerary(spec, edges, assumed(world.per_node), *sizes, options, home_cut)
+        self.steps = Steps(self.itinerary, world.rank, *sizes, windows)
+        heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
+        slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
+        self.kernel, self.why_kernel = choose(kernels(world.device, precision.compute), heads, precision.compute, world.device, slowest)
+        self.runners: dict[Layout, Runner] = {}
+        self.stop_of: dict[Layout, Stop] = {}
+        stops: dict[Cut, Stop] = {}
+        for layout, cut in self.itinerary.cuts.items():
+            prepare(world, spec, layout)
+            if cut not in stops:
+                stops[cut] = Stop(spec, cut, world, home, precision)
+            self.stop_of[layout] = stops[cut]
+            self.runners[layout] = self._runner(layout)
+        self.everyone = tuple(range(edges[0].use.world))
+        for purpose in ("weights", "sums") if any(not cut.at_home for cut in stops) else ():
+            world.prepare([self.everyone], purpose)
+        self.switches = Switches(self.itinerary, home, world, self.everyone, precision)
+        self.visited: list[Visited] = []
+        self.recorder: Recorder | None = None
+        self.groups_here: Sequence[LengthGroup] = ()
+        self.packs: list[list[list[Document]]] = []  # by visit and micro-batch
+        self.lengths: list[int] = []
+        self._began = 0.0
+        self._receiving: dict[int, tuple[Pending, Tensor]] = {}  # by tag
+        self._sending: dict[int, Pending] = {}
+        self._transfers: dict[tuple[int, str], Transfer] = {}
+        self.table: dict[str, Callable[[Op], object]] = {
+            "enter": self._enter,
+            "leave": self._leave,
+            "load": lambda op: self._runner_of(op).load(op.micro, self.packs[op.visit][op.micro]),
+            "unload": lambda op: self._runner_of(op).unload(op.micro),
+            "gather": lambda op: self._stop(op).copies.gather(op.unit),
+            "await gather": lambda op: self._stop(op).copies.ready(op.unit),
+            "release": lambda op: self._stop(op).copies.release(op.unit),
+            "receive": self._receive,
+            "await receive": self._await_receive,
+            "send": self._send,
+            "await send": self._await_send,
+            "compute": lambda op: self._runner_of(op).compute(op),
+            "arrive": lambda op: self._runner_of(op).arrive(op),
+            "depart": lambda op: self._runner_of(op).depart(op),
+            "put": lambda op: self._runner_of(op).put(op),
+            "fetch": lambda op: self._runner_of(op).fetch(op),
+            "await fetch": lambda op: self._runner_of(op).await_fetch(op),
+            "drop": lambda op: self._runner_of(op).drop(op),
+            "accumulate": lambda op: self._stop(op).copies.accumulate(op.unit),
+            "reduce": lambda op: self._stop(op).copies.reduce(op.unit),
+            "await reduce": lambda op: self._stop(op).copies.reduced(op.unit),
+            "open": lambda op: self._stop(op).open(op.unit),
+            "exchange": self._exchange,
+            "await exchange": lambda op: self._transfers[op.visit, op.way].take_in(op.number),
+            "close": lambda op: self._stop(op).close(op.unit),
+            "arrived": lambda op: self._count(op, "weights"),
+            "total": self._total,
+            "forget": self._forget,
+        }
+
+    def _runner(self, layout: Layout) -> Runner:
+        stop, tier = self.stop_of[layout], None
+        how = self.spec, layout, self.world, stop.copies, self.precision, self.kernel
+        if layout.chunk or layout.offload != "device":
+            tier = tier_of(layout.offload, self.world.device, Path(self.options.folder), self.options.checked)
+        if not layout.chunk:
+            return WholePacks(*how, tier=tier)
+        view = self.steps.views[layout]
+
+        def accumulate(unit: int) -> None:
+            for moving in (*view.shared(unit), *((unit,) if view.own(unit) else ())):
+                stop.copies.accumulate(moving)
+
+        assert tier is not None
+        return ChunkedPacks(*how, tier=tier, ahead=self.options.ahead, accumulate=accumulate)
+
+    def groups(self, lengths: Sequence[int]) -> tuple[LengthGroup, ...]:
+        """The step's groups in visiting order."""
+        found = length_groups(lengths, self.edges, self.spec)
+        return tuple(found[i] for i in self.itinerary.order(tuple(group.layout for group in found)))
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have a recorder see the events of streams; None: no longer."""
+        for runner in self.runners.values():
+            if isinstance(runner, ChunkedPacks):
+                runner.recorder = recorder
+                runner.tier.watch = recorder.copying if recorder else None
+
+    def program(self, documents: Sequence[Document], groups: Sequence[LengthGroup], seed: float) -> Program:
+        """What this rank does in a step with these documents, in these groups; `seed`: what losses are multiplied with before gradients are
+        formed."""
+        self.visited, self.packs, visits = [], [], []
+        self.groups_here, self.lengths = groups, [len(d.ids) for d in documents]
+        for group in groups:
+            runner, layout = self.runners[group.layout], group.layout
+            share = group.shares[runner.at.dp]
+            empty = [[]] * (max(map(len, group.shares)) - len(share))
+            self.packs.append([[documents[d] for d in group.packs[p]] for p in share] + empty)
+            runner.seed = seed
+            runner.loss = runner.loss.new_zeros(())
+            blocks = ()
+            if not layout.chunk:
+                packed = [[self.lengths[d] for d in group.packs[p]] for p in share] + [[1]] * len(empty)
+                shared = layout.ulysses * layout.tp
+                rows = [token_order(pack, layout.ring, shared).local_tokens // shared for pack in packed]
+                blocks = tuple(loss_blocks(self.spec, count) for count in rows)
+            visits.append(Visit(layout, len(self.packs[-1]), blocks))
+        return self.steps.program(visits)
+
+    def play(self, program: Program) -> None:
+        """Do what the operations say, in their order."""
+        for op in program:
+            self.table[op.kind](op)
+
+    def _layout(self, op: Op) -> Layout:
+        return self.groups_here[op.visit].layout
+
+    def _runner_of(self, op: Op) -> Runner:
+        return self.runners[self._layout(op)]
+
+    def _stop(self, op: Op) -> Stop:
+        return self.stop_of[self._layout(op)]
+
+    def _enter(self, op: Op) -> None:
+        group = self.groups_here[op.visit]
+        self._began = self.world.now()
+        self.visited.append(Visited(group, sum(self.lengths[d] for d in group.documents)))
+        runner = self.runners[group.layout]
+        if runner.tier is not None:
+            runner.tier.moved.restart()
+
+    def _leave(self, op: Op) -> None:
+        tier = self._runner_of(op).tier
+        self.visited[-1].moved = replace(tier.moved) if tier is not None else None
+        self.visited[-1].seconds = self.world.now() - self._began
+
+    # Messages between stages
+
+    def _group(self, op: Op) -> Group:
+        return self.world.group(self._layout(op).ranks("pp", of=self.world.rank), op.way)
+
+    def _receive(self, op: Op) -> None:
+        buffer = self._runner_of(op).boundary(op.micro)
+        self._receiving[op.number] = self._group(op).receive(buffer, op.peer, op.number), buffer
+
+    def _await_receive(self, op: Op) -> None:
+        pending, buffer = self._receiving.pop(op.number)
+        pending.wait()
+        self._runner_of(op).received(op, buffer)
+
+    def _send(self, op: Op) -> None:
+        self._sending[op.number] = self._group(op).send(self._runner_of(op).to_send(op).contiguous(), op.peer, op.number)
+
+    def _await_send(self, op: Op) -> None:
+        self._sending.pop(op.number).wait()
+
+    # Switches
+
+    def _exchange(self, op: Op) -> None:
+        if op.number == 0:
+            stop = self._stop(op)
+            if op.way == "sums":
+                self._transfers[op.visit, op.way] = self.switches.take_home(stop)
+            else:
+                before = self.groups_here[op.visit - 1].layout if op.visit else None
+                source = self.stop_of[before] if before is not None and self.steps.source(before) is not None else None
+                self._transfers[op.visit, op.way] = self.switches.bring(source, stop)
+        self._transfers[op.visit, op.way].post(op.number)
+
+    def _total(self, op: Op) -> None:
+        self.world.now()  # what the backward still does is no part of the switch
+        self.switches.total()
+
+    def _forget(self, op: Op) -> None:
+        self._stop(op).forget_totals()
+        self._count(op, "sums")
+
+    def _count(self, op: Op, way: str) -> None:
+        """Of a transfer whose last exchange was taken in; a device may be behind the host."""
+        transfer, visit = self._transfers.pop((op.visit, way)), self.visited[op.visit]
+        queued = time.perf_counter()
+        visit.exposed_s += transfer.exposed_s + self.world.now() - queued
+        visit.hidden_s += transfer.under_way_s
+        visit.intra_node_bytes += transfer.traffic.intra_node_bytes
+        visit.inter_node_bytes += transfer.traffic.inter_node_bytes

@@ -1,0 +1,201 @@
+"""What the operations of a program do under one layout: whole packs here, packs in chunks in `step.chunked`.
+
+A whole pack's residual stream x [T', D] goes from unit to unit. Every part of a block is an autograd graph of its own, from a detached input to
+an output: a kept graph waits for its backward; where only the input waits, here or in a tier, `again` makes the graph anew. Numbers are the
+same bits (activation checkpointing: arXiv 1604.06174, 2205.05198).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshift.data.batch import Document
+from longshift.data.micro import micro_batch
+from longshift.dist.world import World
+from longshift.layout.layout import Layout
+from longshift.layout.memory import loss_rows
+from longshift.model.decoder import Block, Head, MicroBatch, build_unit
+from longshift.model.kernels import Kernel
+from longshift.program.operations import Op
+from longshift.spec.model import ModelSpec
+from longshift.state.copies import Copies
+from longshift.state.precision import Precision
+from longshift.step.compose import LayoutOps
+from longshift.stream.tiers import Tensors, Tier
+
+Message = tuple[int, int, str]  # micro-batch, model chunk, forward or backward
+
+
+class Runner(ABC):
+    """A layout's units and micro-batches on this rank. Mutable. `loss`: this rank's part of the loss sum, float64, zero where a tensor-parallel
+    peer counts it; `seed`: what losses are multiplied with before gradients are formed; `crossing`: boundary activations that have arrived or
+    are to be sent."""
+
+    def __init__(self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision, kernel: Kernel):
+        self.spec, self.layout, self.world, self.copies, self.precision = spec, layout, world, copies, precision
+        self.at = layout.coord(world.rank)
+        self.ops = LayoutOps(spec, layout, world, kernel)
+        self.modules = {unit: build_unit(spec, unit) for chunk in layout.units_of(spec.layers, self.at.pp) for unit in chunk}
+        for module in self.modules.values():
+            copies.fill(module)
+        self.tier: Tier | None = None
+        self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self.seed = 0.0
+        self.crossing: dict[Message, Tensor] = {}
+
+    def counts(self, loss: Tensor) -> None:
+        """Add to the loss sum what tensor-parallel peers know too."""
+        if self.at.tp == 0:
+            self.loss += loss
+
+    @property
+    def how(self) -> tuple:
+        """How this rank's tensors of a pack are made."""
+        return self.layout, self.world.rank, self.precision.compute, self.world.device
+
+    @abstractmethod
+    def load(self, micro: int, documents: Sequence[Document]) -> None:
+        """Make the tensors of a micro-batch."""
+
+    @abstractmethod
+    def unload(self, micro: int) -> None:
+        """Drop them."""
+
+    @abstractmethod
+    def boundary(self, micro: int) -> Tensor:
+        """Empty memory for what another stage sends: x, or its gradient, [T', D]."""
+
+    @abstractmethod
+    def received(self, op: Op, x: Tensor) -> None:
+        """Take what another stage computed."""
+
+    @abstractmethod
+    def to_send(self, op: Op) -> Tensor:
+        """What another stage needs."""
+
+    @abstractmethod
+    def compute(self, op: Op) -> None:
+        """One turn of a unit."""
+
+    def arrive(self, op: Op) -> None:
+        """Cut what another stage computed into chunks."""
+        raise NotImplementedError(op)
+
+    depart = put = fetch = await_fetch = drop = arrive
+
+
+class WholePacks(Runner):
+    """A layout that computes packs whole. Mutable. By (micro-batch, unit, part): `graphs` kept for a backward (input, output), `inputs` kept
+    for another forward; by micro-batch: the residual stream `x` and its gradient `g` where the pack has come to."""
+
+    def __init__(self, *how: Any, tier: Tier | None):
+        super().__init__(*how)
+        self.tier = tier
+        self.micros: dict[int, MicroBatch] = {}
+        self.x: dict[int, Tensor] = {}
+        self.g: dict[int, Tensor] = {}
+        self.graphs: dict[tuple, tuple[Tensor | None, Tensor]] = {}
+        self.inputs: dict[tuple, Tensor] = {}
+        self.coming: dict[tuple, Callable[[], Tensors]] = {}
+        self.fetched: dict[tuple, Tensors] = {}
+        self.turns = {"pass": self._pass, "forward": self._forward, "again": self._again, "backward": self._backward, "loss": self._loss}
+
+    def load(self, micro: int, documents: Sequence[Document]) -> None:
+        self.micros[micro] = micro_batch(self.spec, documents, *self.how)
+
+    def unload(self, micro: int) -> None:
+        for held in (self.micros, self.x, self.g):
+            held.pop(micro, None)
+
+    def boundary(self, micro: int) -> Tensor:
+        shape = (self.micros[micro].tokens_here, self.spec.width)
+        return torch.empty(shape, dtype=self.precision.compute, device=self.world.device)
+
+    def received(self, op: Op, x: Tensor) -> None:
+        (self.x if op.turn == "forward" else self.g)[op.micro] = x
+
+    def to_send(self, op: Op) -> Tensor:
+        return (self.x if op.turn == "forward" else self.g).pop(op.micro)
+
+    def compute(self, op: Op) -> None:
+        self.turns[op.turn](op)
+
+    def put(self, op: Op) -> None:
+        assert self.tier is not None
+        self.tier.put(self._key(op), self.inputs.pop(self._key(op)))
+
+    def fetch(self, op: Op) -> None:
+        assert self.tier is not None
+        self.coming[self._key(op)] = self.tier.fetch(self._key(op))
+
+    def await_fetch(self, op: Op) -> None:
+        self.fetched[self._key(op)] = self.coming.pop(self._key(op))()
+        self.inputs[self._key(op)] = self.fetched[self._key(op)][0]
+
+    def drop(self, op: Op) -> None:
+        assert self.tier is not None
+        self.tier.recycle(self.fetched.pop(self._key(op)))
+        self.tier.drop(self._key(op))
+
+    @staticmethod
+    def _key(op: Op) -> tuple[int, int, str]:
+        return op.micro, op.unit, op.part
+
+    def _function(self, op: Op) -> Callable[..., Tensor]:
+        module = self.modules[op.unit]
+        if isinstance(module, Block):
+            return {"attention half": module.attention_half, "mlp half": module.mlp_half}.get(op.part, module)
+        return module
+
+    def _pass(self, op: Op) -> None:
+        x = self.inputs[self._key(op)] = self.x[op.micro]
+        with torch.no_grad():
+            self.x[op.micro] = self._function(op)(x, self.micros[op.micro], self.ops)
+
+    def _forward(self, op: Op) -> None:
+        """The graph's input and output are kept with it; what goes on is the output without a graph."""
+        self._graph(op, self.x.pop(op.micro, None))
+        self.x[op.micro] = self.graphs[self._key(op)][1].detach()
+
+    def _again(self, op: Op) -> None:
+        self._graph(op, self.inputs.pop(self._key(op)))
+
+    def _graph(self, op: Op, x: Tensor | None) -> None:
+        x = None if x is None else x.detach().requires_grad_()
+        self.graphs[self._key(op)] = x, self._function(op)(x, self.micros[op.micro], self.ops)
+
+    def _backward(self, op: Op) -> None:
+        """Leaves gradients of weights on them."""
+        x, y = self.graphs.pop(self._key(op))
+        torch.autograd.backward(y, self.g.pop(op.micro))
+        if x is not None:
+            assert x.grad is not None
+            self.g[op.micro] = x.grad
+
+    def _loss(self, op: Op) -> None:
+        """Of one block of rows: the sum of the target tokens' cross-entropies and its gradient, formed together, so that no logits tensor
+        holds them all (as Liger Kernel does, arXiv 2410.10989)."""
+        x, micro, head = self.x[op.micro], self.micros[op.micro], self.modules[op.unit]
+        assert isinstance(head, Head)
+        if op.number == 0:
+            self.g[op.micro] = torch.empty_like(x)
+        self.counts(loss_of_rows(head, x, self.g[op.micro], micro, self.ops, op.number, self.seed))
+        if (op.number + 1) * loss_rows(self.spec, len(x)) >= len(x):
+            del self.x[op.micro]
+
+
+def loss_of_rows(head: Head, x_TD: Tensor, dx_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int, seed: float) -> Tensor:
+    """Loss sum of the `number`-th block of rows of x; writes the rows' gradients, times `seed`, into dx, and leaves the weights' on them."""
+    rows = loss_rows(head.spec, len(x_TD))
+    here = slice(number * rows, (number + 1) * rows)
+    labels = micro.labels_T.view(-1, len(x_TD))  # one row for each tensor-parallel rank's share of the tokens
+    with torch.enable_grad():
+        x = x_TD[here].detach().requires_grad_()
+        loss = ops.loss(head.logits(x, ops), labels[:, here].reshape(-1))
+        torch.autograd.backward(loss, torch.full_like(loss, seed))
+    assert x.grad is not None
+    dx_TD[here] = x.grad
+    return loss.detach()
