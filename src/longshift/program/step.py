@@ -24,13 +24,16 @@ from functools import cached_property
 import numpy as np
 
 from longshift.layout.layout import Layout
+from longshift.layout.memory import loss_blocks
 from longshift.layout.placement import moving_unit, stages_of
 from longshift.program.operations import Kind, Op, Program
 from longshift.schedule import pipeline
+from longshift.schedule.sequence import token_order
 from longshift.schedule.streamed import backward_turns, forward_turns
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.plan import Plan
+from longshift.workload.groups import LengthGroup
 
 # Of recomputation (arXiv 1604.06174, 2205.05198): the parts of a block in order, and whether a part's graph is kept for the backward.
 PARTS = {
@@ -85,6 +88,11 @@ class RankLayout:
         """Whether no other stage waits for this rank's last backward. [Note: order]"""
         return self.at.pp == 0
 
+    def rows(self, lengths: Sequence[int]) -> int:
+        """T': this rank's tokens of the residual stream of a pack of documents. An empty pack is one token without a target."""
+        shared = self.layout.ulysses * self.layout.tp
+        return token_order(list(lengths) or [1], self.layout.ring, shared).local_tokens // shared
+
     @cached_property
     def elements(self) -> dict[int, int]:
         """Nominal elements of each moving unit on a rank. [Note: windows]"""
@@ -110,6 +118,7 @@ class Steps:
         self.itinerary, self.rank, self.windows = itinerary, rank, windows
         self.bytes = weight_bytes, sum_bytes
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
+        self.cuts = set(itinerary.cuts.values())
         self._programs: dict[tuple[Visit, ...], Program] = {}
         self._exchanges: dict[tuple[Cut | None, Cut | None], Exchanges] = {}
 
@@ -121,6 +130,19 @@ class Steps:
                 self._programs.clear()
             self._programs[key] = tuple(_Step(self, key).operations())
         return self._programs[key]
+
+    def visits(self, groups: Sequence[LengthGroup], lengths: Sequence[int]) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
+        """The groups as a program needs them, and the documents of each micro-batch of this rank's replica, by visit: none where the replica
+        has fewer packs than another. `lengths`: of the step's documents."""
+        visits, packs = [], []
+        for group in groups:
+            view, layout = self.views[group.layout], group.layout
+            own = [group.packs[p] for p in group.shares[view.at.dp]]
+            packs.append(own + [()] * (max(map(len, group.shares)) - len(own)))
+            rows = [view.rows([lengths[d] for d in pack]) for pack in packs[-1]]
+            blocks = () if layout.chunk else tuple(loss_blocks(self.itinerary.spec, count) for count in rows)
+            visits.append(Visit(layout, len(rows), blocks))
+        return tuple(visits), packs
 
     def source(self, before: Layout | None) -> Cut | None:
         """Whose copies a switch takes weights from, besides home, when `before` has computed."""
@@ -218,15 +240,18 @@ class _Step:
         for i in range(start, stop):
             if i:
                 yield Op("await exchange", number, number=i - 1, way=way)
-            if exchanges.opens[i]:
-                yield from (Op("open", number, unit) for unit in exchanges.opens[i])
+            yield from (Op("open", number, unit) for unit in exchanges.opens[i])
             yield Op("exchange", number, number=i, way=way)
             yield from (Op("close", number - 1, unit) for unit in exchanges.closes[i])
 
     def _go(self, number: int) -> Iterator[Op]:
         """Gradient sums that no later group adds to go home."""
         view, later = self.views[number], self.views[number + 1 :]
-        if view.cut.at_home or any(other.cut == view.cut for other in later):
+        if any(other.cut == view.cut for other in later):
+            return
+        if view.cut.at_home:
+            if not later and len(self.steps.cuts) > 1:  # the next step may begin with another cut
+                yield Op("close", number)
             return
         yield Op("total", number)
         exchanges = self.steps.take_home(view.cut)

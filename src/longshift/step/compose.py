@@ -14,13 +14,15 @@ from longshift.parallel.ring import RingAttention
 from longshift.spec.model import ModelSpec, share
 
 
+TOKEN_AXES = ("tp", "ulysses", "ring")
+
+
 def prepare(world: World, spec: ModelSpec, layout: Layout) -> None:
     """Make every communicator that the layout needs, in one order on all ranks. [Note: communicators] Each purpose has its own: on NCCL one
     communicator is one queue, in which tokens of attention would wait behind the next unit's weights."""
-    everyone = tuple(range(layout.world))
-    axes = [group for axis in ("tp", "ulysses", "ring") for group in layout.groups(axis)]
     holders = sorted({bucket.holders for bucket in buckets(spec, layout)})
-    world.prepare([everyone, *axes])
+    for axis in TOKEN_AXES:
+        world.prepare(layout.groups(axis), axis)
     world.prepare(holders, "gather")
     world.prepare(holders, "reduce")
     for direction in ("rising", "falling"):
@@ -34,7 +36,7 @@ class LayoutOps(Ops):
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, kernel: Kernel):
         super().__init__(spec, kernel)
         at = layout.coord(world.rank)
-        self.tp, self.ulysses, self.ring = (world.group(layout.ranks(axis, of=world.rank)) for axis in ("tp", "ulysses", "ring"))
+        self.tp, self.ulysses, self.ring = (world.group(layout.ranks(axis, of=world.rank), axis) for axis in TOKEN_AXES)
         self.heads, self.kv_heads = tensor_heads(spec, layout, at)
         self.vocab_first = share(spec.vocab, layout.tp, at.tp)[0]
 

@@ -18,12 +18,10 @@ from longshift.data.batch import Document
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.layout.memory import loss_blocks
 from longshift.model.kernels import choose, kernels
 from longshift.program.operations import Op, Program
-from longshift.program.step import Steps, Visit, Windows
+from longshift.program.step import Steps, Windows
 from longshift.schedule.chunks import StreamOptions
-from longshift.schedule.sequence import token_order
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.precision import Precision
@@ -162,22 +160,12 @@ class Player:
     def program(self, documents: Sequence[Document], groups: Sequence[LengthGroup], seed: float) -> Program:
         """What this rank does in a step with these documents, in these groups; `seed`: what losses are multiplied with before gradients are
         formed."""
-        self.visited, self.packs, visits = [], [], []
-        self.groups_here, self.lengths = groups, [len(d.ids) for d in documents]
+        self.groups_here, self.lengths, self.visited = groups, [len(d.ids) for d in documents], []
+        visits, packs = self.steps.visits(groups, self.lengths)
+        self.packs = [[[documents[d] for d in pack] for pack in some] for some in packs]
         for group in groups:
-            runner, layout = self.runners[group.layout], group.layout
-            share = group.shares[runner.at.dp]
-            empty = [[]] * (max(map(len, group.shares)) - len(share))
-            self.packs.append([[documents[d] for d in group.packs[p]] for p in share] + empty)
-            runner.seed = seed
-            runner.loss = runner.loss.new_zeros(())
-            blocks = ()
-            if not layout.chunk:
-                packed = [[self.lengths[d] for d in group.packs[p]] for p in share] + [[1]] * len(empty)
-                shared = layout.ulysses * layout.tp
-                rows = [token_order(pack, layout.ring, shared).local_tokens // shared for pack in packed]
-                blocks = tuple(loss_blocks(self.spec, count) for count in rows)
-            visits.append(Visit(layout, len(self.packs[-1]), blocks))
+            runner = self.runners[group.layout]
+            runner.seed, runner.loss = seed, runner.loss.new_zeros(())
         return self.steps.program(visits)
 
     def play(self, program: Program) -> None:

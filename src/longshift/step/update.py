@@ -57,7 +57,7 @@ def train_step(state: State, batch: StepBatch, player: Player, watch: Callable[[
             watch(state.home)
         loss_sum = torch.stack([player.runners[group.layout].loss for group in player.groups_here]).sum()
         both = torch.stack((loss_sum, state.home.squared_norm()))
-        total.copy_(player.world.group(player.everyone).all_reduce(both).cpu())
+        total.copy_(player.world.everyone.all_reduce(both).cpu())
 
     def update(op: Op) -> None:
         found.append(_update(state, batch, player.world, float(total[0]), float(total[1]), scale))
@@ -96,9 +96,7 @@ def _culprit(state: State, world: World, batch: StepBatch, loss: float) -> str:
     suspects = [*names, *(f"the gradient of {name}" for name in names)]
     found = [*state.home.not_finite("master"), *(f"the gradient of {name}" for name in state.home.not_finite("grad"))]
     first = min(map(suspects.index, found), default=len(suspects))
-    worst = world.group(tuple(range(world.size))).all_reduce(
-        torch.tensor(first * world.size + world.rank, device=world.device), dist.ReduceOp.MIN
-    )
+    worst = world.everyone.all_reduce(torch.tensor(first * world.size + world.rank, device=world.device), dist.ReduceOp.MIN)
     suspect, rank = divmod(int(worst), world.size)
     where = f"{suspects[suspect]} at home on rank {rank}" if suspect < len(suspects) else "nothing at home"
     return (

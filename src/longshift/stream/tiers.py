@@ -147,7 +147,8 @@ class _Stored:
 class DiskTier(Tier):
     """A private file in `folder` that is unlinked at once: only this process can open it, and nothing is left behind however it ends.
 
-    At most `in_flight_bytes` (and always one object) are on their way out; `put` waits for the rest. `checked`: each object's CRC is kept
+    At most UNDER_WAY objects, of at most `in_flight_bytes` (and always one), are on their way out, and their tensors are kept until the next
+    that is too many, however fast the disk: memory is the same in every run. `checked`: each object's CRC is kept
     and compared. Raises OutOfMemoryError where the disk is full, LongshiftError for what comes back changed or cannot be read.
     """
 
@@ -163,7 +164,7 @@ class DiskTier(Tier):
         self.objects: dict[Key, _Stored] = {}
         self.end = 0
         self.holes: dict[int, list[int]] = {}  # starts of free extents, by size
-        self.writing: deque[tuple[Future, int]] = deque()
+        self.writing: deque[tuple[Future, int, Tensors]] = deque()
         self.leaving: dict[int, Future] = {}  # by address
         self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Future | None]]] = {}
 
@@ -179,7 +180,7 @@ class DiskTier(Tier):
             self.watch(written)
         self.leaving |= {tensor.data_ptr(): written for tensor in tensors}
         self.objects[key] = _Stored(start, size, [(t.shape, t.dtype) for t in tensors], written)
-        self.writing.append((written, size))
+        self.writing.append((written, size, tensors))
         self.moved.put_bytes += size
         self.moved.hold(size)
 
@@ -209,6 +210,7 @@ class DiskTier(Tier):
         self.moved.hold(-stored.size)
         if not self.objects:  # sizes of the next pack are others
             self.end, self.holes, self.spare, self.leaving = 0, {}, {}, {}
+            self.writing.clear()
 
     def close(self) -> None:
         for pool in (self.readers, self.writers):
@@ -233,7 +235,7 @@ class DiskTier(Tier):
         return tensor
 
     def _room_for(self, size: int) -> None:
-        while self.writing and (self.writing[0][0].done() or size + sum(s for _, s in self.writing) > self.in_flight_bytes):
+        while len(self.writing) >= UNDER_WAY or (self.writing and size + sum(s for _, s, _ in self.writing) > self.in_flight_bytes):
             self._wait(self.writing.popleft()[0])
 
     def _wait(self, future: Future) -> Any:

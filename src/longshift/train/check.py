@@ -233,7 +233,7 @@ def compare(
         for kind, view in views.items():
             if box:
                 found.add(kind, name, view, truth[f"{kind}/{name}"][box.within(Box.whole(what.spec.by_name[name].shape))])
-    group = world.group(player.everyone)
+    group = world.everyone
     worst = {kind: found.worst(kind, lambda both: group.all_reduce(both.to(world.device)).cpu()) for kind in KINDS}
     world.forget()
     ours = torch.tensor(losses, dtype=torch.float64)
