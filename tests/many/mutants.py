@@ -24,7 +24,7 @@ from longshift.layout import placement
 from longshift.layout.placement import Bucket
 from longshift.model import decoder
 from longshift.model.attention import Attention
-from longshift.model.decoder import Head, MicroBatch, Unit
+from longshift.model.decoder import Block, Head, MicroBatch, Unit
 from longshift.model.loss import IGNORE
 from longshift.parallel import ring, ulysses
 from longshift.schedule import chunks
@@ -366,10 +366,10 @@ def fused_qkv_cut_as_one(patch: Patch) -> None:
 def row_bias_on_every_rank(patch: Patch) -> None:
     """The bias of a row-parallel linear is added before the sum over the ranks."""
 
-    def wrong(self: Unit, x: Tensor, role: str, ops: build.LayoutOps) -> Tensor:
+    def wrong(self: Block, x: Tensor, role: str, ops: build.LayoutOps) -> Tensor:
         return ops.leave(self.linear(x, role))
 
-    patch.setattr(Unit, "row_linear", wrong)
+    patch.setattr(Block, "row_linear", wrong)
 
 
 # ---- sequence parallelism
