@@ -388,15 +388,13 @@ def ulysses_keys_for_values(patch: Patch) -> None:
 
 def ulysses_one_gradient_of_shared_heads(patch: Patch) -> None:
     """Of the ranks that got the same key/value head, only the first one's gradient returns."""
-    pick = ulysses._pick
+    add = ulysses._add
 
-    def wrong(x: Tensor, wanted: range, held: range) -> Tensor:
-        before = x.__dict__.setdefault("picked", set())  # pyright: ignore[reportAttributeAccessIssue]
-        again = wanted in before
-        before.add(wanted)
-        return pick(x.detach() if again else x, wanted, held)
+    def wrong(total: Tensor, heads: slice, part: Tensor) -> None:
+        if not total[:, heads].any():
+            add(total, heads, part)
 
-    patch.setattr(ulysses, "_pick", wrong)
+    patch.setattr(ulysses, "_add", wrong)
 
 
 def _ring_pairs(patch: Patch, change: Callable[[TokenOrder, int, int, tuple[ring.Pair, ...]], tuple[ring.Pair, ...]]) -> None:

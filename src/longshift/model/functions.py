@@ -30,11 +30,11 @@ class RmsNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, rstd = ctx.saved_tensors
         shape, width = x.shape, x.shape[-1]
-        g, x, rstd, w = grad.reshape(-1, width).to(rstd.dtype), x.reshape(-1, width), rstd.view(-1, 1), weight.to(rstd.dtype)
+        g, x, r, w = grad.reshape(-1, width).to(rstd.dtype), x.reshape(-1, width), rstd.view(-1), weight.to(rstd.dtype)
         wide = g * x
-        dw = (wide.mT @ rstd).view(-1)
-        minus = (wide @ w.unsqueeze(-1)).mul_(rstd).mul_(rstd).div_(-width)
-        torch.mul(g, w, out=wide).addcmul_(x, minus).mul_(rstd)
+        dw = torch.mv(wide.mT, r)
+        minus = torch.mv(wide, w).mul_(r).mul_(r).div_(-width).unsqueeze(-1)
+        torch.mul(g, w, out=wide).addcmul_(x, minus).mul_(r.unsqueeze(-1))
         return wide.to(grad.dtype).view(shape), dw.to(weight.dtype), None
 
 
