@@ -24,7 +24,7 @@ from longshift.layout import placement
 from longshift.layout.placement import Bucket
 from longshift.model import decoder
 from longshift.model.attention import Attention
-from longshift.model.decoder import Head, MicroBatch, Unit
+from longshift.model.decoder import Block, Head, MicroBatch, Unit
 from longshift.model.loss import IGNORE
 from longshift.parallel import ring, ulysses
 from longshift.schedule import chunks
@@ -366,10 +366,10 @@ def fused_qkv_cut_as_one(patch: Patch) -> None:
 def row_bias_on_every_rank(patch: Patch) -> None:
     """The bias of a row-parallel linear is added before the sum over the ranks."""
 
-    def wrong(self: Unit, x: Tensor, role: str, ops: build.LayoutOps) -> Tensor:
+    def wrong(self: Block, x: Tensor, role: str, ops: build.LayoutOps) -> Tensor:
         return ops.leave(self.linear(x, role))
 
-    patch.setattr(Unit, "row_linear", wrong)
+    patch.setattr(Block, "row_linear", wrong)
 
 
 # ---- sequence parallelism
@@ -388,15 +388,13 @@ def ulysses_keys_for_values(patch: Patch) -> None:
 
 def ulysses_one_gradient_of_shared_heads(patch: Patch) -> None:
     """Of the ranks that got the same key/value head, only the first one's gradient returns."""
-    pick = ulysses._pick
+    add = ulysses._add
 
-    def wrong(x: Tensor, wanted: range, held: range) -> Tensor:
-        before = x.__dict__.setdefault("picked", set())  # pyright: ignore[reportAttributeAccessIssue]
-        again = wanted in before
-        before.add(wanted)
-        return pick(x.detach() if again else x, wanted, held)
+    def wrong(total: Tensor, heads: slice, part: Tensor) -> None:
+        if not total[:, heads].any():
+            add(total, heads, part)
 
-    patch.setattr(ulysses, "_pick", wrong)
+    patch.setattr(ulysses, "_add", wrong)
 
 
 def _ring_pairs(patch: Patch, change: Callable[[TokenOrder, int, int, tuple[ring.Pair, ...]], tuple[ring.Pair, ...]]) -> None:

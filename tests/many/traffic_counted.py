@@ -9,11 +9,11 @@ import torch.distributed as dist
 from longshift.dist import collectives
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.parallel import ring
+from longshift.parallel import ring, ulysses
 from longshift.train.check import Trial, build
 from longshift.train.step import train_step
 
-MOVES = {"tp": (collectives, "gather_tokens"), "tp again": (collectives, "scatter_tokens"), "ulysses": (collectives, "all_to_all")}
+MOVES = {"tp": (collectives, "gather_tokens"), "tp again": (collectives, "scatter_tokens"), "ulysses": (ulysses, "exchange")}
 MOVES |= {"ring": (ring, "_pass_on")}  # by axis: what nothing but activations goes through
 
 

@@ -1,9 +1,9 @@
 """The decoder and its folders against transformers, for every family: logits, loss, every gradient; export and re-import.
 
 [Note: float64 against transformers] Its RMS norms and its loss compute in float32 whatever the model's dtype; a float64 comparison
-would then end at 1e-7. The norms are patched to stay in the model's dtype and the loss is taken from the logits. Rotary angles are
-formed in float32 there and here, so cosines and sines are equal bit for bit and need no patch. Its attention is SDPA: the eager one
-takes its softmax in float32.
+would then end at 1e-7. The norms are patched to stay in the model's dtype and the loss is taken from the logits. Its rotary angles are
+formed in float32, ours in float64: what it calls float is patched to be float64. Its attention is SDPA: the eager one takes its softmax in
+float32.
 """
 
 import json
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -155,6 +156,11 @@ def ours(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
 
 def theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
     """transformers, one document at a time."""
+    with patch.object(torch, "float", torch.float64), patch.object(torch.Tensor, "float", torch.Tensor.double):
+        return _theirs(folder, dtype, docs)
+
+
+def _theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").train()
     logits, total = [], torch.zeros((), dtype=dtype)
     for doc in docs:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longshift.layout.heads import matched_heads
-from longshift.model.kernels import Kernel, add_up, merge
+from longshift.model.kernels import Kernel, add_up, copy_each, merge
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,10 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
-        grads = [ctx.attention.backward(*run, causal=True) for run in _runs(ctx.lengths, grad, q, k, v, out, lse)]
-        dq, dk, dv = (torch.cat(parts) for parts in zip(*grads))
-        return dq, dk, dv, None, None
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for run in _runs(ctx.lengths, *grads, grad, q, k, v, out, lse):
+            copy_each(run[:3], ctx.attention.backward(*run[3:], causal=True))
+        return *grads, None, None
 
 
 def _runs(lengths: Sequence[int], *tensors: Tensor) -> Any:

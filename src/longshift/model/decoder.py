@@ -1,10 +1,7 @@
 """The decoder: Llama, Mistral, Qwen and GPT-2 as one readable model that knows no rank.
 
-A block has four seams, each callable on any run of tokens: `qkv`, `attend`, `out`, `mlp`. What a parallel layout changes goes through
-`Ops`, whose methods here are those of one process:
-
-    x ─ norm ─ enter ─ q,k,v ─ attend ─ o ─ leave ─ + ─ norm ─ enter ─ up ─ act ─ down ─ leave ─ + ─
-        token shard │     all tokens        │ token shard     │        all tokens      │
+A block's composition is `schedule.seams`; here are its primitives. What a parallel layout changes goes through `Ops`, whose methods here are
+those of one process.
 
 Letters: T tokens, D model width, N query heads, K key/value heads, H head width, F feed-forward width, V vocabulary.
 """
@@ -18,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longshift.model.attention import Attention, PackedAttention, match_heads
+from longshift.model.functions import Gated, RmsNorm, Rotate, activate
 from longshift.model.kernels import FLASH, Kernel
 from longshift.model.loss import CrossEntropySum, alone
+from longshift.schedule.seams import BlockSeams
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.model import ModelSpec, Rope
 
@@ -93,21 +92,20 @@ class Unit(nn.Module):
 
         def __getattr__(self, role: str) -> Any: ...
 
-    def linear(self, x: Tensor, role: str) -> Tensor:
+    def linear(self, x: Tensor, role: str, bias: bool = True) -> Tensor:
         """x W^T + b; GPT-2 stores W input-major."""
-        weight, bias = getattr(self, role), getattr(self, role + "_bias", None)
-        return F.linear(x, weight.mT if self.spec.fused_qkv else weight, bias)
+        weight = getattr(self, role)
+        return F.linear(x, weight.mT if self.spec.fused_qkv else weight, getattr(self, role + "_bias", None) if bias else None)
 
-    def row_linear(self, x: Tensor, role: str, ops: Ops) -> Tensor:
-        """As `linear`, for a weight whose input dim may be sliced over ranks: summed by `leave`, the bias added once, after it."""
-        weight, bias = getattr(self, role), getattr(self, role + "_bias", None)
-        y = ops.leave(F.linear(x, weight.mT if self.spec.fused_qkv else weight))
-        return y if bias is None else y + bias
+    def plus_bias(self, x: Tensor, role: str) -> Tensor:
+        bias = getattr(self, role + "_bias", None)
+        return x if bias is None else x + bias
 
     def norm_of(self, x: Tensor, role: str) -> Tensor:
+        """x normalized over its last dim: the residual stream's, or a head's."""
         if self.spec.norm == "layer":
             return F.layer_norm(x, x.shape[-1:], getattr(self, role), getattr(self, role + "_bias"), self.spec.norm_eps)
-        return rms_norm(x, getattr(self, role), self.spec.norm_eps)
+        return RmsNorm.apply(x, getattr(self, role), self.spec.norm_eps)  # pyright: ignore[reportReturnType]
 
 
 class Embed(Unit):
@@ -118,47 +116,18 @@ class Embed(Unit):
         return x_TD + self.positions[micro.positions] if self.spec.learned_positions else x_TD
 
 
-class Block(Unit):
-    """One transformer block."""
+class Block(BlockSeams, Unit):
+    """One transformer block: `BlockSeams` over torch."""
 
-    def qkv(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
-        h = ops.enter(self.norm_of(x_TD, "norm1"))
-        width = self.spec.head_width
-        if self.spec.fused_qkv:
-            sizes = [len(heads) * width for heads in (ops.heads, ops.kv_heads, ops.kv_heads)]
-            flat = self.linear(h, "fused").split(sizes, dim=-1)
-        else:
-            flat = [self.linear(h, role) for role in "qkv"]
-        q, k, v = (t.unflatten(-1, (-1, width)) for t in flat)
-        if self.spec.qk_norm:
-            q, k = rms_norm(q, self.q_norm, self.spec.norm_eps), rms_norm(k, self.k_norm, self.spec.norm_eps)
-        if micro.rotary is not None:
-            q, k = rotate(q, *micro.rotary), rotate(k, *micro.rotary)
-        return q, k, v
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
-        return ops.attend(q, k, v, micro)
-
-    def out(self, x_TD: Tensor, o_TNH: Tensor, ops: Ops) -> Tensor:
-        return x_TD + self.row_linear(o_TNH.flatten(1), "o", ops)
-
-    def mlp(self, x_TD: Tensor, ops: Ops) -> Tensor:
-        h = ops.enter(self.norm_of(x_TD, "norm2"))
-        up = self.linear(h, "up")
-        h = self.activation(self.linear(h, "gate")) * up if self.spec.gated else self.activation(up)
-        return x_TD + self.row_linear(h, "down", ops)
+    def rotate(self, x_TNH: Tensor, micro: MicroBatch) -> Tensor:
+        assert micro.rotary is not None
+        return Rotate.apply(x_TNH, *micro.rotary)  # pyright: ignore[reportReturnType]
 
     def activation(self, x: Tensor) -> Tensor:
-        return F.gelu(x, approximate="tanh") if self.spec.activation == "gelu_tanh" else F.silu(x)
+        return activate(x, self.spec.activation)
 
-    def attention_half(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
-        return self.out(x_TD, self.attend(*self.qkv(x_TD, micro, ops), micro, ops), ops)
-
-    def mlp_half(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
-        return self.mlp(x_TD, ops)
-
-    def forward(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
-        return self.mlp_half(self.attention_half(x_TD, micro, ops), micro, ops)
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        return Gated.apply(gate, up, self.spec.activation)  # pyright: ignore[reportReturnType]
 
 
 class Head(Unit):
@@ -213,24 +182,20 @@ class Decoder(nn.Module):
         return self.units[-1].logits(x, ops)  # pyright: ignore
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, the mean in at least float32."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * F.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype)
-
-
 def rotary_table(rope: Rope, head_width: int, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, H]. Angles are formed in float32 whatever `dtype` is, as in the checkpoints this must agree with."""
-    frequency = 1.0 / rope.theta ** (torch.arange(0, head_width, 2, dtype=torch.int64).float() / head_width)
+    """cos and sin [T, 1, H]. Angles are formed in float64: in float32 they are 0.1 off at position 4M, where the fastest has turned 4M."""
+    frequency = rope.theta ** -(torch.arange(0, head_width, 2, dtype=torch.float64, device=positions_T.device) / head_width)
     if rope.scaling == "linear":
         frequency = frequency / rope.factor
     elif rope.scaling == "llama3":
         frequency = _llama3_frequencies(rope, frequency)
-    angle = positions_T.float().unsqueeze(-1) * on_device(frequency, positions_T.device)
-    angle = angle.cpu() if dtype == torch.float64 else angle  # cosines in float32 are a device's own, which float64 would show
-    angle = torch.cat((angle, angle), dim=-1).unsqueeze(1)
-    cos, sin = (on_device(x.to(dtype), positions_T.device) for x in (angle.cos(), angle.sin()))
-    return cos, sin
+    angle = positions_T.double().unsqueeze(-1) * frequency
+    return _both_halves(angle.cos().to(dtype)), _both_halves(angle.sin().to(dtype))
+
+
+def _both_halves(half: Tensor) -> Tensor:
+    """[T, H / 2] -> [T, 1, H]"""
+    return torch.cat((half, half), dim=-1).unsqueeze(1)
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
@@ -245,9 +210,3 @@ def _llama3_frequencies(rope: Rope, frequency: Tensor) -> Tensor:
     smooth = (rope.original_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = (1 - smooth) * frequency / rope.factor + smooth * frequency
     return torch.where(wavelength > low, frequency / rope.factor, torch.where(wavelength < high, frequency, blend))
-
-
-def rotate(x_TNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split convention of the Hugging Face checkpoints."""
-    first, second = x_TNH.chunk(2, dim=-1)
-    return x_TNH * cos + torch.cat((-second, first), dim=-1) * sin

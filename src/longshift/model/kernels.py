@@ -72,6 +72,11 @@ def add_up(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         total += part
 
 
+def copy_each(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    for total, part in zip(totals, parts):
+        total.copy_(part)
+
+
 def probe(kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, heads: Heads = HEADS) -> Backend:
     """Run a kernel on small inputs against its definition in float64. `name` of the dtype."""
     grad, q, k, v = _inputs(TOKENS, 2 * TOKENS, heads, dtype, device)

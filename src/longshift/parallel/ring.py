@@ -14,19 +14,16 @@ For every document, step and rank the work is half a square, whoever holds the k
 2 (T/r) K H (r-1) elements; backward the same and, in float32, 2 (T/r) K H r.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from longshift.dist.collectives import Group, Pending
 from longshift.model.attention import Attention
-from longshift.schedule.sequence import PADDING, Run, TokenOrder
-
-Pair = tuple[slice, slice, bool]  # local queries, the sender's local keys, whether the mask is causal
+from longshift.schedule.sequence import Pair, TokenOrder, pairs
+from longshift.schedule.sequence import span as span  # stream.block takes it from here
 
 
 def forward_into(
@@ -99,47 +96,6 @@ class RingAttention(torch.autograd.Function):
         dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
         backward_into(dq, dkv, grad, q, kv, o, lse, partial(pairs, ctx.order, ctx.group.index), ctx.attention, ctx.group)
         return dq.to(q.dtype), *dkv.to(k.dtype).unbind(), None, None, None
-
-
-@lru_cache(maxsize=256)
-def pairs(order: TokenOrder, mine: int, theirs: int) -> tuple[Pair, ...]:
-    """What ring coordinate `mine` computes with the keys of `theirs`: rectangles of local tokens, and the causal diagonal with its own."""
-    if mine == theirs:
-        return tuple((at, at, True) for _, at, _ in _documents(order.runs(mine)))
-    keys = {document: (at.start, runs) for document, at, runs in _documents(order.runs(theirs))}
-    found = []
-    for document, at, runs in _documents(order.runs(mine)):
-        if document == PADDING or document not in keys:
-            continue
-        start = at.start
-        key_start, key_runs = keys[document]
-        rectangles: list[Pair] = []
-        for run in runs:
-            seen = sum(other.length for other in key_runs if other.start < run.start)
-            if seen:
-                span = slice(key_start, key_start + seen)
-                if rectangles and rectangles[-1][1] == span:
-                    rectangles[-1] = (slice(rectangles[-1][0].start, start + run.length), span, False)
-                else:
-                    rectangles.append((slice(start, start + run.length), span, False))
-            start += run.length
-        found.extend(rectangles)
-    return tuple(found)
-
-
-def span(order: TokenOrder, coord: int, document: int) -> slice | None:
-    """A document's local tokens on a ring coordinate; None where there are none."""
-    return next((at for found, at, _ in _documents(order.runs(coord)) if found == document), None)
-
-
-def _documents(runs: Sequence[Run]) -> Iterator[tuple[int, slice, list[Run]]]:
-    """(document, its local tokens, its runs) in local order."""
-    start = 0
-    for document, group in groupby(runs, key=attrgetter("document")):
-        same = list(group)
-        length = sum(run.length for run in same)
-        yield document, slice(start, start + length), same
-        start += length
 
 
 def _pass_on(x: Tensor, group: Group) -> tuple[Pending, Tensor]:

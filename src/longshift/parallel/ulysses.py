@@ -4,7 +4,7 @@ Paper: DeepSpeed-Ulysses (arXiv 2309.14509).
 
 Sharding over u ranks: tokens everywhere, x[T_u, D], but heads inside attention, q[T, N_u, H]. One all-to-all turns one into the other,
 another turns back. Heads are dealt nearly equally; with fewer key/value heads than ranks, neighbours get the same one and its gradient
-is their sum (by autograd, where the slices overlap).
+is their sum.
 
     q[T_u, N, H] ┐
     k[T_u, K, H] ├ all-to-all ─ q[T, N_u, H], k, v ─ attention ─ o[T, N_u, H] ─ all-to-all ─ o[T_u, N, H]
@@ -13,10 +13,12 @@ is their sum (by autograd, where the slices overlap).
 Bytes in and out of a rank, forward: (T/u) * (2 N + 2 max(K, u)) * H * (u-1)/u elements when heads divide; backward the same.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from longshift.dist.collectives import AllToAll, Group
+from longshift.dist.collectives import Group
 from longshift.layout.heads import heads_of
 from longshift.spec.model import share
 
@@ -29,19 +31,70 @@ def to_heads(
     `heads` and `kv_heads` are the global numbers of the heads in q and in k, v; `group_size` query heads share one key/value head.
     """
     deals = [heads_of(heads, group_size, group.size, i) for i in range(group.size)]
-    sends = [torch.cat((_pick(q, mine, heads), _pick(k, kv, kv_heads), _pick(v, kv, kv_heads)), 1) for mine, kv in deals]
-    queries, keys = deals[group.index]
-    n, m = len(queries), len(keys)
-    received = AllToAll.apply(group, [(q.shape[0], n + 2 * m, q.shape[2])] * group.size, *sends)
-    return torch.cat(received).split((n, m, m), dim=1)  # pyright: ignore[reportArgumentType, reportCallIssue, reportReturnType]
+    slices = [(_within(mine, heads), _within(kv, kv_heads)) for mine, kv in deals]
+    return ToHeads.apply(q, k, v, slices, group)  # pyright: ignore[reportReturnType]
 
 
 def to_tokens(o: Tensor, heads: range, group: Group) -> Tensor:
     """o [T/u, N, H] of this rank's tokens, from o [T, N_u, H] with its heads."""
-    tokens = o.shape[0] // group.size
-    shapes = [(tokens, last - first, o.shape[2]) for first, last in (share(len(heads), group.size, i) for i in range(group.size))]
-    return torch.cat(AllToAll.apply(group, shapes, *o.split(tokens)), 1)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    counts = [last - first for first, last in (share(len(heads), group.size, i) for i in range(group.size))]
+    return ToTokens.apply(o, counts, group)  # pyright: ignore[reportReturnType]
 
 
-def _pick(x: Tensor, wanted: range, held: range) -> Tensor:
-    return x[:, wanted.start - held.start : wanted.stop - held.start]
+class ToHeads(torch.autograd.Function):
+    """apply(q, k, v, slices, group): `slices[i]` are the query heads and the key/value heads, of those here, that the i-th rank needs."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, slices, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.slices, ctx.group, ctx.shapes = slices, group, (q.shape, k.shape)
+        sends = [torch.cat((q[:, mine], k[:, kv], v[:, kv]), 1) for mine, kv in slices]
+        received = exchange(group, sends, [sends[group.index].shape] * group.size)
+        return torch.cat(received).split(_counts(*slices[group.index]), 1)
+
+    @staticmethod
+    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        slices, group, (q_shape, k_shape) = ctx.slices, ctx.group, ctx.shapes
+        shapes = [(q_shape[0], sum(_counts(*some)), q_shape[2]) for some in slices]
+        received = exchange(group, torch.cat((dq, dk, dv), 1).chunk(group.size), shapes)
+        dq, dk, dv = dq.new_empty(q_shape), dk.new_zeros(k_shape), dv.new_zeros(k_shape)
+        for (mine, kv), part in zip(slices, received):
+            from_q, from_k, from_v = part.split(_counts(mine, kv), 1)
+            dq[:, mine].copy_(from_q)
+            _add(dk, kv, from_k)
+            _add(dv, kv, from_v)
+        return dq, dk, dv, None, None
+
+
+class ToTokens(torch.autograd.Function):
+    """apply(o, counts, group): `counts[i]` is how many query heads the i-th rank has."""
+
+    @staticmethod
+    def forward(ctx, o: Tensor, counts: Sequence[int], group: Group) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.counts, ctx.group = counts, group
+        tokens = o.shape[0] // group.size
+        return torch.cat(exchange(group, o.chunk(group.size), [(tokens, count, o.shape[2]) for count in counts]), 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        sends = grad.split(ctx.counts, 1)
+        return torch.cat(exchange(ctx.group, sends, [sends[ctx.group.index].shape] * ctx.group.size)), None, None
+
+
+def exchange(group: Group, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """What came from each rank; `sends` need not be contiguous."""
+    pending, received = group.exchange(sends, shapes)
+    pending.wait()
+    return received
+
+
+def _add(total: Tensor, heads: slice, part: Tensor) -> None:
+    total[:, heads].add_(part)
+
+
+def _within(wanted: range, held: range) -> slice:
+    return slice(wanted.start - held.start, wanted.stop - held.start)
+
+
+def _counts(queries: slice, keys: slice) -> tuple[int, int, int]:
+    n, m = queries.stop - queries.start, keys.stop - keys.start
+    return n, m, m

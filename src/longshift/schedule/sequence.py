@@ -16,13 +16,17 @@ A pack is whole documents end to end; a token's global index runs over them in o
 No bytes move here: the data room gives every rank its tokens in this order from the start.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, groupby
+from operator import attrgetter
 
 import numpy as np
 
 PADDING = -1
+
+Pair = tuple[slice, slice, bool]  # local queries, the sender's local keys, whether the mask is causal
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,47 @@ def token_order(lengths: Sequence[int], ring: int, multiple: int) -> TokenOrder:
     for runs, total in zip(spans, totals):
         runs.extend([Run(PADDING, 0, local - total)] if total < local else [])
     return TokenOrder(tuple(lengths), tuple(map(tuple, spans)), local)
+
+
+@lru_cache(maxsize=256)
+def pairs(order: TokenOrder, mine: int, theirs: int) -> tuple[Pair, ...]:
+    """What ring coordinate `mine` computes with the keys of `theirs`: rectangles of local tokens, and the causal diagonal with its own."""
+    if mine == theirs:
+        return tuple((at, at, True) for _, at, _ in _documents(order.runs(mine)))
+    keys = {document: (at.start, runs) for document, at, runs in _documents(order.runs(theirs))}
+    found = []
+    for document, at, runs in _documents(order.runs(mine)):
+        if document == PADDING or document not in keys:
+            continue
+        start = at.start
+        key_start, key_runs = keys[document]
+        rectangles: list[Pair] = []
+        for run in runs:
+            seen = sum(other.length for other in key_runs if other.start < run.start)
+            if seen:
+                span = slice(key_start, key_start + seen)
+                if rectangles and rectangles[-1][1] == span:
+                    rectangles[-1] = (slice(rectangles[-1][0].start, start + run.length), span, False)
+                else:
+                    rectangles.append((slice(start, start + run.length), span, False))
+            start += run.length
+        found.extend(rectangles)
+    return tuple(found)
+
+
+def span(order: TokenOrder, coord: int, document: int) -> slice | None:
+    """A document's local tokens on a ring coordinate; None where there are none."""
+    return next((at for found, at, _ in _documents(order.runs(coord)) if found == document), None)
+
+
+def _documents(runs: Sequence[Run]) -> Iterator[tuple[int, slice, list[Run]]]:
+    """(document, its local tokens, its runs) in local order."""
+    start = 0
+    for document, group in groupby(runs, key=attrgetter("document")):
+        same = list(group)
+        length = sum(run.length for run in same)
+        yield document, slice(start, start + length), same
+        start += length
 
 
 def _pieces(length: int, ring: int, turn: int) -> list[int]:

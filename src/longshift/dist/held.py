@@ -1,0 +1,93 @@
+"""Bytes of all tensors that are alive, by device, while a mode watches what torch's operations return.
+
+A storage is counted once, whatever views it has, from the operation that made it until it is gone. Not counted: what kernels need inside one
+operation, and what an allocator loses between tensors. Under the mode autograd adds two gradients that meet into a new tensor, where without
+it may add in place: what is counted is never less than what is.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class HeldBytes(TorchDispatchMode):
+    """Counts bytes of storages by device type: `now[device]`, and `most[device]` since `restart`. Mutable. What was there before it began
+    counts from `adopt` on. Only operations of the thread that entered it are seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self._sizes: dict[int, int] = {}  # by storage, as of when it was last seen
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._numpy = patch.object(torch, "from_numpy", self._from_numpy(torch.from_numpy))  # it never reaches a dispatcher
+
+    def __enter__(self) -> "HeldBytes":
+        self._numpy.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *how: Any) -> None:
+        super().__exit__(*how)
+        self._numpy.stop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        before = {x.untyped_storage()._cdata for x in given}
+        for x in given:
+            self._see(x, new=False)
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                self._see(x, new=x.untyped_storage()._cdata not in before)  # else a view, or changed in place
+        return out
+
+    def restart(self) -> None:
+        """Forget what was the most: it is what there is now."""
+        self.refresh()
+        self.most = Counter(self.now)
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Count these from now on."""
+        for tensor in tensors:
+            self._see(tensor, new=True)
+
+    def refresh(self) -> None:
+        """Look again at every storage: `resize_` of a storage is no operation of torch's."""
+        for reference in list(self._alive.values()):
+            if (storage := reference()) is not None:
+                self._size(storage)
+
+    def _see(self, tensor: Tensor, new: bool) -> None:
+        storage = tensor.untyped_storage()
+        if new and storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = 0
+            self._alive[storage._cdata] = weakref.ref(storage)
+            weakref.finalize(storage, self._gone, storage._cdata, storage.device.type)
+        if storage._cdata in self._sizes:
+            self._size(storage)
+
+    def _size(self, storage: torch.UntypedStorage) -> None:
+        device, size = storage.device.type, storage.nbytes()
+        self.now[device] += size - self._sizes[storage._cdata]
+        self._sizes[storage._cdata] = size
+        self.most[device] = max(self.most[device], self.now[device])
+
+    def _gone(self, address: int, device: str) -> None:
+        self.now[device] -= self._sizes.pop(address)
+        del self._alive[address]
+
+    def _from_numpy(self, native: Any) -> Any:
+        def from_numpy(array: Any) -> Tensor:
+            tensor = native(array)
+            self._see(tensor, new=True)
+            return tensor
+
+        return from_numpy

@@ -1,0 +1,83 @@
+"""Norm, gated activation and rotary embedding as autograd functions that save their inputs and nothing wider.
+
+Composed of torch's operations, each of these saves several float32 copies of its input, a different number on every kind of device. Here the
+operations are written out, few and in place where nothing else sees the tensor, so that memory is the same on every device and known before
+(`schedule.inside` mirrors them, line by line).
+
+    rms_norm   y = x r w,  r = 1 / sqrt(mean(x^2) + eps)         saves x, r    dx = r (g w - x r^2 mean(g w x))    dw = sum_t g x r
+    gated      y = act(gate) up                                  saves gate, up
+    rotate     y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin       saves nothing of x; backward turns the other way
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class RmsNorm(torch.autograd.Function):
+    """apply(x [..., D], weight [D], eps) -> [..., D] of x's dtype; the mean and all sums in at least float32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.mul(x, rstd, out=x.new_empty(x.shape)).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, rstd = ctx.saved_tensors
+        shape, width = x.shape, x.shape[-1]
+        g, x, r, w = grad.reshape(-1, width).to(rstd.dtype), x.reshape(-1, width), rstd.view(-1), weight.to(rstd.dtype)
+        wide = g * x
+        dw = torch.mv(wide.mT, r)
+        minus = torch.mv(wide, w).mul_(r).mul_(r).div_(-width).unsqueeze(-1)
+        torch.mul(g, w, out=wide).addcmul_(x, minus).mul_(r.unsqueeze(-1))
+        return wide.to(grad.dtype).view(shape), dw.to(weight.dtype), None
+
+
+class Gated(torch.autograd.Function):
+    """apply(gate, up, activation) -> activation(gate) * up."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, activation: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        return activate(gate, activation).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate, up = ctx.saved_tensors
+        d_gate = grad * up
+        if ctx.activation == "gelu_tanh":
+            aten.gelu_backward.grad_input(d_gate, gate, approximate="tanh", grad_input=d_gate)
+        else:
+            aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        return d_gate, activate(gate, ctx.activation).mul_(grad), None
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    return F.gelu(x, approximate="tanh") if activation == "gelu_tanh" else F.silu(x)
+
+
+class Rotate(torch.autograd.Function):
+    """apply(x [T, N, H], cos [T, 1, H], sin [T, 1, H]) -> [T, N, H], in the half-split convention of the Hugging Face checkpoints."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _turned(grad, *ctx.saved_tensors, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    y = torch.mul(x, cos, out=x.new_empty(x.shape))
+    (y1, y2), (x1, x2), (sin1, sin2) = (t.chunk(2, -1) for t in (y, x, sin))
+    y1.addcmul_(x2, sin1, value=-way)
+    y2.addcmul_(x1, sin2, value=way)
+    return y

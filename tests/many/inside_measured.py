@@ -1,0 +1,155 @@
+"""What forked ranks, and a process with a device that is not there, do for test_inside.py: the operations of a rank, measured."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from longshift.data.batch import Document
+from longshift.data.micro import micro_batch
+from longshift.dist import collectives
+from longshift.dist.held import HeldBytes
+from longshift.dist.world import World
+from longshift.layout.layout import Layout
+from longshift.layout.memory import loss_rows
+from longshift.layout.placement import local_boxes
+from longshift.model.decoder import Block, Unit, build_unit
+from longshift.model.kernels import FLASH
+from longshift.spec.model import ModelSpec, Rope
+from longshift.stream.loss import loss_and_gradient
+from longshift.train.build import LayoutOps, prepare
+
+SPECS = {
+    "llama": ModelSpec("llama", 61, 64, 1, 5, 5, 16, 97, 4096, rope=Rope()),
+    "llama grouped": ModelSpec("llama", 61, 64, 1, 6, 2, 16, 97, 4096, rope=Rope(), tied=True),
+    "llama biases": ModelSpec("llama", 1001, 64, 1, 4, 2, 16, 96, 4096, rope=Rope(), qkv_bias=True, out_bias=True, mlp_bias=True),
+    "qwen3": ModelSpec("qwen3", 61, 64, 1, 4, 1, 16, 96, 4096, rope=Rope(), qk_norm=True),
+    "gpt2": ModelSpec(
+        *("gpt2", 61, 64, 1, 5, 5, 16, 128, 4096, True, "layer", 1e-5, "gelu_tanh", False),
+        **{"fused_qkv": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": None, "learned_positions": True},
+    ),
+}
+LENGTHS = (700, 333, 1000, 2)  # of documents, in tokens
+TURNS = ("pass", "forward", "backward")
+PARTS = ("embed", "block", "attention half", "mlp half")
+
+
+def operations(world: World, spec: str, layout: str, dtype: str) -> dict[str, dict]:
+    """By "part turn": what was measured, in the terms of `schedule.inside.Inside`."""
+    held, device = HeldBytes(), world.device
+    with held:
+        return dict(_operations(world, SPECS[spec], Layout.parse(layout), getattr(torch, dtype), held, device))
+
+
+def _operations(
+    world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, held: HeldBytes, device: torch.device
+) -> Iterator[tuple[str, dict]]:
+    if world.everyone.handle is not None:
+        prepare(world, spec, layout)
+    ops = LayoutOps(spec, layout, world, FLASH)
+    documents = [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]
+    micro = micro_batch(spec, documents, layout, world.rank, dtype, device)
+    watch = Watch(held, device, {"tp": ops.tp, "u": ops.ulysses, "ring": ops.ring})
+    for part in PARTS:
+        unit = filled(build_unit(spec, int(part != "embed")), layout, world, dtype, device)
+        function: Callable[..., Tensor] = unit
+        if isinstance(unit, Block) and part != "block":
+            function = unit.attention_half if part == "attention half" else unit.mlp_half  # pyright: ignore[reportAssignmentType]
+        x = None if part == "embed" else stream(micro, spec, dtype, device).requires_grad_()
+        with watch.counting() as seen, torch.no_grad():
+            y = function(x, micro, ops)
+        yield f"{part} pass", seen | {"output": size(y), "graph": 0, "grads": 0}
+        del y
+        with watch.counting() as seen:
+            y = function(x, micro, ops)
+        yield f"{part} forward", seen | {"output": size(y), "graph": seen["left"] - size(y), "grads": 0}
+        dy, graph = stream(micro, spec, dtype, device), seen["left"] - size(y)
+        with watch.counting() as seen:
+            torch.autograd.backward(y, dy)
+        found = {"output": 0 if x is None or x.grad is None else size(x.grad), "graph": 0, "grads": grads(unit)}
+        assert seen["left"] == found["output"] + found["grads"] - graph, (part, seen, found, graph)
+        yield f"{part} backward", seen | found
+        del x, y, dy, unit, function
+    head = filled(build_unit(spec, spec.layers + 1), layout, world, dtype, device)
+    x, most = stream(micro, spec, dtype, device), Counter()
+
+    def added() -> None:
+        most["grads"] = max(most["grads"], grads(head))
+        most["taken"] = max(most["taken"], held.now[device.type] - watch.before)
+        for weight in head.parameters():
+            weight.grad = None
+
+    with watch.counting() as seen:
+        found = loss_and_gradient(head, x, micro, ops, loss_rows(spec, len(x)), 1.0, added)  # pyright: ignore[reportArgumentType]
+    yield "loss", seen | {"output": sum(map(size, found)), "graph": 0, **most}
+
+
+def stream(micro: Any, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(micro.tokens_here, spec.width, dtype=dtype, device=device)
+
+
+def filled(unit: Unit, layout: Layout, world: World, dtype: torch.dtype, device: torch.device) -> Unit:
+    """With weights of a rank's shapes."""
+    for param in unit.table:
+        boxes = local_boxes(param, layout, layout.coord(world.rank).tp)
+        parts = [torch.full(box.shape, 0.01, dtype=dtype, device=device) for box in boxes]
+        setattr(unit, param.role, nn.Parameter(torch.cat(parts, param.dim or 0)))
+    return unit
+
+
+def size(x: Tensor) -> int:
+    return x.untyped_storage().nbytes()
+
+
+def grads(unit: Unit) -> int:
+    return sum(size(p.grad) for p in unit.parameters() if p.grad is not None)
+
+
+class Watch:
+    """Bytes held and sent while an operation runs. Mutable."""
+
+    def __init__(self, held: HeldBytes, device: torch.device, groups: dict[str, collectives.Group]):
+        self.held, self.device = held, device.type
+        self.axes = {group.handle: axis for axis, group in groups.items() if group.handle is not None}
+        self.before = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[dict]:
+        found, sent = {}, Counter()
+
+        def counted(native: Callable, elements: Callable[..., int]) -> Callable:
+            def call(*arguments: Any, **more: Any) -> Any:
+                peers = dist.get_world_size(more["group"])
+                sent[self.axes[more["group"]]] += elements(peers, *arguments)
+                return native(*arguments, **more)
+
+            return call
+
+        def traded(peers: int, out: Tensor, x: Tensor, out_sizes: Any = None, in_sizes: Any = None) -> int:
+            return (sum(in_sizes) if in_sizes is not None else x.numel() * (peers - 1) // peers) * x.itemsize
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_to_all_single", counted(dist.all_to_all_single, traded))
+            gather = counted(collectives._all_gather, lambda peers, out, x: (peers - 1) * x.nbytes)
+            patch.setattr(collectives, "_all_gather", gather)
+            scatter = counted(collectives._reduce_scatter, lambda peers, out, x: x.nbytes // peers * (peers - 1))
+            patch.setattr(collectives, "_reduce_scatter", scatter)
+            reduce = counted(dist.all_reduce, lambda peers, x, op=None: 2 * x.nbytes * (peers - 1) // peers)
+            patch.setattr(dist, "all_reduce", reduce)
+            self.held.restart()
+            self.before = self.held.now[self.device]
+            yield found
+            found["peak"] = self.held.most[self.device] - self.before
+            found["left"] = self.held.now[self.device] - self.before
+            found["sent"] = dict(sent)
+
+
+if __name__ == "__main__":
+    print(json.dumps({}))
