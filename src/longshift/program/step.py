@@ -119,6 +119,7 @@ class Steps:
         self.bytes = weight_bytes, sum_bytes
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
         self.cuts = set(itinerary.cuts.values())
+        self.world = itinerary.home.world
         self._programs: dict[tuple[Visit, ...], Program] = {}
         self._exchanges: dict[tuple[Cut | None, Cut | None], Exchanges] = {}
 

@@ -92,28 +92,20 @@ def inside(place: Place, order: TokenOrder, part: Part, turn: Turn) -> Inside:
 
 
 @lru_cache(maxsize=1024)
-def loss(place: Place, order: TokenOrder) -> Inside:
-    """Of the head, on a pack or chunk in this order: `stream.loss.loss_and_gradient`, where `added` takes the gradients away."""
+def loss_of_rows(place: Place, order: TokenOrder, number: int) -> Inside:
+    """Of the head, on the `number`-th block of rows of a pack or chunk in this order: begins with x and dx, leaves grads."""
     rank = Rank(place, order)
     head = Head(rank, place.spec.layers + 1)
     rank.memory.recording = True
     x_TD = rank.stream()
-    seen = rank.begin()
-    grads = taken = 0
-    total = rank.new((), 8)
-    dx_TD = rank.new(x_TD.shape)
     rows = loss_rows(place.spec, x_TD.shape[0])
-    for first in range(0, x_TD.shape[0], rows):
-        count = min(rows, x_TD.shape[0] - first)
-        x = Tensor(x_TD.storage, (count, *x_TD.shape[1:]), place.itemsize).leaf()
-        loss = rank.ops.loss(head.logits(x, rank.ops), rank.labels(count))
-        seed = loss.new()
-        backward([loss], [seed])
-        del seed
-        grads, taken = max(grads, head.grads()), max(taken, rank.memory.now - seen)
-        head.take()
-    del x, loss  # pyright: ignore[reportPossiblyUnboundVariable]
-    return rank.seen(seen, output=dx_TD.bytes + total.bytes, grads=grads, taken=taken)
+    count = min(rows, x_TD.shape[0] - number * rows)
+    seen = rank.begin()
+    x = Tensor(x_TD.storage, (count, *x_TD.shape[1:]), place.itemsize).leaf()
+    loss = rank.ops.loss(head.logits(x, rank.ops), rank.labels(count))
+    seed = loss.new()
+    backward([loss], [seed])
+    return rank.seen(seen, grads=head.grads())
 
 
 class Rank:
@@ -280,7 +272,7 @@ class Ops:
         spec, layout, at = place.spec, place.layout, place.at
         self.rank, self.spec, self.group_size = rank, spec, spec.heads // spec.kv_heads
         self.tp = Group(rank, "tp", layout.tp, at.tp)
-        self.ulysses = Group(rank, "u", layout.ulysses, at.ulysses)
+        self.ulysses = Group(rank, "ulysses", layout.ulysses, at.ulysses)
         self.ring = Group(rank, "ring", layout.ring, at.ring)
         self.heads, self.kv_heads = tensor_heads(spec, layout, at)
 
@@ -337,8 +329,10 @@ class Ops:
 
 def _repeated(t: Tensor, count: int) -> Tensor:
     """Heads, each by a slice, that are put together again: the gradient of each slice is as large as all."""
-    shape, slices = t.shape, [recorded(Tensor(t.storage, (t.shape[0], 1, t.shape[2]), t.itemsize, False), (t,), _padded(t.shape))
-                              for _ in range(count)]
+    shape, slices = (
+        t.shape,
+        [recorded(Tensor(t.storage, (t.shape[0], 1, t.shape[2]), t.itemsize, False), (t,), _padded(t.shape)) for _ in range(count)],
+    )
     return recorded(t.new((shape[0], count, shape[2])), slices, lambda grad: grad.parts([1] * count, 1))
 
 
