@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from itertools import pairwise
 
 import pytest
 
@@ -55,6 +56,39 @@ def test_the_bytes_are_those_of_the_plans(per_node: int):
     assert found.groups[first + 1].gradients_traffic == traffic(way.sums(cut))
     weights, wanted = run.spec.parameters * 2, 4 * run.spec.parameters * 2
     assert weights <= moved.intra_node_bytes + moved.inter_node_bytes <= wanted
+
+
+def many(names: list[str]) -> Config:
+    edges = ", ".join(f"{{upto: {256 * (number + 1)}, use: {name}}}" for number, name in enumerate(names))
+    return config(f"layout=[{edges}]", f"data.max_len={256 * len(names)}")
+
+
+def test_any_number_of_groups_of_one_layout():
+    found = explain(many(["dp4"] * 17))
+    assert [group.upto for group in found.groups] == [256 * number for number in range(1, 18)]
+    assert sum(group.gradients_traffic is not None for group in found.groups) == 0
+    assert sum("here already" in group.weights for group in found.groups) == 16
+
+
+CUTS = ("dp8", "dp4.tp2", "dp2.tp4", "dp2.tp2.pp2", "dp4.pp2", "tp4.pp2", "dp2.pp4", "tp2.pp4", "pp2:1-3.dp4", "pp2:1-3.dp2.tp2")
+CUTS += tuple(f"{text}.z2" for text in CUTS)
+
+
+def test_more_cuts_than_an_exact_order_can_have():
+    run = many(list(CUTS))
+    assert len(set(itinerary(run).cuts.values())) >= 17
+    found = explain(run, 2)
+    assert sorted(group.upto for group in found.groups) == [256 * number for number in range(1, len(CUTS) + 1)]
+    cuts = [itinerary(run).cuts[Layout.parse(group.layout)] for group in found.groups]
+    changes = sum(before != after for before, after in pairwise(cuts))
+    assert changes == len(set(cuts)) - 1, "a cut was left and entered again"
+
+
+def test_what_the_next_switch_takes_from_is_computed_last():
+    """Under ZeRO-3 at home nothing stays after the group; under ZeRO-1 the copies do, and lie as the next switch may want them."""
+    way = itinerary(many(["tp2.pp2.z1", "dp4", "tp2.pp2.z3"]))
+    layouts = tuple(Layout.parse(text) for text in ("tp2.pp2.z1", "dp4", "tp2.pp2.z3"))
+    assert way.order(layouts) == (2, 0, 1)
 
 
 def test_a_single_layout():

@@ -18,7 +18,7 @@ from longshift.spec.model import ModelSpec
 from longshift.switch.links import Links
 from longshift.switch.placed import Placed, Spread, by_rank, placed, together, turn_about
 from longshift.switch.plan import Plan, plan, switch_plan
-from longshift.switch.traffic import traffic
+from longshift.switch.traffic import least_s, traffic
 
 SPEC = ModelSpec("llama", 7, 6, 3, 6, 2, 1, 5, 16, tied=True)
 ROLES = ("embed", "k", "o", "gate", "norm2")  # rows on two stages, shared heads, columns, uneven rows, uncut
@@ -247,6 +247,15 @@ def painted(spread: Spread) -> np.ndarray:
     for box, ranks in spread.boxes:
         total[box.within(Box.whole(total.shape))] += sum(2.0**-rank for rank in ranks)
     return total
+
+
+@settings(max_examples=100)
+@given(layouts, layouts, layouts, st.sampled_from(KINDS), st.sampled_from(["algorithm1", "fan_out"]), links)
+def test_the_estimate_without_a_plan_is_a_lower_bound(old, older, new, kind, planner, link) -> None:
+    held, wanted = held_under(old, older, kind, list(PLACED[new, "copies"])), PLACED[new, "copies"]
+    bound_s, least = traffic(switch_plan(held, wanted, link, 2, planner)).bound_s, least_s(held, wanted, link, 2)
+    assert least <= bound_s * (1 + 1e-12)
+    assert (least > 0) == (bound_s > 0)
 
 
 def test_a_sum_needs_one_home() -> None:

@@ -176,8 +176,7 @@ def switch_plan(
     `itemsize`: bytes an element on the wire. `bucket_bytes` None: one bucket. Raises ValueError for an element that nobody holds,
     UsageError for a bucket too small to move a single one.
     """
-    spreads = {spread for side in (held, wanted) for spread in side.values()}
-    world = 1 + max((rank for spread in spreads for _, ranks in spread.boxes for rank in ranks), default=0)
+    world = world_of(held, wanted)
     loads = np.zeros((3, world), np.int64)
     refined: dict[tuple[Spread, Spread], Slices] = {}
     known: dict[tuple[Slices, bytes], tuple[Moves, np.ndarray]] = {}
@@ -200,6 +199,12 @@ def switch_plan(
     buckets, buffer_bytes = _buckets(found, world, bucket_bytes)
     weights = tuple(WeightPlan(name, slices, moves, bucket) for (name, slices, moves), bucket in zip(found, buckets))
     return Plan(planner, links, world, itemsize, bucket_bytes, buffer_bytes, weights)
+
+
+def world_of(*sides: Placed) -> int:
+    """How many ranks the sides speak of: those up to the highest that has something."""
+    spreads = {spread for side in sides for spread in side.values()}
+    return 1 + max((rank for spread in spreads for _, ranks in spread.boxes for rank in ranks), default=0)
 
 
 def plan(held: Sequence[Sequence[tuple[str, Box]]], wanted: Sequence[Sequence[tuple[str, Box]]]) -> tuple[Move, ...]:
