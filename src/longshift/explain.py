@@ -7,6 +7,7 @@ HotSPa (SOSP 2024) calls this graph compilation: insert casts, communication and
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from longshift.cluster.cluster import Cluster
 from longshift.config import Config
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.memory import LeastBytes, least_bytes
@@ -14,7 +15,7 @@ from longshift.layout.placement import buckets
 from longshift.schedule.streamed import Footprint, Turn, footprint, lists_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary, home_layout
-from longshift.switch.links import assumed
+from longshift.switch.links import Links, links_of
 from longshift.switch.plan import Plan
 from longshift.switch.traffic import Traffic, traffic
 from longshift.workload.groups import Edge
@@ -67,36 +68,39 @@ class Explanation:
     """A step that has documents of all lengths. `groups` in visiting order."""
 
     home: str
-    per_node: int
+    links: Links
     groups: tuple[Explained, ...]
 
     def to_json(self) -> dict:
-        """Without seconds of a switch: links are assumed."""
+        """Without seconds of a switch where links are assumed."""
         found = asdict(self)
-        for group in found["groups"]:
+        for group in found["groups"] if self.links.origin == "assumed" else ():
             for moved in filter(None, (group["weights_traffic"], group["gradients_traffic"])):
                 del moved["bound_s"], moved["overlapped_s"], moved["in_order_s"]
         return found
 
     def __str__(self) -> str:
-        lines = [f"home is cut as {self.home}: every master weight, gradient sum and moment once; nodes of {self.per_node} ranks"]
+        lines = [f"home is cut as {self.home}: every master weight, gradient sum and moment once; nodes of {self.links.per_node} ranks"]
+        lines += [f"links: {self.links}"]
         for number, group in enumerate(self.groups, 1):
             lines += ["", f"{number}. documents of up to {format_size(group.upto)} tokens: {group.layout}"]
-            lines += [f"   weights    {group.weights}", *_moved(group.weights_traffic)]
+            lines += [f"   weights    {group.weights}", *_moved(group.weights_traffic, self.links)]
             lines += [
                 f"   inserted   {i.what}: {i.count} a {i.of} and micro-batch, {_size(i.bytes_out)} out of a rank" for i in group.inserted
             ]
-            lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic)]
+            lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic, self.links)]
             lines += [f"   pruned     {text}" for text in group.pruned]
             lines += _streamed(Layout.parse(group.layout), group.streamed)
             lines += [f"   memory     at least {group.least}"]
         return "\n".join([*lines, "", "then one global norm, one clip, one AdamW, at home"])
 
 
-def itinerary(config: Config, per_node: int | None = None) -> Itinerary:
-    """Of a run; `per_node`: ranks on each machine, all where not given."""
+def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Itinerary:
+    """The itinerary of a run. `per_node`: ranks on each machine, all where not given; `cluster`: whose links it crosses, assumed ones where
+    not given."""
     _, compute_bytes, _, home_bytes = FORMATS[config.train.precision]
-    links = assumed(per_node or config.world)
+    per_node = per_node or config.world
+    links = links_of(cluster, per_node, -(-config.world // per_node))
     return Itinerary(config.spec, config.edges, links, compute_bytes, home_bytes, config.switch.options)
 
 
@@ -110,9 +114,10 @@ def needs_of(config: Config, edge: Edge) -> tuple[LeastBytes, Footprint | None]:
     return least_bytes(config.spec, layout, home_layout(config.edges), longest, compute_bytes, home_bytes, buffers), streamed
 
 
-def explain(config: Config, per_node: int | None = None) -> Explanation:
-    """Of a config that is legal."""
-    spec, way = config.spec, itinerary(config, per_node)
+def explain(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Explanation:
+    """Explain what one training step of `config` does, on machines with `per_node` ranks and the links of `cluster`, as `itinerary` takes
+    them. Seconds of a switch are said where links are known."""
+    spec, way = config.spec, itinerary(config, per_node, cluster)
     compute, compute_bytes, home, _ = FORMATS[config.train.precision]
     edges = [config.edges[i] for i in way.order(tuple(edge.use for edge in config.edges))]
     groups = []
@@ -130,7 +135,7 @@ def explain(config: Config, per_node: int | None = None) -> Explanation:
         least, streamed = needs_of(config, edge)
         inserted = tuple(i for i in insertions(spec, edge.use, edge.upto, compute_bytes) if i.count)
         groups.append(Explained(str(edge.use), edge.upto, weights, coming, inserted, gradients, going, tuple(pruned), least, streamed))
-    return Explanation(str(way.home), way.links.per_node, tuple(groups))
+    return Explanation(str(way.home), way.links, tuple(groups))
 
 
 def _weights(
@@ -231,10 +236,11 @@ def _streamed(layout: Layout, found: Footprint | None) -> list[str]:
     return [f"   streamed   {what}", f"   {layout.offload:<10} {sizes}"]
 
 
-def _moved(moved: Traffic | None) -> list[str]:
+def _moved(moved: Traffic | None, links: Links) -> list[str]:
     if moved is None:
         return []
-    return [f"              {_size(moved.intra_node_bytes)} inside nodes, {_size(moved.inter_node_bytes)} between them"]
+    seconds = f", {moved.overlapped_s:.3g} s where nothing is computed meanwhile" if links.origin != "assumed" else ""
+    return [f"              {_size(moved.intra_node_bytes)} inside nodes, {_size(moved.inter_node_bytes)} between them{seconds}"]
 
 
 def _size(size: float) -> str:

@@ -15,6 +15,7 @@ from longshift import cli
 from longshift.cluster import files
 from longshift.cluster.cluster import Cluster, Heads
 from longshift.cluster.curves import Axis, Curve
+from longshift.cluster.host import core_count
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.model import kernels
@@ -55,7 +56,7 @@ def here(home, told) -> Iterator[Cluster]:
 def test_everything_that_planning_needs_is_measured(here):
     words = {name.split()[0] for name in here.curves}
     assert words >= {"matmul", "elementwise", "launch", "attention", "copy", "disk"}
-    if machine.core_count() > 1:
+    if core_count() > 1:
         assert words >= {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"}
         assert here.links["node"].bytes_per_s > 1e6
     heads = Heads(8, 2, 64)
@@ -63,7 +64,7 @@ def test_everything_that_planning_needs_is_measured(here):
     assert 0 < here.attention_s(64, 64, heads, "bf16") < 1
     assert here.matmul_s(64, 128, 128, "float32") > here.matmul_s(8, 64, 64, "float32")
     assert here.disk_s("read", 2**16, 1, "plain") > 0
-    assert 0 < here.device.cores < machine.core_count() + 0.5
+    assert 0 < here.device.cores < core_count() + 0.5
     assert set(here.sources.values()) == {"longshift profile"}
 
 

@@ -1,11 +1,12 @@
 """What a step will do, said before it does it: from the plans that the run plays, not beside them."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 import pytest
 
+from longshift.cluster.files import cluster
 from longshift.config import Config, parse_config
 from longshift.explain import explain, insertions, itinerary
 from longshift.layout.layout import Layout
@@ -56,6 +57,22 @@ def test_the_bytes_are_those_of_the_plans(per_node: int):
     assert found.groups[first + 1].gradients_traffic == traffic(way.sums(cut))
     weights, wanted = run.spec.parameters * 2, 4 * run.spec.parameters * 2
     assert weights <= moved.intra_node_bytes + moved.inter_node_bytes <= wanted
+
+
+def test_seconds_of_a_switch_are_said_where_links_are_known():
+    """Of a cluster that knows the links that are crossed; a network that was not measured is assumed, and then nothing has seconds."""
+    machine = cluster("A800")
+    known, unknown = explain(config(GROUPS), 2, machine), explain(config(GROUPS), 2)
+    assert str(unknown.links) == "assumed, inside a node 8 times what is between"
+    assert "links: assumed, inside a node 8 times" in str(unknown)
+    assert "links: published, " in str(known)
+    assert " s where nothing is computed meanwhile" in str(known)
+    assert " s where nothing" not in str(unknown)
+    moved = [group["weights_traffic"] for found in (known, unknown) for group in found.to_json()["groups"] if group["weights_traffic"]]
+    assert ["overlapped_s" in traffic for traffic in moved] == [True, False]
+    alone = replace(machine, links={"node": machine.links["node"]})
+    assert explain(config(GROUPS), 2, alone).links == unknown.links
+    assert explain(config(GROUPS), 4, alone).links.origin == "published"
 
 
 def many(names: list[str]) -> Config:

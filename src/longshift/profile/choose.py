@@ -7,13 +7,14 @@ import psutil
 import torch
 
 from longshift.cluster.cluster import Cluster
+from longshift.cluster.host import CACHE
 from longshift.config import Config
 from longshift.dist.world import launched
 from longshift.errors import UsageError
 from longshift.explain import FORMATS
 from longshift.layout.layout import AUTO, Layout, format_size
 from longshift.layout.memory import least_bytes
-from longshift.profile.run import CACHE, kept
+from longshift.profile.run import kept
 from longshift.schedule.chunk_size import Machine, choose, powers
 from longshift.switch.itinerary import home_layout
 from longshift.workload.groups import Edge

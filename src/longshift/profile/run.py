@@ -20,6 +20,7 @@ import torch
 from longshift.cluster.cluster import SHARES, Cluster, Device, Disk, Link
 from longshift.cluster.curves import Curve
 from longshift.cluster.files import constants, decode, decode_curve, encode, fingerprint, load, save
+from longshift.cluster.host import CACHE, core_count, core_quota
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World, launched
 from longshift.errors import UsageError
@@ -28,7 +29,6 @@ from longshift.profile.bench import LONG_S, SHORT_S, Bench
 from longshift.train.launch import launch
 from longshift.train.run_folder import RunFolder
 
-CACHE = Path("~/.cache/longshift")
 SOURCE = "longshift profile"
 BUSY = 0.85  # of the cores; a quiet machine gives more
 
@@ -102,7 +102,7 @@ def profile(world: World, per_node: int, quick: bool, tell: Callable[[str], None
 
     tell("collectives")
     curves = _collectives(world, per_node, quick, budget_s["links"])
-    cores, wanted = compute.granted_cores(), min(torch.get_num_threads(), machine.core_quota() or machine.core_count())
+    cores, wanted = compute.granted_cores(), min(torch.get_num_threads(), core_quota() or core_count())
     if busy := cores < BUSY * wanted:
         tell(f"this process gets {cores:.2f} of its {wanted:g} cores: others run, or its cores are capped; the numbers hold for that")
     bench = Bench(world.device, quick, LONG_S if busy else SHORT_S)
@@ -155,7 +155,7 @@ def _collectives(world: World, per_node: int, quick: bool, budget_s: float) -> d
     arguments = {"quick": quick, "budget_s": budget_s}
     if world.size > 1:
         return _decoded(links.collectives(world, per_node, **arguments))
-    cores = min(8, machine.core_count())
+    cores = min(8, core_count())
     if world.device.type == "cuda" or cores == 1:
         return {}
     with ForkedWorld(cores) as forked:

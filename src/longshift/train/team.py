@@ -24,7 +24,7 @@ from longshift.state.visit import Stop, Switches
 from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
-from longshift.switch.links import assumed
+from longshift.switch.links import Links, assumed
 from longshift.train.build import Worker, prepare
 from longshift.workload.groups import Edge, LengthGroup, length_groups
 
@@ -58,11 +58,13 @@ class Team:
         options: SwitchOptions,
         stream: StreamOptions,
         home_cut: Layout | None = None,
+        links: Links | None = None,
     ):
-        """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`."""
+        """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`. `links`: equal on all ranks
+        (`switch.links.agreed`); assumed ones where None."""
         self.spec, self.edges, self.world, self.home = spec, tuple(edges), world, home
         self.itinerary = Itinerary(
-            spec, edges, assumed(world.per_node), precision.compute.itemsize, precision.home.itemsize, options, home_cut
+            spec, edges, links or assumed(world.per_node), precision.compute.itemsize, precision.home.itemsize, options, home_cut
         )
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
