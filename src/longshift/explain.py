@@ -4,7 +4,7 @@ another layout has done it already, in which order layouts are visited, and what
 HotSPa (SOSP 2024) calls this graph compilation: insert casts, communication and accumulation; prune what another graph does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from longshift.cluster.cluster import Cluster
@@ -13,20 +13,13 @@ from longshift.layout.layout import Layout, format_size
 from longshift.layout.memory import LeastBytes, least_bytes
 from longshift.layout.placement import buckets
 from longshift.schedule.streamed import Footprint, Turn, footprint, lists_of
+from longshift.spec.formats import FORMATS, Format
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary, home_layout
 from longshift.switch.links import Links, links_of
 from longshift.switch.plan import Plan
 from longshift.switch.traffic import Traffic, traffic
 from longshift.workload.groups import Edge
-
-FORMATS: Mapping[str, tuple[str, int, str, int]] = {  # of copies and of home, with bytes an element
-    "float64": ("float64", 8, "float64", 8),
-    "float32": ("float32", 4, "float32", 4),
-    "bf16": ("bfloat16", 2, "float32", 4),
-    "fp16": ("float16", 2, "float32", 4),
-}
-
 
 TENSOR = "tensor: all-gather and reduce-scatter of tokens"
 ULYSSES = "Ulysses: all-to-all of tokens and heads"
@@ -98,27 +91,29 @@ class Explanation:
 def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Itinerary:
     """The itinerary of a run. `per_node`: ranks on each machine, all where not given; `cluster`: whose links it crosses, assumed ones where
     not given."""
-    _, compute_bytes, _, home_bytes = FORMATS[config.train.precision]
+    formats = FORMATS[config.train.precision]
     per_node = per_node or config.world
     links = links_of(cluster, per_node, -(-config.world // per_node))
-    return Itinerary(config.spec, config.edges, links, compute_bytes, home_bytes, config.switch.options)
+    return Itinerary(config.spec, config.edges, links, formats.compute_bytes, formats.home_bytes, config.switch.options)
 
 
 def needs_of(config: Config, edge: Edge) -> tuple[LeastBytes, Footprint | None]:
     """The least memory of a group, for its longest document, and what that takes where it is offloaded or cut in chunks."""
-    _, compute_bytes, _, home_bytes = FORMATS[config.train.precision]
+    formats = FORMATS[config.train.precision]
     layout, longest, streamed = edge.use, min(edge.upto, config.data.max_len), None
     if layout.chunk or layout.offload != "device":
-        streamed = footprint(config.spec, layout, [longest], compute_bytes, config.stream.ahead)
+        streamed = footprint(config.spec, layout, [longest], formats.compute_bytes, config.stream.ahead)
     buffers = streamed.buffers if streamed else 0
-    return least_bytes(config.spec, layout, home_layout(config.edges), longest, compute_bytes, home_bytes, buffers), streamed
+    return least_bytes(
+        config.spec, layout, home_layout(config.edges), longest, formats.compute_bytes, formats.home_bytes, buffers
+    ), streamed
 
 
 def explain(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Explanation:
     """Explain what one training step of `config` does, on machines with `per_node` ranks and the links of `cluster`, as `itinerary` takes
     them. Seconds of a switch are said where links are known."""
     spec, way = config.spec, itinerary(config, per_node, cluster)
-    compute, compute_bytes, home, _ = FORMATS[config.train.precision]
+    formats = FORMATS[config.train.precision]
     edges = [config.edges[i] for i in way.order(tuple(edge.use for edge in config.edges))]
     groups = []
     for number, edge in enumerate(edges):
@@ -126,22 +121,22 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         before = edges[number - 1].use if number else None
         here = [e.use for e in edges[:number] if way.cuts[e.use] == cut]
         later = [e.use for e in edges[number + 1 :] if way.cuts[e.use] == cut]
-        weights, coming, pruned = _weights(way, cut, before, bool(here), compute, home, edge.use)
-        gradients, going = _gradients(way, cut, later, home, edge.use)
+        weights, coming, pruned = _weights(way, cut, before, bool(here), formats, edge.use)
+        gradients, going = _gradients(way, cut, later, formats.home, edge.use)
         if later:
             pruned += [f"no reduction yet: {later[-1]} adds to the same sums"]
         if number:
             pruned += ["no update: one at the end, at home", "no hand-over of gradients from layout to layout: each goes home once"]
         least, streamed = needs_of(config, edge)
-        inserted = tuple(i for i in insertions(spec, edge.use, edge.upto, compute_bytes) if i.count)
+        inserted = tuple(i for i in insertions(spec, edge.use, edge.upto, formats.compute_bytes) if i.count)
         groups.append(Explained(str(edge.use), edge.upto, weights, coming, inserted, gradients, going, tuple(pruned), least, streamed))
     return Explanation(str(way.home), way.links, tuple(groups))
 
 
 def _weights(
-    way: Itinerary, cut: Cut, before: Layout | None, here: bool, compute: str, home: str, layout: Layout
+    way: Itinerary, cut: Cut, before: Layout | None, here: bool, formats: Format, layout: Layout
 ) -> tuple[str, Traffic | None, list[str]]:
-    cast = f", cast from {home} to {compute} at the source" if compute != home else ""
+    cast = f", cast from {formats.home} to {formats.compute} at the source" if formats.compute != formats.home else ""
     if here and before is not None and way.cuts[before] == cut:
         return f"here already: the copies of {before}", None, ["no gather, no cast: the copies are shared"]
     if cut.at_home:

@@ -19,7 +19,7 @@ from longshift.cluster.host import core_count
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.model import kernels
-from longshift.profile import attention, compute, copies, disk, links, machine, plots, run
+from longshift.profile import machine, plots, run, time_attention, time_compute, time_copies, time_disk, time_links
 from longshift.profile.bench import FEWEST, MOST, Bench, Plan, curve_of
 from longshift.profile.report import rate, show, si
 
@@ -40,14 +40,14 @@ def told() -> list[str]:
 def here(home, told) -> Iterator[Cluster]:
     """This machine, measured on few and small sizes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compute, "SHAPES", {("cpu", True): ((8, 64), (64, 128))})
-        patch.setattr(compute, "STREAMED", {("cpu", True): (2**12, 2**16)})
-        patch.setattr(compute, "SPIN_S", 0.05)
-        patch.setattr(attention, "TOKENS", {("cpu", True): ((64, 128), (64,))})
-        patch.setattr(copies, "SIZES", {("cpu", True): (2**12, 2**16)})
-        patch.setattr(links, "LARGEST_BYTES", 2**16)
-        patch.setattr(disk, "FILE_BYTES", 2**21)
-        patch.setattr(disk, "BLOCKS", {True: (2**16, 2**18)})
+        patch.setattr(time_compute, "SHAPES", {("cpu", True): ((8, 64), (64, 128))})
+        patch.setattr(time_compute, "STREAMED", {("cpu", True): (2**12, 2**16)})
+        patch.setattr(time_compute, "SPIN_S", 0.05)
+        patch.setattr(time_attention, "TOKENS", {("cpu", True): ((64, 128), (64,))})
+        patch.setattr(time_copies, "SIZES", {("cpu", True): (2**12, 2**16)})
+        patch.setattr(time_links, "LARGEST_BYTES", 2**16)
+        patch.setattr(time_disk, "FILE_BYTES", 2**21)
+        patch.setattr(time_disk, "BLOCKS", {True: (2**16, 2**18)})
         patch.setattr(run, "LONG_S", run.SHORT_S)
         patch.setattr(run, "BUDGETS_S", dict.fromkeys(run.BUDGETS_S, (0.0,)))
         yield run.obtain(World.alone(), 1, True, False, told.append, home / ".cache/longshift")
@@ -148,7 +148,9 @@ def test_short_operations_are_repeated_inside_one_timing():
 
 def test_kernels_of_this_machine():
     found = {
-        (k.name, name): kernels.probe(k, dtype, name, CPU) for name, dtype in compute.DTYPES.items() for k in attention.tried(CPU, dtype)
+        (k.name, name): kernels.probe(k, dtype, name, CPU)
+        for name, dtype in time_compute.DTYPES.items()
+        for k in time_attention.tried(CPU, dtype)
     }
     assert found["tiled", "bf16"].legal
     assert found["tiled", "bf16"].backward_error < found["flash", "bf16"].backward_error
@@ -192,17 +194,17 @@ def test_a_kernel_that_forgets_the_global_log_sum_exp_is_not_legal():
 
 def test_a_link_is_what_its_messages_took():
     seconds = tuple(1e-4 + size / 1e8 for size in (1e3, 1e6, 1e7))
-    link = links.link_of(Curve((Axis("ranks", (2,)), Axis("bytes", (1e3, 1e6, 1e7))), seconds))
+    link = time_links.link_of(Curve((Axis("ranks", (2,)), Axis("bytes", (1e3, 1e6, 1e7))), seconds))
     assert link.bytes_per_s == pytest.approx(1e8)
     assert link.latency_s == pytest.approx(1.1e-4)
 
 
 def test_ranks_of_nodes_are_grouped_by_level(monkeypatch):
-    monkeypatch.setattr(links, "LARGEST_BYTES", 2**16)
+    monkeypatch.setattr(time_links, "LARGEST_BYTES", 2**16)
     with ForkedWorld(4) as world:
-        answers = world.call("longshift.profile.links:collectives", 60.0, per_node=2, quick=True, budget_s=0.0)
+        answers = world.call("longshift.profile.time_links:collectives", 60.0, per_node=2, quick=True, budget_s=0.0)
     assert answers[0] == answers[1] == answers[2] == answers[3]
-    assert set(answers[0]) == {f"{operation} {level}" for operation in links.OPERATIONS for level in ("node", "network")}
+    assert set(answers[0]) == {f"{operation} {level}" for operation in time_links.OPERATIONS for level in ("node", "network")}
     for curve in answers[0].values():
         made = files.decode_curve(curve)
         assert made.axes[0].sizes == (2,)
@@ -224,9 +226,9 @@ def test_ranks_agree_on_the_median(here):
 
 
 def test_disk_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "FILE_BYTES", 2**20)
-    monkeypatch.setattr(disk, "BLOCKS", {True: (2**16,)})
-    curves = disk.disk(Bench(CPU, True), tmp_path, 0.0)
+    monkeypatch.setattr(time_disk, "FILE_BYTES", 2**20)
+    monkeypatch.setattr(time_disk, "BLOCKS", {True: (2**16,)})
+    curves = time_disk.disk(Bench(CPU, True), tmp_path, 0.0)
     assert {"disk read plain depth1", "disk write plain depth4"} <= set(curves)
     assert list(tmp_path.iterdir()) == []
 
