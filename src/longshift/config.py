@@ -9,7 +9,6 @@
 Paths are taken from the working directory and made absolute, so that the copy of the config in the run folder stays true.
 """
 
-import difflib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +26,12 @@ from pydantic import (
     model_validator,
 )
 
-from longshift.errors import UsageError
+from longshift.errors import UsageError, did_you_mean
 from longshift.layout import legal
 from longshift.layout.layout import UNITS, Layout, format_size
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.families import PRESETS, read_spec
+from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import SwitchOptions
 from longshift.switch.planners import Planner
@@ -116,7 +116,6 @@ def _some(value: object) -> object:
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, strict=True)]
 Number = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, strict=True)]
-PrecisionName = Literal["float32", "bf16", "fp16", "float64"]
 PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
 Layouts = Annotated[Layout | tuple[Edge, ...], PlainValidator(_parse_layout), PlainSerializer(_layout_out)]
 
@@ -360,12 +359,6 @@ def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config")
     raise UsageError("\n  ".join([f"{name}: {count} in the config", *faults]))
 
 
-def did_you_mean(word: str, known: Sequence[str] | Any) -> str:
-    """The end of a sentence about an unknown word: the nearest known one, or all of them."""
-    close = difflib.get_close_matches(word, list(known), 1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
-
-
 def _scalar(text: str) -> object:
     """The value of an override: YAML, or the text as it stands where it is not YAML."""
     try:
@@ -428,8 +421,7 @@ def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     if error["type"] == "literal_error":
         word = error["input"]
         known = [w.strip(" '") for w in error["ctx"]["expected"].replace(" or ", ",").split(",")]
-        close = difflib.get_close_matches(str(word), known, 1)
-        return f"{place}: {key}: {word!r} is not one of {', '.join(known)}" + (f"; did you mean {close[0]!r}?" if close else "")
+        return f"{place}: {key}: {word!r} is not one of {', '.join(known)}{did_you_mean(str(word), known, otherwise='')}"
     if error["type"] in ("model_type", "model_attributes_type"):
         return f"{place}: {key}: must be a section with the keys {', '.join(_fields(at))}"
     message = error["msg"][0].lower() + error["msg"][1:]

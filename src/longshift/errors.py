@@ -1,6 +1,9 @@
 """Every failure that a person can cause or cure, one class per exit code. No traceback is shown for these: the message says
 what, where, why, and the line that mends it."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class LongshiftError(Exception):
     """Base class; `exit_code` is what the command line returns."""
@@ -42,3 +45,17 @@ class OutOfMemoryError(LongshiftError):
     """Device, host or disk memory is not enough."""
 
     exit_code = 7
+
+
+def nearest(word: str, known: Iterable[str], most: int = 1, least_alike: float = 0.6) -> list[str]:
+    """The known words that are most like an unknown one, the best first; none where all differ too much."""
+    return difflib.get_close_matches(word, list(known), most, least_alike)
+
+
+def did_you_mean(word: str, known: Iterable[str], most: int = 1, least_alike: float = 0.6, otherwise: str = "known") -> str:
+    """The end of a sentence about an unknown word: the nearest known ones; where none is near, all of them after `otherwise`, or nothing
+    where that is empty."""
+    known = list(known)
+    if close := nearest(word, known, most, least_alike):
+        return f"; did you mean {' or '.join(map(repr, close))}?"
+    return f"; {otherwise}: {', '.join(known)}" if otherwise else ""

@@ -4,28 +4,22 @@ another layout has done it already, in which order layouts are visited, and what
 HotSPa (SOSP 2024) calls this graph compilation: insert casts, communication and accumulation; prune what another graph does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from longshift.cluster.cluster import Cluster
 from longshift.config import Config
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.memory import LeastBytes, least_bytes
 from longshift.layout.placement import buckets
 from longshift.schedule.streamed import Footprint, Turn, footprint, lists_of
+from longshift.spec.formats import FORMATS, Format
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary, home_layout
-from longshift.switch.links import assumed
+from longshift.switch.links import Links, links_of
 from longshift.switch.plan import Plan
 from longshift.switch.traffic import Traffic, traffic
 from longshift.workload.groups import Edge
-
-FORMATS: Mapping[str, tuple[str, int, str, int]] = {  # of copies and of home, with bytes an element
-    "float64": ("float64", 8, "float64", 8),
-    "float32": ("float32", 4, "float32", 4),
-    "bf16": ("bfloat16", 2, "float32", 4),
-    "fp16": ("float16", 2, "float32", 4),
-}
-
 
 TENSOR = "tensor: all-gather and reduce-scatter of tokens"
 ULYSSES = "Ulysses: all-to-all of tokens and heads"
@@ -67,53 +61,59 @@ class Explanation:
     """A step that has documents of all lengths. `groups` in visiting order."""
 
     home: str
-    per_node: int
+    links: Links
     groups: tuple[Explained, ...]
 
     def to_json(self) -> dict:
-        """Without seconds of a switch: links are assumed."""
+        """Without seconds of a switch where links are assumed."""
         found = asdict(self)
-        for group in found["groups"]:
+        for group in found["groups"] if self.links.origin == "assumed" else ():
             for moved in filter(None, (group["weights_traffic"], group["gradients_traffic"])):
                 del moved["bound_s"], moved["overlapped_s"], moved["in_order_s"]
         return found
 
     def __str__(self) -> str:
-        lines = [f"home is cut as {self.home}: every master weight, gradient sum and moment once; nodes of {self.per_node} ranks"]
+        lines = [f"home is cut as {self.home}: every master weight, gradient sum and moment once; nodes of {self.links.per_node} ranks"]
+        lines += [f"links: {self.links}"]
         for number, group in enumerate(self.groups, 1):
             lines += ["", f"{number}. documents of up to {format_size(group.upto)} tokens: {group.layout}"]
-            lines += [f"   weights    {group.weights}", *_moved(group.weights_traffic)]
+            lines += [f"   weights    {group.weights}", *_moved(group.weights_traffic, self.links)]
             lines += [
                 f"   inserted   {i.what}: {i.count} a {i.of} and micro-batch, {_size(i.bytes_out)} out of a rank" for i in group.inserted
             ]
-            lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic)]
+            lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic, self.links)]
             lines += [f"   pruned     {text}" for text in group.pruned]
             lines += _streamed(Layout.parse(group.layout), group.streamed)
             lines += [f"   memory     at least {group.least}"]
         return "\n".join([*lines, "", "then one global norm, one clip, one AdamW, at home"])
 
 
-def itinerary(config: Config, per_node: int | None = None) -> Itinerary:
-    """Of a run; `per_node`: ranks on each machine, all where not given."""
-    _, compute_bytes, _, home_bytes = FORMATS[config.train.precision]
-    links = assumed(per_node or config.world)
-    return Itinerary(config.spec, config.edges, links, compute_bytes, home_bytes, config.switch.options)
+def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Itinerary:
+    """The itinerary of a run. `per_node`: ranks on each machine, all where not given; `cluster`: whose links it crosses, assumed ones where
+    not given."""
+    formats = FORMATS[config.train.precision]
+    per_node = per_node or config.world
+    links = links_of(cluster, per_node, -(-config.world // per_node))
+    return Itinerary(config.spec, config.edges, links, formats.compute_bytes, formats.home_bytes, config.switch.options)
 
 
 def needs_of(config: Config, edge: Edge) -> tuple[LeastBytes, Footprint | None]:
     """The least memory of a group, for its longest document, and what that takes where it is offloaded or cut in chunks."""
-    _, compute_bytes, _, home_bytes = FORMATS[config.train.precision]
+    formats = FORMATS[config.train.precision]
     layout, longest, streamed = edge.use, min(edge.upto, config.data.max_len), None
     if layout.chunk or layout.offload != "device":
-        streamed = footprint(config.spec, layout, [longest], compute_bytes, config.stream.ahead)
+        streamed = footprint(config.spec, layout, [longest], formats.compute_bytes, config.stream.ahead)
     buffers = streamed.buffers if streamed else 0
-    return least_bytes(config.spec, layout, home_layout(config.edges), longest, compute_bytes, home_bytes, buffers), streamed
+    return least_bytes(
+        config.spec, layout, home_layout(config.edges), longest, formats.compute_bytes, formats.home_bytes, buffers
+    ), streamed
 
 
-def explain(config: Config, per_node: int | None = None) -> Explanation:
-    """Of a config that is legal."""
-    spec, way = config.spec, itinerary(config, per_node)
-    compute, compute_bytes, home, _ = FORMATS[config.train.precision]
+def explain(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Explanation:
+    """Explain what one training step of `config` does, on machines with `per_node` ranks and the links of `cluster`, as `itinerary` takes
+    them. Seconds of a switch are said where links are known."""
+    spec, way = config.spec, itinerary(config, per_node, cluster)
+    formats = FORMATS[config.train.precision]
     edges = [config.edges[i] for i in way.order(tuple(edge.use for edge in config.edges))]
     groups = []
     for number, edge in enumerate(edges):
@@ -121,22 +121,22 @@ def explain(config: Config, per_node: int | None = None) -> Explanation:
         before = edges[number - 1].use if number else None
         here = [e.use for e in edges[:number] if way.cuts[e.use] == cut]
         later = [e.use for e in edges[number + 1 :] if way.cuts[e.use] == cut]
-        weights, coming, pruned = _weights(way, cut, before, bool(here), compute, home, edge.use)
-        gradients, going = _gradients(way, cut, later, home, edge.use)
+        weights, coming, pruned = _weights(way, cut, before, bool(here), formats, edge.use)
+        gradients, going = _gradients(way, cut, later, formats.home, edge.use)
         if later:
             pruned += [f"no reduction yet: {later[-1]} adds to the same sums"]
         if number:
             pruned += ["no update: one at the end, at home", "no hand-over of gradients from layout to layout: each goes home once"]
         least, streamed = needs_of(config, edge)
-        inserted = tuple(i for i in insertions(spec, edge.use, edge.upto, compute_bytes) if i.count)
+        inserted = tuple(i for i in insertions(spec, edge.use, edge.upto, formats.compute_bytes) if i.count)
         groups.append(Explained(str(edge.use), edge.upto, weights, coming, inserted, gradients, going, tuple(pruned), least, streamed))
-    return Explanation(str(way.home), way.links.per_node, tuple(groups))
+    return Explanation(str(way.home), way.links, tuple(groups))
 
 
 def _weights(
-    way: Itinerary, cut: Cut, before: Layout | None, here: bool, compute: str, home: str, layout: Layout
+    way: Itinerary, cut: Cut, before: Layout | None, here: bool, formats: Format, layout: Layout
 ) -> tuple[str, Traffic | None, list[str]]:
-    cast = f", cast from {home} to {compute} at the source" if compute != home else ""
+    cast = f", cast from {formats.home} to {formats.compute} at the source" if formats.compute != formats.home else ""
     if here and before is not None and way.cuts[before] == cut:
         return f"here already: the copies of {before}", None, ["no gather, no cast: the copies are shared"]
     if cut.at_home:
@@ -231,10 +231,11 @@ def _streamed(layout: Layout, found: Footprint | None) -> list[str]:
     return [f"   streamed   {what}", f"   {layout.offload:<10} {sizes}"]
 
 
-def _moved(moved: Traffic | None) -> list[str]:
+def _moved(moved: Traffic | None, links: Links) -> list[str]:
     if moved is None:
         return []
-    return [f"              {_size(moved.intra_node_bytes)} inside nodes, {_size(moved.inter_node_bytes)} between them"]
+    seconds = f", {moved.overlapped_s:.3g} s where nothing is computed meanwhile" if links.origin != "assumed" else ""
+    return [f"              {_size(moved.intra_node_bytes)} inside nodes, {_size(moved.inter_node_bytes)} between them{seconds}"]
 
 
 def _size(size: float) -> str:

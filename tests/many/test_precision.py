@@ -19,12 +19,13 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
+from longshift.spec.formats import PrecisionName
 from longshift.state.home import Home
-from longshift.state.precision import LossScale, Name
+from longshift.state.precision import LossScale
 from longshift.train.check import Trial, build
 from longshift.train.step import State, train_step
 
-Errors = Callable[[str, Name, str], dict[str, float]]
+Errors = Callable[[str, PrecisionName, str], dict[str, float]]
 
 STEPS = 12
 FLOAT32 = {"loss": 1e-6, "grad": 1e-5, "weight": 1e-4}
@@ -37,7 +38,7 @@ def errors(worlds: Worlds, truth: Truth) -> Errors:
     """errors(family, precision, layout): worst relative differences to the float64 truth."""
 
     @cache
-    def found(family: str, precision: Name, layout: str) -> dict[str, float]:
+    def found(family: str, precision: PrecisionName, layout: str) -> dict[str, float]:
         exact = trial_of(family, STEPS)
         arguments = {"trial": replace(exact, precision=precision).to_json(), "layout": layout, "path": truth(exact)}
         answers = worlds(Layout.parse(layout).world).call("longshift.train.check:compare", DEADLINE_S, **arguments)
@@ -54,7 +55,7 @@ def test_float32_is_as_near_as_promised(errors: Errors, family: str, layout: str
 
 
 @pytest.mark.parametrize(("precision", "layout"), [*product(("bf16", "fp16"), LAYOUTS), *product(("bf16",), STREAMED)])
-def test_half_precision_is_as_near_as_one_process(errors: Errors, precision: Name, layout: str):
+def test_half_precision_is_as_near_as_one_process(errors: Errors, precision: PrecisionName, layout: str):
     alone = errors("llama", precision, "dp1")
     found = errors("llama", precision, layout)
     assert all(1e-4 < found[kind] <= 2 * alone[kind] for kind in ("grad", "weight")), (found, alone)
@@ -78,7 +79,7 @@ def trained_bits(world: World, trial: dict, layout: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("layout", ["dp2.z3", "tp2", "u2", "ring2", "pp2.dp2.z1"])
-def test_recomputation_moves_no_bit(worlds: Worlds, precision: Name, layout: str):
+def test_recomputation_moves_no_bit(worlds: Worlds, precision: PrecisionName, layout: str):
     trial = trial_of("llama-tied", 3, precision=precision).to_json()
 
     def run(text: str) -> list[dict[str, str]]:
@@ -99,7 +100,7 @@ def test_other_numbers_are_other_bits(worlds: Worlds):
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("layout", ["dp4", "dp3", "u2.tp2", "pp2.ring2", "pp2.dp2.tp2"])
-def test_replicas_stay_the_same_bits(worlds: Worlds, precision: Name, layout: str):
+def test_replicas_stay_the_same_bits(worlds: Worlds, precision: PrecisionName, layout: str):
     trial = trial_of("llama-tied", 4, precision=precision).to_json()
     ranks = worlds(Layout.parse(layout).world).call("test_precision:trained_bits", DEADLINE_S, layout=layout, trial=trial)
     first: dict[str, str] = {}

@@ -20,8 +20,8 @@ from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.schedule.chunks import Event, dependencies
 from longshift.schedule.streamed import footprint
+from longshift.spec.formats import PrecisionName
 from longshift.state.home import Home
-from longshift.state.precision import Name
 from longshift.stream.block import _Play
 from longshift.stream.tiers import DiskTier
 from longshift.train.build import Worker
@@ -35,7 +35,7 @@ OTHERS += (("every2", 1), ("every2.disk.keep-input.kv-offload", 2))
 RUNS = 100
 
 
-def trial_of(precision: Name, layers: int = 2, lengths: tuple[tuple[int, ...], ...] = LENGTHS, ahead: int = 1) -> Trial:
+def trial_of(precision: PrecisionName, layers: int = 2, lengths: tuple[tuple[int, ...], ...] = LENGTHS, ahead: int = 1) -> Trial:
     return Trial(replace(FAMILIES["llama"], layers=layers), lengths, precision, 48, ahead=ahead)
 
 
@@ -57,7 +57,7 @@ def trained_bits(world: World, trial: dict, layout: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("where", "precision"), [("dp1", "bf16"), ("u2", "float32")])
-def test_tiers_prefetch_and_recomputation_move_no_bit(worlds: Worlds, where: str, precision: Name):
+def test_tiers_prefetch_and_recomputation_move_no_bit(worlds: Worlds, where: str, precision: PrecisionName):
     def run(how: str, ahead: int) -> list[dict[str, str]]:
         layout, trial = Layout.parse(f"{where}.chunk5{how}"), trial_of(precision, layers=3, ahead=ahead).to_json()
         return worlds(layout.world).call("test_streaming:trained_bits", DEADLINE_S, trial=trial, layout=str(layout))

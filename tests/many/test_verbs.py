@@ -15,13 +15,13 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.layout.placement import local_boxes, stages_of
+from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
-from longshift.state.precision import Name
 from longshift.train.build import Worker
 from longshift.train.check import Trial, build
 from longshift.train.step import train_step
 
-PRECISIONS: tuple[Name, ...] = ("float64", "bf16", "float32")
+PRECISIONS: tuple[PrecisionName, ...] = ("float64", "bf16", "float32")
 
 
 def cases() -> list:
@@ -109,7 +109,7 @@ def gather(worker: Worker, salt: int) -> int:
 
 
 @pytest.mark.parametrize(("family", "precision", "layout"), cases())
-def test_the_three_verbs(worlds: Worlds, family: str, precision: Name, layout: str):
+def test_the_three_verbs(worlds: Worlds, family: str, precision: PrecisionName, layout: str):
     trial, how, elements = trial_of(family, 1, precision=precision), Layout.parse(layout), FAMILIES[family].parameters
     found = worlds(how.world).call("test_verbs:verbs", DEADLINE_S, trial=trial.to_json(), layout=layout)
     assert sum(rank["owned"] for rank in found) == elements

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from longshift.data import micro
 from longshift.dist.world import World
 from longshift.model import kernels
+from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
-from longshift.state.precision import Name
 from longshift.train.check import Trial, build, parse_layouts
 from longshift.train.step import train_step
 
@@ -51,7 +51,7 @@ CASES = {
 }
 
 
-def step(spec: ModelSpec, text: str, precision: Name, kernel: kernels.Kernel) -> None:
+def step(spec: ModelSpec, text: str, precision: PrecisionName, kernel: kernels.Kernel) -> None:
     layouts = parse_layouts(text)
     trial = Trial(spec, ((40, 21, 5, 7, 3),), precision, capacity=61, edges=(8, 24))
     batches = trial.batches()

@@ -15,10 +15,11 @@ from longshift import cli
 from longshift.cluster import files
 from longshift.cluster.cluster import Cluster, Heads
 from longshift.cluster.curves import Axis, Curve
+from longshift.cluster.host import core_count
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.model import kernels
-from longshift.profile import attention, compute, copies, disk, links, machine, plots, run
+from longshift.profile import machine, plots, run, time_attention, time_compute, time_copies, time_disk, time_links
 from longshift.profile.bench import FEWEST, MOST, Bench, Plan, curve_of
 from longshift.profile.report import rate, show, si
 
@@ -39,14 +40,14 @@ def told() -> list[str]:
 def here(home, told) -> Iterator[Cluster]:
     """This machine, measured on few and small sizes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compute, "SHAPES", {("cpu", True): ((8, 64), (64, 128))})
-        patch.setattr(compute, "STREAMED", {("cpu", True): (2**12, 2**16)})
-        patch.setattr(compute, "SPIN_S", 0.05)
-        patch.setattr(attention, "TOKENS", {("cpu", True): ((64, 128), (64,))})
-        patch.setattr(copies, "SIZES", {("cpu", True): (2**12, 2**16)})
-        patch.setattr(links, "LARGEST_BYTES", 2**16)
-        patch.setattr(disk, "FILE_BYTES", 2**21)
-        patch.setattr(disk, "BLOCKS", {True: (2**16, 2**18)})
+        patch.setattr(time_compute, "SHAPES", {("cpu", True): ((8, 64), (64, 128))})
+        patch.setattr(time_compute, "STREAMED", {("cpu", True): (2**12, 2**16)})
+        patch.setattr(time_compute, "SPIN_S", 0.05)
+        patch.setattr(time_attention, "TOKENS", {("cpu", True): ((64, 128), (64,))})
+        patch.setattr(time_copies, "SIZES", {("cpu", True): (2**12, 2**16)})
+        patch.setattr(time_links, "LARGEST_BYTES", 2**16)
+        patch.setattr(time_disk, "FILE_BYTES", 2**21)
+        patch.setattr(time_disk, "BLOCKS", {True: (2**16, 2**18)})
         patch.setattr(run, "LONG_S", run.SHORT_S)
         patch.setattr(run, "BUDGETS_S", dict.fromkeys(run.BUDGETS_S, (0.0,)))
         yield run.obtain(World.alone(), 1, True, False, told.append, home / ".cache/longshift")
@@ -55,7 +56,7 @@ def here(home, told) -> Iterator[Cluster]:
 def test_everything_that_planning_needs_is_measured(here):
     words = {name.split()[0] for name in here.curves}
     assert words >= {"matmul", "elementwise", "launch", "attention", "copy", "disk"}
-    if machine.core_count() > 1:
+    if core_count() > 1:
         assert words >= {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"}
         assert here.links["node"].bytes_per_s > 1e6
     heads = Heads(8, 2, 64)
@@ -63,7 +64,7 @@ def test_everything_that_planning_needs_is_measured(here):
     assert 0 < here.attention_s(64, 64, heads, "bf16") < 1
     assert here.matmul_s(64, 128, 128, "float32") > here.matmul_s(8, 64, 64, "float32")
     assert here.disk_s("read", 2**16, 1, "plain") > 0
-    assert 0 < here.device.cores < machine.core_count() + 0.5
+    assert 0 < here.device.cores < core_count() + 0.5
     assert set(here.sources.values()) == {"longshift profile"}
 
 
@@ -147,7 +148,9 @@ def test_short_operations_are_repeated_inside_one_timing():
 
 def test_kernels_of_this_machine():
     found = {
-        (k.name, name): kernels.probe(k, dtype, name, CPU) for name, dtype in compute.DTYPES.items() for k in attention.tried(CPU, dtype)
+        (k.name, name): kernels.probe(k, dtype, name, CPU)
+        for name, dtype in time_compute.DTYPES.items()
+        for k in time_attention.tried(CPU, dtype)
     }
     assert found["tiled", "bf16"].legal
     assert found["tiled", "bf16"].backward_error < found["flash", "bf16"].backward_error
@@ -191,17 +194,17 @@ def test_a_kernel_that_forgets_the_global_log_sum_exp_is_not_legal():
 
 def test_a_link_is_what_its_messages_took():
     seconds = tuple(1e-4 + size / 1e8 for size in (1e3, 1e6, 1e7))
-    link = links.link_of(Curve((Axis("ranks", (2,)), Axis("bytes", (1e3, 1e6, 1e7))), seconds))
+    link = time_links.link_of(Curve((Axis("ranks", (2,)), Axis("bytes", (1e3, 1e6, 1e7))), seconds))
     assert link.bytes_per_s == pytest.approx(1e8)
     assert link.latency_s == pytest.approx(1.1e-4)
 
 
 def test_ranks_of_nodes_are_grouped_by_level(monkeypatch):
-    monkeypatch.setattr(links, "LARGEST_BYTES", 2**16)
+    monkeypatch.setattr(time_links, "LARGEST_BYTES", 2**16)
     with ForkedWorld(4) as world:
-        answers = world.call("longshift.profile.links:collectives", 60.0, per_node=2, quick=True, budget_s=0.0)
+        answers = world.call("longshift.profile.time_links:collectives", 60.0, per_node=2, quick=True, budget_s=0.0)
     assert answers[0] == answers[1] == answers[2] == answers[3]
-    assert set(answers[0]) == {f"{operation} {level}" for operation in links.OPERATIONS for level in ("node", "network")}
+    assert set(answers[0]) == {f"{operation} {level}" for operation in time_links.OPERATIONS for level in ("node", "network")}
     for curve in answers[0].values():
         made = files.decode_curve(curve)
         assert made.axes[0].sizes == (2,)
@@ -223,9 +226,9 @@ def test_ranks_agree_on_the_median(here):
 
 
 def test_disk_leaves_nothing_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "FILE_BYTES", 2**20)
-    monkeypatch.setattr(disk, "BLOCKS", {True: (2**16,)})
-    curves = disk.disk(Bench(CPU, True), tmp_path, 0.0)
+    monkeypatch.setattr(time_disk, "FILE_BYTES", 2**20)
+    monkeypatch.setattr(time_disk, "BLOCKS", {True: (2**16,)})
+    curves = time_disk.disk(Bench(CPU, True), tmp_path, 0.0)
     assert {"disk read plain depth1", "disk write plain depth4"} <= set(curves)
     assert list(tmp_path.iterdir()) == []
 

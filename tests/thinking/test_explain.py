@@ -1,10 +1,12 @@
 """What a step will do, said before it does it: from the plans that the run plays, not beside them."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import pairwise
 
 import pytest
 
+from longshift.cluster.files import cluster
 from longshift.config import Config, parse_config
 from longshift.explain import explain, insertions, itinerary
 from longshift.layout.layout import Layout
@@ -55,6 +57,55 @@ def test_the_bytes_are_those_of_the_plans(per_node: int):
     assert found.groups[first + 1].gradients_traffic == traffic(way.sums(cut))
     weights, wanted = run.spec.parameters * 2, 4 * run.spec.parameters * 2
     assert weights <= moved.intra_node_bytes + moved.inter_node_bytes <= wanted
+
+
+def test_seconds_of_a_switch_are_said_where_links_are_known():
+    """Of a cluster that knows the links that are crossed; a network that was not measured is assumed, and then nothing has seconds."""
+    machine = cluster("A800")
+    known, unknown = explain(config(GROUPS), 2, machine), explain(config(GROUPS), 2)
+    assert str(unknown.links) == "assumed, inside a node 8 times what is between"
+    assert "links: assumed, inside a node 8 times" in str(unknown)
+    assert "links: published, " in str(known)
+    assert " s where nothing is computed meanwhile" in str(known)
+    assert " s where nothing" not in str(unknown)
+    moved = [group["weights_traffic"] for found in (known, unknown) for group in found.to_json()["groups"] if group["weights_traffic"]]
+    assert ["overlapped_s" in traffic for traffic in moved] == [True, False]
+    alone = replace(machine, links={"node": machine.links["node"]})
+    assert explain(config(GROUPS), 2, alone).links == unknown.links
+    assert explain(config(GROUPS), 4, alone).links.origin == "published"
+
+
+def many(names: list[str]) -> Config:
+    edges = ", ".join(f"{{upto: {256 * (number + 1)}, use: {name}}}" for number, name in enumerate(names))
+    return config(f"layout=[{edges}]", f"data.max_len={256 * len(names)}")
+
+
+def test_any_number_of_groups_of_one_layout():
+    found = explain(many(["dp4"] * 17))
+    assert [group.upto for group in found.groups] == [256 * number for number in range(1, 18)]
+    assert sum(group.gradients_traffic is not None for group in found.groups) == 0
+    assert sum("here already" in group.weights for group in found.groups) == 16
+
+
+CUTS = ("dp8", "dp4.tp2", "dp2.tp4", "dp2.tp2.pp2", "dp4.pp2", "tp4.pp2", "dp2.pp4", "tp2.pp4", "pp2:1-3.dp4", "pp2:1-3.dp2.tp2")
+CUTS += tuple(f"{text}.z2" for text in CUTS)
+
+
+def test_more_cuts_than_an_exact_order_can_have():
+    run = many(list(CUTS))
+    assert len(set(itinerary(run).cuts.values())) >= 17
+    found = explain(run, 2)
+    assert sorted(group.upto for group in found.groups) == [256 * number for number in range(1, len(CUTS) + 1)]
+    cuts = [itinerary(run).cuts[Layout.parse(group.layout)] for group in found.groups]
+    changes = sum(before != after for before, after in pairwise(cuts))
+    assert changes == len(set(cuts)) - 1, "a cut was left and entered again"
+
+
+def test_what_the_next_switch_takes_from_is_computed_last():
+    """Under ZeRO-3 at home nothing stays after the group; under ZeRO-1 the copies do, and lie as the next switch may want them."""
+    way = itinerary(many(["tp2.pp2.z1", "dp4", "tp2.pp2.z3"]))
+    layouts = tuple(Layout.parse(text) for text in ("tp2.pp2.z1", "dp4", "tp2.pp2.z3"))
+    assert way.order(layouts) == (2, 0, 1)
 
 
 def test_a_single_layout():

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshift.cluster.files import cluster
-from longshift.switch.links import Links
+from longshift.cluster.cluster import Cluster
+from longshift.cluster.files import cluster, save
+from longshift.cluster.host import host_facts, profile_of_host
+from longshift.switch.links import Links, agreed, assumed, links_of
 from longshift.switch.placed import placed
 from longshift.switch.plan import switch_plan
 from longshift.switch.planners import deal
@@ -76,12 +78,58 @@ def test_planning_is_quick_and_shares_what_is_alike() -> None:
 
 def test_links_are_those_of_a_cluster() -> None:
     machine = cluster("32xA800")
-    links = Links.of(machine)
+    links = links_of(machine, 8, 4)
     assert (links.per_node, links.intra_bytes_s) == (8, machine.links["node"].bytes_per_s * machine.shares["node link"])
     assert links.inter_bytes_s == machine.links["network"].bytes_per_s * machine.shares["network link"]
     assert links.intra_bytes_s > links.inter_bytes_s
-    alone = Links.of(replace(machine, links={"node": machine.links["node"]}))
+    assert links.origin == "published"
+    one_node = replace(machine, links={"node": machine.links["node"]})
+    alone = links_of(one_node, 8)
     assert alone.inter_bytes_s == alone.intra_bytes_s == links.intra_bytes_s
+    far = links_of(machine, 1, 4)
+    assert far.inter_bytes_s == far.intra_bytes_s == links.inter_bytes_s
+
+
+def test_links_that_nobody_measured_are_assumed_and_say_so() -> None:
+    machine = cluster("32xA800")
+    only_node = replace(machine, links={"node": machine.links["node"]})
+    for known, nodes in ((None, 1), (only_node, 2), (replace(machine, links={"device": machine.links["device"]}), 1)):
+        assert links_of(known, 4, nodes) == assumed(4)
+    assert str(assumed(4)) == "assumed, inside a node 8 times what is between"
+    assert str(Links(8, 3.1e9, 3.1e9, origin="measured")) == "measured, 3.1 GB/s"
+    assert str(Links(8, 300e9, 25e9, origin="published")) == "published, 300 GB/s inside a node, 25 GB/s between"
+
+
+def test_all_ranks_cross_rank_0s_links() -> None:
+    mine = [Links(8, 300e9, 25e9, 1e-5, "measured"), assumed(8)]
+    texts: list[str] = []
+
+    def gather_text(text: str) -> list[str]:
+        texts.append(text)
+        return texts
+
+    assert [agreed(links, gather_text) for links in mine] == [mine[0], mine[0]]
+
+
+def test_the_profile_of_this_machine_is_found_without_torch(tmp_path) -> None:
+    def kept(name: str, **facts) -> Cluster:
+        made = replace(cluster("8xA800"), name=name, origin="measured", facts=host_facts() | {"measured": "quick"} | facts)
+        save(made, tmp_path / "profiles" / f"{name}.json")
+        return made
+
+    assert profile_of_host(8, cache=tmp_path) is None
+    kept("elsewhere", cpu="another")
+    assert profile_of_host(8, cache=tmp_path) is None
+    kept("a"), kept("b", threads=3)
+    full = kept("0", measured="full")
+    (tmp_path / "profiles" / "damaged.json").write_text("{")
+    assert profile_of_host(8, cache=tmp_path) == full
+    assert profile_of_host(8, kind="cpu", cache=tmp_path) is None
+    for devices in (4, 8):
+        save(replace(full, devices_per_node=devices, origin="measured"), tmp_path / "profiles" / f"n{devices}.json")
+        found = profile_of_host(4, cache=tmp_path)
+        assert found is not None
+        assert found.devices_per_node == 4
 
 
 def test_traffic_adds_up() -> None:

@@ -18,7 +18,7 @@ from longshift.spec.model import ModelSpec
 from longshift.switch.links import Links
 from longshift.switch.placed import Placed, Spread, by_rank, placed, together, turn_about
 from longshift.switch.plan import Plan, plan, switch_plan
-from longshift.switch.traffic import traffic
+from longshift.switch.traffic import least_s, traffic
 
 SPEC = ModelSpec("llama", 7, 6, 3, 6, 2, 1, 5, 16, tied=True)
 ROLES = ("embed", "k", "o", "gate", "norm2")  # rows on two stages, shared heads, columns, uneven rows, uncut
@@ -128,6 +128,56 @@ def check_entries(p: Plan) -> None:
         for s, n in entering:
             assert not w.slices.has[s, n * p.links.per_node : (n + 1) * p.links.per_node].any()
             assert w.slices.wants[s, n * p.links.per_node : (n + 1) * p.links.per_node].any()
+
+
+@settings(max_examples=60)
+@given(layouts, layouts, layouts, st.sampled_from(KINDS), planners, links, st.sampled_from([None, 40, 200]), st.booleans())
+def test_joined_boxes_are_the_slices_that_move(old, older, new, kind, planner, link, bucket, backwards) -> None:
+    """By bucket, round, source and target: the same elements, each once, in no more boxes; both ends list them alike."""
+    held, wanted = held_under(old, older, "home" if backwards else kind, list(PLACED[new, "copies"])), PLACED[new, "copies"]
+    if backwards:
+        held = PLACED[old, "rows"]
+    p = switch_plan(held, wanted, link, 2, planner, bucket)
+    p = p.reversed() if backwards else p
+    moved: dict[tuple, list[Box]] = {}
+    for w in p.weights:
+        for index, number, source, target in zip(w.moves.slice, w.moves.round, w.moves.source, w.moves.target):
+            moved.setdefault((int(w.bucket[index]), int(number), int(source), int(target), w.name), []).append(w.slices.boxes[index])
+        for index, rank in zip(*np.nonzero(w.slices.has & w.slices.wants)):
+            moved.setdefault((int(w.bucket[index]), -1, int(rank), int(rank), w.name), []).append(w.slices.boxes[index])
+    seen: list[dict[tuple, list[Box]]] = [{}, {}]
+    for rank in range(p.world):
+        for number, turn in enumerate(p.turns(rank)):
+            for m in turn.local:
+                for side in seen:
+                    side.setdefault((number, -1, rank, rank, m.name), []).append(m.box)
+            for which, played in enumerate(turn.rounds):
+                for side, moves in zip(seen, (played.sends, played.receives)):
+                    for m in moves:
+                        side.setdefault((number, which, m.source, m.target, m.name), []).append(m.box)
+    assert seen[0] == seen[1]
+    assert seen[0].keys() == moved.keys()
+    for key, boxes in seen[0].items():
+        assert len(boxes) <= len(moved[key])
+        assert sum(box.elements for box in boxes) == sum(box.elements for box in moved[key])
+        assert all(any(part in box for box in boxes) for part in moved[key])
+
+
+def test_slices_that_others_cut_finer_travel_as_one_box() -> None:
+    """Sixteen ranks keep rows of what two tensor-parallel layouts compute with: what stays on a rank is as many boxes as it wants, not as
+    many as there are rows."""
+    spec = ModelSpec("llama", 64, 64, 1, 8, 8, 8, 64, 16)
+    rows, old, new = (
+        placed(spec, Layout(dp=8, tp=2), "rows"),
+        placed(spec, Layout(dp=8, tp=2), "copies"),
+        placed(spec, Layout(dp=4, tp=4), "copies"),
+    )
+    p = switch_plan(together(rows, old), new, Links(8, 8.0, 1.0), 2)
+    for rank in (0, 15):
+        (turn,) = p.turns(rank)
+        slices = sum(int((w.slices.has & w.slices.wants)[:, rank].sum()) for w in p.weights)
+        assert slices > 4 * len(turn.local)
+        assert len(turn.local) <= sum(rank in ranks for spread in new.values() for _, ranks in spread.boxes)
 
 
 # Played as an executor would, with values
@@ -247,6 +297,15 @@ def painted(spread: Spread) -> np.ndarray:
     for box, ranks in spread.boxes:
         total[box.within(Box.whole(total.shape))] += sum(2.0**-rank for rank in ranks)
     return total
+
+
+@settings(max_examples=100)
+@given(layouts, layouts, layouts, st.sampled_from(KINDS), st.sampled_from(["algorithm1", "fan_out"]), links)
+def test_the_estimate_without_a_plan_is_a_lower_bound(old, older, new, kind, planner, link) -> None:
+    held, wanted = held_under(old, older, kind, list(PLACED[new, "copies"])), PLACED[new, "copies"]
+    bound_s, least = traffic(switch_plan(held, wanted, link, 2, planner)).bound_s, least_s(held, wanted, link, 2)
+    assert least <= bound_s * (1 + 1e-12)
+    assert (least > 0) == (bound_s > 0)
 
 
 def test_a_sum_needs_one_home() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from longshift.cluster.curves import Curve
 from longshift.errors import UsageError
+from longshift.spec.formats import FORMATS
 
 Level = Literal["device", "node", "network"]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
@@ -24,7 +25,6 @@ Number = float | np.ndarray
 
 LEVELS = ("device", "node", "network")
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
-DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bf16": 2, "fp16": 2}
 SHARES = ("matmul", "attention forward", "attention backward", "memory", "device link", "node link", "network link")
 
 
@@ -126,7 +126,7 @@ class Cluster:
         if curve:
             return curve(m, k, n, beyond=beyond)
         m, k, n = (np.asarray(size, dtype=float) for size in (m, k, n))
-        moved_bytes = DTYPE_BYTES[dtype] * (m * k + k * n + m * n)
+        moved_bytes = FORMATS[dtype].compute_bytes * (m * k + k * n + m * n)
         return self._roofline(2 * m * k * n, moved_bytes, dtype, "matmul")
 
     def attention_s(
@@ -149,7 +149,7 @@ class Cluster:
             queries, keys = np.asarray(queries, dtype=float), np.asarray(keys, dtype=float)
             flops = attention_flops(queries, keys, heads, direction, causal)
             tensors = 2 if direction == "forward" else 4  # q and out; and their gradients
-            moved_bytes = DTYPE_BYTES[dtype] * tensors * heads.width * (heads.query * queries + heads.key * keys)
+            moved_bytes = FORMATS[dtype].compute_bytes * tensors * heads.width * (heads.query * queries + heads.key * keys)
             return self._roofline(flops, moved_bytes, dtype, f"attention {direction}")
         known = {at for _, at in measured}
         if not known:

@@ -4,7 +4,6 @@ A profile carries the SHA-256 of its contents and the fingerprint of the hardwar
 profile, is damaged, or is of another machine than the one asked for, is refused with the reason.
 """
 
-import difflib
 import hashlib
 import json
 import math
@@ -19,7 +18,7 @@ from typing import Any
 
 from longshift.cluster.cluster import LEVELS, SHARES, Backend, Cluster, Device, Disk, Link
 from longshift.cluster.curves import Axis, Curve
-from longshift.errors import UsageError
+from longshift.errors import UsageError, did_you_mean
 
 FORMAT = "longshift cluster"
 VERSION = 1
@@ -51,9 +50,7 @@ def preset(name: str) -> Cluster:
     """A machine that comes with Longshift. Raises UsageError that names the nearest."""
     known = presets()
     if name.lower() not in known:
-        close = difflib.get_close_matches(name.lower(), known, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-        raise UsageError(f"preset {name!r} does not exist; {hint}")
+        raise UsageError(f"preset {name!r} does not exist{did_you_mean(name.lower(), known)}")
     file = resources.files("longshift.cluster") / "presets" / f"{name.lower()}.json"
     return _read(file.read_text(encoding="utf-8"), f"preset {name}")
 

@@ -5,7 +5,6 @@ DataError that names the file and, as far as the format has them, line or row an
 files that are not UTF-8 on purpose and files that are empty; each is reported as Skipped.
 """
 
-import difflib
 import glob
 import json
 import os
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, load_from_disk
 
-from longshift.errors import DataError, UsageError
+from longshift.errors import DataError, UsageError, nearest
 
 Format = Literal["jsonl", "parquet", "text", "dataset", "python"]
 
@@ -138,7 +137,7 @@ def _nothing(given: str, pattern: str, matches: Sequence[str]) -> str:
     while not parent.exists():
         parent, rest = parent.parent, [parent.name, *rest]
     names = sorted(p.name for p in parent.iterdir()) if parent.is_dir() else []
-    close = difflib.get_close_matches(rest[0], names, 1, 0.5)
+    close = nearest(rest[0], names, 1, 0.5)
     if close:
         hint = f"did you mean {parent / close[0]}?"
     elif names:
@@ -263,7 +262,7 @@ def _text(value: object, where: str, field: str, at: str = "") -> Text:
 
 
 def _no_field(field: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(field, known, 1)
+    close = nearest(field, known)
     name = close[0] if close else known[0] if len(known) == 1 else None
     hint = f"; did you mean text: {name}?" if name else ""
     return f"there is no field {field!r} (data.train.text), only {', '.join(map(repr, known)) or 'none'}{hint}"

@@ -13,13 +13,13 @@
 `tp` varies fastest over ranks, then `ulysses`, `ring`, `dp`, `pp`: the axes that move most bytes sit closest together.
 """
 
-import difflib
 import re
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from longshift.errors import UsageError
+from longshift.errors import UsageError, did_you_mean, nearest
+from longshift.spec.model import share
 
 AXES = ("tp", "ulysses", "ring", "dp", "pp")  # fastest first
 AUTO = -1  # a chunk that is chosen before the ranks start, from what the machine can do
@@ -146,7 +146,7 @@ class Layout:
 
     def degree(self, axis: str) -> int:
         if axis not in AXES:
-            raise UsageError(f"{axis!r} is not an axis{_nearest(axis, AXES)}")
+            raise UsageError(f"{axis!r} is not an axis{did_you_mean(axis, AXES)}")
         return getattr(self, axis)
 
     def coord(self, rank: int) -> Coord:
@@ -187,7 +187,9 @@ class Layout:
         """Half-open block range of every virtual stage, in model order. Virtual stage s runs on pipeline coordinate s % pp as its
         model chunk s // pp."""
         count = self.pp * self.virtual
-        sizes = self.stages or tuple(layers // count + (i < layers % count) for i in range(count))
+        sizes = self.stages
+        if not sizes:
+            return tuple(share(layers, count, i) for i in range(count))
         if len(sizes) != count or sum(sizes) != layers:
             raise UsageError(f"layout {self}: stages {sizes} must be {count} numbers that add up to {layers} layers")
         ends = [sum(sizes[: i + 1]) for i in range(count)]
@@ -212,17 +214,14 @@ def format_size(size: int) -> str:
     return str(size)
 
 
-def _nearest(word: str, known: tuple[str, ...] = ()) -> str:
-    """Of `known`, or of the words of layouts, a field's name standing for its word; a number is taken over."""
-    if known:
-        examples = {name: name for name in known}
-    else:
-        examples = {name: flag for flag, (name, _) in reversed(_FLAGS.items())} | {flag: flag for flag in _FLAGS}
-        examples |= {name: f"{short}2" for short, name in _DEGREES.items()} | {short: f"{short}2" for short in _DEGREES}
-        examples |= {"chunk": "chunk64K", "stages": "pp2:3-1"}
+def _nearest(word: str) -> str:
+    """The end of a sentence about an unknown word of a layout. A field's name stands for its word; a number is taken over."""
+    examples = {name: flag for flag, (name, _) in reversed(_FLAGS.items())} | {flag: flag for flag in _FLAGS}
+    examples |= {name: f"{short}2" for short, name in _DEGREES.items()} | {short: f"{short}2" for short in _DEGREES}
+    examples |= {"chunk": "chunk64K", "stages": "pp2:3-1"}
     letters, number = re.sub(r"\d.*", "", word), "".join(re.findall(r"\d+", word)[:1])
-    close = difflib.get_close_matches(letters, examples, 1) or difflib.get_close_matches(word, examples, 1)
+    close = nearest(letters, examples) or nearest(word, examples)
     if not close:
-        return f"; known: {', '.join(known or (*_DEGREES, *_FLAGS, 'chunk64K'))}"
+        return f"; known: {', '.join((*_DEGREES, *_FLAGS, 'chunk64K'))}"
     example = examples[close[0]]
     return f"; did you mean {example[:-1] + number if number and example.endswith('2') else example!r}?"

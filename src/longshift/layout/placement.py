@@ -15,14 +15,15 @@ cover it. Everything that moves weights or gradients follows from them:
                                                                 └────┴────┘
 """
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout
-from longshift.spec.model import ModelSpec, Param, share
+from longshift.layout.layout import Coord, Layout
+from longshift.spec.model import ModelSpec, Param, Part, share
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,11 @@ class Piece:
 
     def rows(self, rank: int) -> Box:
         """The part of the piece whose home is `rank` when home is sharded; empty when there are fewer rows than holders."""
-        start, stop = share(self.box.shape[0], len(self.holders), self.holders.index(rank))
+        return self.share(bisect_left(self.holders, rank))
+
+    def share(self, index: int) -> Box:
+        """The rows whose home is the `index`-th holder when home is sharded."""
+        start, stop = share(self.box.shape[0], len(self.holders), index)
         return self.box.cut(0, self.box.start[0] + start, self.box.start[0] + stop)
 
 
@@ -52,9 +57,29 @@ class Bucket:
     def elements(self) -> int:
         return sum(piece.box.elements for piece in self.pieces)
 
+    @property
+    def width(self) -> int:
+        """Elements of the largest share: one slot of the fused buffer."""
+        return self._kept(0)
+
     def home(self, rank: int) -> tuple[tuple[str, Box], ...]:
         """What a holder keeps at home, in the order of the fused buffer."""
-        return tuple((p.name, p.rows(rank) if self.sharded else p.box) for p in self.pieces)
+        index = bisect_left(self.holders, rank)
+        return tuple((p.name, p.share(index) if self.sharded else p.box) for p in self.pieces)
+
+    def kept(self, rank: int) -> int:
+        """How many elements a holder keeps at home."""
+        return self._kept(bisect_left(self.holders, rank))
+
+    def _kept(self, index: int) -> int:
+        if not self.sharded:
+            return self.elements
+        total = 0
+        for piece in self.pieces:
+            rows = piece.box.shape[0]
+            start, stop = share(rows, len(self.holders), index)
+            total += (stop - start) * (piece.box.elements // max(1, rows))
+        return total
 
     def owns(self, rank: int) -> bool:
         """Whether `rank` speaks for its home boxes where every element counts once (norms, checkpoints)."""
@@ -69,9 +94,20 @@ def moving_unit(spec: ModelSpec, param: Param) -> int:
 
 def stages_of(spec: ModelSpec, layout: Layout, param: Param) -> tuple[int, ...]:
     """Pipeline coordinates that compute with a weight."""
-    users = {param.unit, param.also_unit}
-    chunks = (layout.units_of(spec.layers, pp) for pp in range(layout.pp))
-    return tuple(pp for pp, units in enumerate(chunks) if any(users & set(chunk) for chunk in units))
+    stages = _stages(layout, spec.layers)
+    first = stages[param.unit]
+    return first if param.also_unit is None else tuple(sorted({*first, *stages[param.also_unit]}))
+
+
+@cache
+def _stages(layout: Layout, layers: int) -> tuple[tuple[int, ...], ...]:
+    """By unit, the pipeline coordinates that compute with it."""
+    found: list[set[int]] = [set() for _ in range(layers + 2)]
+    for pp in range(layout.pp):
+        for chunk in layout.units_of(layers, pp):
+            for unit in chunk:
+                found[unit].add(pp)
+    return tuple(tuple(sorted(pps)) for pps in found)
 
 
 def local_boxes(param: Param, layout: Layout, tp: int) -> tuple[Box, ...]:
@@ -79,34 +115,98 @@ def local_boxes(param: Param, layout: Layout, tp: int) -> tuple[Box, ...]:
     whole = Box.whole(param.shape)
     if param.dim is None:
         return (whole,)
-    return tuple(whole.cut(param.dim, start + a, start + b) for start, a, b in _cuts(param, layout.tp, tp))
+    return tuple(whole.cut(param.dim, start + a, start + b) for start, a, b in _cuts(param.parts, layout.tp, tp))
 
 
 def pieces_of(spec: ModelSpec, layout: Layout, param: Param) -> tuple[Piece, ...]:
     """The pieces of a weight. Neighbouring tensor-parallel coordinates that share a key/value head share its piece."""
-    pps = stages_of(spec, layout, param)
-    whole = Box.whole(param.shape)
-    if param.dim is None:
-        return (Piece(param.name, whole, _holders(layout, pps, tuple(range(layout.tp)))),)
-    spans = [(tp, start + a, start + b) for tp in range(layout.tp) for start, a, b in _cuts(param, layout.tp, tp)]
+    found = _boxes_with_holders(layout, stages_of(spec, layout, param), param.shape, param.dim, param.parts)
+    return tuple(Piece(param.name, box, holders) for box, holders in found)
+
+
+@cache
+def _boxes_with_holders(
+    layout: Layout, pps: tuple[int, ...], shape: tuple[int, ...], dim: int | None, parts: tuple[Part, ...]
+) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    """The pieces of every weight of these sizes on these stages: those of all blocks of a stage are alike."""
+    whole = Box.whole(shape)
+    if dim is None:
+        return ((whole, _holders(layout, pps, tuple(range(layout.tp)))),)
+    spans = [(tp, start + a, start + b) for tp in range(layout.tp) for start, a, b in _cuts(parts, layout.tp, tp)]
     edges = sorted({edge for _, a, b in spans for edge in (a, b)})
     found = []
     for a, b in pairwise(edges):
         tps = tuple(sorted({tp for tp, first, last in spans if first <= a and b <= last}))
         if tps:
-            found.append(Piece(param.name, whole.cut(param.dim, a, b), _holders(layout, pps, tps)))
+            found.append((whole.cut(dim, a, b), _holders(layout, pps, tps)))
     return tuple(found)
 
 
 @cache
 def buckets(spec: ModelSpec, layout: Layout) -> tuple[Bucket, ...]:
     """Every bucket of the model, the same tuple on every rank. Within one, weights that decay come first."""
-    grouped: dict[tuple[int, tuple[int, ...]], list[Piece]] = {}
-    for param in sorted(spec.params, key=lambda p: not p.decay):
-        for piece in pieces_of(spec, layout, param):
-            grouped.setdefault((moving_unit(spec, param), piece.holders), []).append(piece)
-    found = (Bucket(unit, holders, tuple(p), layout.zero > 0 and len(holders) > 1) for (unit, holders), p in grouped.items())
+    return _grouped(spec, layout, ((param, piece) for param in spec.params for piece in pieces_of(spec, layout, param)))
+
+
+def buckets_of(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Bucket, ...]:
+    """The buckets that one rank is a holder of: those of `buckets`, in their order, made without the others."""
+    pp = layout.coord(rank).pp
+    mine = (param for param in spec.params if pp in stages_of(spec, layout, param))
+    pieces = ((param, piece) for param in mine for piece in pieces_of(spec, layout, param))
+    return _grouped(spec, layout, ((param, piece) for param, piece in pieces if _among(rank, piece.holders)))
+
+
+def _grouped(spec: ModelSpec, layout: Layout, pieces: Iterable[tuple[Param, Piece]]) -> tuple[Bucket, ...]:
+    """Grouping is by the identity of the holders, which `_holders` makes once: hashing thousands of ranks for every piece takes longer."""
+    grouped: dict[tuple[int, int], list[Piece]] = {}
+    for param, piece in sorted(pieces, key=lambda pair: not pair[0].decay):
+        grouped.setdefault((moving_unit(spec, param), id(piece.holders)), []).append(piece)
+    found = (Bucket(unit, p[0].holders, tuple(p), layout.zero > 0 and len(p[0].holders) > 1) for (unit, _), p in grouped.items())
     return tuple(sorted(found, key=lambda b: (b.unit, b.holders)))
+
+
+@dataclass(frozen=True)
+class UnitOnRank:
+    """One moving unit on one rank. `boxes`: those of each weight that the rank computes with; `elements`: of all of them; `kept`: elements
+    that the rank keeps at home, where home is cut by the same layout; `buckets`: that its collectives move."""
+
+    unit: int
+    boxes: Mapping[str, tuple[Box, ...]]
+    elements: int
+    kept: int
+    buckets: tuple[Bucket, ...]
+
+
+def units_on(spec: ModelSpec, layout: Layout, rank: int) -> tuple[UnitOnRank, ...]:
+    """The moving units that one rank computes with, ascending. The time it takes does not depend on the number of ranks."""
+    at = layout.coord(rank)
+    mine: dict[int, dict[str, tuple[Box, ...]]] = {}
+    alike: dict[tuple, tuple[Box, ...]] = {}
+    for param in spec.params:
+        if at.pp in stages_of(spec, layout, param):
+            key = param.shape, param.dim, param.parts
+            if key not in alike:
+                alike[key] = local_boxes(param, layout, at.tp)
+            mine.setdefault(moving_unit(spec, param), {})[param.name] = alike[key]
+    moved: dict[int, list[Bucket]] = {}
+    for bucket in buckets_of(spec, layout, rank):
+        moved.setdefault(bucket.unit, []).append(bucket)
+    return tuple(
+        UnitOnRank(
+            unit,
+            boxes,
+            sum(box.elements for some in boxes.values() for box in some),
+            sum(bucket.kept(rank) for bucket in moved[unit]),
+            tuple(moved[unit]),
+        )
+        for unit, boxes in sorted(mine.items())
+    )
+
+
+def heaviest(layout: Layout) -> tuple[int, ...]:
+    """The first rank of every stage and tensor-parallel coordinate. No other of theirs keeps or computes with more, of any unit: the first
+    holders of a bucket have the larger shares."""
+    return tuple(layout.rank(Coord(tp, 0, 0, 0, pp)) for pp in range(layout.pp) for tp in range(layout.tp))
 
 
 def assemble(box: Box, local: Iterable[Box], dim: int | None) -> tuple[slice, ...]:
@@ -131,9 +231,15 @@ def local_shape(param: Param, local: tuple[Box, ...]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _cuts(param: Param, tp_degree: int, tp: int) -> Iterator[tuple[int, int, int]]:
+def _among(rank: int, holders: tuple[int, ...]) -> bool:
+    """Whether `holders`, ascending, name the rank."""
+    place = bisect_left(holders, rank)
+    return place < len(holders) and holders[place] == rank
+
+
+def _cuts(parts: tuple[Part, ...], tp_degree: int, tp: int) -> Iterator[tuple[int, int, int]]:
     start = 0
-    for part in param.parts:
+    for part in parts:
         a, b = part.rows(tp_degree, tp)
         yield start, a, b
         start += part.units * part.size

@@ -7,14 +7,15 @@ import psutil
 import torch
 
 from longshift.cluster.cluster import Cluster
+from longshift.cluster.host import CACHE
 from longshift.config import Config
 from longshift.dist.world import launched
 from longshift.errors import UsageError
-from longshift.explain import FORMATS
 from longshift.layout.layout import AUTO, Layout, format_size
 from longshift.layout.memory import least_bytes
-from longshift.profile.run import CACHE, kept
+from longshift.profile.run import kept
 from longshift.schedule.chunk_size import Machine, choose, powers
+from longshift.spec.formats import FORMATS
 from longshift.switch.itinerary import home_layout
 from longshift.workload.groups import Edge
 
@@ -60,6 +61,6 @@ def _free_bytes(config: Config, layout: Layout, longest: int, device: torch.devi
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = psutil.virtual_memory().total // config.world
-    _, compute_bytes, _, home_bytes = FORMATS[config.train.precision]
-    taken = least_bytes(config.spec, layout, home_layout(config.edges), longest, compute_bytes, home_bytes)
+    formats = FORMATS[config.train.precision]
+    taken = least_bytes(config.spec, layout, home_layout(config.edges), longest, formats.compute_bytes, formats.home_bytes)
     return max(0.0, FREE_SHARE * memory - taken.total)

@@ -20,15 +20,15 @@ import torch
 from longshift.cluster.cluster import SHARES, Cluster, Device, Disk, Link
 from longshift.cluster.curves import Curve
 from longshift.cluster.files import constants, decode, decode_curve, encode, fingerprint, load, save
+from longshift.cluster.host import CACHE, core_count, core_quota
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World, launched
 from longshift.errors import UsageError
-from longshift.profile import attention, compute, copies, disk, links, machine
+from longshift.profile import machine, time_attention, time_compute, time_copies, time_disk, time_links
 from longshift.profile.bench import LONG_S, SHORT_S, Bench
 from longshift.train.launch import launch
 from longshift.train.run_folder import RunFolder
 
-CACHE = Path("~/.cache/longshift")
 SOURCE = "longshift profile"
 BUSY = 0.85  # of the cores; a quiet machine gives more
 
@@ -102,23 +102,23 @@ def profile(world: World, per_node: int, quick: bool, tell: Callable[[str], None
 
     tell("collectives")
     curves = _collectives(world, per_node, quick, budget_s["links"])
-    cores, wanted = compute.granted_cores(), min(torch.get_num_threads(), machine.core_quota() or machine.core_count())
+    cores, wanted = time_compute.granted_cores(), min(torch.get_num_threads(), core_quota() or core_count())
     if busy := cores < BUSY * wanted:
         tell(f"this process gets {cores:.2f} of its {wanted:g} cores: others run, or its cores are capped; the numbers hold for that")
     bench = Bench(world.device, quick, LONG_S if busy else SHORT_S)
     tell("launch floor and matmuls")
-    curves |= compute.launch(bench, budget_s["launch"])
-    curves |= compute.matmuls(bench, budget_s["matmul"])
+    curves |= time_compute.launch(bench, budget_s["launch"])
+    curves |= time_compute.matmuls(bench, budget_s["matmul"])
     tell("elementwise operations and copies")
-    curves |= compute.elementwise(bench, budget_s["elementwise"])
-    curves |= copies.copies(bench, budget_s["copies"])
+    curves |= time_compute.elementwise(bench, budget_s["elementwise"])
+    curves |= time_copies.copies(bench, budget_s["copies"])
     tell("attention")
-    backends, measured = attention.attention(bench, budget_s["attention"])
+    backends, measured = time_attention.attention(bench, budget_s["attention"])
     curves |= measured
     if world.rank % per_node == 0:  # ranks of a node share its disk
         tell("disk")
         with suppress(OSError):
-            curves |= disk.disk(bench, cache.expanduser(), budget_s["disk"])
+            curves |= time_disk.disk(bench, cache.expanduser(), budget_s["disk"])
 
     mine = _cluster(world, per_node, facts, curves, cores, cache.expanduser())
     mine = replace(mine, backends=backends)
@@ -154,12 +154,12 @@ def merge(ranks: list[Cluster]) -> Cluster:
 def _collectives(world: World, per_node: int, quick: bool, budget_s: float) -> dict[str, Curve]:
     arguments = {"quick": quick, "budget_s": budget_s}
     if world.size > 1:
-        return _decoded(links.collectives(world, per_node, **arguments))
-    cores = min(8, machine.core_count())
+        return _decoded(time_links.collectives(world, per_node, **arguments))
+    cores = min(8, core_count())
     if world.device.type == "cuda" or cores == 1:
         return {}
     with ForkedWorld(cores) as forked:
-        return _decoded(forked.call("longshift.profile.links:collectives", 300.0, per_node=cores, **arguments)[0])
+        return _decoded(forked.call("longshift.profile.time_links:collectives", 300.0, per_node=cores, **arguments)[0])
 
 
 def _decoded(curves: dict[str, dict]) -> dict[str, Curve]:
@@ -171,9 +171,9 @@ def _cluster(world: World, per_node: int, facts: dict, curves: dict[str, Curve],
     device = world.device
     flops = {name.split()[1]: _best(curve, lambda m, k, n: 2 * m * k * n) for name, curve in curves.items() if name.startswith("matmul ")}
     stream = curves["elementwise float32"]
-    found: dict[str, Link] = {name.split()[1]: links.link_of(curve) for name, curve in curves.items() if name.startswith("send ")}
+    found: dict[str, Link] = {name.split()[1]: time_links.link_of(curve) for name, curve in curves.items() if name.startswith("send ")}
     if device.type == "cuda":
-        found["device"] = links.link_of(curves["copy to_device pinned"])
+        found["device"] = time_links.link_of(curves["copy to_device pinned"])
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else psutil.virtual_memory().total / per_node
     reads, writes = ([c for name, c in curves.items() if name.startswith(f"disk {way}")] for way in ("read", "write"))
     cluster = Cluster(

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longshift.cluster.cluster import DTYPE_BYTES, Cluster, Heads, attention_flops
+from longshift.cluster.cluster import Cluster, Heads, attention_flops
 from longshift.layout import legal
 from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Event
 from longshift.schedule.streamed import Lists, lists_of
+from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
 
 SMALLEST = 256  # tokens
@@ -95,13 +96,13 @@ def _candidate(spec: ModelSpec, layout: Layout, tokens: int, longest: int, effic
         fewer = _peak(_lists(spec, layout, tokens, MOST_CHUNKS // 2 * tokens, machine, ahead))
         peak += (count - MOST_CHUNKS) * (peak - fewer) / (MOST_CHUNKS / 2)
     columns = 2 * spec.width + (2 * spec.heads * spec.head_width + 3 * spec.ffn) / layout.tp
-    inside = min(tokens, longest) / (layout.ring * layout.ulysses) * columns * DTYPE_BYTES[machine.dtype]
+    inside = min(tokens, longest) / (layout.ring * layout.ulysses) * columns * FORMATS[machine.dtype].compute_bytes
     return Candidate(tokens, without / with_, efficient, peak + inside)
 
 
 def _lists(spec: ModelSpec, layout: Layout, tokens: int, document: int, machine: Machine, ahead: int) -> Lists:
     """Of rank 0, which has no fewer heads than another."""
-    return lists_of(spec, replace(layout, chunk=tokens), layout.coord(0), [document], DTYPE_BYTES[machine.dtype], ahead)
+    return lists_of(spec, replace(layout, chunk=tokens), layout.coord(0), [document], FORMATS[machine.dtype].compute_bytes, ahead)
 
 
 def _peak(made: Lists) -> int:

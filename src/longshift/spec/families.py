@@ -4,7 +4,6 @@ Every key of a config is read, or known to leave the function of the weights alo
 that are absent mean what transformers takes them to mean.
 """
 
-import difflib
 import json
 import warnings
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from longshift.errors import UsageError
+from longshift.errors import UsageError, did_you_mean
 from longshift.spec.model import ModelSpec, Rope
 
 ARCHITECTURE: Mapping[str, str] = {
@@ -62,9 +61,8 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
     """
     family = str(config.get("model_type"))
     if family not in ARCHITECTURE:
-        close = difflib.get_close_matches(family, ARCHITECTURE, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"supported: {', '.join(ARCHITECTURE)}"
-        raise UsageError(f"{file}: model_type {family!r} is not a supported model family; {hint}")
+        hint = did_you_mean(family, ARCHITECTURE, otherwise="supported")
+        raise UsageError(f"{file}: model_type {family!r} is not a supported model family{hint}")
     reader = _Reader(config)
     reader.known |= {"model_type", "architectures"}
     expected = (ARCHITECTURE[family], ARCHITECTURE[family].replace("ForCausalLM", "Model").replace("LMHeadModel", "Model"))
@@ -106,9 +104,7 @@ def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
 def preset(name: str) -> ModelSpec:
     """A model by name. Raises UsageError with the nearest names."""
     if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, 3, 0.5)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(PRESETS)}"
-        raise UsageError(f"model preset {name!r} does not exist; {hint}")
+        raise UsageError(f"model preset {name!r} does not exist{did_you_mean(name, PRESETS, 3, 0.5)}")
     return PRESETS[name]
 
 

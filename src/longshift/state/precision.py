@@ -5,11 +5,10 @@ Precision Training (arXiv 1710.03740).
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-Name = Literal["float64", "float32", "bf16", "fp16"]
+from longshift.spec.formats import FORMATS, PrecisionName
 
 
 @dataclass(frozen=True)
@@ -20,11 +19,9 @@ class Precision:
     home: torch.dtype
 
     @classmethod
-    def of(cls, name: Name) -> "Precision":
-        if name == "float64":
-            return cls(torch.float64, torch.float64)
-        compute = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-        return cls(compute, torch.float32)
+    def of(cls, name: PrecisionName) -> "Precision":
+        formats = FORMATS[name]
+        return cls(getattr(torch, formats.compute), getattr(torch, formats.home))
 
     @property
     def scaled(self) -> bool:

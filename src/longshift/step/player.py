@@ -33,7 +33,7 @@ from longshift.step.runner import Runner, WholePacks
 from longshift.stream.tiers import Moved, tier_of
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
-from longshift.switch.links import assumed
+from longshift.switch.links import Links, assumed
 from longshift.workload.groups import Edge, LengthGroup, length_groups
 
 
@@ -66,12 +66,14 @@ class Player:
         options: SwitchOptions,
         stream: StreamOptions,
         home_cut: Layout | None = None,
+        links: Links | None = None,
         windows: Windows = Windows(),  # noqa: B008  (frozen)
     ):
-        """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`."""
+        """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`. `links`: equal on all ranks
+        (`switch.links.agreed`); assumed ones where None."""
         self.spec, self.edges, self.world, self.home, self.precision, self.options = spec, tuple(edges), world, home, precision, stream
         sizes = precision.compute.itemsize, precision.home.itemsize
-        self.itinerary = Itinerary(spec, edges, assumed(world.per_node), *sizes, options, home_cut)
+        self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), *sizes, options, home_cut)
         self.steps = Steps(self.itinerary, world.rank, *sizes, windows)
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)

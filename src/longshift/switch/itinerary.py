@@ -19,8 +19,10 @@ from longshift.switch.links import Links
 from longshift.switch.placed import Placed, Side, placed, together, turn_about
 from longshift.switch.plan import Plan, switch_plan
 from longshift.switch.planners import Planner
-from longshift.switch.traffic import traffic
+from longshift.switch.traffic import least_s, traffic
 from longshift.workload.groups import Edge, visiting_order
+
+MOST_PLANNED = 4  # cuts: n of them are n * n plans to compare, a second each for a large model; of more, estimates are compared
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,13 @@ class Itinerary:
         self._rows = placed(spec, self.home, "rows")
         self._weights: dict[tuple[Cut | None, Cut], Plan] = {}
         self._sums: dict[Cut, Plan] = {}
+        self._hops: dict[tuple[Cut | None, Cut], float] = {}
         self._orders: dict[tuple[Layout, ...], tuple[int, ...]] = {}
 
     def weights(self, source: Cut | None, target: Cut) -> Plan:
         """Of the weights of `target`, from home and, where given, from what `source` holds."""
         if (source, target) not in self._weights:
-            held = together(self._rows, placed(self.spec, source.layout, source.side)) if source else self._rows
-            self._weights[source, target] = self._plan(held, target, self._bytes[0])
+            self._weights[source, target] = self._plan(self._held(source), target, self._bytes[0])
         return self._weights[source, target]
 
     def sums(self, source: Cut) -> Plan:
@@ -104,19 +106,37 @@ class Itinerary:
         return None if cut.at_home and layout.zero == 3 else cut
 
     def order(self, layouts: tuple[Layout, ...]) -> tuple[int, ...]:
-        """In which order to visit these, of one step: the one whose switches take least."""
+        """In which order to visit these, of one step: the one whose switches take least. Layouts that share a cut follow one another, as
+        nothing moves between them; the last of them is one whose copies the next switch can take from, where there is one."""
         if layouts not in self._orders:
-            first = [self._seconds(None, layout) for layout in layouts]
-            hop = [[self._seconds(a, b) for b in layouts] for a in layouts]
-            self._orders[layouts] = visiting_order(first, hop, [0.0] * len(layouts))
+            members: dict[Cut, list[int]] = {}
+            for index, layout in enumerate(layouts):
+                members.setdefault(self.cuts[layout], []).append(index)
+            for some in members.values():
+                some.sort(key=lambda index: (self.source(layouts[index]) is not None, index))
+            sources = [self.source(layouts[some[-1]]) for some in members.values()]
+            first = [self._seconds(None, cut) for cut in members]
+            hop = [[self._seconds(source, cut) for cut in members] for source in sources]
+            visited = visiting_order(first, hop, [0.0] * len(members))
+            nodes = list(members.values())
+            self._orders[layouts] = tuple(index for node in visited for index in nodes[node])
         return self._orders[layouts]
 
-    def _seconds(self, before: Layout | None, layout: Layout) -> float:
-        target = self.cuts[layout]
-        if len(set(self.cuts.values())) == 1 or (before is not None and self.cuts[before] == target):
+    def _seconds(self, source: Cut | None, target: Cut) -> float:
+        if len(set(self.cuts.values())) == 1 or source == target:
             return 0.0
-        source = self.source(before) if before is not None and not target.at_home else None
-        return traffic(self.weights(source, target)).bound_s
+        key = (None if target.at_home else source), target
+        if key not in self._hops:
+            few = len(set(self.cuts.values())) <= MOST_PLANNED
+            wanted = placed(self.spec, target.layout, target.side)
+            self._hops[key] = (
+                traffic(self.weights(*key)).bound_s if few else least_s(self._held(key[0]), wanted, self.links, self._bytes[0])
+            )
+        return self._hops[key]
+
+    def _held(self, source: Cut | None) -> Placed:
+        """Home and what `source` has."""
+        return together(self._rows, placed(self.spec, source.layout, source.side)) if source else self._rows
 
     def _plan(self, held: Placed, target: Cut, itemsize: int) -> Plan:
         wanted = turn_about(held, placed(self.spec, target.layout, target.side))

@@ -20,6 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from longshift.layout.box import Box
+from longshift.switch.joined import Joined, joined
 from longshift.switch.links import ONE_NODE, Links
 from longshift.switch.placed import Placed, Spread, by_rank
 from longshift.switch.planners import BETWEEN, ENTERED, INSIDE, Moves, Planner, assign
@@ -114,21 +115,32 @@ class Plan:
         return total.reshape(self.world, self.world)
 
     def turns(self, rank: int) -> Iterator[Turn]:
-        """What `rank` does, bucket by bucket."""
+        """What `rank` does, bucket by bucket. Slices that go the same way at the same time are joined to few boxes (`switch.joined`)."""
         local: list[list[Move]] = [[] for _ in range(self.buckets)]
         rounds: list[list[tuple[list[Move], list[Move]]]] = [[([], []) for _ in range(self.rounds)] for _ in range(self.buckets)]
-        mine: dict[int, np.ndarray] = {}
-        for w in self.weights:
-            for index in np.flatnonzero(w.slices.has[:, rank] & w.slices.wants[:, rank]) if rank < self.world else ():
-                local[w.bucket[index]].append(Move(rank, rank, w.name, w.slices.boxes[index]))
-            m = w.moves
-            if id(m) not in mine:
-                mine[id(m)] = np.flatnonzero((m.source == rank) | (m.target == rank))
-            for i in mine[id(m)]:
-                move = Move(int(m.source[i]), int(m.target[i]), w.name, w.slices.boxes[m.slice[i]])
-                rounds[w.bucket[m.slice[i]]][m.round[i]][move.target == rank].append(move)
+        known: dict[tuple[int, int, bytes], tuple[Joined, Joined]] = {}
+        for w in self.weights if rank < self.world else ():
+            begin = int(w.bucket[0]) if len(w.bucket) else 0
+            key = id(w.slices), id(w.moves), (w.bucket - begin).tobytes()
+            if key not in known:
+                known[key] = self._turns_of(w.slices, w.moves, w.bucket - begin, rank)
+            kept, moved = known[key]
+            for box, (bucket,) in zip(kept.boxes, kept.common.tolist()):
+                local[begin + bucket].append(Move(rank, rank, w.name, box))
+            for box, (bucket, number, source, target) in zip(moved.boxes, moved.common.tolist()):
+                rounds[begin + bucket][number][target == rank].append(Move(source, target, w.name, box))
         for kept, played in zip(local, rounds):
             yield Turn(tuple(kept), tuple(Round(tuple(sends), tuple(receives)) for sends, receives in played))
+
+    def _turns_of(self, slices: Slices, moves: Moves, bucket: np.ndarray, rank: int) -> tuple[Joined, Joined]:
+        """One weight's boxes that stay on `rank`, by bucket; those that come and go, by bucket, round, source and target."""
+        own = np.flatnonzero(slices.has[:, rank] & slices.wants[:, rank])
+        here = np.full(len(own), rank)
+        kept = joined(slices, own, bucket[own, None].astype(np.int64), here, here)
+        mine = np.flatnonzero((moves.source == rank) | (moves.target == rank))
+        index, number, source, target = (column[mine].astype(np.int64) for column in (moves.slice, moves.round, moves.source, moves.target))
+        ways = np.column_stack((bucket[index], number, source, target))
+        return kept, joined(slices, index, ways, *((target, source) if self.sums else (source, target)))
 
     def reversed(self) -> "Plan":
         """The sum plan of a plan that copies from home. Raises ValueError where an element is held twice: of which would it be a sum?"""
@@ -176,8 +188,7 @@ def switch_plan(
     `itemsize`: bytes an element on the wire. `bucket_bytes` None: one bucket. Raises ValueError for an element that nobody holds,
     UsageError for a bucket too small to move a single one.
     """
-    spreads = {spread for side in (held, wanted) for spread in side.values()}
-    world = 1 + max((rank for spread in spreads for _, ranks in spread.boxes for rank in ranks), default=0)
+    world = world_of(held, wanted)
     loads = np.zeros((3, world), np.int64)
     refined: dict[tuple[Spread, Spread], Slices] = {}
     known: dict[tuple[Slices, bytes], tuple[Moves, np.ndarray]] = {}
@@ -200,6 +211,12 @@ def switch_plan(
     buckets, buffer_bytes = _buckets(found, world, bucket_bytes)
     weights = tuple(WeightPlan(name, slices, moves, bucket) for (name, slices, moves), bucket in zip(found, buckets))
     return Plan(planner, links, world, itemsize, bucket_bytes, buffer_bytes, weights)
+
+
+def world_of(*sides: Placed) -> int:
+    """How many ranks the sides speak of: those up to the highest that has something."""
+    spreads = {spread for side in sides for spread in side.values()}
+    return 1 + max((rank for spread in spreads for _, ranks in spread.boxes for rank in ranks), default=0)
 
 
 def plan(held: Sequence[Sequence[tuple[str, Box]]], wanted: Sequence[Sequence[tuple[str, Box]]]) -> tuple[Move, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
+from typing import Literal
 
 import numpy as np
 
@@ -24,12 +25,15 @@ from longshift.switch.placed import Spread
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """The wanted slices of a weight. `has`, `wants`: bool [slices, world]; `size_bytes`: int64 [slices]."""
+    """The wanted slices of a weight. `has`, `wants`: bool [slices, world]; `size_bytes`: int64 [slices]; `held`, `wanted`: what they
+    refine."""
 
     boxes: tuple[Box, ...]
     size_bytes: np.ndarray
     has: np.ndarray
     wants: np.ndarray
+    held: Spread
+    wanted: Spread
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -38,6 +42,39 @@ class Slices:
     def needs(self) -> np.ndarray:
         """Who wants a slice and does not have it: bool [slices, world]."""
         return self.wants & ~self.has
+
+    @cached_property
+    def start(self) -> np.ndarray:
+        """First corners: int64 [slices, dims]."""
+        return np.array([box.start for box in self.boxes], np.int64)
+
+    @cached_property
+    def stop(self) -> np.ndarray:
+        """Last corners: int64 [slices, dims]."""
+        return np.array([box.stop for box in self.boxes], np.int64)
+
+    def place(self, side: Literal["held", "wanted"], index: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """The number of the largest box of a side that has a slice on its rank, -1 where none has: int64 [slices]."""
+        inside, members = self._held_by if side == "held" else self._wanted_by
+        found = inside[index] & members[:, ranks].T
+        return np.where(found.any(1), found.argmax(1), -1)
+
+    @cached_property
+    def _held_by(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._by_box(self.held)
+
+    @cached_property
+    def _wanted_by(self) -> tuple[np.ndarray, np.ndarray]:
+        return self._by_box(self.wanted)
+
+    def _by_box(self, spread: Spread) -> tuple[np.ndarray, np.ndarray]:
+        """Of the spread's boxes, the largest first: which slices lie in each, bool [slices, boxes], and who has it, bool [boxes, world]."""
+        ordered = sorted(spread.boxes, key=lambda pair: -pair[0].elements)
+        start, stop = (np.array([getattr(box, side) for box, _ in ordered]) for side in ("start", "stop"))
+        members = np.zeros((len(ordered), self.has.shape[1]), bool)
+        for number, (_, ranks) in enumerate(ordered):
+            members[number, list(ranks)] = True
+        return np.all((self.start[:, None] >= start) & (self.stop[:, None] <= stop), axis=2), members
 
     @cached_property
     def waves(self) -> tuple[np.ndarray, ...]:
@@ -78,7 +115,7 @@ def refine(held: Spread, wanted: Spread, world: int, itemsize: int, bucket_bytes
         has, wants, boxes = has.repeat(counts, 0), wants.repeat(counts, 0), [box for part in parts for box in part]
     order = _spread_out(wants, _spread_out(has, range(len(boxes))))
     has, wants, boxes = has[order], wants[order], [boxes[i] for i in order]
-    return Slices(tuple(boxes), np.array([box.elements * itemsize for box in boxes], np.int64), has, wants)
+    return Slices(tuple(boxes), np.array([box.elements * itemsize for box in boxes], np.int64), has, wants, held, wanted)
 
 
 def _members(spread: Spread, cuts: list[list[int]], world: int) -> np.ndarray:

@@ -25,10 +25,11 @@ from longshift.model.decoder import Decoder, Ops
 from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
 from longshift.schedule.chunks import StreamOptions
+from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
-from longshift.state.precision import LossScale, Name, Precision
+from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.switch.itinerary import SwitchOptions, home_layout
@@ -46,7 +47,7 @@ class Trial:
 
     spec: ModelSpec
     lengths: tuple[tuple[int, ...], ...]
-    precision: Name = "float64"
+    precision: PrecisionName = "float64"
     capacity: int = 64
     seed: int = 0
     lr: float = 3e-3

@@ -9,11 +9,10 @@ from longshift.dist.world import World
 from longshift.errors import CheckpointError
 from longshift.layout.box import Box
 from longshift.model.huggingface import write_folder
+from longshift.spec.formats import FORMATS
 from longshift.state.checkpoint import Checkpoint
 from longshift.train.corpus import open_tokenizer
 from longshift.train.facts import Facts
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export(config: Config, run: Path, to: Path, dtype: str = "float32") -> None:
@@ -24,4 +23,4 @@ def export(config: Config, run: Path, to: Path, dtype: str = "float32") -> None:
         raise CheckpointError(f"the tokenizer changed since {saved.folder} was written; an export with it would be useless")
     whole = ((p.name, saved.read("master", p.name, Box.whole(p.shape))) for p in config.spec.params)
     carried = Path(config.model.path) if config.model.path else tokenizer.files[0]
-    write_folder(to, config.spec, whole, DTYPES[dtype], carried)
+    write_folder(to, config.spec, whole, getattr(torch, FORMATS[dtype].compute), carried)

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from longshift.config import Config, PrecisionName
+from longshift.config import Config
 from longshift.errors import CheckpointError, UsageError
+from longshift.spec.formats import PrecisionName
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.precision import Precision
 from longshift.step.update import State

@@ -12,8 +12,8 @@ from longshift.cluster.cluster import Backend, Heads, attention_flops
 from longshift.cluster.curves import Axis, Curve
 from longshift.model.kernels import CUDNN, FLASH, MATH, TILED, VARLEN, Kernel, gradients, probe
 from longshift.profile.bench import Bench, Plan, Run
-from longshift.profile.compute import DTYPES, noise
 from longshift.profile.flex import flex
+from longshift.profile.time_compute import DTYPES, noise
 
 HEADS = (Heads(8, 2, 64), Heads(32, 8, 128))
 TOKENS = {  # (device, quick): lengths on the diagonal; queries and keys of full pieces

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longshift.cluster.curves import Axis, Curve
 from longshift.profile.bench import Bench, Plan, Run
-from longshift.profile.compute import noise
+from longshift.profile.time_compute import noise
 from longshift.stream.tiers import Arena
 
 SIZES = {  # bytes

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from longshift.cluster.curves import Axis, Curve
 from longshift.profile.bench import Bench, Plan, Run
+from longshift.spec.formats import FORMATS
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, FORMATS[name].compute) for name in ("float32", "bf16")}
 SPIN_S = 0.4
 
 SHAPES = {  # (device, quick): rows; inner and outer widths
