@@ -117,7 +117,7 @@ def train(
         stop = Interrupt() if world is not None else Interrupt(signal.SIGTERM, say=_say)
         _run_told(run, folder, rank, resume, json, stop, trace)
     else:
-        _open_corpus(run)
+        _open_corpus(run, verify=False)  # the ranks do
         from longshift.train.launch import launch
 
         flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
@@ -271,14 +271,14 @@ def profile(
     show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
 
 
-def _open_corpus(run: Config) -> "TokenCache":
-    """The tokens of a run, with a progress bar on standard error while they are made."""
+def _open_corpus(run: Config, verify: bool = True) -> "TokenCache":
+    """The tokens of a run, with a progress bar on standard error while they are made; `verify` as in `TokenCache.open`."""
     from longshift.train.corpus import open_corpus
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("tokens", total=None)
-        return open_corpus(run, lambda done, total: progress.update(task, completed=done, total=total))[1]
+        return open_corpus(run, lambda done, total: progress.update(task, completed=done, total=total), verify)[1]
 
 
 def _histogram(bins: Sequence[Mapping[str, int]]) -> Table:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longshift.config import parse_config
+from longshift.data import tokens
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.dist.world import World
 from longshift.errors import CheckpointError, LongshiftError, NonFiniteError
@@ -31,7 +32,7 @@ from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale
 from longshift.state.transfer import Transfer
-from longshift.train import loop
+from longshift.train import corpus, loop
 from longshift.train.check import Trial, build, parse_layouts
 from longshift.train.step import State, train_step
 
@@ -196,6 +197,23 @@ def make_data(world: World, place: str) -> None:
     text = Path(__file__).with_name("text.txt").read_text()
     (Path(place) / "text.txt").write_text(text)
     train_tokenizer(iter([text]), 300).save(f"{place}/tokenizer.json")
+
+
+def open_tokens(world: World, configs: list[str], machines: list[str], damage: str = "") -> dict[str, Any]:
+    """Open a run's token cache as ranks do, each with its config and on a machine of its name; the files that this rank hashed, and what it
+    said. `damage`: a file whose hash is not the one expected."""
+    hashed, usual = [], tokens._sha256
+
+    def sha256(path: Path) -> str:
+        hashed.append(path.name)
+        return "another" if path.name == damage else usual(path)
+
+    with patch.object(tokens, "_sha256", sha256), patch.object(tokens.platform, "node", lambda: machines[world.rank]):
+        try:
+            cache = corpus.open_on_ranks(parse_config(configs[world.rank]), world)[1]
+        except LongshiftError as fault:
+            return {"hashed": hashed, "said": f"{type(fault).__name__}: {fault}"}
+    return {"hashed": hashed, "said": len(cache)}
 
 
 def make_tokenizer(world: World, place: str, vocab: int) -> None:

@@ -301,6 +301,33 @@ def test_facts_that_are_wrong_with_a_right_hash_are_refused(call, place, finishe
     assert answer["fault"].startswith(f"CheckpointError: {run / MANIFEST} is malformed: {words}")
 
 
+def test_each_token_file_is_read_whole_by_one_rank(call, place, tmp_path):
+    """Once by the rank that makes it; then by one rank of each machine, whose fault is everyone's."""
+    shutil.copytree(place, tmp_path / "place", ignore=shutil.ignore_patterns("cache"))
+    text = config(tmp_path / "place", tmp_path / "run", "dp3")
+    both, one, two = ["tokens.bin", "offsets.bin"], ["a", "a", "a"], ["a", "b", "b"]
+
+    def opened(machines: list[str], **damage: str) -> tuple[list, set]:
+        answers = call(3, "open_tokens", configs=[text] * 3, machines=machines, **damage)
+        return [answer["hashed"] for answer in answers], {answer["said"] for answer in answers}
+
+    (made, said), (again, said_again) = opened(one), opened(one)
+    assert made == [both + both, [], []]  # for the manifest, and before the run
+    assert again == [both, [], []]
+    assert said == said_again == {1}
+    assert opened(two)[0] == [both, both, []]
+    (fault,) = opened(two, damage="offsets.bin")[1]
+    assert re.match("DataError: .*/offsets.bin is damaged: its contents do not give its SHA-256; to make it again: rm -r ", fault)
+
+
+def test_ranks_with_other_tokens_are_refused(call, place, tmp_path):
+    other = shutil.copytree(place, tmp_path / "place", ignore=shutil.ignore_patterns("cache"))
+    (other / "text.txt").write_text("def other(): pass")
+    configs = [config(where, tmp_path / "run", "dp2") for where in (place, other)]
+    said = {answer["said"].split(": ", 2)[2] for answer in call(2, "open_tokens", configs=configs, machines=["a", "b"])}
+    assert said == {"the tokens are not the same on all ranks: every machine needs the same files of data.train"}
+
+
 # ---------------------------------------------------------------------------------------------------------------- damage
 
 

@@ -21,7 +21,7 @@ from longshift.dist.collectives import Group
 from longshift.errors import LongshiftError, PeerError, UsageError
 
 TIMEOUT = timedelta(minutes=10)
-FIRST_TIMEOUT = timedelta(days=7)  # for what the first rank does alone, such as the tokens of a large corpus
+ALONE_TIMEOUT = timedelta(days=7)  # for what some ranks do alone, such as the tokens of a large corpus
 
 
 def launched() -> bool:
@@ -73,6 +73,7 @@ class World:
         self.rank, self.size, self.device, self.per_node = rank, size, device, per_node or size
         self.everyone = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
         self._groups: dict[tuple[tuple[int, ...], str], Group | None] = {}
+        self._waits = 0
 
     @classmethod
     def from_environment(cls) -> "World":
@@ -137,12 +138,14 @@ class World:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def wait_for_first(self) -> None:
-        """Until rank 0 comes here, for longer than a collective may take."""
-        if self.size > 1 and self.rank == 0:
-            _get_default_store().set("longshift-first", "")
-        elif self.size > 1:
-            _get_default_store().wait(["longshift-first"], FIRST_TIMEOUT)
+    def wait_for(self, ranks: Iterable[int]) -> None:
+        """Wait until these ranks have come here too, for longer than a collective may take. Every rank calls it with the same ranks."""
+        self._waits += 1
+        keys = {rank: f"longshift-wait-{self._waits}-{rank}" for rank in ranks}
+        if self.size > 1 and self.rank in keys:
+            _get_default_store().set(keys[self.rank], "")
+        if self.size > 1:
+            _get_default_store().wait(list(keys.values()), ALONE_TIMEOUT)
 
     def agree(self, fault: LongshiftError | None) -> None:
         """Raise on every rank when one of them has a fault: its own there, the lowest faulty rank's elsewhere, of the same class."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from longshift.layout.box import Box
 from longshift.layout.placement import Bucket
-from longshift.spec.model import ModelSpec, Param
+from longshift.spec.model import ModelSpec
 
 Source = Callable[[str, Box], Tensor]
 NORM_RUN = 1 << 15  # elements

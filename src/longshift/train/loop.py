@@ -15,7 +15,7 @@ from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.memory import host_memory
 from longshift.dist.world import World
-from longshift.errors import LongshiftError, NonFiniteError, OutOfMemoryError
+from longshift.errors import NonFiniteError, OutOfMemoryError
 from longshift.explain import needs_of
 from longshift.layout.layout import format_size
 from longshift.layout.placement import buckets
@@ -27,7 +27,7 @@ from longshift.state.precision import LossScale, Precision
 from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
-from longshift.train.corpus import open_corpus
+from longshift.train.corpus import open_on_ranks
 from longshift.train.facts import Facts, Fingerprints, expect
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
@@ -168,17 +168,7 @@ def _initial(config: Config, dtype: torch.dtype) -> Source:
 
 
 def _open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
-    """Every rank opens the token cache; the first one makes it where it is not there."""
-    fault, found = None, None
-    for turn in (world.rank == 0, world.rank > 0):
-        try:
-            found = open_corpus(config) if turn else found
-        except LongshiftError as error:
-            fault = error
-        world.wait_for_first()
-        world.agree(fault)
-    assert found is not None
-    tokenizer, cache = found
+    tokenizer, cache = open_on_ranks(config, world)
     train, data = config.train, config.data
     batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, config.spec.vocab)
     return batches, Fingerprints(tokenizer=tokenizer.fingerprint, data=batches.fingerprint)
