@@ -6,7 +6,9 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,30 @@ def carry(world: World, source: str, target: str, layout: str, truth: str | None
             wrong += bool(truth) and bits(view) != bits(whole[f"{kind}|{name}|{all_of_it}"][box.within(all_of_it)])
     _save(world, Path(target), state, saved.step)
     return state.optimizer.steps, held, wrong
+
+
+def load_counted(world: World, config: str) -> dict[str, Any]:
+    """Resume a run and count what this rank does, by what it does it to: files opened, boxes of a weight's kind read, texts of boxes
+    parsed, facts parsed."""
+    counts: dict[str, Counter[str]] = {what: Counter() for what in ("opened", "read", "parsed", "facts")}
+
+    def counted(what: str, call: Callable, name: Callable[..., str]) -> Callable:
+        def counting(*given: Any, **named: Any) -> Any:
+            counts[what][name(*given)] += 1
+            return call(*given, **named)
+
+        return counting
+
+    opened = counted("opened", checkpoint.safe_open, lambda path: path.name)
+    read = counted("read", Checkpoint.read, lambda _, kind, name, box: f"{kind}|{name}|{box}")
+    parsed = counted("parsed", Box.parse, lambda text: text)
+    facts = counted("facts", loop.Facts.of, lambda saved: str(saved.step))
+    patches = (checkpoint, "safe_open", opened), (Checkpoint, "read", read), (checkpoint.Box, "parse", parsed), (loop.Facts, "of", facts)
+    with ExitStack() as stack:
+        for place, name, call in patches:
+            stack.enter_context(patch.object(place, name, call))
+        run_loop(world, config, resume=True)
+    return {what: dict(count) for what, count in counts.items()}
 
 
 def _blank(world: World, layout: Layout) -> State:
@@ -224,7 +250,7 @@ def make_tokenizer(world: World, place: str, vocab: int) -> None:
 def forget_moments(kind: str) -> Callable[..., None]:
     """A `Checkpoint.restore` that leaves one kind as it was."""
 
-    def restore(saved: Checkpoint, entries: checkpoint.Entries) -> None:
+    def restore(saved: Checkpoint, entries: checkpoint.Entries, kinds: object = None) -> None:
         for name, box, _, views in entries:
             for other, view in views.items():
                 if box and other != kind:
@@ -233,7 +259,7 @@ def forget_moments(kind: str) -> Callable[..., None]:
     return restore
 
 
-def round_masters(saved: Checkpoint, entries: checkpoint.Entries) -> None:
+def round_masters(saved: Checkpoint, entries: checkpoint.Entries, kinds: object = None) -> None:
     """A `Checkpoint.restore` by way of bf16."""
     for name, box, _, views in entries:
         for kind, view in views.items():

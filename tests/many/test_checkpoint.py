@@ -219,6 +219,18 @@ def test_a_resume_that_forgets_something_is_noticed(call, place, tmp_path, strai
     assert difference(losses(rows), straight[0]) > 1e-6
 
 
+def test_a_resume_opens_reads_and_parses_everything_once(call, place, finished, tmp_path):
+    """Under another layout, so that every rank needs every file; each rank verifies its share of the files on the same handle."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    keys = [key for file in json.loads((run / MANIFEST).read_text())["files"] for key in file["tensors"]]
+    for found in call(2, "load_counted", config=config(place, run, "tp2", steps=3)):
+        assert found["opened"] == {"rank-00000.safetensors": 1, "rank-00001.safetensors": 1}
+        assert set(found["read"].values()) == set(found["parsed"].values()) == {1}
+        assert {key.split("|")[0] for key in found["read"]} == set(KINDS)
+        assert found["parsed"].keys() == {key.split("|")[2] for key in keys}
+        assert found["facts"] == {"2": 1}
+
+
 @pytest.fixture(scope="module")
 def finished(call, place, tmp_path_factory) -> Path:
     """A run of two steps."""
@@ -403,7 +415,7 @@ def test_no_bit_of_a_manifest_can_flip_unnoticed(good, tmp_path):
         with pytest.raises(CheckpointError, match=r"manifest\.json is (missing or )?damaged"):
             _read_manifest(path.parent)
     path.write_bytes(data)
-    assert _read_manifest(path.parent).step == 2
+    assert _read_manifest(path.parent)[0].step == 2
 
 
 def first_key(body: dict) -> str:

@@ -22,7 +22,7 @@ from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
-from longshift.state.optimizer import Optimizer, Schedule
+from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
@@ -137,23 +137,23 @@ def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instea
 def _begin(config: Config, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State]:
     """Steps done and the state after them: of the newest checkpoint of `run` where given. Its files are closed again."""
     if run is None:
-        return 0, build_state(config, world, None)
+        return 0, build_state(config, world)
     saved = Checkpoint.latest(run, world)
-    expect(Facts.of(saved), config, fingerprints, run, saved)
-    return saved.step, build_state(config, world, saved)
+    facts = Facts.of(saved)
+    expect(facts, config, fingerprints, run, saved)
+    return saved.step, build_state(config, world, saved, facts)
 
 
-def build_state(config: Config, world: World, saved: Checkpoint | None) -> State:
-    """Home, optimizer and cursor: from a checkpoint, a model folder or the seed."""
+def build_state(config: Config, world: World, saved: Checkpoint | None = None, facts: Facts | None = None) -> State:
+    """Home, optimizer and cursor: from a checkpoint and its facts, a model folder or the seed."""
     spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
     source = saved.source() if saved else _initial(config, precision.home)
     home = Home(spec, buckets(spec, home_layout(config.edges)), world.rank, precision.home, world.device, source)
     optimizer = Optimizer(home, train.betas, train.eps, train.weight_decay)
     schedule = Schedule(train.lr, train.steps, train.min_lr, train.warmup, train.schedule)
     state = State(spec, home, optimizer, schedule, train.clip, LossScale() if precision.scaled else None)
-    if saved:
-        facts = Facts.of(saved)
-        saved.restore(optimizer.state())
+    if saved and facts:
+        saved.restore(optimizer.state(), MOMENTS)  # masters are there
         optimizer.resume(facts.updates)
         state.cursor = facts.cursor
         if state.scale and facts.loss_scale:
