@@ -67,17 +67,19 @@ def own_device() -> torch.device:
 
 
 class World:
-    """This process among its peers. Mutable: it remembers the groups it has made. `per_node`: ranks on each machine."""
+    """This process among its peers. Mutable: it remembers the groups it has made. `per_node`: ranks on each machine; `timeout`: after which
+    a collective of those groups fails."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, per_node: int | None = None):
+    def __init__(self, rank: int, size: int, device: torch.device, per_node: int | None = None, timeout: timedelta = TIMEOUT):
         self.rank, self.size, self.device, self.per_node = rank, size, device, per_node or size
         self.everyone = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
         self._groups: dict[tuple[tuple[int, ...], str], Group | None] = {}
+        self._timeout = timeout
         self._waits = 0
 
     @classmethod
-    def from_environment(cls) -> "World":
-        """Join the peers that the environment describes. Raises PeerError when they cannot be reached, UsageError without a GPU for this
+    def from_environment(cls, timeout_s: float = TIMEOUT.total_seconds()) -> "World":
+        """Join the peers that the environment describes; a collective with them fails after `timeout_s`. Raises PeerError when they cannot be reached, UsageError without a GPU for this
         rank where there are some."""
         keep_freed_memory()
         if not launched():
@@ -86,17 +88,17 @@ class World:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
-        address = os.environ.get("LONGSHIFT_STORE")
+        address, timeout = os.environ.get("LONGSHIFT_STORE"), timedelta(seconds=timeout_s)
         try:
             if address:
                 host, port = address.rsplit(":", 1)
                 store = dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
-                dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+                dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
             else:
-                dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
+                dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as fault:
             raise PeerError(f"rank {rank} of {size} could not join the others: {fault}") from fault
-        return cls(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        return cls(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), timeout)
 
     @classmethod
     def alone(cls) -> "World":
@@ -109,7 +111,7 @@ class World:
         pipeline)."""
         for ranks in groups:
             if len(ranks) > 1 and (ranks, purpose) not in self._groups:
-                handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=TIMEOUT)  # pyright: ignore[reportAssignmentType]
+                handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)  # pyright: ignore[reportAssignmentType]
                 self._groups[ranks, purpose] = Group(ranks, self.rank, handle) if self.rank in ranks else None
 
     def group(self, ranks: tuple[int, ...], purpose: str = "") -> Group:

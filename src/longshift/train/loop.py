@@ -14,7 +14,7 @@ import torch.distributed as dist
 from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.memory import host_memory
-from longshift.dist.world import World
+from longshift.dist.world import World, own_device
 from longshift.errors import NonFiniteError, OutOfMemoryError
 from longshift.explain import needs_of
 from longshift.layout.layout import format_size
@@ -40,7 +40,7 @@ def train(
 ) -> Iterator[StepMetrics]:
     """Train as the rank that the environment says this process is, saving into `run`. `stop` is asked after each step; a yes on any
     rank saves and ends the run on all. `trace`: a file for the events of the first step in which rank 0 streams. Raises LongshiftError."""
-    world = World.from_environment()
+    world = World.from_environment(config.timeout_s(own_device().type))
     yield from _steps(config, run, resume, stop, world, trace if world.rank == 0 else None)
     world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
     world.close()
