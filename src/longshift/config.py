@@ -187,9 +187,9 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """Steps and the optimizer. A step takes whole documents until `tokens_per_step` is reached, whatever the layout. `timeout`: seconds
-    after which a collective fails because a rank does not answer; `workload.waits` derives it from the longest document where it is not
-    given."""
+    """Steps and the optimizer. A step takes whole documents until `tokens_per_step` is reached, whatever the layout. `deterministic`: equal
+    runs on equal devices give equal bits, where faster kernels would not. `timeout`: seconds after which a collective fails because a rank
+    does not answer; `workload.waits` derives it from the longest document where it is not given."""
 
     tokens_per_step: Size
     pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
@@ -204,6 +204,7 @@ class TrainConfig(Section):
     weight_decay: Number = Field(0.1, ge=0)
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Number = Field(1e-8, gt=0)
+    deterministic: bool = Field(False, description="kernels that give the same bits in every run, where faster ones do not")
     timeout: Annotated[Number, Field(gt=0)] | None = Field(None, description="seconds; derived from the step where it is not given")
 
     @model_validator(mode="after")

@@ -8,8 +8,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,6 +28,7 @@ from longshift.errors import CheckpointError, LongshiftError, NonFiniteError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
+from longshift.model.kernels import FLASH
 from longshift.spec.model import ModelSpec
 from longshift.state import checkpoint
 from longshift.state.checkpoint import Checkpoint
@@ -34,7 +36,7 @@ from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale
 from longshift.state.transfer import Transfer
-from longshift.train import corpus, loop
+from longshift.train import corpus, loop, team
 from longshift.train.check import Trial, build, parse_layouts
 from longshift.train.step import State, train_step
 
@@ -273,6 +275,14 @@ MUTANTS: dict[str, tuple[type, str, Callable[..., None]]] = {
     "master": (Checkpoint, "restore", round_masters),
     "steps": (Optimizer, "resume", lambda *_: None),
 }
+
+
+def run_with_kernel(world: World, config: str, name: str, **how: Any) -> str:
+    """What `run_loop` prints on standard error where the attention kernel has this name."""
+    said = StringIO()
+    with patch.object(team, "kernels", lambda *_: (replace(FLASH, name=name),)), redirect_stderr(said):
+        found = run_loop(world, config, **how)
+    return found.get("fault", "") + said.getvalue()
 
 
 def run_loop(world: World, config: str, resume: bool = False, stop_after: int | None = None, mutant: str | None = None) -> dict[str, Any]:

@@ -287,6 +287,28 @@ def test_layout_rate_steps_precision_of_copies_and_saving_may_change(call, place
     assert names(tmp_path / "run") == ["step-3", "step-4", "step-5"]
 
 
+def test_a_resume_with_another_attention_kernel_says_so(call, place, tmp_path):
+    """Once, on rank 0, and goes on; from a checkpoint that does not know its kernel nothing is said."""
+    run = tmp_path / "run"
+    text = {steps: config(place, run, "dp2", steps=steps, every=1) for steps in (3, 4, 5, 6)}
+
+    def said(kernel: str, steps: int, **how: object) -> list[str]:
+        return call(2, "run_with_kernel", config=text[steps], name=kernel, **how)
+
+    assert said("one", 3) == ["", ""]
+    facts = Checkpoint.latest(run, World.alone()).facts
+    assert facts["attention"] == {"kernel": "one", "deterministic": True}
+    assert said("one", 4, resume=True) == ["", ""]
+    told = "longshift: attention was by one (deterministic) and goes on by other (deterministic): numbers may differ in their last bits"
+    first, second = said("other", 5, resume=True)
+    assert (first, second) == (f"{told} from a run that kept it\n", "")
+    manifest = run / "checkpoints/step-5/manifest.json"
+    body = json.loads(manifest.read_text())
+    del body["sha256"], body["facts"]["attention"]
+    manifest.write_text(_render(body))
+    assert said("one", 6, resume=True) == ["", ""]
+
+
 def test_a_run_beyond_its_last_step_is_not_resumed(call, place, finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
     train(call, config(place, run, "dp1", steps=5), resume=True)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed.run
 import yaml
 from rich.console import Console
@@ -225,6 +227,21 @@ def test_a_chunk_is_chosen_and_the_run_keeps_it(place, longshift, monkeypatch):
     code, _, err = longshift("train run.yaml layout=chunk-auto.disk save.dir=other")
     assert code == 2
     assert "chunk-auto is chosen before ranks start" in err
+
+
+def test_a_deterministic_run_asks_torch_for_it(place, longshift, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        code, _, err = longshift("train run.yaml train.deterministic=true")
+        assert (code, err) == (0, "")
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
+    facts = json.loads((place / "run/checkpoints/step-3/manifest.json").read_text())["facts"]
+    assert facts["attention"] == {"kernel": "flash", "deterministic": True}
 
 
 def test_under_a_launcher_the_world_must_fit_the_layout(place, longshift, monkeypatch):

@@ -54,6 +54,13 @@ def keep_freed_memory() -> None:
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: the largest that glibc would come to by itself
 
 
+def be_deterministic() -> None:
+    """Have torch take kernels that give the same bits every time, and raise where there is none. Before the first use of a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def own_device() -> torch.device:
     """The GPU of this rank by its place on its machine, the only one that it sees, or the CPU. Raises UsageError for a rank too many."""
     count = torch.cuda.device_count()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.memory import host_memory
-from longshift.dist.world import World, own_device
+from longshift.dist.world import World, be_deterministic, own_device
 from longshift.errors import NonFiniteError, OutOfMemoryError
 from longshift.explain import needs_of
 from longshift.layout.layout import format_size
@@ -28,7 +28,7 @@ from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
 from longshift.train.corpus import open_on_ranks
-from longshift.train.facts import Facts, Fingerprints, expect
+from longshift.train.facts import Attention, Facts, Fingerprints, changed_kernel, expect
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
 from longshift.train.step import Outcome, State, train_step
@@ -40,6 +40,8 @@ def train(
 ) -> Iterator[StepMetrics]:
     """Train as the rank that the environment says this process is, saving into `run`. `stop` is asked after each step; a yes on any
     rank saves and ends the run on all. `trace`: a file for the events of the first step in which rank 0 streams. Raises LongshiftError."""
+    if config.train.deterministic:
+        be_deterministic()
     world = World.from_environment(config.timeout_s(own_device().type))
     yield from _steps(config, run, resume, stop, world, trace if world.rank == 0 else None)
     world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
@@ -51,7 +53,7 @@ def _steps(
 ) -> Iterator[StepMetrics]:
     _fits(config, world, run)
     batches, fingerprints = _open_data(config, world)
-    start, state = _begin(config, world, fingerprints, run if resume else None)
+    start, state, facts = _begin(config, world, fingerprints, run if resume else None)
     if resume and world.rank == 0:
         adopt(RunFolder(run), config)
     team = Team(
@@ -65,6 +67,9 @@ def _steps(
     )
     if world.rank == 0 and world.device.type != "cpu":
         print(f"longshift: attention by {team.kernel.name}: {team.why_kernel}", file=sys.stderr)
+    attention = Attention.of(team.kernel, world.device)
+    if world.rank == 0 and (warning := changed_kernel(facts, attention)):
+        print(f"longshift: {warning}", file=sys.stderr)
     recorder = Recorder() if trace else None
     team.record(recorder)
     for step in range(start + 1, config.train.steps + 1):
@@ -89,7 +94,8 @@ def _steps(
         if recorder and (stopping or step == config.train.steps):
             print("longshift: no step had documents for a layout in chunks, so nothing was traced", file=sys.stderr)
         if stopping or step == config.train.steps or step % config.save.every == 0:
-            save(run, step, state.optimizer.state(), Facts.now(config, state, fingerprints).model_dump(), world, config.save.keep)
+            kept = Facts.now(config, state, fingerprints, attention).model_dump()
+            save(run, step, state.optimizer.state(), kept, world, config.save.keep)
         if stopping:
             return
 
@@ -134,14 +140,15 @@ def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instea
         )
 
 
-def _begin(config: Config, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State]:
-    """Steps done and the state after them: of the newest checkpoint of `run` where given. Its files are closed again."""
+def _begin(config: Config, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State, Facts | None]:
+    """Steps done, the state after them and what is known of it: of the newest checkpoint of `run` where given. Its files are closed
+    again."""
     if run is None:
-        return 0, build_state(config, world)
+        return 0, build_state(config, world), None
     saved = Checkpoint.latest(run, world)
     facts = Facts.of(saved)
     expect(facts, config, fingerprints, run, saved)
-    return saved.step, build_state(config, world, saved, facts)
+    return saved.step, build_state(config, world, saved, facts), facts
 
 
 def build_state(config: Config, world: World, saved: Checkpoint | None = None, facts: Facts | None = None) -> State:
