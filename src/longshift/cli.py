@@ -180,6 +180,8 @@ def data(config: Path, /, *overrides: Overrides, json: Json = False) -> None:
 def check(config: Path, /, *overrides: Overrides, against: str, json: Json = False) -> None:
     """Compute the same batch under the config's layout, or its groups of lengths, and another layout: loss, gradients, documents that leak.
 
+    On the GPUs that are visible, a rank each, else on the CPU.
+
     Parameters
     ----------
     config
@@ -187,12 +189,14 @@ def check(config: Path, /, *overrides: Overrides, against: str, json: Json = Fal
     against
         The other layout, such as dp2.tp2.
     """
-    run = load_config(config, overrides)
-    run, other = _with_chunks(run), Layout.parse(against)
+    run, other = load_config(config, overrides), Layout.parse(against)
     legal.check(run.spec, other, None, run.data.max_len)
+    (edge,) = _with_chunks(run.model_copy(update={"layout": other})).edges
+    run = _with_chunks(run)
+    from longshift.dist.world import own_device
     from longshift.train.check_run import check as compare
 
-    found = compare(run, [[edge.use for edge in run.edges], [other]])
+    found = compare(run, [[edge.use for edge in run.edges], [edge.use]], own_device().type)
     if json:
         print(jsonlib.dumps(found))
         return

@@ -35,8 +35,8 @@ def own_rank() -> int:
 
 
 def stay_on_loopback() -> None:
-    """Keep gloo's listeners of this process, and of those it starts, on the loopback interface."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    """Keep the listeners of gloo and NCCL in this process, and in those it starts, on the loopback interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
 
 
 def end_with_parent(how: signal.Signals) -> None:
