@@ -103,7 +103,7 @@ def train(
     run = load_config(config, overrides)
     run = _with_chunks(run)
     if explain:
-        found = explain_run(run)
+        found = explain_run(run, _per_node(run.world))
         print(jsonlib.dumps(found.to_json()) if json else found)
         return
     if trace is not None:
@@ -255,8 +255,7 @@ def profile(
     from longshift.profile.run import measure_here
 
     rank, world = _place()
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world or 1))
-    found = measure_here(per_node, quick, fresh, _say if rank == 0 else lambda line: None)
+    found = measure_here(_per_node(world or 1), quick, fresh, _say if rank == 0 else lambda line: None)
     if rank != 0:
         return
     if output is not None:
@@ -393,6 +392,14 @@ def _place() -> tuple[int, int | None]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return 0, None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _per_node(ranks: int) -> int:
+    """Ranks on each machine: what a launcher says, else all of them. Raises UsageError for what is no number of ranks."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"LOCAL_WORLD_SIZE is {text!r}: it is the number of ranks on each machine, at least 1")
+    return int(text)
 
 
 def _say(line: str) -> None:
