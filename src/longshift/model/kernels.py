@@ -55,13 +55,17 @@ class Kernel:
 
     def deterministic(self, device: torch.device) -> bool:
         """Whether equal inputs give equal bits on this device, as torch is set now."""
-        asked = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-        own = device.type == "cpu" or self.repeats == "always" or (self.repeats == "asked" and asked)
+        own = device.type == "cpu" or self.repeats == "always" or (self.repeats == "asked" and _asked())
         return own and (self.rest is None or self.rest.deterministic(device))
 
     def of(self, q: Tensor, k: Tensor, causal: bool) -> "Kernel":
         """The one for a piece of this size."""
         return self if self.rest is None or self.takes(q, k, causal) else self.rest
+
+
+def _asked() -> bool:
+    """Whether torch is asked for deterministic algorithms, and not only for warnings."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
@@ -128,11 +132,9 @@ def choose(
     verdicts = [probe(kernel, dtype, str(dtype), device, heads) for kernel in candidates]
     most = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
     refusals = [_refusal(kernel, verdict, most, device) for kernel, verdict in zip(candidates, verdicts)]
-    timed = len(candidates) > 1 and not torch.are_deterministic_algorithms_enabled()
-    own = [
-        float("inf") if no else _seconds(k, heads, dtype, device) if timed else float(n)
-        for n, (k, no) in enumerate(zip(candidates, refusals))
-    ]
+    timed = len(candidates) > 1 and not _asked()
+    usable = [_seconds(k, heads, dtype, device) if timed and not no else float(n) for n, (k, no) in enumerate(zip(candidates, refusals))]
+    own = [float("inf") if no else s for s, no in zip(usable, refusals)]
     seconds = slowest(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
     refusals = [
         "" if s < float("inf") else no or (f"fails at {TIMED_TOKENS} tokens" if mine == s else "not on every rank")
@@ -160,7 +162,7 @@ def _refusal(kernel: Kernel, verdict: Backend, most: Sequence[float], device: to
         return verdict.why_not
     if not verdict.legal or any(error > limit for error, limit in zip(_errors(verdict), most)):
         return "not for pieces, or not exact enough"
-    if torch.are_deterministic_algorithms_enabled() and not kernel.deterministic(device):
+    if _asked() and not kernel.deterministic(device):
         return "not deterministic"
     return ""
 
