@@ -103,7 +103,7 @@ def train(
     run = load_config(config, overrides)
     run = _with_chunks(run)
     if explain:
-        found = explain_run(run)
+        found = explain_run(run, _per_node(run.world))
         print(jsonlib.dumps(found.to_json()) if json else found)
         return
     if trace is not None:
@@ -117,7 +117,7 @@ def train(
         stop = Interrupt() if world is not None else Interrupt(signal.SIGTERM, say=_say)
         _run_told(run, folder, rank, resume, json, stop, trace)
     else:
-        _open_corpus(run)
+        _open_corpus(run, verify=False)  # the ranks do
         from longshift.train.launch import launch
 
         flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
@@ -180,6 +180,8 @@ def data(config: Path, /, *overrides: Overrides, json: Json = False) -> None:
 def check(config: Path, /, *overrides: Overrides, against: str, json: Json = False) -> None:
     """Compute the same batch under the config's layout, or its groups of lengths, and another layout: loss, gradients, documents that leak.
 
+    On the GPUs that are visible, a rank each, else on the CPU.
+
     Parameters
     ----------
     config
@@ -187,12 +189,14 @@ def check(config: Path, /, *overrides: Overrides, against: str, json: Json = Fal
     against
         The other layout, such as dp2.tp2.
     """
-    run = load_config(config, overrides)
-    run, other = _with_chunks(run), Layout.parse(against)
+    run, other = load_config(config, overrides), Layout.parse(against)
     legal.check(run.spec, other, None, run.data.max_len)
+    (edge,) = _with_chunks(run.model_copy(update={"layout": other})).edges
+    run = _with_chunks(run)
+    from longshift.dist.world import own_device
     from longshift.train.check_run import check as compare
 
-    found = compare(run, [[edge.use for edge in run.edges], [other]])
+    found = compare(run, [[edge.use for edge in run.edges], [edge.use]], own_device().type)
     if json:
         print(jsonlib.dumps(found))
         return
@@ -251,8 +255,7 @@ def profile(
     from longshift.profile.run import measure_here
 
     rank, world = _place()
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world or 1))
-    found = measure_here(per_node, quick, fresh, _say if rank == 0 else lambda line: None)
+    found = measure_here(_per_node(world or 1), quick, fresh, _say if rank == 0 else lambda line: None)
     if rank != 0:
         return
     if output is not None:
@@ -271,14 +274,14 @@ def profile(
     show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
 
 
-def _open_corpus(run: Config) -> "TokenCache":
-    """The tokens of a run, with a progress bar on standard error while they are made."""
+def _open_corpus(run: Config, verify: bool = True) -> "TokenCache":
+    """The tokens of a run, with a progress bar on standard error while they are made; `verify` as in `TokenCache.open`."""
     from longshift.train.corpus import open_corpus
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("tokens", total=None)
-        return open_corpus(run, lambda done, total: progress.update(task, completed=done, total=total))[1]
+        return open_corpus(run, lambda done, total: progress.update(task, completed=done, total=total), verify)[1]
 
 
 def _histogram(bins: Sequence[Mapping[str, int]]) -> Table:
@@ -389,6 +392,14 @@ def _place() -> tuple[int, int | None]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return 0, None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _per_node(ranks: int) -> int:
+    """Ranks on each machine: what a launcher says, else all of them. Raises UsageError for what is no number of ranks."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", str(ranks))
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"LOCAL_WORLD_SIZE is {text!r}: it is the number of ranks on each machine, at least 1")
+    return int(text)
 
 
 def _say(line: str) -> None:

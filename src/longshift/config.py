@@ -35,6 +35,7 @@ from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import SwitchOptions
 from longshift.switch.planners import Planner
+from longshift.workload import waits
 from longshift.workload.groups import Edge, check_edges
 
 
@@ -185,7 +186,9 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
-    """Steps and the optimizer. A step takes whole documents until `tokens_per_step` is reached, whatever the layout."""
+    """Steps and the optimizer. A step takes whole documents until `tokens_per_step` is reached, whatever the layout. `deterministic`: equal
+    runs on equal devices give equal bits, where faster kernels would not. `timeout`: seconds after which a collective fails because a rank
+    does not answer; `workload.waits` derives it from the longest document where it is not given."""
 
     tokens_per_step: Size
     pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
@@ -200,6 +203,8 @@ class TrainConfig(Section):
     weight_decay: Number = Field(0.1, ge=0)
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Number = Field(1e-8, gt=0)
+    deterministic: bool = Field(False, description="kernels that give the same bits in every run, where faster ones do not")
+    timeout: Annotated[Number, Field(gt=0)] | None = Field(None, description="seconds; derived from the step where it is not given")
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
@@ -301,6 +306,11 @@ class Config(Section):
     def pack_tokens(self) -> int:
         """Capacity of a pack in tokens."""
         return self.train.pack_tokens or self.data.max_len
+
+    def timeout_s(self, device: str) -> float:
+        """Seconds after which a collective fails, where ranks compute on devices of this type."""
+        derived = waits.timeout_s(self.spec, self.edges, self.data.max_len, self.train.tokens_per_step, waits.SLOW_FLOPS[device])
+        return self.train.timeout or derived
 
     def to_yaml(self) -> str:
         """The resolved config; `parse_config` of it gives an equal one."""

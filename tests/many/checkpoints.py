@@ -6,8 +6,11 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,12 +21,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longshift.config import parse_config
+from longshift.data import tokens
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.dist.world import World
 from longshift.errors import CheckpointError, LongshiftError, NonFiniteError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
+from longshift.model.kernels import FLASH
 from longshift.spec.model import ModelSpec
 from longshift.state import checkpoint
 from longshift.state.checkpoint import Checkpoint
@@ -31,7 +36,7 @@ from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale
 from longshift.state.transfer import Transfer
-from longshift.train import loop
+from longshift.train import corpus, loop, team
 from longshift.train.check import Trial, build, parse_layouts
 from longshift.train.step import State, train_step
 
@@ -74,6 +79,30 @@ def carry(world: World, source: str, target: str, layout: str, truth: str | None
             wrong += bool(truth) and bits(view) != bits(whole[f"{kind}|{name}|{all_of_it}"][box.within(all_of_it)])
     _save(world, Path(target), state, saved.step)
     return state.optimizer.steps, held, wrong
+
+
+def load_counted(world: World, config: str) -> dict[str, Any]:
+    """Resume a run and count what this rank does, by what it does it to: files opened, boxes of a weight's kind read, texts of boxes
+    parsed, facts parsed."""
+    counts: dict[str, Counter[str]] = {what: Counter() for what in ("opened", "read", "parsed", "facts")}
+
+    def counted(what: str, call: Callable, name: Callable[..., str]) -> Callable:
+        def counting(*given: Any, **named: Any) -> Any:
+            counts[what][name(*given)] += 1
+            return call(*given, **named)
+
+        return counting
+
+    opened = counted("opened", checkpoint.safe_open, lambda path: path.name)
+    read = counted("read", Checkpoint.read, lambda _, kind, name, box: f"{kind}|{name}|{box}")
+    parsed = counted("parsed", Box.parse, lambda text: text)
+    facts = counted("facts", loop.Facts.of, lambda saved: str(saved.step))
+    patches = (checkpoint, "safe_open", opened), (Checkpoint, "read", read), (checkpoint.Box, "parse", parsed), (loop.Facts, "of", facts)
+    with ExitStack() as stack:
+        for place, name, call in patches:
+            stack.enter_context(patch.object(place, name, call))
+        run_loop(world, config, resume=True)
+    return {what: dict(count) for what, count in counts.items()}
 
 
 def _blank(world: World, layout: Layout) -> State:
@@ -198,6 +227,23 @@ def make_data(world: World, place: str) -> None:
     train_tokenizer(iter([text]), 300).save(f"{place}/tokenizer.json")
 
 
+def open_tokens(world: World, configs: list[str], machines: list[str], damage: str = "") -> dict[str, Any]:
+    """Open a run's token cache as ranks do, each with its config and on a machine of its name; the files that this rank hashed, and what it
+    said. `damage`: a file whose hash is not the one expected."""
+    hashed, usual = [], tokens._sha256
+
+    def sha256(path: Path) -> str:
+        hashed.append(path.name)
+        return "another" if path.name == damage else usual(path)
+
+    with patch.object(tokens, "_sha256", sha256), patch.object(tokens.platform, "node", lambda: machines[world.rank]):
+        try:
+            cache = corpus.open_on_ranks(parse_config(configs[world.rank]), world)[1]
+        except LongshiftError as fault:
+            return {"hashed": hashed, "said": f"{type(fault).__name__}: {fault}"}
+    return {"hashed": hashed, "said": len(cache)}
+
+
 def make_tokenizer(world: World, place: str, vocab: int) -> None:
     """Another tokenizer."""
     train_tokenizer(iter([(Path(place) / "text.txt").read_text()]), vocab).save(f"{place}/tokenizer.json")
@@ -206,7 +252,7 @@ def make_tokenizer(world: World, place: str, vocab: int) -> None:
 def forget_moments(kind: str) -> Callable[..., None]:
     """A `Checkpoint.restore` that leaves one kind as it was."""
 
-    def restore(saved: Checkpoint, entries: checkpoint.Entries) -> None:
+    def restore(saved: Checkpoint, entries: checkpoint.Entries, kinds: object = None) -> None:
         for name, box, _, views in entries:
             for other, view in views.items():
                 if box and other != kind:
@@ -215,7 +261,7 @@ def forget_moments(kind: str) -> Callable[..., None]:
     return restore
 
 
-def round_masters(saved: Checkpoint, entries: checkpoint.Entries) -> None:
+def round_masters(saved: Checkpoint, entries: checkpoint.Entries, kinds: object = None) -> None:
     """A `Checkpoint.restore` by way of bf16."""
     for name, box, _, views in entries:
         for kind, view in views.items():
@@ -229,6 +275,14 @@ MUTANTS: dict[str, tuple[type, str, Callable[..., None]]] = {
     "master": (Checkpoint, "restore", round_masters),
     "steps": (Optimizer, "resume", lambda *_: None),
 }
+
+
+def run_with_kernel(world: World, config: str, name: str, **how: Any) -> str:
+    """What `run_loop` prints on standard error where the attention kernel has this name."""
+    said = StringIO()
+    with patch.object(team, "kernels", lambda *_: (replace(FLASH, name=name),)), redirect_stderr(said):
+        found = run_loop(world, config, **how)
+    return found.get("fault", "") + said.getvalue()
 
 
 def run_loop(world: World, config: str, resume: bool = False, stop_after: int | None = None, mutant: str | None = None) -> dict[str, Any]:

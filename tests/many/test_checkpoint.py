@@ -219,6 +219,18 @@ def test_a_resume_that_forgets_something_is_noticed(call, place, tmp_path, strai
     assert difference(losses(rows), straight[0]) > 1e-6
 
 
+def test_a_resume_opens_reads_and_parses_everything_once(call, place, finished, tmp_path):
+    """Under another layout, so that every rank needs every file; each rank verifies its share of the files on the same handle."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    keys = [key for file in json.loads((run / MANIFEST).read_text())["files"] for key in file["tensors"]]
+    for found in call(2, "load_counted", config=config(place, run, "tp2", steps=3)):
+        assert found["opened"] == {"rank-00000.safetensors": 1, "rank-00001.safetensors": 1}
+        assert set(found["read"].values()) == set(found["parsed"].values()) == {1}
+        assert {key.split("|")[0] for key in found["read"]} == set(KINDS)
+        assert found["parsed"].keys() == {key.split("|")[2] for key in keys}
+        assert found["facts"] == {"2": 1}
+
+
 @pytest.fixture(scope="module")
 def finished(call, place, tmp_path_factory) -> Path:
     """A run of two steps."""
@@ -275,6 +287,28 @@ def test_layout_rate_steps_precision_of_copies_and_saving_may_change(call, place
     assert names(tmp_path / "run") == ["step-3", "step-4", "step-5"]
 
 
+def test_a_resume_with_another_attention_kernel_says_so(call, place, tmp_path):
+    """Once, on rank 0, and goes on; from a checkpoint that does not know its kernel nothing is said."""
+    run = tmp_path / "run"
+    text = {steps: config(place, run, "dp2", steps=steps, every=1) for steps in (3, 4, 5, 6)}
+
+    def said(kernel: str, steps: int, **how: object) -> list[str]:
+        return call(2, "run_with_kernel", config=text[steps], name=kernel, **how)
+
+    assert said("one", 3) == ["", ""]
+    facts = Checkpoint.latest(run, World.alone()).facts
+    assert facts["attention"] == {"kernel": "one", "deterministic": True}
+    assert said("one", 4, resume=True) == ["", ""]
+    told = "longshift: attention was by one (deterministic) and goes on by other (deterministic): numbers may differ in their last bits"
+    first, second = said("other", 5, resume=True)
+    assert (first, second) == (f"{told} from a run that kept it\n", "")
+    manifest = run / "checkpoints/step-5/manifest.json"
+    body = json.loads(manifest.read_text())
+    del body["sha256"], body["facts"]["attention"]
+    manifest.write_text(_render(body))
+    assert said("one", 6, resume=True) == ["", ""]
+
+
 def test_a_run_beyond_its_last_step_is_not_resumed(call, place, finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
     train(call, config(place, run, "dp1", steps=5), resume=True)
@@ -299,6 +333,33 @@ def test_facts_that_are_wrong_with_a_right_hash_are_refused(call, place, finishe
     (run / MANIFEST).write_text(_render(body))
     (answer,) = call(1, "run_loop", config=config(place, run, "dp1"), resume=True)
     assert answer["fault"].startswith(f"CheckpointError: {run / MANIFEST} is malformed: {words}")
+
+
+def test_each_token_file_is_read_whole_by_one_rank(call, place, tmp_path):
+    """Once by the rank that makes it; then by one rank of each machine, whose fault is everyone's."""
+    shutil.copytree(place, tmp_path / "place", ignore=shutil.ignore_patterns("cache"))
+    text = config(tmp_path / "place", tmp_path / "run", "dp3")
+    both, one, two = ["tokens.bin", "offsets.bin"], ["a", "a", "a"], ["a", "b", "b"]
+
+    def opened(machines: list[str], **damage: str) -> tuple[list, set]:
+        answers = call(3, "open_tokens", configs=[text] * 3, machines=machines, **damage)
+        return [answer["hashed"] for answer in answers], {answer["said"] for answer in answers}
+
+    (made, said), (again, said_again) = opened(one), opened(one)
+    assert made == [both + both, [], []]  # for the manifest, and before the run
+    assert again == [both, [], []]
+    assert said == said_again == {1}
+    assert opened(two)[0] == [both, both, []]
+    (fault,) = opened(two, damage="offsets.bin")[1]
+    assert re.match("DataError: .*/offsets.bin is damaged: its contents do not give its SHA-256; to make it again: rm -r ", fault)
+
+
+def test_ranks_with_other_tokens_are_refused(call, place, tmp_path):
+    other = shutil.copytree(place, tmp_path / "place", ignore=shutil.ignore_patterns("cache"))
+    (other / "text.txt").write_text("def other(): pass")
+    configs = [config(where, tmp_path / "run", "dp2") for where in (place, other)]
+    said = {answer["said"].split(": ", 2)[2] for answer in call(2, "open_tokens", configs=configs, machines=["a", "b"])}
+    assert said == {"the tokens are not the same on all ranks: every machine needs the same files of data.train"}
 
 
 # ---------------------------------------------------------------------------------------------------------------- damage
@@ -376,7 +437,7 @@ def test_no_bit_of_a_manifest_can_flip_unnoticed(good, tmp_path):
         with pytest.raises(CheckpointError, match=r"manifest\.json is (missing or )?damaged"):
             _read_manifest(path.parent)
     path.write_bytes(data)
-    assert _read_manifest(path.parent).step == 2
+    assert _read_manifest(path.parent)[0].step == 2
 
 
 def first_key(body: dict) -> str:

@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -137,12 +137,12 @@ def fail_alone(world: World) -> str:
         world.everyone.all_reduce(torch.zeros(1))
 
     with (
-        patch.object(World, "from_environment", lambda: world),
+        patch.object(World, "from_environment", lambda *_: world),
         patch.object(World, "close", together),
         patch.object(loop, "_steps", steps),
     ):
         try:
-            list(loop.train(None, None, False))  # pyright: ignore[reportArgumentType]
+            list(loop.train(Mock(train=Mock(deterministic=False)), Mock(), False))
         except OutOfMemoryError as fault:
             return str(fault)
     return "none"

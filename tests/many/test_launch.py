@@ -288,3 +288,33 @@ def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bi
     switched = [group for row in whole for group in row["groups"] if group["switch_exposed_s"] > 0]
     assert all(group["layout"] == "dp2" and group["intra_node_bytes"] > 0 for group in switched)
     assert len(switched) > 3
+
+
+def test_a_collective_fails_after_the_runs_own_timeout(folder):
+    """Rank 1 stays away; of the world's group, and of one that is made later, rank 0 waits no longer than asked."""
+    run(
+        folder,
+        """
+import time, torch
+from longshift.dist.world import World
+world = World.from_environment(1.5)
+world.prepare([(0, 1)])
+world.everyone.all_reduce(torch.ones(1))
+waited = []
+for group in (world.everyone, world.group((0, 1))) if rank == 0 else ():
+    start = time.monotonic()
+    try:
+        group.all_reduce(torch.ones(1))
+    except RuntimeError as late:
+        waited.append(time.monotonic() - start)
+if rank == 0:
+    (folder / "0.json").write_text(json.dumps(waited))
+while not (folder / "0.json").exists():
+    time.sleep(0.05)
+os._exit(0)
+""",
+        world=2,
+    )
+    waited = json.loads((folder.path / "0.json").read_text())
+    assert len(waited) == 2
+    assert all(seconds < 10 for seconds in waited)

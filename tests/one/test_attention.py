@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.cluster.cluster import Heads
+from longshift.errors import UsageError
 from longshift.model import kernels as kernels_module
 from longshift.model import tiled
 from longshift.model.attention import Attention, PackedAttention, match_heads
@@ -20,6 +22,7 @@ from longshift.model.kernels import (
     FLASH,
     MATH,
     TILED,
+    VARLEN,
     Kernel,
     choose,
     flash,
@@ -187,6 +190,51 @@ def test_the_slowest_rank_decides_which_kernel_all_take(monkeypatch):
     ranks = [9.0, 0.0]
     kernel, _ = choose([FLASH, other], Heads(4, 2, 16), torch.float32, CPU, lambda own: own.maximum(own.new_tensor(ranks)))
     assert kernel is other
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_without_a_kernel_that_can_be_used_every_candidate_is_told(count):
+    """One alone is tried too. A rank that could use one fails with those that cannot."""
+    bad = [
+        replace(FLASH, name="absent", forward=absent),
+        replace(FLASH, name="broken", backward=lambda *given: [x * 2 for x in given[1:4]]),
+    ]
+    words = r"^no attention kernel can be used for 4 heads of 16 in float32 on cpu: absent no such kernel here"
+    words += [r"; another train\.", r", broken wrong: .* backward; another train\."][count - 1]
+    with pytest.raises(UsageError, match=words):
+        choose(bad[:count], Heads(4, 2, 16), torch.float32, CPU, lambda seconds: seconds)
+    with pytest.raises(UsageError, match="flash not on every rank"):
+        choose([FLASH], Heads(4, 2, 16), torch.float32, CPU, lambda own: own + float("inf"))
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_which_kernels_are_deterministic_where():
+    gpu = torch.device("cuda")
+    every = {"flash": FLASH, "tiled": TILED, "cudnn": CUDNN, "varlen": VARLEN, "math": MATH}
+    assert all(kernel.deterministic(CPU) for kernel in (*every.values(), BY_SIZE))
+    assert {name for name, kernel in every.items() if kernel.deterministic(gpu)} == {"tiled"}
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_asked_for_deterministic_algorithms_kernels_are_not_raced(monkeypatch):
+    """On a GPU flash and varlen add up in one order then; torch does not ask cuDNN. On a CPU the first is taken, however slow it is."""
+    assert [k.name for k in kernels_module.kernels(torch.device("cuda"), torch.bfloat16) if k.deterministic(torch.device("cuda"))] == [
+        "flash",
+        "varlen",
+    ]
+    given = [replace(FLASH, name="random", repeats="never"), slower(FLASH, 0.2), FLASH]
+    monkeypatch.setattr(Kernel, "deterministic", lambda kernel, device: kernel.repeats != "never")
+    kernel, why = choose(given, Heads(4, 2, 16), torch.float32, CPU, lambda seconds: seconds)
+    assert kernel is given[1]
+    assert why == "the first that is deterministic: random not deterministic, slower can be used, flash can be used"
+    with pytest.raises(UsageError, match="random not deterministic"):
+        choose(given[:1], Heads(4, 2, 16), torch.float32, CPU, lambda seconds: seconds)
 
 
 @pytest.mark.parametrize(("able", "in_bf16"), [((), FLASH), (("avx512_bf16",), BY_SIZE), (("avx512_bf16", "amx_bf16"), FLASH)], ids=str)

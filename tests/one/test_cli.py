@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed.run
 import yaml
 from rich.console import Console
@@ -70,7 +72,7 @@ def place(corpus, tmp_path, monkeypatch) -> Path:
 def longshift(monkeypatch, capsys):
     """Run a command line in this process: exit code, standard output, standard error."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for name in ("RANK", "WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
     def run(line: str) -> tuple[int, str, str]:
@@ -225,6 +227,43 @@ def test_a_chunk_is_chosen_and_the_run_keeps_it(place, longshift, monkeypatch):
     code, _, err = longshift("train run.yaml layout=chunk-auto.disk save.dir=other")
     assert code == 2
     assert "chunk-auto is chosen before ranks start" in err
+
+
+def test_explain_counts_ranks_on_a_node_as_the_launcher_says(place, longshift, monkeypatch):
+    """The nodes that the switch is planned for, and what goes between them."""
+    groups = "layout='[{upto: 32, use: dp4}, {upto: 64, use: tp4}]'"
+    found = {}
+    for ranks in (None, 2):
+        if ranks:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        code, out, _ = longshift(f"train run.yaml --explain --json {groups}")
+        assert code == 0
+        found[ranks] = json.loads(out)
+        code, out, _ = longshift(f"train run.yaml --explain {groups}")
+        assert f"nodes of {ranks or 4} ranks" in out
+    assert (found[None]["per_node"], found[2]["per_node"]) == (4, 2)
+    moved = {
+        ranks: sum(g["gradients_traffic"]["inter_node_bytes"] for g in f["groups"] if g["gradients_traffic"]) for ranks, f in found.items()
+    }
+    assert moved[None] == 0 < moved[2]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "none")
+    code, _, err = longshift("train run.yaml --explain layout=dp2")
+    assert (code, err) == (2, "longshift: LOCAL_WORLD_SIZE is 'none': it is the number of ranks on each machine, at least 1\n")
+
+
+def test_a_deterministic_run_asks_torch_for_it(place, longshift, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        code, _, err = longshift("train run.yaml train.deterministic=true")
+        assert (code, err) == (0, "")
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
+    facts = json.loads((place / "run/checkpoints/step-3/manifest.json").read_text())["facts"]
+    assert facts["attention"] == {"kernel": "flash", "deterministic": True}
 
 
 def test_under_a_launcher_the_world_must_fit_the_layout(place, longshift, monkeypatch):

@@ -6,12 +6,16 @@
 
 The key stands for the tokenizer and for path, size and time of every source file, so that changed sources make a new cache and
 never alter one that is in use. The fingerprint stands for the tokens alone: the same on every machine and under any path.
+
+Every token is compared with the SHA-256 in the manifest before a run uses it: by the process that makes the cache or, where the cache is
+there already, by one rank for each file that ranks see; the others compare the file's identity and the fingerprint.
 """
 
 import hashlib
 import json
+import platform
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +30,7 @@ from longshift.files import publish
 
 Progress = Callable[[int, int], None]  # bytes of the sources done, bytes in all
 
+FILES = ("tokens.bin", "offsets.bin")
 _FORMAT = 1
 _BATCH_CHARACTERS = 4 << 20
 _READ_BYTES = 16 << 20
@@ -62,14 +67,18 @@ class TokenCache:
     skipped: tuple[tuple[str, str], ...]
     _offsets: np.ndarray
     _tokens: np.ndarray
+    _sha256: Mapping[str, str]
 
     @classmethod
     def open(cls, folder: Path | str, verify: bool = True) -> "TokenCache":
-        """Open a finished cache. Raises DataError with the reason when it is damaged; `verify` reads every token to be sure."""
+        """Open a finished cache. Raises DataError with the reason when it is damaged; `verify` reads every token to be sure. Without it the
+        manifest and the sizes of files are checked, and `verify` may be called later."""
         folder = Path(folder)
         body = _read_manifest(folder)
         for name, items, dtype in (("tokens.bin", body["tokens"], body["dtype"]), ("offsets.bin", body["documents"] + 1, "<i8")):
-            _check_file(folder / name, items * np.dtype(dtype).itemsize, body["sha256"][name] if verify else None)
+            _check_size(folder / name, items * np.dtype(dtype).itemsize)
+        if verify:
+            _check_contents(folder, body["sha256"])
         offsets = np.memmap(folder / "offsets.bin", "<i8", "r")
         counts = [f["documents"] for f in body["files"]]
         return cls(
@@ -85,10 +94,22 @@ class TokenCache:
             skipped=tuple((path, why) for path, why in body["skipped"]),
             _offsets=offsets,
             _tokens=np.memmap(folder / "tokens.bin", body["dtype"], "r"),
+            _sha256=body["sha256"],
         )
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def verify(self) -> None:
+        """Read every token. Raises DataError where the files are not those that the manifest describes."""
+        _check_contents(self.folder, self._sha256)
+
+    @property
+    def identity(self) -> str:
+        """The files as this machine sees them, without reading them: equal for processes that have the same files open, of the same
+        contents."""
+        stats = ((self.folder / name).stat() for name in FILES)
+        return json.dumps([platform.node(), *((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats), self.fingerprint])
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Tokens `start` to `stop` of a document, cut at its end: a read-only view of the file, uint16 or uint32."""
@@ -102,21 +123,25 @@ class TokenCache:
         return file.path + {"jsonl": f", line {nth + 1}", "parquet": f", row {nth}", "dataset": f", row {nth}"}.get(file.format, "")
 
 
-def build(sources: Sequence[Source], tokenizer: Tokenizer, folder: Path | str, progress: Progress | None = None) -> TokenCache:
+def build(
+    sources: Sequence[Source], tokenizer: Tokenizer, folder: Path | str, progress: Progress | None = None, verify: bool = True
+) -> TokenCache:
     """The token cache of these sources under `folder`: the one that is there if nothing changed, else a new one.
 
     Any number of processes may do this at once: each writes aside, the first to finish provides. `progress` is called after every
-    document. Raises DataError for bad input, for a damaged cache, and when the folder cannot be written.
+    document; `verify` is as in `TokenCache.open`. Raises DataError for bad input, for a damaged cache, and when the folder cannot be
+    written.
     """
     inputs = [file for source in sources for file in files(source)]
     key = _digest(_FORMAT, tokenizer.fingerprint, [asdict(file) for file in inputs])
     target = Path(folder).expanduser() / key[:16]
-    if not target.exists():
+    new = not target.exists()
+    if new:
         try:
-            publish(target, lambda new: _write(inputs, tokenizer, new, progress or (lambda done, total: None)))
+            publish(target, lambda scratch: _write(inputs, tokenizer, scratch, progress or (lambda done, total: None)))
         except OSError as error:
             raise DataError(f"{target}: cannot write the token cache: {error.strerror or error}") from error
-    return TokenCache.open(target)
+    return TokenCache.open(target, verify and not new)  # the hash of a new one was made from what was written
 
 
 # Writing
@@ -152,7 +177,7 @@ def _write(inputs: Sequence[File], tokenizer: Tokenizer, folder: Path, progress:
         "largest_id": largest,
         "largest_document": largest_document,
         "tokenizer": tokenizer.fingerprint,
-        "sha256": {name: _sha256(folder / name) for name in ("tokens.bin", "offsets.bin")},
+        "sha256": {name: _sha256(folder / name) for name in FILES},
         "files": [{**asdict(file), "documents": count} for file, count in zip(inputs, counts)],
         "skipped": skipped,
     }
@@ -209,13 +234,17 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return body
 
 
-def _check_file(path: Path, size: int, sha256: str | None) -> None:
+def _check_size(path: Path, size: int) -> None:
     if not path.exists():
         raise DataError(f"{path} is missing; {_again(path.parent)}")
     if path.stat().st_size != size:
         raise DataError(f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}; {_again(path.parent)}")
-    if sha256 is not None and _sha256(path) != sha256:
-        raise DataError(f"{path} is damaged: its contents do not give its SHA-256; {_again(path.parent)}")
+
+
+def _check_contents(folder: Path, sha256: Mapping[str, str]) -> None:
+    for name in FILES:
+        if _sha256(folder / name) != sha256[name]:
+            raise DataError(f"{folder / name} is damaged: its contents do not give its SHA-256; {_again(folder)}")
 
 
 def _again(folder: Path) -> str:

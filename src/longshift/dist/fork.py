@@ -1,7 +1,8 @@
-"""A local world of forked processes: starts in 0.1 s where spawned ones take 6 to 18 s, stays, and answers calls.
+"""A local world of processes that stays and answers calls. Calls and answers are JSON over pipes: a function by its dotted name.
 
-For `longshift check`, tests and benchmarks on CPU. The parent must have imported what the calls need, and must not have run a backward
-pass or started threads, since neither survives a fork. Calls and answers are JSON over pipes: a function by its dotted name.
+Forked ranks start in 0.1 s, where spawned ones take 6 to 18 s. They are for `longshift check`, tests and benchmarks on CPU: the parent must
+have imported what the calls need, and must not have run a backward pass or started threads, since neither survives a fork. CUDA does not
+either: ranks with a GPU are spawned.
 """
 
 import importlib
@@ -10,6 +11,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 from longshift import errors
 from longshift.dist.world import TIMEOUT, World, end_with_parent, keep_freed_memory, stay_on_loopback
-from longshift.errors import LongshiftError, PeerError
+from longshift.errors import LongshiftError, PeerError, UsageError
 
 GRACE_S = 2.0  # after one rank's error, how long to wait for the others', among which may be the cause
 
@@ -29,6 +31,8 @@ GRACE_S = 2.0  # after one rank's error, how long to wait for the others', among
 class ForkedWorld:
     """`size` ranks over gloo on loopback. Use as a context manager, or `close` it; a call that fails or is late ends all ranks, and the
     next call starts new ones."""
+
+    device = "cpu"
 
     def __init__(self, size: int):
         self.size = size
@@ -108,14 +112,51 @@ class ForkedWorld:
         sys.stderr.flush()
         for rank in range(self.size):
             calls, answers = os.pipe(), os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                _serve(self, rank, listener, calls[0], answers[1])
+            self._pids.append(self._begin(rank, listener, calls[0], answers[1]))
             os.close(calls[0])
             os.close(answers[1])
-            self._pids.append(pid)
             self._pipes.append((calls[1], answers[0]))
         listener.close()
+
+    def _begin(self, rank: int, listener: socket.socket, calls: int, answers: int) -> int:
+        """Start a rank that reads `calls` and writes `answers`; its process id."""
+        pid = os.fork()
+        if pid == 0:
+            _serve(self, rank, listener, calls, answers)
+        return pid
+
+
+class SpawnedWorld(ForkedWorld):
+    """As a ForkedWorld, of fresh processes: on the GPUs of this machine, a rank each, or on the CPU. What they call must be importable."""
+
+    def __init__(self, size: int, device: str = "cpu"):
+        """`device`: its type. Raises UsageError for more ranks than GPUs."""
+        super().__init__(size)
+        self.device = device
+        self._children: list[subprocess.Popen] = []
+        if device == "cuda" and size > torch.cuda.device_count():
+            raise UsageError(
+                f"{size} ranks need a GPU each, and this machine has {torch.cuda.device_count()}: name a layout of fewer ranks, or set "
+                "CUDA_VISIBLE_DEVICES= to compute on the CPU"
+            )
+
+    def close(self) -> None:
+        super().close()
+        for child in self._children:
+            child.wait()  # it is gone; Popen is told
+        self._children.clear()
+
+    def _begin(self, rank: int, listener: socket.socket, calls: int, answers: int) -> int:
+        arguments = (rank, self.size, self.device, listener.fileno(), calls, answers)
+        code = f"from longshift.dist.fork import serve_spawned; serve_spawned{arguments}"
+        child = subprocess.Popen([sys.executable, "-P", "-c", code], pass_fds=arguments[-3:])
+        self._children.append(child)
+        return child.pid
+
+
+def serve_spawned(rank: int, size: int, device: str, listener: int, calls: int, answers: int) -> None:
+    """Life of a spawned rank; handles are those that it was given."""
+    _serve(SpawnedWorld(size, device), rank, socket.socket(fileno=listener), calls, answers)
 
 
 def _serve(host: ForkedWorld, rank: int, listener: socket.socket, calls: int, answers: int) -> None:
@@ -128,7 +169,7 @@ def _serve(host: ForkedWorld, rank: int, listener: socket.socket, calls: int, an
             for end in pipe:
                 os.close(end)
         torch.set_num_threads(1)
-        world = _join(rank, host.size, listener)
+        world = _join(rank, host.size, listener, torch.device("cuda", rank) if host.device == "cuda" else torch.device("cpu"))
         with os.fdopen(calls) as lines:
             for line in lines:
                 call = json.loads(line)
@@ -138,7 +179,7 @@ def _serve(host: ForkedWorld, rank: int, listener: socket.socket, calls: int, an
                 except LongshiftError as fault:
                     value = {"error": str(fault), "kind": type(fault).__name__, "cause": 1}
                 except Exception as fault:
-                    lost_peer = isinstance(fault, (dist.DistError, RuntimeError)) and "gloo" in str(fault)
+                    lost_peer = isinstance(fault, (dist.DistError, RuntimeError)) and any(w in str(fault) for w in ("gloo", "NCCL"))
                     value = {"error": traceback.format_exc(), "cause": 2 if lost_peer else 1}
                 data = json.dumps(value).encode() + b"\n"
                 while data:
@@ -149,11 +190,14 @@ def _serve(host: ForkedWorld, rank: int, listener: socket.socket, calls: int, an
         os._exit(0)
 
 
-def _join(rank: int, size: int, listener: socket.socket) -> World:
+def _join(rank: int, size: int, listener: socket.socket, device: torch.device) -> World:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if size == 1:
-        return World(0, 1, torch.device("cpu"))
+        return World(0, 1, device)
     address, port = listener.getsockname()
     listening = {"is_master": True, "master_listen_fd": listener.detach()} if rank == 0 else {"is_master": False}
     store = dist.TCPStore(address, port, wait_for_workers=False, timeout=TIMEOUT, **listening)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    return World(rank, size, torch.device("cpu"))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return World(rank, size, device)

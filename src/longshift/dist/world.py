@@ -21,7 +21,7 @@ from longshift.dist.collectives import Group
 from longshift.errors import LongshiftError, PeerError, UsageError
 
 TIMEOUT = timedelta(minutes=10)
-FIRST_TIMEOUT = timedelta(days=7)  # for what the first rank does alone, such as the tokens of a large corpus
+ALONE_TIMEOUT = timedelta(days=7)  # for what some ranks do alone, such as the tokens of a large corpus
 
 
 def launched() -> bool:
@@ -35,8 +35,8 @@ def own_rank() -> int:
 
 
 def stay_on_loopback() -> None:
-    """Keep gloo's listeners of this process, and of those it starts, on the loopback interface."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    """Keep the listeners of gloo and NCCL in this process, and in those it starts, on the loopback interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
 
 
 def end_with_parent(how: signal.Signals) -> None:
@@ -54,6 +54,13 @@ def keep_freed_memory() -> None:
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: the largest that glibc would come to by itself
 
 
+def be_deterministic() -> None:
+    """Have torch take kernels that give the same bits every time, and raise where there is none. Before the first use of a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def own_device() -> torch.device:
     """The GPU of this rank by its place on its machine, the only one that it sees, or the CPU. Raises UsageError for a rank too many."""
     count = torch.cuda.device_count()
@@ -67,16 +74,19 @@ def own_device() -> torch.device:
 
 
 class World:
-    """This process among its peers. Mutable: it remembers the groups it has made. `per_node`: ranks on each machine."""
+    """This process among its peers. Mutable: it remembers the groups it has made. `per_node`: ranks on each machine; `timeout`: after which
+    a collective of those groups fails."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, per_node: int | None = None):
+    def __init__(self, rank: int, size: int, device: torch.device, per_node: int | None = None, timeout: timedelta = TIMEOUT):
         self.rank, self.size, self.device, self.per_node = rank, size, device, per_node or size
         self.everyone = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
         self._groups: dict[tuple[tuple[int, ...], str], Group | None] = {}
+        self._timeout = timeout
+        self._waits = 0
 
     @classmethod
-    def from_environment(cls) -> "World":
-        """Join the peers that the environment describes. Raises PeerError when they cannot be reached, UsageError without a GPU for this
+    def from_environment(cls, timeout_s: float = TIMEOUT.total_seconds()) -> "World":
+        """Join the peers that the environment describes; a collective with them fails after `timeout_s`. Raises PeerError when they cannot be reached, UsageError without a GPU for this
         rank where there are some."""
         keep_freed_memory()
         if not launched():
@@ -85,17 +95,17 @@ class World:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
-        address = os.environ.get("LONGSHIFT_STORE")
+        address, timeout = os.environ.get("LONGSHIFT_STORE"), timedelta(seconds=timeout_s)
         try:
             if address:
                 host, port = address.rsplit(":", 1)
                 store = dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
-                dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+                dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
             else:
-                dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
+                dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as fault:
             raise PeerError(f"rank {rank} of {size} could not join the others: {fault}") from fault
-        return cls(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        return cls(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), timeout)
 
     @classmethod
     def alone(cls) -> "World":
@@ -108,7 +118,7 @@ class World:
         pipeline)."""
         for ranks in groups:
             if len(ranks) > 1 and (ranks, purpose) not in self._groups:
-                handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=TIMEOUT)  # pyright: ignore[reportAssignmentType]
+                handle: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout)  # pyright: ignore[reportAssignmentType]
                 self._groups[ranks, purpose] = Group(ranks, self.rank, handle) if self.rank in ranks else None
 
     def group(self, ranks: tuple[int, ...], purpose: str = "") -> Group:
@@ -137,12 +147,14 @@ class World:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def wait_for_first(self) -> None:
-        """Until rank 0 comes here, for longer than a collective may take."""
-        if self.size > 1 and self.rank == 0:
-            _get_default_store().set("longshift-first", "")
-        elif self.size > 1:
-            _get_default_store().wait(["longshift-first"], FIRST_TIMEOUT)
+    def wait_for(self, ranks: Iterable[int]) -> None:
+        """Wait until these ranks have come here too, for longer than a collective may take. Every rank calls it with the same ranks."""
+        self._waits += 1
+        keys = {rank: f"longshift-wait-{self._waits}-{rank}" for rank in ranks}
+        if self.size > 1 and self.rank in keys:
+            _get_default_store().set(keys[self.rank], "")
+        if self.size > 1:
+            _get_default_store().wait(list(keys.values()), ALONE_TIMEOUT)
 
     def agree(self, fault: LongshiftError | None) -> None:
         """Raise on every rank when one of them has a fault: its own there, the lowest faulty rank's elsewhere, of the same class."""

@@ -10,13 +10,14 @@ as queries.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from longshift.cluster.cluster import Backend, Heads
+from longshift.errors import UsageError
 from longshift.model import tiled
 
 aten = torch.ops.aten
@@ -39,7 +40,8 @@ Add = Callable[..., None]  # (dq, dk, dv, grad, q, k, v, out, lse, causal, scale
 class Kernel:
     """`backward(grad, q, k, v, out, lse, causal, scale)`: None where only autograd can go back through `forward`. `fold` and `add`: as
     `forward` and `backward`, on sums that grow from piece to piece, where a kernel does better than to merge what those two return.
-    `rest`: another kernel for the pieces that this one does not take."""
+    `rest`: another kernel for the pieces that this one does not take. `repeats`: whether its backward on a GPU gives the same bits every
+    time: always, where torch is asked for deterministic algorithms, or never; on a CPU every kernel does, for a number of threads."""
 
     name: str
     forward: Forward
@@ -49,10 +51,21 @@ class Kernel:
     most_scores: int = 2**62  # query heads x queries x keys that fit in memory
     rest: "Kernel | None" = None
     takes: Callable[[Tensor, Tensor, bool], bool] = lambda q, k, causal: True
+    repeats: Literal["always", "asked", "never"] = "always"
+
+    def deterministic(self, device: torch.device) -> bool:
+        """Whether equal inputs give equal bits on this device, as torch is set now."""
+        own = device.type == "cpu" or self.repeats == "always" or (self.repeats == "asked" and _asked())
+        return own and (self.rest is None or self.rest.deterministic(device))
 
     def of(self, q: Tensor, k: Tensor, causal: bool) -> "Kernel":
         """The one for a piece of this size."""
         return self if self.rest is None or self.takes(q, k, causal) else self.rest
+
+
+def _asked() -> bool:
+    """Whether torch is asked for deterministic algorithms, and not only for warnings."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
@@ -118,20 +131,45 @@ def gradients(kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cau
 def choose(
     candidates: Sequence[Kernel], heads: Heads, dtype: torch.dtype, device: torch.device, slowest: Callable[[Tensor], Tensor]
 ) -> tuple[Kernel, str]:
-    """The fastest of those that are legal for pieces here and at most twice as wrong as the most exact one, and the reason in words.
-    `slowest`: the largest of every number over all ranks, for one choice on all."""
-    if len(candidates) == 1:
-        return candidates[0], "the only one here"
+    """The fastest of those that can be used here, and the reason in words. Where torch is asked for deterministic algorithms, the first
+    that is deterministic: timing may choose another one in every run. `slowest`: the largest of every number over all ranks, for one choice
+    on all. Raises UsageError, on every rank, where none can be used on all."""
     verdicts = [probe(kernel, dtype, str(dtype), device, heads) for kernel in candidates]
     most = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
-    usable = [v.legal and all(error <= limit for error, limit in zip(_errors(v), most)) for v in verdicts]
-    own = [_seconds(kernel, heads, dtype, device) if fits else float("inf") for kernel, fits in zip(candidates, usable)]
+    refusals = [_refusal(kernel, verdict, most, device) for kernel, verdict in zip(candidates, verdicts)]
+    timed = len(candidates) > 1 and not _asked()
+    usable = [_seconds(k, heads, dtype, device) if timed and not no else float(n) for n, (k, no) in enumerate(zip(candidates, refusals))]
+    own = [float("inf") if no else s for s, no in zip(usable, refusals)]
     seconds = slowest(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
-    told = (
-        f"{k.name} {s * 1e3:.3g} ms" if s < float("inf") else f"{k.name} {v.why_not or 'not for pieces, or not exact enough'}"
-        for k, s, v in zip(candidates, seconds, verdicts)
+    refusals = [
+        "" if s < float("inf") else no or (f"fails at {TIMED_TOKENS} tokens" if mine == s else "not on every rank")
+        for s, mine, no in zip(seconds, own, refusals)
+    ]
+    told = ", ".join(
+        f"{k.name} {no or (f'{s * 1e3:.3g} ms' if timed else 'can be used')}" for k, s, no in zip(candidates, seconds, refusals)
     )
-    return candidates[seconds.index(min(seconds))], f"{TIMED_TOKENS} queries and keys, forward and backward: {', '.join(told)}"
+    if all(refusals):
+        raise UsageError(
+            f"no attention kernel can be used for {heads.query} heads of {heads.width} in {str(dtype).removeprefix('torch.')} on "
+            f"{device.type}: {told}; another train.precision or device may have one"
+        )
+    if timed:
+        why = f"{TIMED_TOKENS} queries and keys, forward and backward: {told}"
+    else:
+        why = "the only one here" if len(candidates) == 1 else f"the first that is deterministic: {told}"
+    return candidates[seconds.index(min(seconds))], why
+
+
+def _refusal(kernel: Kernel, verdict: Backend, most: Sequence[float], device: torch.device) -> str:
+    """Why a kernel is not used: it does not run, is not legal for pieces, has errors above `most`, or is not deterministic where that is
+    asked. Empty where it can be."""
+    if verdict.why_not:
+        return verdict.why_not
+    if not verdict.legal or any(error > limit for error, limit in zip(_errors(verdict), most)):
+        return "not for pieces, or not exact enough"
+    if _asked() and not kernel.deterministic(device):
+        return "not deterministic"
+    return ""
 
 
 def _seconds(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device) -> float:
@@ -295,12 +333,12 @@ def _recurring(q: Tensor, k: Tensor, causal: bool) -> bool:
     return q.shape[0] % EVEN == k.shape[0] % EVEN == 0
 
 
-FLASH = Kernel("flash", flash, flash_backward)
+FLASH = Kernel("flash", flash, flash_backward, repeats="asked")  # atomic additions to dq, one order where asked
 TILED = Kernel("tiled", tiled.forward, tiled.backward, tiled.fold, tiled.add)
 BY_SIZE = replace(TILED, name="tiled or flash", rest=FLASH, takes=_large)
-CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward, rest=FLASH, takes=_recurring)
-VARLEN = Kernel("varlen", _varlen, _varlen_backward)
-MATH = Kernel("math", _math, _math_backward, most_scores=MOST_SCORES)
+CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward, rest=FLASH, takes=_recurring, repeats="never")  # torch asks it for nothing
+VARLEN = Kernel("varlen", _varlen, _varlen_backward, repeats="asked")  # as flash
+MATH = Kernel("math", _math, _math_backward, most_scores=MOST_SCORES, repeats="asked")  # cuBLAS, with a workspace of its own a stream
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:

@@ -15,9 +15,10 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -107,11 +108,11 @@ def save(run: Path, step: int, entries: Entries, facts: Mapping[str, Any], world
 
 
 class Checkpoint:
-    """A verified checkpoint, read box by box on demand. It keeps its files open."""
+    """A verified checkpoint, read box by box on demand. It opens each file once and keeps it open."""
 
-    def __init__(self, folder: Path, step: int, facts: dict[str, Any], index: Index):
-        self.folder, self.step, self.facts, self._index = folder, step, facts, index
-        self._files: dict[Path, Any] = {}
+    def __init__(self, folder: Path, step: int, facts: dict[str, Any], index: Index, files: dict[Path, Any]):
+        """`files`: those that are open already."""
+        self.folder, self.step, self.facts, self._index, self._files = folder, step, facts, index, files
 
     @classmethod
     def latest(cls, run: Path, world: World) -> "Checkpoint":
@@ -125,12 +126,12 @@ class Checkpoint:
         """Verify and index a checkpoint; collective: every rank reads a share of the files to check them. Raises CheckpointError as
         `latest` does."""
         fault = f"{folder} cannot be read"
-        manifest = _together(world, fault, lambda: _read_manifest(folder))
-        if len(set(world.gather_text(_digest(manifest.model_dump())))) > 1:
+        manifest, digest = _together(world, fault, lambda: _read_manifest(folder))
+        if len(set(world.gather_text(digest))) > 1:
             raise CheckpointError(f"{folder} is not the same on all ranks: all machines must see one run folder")
         index = _together(world, fault, lambda: _index(folder, manifest))
-        _together(world, fault, lambda: _verify(folder, manifest.files[world.rank :: world.size]))
-        return cls(folder, manifest.step, manifest.facts, index)
+        files = _together(world, fault, lambda: _verify(folder, manifest.files[world.rank :: world.size], index))
+        return cls(folder, manifest.step, manifest.facts, index, files)
 
     def expect(self, spec: ModelSpec) -> None:
         """Raises CheckpointError unless this holds every value of the model's state, and no other weight's."""
@@ -166,12 +167,11 @@ class Checkpoint:
         """For Home: where weights come from."""
         return lambda name, box: self.read(kind, name, box) if box else torch.empty(box.shape)
 
-    def restore(self, entries: Entries) -> None:
-        """Fill the views of `entries` (as from `Optimizer.state`), all kinds."""
+    def restore(self, entries: Entries, kinds: Sequence[str] = KINDS) -> None:
+        """Fill the views of `entries` (as from `Optimizer.state`), of these kinds."""
         for name, box, _, views in entries:
-            for kind, view in views.items():
-                if box:
-                    view.copy_(self.read(kind, name, box))
+            for kind in kinds if box else ():
+                views[kind].copy_(self.read(kind, name, box))
 
 
 def _together(world: World, what: str, work: Callable[[], T] | None) -> T:
@@ -257,12 +257,13 @@ def _latest(run: Path) -> str:
     return name
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path) -> tuple[Manifest, str]:
+    """The manifest of a checkpoint, and its SHA-256."""
     path = folder / "manifest.json"
     try:
         text = path.read_text("utf-8")
         body = json.loads(text)
-        del body["sha256"]
+        digest = body.pop("sha256")
         intact = text == _render(body)
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise CheckpointError(f"{path} is missing or damaged: {fault}.{_instead(folder)}") from None
@@ -272,7 +273,7 @@ def _read_manifest(folder: Path) -> Manifest:
         found = f"{path} has format {body.get('format')}, this version of longshift reads {FORMAT}: use the one that wrote it."
         raise CheckpointError(found + _instead(folder))
     try:
-        return Manifest(**body)
+        return Manifest(**body), digest
     except ValidationError as fault:
         first = fault.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -282,10 +283,12 @@ def _read_manifest(folder: Path) -> Manifest:
 def _index(folder: Path, manifest: Manifest) -> Index:
     """Where every box lies; the boxes of a weight are disjoint."""
     path, index = folder / "manifest.json", Index()
+    known: dict[str, Box] = {}  # by text: the kinds of a weight have the same boxes
     for file in manifest.files:
+        where = folder / file.name
         for key in file.tensors:
-            kind, name, box = _parse_key(path, key)
-            index.setdefault((kind, name), []).append(Saved(folder / file.name, key, box))
+            kind, name, box = _parse_key(path, key, known)
+            index.setdefault((kind, name), []).append(Saved(where, key, box))
     for (kind, name), saved in index.items():
         both = _overlap([s.box for s in saved])
         if both:
@@ -293,11 +296,15 @@ def _index(folder: Path, manifest: Manifest) -> Index:
     return index
 
 
-def _parse_key(path: Path, key: str) -> tuple[str, str, Box]:
+def _parse_key(path: Path, key: str, known: dict[str, Box]) -> tuple[str, str, Box]:
+    """Kind, weight and box of a key; `known` remembers the boxes that were parsed."""
     try:
         kind, name, text = key.split("|")
+        if text in known:
+            return kind, name, known[text]
         box = Box.parse(text)
         if str(box) == text and box and min(box.start) >= 0:
+            known[text] = box
             return kind, name, box
     except ValueError:
         pass
@@ -316,8 +323,13 @@ def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def _verify(folder: Path, files: Iterable[SavedFile]) -> None:
-    """Size, hash and header of files against the manifest."""
+def _verify(folder: Path, files: Sequence[SavedFile], index: Index) -> dict[Path, Any]:
+    """Compare size, hash and header of files with the manifest. Returns the files, open."""
+    listed: dict[Path, dict[str, tuple[int, ...]]] = {folder / file.name: {} for file in files}
+    for saved in chain.from_iterable(index.values()):
+        if saved.path in listed:
+            listed[saved.path][saved.key] = saved.box.shape
+    opened: dict[Path, Any] = {}
     for file in files:
         path = folder / file.name
         try:
@@ -326,16 +338,12 @@ def _verify(folder: Path, files: Iterable[SavedFile]) -> None:
                 raise CheckpointError(f"{path} is damaged: it has {size} bytes, {file.bytes} were written.{_instead(folder)}")
             if _sha256(path) != file.sha256:
                 raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest's.{_instead(folder)}")
-            if dict(_shapes(path)) != {key: _parse_key(path, key)[2].shape for key in file.tensors}:
+            opened[path] = tensors = safe_open(path, framework="pt")
+            if {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()} != listed[path]:  # noqa: SIM118
                 raise CheckpointError(f"{path} does not hold the boxes that manifest.json lists.{_instead(folder)}")
         except (OSError, SafetensorError) as fault:
             raise CheckpointError(f"{path} cannot be read: {fault}.{_instead(folder)}") from None
-
-
-def _shapes(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    with safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118
-            yield key, tuple(file.get_slice(key).get_shape())
+    return opened
 
 
 def _instead(folder: Path) -> str:

@@ -10,17 +10,20 @@ that a gather sends it and a reduction ends in it without rearranging.
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from longshift.layout.box import Box
 from longshift.layout.placement import Bucket
-from longshift.spec.model import ModelSpec, Param
+from longshift.spec.model import ModelSpec
 
 Source = Callable[[str, Box], Tensor]
 NORM_RUN = 1 << 15  # elements
+BLOCK = (16, 512)  # rows and columns of a weight that are drawn at one time
 
 
 @dataclass
@@ -112,23 +115,36 @@ def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:
-    """Initial weights: each a function of (seed, name) alone, so that no layout changes them. Residual outputs are scaled by
-    1/sqrt(2 L) as in GPT-2."""
-
-    def weight(param: Param) -> Tensor:
-        if param.init in ("zeros", "ones"):
-            return torch.full(param.shape, float(param.init == "ones"), dtype=dtype)
-        digest = hashlib.sha256(f"{seed}/{param.name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        std = spec.init_std / ((2 * spec.layers) ** 0.5 if param.init == "normal_out" else 1.0)
-        return torch.randn(param.shape, generator=generator, dtype=torch.float32).mul_(std).to(dtype)
-
-    last: dict[str, Tensor] = {}  # a weight's boxes are asked for one after another
+    """Initial weights by box. A value depends on the seed, the weight and its position alone, never on a layout: a weight is a grid of
+    blocks, each a stream of its own of the counter-based generator Philox, and a box takes its part of the blocks that it overlaps. Weights
+    that end in the residual stream are scaled by 1/sqrt(2 L) as in GPT-2."""
 
     def source(name: str, box: Box) -> Tensor:
-        if name not in last:
-            last.clear()
-            last[name] = weight(spec.by_name[name])
-        return last[name][box.within(Box.whole(spec.by_name[name].shape))]
+        param = spec.by_name[name]
+        if param.init in ("zeros", "ones"):
+            return torch.full(box.shape, float(param.init == "ones"), dtype=dtype)
+        key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
+        std = spec.init_std / ((2 * spec.layers) ** 0.5 if param.init == "normal_out" else 1.0)
+        out = torch.empty(box.shape, dtype=dtype)
+        for number, block in _blocks(box, param.shape):
+            stream = np.random.Generator(np.random.Philox(key=key, counter=number << 128))
+            drawn = torch.from_numpy(stream.standard_normal(block.shape, np.float32)).mul_(std)
+            both = block & box
+            out[both.within(box)] = drawn[both.within(block)].to(dtype)
+        return out
 
     return source
+
+
+def _blocks(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
+    """Blocks of a weight of this shape that a box overlaps, each with its number, row by row."""
+    if not box:
+        return
+    rows, columns = BLOCK if len(shape) > 1 else (BLOCK[0] * BLOCK[1], 1)
+    sizes = (rows, columns, *shape[2:])[: len(shape)]
+    grid = (range(first // size, -(-last // size)) for first, last, size in zip(box.start, box.stop, sizes))
+    per_row = -(-shape[1] // columns) if len(shape) > 1 else 1
+    for place in product(*grid):
+        start = tuple(at * size for at, size in zip(place, sizes))
+        number = place[0] * per_row + sum(place[1:])
+        yield number, Box(start, tuple(min(first + size, end) for first, size, end in zip(start, sizes, shape)))

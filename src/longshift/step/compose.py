@@ -13,7 +13,6 @@ from longshift.parallel import tensor, ulysses
 from longshift.parallel.ring import RingAttention
 from longshift.spec.model import ModelSpec, share
 
-
 TOKEN_AXES = ("tp", "ulysses", "ring")
 
 

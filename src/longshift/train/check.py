@@ -43,7 +43,8 @@ KINDS = ("grad-first", "grad-last", "master", *MOMENTS)
 class Trial:
     """What is trained, how, and on what; without a layout. `lengths`: documents of each step, their tokens drawn from `seed`, or `given`:
     (ids, labels) of each document of each step. `folder`: a model folder to start from, else weights are drawn. `edges`: the lengths up to
-    which each group but the last goes, where there are several; then how switches are planned. `ahead`: of streamed layouts."""
+    which each group but the last goes, where there are several; then how switches are planned. `ahead`: of streamed layouts;
+    `stream_folder`: where their disk tier is, the system's temporary folder where not given."""
 
     spec: ModelSpec
     lengths: tuple[tuple[int, ...], ...]
@@ -63,6 +64,7 @@ class Trial:
     bucket_bytes: int = 32 << 20
     ahead_bytes: int = 256 << 20
     ahead: int = 1
+    stream_folder: str | None = None
 
     @property
     def schedule(self) -> Schedule:
@@ -202,7 +204,7 @@ def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layou
     optimizer = Optimizer(home, trial.betas, trial.eps, trial.weight_decay)
     state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
-    stream = StreamOptions(tempfile.gettempdir(), trial.ahead, checked=True)
+    stream = StreamOptions(trial.stream_folder or tempfile.gettempdir(), trial.ahead, checked=True)
     return state, Player(trial.spec, edges, world, home, precision, options, stream, home_cut)
 
 

@@ -8,13 +8,14 @@ import math
 import tempfile
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from longshift.config import Config, parse_config
 from longshift.data.batch import Batches, Document
-from longshift.dist.fork import ForkedWorld
+from longshift.dist.fork import ForkedWorld, SpawnedWorld
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.model.loss import IGNORE
@@ -30,23 +31,25 @@ PROBES = 6
 DEADLINE_S = 600.0
 
 
-def check(config: Config, ways: Sequence[Sequence[Layout]]) -> dict:
+def check(config: Config, ways: Sequence[Sequence[Layout]], device: str = "cpu") -> dict:
     """Worst relative differences to one process, and leaked positions, over the ways to compute and for each: a layout, or those of the
     config's groups. Works on documents of the run's first steps, shortened to at most LONGEST and in all about MOST_TOKENS tokens, with the
-    edges of the groups in proportion, in forked processes on this machine. Raises LongshiftError."""
+    edges of the groups and the chunks in proportion, in processes on this machine: the reference on its CPU, the ways on devices of this
+    type. What waits on disk does so in stream.folder, where that is given. Raises LongshiftError."""
+    worlds = [_ranks(layouts[0].world, device, device) for layouts in ways]
     with tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
         path = str(Path(scratch) / "truth.safetensors")
-        with ForkedWorld(1) as alone:
-            (trial,) = alone.call("longshift.train.check_run:trial_of", DEADLINE_S, config=config.to_yaml())
+        with _ranks(1, "cpu", device) as alone:
+            (trial,) = alone.call("longshift.train.check_run:trial_of", DEADLINE_S, config=config.to_yaml(), scratch=scratch)
             (loss,) = alone.call("longshift.train.check:write_reference", DEADLINE_S, trial=trial, path=path)
         rows = []
-        for layouts in ways:
-            text = " > ".join(map(str, layouts))
-            with ForkedWorld(layouts[0].world) as world:
-                found = world.call("longshift.train.check:compare", DEADLINE_S, path=path, trial=trial, layout=text)
+        for layouts, there in zip(ways, worlds):
+            text, small = " > ".join(map(str, layouts)), [str(_in_proportion(layout, config.data.max_len)) for layout in layouts]
+            with there as world:
+                found = world.call("longshift.train.check:compare", DEADLINE_S, path=path, trial=trial, layout=" > ".join(small))
                 leaks = [
-                    world.call("longshift.train.check_run:leaks", DEADLINE_S, trial=trial, layout=str(layout))[0]
-                    for layout in dict.fromkeys(layouts)
+                    world.call("longshift.train.check_run:leaks", DEADLINE_S, trial=trial, layout=layout)[0]
+                    for layout in dict.fromkeys(small)
                 ]
             worst = {kind: max(answer[kind] for answer in found) for kind in ("loss", "grad")}
             rows.append({"layout": text, **worst, **{what: sum(leak[what] for leak in leaks) for what in leaks[0]}})
@@ -63,8 +66,21 @@ def check(config: Config, ways: Sequence[Sequence[Layout]]) -> dict:
     }
 
 
-def trial_of(world: World, config: str) -> dict:
-    """One step of a run as a Trial, in JSON: documents of the first steps, shortened in proportion, one of every group if there is one."""
+def _ranks(size: int, here: str, device: str) -> ForkedWorld:
+    """A world on devices of type `here`; forked where no rank of the check uses a GPU."""
+    return ForkedWorld(size) if device == "cpu" else SpawnedWorld(size, here)
+
+
+def _in_proportion(layout: Layout, max_len: int) -> Layout:
+    """The layout with a chunk that cuts the shortened documents in as many as its own cuts the run's."""
+    if not layout.chunk or max_len <= LONGEST:
+        return layout
+    return replace(layout, chunk=max(layout.sequence, math.ceil(layout.chunk * LONGEST / max_len)))
+
+
+def trial_of(world: World, config: str, scratch: str) -> dict:
+    """One step of a run as a Trial, in JSON: documents of the first steps, shortened in proportion, one of every group if there is one.
+    `scratch`: where the disk tier is, unless the run names a folder."""
     run = parse_config(config)
     _, cache = open_corpus(run)
     longest = min(run.data.max_len, LONGEST)
@@ -88,6 +104,7 @@ def trial_of(world: World, config: str) -> dict:
     options = {"planner": run.switch.planner, "bucket_bytes": run.switch.bucket, "ahead_bytes": run.switch.ahead}
     folder = run.model.path if run.model.init == "pretrained" else None
     how = {"capacity": 2 * longest, "seed": run.train.seed, "warmup": 0, "folder": folder, "edges": tuple(edges[1:])}
+    how["stream_folder"] = run.stream.folder or scratch
     return Trial(run.spec, (), given=(tuple(step),), **how, **options).to_json()  # pyright: ignore[reportArgumentType]
 
 

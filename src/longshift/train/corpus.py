@@ -2,11 +2,15 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longshift.config import Config
 from longshift.data import sources, tokenizer, tokens
+from longshift.errors import DataError, LongshiftError
 from longshift.workload.lengths import cap_loss, histogram, quantiles
+
+if TYPE_CHECKING:  # `longshift data` needs no ranks
+    from longshift.dist.world import World
 
 PROJECT_VOCAB = 4096
 SHARES = (0.5, 0.9, 0.99, 1.0)
@@ -24,11 +28,41 @@ def open_tokenizer(config: Config) -> tokenizer.Tokenizer:
     return found
 
 
-def open_corpus(config: Config, progress: tokens.Progress | None = None) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
-    """The tokenizer, and the token cache of `data.train`, made now if it is not there. Raises DataError."""
+def open_corpus(
+    config: Config, progress: tokens.Progress | None = None, verify: bool = True
+) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
+    """The tokenizer, and the token cache of `data.train`, made now if it is not there; `verify` as in `TokenCache.open`. Raises
+    DataError."""
     found = open_tokenizer(config)
     asked = [sources.Source(source.path, source.corpus, source.text) for source in config.data.train]
-    return found, tokens.build(asked, found, Path(config.data.cache), progress)
+    return found, tokens.build(asked, found, Path(config.data.cache), progress, verify)
+
+
+def open_on_ranks(config: Config, world: "World") -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
+    """`open_corpus` on every rank; collective. Rank 0 makes the cache where it is not there. Then one rank of those that see the same files
+    reads them whole, and the others wait for it. Raises LongshiftError, on every rank where one rank has a fault."""
+    fault, found = None, None
+    for turn in (world.rank == 0, world.rank > 0):
+        try:
+            found = open_corpus(config, verify=False) if turn else found
+        except LongshiftError as error:
+            fault = error
+        world.wait_for([0])
+        world.agree(fault)
+    assert found is not None
+    cache = found[1]
+    if len(set(world.gather_text(cache.fingerprint))) > 1:
+        raise DataError(f"{cache.folder}: the tokens are not the same on all ranks: every machine needs the same files of data.train")
+    identities = world.gather_text(cache.identity)
+    readers = {identities.index(identity) for identity in identities}
+    try:
+        if world.rank in readers:
+            cache.verify()
+    except LongshiftError as error:
+        fault = error
+    world.wait_for(readers)
+    world.agree(fault)
+    return found
 
 
 def survey(cache: tokens.TokenCache, max_len: int) -> dict[str, Any]:

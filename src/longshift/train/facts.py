@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longshift.config import Config
 from longshift.errors import CheckpointError, UsageError
+from longshift.model.kernels import Kernel
 from longshift.spec.formats import PrecisionName
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.precision import Precision
@@ -36,13 +37,28 @@ class SavedConfig(Part):
     train: SavedTrain
 
 
+class Attention(Part):
+    """The attention kernel of a run, and whether equal inputs give it equal bits."""
+
+    kernel: str
+    deterministic: bool
+
+    @classmethod
+    def of(cls, kernel: Kernel, device: torch.device) -> "Attention":
+        return cls(kernel=kernel.name, deterministic=kernel.deterministic(device))
+
+    def __str__(self) -> str:
+        return f"{self.kernel} ({'' if self.deterministic else 'not '}deterministic)"
+
+
 class Fingerprints(Part):
     tokenizer: str
     data: str
 
 
 class Facts(Part):
-    """Where the data goes on, how many updates were made, and of which model, in which format and from what the state is."""
+    """Where the data goes on, how many updates were made, and of which model, in which format, from what and by which kernel the state is.
+    `attention` is None in checkpoints from before it was kept."""
 
     cursor: Count
     updates: Count
@@ -51,10 +67,11 @@ class Facts(Part):
     model: dict[str, Any]
     config: SavedConfig
     fingerprints: Fingerprints
+    attention: Attention | None = None
     torch: str
 
     @classmethod
-    def now(cls, config: Config, state: State, fingerprints: Fingerprints) -> "Facts":
+    def now(cls, config: Config, state: State, fingerprints: Fingerprints, attention: Attention) -> "Facts":
         return cls(
             cursor=state.cursor,
             updates=state.optimizer.steps,
@@ -63,6 +80,7 @@ class Facts(Part):
             model=asdict(config.spec),
             config=SavedConfig.model_validate(config.model_dump(mode="json")),
             fingerprints=fingerprints,
+            attention=attention,
             torch=torch.__version__,
         )
 
@@ -75,6 +93,13 @@ class Facts(Part):
             first = fault.errors()[0]
             where = ".".join(map(str, ("facts", *first["loc"])))
             raise CheckpointError(f"{saved.folder}/manifest.json is malformed: {where}: {first['msg']}") from None
+
+
+def changed_kernel(facts: Facts | None, attention: Attention) -> str | None:
+    """A warning where a run goes on with another attention kernel than its checkpoint was computed by, else None."""
+    if facts is None or facts.attention is None or facts.attention == attention:
+        return None
+    return f"attention was by {facts.attention} and goes on by {attention}: numbers may differ in their last bits from a run that kept it"
 
 
 def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, saved: Checkpoint) -> None:

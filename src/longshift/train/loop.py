@@ -14,23 +14,23 @@ import torch.distributed as dist
 from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.memory import host_memory
-from longshift.dist.world import World
-from longshift.errors import LongshiftError, NonFiniteError, OutOfMemoryError
+from longshift.dist.world import World, be_deterministic, own_device
+from longshift.errors import NonFiniteError, OutOfMemoryError
 from longshift.explain import needs_of
 from longshift.layout.layout import format_size
 from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
-from longshift.state.optimizer import Optimizer, Schedule
+from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.update import Outcome, State, train_step
 from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
-from longshift.train.corpus import open_corpus
-from longshift.train.facts import Facts, Fingerprints, expect
+from longshift.train.corpus import open_on_ranks
+from longshift.train.facts import Attention, Facts, Fingerprints, changed_kernel, expect
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
 
@@ -40,7 +40,9 @@ def train(
 ) -> Iterator[StepMetrics]:
     """Train as the rank that the environment says this process is, saving into `run`. `stop` is asked after each step; a yes on any
     rank saves and ends the run on all. `trace`: a file for the events of the first step in which rank 0 streams. Raises LongshiftError."""
-    world = World.from_environment()
+    if config.train.deterministic:
+        be_deterministic()
+    world = World.from_environment(config.timeout_s(own_device().type))
     yield from _steps(config, run, resume, stop, world, trace if world.rank == 0 else None)
     world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
     world.close()
@@ -51,7 +53,7 @@ def _steps(
 ) -> Iterator[StepMetrics]:
     _fits(config, world, run)
     batches, fingerprints = _open_data(config, world)
-    start, state = _begin(config, world, fingerprints, run if resume else None)
+    start, state, facts = _begin(config, world, fingerprints, run if resume else None)
     if resume and world.rank == 0:
         adopt(RunFolder(run), config)
     player = Player(
@@ -65,6 +67,9 @@ def _steps(
     )
     if world.rank == 0 and world.device.type != "cpu":
         print(f"longshift: attention by {player.kernel.name}: {player.why_kernel}", file=sys.stderr)
+    attention = Attention.of(player.kernel, world.device)
+    if world.rank == 0 and (warning := changed_kernel(facts, attention)):
+        print(f"longshift: {warning}", file=sys.stderr)
     recorder = Recorder() if trace else None
     player.record(recorder)
     for step in range(start + 1, config.train.steps + 1):
@@ -89,7 +94,8 @@ def _steps(
         if recorder and (stopping or step == config.train.steps):
             print("longshift: no step had documents for a layout in chunks, so nothing was traced", file=sys.stderr)
         if stopping or step == config.train.steps or step % config.save.every == 0:
-            save(run, step, state.optimizer.state(), Facts.now(config, state, fingerprints).model_dump(), world, config.save.keep)
+            kept = Facts.now(config, state, fingerprints, attention).model_dump()
+            save(run, step, state.optimizer.state(), kept, world, config.save.keep)
         if stopping:
             return
 
@@ -134,26 +140,27 @@ def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instea
         )
 
 
-def _begin(config: Config, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State]:
-    """Steps done and the state after them: of the newest checkpoint of `run` where given. Its files are closed again."""
+def _begin(config: Config, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State, Facts | None]:
+    """Steps done, the state after them and what is known of it: of the newest checkpoint of `run` where given. Its files are closed
+    again."""
     if run is None:
-        return 0, build_state(config, world, None)
+        return 0, build_state(config, world), None
     saved = Checkpoint.latest(run, world)
-    expect(Facts.of(saved), config, fingerprints, run, saved)
-    return saved.step, build_state(config, world, saved)
+    facts = Facts.of(saved)
+    expect(facts, config, fingerprints, run, saved)
+    return saved.step, build_state(config, world, saved, facts), facts
 
 
-def build_state(config: Config, world: World, saved: Checkpoint | None) -> State:
-    """Home, optimizer and cursor: from a checkpoint, a model folder or the seed."""
+def build_state(config: Config, world: World, saved: Checkpoint | None = None, facts: Facts | None = None) -> State:
+    """Home, optimizer and cursor: from a checkpoint and its facts, a model folder or the seed."""
     spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
     source = saved.source() if saved else _initial(config, precision.home)
     home = Home(spec, buckets(spec, home_layout(config.edges)), world.rank, precision.home, world.device, source)
     optimizer = Optimizer(home, train.betas, train.eps, train.weight_decay)
     schedule = Schedule(train.lr, train.steps, train.min_lr, train.warmup, train.schedule)
     state = State(spec, home, optimizer, schedule, train.clip, LossScale() if precision.scaled else None)
-    if saved:
-        facts = Facts.of(saved)
-        saved.restore(optimizer.state())
+    if saved and facts:
+        saved.restore(optimizer.state(), MOMENTS)  # masters are there
         optimizer.resume(facts.updates)
         state.cursor = facts.cursor
         if state.scale and facts.loss_scale:
@@ -168,17 +175,7 @@ def _initial(config: Config, dtype: torch.dtype) -> Source:
 
 
 def _open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
-    """Every rank opens the token cache; the first one makes it where it is not there."""
-    fault, found = None, None
-    for turn in (world.rank == 0, world.rank > 0):
-        try:
-            found = open_corpus(config) if turn else found
-        except LongshiftError as error:
-            fault = error
-        world.wait_for_first()
-        world.agree(fault)
-    assert found is not None
-    tokenizer, cache = found
+    tokenizer, cache = open_on_ranks(config, world)
     train, data = config.train, config.data
     batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, config.spec.vocab)
     return batches, Fingerprints(tokenizer=tokenizer.fingerprint, data=batches.fingerprint)

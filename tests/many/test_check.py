@@ -1,0 +1,96 @@
+"""`longshift check`: on which processes and devices it runs, and what becomes of layouts that are not numbers yet."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from longshift.config import parse_config
+from longshift.dist.fork import SpawnedWorld
+from longshift.dist.world import World
+from longshift.errors import UsageError
+from longshift.layout.layout import Layout
+from longshift.train import check_run
+from longshift.train.check import Trial, build
+from longshift.train.check_run import _in_proportion, check
+
+CONFIG = """
+model: {{preset: tiny-llama}}
+data: {{train: [{{path: {place}/text.txt}}], max_len: {max_len}, overlong: split, cache: {place}/cache}}
+train: {{tokens_per_step: 256, steps: 1, lr: 1e-3, precision: float32}}
+save: {{dir: {place}/run}}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(Path(__file__).with_name("text.txt").read_text())
+    (tmp_path / "run.yaml").write_text(CONFIG.format(place=tmp_path, max_len=512))
+    return tmp_path
+
+
+def run_check(place: Path, *arguments: str) -> tuple[dict, str]:
+    """What the command prints, on a machine that shows no GPU and was not measured."""
+    command = [sys.executable, "-m", "longshift.cli", "check", "run.yaml", "--json", *arguments]
+    given = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HOME": str(place)}
+    done = subprocess.run(command, cwd=place, env=given, capture_output=True, text=True, check=False)
+    return json.loads(done.stdout), done.stderr
+
+
+def test_a_chunk_that_is_not_chosen_yet_is_chosen_and_waits_in_the_runs_own_folder(place):
+    (place / "tier").mkdir()
+    found, said = run_check(place, "--against", "chunk-auto.disk", "stream.folder=tier")
+    assert [row["layout"] for row in found["rows"]] == ["dp1", "chunk512.disk"]
+    assert "chunk-auto.disk: chunks of 512: " in said
+    assert found["loss"] < 1e-12
+    assert found["grad"] < 1e-12
+    assert found["leaked_positions"] == 0
+    text = CONFIG.format(place=place, max_len=512)
+    own, given = (check_run.trial_of(World.alone(), text + folder, "scratch") for folder in ("", f"stream: {{folder: {place}/tier}}"))
+    assert (own["stream_folder"], given["stream_folder"]) == ("scratch", f"{place}/tier")
+    _, team = build(Trial.from_json(given), [Layout.parse("chunk64.disk")], World.alone())
+    assert [str(worker.tier.folder) for worker in team.workers.values() if worker.tier] == [f"{place}/tier"]
+
+
+def test_documents_are_cut_in_as_many_chunks_as_the_runs():
+    for text, max_len, chunk in (("chunk64K", 1 << 20, 16), ("chunk100", 1000, 26), ("u8.chunk8", 4096, 8), ("chunk64", 256, 64)):
+        assert _in_proportion(Layout.parse(text), max_len).chunk == chunk
+    assert _in_proportion(Layout.parse("dp2"), 1 << 20) == Layout.parse("dp2")
+
+
+class OnCpu(SpawnedWorld):
+    """Ranks that should have a GPU each have the CPU, as there is none."""
+
+    def __init__(self, size: int, device: str):
+        super().__init__(size, "cpu")
+        asked.append((size, device))
+
+
+asked: list[tuple[int, str]] = []
+
+
+def test_with_a_gpu_ranks_are_spawned_and_the_reference_is_not_on_it(place, monkeypatch):
+    asked.clear()
+    monkeypatch.setattr(check_run, "SpawnedWorld", OnCpu)
+    monkeypatch.setattr(check_run, "ForkedWorld", None)
+    found = check(parse_config(CONFIG.format(place=place, max_len=32)), [[Layout.parse("dp2")]], "cuda")
+    assert sorted(asked) == [(1, "cpu"), (2, "cuda")]
+    assert (found["loss"] < 1e-12, found["grad"] < 1e-12, found["leaked_positions"]) == (True, True, 0)
+
+
+def test_a_spawned_rank_tells_its_fault_and_ends_with_its_world():
+    with SpawnedWorld(1) as world:
+        with pytest.raises(UsageError, match="config is not YAML"):
+            world.call("longshift.train.check_run:trial_of", 300.0, config="{", scratch="")
+        assert world._pids == world._children == []
+
+
+def test_more_ranks_than_gpus_are_refused_before_anything_starts(place, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UsageError, match=r"^2 ranks need a GPU each, and this machine has 1: name a layout of fewer ranks, or "):
+        check(parse_config(CONFIG.format(place=place, max_len=32)), [[Layout()], [Layout.parse("dp2")]], "cuda")
+    assert not (place / "cache").exists()
