@@ -145,6 +145,7 @@ def _moved(tier: Tier | None) -> dict:
 def count(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch.device, held: Held) -> dict:
     """One row of a fake device: the most it holds in a step, and what of that is there between steps."""
     layout = Layout.parse(METHODS[method].replace("chunkC", f"chunk{chunk}"))
+    gc.collect()  # a player and its table refer to each other
     step, tier = step_of(spec, layout, device, tokens)
     step(min(tokens, 2 * chunk))
     between = held.now
@@ -228,7 +229,7 @@ def main() -> int:
             row["mfu_causal"] = row.get("flops_per_s", 0.0) / peak
             rows.append(_told(row))
             trace = None if case[1] == "stream" else trace
-            gc.collect()  # home and runners refer to each other
+            gc.collect()  # a player and its table refer to each other
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         report["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()

@@ -59,9 +59,8 @@ def degrees(world: int) -> list[tuple[int, ...]]:
 
 
 def random_spec(draw: random.Random) -> ModelSpec:
-    return ModelSpec(
-        "llama", draw.choice((5, 64)), 8, draw.randint(2, 4), 4, 2, 2, draw.randint(4, 9), 64, draw.random() < 0.4, rope=Rope()
-    )
+    layers, ffn = draw.randint(2, 4), draw.randint(4, 9)
+    return ModelSpec("llama", draw.choice((5, 64)), 8, layers, 4, 2, 2, ffn, 64, tied=draw.random() < 0.4, rope=Rope())
 
 
 def random_layout(draw: random.Random, spec: ModelSpec, world: int) -> Layout:
@@ -484,7 +483,7 @@ def damaged(draw: random.Random, kind: str, program: Program) -> Program | None:
     if name == "twice":
         return program[: at + 1] + program[at:]
     uses = [before for before in range(at) if program[before].kind == "compute" and program[before].unit == program[at].unit]
-    return program[: uses[-1]] + (program[at],) + program[uses[-1] : at] + program[at + 1 :]
+    return (*program[: uses[-1]], program[at], *program[uses[-1] : at], *program[at + 1 :])
 
 
 @pytest.mark.parametrize(
