@@ -60,7 +60,8 @@ def train_step(state: State, batch: StepBatch, player: Player, watch: Callable[[
         total[:] = player.world.group(player.everyone).all_reduce(both).tolist()
 
     def update(op: Op) -> None:
-        found.append(_update(state, batch, player.world, *total, scale))
+        loss_sum, squared = total
+        found.append(_update(state, batch, player.world, loss_sum, squared, scale))
 
     player.table |= {"norm": norm, "update": update}
     groups = player.groups([len(document.ids) for document in batch.documents])
