@@ -20,9 +20,9 @@ from common import GIVE_BACK, give_freed_memory_back
 from longshift.data.batch import StepBatch, document_from_ids
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
+from longshift.step.player import Player
+from longshift.step.update import train_step
 from longshift.train.check import Trial, build
-from longshift.train.step import train_step
-from longshift.train.team import Team
 
 MIB = 2**20
 CACHE = "~/.cache/longshift"  # as `data.cache`
@@ -83,7 +83,7 @@ class Session:
 
     base_mib: float
     run: Callable[[str, int], object]
-    team: Team | None = None
+    player: Player | None = None
 
 
 @cache
@@ -93,8 +93,8 @@ def session(world: World, system: str, groups: tuple[tuple[int, str], ...], tria
     base_mib = psutil.Process().memory_info().rss / MIB
     what = replace(Trial.from_json(json.loads(trial)), capacity=groups[-1][0], edges=tuple(upto for upto, _ in groups))
     if system == "longshift":
-        state, team = build(what, [Layout.parse(layout) for _, layout in groups], world)
-        return Session(base_mib, lambda path, number: train_step(state, steps(trial, path)[number], team), team)
+        state, player = build(what, [Layout.parse(layout) for _, layout in groups], world)
+        return Session(base_mib, lambda path, number: train_step(state, steps(trial, path)[number], player), player)
     build_peer = importlib.import_module(f"peers.{system}").build
     made: dict[str, Callable[[int], float]] = {}
 
@@ -124,7 +124,7 @@ def update(world: World, system: str, groups: list, trial: str, path: str, numbe
     seconds = time.perf_counter() - began
     unit = 1 if sys.platform == "darwin" else 1024
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB - here.base_mib
-    visited = here.team.visited if here.team else []
+    visited = here.player.visited if here.player else []
     return {
         "seconds": seconds,
         "peak_mib": peak_mib,

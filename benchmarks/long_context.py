@@ -40,8 +40,8 @@ from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, MicroBatch, Ops
 from longshift.model.kernels import TILED
 from longshift.spec.model import ModelSpec, Rope
+from longshift.step.update import train_step
 from longshift.train.check import Trial, build
-from longshift.train.step import train_step
 
 Run = Callable[[int], tuple[dict, float]]  # tokens -> what was moved, mean loss
 MIB = 2**20
@@ -119,15 +119,15 @@ def _resident(what: str) -> int:
 
 
 def _longshift(trial: Trial, layout: str, world: World) -> Run:
-    state, team = build(trial, [Layout.parse(layout)], world)
-    (worker,) = team.workers.values()
+    state, player = build(trial, [Layout.parse(layout)], world)
+    (runner,) = player.runners.values()
 
     def run(tokens: int) -> tuple[dict, float]:
         (batch,) = Trial(trial.spec, ((tokens,),)).batches()
-        loss = train_step(state, batch, team).loss
-        if worker.tier is None:
+        loss = train_step(state, batch, player).loss
+        if runner.tier is None:
             return {}, loss
-        moved = worker.tier.moved
+        moved = runner.tier.moved
         return {
             "put_mib": moved.put_bytes / MIB,
             "fetched_mib": moved.fetched_bytes / MIB,

@@ -81,25 +81,26 @@ def measure(world: World, trial: str, repeats: int, per_node: int, bucket_bytes:
     source = random_source(what.spec, 0, precision.compute)
     stops = {text: Stop(what.spec, Cut(Layout.parse(text), "copies", False), world, home, precision) for text in layouts}
     for stop in stops.values():
-        stop.open(set(stop.copies.boxes))
+        for unit in stop.copies.units:
+            stop.open(unit)
         for name, boxes in stop.copies.boxes.items():
             for box in boxes:
                 stop.copies.part(name, box).copy_(source(name, box))  # pyright: ignore[reportOptionalMemberAccess]
     played = [
-        (Transfer(plan, world, group, stops[src].weight, stops[dst].weight, precision.compute), stops[dst])
+        Transfer(plan, world, group, stops[src].weight, stops[dst].weight, precision.compute)
         for src, dst, plan in plans(what.spec, world.size, per_node, bucket_bytes)
     ]
-    mean = sum(int(transfer.plan.bytes_by_pair.sum()) for transfer, _ in played) // len(played)
+    mean = sum(int(transfer.plan.bytes_by_pair.sum()) for transfer in played) // len(played)
     found = [Times([], [], [], [], []) for _ in played]
     for number in range(repeats + 1):
         for turn in random.Random(number).sample(range(len(played)), len(played)):  # the first of a few to one target pays for its memory
-            (transfer, target), times = played[turn], found[turn]
+            transfer, times = played[turn], found[turn]
             pairs = torch.from_numpy(transfer.plan.bytes_by_pair)
             alike = torch.full_like(pairs, int(pairs.sum()) // (world.size * (world.size - 1))).fill_diagonal_(0)
             runs = {kind: _ready(group, level_pairs(kind, world.size, per_node, mean)) for kind in ("near", "far") if kind in kinds}
-            runs |= {"plan": partial(_play, transfer, target), "ready": _ready(group, pairs), "alike": _ready(group, alike)}
+            runs |= {"plan": partial(_play, transfer), "ready": _ready(group, pairs), "alike": _ready(group, alike)}
             for kind in runs:
-                if kind not in kinds or (kind in ("near", "far") and transfer is not played[0][0]):
+                if kind not in kinds or (kind in ("near", "far") and transfer is not played[0]):
                     continue
                 world.everyone.all_reduce(torch.zeros(1))
                 began = time.perf_counter()
@@ -110,10 +111,11 @@ def measure(world: World, trial: str, repeats: int, per_node: int, bucket_bytes:
     return [asdict(times) for times in found]
 
 
-def _play(transfer: Transfer, target: Stop) -> None:
+def _play(transfer: Transfer) -> None:
     transfer.begin()
-    while transfer.advance(target.open, wait=True):
-        pass
+    for number in range(transfer.exchanges):
+        transfer.post(number)
+        transfer.take_in(number)
 
 
 def _ready(group: Group, pairs: torch.Tensor):

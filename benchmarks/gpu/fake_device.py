@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from longshift.dist.world import World
 from longshift.model.kernels import FLASH, Kernel
-from longshift.train import team
+from longshift.step import player
 
 NAME = "gpu"
 ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach")  # no kernel runs
@@ -102,7 +102,7 @@ def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
         patch.object(FakeTensor, "tolist", lambda x: [1.0] * x.numel()),  # the loss and the norm, once a step
         patch.object(FakeTensor, "__int__", lambda x: 1, create=True),  # what ranks agree on about a switch, once a plan
         patch.object(World, "gather_text", lambda world, text: [text] * world.size),
-        patch.object(team, "choose", lambda *how: (kernel, "")),
+        patch.object(player, "choose", lambda *how: (kernel, "")),
         FakeTensorMode(),
         held,
     ):

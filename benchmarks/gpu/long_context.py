@@ -43,10 +43,10 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.state.home import Home, random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import Precision
+from longshift.step.player import Player
+from longshift.step.update import State, train_step
 from longshift.stream.tiers import Tier
 from longshift.switch.itinerary import SwitchOptions
-from longshift.train.step import State, train_step
-from longshift.train.team import Team
 from longshift.workload.groups import Edge
 
 METHODS = {  # C: the chunk
@@ -96,14 +96,14 @@ def step_of(spec: ModelSpec, layout: Layout, device: torch.device, longest: int)
     world, precision = World(0, 1, device), Precision.of("bf16")
     home = Home(spec, buckets(spec, layout), 0, precision.home, device, random_source(spec, 0, precision.home))
     state = State(spec, home, Optimizer(home, (0.9, 0.95), 1e-8, 0.1), Schedule(1e-4, 1000, 0.0, 1), 1.0)
-    team = Team(spec, [Edge(longest, layout)], world, home, precision, SwitchOptions(), StreamOptions())
+    player = Player(spec, [Edge(longest, layout)], world, home, precision, SwitchOptions(), StreamOptions())
 
     def step(tokens: int) -> float:
         ids = np.random.default_rng(0).integers(0, spec.vocab, tokens)
         labels = np.append(ids[1:], -100)
-        return train_step(state, StepBatch((Document(ids, labels),), tokens - 1, 0, 1), team).loss
+        return train_step(state, StepBatch((Document(ids, labels),), tokens - 1, 0, 1), player).loss
 
-    return step, team.workers[layout].tier
+    return step, player.runners[layout].tier
 
 
 def profiled(step: Callable[[int], float], tokens: int, device: torch.device, path: Path) -> dict:
@@ -145,6 +145,7 @@ def _moved(tier: Tier | None) -> dict:
 def count(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch.device, held: Held) -> dict:
     """One row of a fake device: the most it holds in a step, and what of that is there between steps."""
     layout = Layout.parse(METHODS[method].replace("chunkC", f"chunk{chunk}"))
+    gc.collect()  # a player and its table refer to each other
     step, tier = step_of(spec, layout, device, tokens)
     step(min(tokens, 2 * chunk))
     between = held.now
@@ -228,7 +229,7 @@ def main() -> int:
             row["mfu_causal"] = row.get("flops_per_s", 0.0) / peak
             rows.append(_told(row))
             trace = None if case[1] == "stream" else trace
-            gc.collect()  # home and workers refer to each other
+            gc.collect()  # a player and its table refer to each other
             if device.type == "cuda":
                 torch.cuda.empty_cache()
         report["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()

@@ -2,17 +2,17 @@
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
+from longshift.step.update import train_step
 from longshift.train.check import Trial
 from longshift.train.check import build as build_trial
-from longshift.train.step import train_step
 from peers.session import Step
 
 
 def build(world: World, trial: Trial, variant: str) -> Step:
-    state, team = build_trial(trial, [Layout.parse(variant)], world)
+    state, player = build_trial(trial, [Layout.parse(variant)], world)
     batches = trial.batches()
 
     def step(number: int) -> float:
-        return train_step(state, batches[number % len(batches)], team).loss
+        return train_step(state, batches[number % len(batches)], player).loss
 
     return step

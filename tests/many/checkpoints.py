@@ -29,6 +29,7 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.model.kernels import FLASH
+from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
 from longshift.state import checkpoint
 from longshift.state.checkpoint import Checkpoint
@@ -36,9 +37,10 @@ from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale
 from longshift.state.transfer import Transfer
-from longshift.train import corpus, loop, team
+from longshift.step import player as player_module
+from longshift.step.update import State, train_step
+from longshift.train import corpus, loop
 from longshift.train.check import Trial, build, parse_layouts
-from longshift.train.step import State, train_step
 
 SPEC = ModelSpec("llama", vocab=37, width=12, layers=3, heads=4, kv_heads=2, head_width=4, ffn=14, max_positions=64, init_std=0.1)
 TRIAL = Trial(SPEC, ((5, 9, 1, 7), (11, 3, 8), (6, 6, 2)), precision="float32", capacity=16)
@@ -53,9 +55,9 @@ def bits(x: Tensor) -> bytes:
 
 def begin(world: World, run: str, layout: str, steps: int = 2, file_bytes: int = checkpoint.FILE_BYTES) -> None:
     """Train a little under a layout, write each rank's own view of its state beside the run, and save."""
-    state, team = build(TRIAL, [Layout.parse(layout)], world)
+    state, player = build(TRIAL, [Layout.parse(layout)], world)
     for batch in TRIAL.batches()[:steps]:
-        train_step(state, batch, team)
+        train_step(state, batch, player)
     views = {f"{k}|{name}|{box}": v.clone() for name, box, _, kinds in state.optimizer.state() for k, v in kinds.items() if box}
     save_file(views, f"{run}-live-{world.rank}.safetensors")
     with patch.object(checkpoint, "FILE_BYTES", file_bytes):
@@ -280,7 +282,7 @@ MUTANTS: dict[str, tuple[type, str, Callable[..., None]]] = {
 def run_with_kernel(world: World, config: str, name: str, **how: Any) -> str:
     """What `run_loop` prints on standard error where the attention kernel has this name."""
     said = StringIO()
-    with patch.object(team, "kernels", lambda *_: (replace(FLASH, name=name),)), redirect_stderr(said):
+    with patch.object(player_module, "kernels", lambda *_: (replace(FLASH, name=name),)), redirect_stderr(said):
         found = run_loop(world, config, **how)
     return found.get("fault", "") + said.getvalue()
 
@@ -317,11 +319,11 @@ def poison(world: World, layout: str, rank: int, weight: str, precision: str = "
     """Two good steps, a third in which one rank's home has a NaN in `weight` (or every rank's a huge row of the output head), then the
     third again with the weight mended. What was said, whether home stayed as it was, and how the third step ended."""
     trial = replace(TRIAL, precision=precision)
-    (state, team), batches = build(trial, [Layout.parse(layout)], world), trial.batches()
+    (state, player), batches = build(trial, [Layout.parse(layout)], world), trial.batches()
     if state.scale:
         state.scale.scale = 1.0  # with more, a float16 step is skipped and the scale is halved
     for batch in batches[:2]:
-        train_step(state, batch, team)
+        train_step(state, batch, player)
     good = {(k, name, str(box)): v.clone() for name, box, _, kinds in state.optimizer.state() for k, v in kinds.items()}
     put = 0
     for name, box, _, kinds in state.optimizer.state():
@@ -334,30 +336,30 @@ def poison(world: World, layout: str, rank: int, weight: str, precision: str = "
     before = [bits(v) for _, _, _, kinds in state.optimizer.state() for v in kinds.values()]
     cursor, said = state.cursor, ""
     try:
-        train_step(state, batches[2], team)
+        train_step(state, batches[2], player)
     except NonFiniteError as fault:
         said = str(fault)
     after = [bits(v) for _, _, _, kinds in state.optimizer.state() for v in kinds.values()]
     same = before == after and state.optimizer.steps == 2 and state.cursor == cursor and all(s.grad is None for s in state.home.shards)
     for name, box, _, kinds in state.optimizer.state():
         kinds["master"].copy_(good["master", name, str(box)])
-    return {"said": said, "same": same, "put": put, "third": train_step(state, batches[2], team).loss.hex()}
+    return {"said": said, "same": same, "put": put, "third": train_step(state, batches[2], player).loss.hex()}
 
 
 def third_loss(world: World, layout: str, precision: str = "float32") -> str:
     """The loss of the third of three good steps."""
     trial = replace(TRIAL, precision=precision)
-    state, team = build(trial, [Layout.parse(layout)], world)
+    state, player = build(trial, [Layout.parse(layout)], world)
     if state.scale:
         state.scale.scale = 1.0
-    return [train_step(state, batch, team).loss.hex() for batch in trial.batches()][-1]
+    return [train_step(state, batch, player).loss.hex() for batch in trial.batches()][-1]
 
 
 def no_targets(world: World, layout: str, lengths: list[list[int]]) -> list[list[float]]:
     """(loss, gradient norm) of steps with documents of these lengths, and last whether all of the state is finite."""
     trial = replace(TRIAL, precision="float64", lengths=tuple(map(tuple, lengths)))
-    state, team = build(trial, [Layout.parse(layout)], world)
-    outcomes = [train_step(state, batch, team) for batch in trial.batches()]
+    state, player = build(trial, [Layout.parse(layout)], world)
+    outcomes = [train_step(state, batch, player) for batch in trial.batches()]
     finite = all(bool(v.isfinite().all()) for _, _, _, kinds in state.optimizer.state() for v in kinds.values())
     return [*([o.loss, o.grad_norm] for o in outcomes), [float(finite)]]
 
@@ -367,33 +369,33 @@ def die_in_step(world: World, layout: str, rank: int, folder: str) -> None:
     The others write down what they see, and when, and end as the ranks of a run do."""
     layouts = parse_layouts(layout)
     trial = replace(TRIAL, edges=(8,)[: len(layouts) - 1], bucket_bytes=2_000, ahead_bytes=0)
-    state, team = build(trial, layouts, world)
+    state, player = build(trial, layouts, world)
     batches = TRIAL.batches()
-    train_step(state, batches[0], team)
+    train_step(state, batches[0], player)
 
     def leave(word: str) -> None:
         (Path(folder) / f"{world.rank}.writing").write_text(json.dumps([time.time(), word]))
         (Path(folder) / f"{world.rank}.writing").rename(Path(folder) / str(world.rank))
         os._exit(9)
 
-    worker = next(iter(team.workers.values()))
-    backward, post = worker._backward, Transfer._post
+    compute, post = player.table["compute"], Transfer.post
 
-    def die_after_backward(*arguments: Any, **named: Any) -> Tensor | None:
-        backward(*arguments, **named)
-        leave("gone")
+    def die_after_backward(op: Op) -> None:
+        compute(op)
+        if op.turn == "backward":
+            leave("gone")
 
-    def die_between_exchanges(self: Transfer) -> None:
-        post(self)
-        if self.posted == 3 and not self.plan.sums:
+    def die_between_exchanges(self: Transfer, number: int) -> None:
+        post(self, number)
+        if number == 2 and not self.plan.sums:
             leave("gone")
 
     if world.rank == rank and len(layouts) > 1:
-        Transfer._post = die_between_exchanges
+        Transfer.post = die_between_exchanges
     elif world.rank == rank:
-        worker._backward = die_after_backward
+        player.table["compute"] = die_after_backward
     try:
-        train_step(state, batches[1], team)
+        train_step(state, batches[1], player)
     except RuntimeError as fault:
         leave(str(fault))
 

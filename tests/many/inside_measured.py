@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from longshift.stream.loss import loss_and_gradient
 from torch import Tensor, nn
 
 from longshift.data.batch import Document
@@ -23,8 +24,6 @@ from longshift.layout.placement import local_boxes
 from longshift.model.decoder import Block, Unit, build_unit
 from longshift.model.kernels import FLASH
 from longshift.spec.model import ModelSpec, Rope
-from longshift.stream.loss import loss_and_gradient
-from longshift.train.build import LayoutOps, prepare
 
 SPECS = {
     "llama": ModelSpec("llama", 61, 64, 1, 5, 5, 16, 97, 4096, rope=Rope()),

@@ -4,6 +4,7 @@ worth nothing.
 A mutant is a function that patches the package inside a forked rank; CASES says which layouts it must show under, and by how much.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,29 +22,32 @@ from longshift.data.batch import Document
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
 from longshift.layout import placement
+from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
 from longshift.model import decoder
 from longshift.model.attention import Attention
-from longshift.model.decoder import Block, Head, MicroBatch, Unit
+from longshift.model.decoder import Block, Head, MicroBatch
 from longshift.model.loss import IGNORE
 from longshift.parallel import ring, ulysses
+from longshift.program.operations import Op, Program
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Event
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec import model
 from longshift.spec.model import ModelSpec, Part
-from longshift.state.copies import AlignedCopies, Route, UnitCopies
+from longshift.state.copies import AlignedCopies, Route
 from longshift.state.home import Home, Shard
 from longshift.state.optimizer import Optimizer
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
-from longshift.stream.block import Streamed, _Play
+from longshift.step import runner as runner_module
+from longshift.step.chunked import ChunkedPacks, _Play
+from longshift.step.compose import LayoutOps
+from longshift.step.player import Player
+from longshift.step.runner import Runner
 from longshift.stream.tiers import DiskTier, Tensors
 from longshift.switch.plan import Move, Plan
-from longshift.train import build
-from longshift.train.build import Worker
 from longshift.train.check import compare
-from longshift.train.team import Team
 from longshift.workload import groups
 from longshift.workload.groups import LengthGroup
 
@@ -73,18 +77,40 @@ def compare_mutant(world: World, mutant: str, **arguments) -> dict[str, float]:
         return compare(world, **arguments)  # pyright: ignore[reportArgumentType]
 
 
+def _programs(patch: Patch, change: Callable[[Player, int, Program], Program]) -> None:
+    """`change` sees this rank's player, how many programs it has made before, and the program of a step."""
+    program, made = Player.program, Counter[int]()
+
+    def wrong(self: Player, documents: Sequence[Document], groups: Sequence[LengthGroup], seed: float) -> Program:
+        found = change(self, made[id(self)], program(self, documents, groups, seed))
+        made[id(self)] += 1
+        return found
+
+    patch.setattr(Player, "program", wrong)
+
+
+def _seeds(patch: Patch, seed: Callable[[Player, int, Layout], float]) -> None:
+    """`seed` sees this rank's player, a visit and its layout: what losses are multiplied with before gradients are formed."""
+
+    def change(player: Player, number: int, program: Program) -> Program:
+        for visit, group in enumerate(player.groups_here):
+            player.runners[group.layout].seed = seed(player, visit, group.layout)
+        return program
+
+    _programs(patch, change)
+
+
 # ---- the loss and its divisor
 
 
 def mean_of_means(patch: Patch) -> None:
     """Every replica divides by its own target tokens, and the replicas are averaged."""
-    run = Worker.run
 
-    def wrong(self: Worker, packs: list[list[Document]], seed_gradient: float, *rest) -> Tensor:
-        own = sum(int((d.labels != IGNORE).sum()) for pack in packs for d in pack)
-        return run(self, packs, 1 / (max(1, own) * self.layout.dp), *rest)
+    def seed(player: Player, visit: int, layout: Layout) -> float:
+        own = sum(int((d.labels != IGNORE).sum()) for pack in player.packs[visit] for d in pack)
+        return 1 / (max(1, own) * layout.dp)
 
-    patch.setattr(Worker, "run", wrong)
+    _seeds(patch, seed)
 
 
 def leftover_documents_dropped(patch: Patch) -> None:
@@ -100,14 +126,12 @@ def leftover_documents_dropped(patch: Patch) -> None:
 
 def gradient_times_sequence_degree(patch: Patch) -> None:
     """The gradient is summed over the ranks of a sequence as if each had seen all of it."""
-    run = Worker.run
-    patch.setattr(Worker, "run", lambda self, packs, seed, *rest: run(self, packs, seed * self.layout.sequence, *rest))
+    _seeds(patch, lambda player, visit, layout: player.runners[layout].seed * layout.sequence)
 
 
 def loss_counted_by_every_tensor_rank(patch: Patch) -> None:
     """All tensor-parallel ranks, which know the same loss, add it to the total."""
-    run = Worker.run
-    patch.setattr(Worker, "run", lambda self, *rest: self.ops.tp.all_reduce(run(self, *rest)))
+    patch.setattr(Runner, "counts", lambda self, loss: self.loss.add_(loss))
 
 
 def micro_batches_overwrite(patch: Patch) -> None:
@@ -126,8 +150,8 @@ def micro_batches_overwrite(patch: Patch) -> None:
 
 def _micro_batches(patch: Patch, change: Callable[[MicroBatch], MicroBatch]) -> None:
     """Of whole packs and of chunks."""
-    right = build.micro_batch
-    for module in (build, micro_module):
+    right = micro_module.micro_batch
+    for module in (runner_module, micro_module):
         patch.setattr(module, "micro_batch", lambda *arguments, **starts: change(right(*arguments, **starts)))
 
 
@@ -165,12 +189,12 @@ def labels_shifted_inside_shards(patch: Patch) -> None:
 
 def labels_shifted_twice(patch: Patch) -> None:
     """The data shifts the labels and the loss shifts them again."""
-    right = build.micro_batch
+    right = runner_module.micro_batch
 
     def shifted(spec: ModelSpec, documents: list[Document], *rest: object) -> MicroBatch:
         return right(spec, [Document(d.ids, np.append(d.labels[1:], IGNORE)) for d in documents], *rest)  # pyright: ignore
 
-    patch.setattr(build, "micro_batch", shifted)
+    patch.setattr(runner_module, "micro_batch", shifted)
 
 
 def padding_read_as_data(patch: Patch) -> None:
@@ -187,7 +211,6 @@ def _own_gradients(patch: Patch, chosen: Callable[[ModelSpec, str, Bucket], bool
     own: dict[int, tuple[ModelSpec, Tensor]] = {}
 
     def wrong_reduce(self: AlignedCopies, unit: int) -> None:
-        self.accumulate(unit)
         fused = self.fused[unit]
         own.update({id(shard): (self.spec, total.clone().view(-1)) for (_, shard), total in zip(fused.routes, fused.sums or ())})
         reduce(self, unit)
@@ -221,7 +244,7 @@ def tied_gradient_not_summed_over_stages(patch: Patch) -> None:
 def tied_head_gradient_dropped(patch: Patch) -> None:
     """Only the look-up's gradient reaches a tied embedding."""
 
-    def logits(self: Head, x: Tensor, ops: build.LayoutOps) -> Tensor:
+    def logits(self: Head, x: Tensor, ops: LayoutOps) -> Tensor:
         return F.linear(ops.enter(self.norm_of(x, "norm")), self.embed.detach())
 
     patch.setattr(Head, "logits", logits)
@@ -244,7 +267,6 @@ def one_gradient_sent_twice(patch: Patch) -> None:
     reduce = AlignedCopies.reduce
 
     def wrong(self: AlignedCopies, unit: int) -> None:
-        self.accumulate(unit)
         for total in self.fused[unit].sums or ():
             total.mul_(1 + (self.world.rank == 0))
         reduce(self, unit)
@@ -318,22 +340,21 @@ def gradients_through_bf16(patch: Patch) -> None:
 
 def never_gathered_again(patch: Patch) -> None:
     """Copies stay those of the first step (stages 1 to 3 of ZeRO)."""
-    patch.setattr(AlignedCopies, "outdated", lambda self: None)
+    gather, before = AlignedCopies.gather, set[tuple[int, int]]()
+
+    def wrong(self: AlignedCopies, unit: int) -> None:
+        if (id(self), unit) not in before:
+            before.add((id(self), unit))
+            gather(self, unit)
+
+    patch.setattr(AlignedCopies, "gather", wrong)
     patch.setattr(AlignedCopies, "release", lambda self, unit: None)
 
 
 def one_stale_prefetch(patch: Patch) -> None:
     """One block's weights were prefetched before the update, in one step."""
-    outdated, steps = AlignedCopies.outdated, []
-
-    def wrong(self: AlignedCopies) -> None:
-        steps.append(self)
-        was = {unit: copies.present for unit, copies in self.units.items()}
-        outdated(self)
-        if len(steps) == 2 and 1 in self.units:
-            self.units[1].present = was[1]
-
-    patch.setattr(AlignedCopies, "outdated", wrong)
+    gathers = ("gather", "await gather")
+    _programs(patch, lambda _, number, program: tuple(op for op in program if number != 1 or op.kind not in gathers or op.unit != 1))
 
 
 def slices_in_wrong_order(patch: Patch) -> None:
@@ -366,7 +387,7 @@ def fused_qkv_cut_as_one(patch: Patch) -> None:
 def row_bias_on_every_rank(patch: Patch) -> None:
     """The bias of a row-parallel linear is added before the sum over the ranks."""
 
-    def wrong(self: Block, x: Tensor, role: str, ops: build.LayoutOps) -> Tensor:
+    def wrong(self: Block, x: Tensor, role: str, ops: LayoutOps) -> Tensor:
         return ops.leave(self.linear(x, role))
 
     patch.setattr(Block, "row_linear", wrong)
@@ -461,13 +482,13 @@ def _reach(patch: Patch, change: Callable[[int, int], int]) -> None:
 
 def streamed_scores_scaled_twice(patch: Patch) -> None:
     """Scores are divided by the square root of the head width before the kernel, which divides again."""
-    init = Streamed.__init__
+    init = ChunkedPacks.__init__
 
-    def wrong(self: Streamed, *arguments) -> None:
-        init(self, *arguments)
+    def wrong(self: ChunkedPacks, *how, **named) -> None:
+        init(self, *how, **named)
         self.ops.attention = replace(self.ops.attention, scale=self.ops.attention.scale**2)
 
-    patch.setattr(Streamed, "__init__", wrong)
+    patch.setattr(ChunkedPacks, "__init__", wrong)
 
 
 def uniform_attention_to_earlier_chunks(patch: Patch) -> None:
@@ -553,15 +574,15 @@ def stale_fetch(patch: Patch) -> None:
 
 def replayed_with_the_next_blocks_weights(patch: Patch) -> None:
     """The forward that is played again before a backward is that of the block after."""
-    right = Streamed.play
-    passed: dict[int, Unit] = {}
+    init, passed = _Play.__init__, set[int]()
 
-    def wrong(self: Streamed, module: Unit, unit: int, turn: str, *rest) -> Tensor | None:
-        passed.update({unit: module} if turn.startswith("pass") else {})
-        again = turn == "forward" and unit + 1 in passed
-        return right(self, passed[unit + 1] if again else module, unit, turn, *rest)
+    def wrong(self: _Play, runner: ChunkedPacks, op: Op) -> None:
+        init(self, runner, op)
+        passed.update({op.unit} if op.turn.startswith("pass") else ())
+        if op.turn == "forward" and op.unit + 1 in passed:
+            self.module = runner.modules[op.unit + 1]
 
-    patch.setattr(Streamed, "play", wrong)
+    patch.setattr(_Play, "__init__", wrong)
 
 
 # ---- switching
@@ -569,43 +590,28 @@ def replayed_with_the_next_blocks_weights(patch: Patch) -> None:
 
 def divisor_of_the_group(patch: Patch) -> None:
     """Every group divides by its own target tokens."""
-    run, enter = Worker.run, Team.enter
 
-    def own(self: Team, group: LengthGroup, tokens: int) -> Worker:
-        worker = enter(self, group, tokens)
-        worker.__dict__["tokens"] = tokens - len(group.documents)
-        return worker
+    def seed(player: Player, visit: int, layout: Layout) -> float:
+        documents = player.groups_here[visit].documents
+        return 1 / max(1, sum(player.lengths[d] - 1 for d in documents))
 
-    patch.setattr(Team, "enter", own)
-    patch.setattr(Worker, "run", lambda self, packs, seed, *rest: run(self, packs, 1 / max(1, self.tokens), *rest))
+    _seeds(patch, seed)
 
 
 def visit_with_stale_weights(patch: Patch) -> None:
     """A layout that was visited in an earlier step computes with what it got then."""
-    arrived, come = Stop.arrived, Switches.bring
-    visited: set[Stop] = set()
 
-    def bring(self: Switches, source: Stop | None, target: Stop) -> Transfer:
-        transfer = come(self, source, target)
-        if target in visited:
-            transfer.posted = transfer.exchanges
-        return transfer
+    def change(player: Player, number: int, program: Program) -> Program:
+        brings = [op for op in program if op.way == "weights" or op.kind in ("open", "arrived")] if number else []
+        return tuple(op for op in program if op.kind != "close" and op not in brings)
 
-    patch.setattr(Stop, "arrived", lambda self: (visited.add(self), arrived(self)))
-    patch.setattr(Stop, "close", lambda self: None)
-    patch.setattr(UnitCopies, "drop", lambda self: None)
-    patch.setattr(Switches, "bring", bring)
+    _programs(patch, change)
 
 
 def last_groups_gradients_only(patch: Patch) -> None:
     """Gradients that come home replace those of the groups before."""
-    take_home = Switches.take_home
-
-    def wrong(self: Switches, source: Stop) -> Transfer:
-        self.home.drop_gradients()
-        return take_home(self, source)
-
-    patch.setattr(Switches, "take_home", wrong)
+    total = Switches.total
+    patch.setattr(Switches, "total", lambda self: (self.home.drop_gradients(), total(self)))
 
 
 def gradients_of_replicas_not_summed(patch: Patch) -> None:
@@ -638,8 +644,8 @@ def door_forgets_its_own(patch: Patch) -> None:
 
 def group_of_short_documents_skipped(patch: Patch) -> None:
     """The first group, of which there may be little, is left out."""
-    groups_of = Team.groups
-    patch.setattr(Team, "groups", lambda self, lengths: tuple(g for g in groups_of(self, lengths) if g.lo) or groups_of(self, lengths))
+    groups_of = Player.groups
+    patch.setattr(Player, "groups", lambda self, lengths: tuple(g for g in groups_of(self, lengths) if g.lo) or groups_of(self, lengths))
 
 
 @dataclass(frozen=True)

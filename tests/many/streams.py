@@ -1,50 +1,75 @@
 """What forked ranks do for test_streamed.py and test_boundaries.py."""
 
+import json
 import weakref
 from dataclasses import asdict
 
-import torch
+import pytest
+from test_precision import bits
 from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.parallel.pipeline import play
+from longshift.program.operations import Op
 from longshift.schedule.streamed import footprint
+from longshift.step.player import Player
+from longshift.step.update import train_step
 from longshift.train.check import Trial, build
-from longshift.train.step import train_step
 
 
 def moved_and_predicted(world: World, trial: dict, layout: str) -> tuple[dict, dict]:
     """What this rank's tier did in a step of one document, and the footprint of that document under the layout."""
     what = Trial.from_json(trial)
-    state, team = build(what, [Layout.parse(layout)], world)
-    (worker,), (batch,) = team.workers.values(), what.batches()
-    assert worker.tier is not None
-    train_step(state, batch, team)
+    state, player = build(what, [Layout.parse(layout)], world)
+    (runner,), (batch,) = player.runners.values(), what.batches()
+    assert runner.tier is not None
+    train_step(state, batch, player)
     world.forget()
-    predicted = footprint(what.spec, worker.layout, what.lengths[0], 8, what.ahead)
-    return asdict(worker.tier.moved), asdict(predicted)
+    predicted = footprint(what.spec, runner.layout, what.lengths[0], 8, what.ahead)
+    return asdict(runner.tier.moved), asdict(predicted)
 
 
-def pipelined(world: World, layout: str, micros: int) -> tuple[int, bool]:
-    """Plays that many micro-batches. The most tensors of this rank's making that were alive at one time, and whether what arrived was what
-    had been sent."""
-    how = Layout.parse(layout)
-    ranks = tuple(range(world.size))
-    for direction in ("rising", "falling"):
-        world.prepare([ranks], direction)
-    made: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    most, right = 0, True
+def pipelined(world: World, trial: dict, layout: str) -> tuple[int, bool]:
+    """A step. The most tensors that this rank had given away to be sent and were alive at one time, and whether what arrived was what had
+    been sent."""
+    what = Trial.from_json(trial)
+    state, player = build(what, [Layout.parse(layout)], world)
+    (runner,), (batch,) = player.runners.values(), what.batches()
+    given: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most, sent, arrived = 0, {}, {}
+    to_send, received, send = runner.to_send, runner.received, player.table["send"]
 
-    def turn(micro: int, chunk: int, arrived: Tensor | None) -> Tensor:
-        nonlocal most, right
-        right = right and (arrived is None or bool((arrived == micro).all()))
-        out = torch.full((3, 5), float(micro))
-        made.add(out)
-        most = max(most, len(made))
+    def key(op: Op) -> str:
+        return f"{op.micro} {op.turn} {op.number}"
+
+    def giving(op: Op) -> Tensor:
+        out = to_send(op)
+        sent[key(op)] = bits(out)
+        given.add(out)
         return out
 
-    up, down = (world.group(ranks, direction) for direction in ("rising", "falling"))
-    play(how, how.coord(world.rank).pp, up, down, [(3, 5)] * micros, torch.zeros(1), turn, turn)
+    def sending(op: Op) -> None:
+        nonlocal most
+        send(op)
+        most = max(most, len(given))
+
+    def taking(op: Op, x: Tensor) -> None:
+        arrived[key(op)] = bits(x)
+        received(op, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "to_send", giving)
+        patch.setattr(runner, "received", taking)
+        patch.setitem(player.table, "send", sending)
+        train_step(state, batch, player)
+    every = [json.loads(text) for text in world.gather_text(json.dumps([sent, arrived]))]
     world.forget()
-    return most, right
+    all_sent, all_arrived = ({key: value for rank in every for key, value in rank[which].items()} for which in (0, 1))
+    messages = 2 * len(runner_micros(player)) * (runner.layout.pp * runner.layout.virtual - 1)
+    return most, all_sent == all_arrived and len(all_sent) == messages
+
+
+def runner_micros(player: Player) -> list:
+    """The micro-batches of the only group of the last step."""
+    (packs,) = player.packs
+    return packs

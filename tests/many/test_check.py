@@ -52,8 +52,8 @@ def test_a_chunk_that_is_not_chosen_yet_is_chosen_and_waits_in_the_runs_own_fold
     text = CONFIG.format(place=place, max_len=512)
     own, given = (check_run.trial_of(World.alone(), text + folder, "scratch") for folder in ("", f"stream: {{folder: {place}/tier}}"))
     assert (own["stream_folder"], given["stream_folder"]) == ("scratch", f"{place}/tier")
-    _, team = build(Trial.from_json(given), [Layout.parse("chunk64.disk")], World.alone())
-    assert [str(worker.tier.folder) for worker in team.workers.values() if worker.tier] == [f"{place}/tier"]
+    _, player = build(Trial.from_json(given), [Layout.parse("chunk64.disk")], World.alone())
+    assert [str(runner.tier.folder) for runner in player.runners.values() if runner.tier] == [f"{place}/tier"]
 
 
 def test_documents_are_cut_in_as_many_chunks_as_the_runs():

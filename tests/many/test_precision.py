@@ -22,8 +22,8 @@ from longshift.layout.layout import Layout
 from longshift.spec.formats import PrecisionName
 from longshift.state.home import Home
 from longshift.state.precision import LossScale
+from longshift.step.update import State, train_step
 from longshift.train.check import Trial, build
-from longshift.train.step import State, train_step
 
 Errors = Callable[[str, PrecisionName, str], dict[str, float]]
 
@@ -72,8 +72,8 @@ def state_bits(state: State) -> dict[str, str]:
 def trained_bits(world: World, trial: dict, layout: str) -> dict[str, str]:
     """This rank's home after all steps, and the losses."""
     what = Trial.from_json(trial)
-    state, team = build(what, [Layout.parse(layout)], world)
-    losses = [train_step(state, batch, team).loss for batch in what.batches()]
+    state, player = build(what, [Layout.parse(layout)], world)
+    losses = [train_step(state, batch, player).loss for batch in what.batches()]
     return state_bits(state) | {"losses": str([loss.hex() for loss in losses])}
 
 
@@ -113,10 +113,10 @@ def test_replicas_stay_the_same_bits(worlds: Worlds, precision: PrecisionName, l
 def overflow(world: World, trial: dict, layout: str, one_rank: bool) -> dict:
     """A good step, one that overflows, a good one. On all ranks by a loss scale that float16 cannot hold, or on the last rank alone."""
     what = Trial.from_json(trial)
-    state, team = build(what, [Layout.parse(layout)], world)
+    state, player = build(what, [Layout.parse(layout)], world)
     batches = what.batches()
     assert state.scale is not None
-    good = train_step(state, batches[0], team)
+    good = train_step(state, batches[0], player)
     scale, before = state.scale.scale, state_bits(state)
     state.scale.scale = tried = scale if one_rank else 2.0**60
 
@@ -124,11 +124,11 @@ def overflow(world: World, trial: dict, layout: str, one_rank: bool) -> dict:
         if one_rank and world.rank == world.size - 1:
             next(s.grad for s in home.shards if s.owned and s.grad is not None)[0] = math.inf
 
-    bad = train_step(state, batches[1], team, spoil)
+    bad = train_step(state, batches[1], player, spoil)
     between, steps, halved = state_bits(state), state.optimizer.steps, state.scale.scale
     dropped = all(shard.grad is None for shard in state.home.shards)
     state.scale.scale = scale
-    again = train_step(state, batches[2], team)
+    again = train_step(state, batches[2], player)
     return {
         "skipped": [o.skipped for o in (good, bad, again)],
         "losses": [o.loss.hex() for o in (good, bad, again)],

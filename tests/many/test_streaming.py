@@ -22,12 +22,12 @@ from longshift.schedule.chunks import Event, dependencies
 from longshift.schedule.streamed import footprint
 from longshift.spec.formats import PrecisionName
 from longshift.state.home import Home
-from longshift.stream.block import _Play
+from longshift.step.chunked import ChunkedPacks, _Play
+from longshift.step.player import Player
+from longshift.step.runner import Runner
+from longshift.step.update import State, train_step
 from longshift.stream.tiers import DiskTier
-from longshift.train.build import Worker
 from longshift.train.check import Trial, build
-from longshift.train.step import State, train_step
-from longshift.train.team import Team
 
 LENGTHS = ((41, 2), (23, 1, 2, 6), (17,))
 OTHERS = (("disk", 1), ("disk.keep-input", 0), ("host.kv-offload", 3), ("disk.kv-offload", 3), ("disk.keep-input.kv-offload", 0))
@@ -46,13 +46,13 @@ def gradient_bits(home: Home) -> dict[str, str]:
 def trained_bits(world: World, trial: dict, layout: str) -> dict[str, str]:
     """This rank's gradient sums of every step, its home after all of them, and the losses."""
     what, found = Trial.from_json(trial), {}
-    state, team = build(what, [Layout.parse(layout)], world)
+    state, player = build(what, [Layout.parse(layout)], world)
     for step, batch in enumerate(what.batches()):
 
         def watch(home: Home, step: int = step) -> None:
             found.update({f"{step} {name}": value for name, value in gradient_bits(home).items()})
 
-        found[f"{step} loss"] = train_step(state, batch, team, watch).loss.hex()
+        found[f"{step} loss"] = train_step(state, batch, player, watch).loss.hex()
     return found | state_bits(state)
 
 
@@ -100,22 +100,19 @@ class Irregular(DiskTier):
         super()._read(stored, tensors)
 
 
-def use(worker: Worker, tier: DiskTier) -> None:
-    """In place of the worker's tier."""
-    assert worker.tier is not None
-    assert worker.stream is not None
-    worker.tier.close()
-    worker.tier = worker.stream.tier = tier
+def use(runner: Runner, tier: DiskTier) -> None:
+    """In place of the runner's tier."""
+    assert runner.tier is not None
+    runner.tier.close()
+    runner.tier = tier
 
 
-def once(state: State, team: Team, batch: StepBatch) -> dict[str, str]:
+def once(state: State, player: Player, batch: StepBatch) -> dict[str, str]:
     """Forward and backward of a batch that is one pack, without an update."""
-    (group,) = team.groups([len(d.ids) for d in batch.documents])
-    team.begin()
-    worker = team.enter(group, sum(group.packs[0]))
-    loss = worker.run([batch.documents], 1 / batch.target_tokens)
-    team.leave([])
-    found = gradient_bits(state.home) | {"loss": float(loss).hex()}
+    (group,), (runner,) = player.groups([len(d.ids) for d in batch.documents]), player.runners.values()
+    program = player.program(batch.documents, [group], 1 / batch.target_tokens)
+    player.play(tuple(op for op in program if op.kind not in ("norm", "update")))
+    found = gradient_bits(state.home) | {"loss": float(runner.loss).hex()}
     state.home.drop_gradients()
     return found
 
@@ -123,12 +120,12 @@ def once(state: State, team: Team, batch: StepBatch) -> dict[str, str]:
 def irregular(world: World, trial: dict, layout: str, runs: int, forgets: bool) -> dict[str, int]:
     """How often each result came, the first one without delays."""
     what = Trial.from_json(trial)
-    state, team = build(what, [Layout.parse(layout)], world)
-    (worker,), (batch,) = team.workers.values(), what.batches()
-    found = Counter([str(once(state, team, batch))])
+    state, player = build(what, [Layout.parse(layout)], world)
+    (runner,), (batch,) = player.runners.values(), what.batches()
+    found = Counter([str(once(state, player, batch))])
     tier = Irregular(world.rank, forgets)
-    use(worker, tier)
-    found.update(str(once(state, team, batch)) for _ in range(runs))
+    use(runner, tier)
+    found.update(str(once(state, player, batch)) for _ in range(runs))
     tier.close()
     return found
 
@@ -177,12 +174,11 @@ def played(world: World, trial: dict, layout: str) -> dict:
     """Of one pack: lists whose events did not come in their order, moves that had not ended when what depends on them began, and bytes that
     the tier counted beside those foreseen."""
     what, text = Trial.from_json(trial), Layout.parse(layout)
-    state, team = build(what, [text], world)
-    (worker,), (batch,) = team.workers.values(), what.batches()
+    state, player = build(what, [text], world)
+    (runner,), (batch,) = player.runners.values(), what.batches()
     tier = Recorder()
-    use(worker, tier)
-    stream = worker.stream
-    assert stream is not None
+    use(runner, tier)
+    assert isinstance(runner, ChunkedPacks)
     plays: list[tuple[tuple[Event, ...], list[Event], list[float], _Play]] = []
     run = _Play.run
 
@@ -203,13 +199,13 @@ def played(world: World, trial: dict, layout: str) -> dict:
         plays[-1][1].append(event)
         plays[-1][2].append(time.perf_counter())
 
-    stream.watch = watch
+    runner.watch = watch
     with pytest.MonkeyPatch.context() as patch:
         operations = ("qkv", "to_heads", "attend", "to_tokens", "tail", "tail_back", "to_tokens_back", "attend_back")
         for name in (*operations, "to_heads_back", "qkv_back", "embed", "embed_back", "loss"):
             patch.setattr(_Play, name, began(name))
         patch.setattr(_Play, "run", recorded)
-        once(state, team, batch)
+        once(state, player, batch)
     disordered = sum(list(events) != seen for events, seen, _, _ in plays)
     early = checked = 0
     moves = Counter()

@@ -17,9 +17,9 @@ from longshift.layout.legal import faults
 from longshift.layout.placement import local_boxes, stages_of
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
-from longshift.train.build import Worker
+from longshift.step.runner import Runner
+from longshift.step.update import train_step
 from longshift.train.check import Trial, build
-from longshift.train.step import train_step
 
 PRECISIONS: tuple[PrecisionName, ...] = ("float64", "bf16", "float32")
 
@@ -59,50 +59,52 @@ def holders(spec: ModelSpec, layout: Layout, name: str, box: Box) -> list[int]:
 def verbs(world: World, trial: dict, layout: str) -> dict[str, int]:
     """Runs the checks on a rank; returns how many elements it computes with, keeps and speaks for, and the bytes that it released."""
     what, how = Trial.from_json(trial), Layout.parse(layout)
-    _, team = build(what, [how], world)
-    (worker,) = team.workers.values()
-    spec, home = what.spec, worker.copies.home
+    _, player = build(what, [how], world)
+    (runner,) = player.runners.values()
+    spec, home = what.spec, runner.copies.home
     seen = {"held": 0, "kept": 0, "owned": 0, "released_bytes": 0}
     for salt in (0, 1):  # home changes between them
         for shard in home.shards:
             for name, box, view in shard.views(shard.master):
                 view.copy_(numbered(spec, name, box, salt))
-        worker.copies.outdated()
-        gather(worker, salt)
-    for unit, copies in worker.copies.units.items():
-        worker.copies.release(unit)
+        gather(runner, salt)
+    for unit, copies in runner.copies.units.items():
+        runner.copies.release(unit)
         if copies.flat is not None:
             assert copies.flat.untyped_storage().nbytes() == 0
             seen["released_bytes"] += copies.bytes
-    seen["held"] = gather(worker, 1)
+    seen["held"] = gather(runner, 1)
     for _ in range(2):  # a second micro-batch adds
-        for unit, copies in worker.copies.units.items():
+        for unit, copies in runner.copies.units.items():
             for name, weight in copies.weights.items():
                 weight.grad = local(spec, how, world.rank, name, world.rank).to(weight.dtype)
-            worker.copies.reduce(unit)
-    worker.copies.finish()
+            runner.copies.accumulate(unit)
+            runner.copies.reduce(unit)
+    for _ in range(2):
+        for unit in runner.copies.units:
+            runner.copies.reduced(unit)
     for shard in home.shards:
         assert shard.grad is not None
         for name, box, view in shard.views(shard.grad):
             if box:
-                parts = [numbered(spec, name, box, rank).to(worker.copies.compute) for rank in holders(spec, how, name, box)]
+                parts = [numbered(spec, name, box, rank).to(runner.copies.compute) for rank in holders(spec, how, name, box)]
                 assert torch.equal(view.double(), 2 * torch.stack(parts).double().sum(0)), (name, box)
                 seen["kept"] += box.elements
                 seen["owned"] += box.elements * shard.owned
     return seen
 
 
-def gather(worker: Worker, salt: int) -> int:
+def gather(runner: Runner, salt: int) -> int:
     """Bring everything here and look at every bit; returns the number of elements."""
-    spec, how, copies = worker.spec, worker.layout, worker.copies
+    spec, how, copies = runner.spec, runner.layout, runner.copies
     for unit in copies.units:
         copies.gather(unit)
     for unit in copies.units:
         copies.ready(unit)
     weights = {name: weight for unit in copies.units.values() for name, weight in unit.weights.items()}
     for name, weight in weights.items():
-        assert torch.equal(weight, local(spec, how, worker.world.rank, name, salt).to(weight.dtype)), name
-    for unit, module in worker.modules.items():
+        assert torch.equal(weight, local(spec, how, runner.world.rank, name, salt).to(weight.dtype)), name
+    for unit, module in runner.modules.items():
         for param in spec.of_unit(unit):
             assert getattr(module, param.role) is weights[param.name]
     return sum(weight.numel() for weight in weights.values())
@@ -122,13 +124,13 @@ def test_the_three_verbs(worlds: Worlds, family: str, precision: PrecisionName, 
 def gathered(world: World, trial: dict, layout: str) -> list[int]:
     """How often a step gathers the weights of a block, at the most, and those of the head; 0 where they are not on this rank."""
     what, counts = Trial.from_json(trial), Counter()
-    state, team = build(what, [Layout.parse(layout)], world)
-    (worker,) = team.workers.values()
+    state, player = build(what, [Layout.parse(layout)], world)
+    (runner,) = player.runners.values()
     with pytest.MonkeyPatch.context() as patch:
-        for unit, copies in worker.copies.units.items():
+        for unit, copies in runner.copies.units.items():
             patch.setattr(copies, "hold", lambda unit=unit, hold=copies.hold: (counts.update([unit]), hold()))
         (batch,) = what.batches()
-        train_step(state, batch, team)
+        train_step(state, batch, player)
     world.forget()
     return [max(counts[unit] for unit in range(1, what.spec.layers + 1)), counts[what.spec.layers + 1]]
 

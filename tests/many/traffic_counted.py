@@ -10,8 +10,8 @@ from longshift.dist import collectives
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.parallel import ring, ulysses
+from longshift.step.update import train_step
 from longshift.train.check import Trial, build
-from longshift.train.step import train_step
 
 MOVES = {"tp": (collectives, "gather_tokens"), "tp again": (collectives, "scatter_tokens"), "ulysses": (ulysses, "exchange")}
 MOVES |= {"ring": (ring, "_pass_on")}  # by axis: what nothing but activations goes through
@@ -39,12 +39,12 @@ def sent_by_axis(world: World, trial: dict, layout: str) -> dict[str, int]:
 
         return wrapped
 
-    state, team = build(what, [Layout.parse(layout)], world)
+    state, player = build(what, [Layout.parse(layout)], world)
     (batch,) = what.batches()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", counted)
         for axis, (module, name) in MOVES.items():
             patch.setattr(module, name, along(axis.split()[0], getattr(module, name)))
-        train_step(state, batch, team)
+        train_step(state, batch, player)
     world.forget()
     return dict(sent)

@@ -1,7 +1,5 @@
 """What tests/many/test_transfer.py runs in forked worlds."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -10,6 +8,8 @@ from longshift.errors import PeerError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets, moving_unit
+from longshift.program.operations import Op, Program
+from longshift.program.step import Steps, Visit, Windows
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.precision import Precision
@@ -35,13 +35,14 @@ def go_round(
     ranks had already and must not have been sent."""
     spec, how = Trial.from_json(trial).spec, Precision.of(precision)  # pyright: ignore[reportArgumentType]
     everyone = tuple(range(world.size))
-    world.prepare([everyone], "switch")
+    for purpose in ("weights", "sums"):
+        world.prepare([everyone], purpose)
     cut = Layout.parse(home)
     here = Home(spec, buckets(spec, cut), world.rank, how.home, world.device, lambda n, b: numbered(spec, n, b, 0))
-    options = SwitchOptions(planner, bucket_bytes)  # pyright: ignore[reportArgumentType]
+    options = SwitchOptions(planner, bucket_bytes, ahead_bytes=0)  # pyright: ignore[reportArgumentType]
     edges = [Edge(number + 1, Layout.parse(text)) for number, text in enumerate(stops)]
     way = Itinerary(spec, edges, Links(per_node, 8.0, 1.0), how.compute.itemsize, how.home.itemsize, options, cut)
-    switches = Switches(way, here, world, everyone, how)
+    switches, steps = Switches(way, here, world, everyone, how), Steps(way, world.rank, how.compute.itemsize, how.home.itemsize, Windows())
     seen = {"arrived": 0, "returned": 0, "exchanges": 0}
     before, made = None, {}
     for number, text in enumerate(stops):
@@ -49,15 +50,26 @@ def go_round(
         stop = made[cut] = made.get(cut) or Stop(spec, cut, world, here, how)
         if stop is before:
             before = None
-        if stop.guest is None:
-            stop.close()
+        stop.close(-1)
         transfer, held = switches.bring(before, stop), []
-        switches.complete(transfer, before, stop, partial(watch, held, transfer, before, stop))
+        program = steps.program([*([Visit(before.cut.layout, 0)] if before else []), Visit(stop.cut.layout, 0)])
+        coming, leaving = program_of_switch(program, last=int(before is not None))
+        for op in coming:
+            if op.kind == "open":
+                stop.open(op.unit)
+            elif op.kind == "exchange":
+                transfer.post(op.number)
+                watch(held, transfer, before, stop)
+            elif op.kind == "await exchange":
+                transfer.take_in(op.number)
+            else:
+                assert before is not None
+                before.close(op.unit)
         seen["exchanges"] += len(held)
-        leaving = placed(spec, before.cut.layout, before.cut.side) if before and not before.guest else {}
+        source = placed(spec, before.cut.layout, before.cut.side) if before and not before.guest else {}
         if stop.guest is None:
             units = {param.name: moving_unit(spec, param) for param in spec.params}
-            assert max(held, default=0) <= transfer.plan.peak_bytes(leaving, units)[world.rank], (text, max(held))
+            assert max(held, default=0) <= transfer.plan.peak_bytes(source, units)[world.rank], (text, max(held))
         for name, boxes in boxes_of(stop).items():
             for box in boxes:
                 there = stop.weight(name, box)
@@ -67,9 +79,10 @@ def go_round(
         before = stop
         fill_sums(stop, world.rank + 1 + 10 * number)
         here.drop_gradients()
+        switches.total()
         back = switches.take_home(stop)
-        while back.advance(lambda names: None, wait=True):
-            pass
+        for op in leaving:
+            (back.post if op.kind == "exchange" else back.take_in)(op.number)
         contributions = world.gather_text(" ".join(f"{n}{b}" for n, some in boxes_of(stop).items() for b in some))
         parsed = [[(w.split("[")[0], Box.parse("[" + w.split("[")[1])) for w in text.replace(", ", ",").split()] for text in contributions]
         for shard in here.shards:
@@ -84,6 +97,13 @@ def go_round(
                 seen["returned"] += box.elements
     world.forget()
     return seen
+
+
+def program_of_switch(program: Program, last: int) -> tuple[list[Op], list[Op]]:
+    """What a program does to bring the weights of visit `last`, and to bring its sums home."""
+    coming = [op for op in program if op.kind in ("open", "close") or op.way == "weights"]
+    coming = [op for op in coming if op.visit == (last if op.kind != "close" else last - 1)]
+    return coming, [op for op in program if op.visit == last and op.way == "sums"]
 
 
 def watch(held: list[int], transfer: Transfer, leaving: Stop | None, target: Stop) -> None:
@@ -126,7 +146,7 @@ def disagree(world: World, trial: dict) -> dict[str, object]:
     """Rank 1 plans with another planner: what each rank is told, and whether anything moved."""
     spec, how = Trial.from_json(trial).spec, Precision.of("float64")
     everyone = tuple(range(world.size))
-    world.prepare([everyone], "switch")
+    world.prepare([everyone], "weights")
     cut = Layout.parse("dp4.z1")
     here = Home(spec, buckets(spec, cut), world.rank, how.home, world.device, lambda n, b: numbered(spec, n, b, 0))
     options = SwitchOptions("first_owner" if world.rank == 1 else "fan_out")
@@ -135,6 +155,7 @@ def disagree(world: World, trial: dict) -> dict[str, object]:
     switches = Switches(way, here, world, everyone, how)
     stop = Stop(spec, way.cuts[Layout.parse("tp4")], world, here, how)
     for copies in stop.copies.units.values():
+        copies.hold()
         if copies.flat is not None:
             copies.flat.zero_()
     try:

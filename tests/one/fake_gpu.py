@@ -16,8 +16,8 @@ from longshift.dist.world import World
 from longshift.model import kernels
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
+from longshift.step.update import train_step
 from longshift.train.check import Trial, build, parse_layouts
-from longshift.train.step import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 
@@ -58,12 +58,12 @@ def step(spec: ModelSpec, text: str, precision: PrecisionName, kernel: kernels.K
     dist.init_process_group("fake", store=FakeStore(), rank=RANKS.get(text, 0), world_size=layouts[0].world)
     with fake_device(kernel) as (device, _):
         world = World(RANKS.get(text, 0), layouts[0].world, device)
-        state, team = build(trial, layouts, world)
+        state, player = build(trial, layouts, world)
         for batch in batches:
-            train_step(state, batch, team)
-        for worker in team.workers.values():
-            if worker.tier is not None:
-                worker.tier.close()
+            train_step(state, batch, player)
+        for runner in player.runners.values():
+            if runner.tier is not None:
+                runner.tier.close()
 
 
 def fault(*case: Any) -> str:

@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Rope
+from longshift.step import player as player_module
+from longshift.step.update import train_step
 from longshift.stream import tiers
 from longshift.stream.tiers import HostTier
-from longshift.train import build as built
 from longshift.train.check import Trial, build
-from longshift.train.step import train_step
 
 TRIAL = Trial(
     ModelSpec("llama", 61, 24, 3, 6, 3, 4, 40, 128, rope=Rope()), lengths=((40, 21), (47,), (53, 6)), precision="bf16", capacity=61
@@ -173,6 +173,14 @@ class Cuda(TorchDispatchMode):
         if old is not None and old.owner == stream:
             fresh.last = {(by, wrote): time for (by, wrote), time in old.last.items() if by not in old.recorded}
 
+    def resized(self, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        """`UntypedStorage.resize_`: memory is given back, or given out, by no operation."""
+        before = storage.data_ptr()
+        torch._C.StorageBase.resize_(storage, size)  # pyright: ignore[reportAttributeAccessIssue]
+        if (place := storage.data_ptr()) and place != before:
+            self._new(place)
+        return storage
+
     def _access(self, place: int, writes: bool, what: str) -> None:
         stream, memory = self.current, self.memory.setdefault(place, Memory(self.current.number))
         for (number, wrote), time in memory.last.items():
@@ -200,7 +208,8 @@ def modelled(patch: pytest.MonkeyPatch, ignored: int = 0) -> Iterator[Cuda]:
         ):
             patched.setattr(torch.cuda, name, value)
         patched.setattr(Tensor, "record_stream", lambda tensor, stream: cuda.record_stream(tensor, stream))
-        patched.setattr(built, "tier_of", lambda offload, device, folder, checked: HostTier(device))
+        patched.setattr(torch.UntypedStorage, "resize_", lambda storage, size: cuda.resized(storage, size))
+        patched.setattr(player_module, "tier_of", lambda offload, device, folder, checked: HostTier(device))
         patched.setattr(tiers, "ALIGN", 16)  # sizes here are less than a page
         yield cuda
 
@@ -285,11 +294,11 @@ def test_the_host_is_few_puts_ahead_of_the_device(monkeypatch: pytest.MonkeyPatc
 
 
 def losses(layout: str) -> list[float]:
-    state, team = build(TRIAL, [Layout.parse(layout)], World.alone())
-    found = [train_step(state, batch, team).loss for batch in TRIAL.batches()]
-    for worker in team.workers.values():
-        assert worker.tier is not None
-        worker.tier.close()
+    state, player = build(TRIAL, [Layout.parse(layout)], World.alone())
+    found = [train_step(state, batch, player).loss for batch in TRIAL.batches()]
+    for runner in player.runners.values():
+        assert runner.tier is not None
+        runner.tier.close()
     return found
 
 

@@ -12,9 +12,9 @@ from longshift.layout.layout import Layout
 from longshift.schedule.chunks import cut
 from longshift.schedule.streamed import lists
 from longshift.spec.model import ModelSpec, Rope
+from longshift.step.update import train_step
 from longshift.stream.trace import Recorder
 from longshift.train.check import Trial, build
-from longshift.train.step import train_step
 
 SPEC = ModelSpec("llama", 61, 24, 2, 6, 3, 4, 40, 128, rope=Rope())
 
@@ -22,11 +22,11 @@ SPEC = ModelSpec("llama", 61, 24, 2, 6, 3, 4, 40, 128, rope=Rope())
 @pytest.mark.parametrize("words", ["disk.kv-offload", "keep-input"])
 def test_every_event_of_a_step_is_in_its_trace(tmp_path: Path, words: str):
     trial, layout, recorder = Trial(SPEC, ((40, 21),), capacity=61), Layout.parse(f"chunk13.{words}"), Recorder()
-    state, team = build(trial, [layout], World.alone())
-    team.record(recorder)
+    state, player = build(trial, [layout], World.alone())
+    player.record(recorder)
     for batch in trial.batches() * 2:
-        train_step(state, batch, team)
-        team.record(None)
+        train_step(state, batch, player)
+        player.record(None)
     recorder.write(tmp_path / "t.json", rank=0)
 
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -43,7 +43,7 @@ def test_every_event_of_a_step_is_in_its_trace(tmp_path: Path, words: str):
         said = said if kind == "compute" else f"{kind} {said}"
         assert sum(names[span["tid"]] == lane and span["name"] == said for span in spans) == (count if lane else 0)
     assert len([span for span in spans if not span["name"].startswith("wait")]) == sum(
-        count for (kind, *_), count in wanted.items() if kind not in ("free", "drop")
+        count for (kind, *_), count in wanted.items() if kind not in ("free", "drop", "accumulate")
     )
 
     for _, row in groupby(sorted(spans, key=lambda s: (s["tid"], s["ts"], -s["dur"])), key=lambda s: s["tid"]):

@@ -5,9 +5,10 @@ source that breaks it.
 """
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -30,6 +31,28 @@ ENVIRONMENT = {"longshift.cli", "longshift.dist.world", "longshift.train.launch"
 MAKERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
 MUTATORS = {"append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse", "add", "discard", "update"}
 MUTATORS |= {"setdefault", "popitem"}
+
+PLAYER = "longshift.step.player"
+LAYOUT_WORDS = {
+    "layout",
+    "zero",
+    "recompute",
+    "chunk",
+    "chunks",
+    "pp",
+    "tp",
+    "dp",
+    "ring",
+    "ulysses",
+    "offload",
+    "virtual",
+    "every",
+    "isinstance",
+}
+
+# Names that there are twice, and should not be: these may only become fewer.
+TWICE_MODULES = {"attention", "copies", "files", "links", "memory"}
+TWICE_CLASSES = {"Event", "Part", "Plan", "Source", "Transfer"}
 
 Sources = dict[str, str]
 
@@ -161,7 +184,89 @@ def environment_reads(sources: Sources) -> Iterator[str]:
                 yield f"{module}:{node.lineno}: the environment imported from os"
 
 
+def operations_made_elsewhere(sources: Sources) -> Iterator[str]:
+    """Only `program` makes operations of a step; all others play them."""
+
+    def maker(function: ast.expr) -> str:
+        """The name of what is called, or of what a method is called on."""
+        method = isinstance(function, ast.Attribute) and function.attr in ("_make", "_replace") and isinstance(function.value, ast.Name)
+        name = function.value if method else function  # pyright: ignore[reportAttributeAccessIssue]
+        return name.attr if isinstance(name, ast.Attribute) else getattr(name, "id", "")
+
+    for module in sources:
+        if room(module) != "program":
+            for node in ast.walk(ast.parse(sources[module])):
+                if isinstance(node, ast.Call) and maker(node.func) in ("Op", "op"):
+                    yield f"{module}:{node.lineno}: an operation is made outside longshift.program"
+                if isinstance(node, ast.ImportFrom) and any(alias.name == "Op" and alias.asname for alias in node.names):
+                    yield f"{module}:{node.lineno}: Op under another name"
+
+
+def _called_from_the_table(tree: ast.Module) -> Iterator[ast.AST]:
+    """Lambdas and methods of Player that its table names, and the methods of it that they use."""
+    (player,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Player")
+    methods = {node.name: node for node in player.body if isinstance(node, ast.FunctionDef)}
+    named = [node for node in ast.walk(player) if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)]
+    tables_of = [
+        node for node in named for target in getattr(node, "targets", None) or [node.target] if ast.unparse(target) == "self.table"
+    ]
+    waiting: list[ast.AST] = [value for node in tables_of if isinstance(node.value, ast.Dict) for value in node.value.values]
+    seen: set[str] = set()
+    while waiting:
+        found = waiting.pop()
+        yield found
+        for node in ast.walk(found):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and node.attr in methods.keys() - seen:
+                seen.add(node.attr)
+                waiting.append(methods[node.attr])
+
+
+def layouts_in_the_player(sources: Sources) -> Iterator[str]:
+    """What an operation does depends on the operation, not on the layout: what differs between layouts is in the program."""
+    if PLAYER not in sources:
+        return
+    for function in _called_from_the_table(ast.parse(sources[PLAYER])):
+        for node in ast.walk(function):
+            if isinstance(node, ast.If | ast.IfExp | ast.While):
+                conditions: list[ast.expr] = [node.test]
+            elif isinstance(node, ast.comprehension):
+                conditions = node.ifs
+            elif isinstance(node, ast.BoolOp | ast.Compare):
+                conditions = [node]
+            elif isinstance(node, ast.Match):
+                conditions = [node.subject]
+            else:
+                continue
+            words = {word for test in conditions for word in re.findall(r"[a-z]+", ast.unparse(test).lower())}
+            if words & LAYOUT_WORDS:
+                yield f"{PLAYER}:{conditions[0].lineno}: {ast.unparse(conditions[0])} asks about the layout"  # each once, the innermost last
+                break
+
+
+def _twice(names: Iterable[tuple[str, str]], known: set[str], what: str) -> Iterator[str]:
+    """Names, with the modules they are of, that there are twice; of the `known` ones those that there are not."""
+    where: dict[str, list[str]] = {}
+    for name, module in names:
+        where.setdefault(name, []).append(module)
+    yield from (f"{what} {name} twice: {', '.join(of)}" for name, of in where.items() if len(of) > 1 and name not in known)
+    yield from (f"{what} {name} is there once at most: take it from the exceptions" for name in known if len(where.get(name, [])) < 2)
+
+
+def modules_of_one_name(sources: Sources, known: set[str] = TWICE_MODULES) -> Iterator[str]:
+    """A module's last name says which it is. The package's rooms are no modules here."""
+    rooms = {module.rpartition(".")[0] for module in sources}
+    yield from _twice(((module.rpartition(".")[2], module) for module in sources if module not in rooms), known, "module")
+
+
+def classes_of_one_name(sources: Sources, known: set[str] = TWICE_CLASSES) -> Iterator[str]:
+    """One word, one thing."""
+    classes = ((node.name, m) for m in sources for node in ast.walk(ast.parse(sources[m])) if isinstance(node, ast.ClassDef))
+    yield from _twice(classes, known, "class")
+
+
 RULES = (cycles, upward_edges, foreign_thoughts, lazy_imports, module_state, ranks_in_the_model, environment_reads)
+RULES += (operations_made_elsewhere, layouts_in_the_player)
+NAMES = (modules_of_one_name, classes_of_one_name)
 
 
 @pytest.fixture(scope="module")
@@ -171,19 +276,36 @@ def package() -> Sources:
     return sources
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", RULES + NAMES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps(rule, package):
     assert list(rule(package)) == []
 
 
-BOX, STEP = "longshift.layout.box", "longshift.train.step"
+BOX, STEP = "longshift.layout.box", "longshift.step.update"
+TABLE = """
+class Player:
+    def __init__(self, layout):
+        self.runner = 1 if layout.zero else 2
+        self.table: dict = {"a": lambda op: %s, "b": self._b}
+    def _runner(self, layout):
+        return 1 if layout.chunk else 2
+    def _b(self, op):
+        self._c(op)
+    def _c(self, op):
+        %s
+"""
 
 
 @pytest.mark.parametrize(
     ("rule", "sources", "message"),
     [
         (cycles, {BOX: "from longshift.layout import legal", "longshift.layout.legal": "import longshift.layout.box"}, "cycle"),
-        (upward_edges, {BOX: "from longshift.train.step import train_step"}, "imports longshift.train.step, which is below it"),
+        (upward_edges, {BOX: "from longshift.step.update import train_step"}, "imports longshift.step.update, which is below it"),
+        (upward_edges, {"longshift.switch.plan": "import longshift.program.step"}, "imports longshift.program.step, which is below it"),
+        (upward_edges, {"longshift.program.step": "import longshift.simulate"}, "imports longshift.simulate, which is below it"),
+        (upward_edges, {STEP: "from longshift.train import loop"}, "imports longshift.train, which is below it"),
+        (upward_edges, {"longshift.stream.tiers": "import longshift.step"}, "imports longshift.step, which is below it"),
+        (foreign_thoughts, {"longshift.program.step": "import torch"}, "torch in the thinking half"),
         (upward_edges, {STEP: "import longshift.cli"}, "imports longshift.cli"),
         (upward_edges, {STEP: "import longshift"}, "imports longshift"),
         (
@@ -196,24 +318,33 @@ BOX, STEP = "longshift.layout.box", "longshift.train.step"
         (foreign_thoughts, {BOX: "from safetensors.torch import load_file"}, "safetensors.torch.load_file in"),
         (foreign_thoughts, {"longshift.config": "import torch"}, "torch in"),
         (foreign_thoughts, {BOX: "import pydantic"}, "pydantic in"),
-        (lazy_imports, {STEP: "class A:\n  def f(self):\n    import json"}, "step:3: an import inside f"),
+        (lazy_imports, {STEP: "class A:\n  def f(self):\n    import json"}, "update:3: an import inside f"),
         (module_state, {STEP: "cache = {}"}, "cache is mutable"),
         (module_state, {STEP: "seen: list[int] = []"}, "seen is mutable"),
         (module_state, {STEP: "import collections\nqueue = collections.deque()"}, "queue is mutable"),
-        (module_state, {STEP: "SEEN = []\ndef f(x):\n  SEEN.append(x)"}, "step:3: SEEN is changed"),
-        (module_state, {BOX: "SEEN = {}", STEP: "from longshift.layout.box import SEEN\nSEEN[1] = 2"}, "step:2: SEEN is changed"),
+        (module_state, {STEP: "SEEN = []\ndef f(x):\n  SEEN.append(x)"}, "update:3: SEEN is changed"),
+        (module_state, {BOX: "SEEN = {}", STEP: "from longshift.layout.box import SEEN\nSEEN[1] = 2"}, "update:2: SEEN is changed"),
         (
             module_state,
             {BOX: "_SEEN = {1}", STEP: "from longshift.layout import box\nbox._SEEN |= {2}"},
-            "step:2: _SEEN is changed",
+            "update:2: _SEEN is changed",
         ),
-        (module_state, {BOX: "SEEN = {}", STEP: "from longshift.layout.box import SEEN\ndel SEEN[1]"}, "step:2: SEEN is changed"),
-        (module_state, {STEP: "n = 0\ndef f():\n  global n\n  n += 1"}, "step:3: global"),
+        (module_state, {BOX: "SEEN = {}", STEP: "from longshift.layout.box import SEEN\ndel SEEN[1]"}, "update:2: SEEN is changed"),
+        (module_state, {STEP: "n = 0\ndef f():\n  global n\n  n += 1"}, "update:3: global"),
         (ranks_in_the_model, {"longshift.model.decoder": "import torch.distributed as dist"}, "the model knows no rank"),
         (ranks_in_the_model, {"longshift.model.decoder": "from torch import distributed"}, "the model knows no rank"),
-        (environment_reads, {STEP: "import os\nrank = os.environ['RANK']"}, "step:2: os.environ"),
-        (environment_reads, {STEP: "import os\nrank = os.getenv('RANK')"}, "step:2: os.getenv"),
-        (environment_reads, {STEP: "from os import environ"}, "step:1: the environment"),
+        (environment_reads, {STEP: "import os\nrank = os.environ['RANK']"}, "update:2: os.environ"),
+        (environment_reads, {STEP: "import os\nrank = os.getenv('RANK')"}, "update:2: os.getenv"),
+        (environment_reads, {STEP: "from os import environ"}, "update:1: the environment"),
+        (operations_made_elsewhere, {STEP: "x = Op('norm')"}, "update:1: an operation is made"),
+        (operations_made_elsewhere, {"longshift.switch.plan": "\nx = [operations.Op('norm', 1)]"}, "plan:2: an operation is made"),
+        (operations_made_elsewhere, {STEP: "x = op._replace(unit=3)"}, "update:1: an operation is made"),
+        (operations_made_elsewhere, {STEP: "x = Op._make(y)"}, "update:1: an operation is made"),
+        (operations_made_elsewhere, {STEP: "from longshift.program.operations import Op as Do"}, "update:1: Op under another name"),
+        (layouts_in_the_player, {PLAYER: TABLE % ("f(op) if self.layout.zero == 3 else 0", "pass")}, "asks about the layout"),
+        (layouts_in_the_player, {PLAYER: TABLE % ("self.view.pp and f(op)", "pass")}, "asks about the layout"),
+        (layouts_in_the_player, {PLAYER: TABLE % ("0", "if self._layout(op).chunk: pass")}, "asks about the layout"),
+        (layouts_in_the_player, {PLAYER: TABLE % ("0", "if isinstance(self._runner(op), ChunkedPacks): pass")}, "asks about the layout"),
     ],
 )
 def test_a_broken_rule_is_seen(rule, sources, message):
@@ -239,3 +370,26 @@ def test_thinking_and_the_front_door_leave_torch_out(package):
     code = f"import sys, importlib\nfor m in {modules}: importlib.import_module(m)\nprint('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sources", "known", "message"),
+    [
+        (modules_of_one_name, {BOX: "", "longshift.model.box": ""}, set(), "module box twice: longshift.layout.box, longshift.model.box"),
+        (modules_of_one_name, {BOX: "", "longshift.layout": "", "longshift.model.legal": ""}, {"box"}, "module box is there once at most"),
+        (classes_of_one_name, {BOX: "class Box: ...", STEP: "class Box: ..."}, set(), "class Box twice: longshift.layout.box"),
+        (classes_of_one_name, {BOX: "class Box: ...", STEP: "class Other: ..."}, {"Box"}, "class Box is there once at most"),
+        (classes_of_one_name, {BOX: "class Box: ..."}, {"Gone"}, "class Gone is there once at most"),
+    ],
+)
+def test_a_name_that_is_there_twice_or_an_exception_that_is_not_is_seen(rule, sources, known, message):
+    found = list(rule(sources, known))
+    assert len(found) == 1, found
+    assert message in found[0]
+    assert list(rule({BOX: "class Box: ...", STEP: "class State: ..."}, set())) == []
+
+
+def test_operations_that_are_no_questions_about_the_layout_are_allowed():
+    table = TABLE % ("self._b(op) if op.visit else None", "if op.number == 0 and self.tier is not None: pass")
+    assert list(layouts_in_the_player({PLAYER: table})) == []
+    assert len(list(_called_from_the_table(ast.parse(table)))) == 4 - 1  # the lambda, _b, _c

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshift.schedule.chunks import LANES, Policy, backward, cut, dependencies, forward, peak_bytes, reach, timeline
+from longshift.schedule.chunks import LANES, Policy, alone, backward, cut, dependencies, forward, peak_bytes, reach, timeline
 
 NAMES = ["x", "y", "q", "kv", "o", "dy", "dx", "do", "dq", "dkv", "dr", "qkv", "graph", "exchange", "dqkv", "o_tokens", "do_tokens"]
 SEEDS = st.integers(0, 10**6)
@@ -196,7 +196,7 @@ def test_buffers_are_read_while_they_live_in_a_slot_of_their_own_and_freed_once(
                 moved = ("q", "kv") if event.name in ("to_heads", "to_heads_back") else ("q",)
                 assert event.bytes == int(policy.sent * sum(sizes[name][event.chunk] for name in moved))
             else:
-                assert event.bytes == (0 if event.kind == "compute" else sizes[event.name][event.chunk])
+                assert event.bytes == (0 if event.kind in ("compute", "accumulate") else sizes[event.name][event.chunk])
         assert not live
 
 
@@ -229,6 +229,18 @@ def test_slots_are_bounded_whatever_the_number_of_chunks(sees, policy):
             for (name, _), slot in zip(event.reads + event.writes, event.slots):
                 slots[name] = max(slots[name], slot + 1)
         assert all(taken <= policy.ahead + 2 for taken in slots.values()), slots
+
+
+@given(seen, policies)
+def test_gradients_that_an_operation_leaves_on_weights_are_added_up_at_once(sees, policy):
+    blocks = [1 + c % 3 for c in range(len(sees))]
+    loss = alone("loss", "x", "dx", len(sees), policy.ahead, {}, blocks)
+    embedding = [alone(*ends, len(sees), policy.ahead, {}) for ends in (("embed", None, "y"), ("embed_back", "dy", None))]
+    assert [(e.chunk, e.keys) for e in loss if e.name == "loss"] == [(c, block) for c, count in enumerate(blocks) for block in range(count)]
+    for events in (*both(sees, policy), loss, *embedding):
+        leaves = [event.name in ("tail_back", "qkv_back", "embed_back", "loss") for event in events]
+        assert [event.kind == "accumulate" for event in events] == [False, *leaves][: len(events)]
+        assert all(after.chunk == event.chunk for event, after in pairwise(events) if after.kind == "accumulate")
 
 
 @given(seen, policies, SEEDS)
@@ -304,7 +316,7 @@ def test_traffic_of_both_schedules_backward(n):
 def shuffled(events, after, seed):
     """A random order that keeps `after` and, in each lane, the list's; seeds differ in which kinds run early."""
     chance = random.Random(seed)
-    urge = {kind: chance.random() for kind in ("fetch", "compute", "send", "store", "drop", "free")}
+    urge = {kind: chance.random() for kind in ("fetch", "compute", "send", "store", "drop", "free", "accumulate")}
     last, before = {}, [set(a) for a in after]
     for number, event in enumerate(events):
         if event.kind in LANES:

@@ -50,17 +50,18 @@ def train_step(state: State, batch: StepBatch, player: Player, watch: Callable[[
     gradient sums. Raises NonFiniteError; home is then as before."""
     found: list[Outcome] = []
     scale = state.scale.scale if state.scale else 1.0
-    total = torch.zeros(2, dtype=torch.float64)
+    total: list[float] = []
 
     def norm(op: Op) -> None:
         if watch is not None:
             watch(state.home)
         loss_sum = torch.stack([player.runners[group.layout].loss for group in player.groups_here]).sum()
         both = torch.stack((loss_sum, state.home.squared_norm()))
-        total.copy_(player.world.everyone.all_reduce(both).cpu())
+        total[:] = player.world.everyone.all_reduce(both).tolist()
 
     def update(op: Op) -> None:
-        found.append(_update(state, batch, player.world, float(total[0]), float(total[1]), scale))
+        loss_sum, squared = total
+        found.append(_update(state, batch, player.world, loss_sum, squared, scale))
 
     player.table |= {"norm": norm, "update": update}
     groups = player.groups([len(document.ids) for document in batch.documents])
