@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longshift.data.batch import Document
 from longshift.data.micro import micro_batch
 from longshift.dist import collectives
-from longshift.dist.held import HeldBytes
+from longshift.dist.held import HeldBytes, prompt_release
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.layout.memory import loss_rows
@@ -44,7 +44,7 @@ PARTS = ("embed", "block", "attention half", "mlp half")
 def operations(world: World, spec: str, layout: str, dtype: str) -> dict[str, dict]:
     """By "part turn": what was measured, in the terms of `schedule.inside.Inside`."""
     held, device = HeldBytes(), world.device
-    with held:
+    with prompt_release(), held:
         return dict(_operations(world, SPECS[spec], Layout.parse(layout), getattr(torch, dtype), held, device))
 
 

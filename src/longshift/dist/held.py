@@ -5,13 +5,16 @@ operation, and what an allocator loses between tensors. Under the mode autograd 
 it may add in place: what is counted is never less than what is.
 """
 
+import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -91,3 +94,38 @@ class HeldBytes(TorchDispatchMode):
             return tensor
 
         return from_numpy
+
+
+@contextmanager
+def prompt_release() -> Iterator[None]:
+    """Inside, an asynchronous collective has let go of its tensors when its `wait` returns. [Note: late release] gloo's threads hold them for
+    a moment longer, which on a busy machine is long enough to be counted."""
+    with patch.object(dist, "all_to_all_single", _prompt(dist.all_to_all_single)):
+        yield
+
+
+class _PromptWork:
+    """A work that ends when nothing of it is left."""
+
+    def __init__(self, work: dist.Work, tensors: tuple[Tensor, ...], counts: tuple[int, ...]):
+        self.work, self.tensors, self.counts = work, tensors, counts
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+            while any(x._use_count() > count for x, count in zip(self.tensors, self.counts)):  # pyright: ignore[reportAttributeAccessIssue]
+                time.sleep(0)
+            self.tensors = ()
+
+    def is_completed(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+
+def _prompt(native: Callable[..., Any]) -> Callable[..., Any]:
+    def all_to_all_single(out: Tensor, x: Tensor, *sizes: Any, **how: Any) -> Any:
+        counts = tuple(t._use_count() for t in (out, x))  # pyright: ignore[reportAttributeAccessIssue]
+        work = native(out, x, *sizes, **how)
+        return _PromptWork(work, (out, x), counts) if how.get("async_op") else work
+
+    return all_to_all_single
