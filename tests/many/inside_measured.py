@@ -1,9 +1,11 @@
 """What forked ranks, and a process with a device that is not there, do for test_inside.py: the operations of a rank, measured."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longshift.data.batch import Document
 from longshift.data.micro import micro_batch
@@ -25,6 +28,10 @@ from longshift.model.kernels import FLASH
 from longshift.spec.model import ModelSpec, Rope
 from longshift.stream.loss import loss_and_gradient
 from longshift.train.build import LayoutOps, prepare
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+
+from fake_device import fake_device
 
 SPECS = {
     "llama": ModelSpec("llama", 61, 64, 1, 5, 5, 16, 97, 4096, rope=Rope()),
@@ -151,5 +158,16 @@ class Watch:
             found["sent"] = dict(sent)
 
 
+def on_fake_device(spec: str, layout: str, dtype: str, rank: int) -> dict[str, dict]:
+    """As `operations`, as one rank of a world whose collectives do nothing."""
+    size = Layout.parse(layout).world
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with fake_device() as (device, _):
+            return operations(World(rank, size, device), spec, layout, dtype)
+    finally:
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    print(json.dumps({}))
+    print(json.dumps([on_fake_device(**case) for case in json.loads(sys.argv[1])]))

@@ -59,7 +59,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank, and how it computes: `itemsize` of the compute format, `kernel` of attention: "flash" or "math"."""
+    """A rank, and how it computes: `itemsize` of the compute format; `transport`: gloo with CPUs, NCCL with GPUs."""
 
     spec: ModelSpec
     layout: Layout
@@ -71,6 +71,11 @@ class Place:
     def wide(self) -> int:
         """Bytes of a number of at least float32."""
         return max(4, self.itemsize)
+
+    @property
+    def by_definition(self) -> bool:
+        """Whether attention has no fused kernel: GPUs have them for 16-bit numbers only."""
+        return self.transport == "nccl" and self.itemsize > 2
 
 
 @lru_cache(maxsize=4096)
@@ -434,14 +439,81 @@ def _cross_entropy(rank: Rank, logits: Tensor, group: "Group") -> Tensor:
 
 def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a piece."""
-    rank.flops["attention"] += 4 * q.shape[0] * k.shape[0] * q.shape[1] * q.shape[2] // (2 if causal else 1)
-    return q.new(), q.new(q.shape[:2], rank.place.wide)
+    place, scores = rank.place, q.shape[0] * k.shape[0] * q.shape[1]
+    rank.flops["attention"] += 4 * scores * q.shape[2] // (2 if causal else 1)
+    if place.by_definition:
+        return _by_definition(q, k, causal)
+    found = q.new(), q.new(q.shape[:2], place.wide)
+    state = q.new((3,), 8) if place.transport == "nccl" else None  # noqa: F841  (of random numbers)
+    return found
 
 
 def _flash_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    rank.flops["attention"] += 10 * q.shape[0] * k.shape[0] * q.shape[1] * q.shape[2] // (2 if causal else 1)
-    lse = q.new(q.shape[:2], rank.place.wide) if rank.place.transport == "nccl" else None  # noqa: F841  (made contiguous)
+    place, scores = rank.place, q.shape[0] * k.shape[0] * q.shape[1]
+    rank.flops["attention"] += 10 * scores * q.shape[2] // (2 if causal else 1)
+    if place.by_definition:
+        return _by_definition_backward(q, k, causal)
+    lse = q.new(q.shape[:2], place.wide) if place.transport == "nccl" else None  # noqa: F841  (made contiguous)
     return q.new(), k.new(), v.new()
+
+
+def _by_definition(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """`model.kernels.reference`."""
+    (tokens, heads, width), outs, lses = q.shape, [], []
+    keys, values = (k.new((k.shape[0], heads, width)) for _ in range(2))
+    scores = None
+    for rows in _score_rows(q, k):
+        scores = _scores(q, k, rows, causal)
+        lses.append(q.new((rows, heads)))
+        weights = _exp_of_difference(scores)
+        outs.append(q.new((rows, heads, width)))
+        del weights
+    out = q.new()
+    return out, q.new((tokens, heads))
+
+
+def _by_definition_backward(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`model.kernels.reference_backward`."""
+    (_, heads, width), dqs = q.shape, []
+    keys, values = (k.new((k.shape[0], heads, width)) for _ in range(2))
+    dk, dv = k.new(), k.new()
+    p = ds = None
+    for rows in _score_rows(q, k):
+        p = _exp_of_difference(_scores(q, k, rows, causal))
+        ds = _gradient_of_scores(q, p)
+        dqs.append(q.new((rows, heads, width)))
+        for total in (dk, dv):
+            wide = keys.new()
+            part = total.new()
+            del wide, part
+    return q.new(), dk, dv
+
+
+def _gradient_of_scores(q: Tensor, p: Tensor) -> Tensor:
+    rows, heads, _ = p.shape
+    given = p.new()
+    product = q.new((rows, *q.shape[1:]))
+    delta = q.new((rows, heads))
+    del product
+    less = p.new()
+    del given, delta
+    weighed = p.new()
+    del less
+    return weighed.new()
+
+
+def _score_rows(q: Tensor, k: Tensor) -> list[int]:
+    """How many rows are there at one time."""
+    count = max(1, MOST_SCORES // (q.shape[1] * k.shape[0]))
+    return [min(count, q.shape[0] - first) for first in range(0, q.shape[0], count)]
+
+
+def _scores(q: Tensor, k: Tensor, rows: int, causal: bool) -> Tensor:
+    scores = q.new((rows, q.shape[1], k.shape[0])).new()
+    if causal:
+        hidden = q.new((rows, k.shape[0]), 1).new()  # noqa: F841
+        return scores.new()
+    return scores
 
 
 def _merge(part: Tensor, part_lse: Tensor, first: bool) -> None:
