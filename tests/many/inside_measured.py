@@ -16,16 +16,19 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longshift.data.batch import Document
-from longshift.data.micro import micro_batch
+from longshift.data.micro import ChunkedPack, micro_batch
 from longshift.dist import collectives
 from longshift.dist.held import HeldBytes, prompt_release
 from longshift.dist.world import World
+from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
 from longshift.layout.memory import loss_rows
 from longshift.layout.placement import local_boxes
 from longshift.model.decoder import Block, Unit, build_unit
 from longshift.model.kernels import FLASH
+from longshift.schedule.chunks import Event
 from longshift.spec.model import ModelSpec, Rope
+from longshift.stream.block import Streamed, _Play
 from longshift.stream.loss import loss_and_gradient
 from longshift.train.build import LayoutOps, prepare
 
@@ -96,6 +99,69 @@ def _operations(
     with watch.counting() as seen:
         found = loss_and_gradient(head, x, micro, ops, loss_rows(spec, len(x)), 1.0, added)  # pyright: ignore[reportArgumentType]
     yield "loss", seen | {"output": sum(map(size, found)), "graph": 0, **most}
+
+
+def events(world: World, spec: str, layout: str, dtype: str) -> list[dict]:
+    """Of a chunked pack through a model of one block, what each event of its lists did."""
+    held = HeldBytes()
+    with prompt_release(), held:
+        return _events(world, SPECS[spec], Layout.parse(layout), getattr(torch, dtype), held, world.device)
+
+
+def _events(
+    world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, held: HeldBytes, device: torch.device
+) -> list[dict]:
+    if world.everyone.handle is not None:
+        prepare(world, spec, layout)
+    ops = LayoutOps(spec, layout, world, FLASH)
+    own, watch = own_heads(spec, layout, layout.coord(world.rank)), Watch(held, device, {"tp": ops.tp, "u": ops.ulysses, "ring": ops.ring})
+    streamed = Streamed(spec, layout, ops, ops.ring, own, dtype.itemsize, Elsewhere(), 1)  # pyright: ignore[reportArgumentType]
+    documents = [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]
+    pack = ChunkedPack(spec, documents, layout, world.rank, dtype, device)
+    units = [filled(build_unit(spec, unit), layout, world, dtype, device) for unit in range(3)]
+    native, found = _Play._play, []
+
+    def played(play: _Play, event: Event) -> None:
+        for buffer in event.reads:
+            play._here(buffer)
+        with watch.counting() as seen:
+            native(play, event)
+        seen["left"] = held.now[device.type] - watch.before
+        found.append({"turn": turn, "number": len([one for one in found if one["turn"] == turn]), **seen})
+
+    def added() -> None:
+        for unit in units:
+            for weight in unit.parameters():
+                weight.grad = None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Play, "_play", played)
+        for unit, turn in ((0, "embed"), (1, "forward"), (2, "loss"), (1, "backward"), (0, "embed_back")):
+            streamed.play(units[unit], unit, turn, 0, pack, 1.0, added)
+    return found
+
+
+class Elsewhere:
+    """A tier whose bytes are not counted. Mutable."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple, list[tuple[np.ndarray, torch.dtype, torch.Size]]] = {}
+
+    def put(self, key: tuple, *tensors: Tensor) -> None:
+        self.kept[key] = [(t.contiguous().view(-1).view(torch.uint8).numpy().copy(), t.dtype, t.shape) for t in tensors]
+
+    def fetch(self, key: tuple) -> Callable[[], tuple[Tensor, ...]]:
+        found = []
+        for data, dtype, shape in self.kept[key]:
+            tensor = torch.empty(shape, dtype=dtype)
+            tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(data))
+            found.append(tensor)
+        return lambda: tuple(found)
+
+    def recycle(self, tensors: Any) -> None: ...
+
+    def drop(self, key: tuple) -> None:
+        del self.kept[key]
 
 
 def stream(micro: Any, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -11,17 +11,19 @@ from conftest import DEADLINE_S, Worlds
 from inside_measured import LENGTHS, PARTS, SPECS, TURNS
 
 from longshift.layout.layout import Layout
-from longshift.schedule import inside
+from longshift.schedule import inside, inside_chunk
+from longshift.schedule.chunks import Buffer, cut, reach
 from longshift.schedule.inside import Inside, Place, Transport
 from longshift.schedule.sequence import token_order
+from longshift.schedule.streamed import lists_of
 
-LAYOUTS = {"dp1": 0, "tp2": 1, "u2": 1, "ring2": 0, "u2.tp2": 2, "ring2.tp2": 1, "tp3": 1, "u3": 2, "ring3": 1}  # which rank on a fake device
+LAYOUTS = ("dp1", "tp2", "u2", "ring2", "u2.tp2", "ring2.tp2", "tp3", "u3", "ring3")
+CHUNKED = ("chunk600", "chunk600.kv-offload.fpdt", "tp2.chunk800.keep-input", "u2.chunk600", "u2.chunk500.fpdt", "ring2.chunk600", "ring2.tp2.chunk900")
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 FAKE = [
-    {"spec": spec, "layout": layout, "rank": rank, "dtype": dtype}
-    for spec in SPECS
-    for layout, rank in LAYOUTS.items()
-    for dtype in ("bfloat16", "float32")
+    {"spec": spec, "layout": layout, "rank": Layout.parse(layout).world // 2, "dtype": dtype}
+    for spec, dtype in (("llama", "bfloat16"), ("llama grouped", "bfloat16"), ("qwen3", "float32"), ("gpt2", "bfloat16"))
+    for layout in LAYOUTS
 ]
 
 
@@ -65,4 +67,42 @@ def on_fake_device() -> list[dict]:
 @pytest.mark.parametrize("number", range(len(FAKE)), ids=lambda number: " ".join(map(str, FAKE[number].values())))
 def test_operations_on_a_fake_device_do_as_is_said(number: int, on_fake_device: list[dict]):
     wrong = list(faults(on_fake_device[number], predicted(**FAKE[number], transport="nccl")))
+    assert not wrong, "\n".join(wrong)
+
+
+def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype: str) -> Iterator[str]:
+    """Of every event of a chunked pack: peak within [0.98, 1], bytes left, sent and freed exactly as the buffers' sizes say."""
+    parsed = Layout.parse(layout)
+    place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype])
+    lists = lists_of(SPECS[spec], parsed, place.at, LENGTHS, BYTES[dtype])
+    sees = reach(cut(LENGTHS, parsed.chunk))
+    known: dict[Buffer, int] = {}
+    for found in measured:
+        event = lists.of[found["turn"]][found["number"]]
+        said = f"{found['turn']} {event.kind} {event.name} {event.chunk} {event.keys}"
+        if event.kind == "fetch":
+            known[event.object] = found["left"]
+        elif event.kind == "free":
+            if found["left"] != -known.pop(event.object):
+                yield f"{said}: freed {-found['left']}"
+        elif event.kind in ("compute", "send"):
+            told = inside_chunk.of_event(place, lists.orders, sees, event)
+            before = dict(known)
+            chunks = {name: chunk for name, chunk in (*event.reads, *event.writes)}
+            known |= {(name, chunks[name]): size for name, size in told.buffers.items()}
+            left = sum(known.values()) - sum(before.values())
+            if found["left"] - 8 * (event.name == "loss" and event.chunk == 0) != left:
+                yield f"{said}: left {found['left']}, said to be {left}: {told.buffers}"
+            if found["sent"] != told.sent:
+                yield f"{said}: sent {found['sent']}, said to be {told.sent}"
+            if not 0.98 * told.peak <= found["peak"] <= told.peak:
+                yield f"{said}: peak {found['peak']}, said to be {told.peak}"
+
+
+@pytest.mark.parametrize("dtype", BYTES)
+@pytest.mark.parametrize("layout", CHUNKED)
+@pytest.mark.parametrize("spec", ["llama grouped", "qwen3", "gpt2"])
+def test_events_of_chunks_hold_leave_and_send_what_is_said(worlds: Worlds, spec: str, layout: str, dtype: str):
+    answers = worlds(Layout.parse(layout).world).call("inside_measured:events", DEADLINE_S, spec=spec, layout=layout, dtype=dtype)
+    wrong = [f"rank {rank}: {fault}" for rank, found in enumerate(answers) for fault in event_faults(found, spec, layout, rank, dtype)]
     assert not wrong, "\n".join(wrong)

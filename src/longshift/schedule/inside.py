@@ -13,9 +13,11 @@ tests/many/test_inside.py compares the two. Not counted, as nothing outside sees
 What an operation begins with stays for as long as it runs.
 """
 
+# ruff: noqa: F841, RUF059  (variables hold tensors for as long as the model's do)
+
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -41,7 +43,8 @@ class Inside:
     """Bytes and work of one operation on one rank. `peak`: the most above what was there when it began, its results included; `output`: of
     the tensors that it returns; `graph`: that a forward keeps for its backward, besides input and output; `grads`: of the weights'
     gradients that it leaves, or at most leaves at one time; `taken`: all that is there, above the beginning, when a loss has its
-    gradients taken from the weights; `sent`: out of this rank to others, by axis."""
+    gradients taken from the weights; `sent`: out of this rank to others, by axis; `buffers`: of a chunk's event, see
+    `schedule.inside_chunk`."""
 
     peak: int
     output: int
@@ -51,6 +54,7 @@ class Inside:
     sent: Mapping[str, int]
     matmul_flops: int
     attention_flops: int
+    buffers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def flops(self) -> int:
@@ -83,11 +87,12 @@ def inside(place: Place, order: TokenOrder, part: Part, turn: Turn) -> Inside:
     """Of a unit, or one half of it, on a pack in this order."""
     rank = Rank(place, order)
     module = (Embed if part == "embed" else Block)(rank, 0 if part == "embed" else 1)
+    micro = Micro(rank)
     function = {"attention half": module.attention_half, "mlp half": module.mlp_half}[part] if "half" in part else module.forward
     x = None if part == "embed" else rank.stream().leaf()
     rank.memory.recording = turn != "pass"
     seen = rank.begin()
-    y = function(x, rank.micro, rank.ops).detach() if turn == "pass" else function(x, rank.micro, rank.ops)
+    y = function(x, micro, rank.ops)
     if turn != "backward":
         return rank.seen(seen, output=y.storage.size, graph=rank.memory.now - seen - y.storage.size)
     dy = rank.stream()
@@ -97,13 +102,15 @@ def inside(place: Place, order: TokenOrder, part: Part, turn: Turn) -> Inside:
 
 
 @lru_cache(maxsize=1024)
-def loss(place: Place, order: TokenOrder) -> Inside:
-    """Of the head, on a pack or chunk in this order: `stream.loss.loss_and_gradient`, where `added` takes the gradients away."""
+def loss(place: Place, order: TokenOrder, chunked: bool = False) -> Inside:
+    """Of the head, on a pack or, `chunked`, a chunk in this order, whose tokens are then made here: `stream.loss.loss_and_gradient`, where
+    `added` takes the gradients away."""
     rank = Rank(place, order)
     head = Head(rank, place.spec.layers + 1)
     rank.memory.recording = True
     x_TD = rank.stream()
     seen = rank.begin()
+    micro = Micro(rank) if chunked else None
     grads = taken = 0
     total = rank.new((), 8)
     dx_TD = rank.new(x_TD.shape)
@@ -117,7 +124,7 @@ def loss(place: Place, order: TokenOrder) -> Inside:
         del seed
         grads, taken = max(grads, head.grads()), max(taken, rank.memory.now - seen)
         head.take()
-    del x, loss  # pyright: ignore[reportPossiblyUnboundVariable]
+    del x, loss, micro  # pyright: ignore[reportPossiblyUnboundVariable]
     return rank.seen(seen, output=dx_TD.bytes + total.bytes, grads=grads, taken=taken)
 
 
@@ -127,9 +134,8 @@ class Rank:
     def __init__(self, place: Place, order: TokenOrder):
         self.place, self.spec, self.order = place, place.spec, order
         self.memory, self.sent, self.flops = Memory(), Counter(), Counter()
-        self.ops = Ops(self)
-        self.micro = Micro(self)
         self.tokens_T = order.local_tokens // place.layout.ulysses
+        self.ops = Ops(self)
 
     def new(self, shape: Shape, itemsize: int | None = None) -> Tensor:
         return self.memory.tensor(shape, itemsize or self.place.itemsize)
@@ -155,10 +161,24 @@ class Rank:
 
 
 class Micro:
-    """What a micro-batch is to a block: its order, and that it has tables of angles."""
+    """What a micro-batch is to a block: its order, its tables of angles, and the tensors of its tokens where they are made on the way."""
 
-    def __init__(self, rank: Rank):
+    def __init__(self, rank: "Rank"):
+        place, tokens = rank.place, rank.tokens_T
         self.order = rank.order
+        self.numbers = [rank.new((tokens,), INDEX_BYTES) for _ in range(3)]  # tokens, labels, positions
+        self.rotary: tuple[Tensor, ...] = ()
+        if place.spec.rope is not None:
+            half = (tokens, place.spec.head_width // 2)
+            position = rank.new((tokens,), 8)
+            angle = rank.new(half, 8)
+            del position
+            self.rotary = tuple(_both_halves(_cast(angle.new(), place.itemsize)) for _ in range(2))
+
+
+def _both_halves(half: Tensor) -> Tensor:
+    """`model.decoder.rotary_table`: cos or sin [T, 1, H] from [T, H / 2]."""
+    return half.new((half.shape[0], 1, 2 * half.shape[1]))
 
 
 # Primitives of the model
@@ -201,7 +221,7 @@ class Embed(Unit):
 
 class Block(BlockSeams, Unit):
     def rotate(self, x: Tensor, micro: Micro) -> Tensor:
-        return recorded(x.new(), (x,), lambda grad: [grad.new()])
+        return recorded(x.new(), (x,), lambda grad, *_: [grad.new()], micro.rotary)
 
     def activation(self, x: Tensor) -> Tensor:
         return recorded(x.new(), (x,), lambda grad, x: [grad.new()], (x,))
@@ -243,7 +263,7 @@ def _rms_norm(rank: Rank, x: Tensor, weight: Tensor) -> Tensor:
         g, w = _cast(grad.shaped(*grad.shape), wide), _cast(weight, wide)
         product = g.new()
         dw = w.new()
-        minus = rstd.new()  # noqa: F841
+        minus = rstd.new()
         return [_cast(product, grad.itemsize), _cast(dw, weight.itemsize)]
 
     return recorded(x.new(), (x, weight), back, (x, weight, rstd))
@@ -260,7 +280,7 @@ def _look_up(weight: Tensor, tokens: int) -> Tensor:
     """weight[indices]"""
 
     def back(grad: Tensor, weight: Tensor) -> list[Tensor]:
-        zeros = weight.new()  # noqa: F841
+        zeros = weight.new()
         return [weight.new()]
 
     return recorded(weight.new((tokens, weight.shape[1])), (weight,), back, (weight,))
@@ -268,10 +288,6 @@ def _look_up(weight: Tensor, tokens: int) -> Tensor:
 
 def _cast(x: Tensor, itemsize: int) -> Tensor:
     return x if x.itemsize == itemsize else x.new(itemsize=itemsize)
-
-
-def _clone(x: Tensor) -> Tensor:
-    return x.new()
 
 
 # What a layout changes
@@ -342,8 +358,8 @@ class Ops:
 
 def _repeated(t: Tensor, count: int) -> Tensor:
     """Heads, each by a slice, that are put together again: the gradient of each slice is as large as all."""
-    shape, slices = t.shape, [recorded(Tensor(t.storage, (t.shape[0], 1, t.shape[2]), t.itemsize, False), (t,), _padded(t.shape))
-                              for _ in range(count)]
+    shape = t.shape
+    slices = [recorded(t.parts([1], 1)[0], (t,), _padded(shape)) for _ in range(count)]
     return recorded(t.new((shape[0], count, shape[2])), slices, lambda grad: grad.parts([1] * count, 1))
 
 
@@ -444,7 +460,7 @@ def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tens
     if place.by_definition:
         return _by_definition(q, k, causal)
     found = q.new(), q.new(q.shape[:2], place.wide)
-    state = q.new((3,), 8) if place.transport == "nccl" else None  # noqa: F841  (of random numbers)
+    state = q.new((3,), 8) if place.transport == "nccl" else None  (of random numbers)
     return found
 
 
@@ -453,7 +469,7 @@ def _flash_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, causal: bool) -
     rank.flops["attention"] += 10 * scores * q.shape[2] // (2 if causal else 1)
     if place.by_definition:
         return _by_definition_backward(q, k, causal)
-    lse = q.new(q.shape[:2], place.wide) if place.transport == "nccl" else None  # noqa: F841  (made contiguous)
+    lse = q.new(q.shape[:2], place.wide) if place.transport == "nccl" else None  (made contiguous)
     return q.new(), k.new(), v.new()
 
 
@@ -511,7 +527,7 @@ def _score_rows(q: Tensor, k: Tensor) -> list[int]:
 def _scores(q: Tensor, k: Tensor, rows: int, causal: bool) -> Tensor:
     scores = q.new((rows, q.shape[1], k.shape[0])).new()
     if causal:
-        hidden = q.new((rows, k.shape[0]), 1).new()  # noqa: F841
+        hidden = q.new((rows, k.shape[0]), 1).new()
         return scores.new()
     return scores
 
@@ -520,7 +536,7 @@ def _merge(part: Tensor, part_lse: Tensor, first: bool) -> None:
     """`model.kernels.merge`."""
     if first:
         return
-    total = part_lse.new()  # noqa: F841
+    total = part_lse.new()
     weight = _exp_of_difference(part_lse)
     del weight
     weight = _exp_of_difference(part_lse)
@@ -593,7 +609,7 @@ def ring_backward(rank: Rank, dkv: Tensor, q: Tensor, kv: Tensor, pairs_of: Call
             return
         arriving = None
         arriving, received = _pass_on(here.new() if step else here, group)
-        sending = None  # noqa: F841
+        sending = None
         kv = following
 
 
@@ -630,17 +646,17 @@ class Group:
 
     def all_gather(self, x: Tensor) -> None:
         self.count(x.bytes * (self.size - 1))
-        copies = x.new((self.size, *x.shape)) if self.direct and not self.swaps else None  # noqa: F841
+        copies = x.new((self.size, *x.shape)) if self.direct and not self.swaps else None
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
         out = x.new((x.shape[0] // self.size, *x.shape[1:]))
         x = x.shaped(*x.shape)
         self.count(x.bytes // self.size * (self.size - 1))
         if self.swaps:
-            theirs = out.new()  # noqa: F841
+            theirs = out.new()
         elif self.direct:
-            parts = x.new()  # noqa: F841
-            total = out.new(itemsize=self.rank.place.wide)  # noqa: F841
+            parts = x.new()
+            total = out.new(itemsize=self.rank.place.wide)
         return out
 
     def all_reduced(self, x: Tensor) -> Tensor:
@@ -648,7 +664,7 @@ class Group:
         if self.direct:
             rows = x.new((self.size, *x.shape))
             self.all_gather(x)
-            total = rows.new(x.shape)  # noqa: F841
+            total = rows.new(x.shape)
         elif self.size > 1:
             self.count(2 * x.bytes * (self.size - 1) // self.size)
         return x
