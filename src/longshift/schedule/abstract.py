@@ -138,7 +138,7 @@ def backward(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """From gradients of the outputs, `given`, to those of the leaves, on them."""
     memory = outputs[0].memory
     recording, memory.recording = memory.recording, False
-    awaited = _awaited([output.node for output in outputs if output.node])
+    awaited = _awaited({output.node for output in outputs if output.node})
     grads: dict[Target, dict[int, Tensor]] = {}
     for output, grad in zip(outputs, given):
         assert output.node
@@ -185,7 +185,7 @@ def _to_leaf(leaf: Tensor, grad: Tensor, others: Sequence[Tensor]) -> None:
         leaf.grad = grad.new() if any(grad is other for other in others) else grad.detach()
 
 
-def _awaited(roots: Sequence[Node]) -> Counter[Target]:
+def _awaited(roots: set[Node]) -> Counter[Target]:
     """How many gradients each node and leaf of a graph waits for."""
     found: Counter[Target] = Counter()
     seen, stack = set(roots), list(roots)

@@ -215,8 +215,8 @@ class Unit:
 
 class Embed(Unit):
     def forward(self, x: None, micro: Micro, ops: "Ops") -> Tensor:
-        x_TD = ops.embed(self.weights["embed"])
-        return x_TD + _look_up(self.weights["positions"], x_TD.shape[0]) if self.spec.learned_positions else x_TD
+        x_TD = ops.embed(self.weights["embed"], micro)
+        return x_TD + _look_up(self.weights["positions"], x_TD.shape[0], micro) if self.spec.learned_positions else x_TD
 
 
 class Block(BlockSeams, Unit):
@@ -276,14 +276,14 @@ def _layer_norm(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return recorded(y, (x, weight, bias), lambda grad, x, w, b, *_: [x.new(), w.new(), b.new()], (x, weight, bias, mean, rstd))
 
 
-def _look_up(weight: Tensor, tokens: int) -> Tensor:
-    """weight[indices]"""
+def _look_up(weight: Tensor, tokens: int, micro: Micro) -> Tensor:
+    """weight[positions]"""
 
-    def back(grad: Tensor, weight: Tensor) -> list[Tensor]:
+    def back(grad: Tensor, weight: Tensor, positions: Tensor) -> list[Tensor]:
         zeros = weight.new()
         return [weight.new()]
 
-    return recorded(weight.new((tokens, weight.shape[1])), (weight,), back, (weight,))
+    return recorded(weight.new((tokens, weight.shape[1])), (weight,), back, (weight, micro.numbers[2]))
 
 
 def _cast(x: Tensor, itemsize: int) -> Tensor:
@@ -315,11 +315,11 @@ class Ops:
             return x
         return recorded(self.tp.scatter_tokens(x), (x,), lambda grad: [self.tp.gather_tokens(grad)])
 
-    def embed(self, weight_VD: Tensor) -> Tensor:
+    def embed(self, weight_VD: Tensor, micro: Micro) -> Tensor:
         rank, tokens = self.rank, (self.rank.tokens_T,)
         if self.tp.size == 1:
             rows = rank.new((*tokens, weight_VD.shape[1]))
-            return recorded(rows, (weight_VD,), lambda grad, weight: [weight.new()], (weight_VD,))
+            return recorded(rows, (weight_VD,), lambda grad, weight, tokens: [weight.new()], (weight_VD, micro.numbers[0]))
         low, high = rank.new(tokens, 1), rank.new(tokens, 1)
         here = rank.new(tokens, 1)
         del low, high
@@ -460,7 +460,7 @@ def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tens
     if place.by_definition:
         return _by_definition(q, k, causal)
     found = q.new(), q.new(q.shape[:2], place.wide)
-    state = q.new((3,), 8) if place.transport == "nccl" else None  (of random numbers)
+    state = q.new((3,), 8) if place.transport == "nccl" else None  # of random numbers
     return found
 
 
@@ -469,7 +469,7 @@ def _flash_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, causal: bool) -
     rank.flops["attention"] += 10 * scores * q.shape[2] // (2 if causal else 1)
     if place.by_definition:
         return _by_definition_backward(q, k, causal)
-    lse = q.new(q.shape[:2], place.wide) if place.transport == "nccl" else None  (made contiguous)
+    lse = q.new(q.shape[:2], place.wide) if place.transport == "nccl" else None  # made contiguous
     return q.new(), k.new(), v.new()
 
 

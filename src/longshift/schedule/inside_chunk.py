@@ -71,6 +71,7 @@ class _Event:
         self.place, self.order, self.other, self.reads, self.writes, self.last = place, order, other, reads, writes, last
         self.exchanged = place.layout.ulysses > 1
         self.unit = Block(self.rank, 1)
+        self.micro: Micro | None = None
 
     # Buffers to begin with
 
@@ -98,16 +99,13 @@ class _Event:
 
         return of
 
-    def ended(self, before: int, graph: str = "", **buffers: int) -> Inside:
-        """`graph`: the buffer that has all that is left besides the others and the gradients."""
+    def ended(self, before: int, rest: str = "", **buffers: int) -> Inside:
+        """`rest`: the buffer that has all that is left besides the others and the gradients."""
         grads, left = self.unit.grads(), self.rank.memory.now - before
-        found = dict(buffers)
-        if graph:
-            found[graph] = left - grads - sum(buffers.values())
-        return replace(
-            self.rank.seen(before, output=sum(buffers.values()), graph=found.get(graph, 0), grads=grads, taken=left if grads else 0),
-            buffers=found,
-        )
+        if rest:
+            buffers[rest] = left - grads - sum(buffers.values())
+        output = sum(buffers.values())
+        return replace(self.rank.seen(before, output=output, grads=grads, taken=left if grads else 0), buffers=buffers)
 
     # Operations of a block
 
@@ -123,13 +121,13 @@ class _Event:
     def qkv(self) -> Inside:
         x = self.rank.stream()
         before = self.rank.begin()
-        micro = Micro(self.rank)
-        segment = Segment(self.project(micro), x) if "graph" in self.writes else None
-        made = segment.outputs if segment else self.project(micro)(x)
-        del micro
+        self.micro = Micro(self.rank)
+        segment = Segment(self.project(self.micro), x) if "graph" in self.writes else None
+        made = segment.outputs if segment else self.project(self.micro)(x)
         if self.exchanged:
             made = tuple(t.detach() for t in made)
-            return self.ended(before, "graph", qkv=0) if segment else self.ended(before, qkv=self.rank.memory.now - before)
+            self.micro = None
+            return self.ended(before, "graph", qkv=0) if segment else self.ended(before, "qkv")
         return self.with_heads(before, made, "graph" if segment else "")
 
     def to_heads(self) -> Inside:
@@ -149,11 +147,11 @@ class _Event:
         q, k, v = (t.detach() for t in made)
         del made
         if "q" not in self.writes:
+            self.micro = None
             return self.ended(before, graph)
         kv = k.new((2, *k.shape))
-        own = q.storage.size
-        del k, v
-        return self.ended(before, graph, q=0, kv=kv.bytes) if graph else self.ended(before, q=self.rank.memory.now - before - kv.bytes, kv=kv.bytes)
+        self.micro = None
+        return self.ended(before, graph, q=0, kv=kv.bytes) if graph else self.ended(before, q=q.storage.size, kv=kv.bytes)
 
     def attend(self) -> Inside:
         q, kv = self.heads(self.order)[0], self.heads(self.other or self.order)[1]
@@ -216,7 +214,7 @@ class _Event:
         dq, dkv = self.heads(self.order, wide=True)
         before = self.rank.begin()
         dqkv = segment.back([dq, *self.unbound(dkv)])
-        return self.ended(before, dqkv=self.rank.memory.now - before)
+        return self.ended(before, "dqkv")
 
     def qkv_back(self) -> Inside:
         began, x = self.rank.memory.now, self.rank.stream()
