@@ -34,7 +34,7 @@ from longshift.train.build import LayoutOps, prepare
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 
-from fake_device import fake_device
+from fake_device import fake_device  # pyright: ignore[reportMissingImports]
 
 SPECS = {
     "llama": ModelSpec("llama", 61, 64, 1, 5, 5, 16, 97, 4096, rope=Rope()),
@@ -48,6 +48,7 @@ SPECS = {
 }
 LENGTHS = (700, 333, 1000, 2)  # of documents, in tokens
 TURNS = ("pass", "forward", "backward")
+TURNS_OF_CHUNKS: tuple[Any, ...] = ("embed", "forward", "loss", "backward", "embed_back")
 PARTS = ("embed", "block", "attention half", "mlp half")
 
 
@@ -108,9 +109,7 @@ def events(world: World, spec: str, layout: str, dtype: str) -> list[dict]:
         return _events(world, SPECS[spec], Layout.parse(layout), getattr(torch, dtype), held, world.device)
 
 
-def _events(
-    world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, held: HeldBytes, device: torch.device
-) -> list[dict]:
+def _events(world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, held: HeldBytes, device: torch.device) -> list[dict]:
     if world.everyone.handle is not None:
         prepare(world, spec, layout)
     ops = LayoutOps(spec, layout, world, FLASH)
@@ -136,7 +135,7 @@ def _events(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Play, "_play", played)
-        for unit, turn in ((0, "embed"), (1, "forward"), (2, "loss"), (1, "backward"), (0, "embed_back")):
+        for unit, turn in zip((0, 1, 2, 1, 0), TURNS_OF_CHUNKS):
             streamed.play(units[unit], unit, turn, 0, pack, 1.0, added)
     return found
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,15 @@ from inside_measured import LENGTHS, PARTS, SPECS, TURNS
 
 from longshift.layout.layout import Layout
 from longshift.schedule import inside, inside_chunk
+from longshift.schedule.abstract import Tensor, recorded
 from longshift.schedule.chunks import Buffer, cut, reach
 from longshift.schedule.inside import Inside, Place, Transport
 from longshift.schedule.sequence import token_order
 from longshift.schedule.streamed import lists_of
 
 LAYOUTS = ("dp1", "tp2", "u2", "ring2", "u2.tp2", "ring2.tp2", "tp3", "u3", "ring3")
-CHUNKED = ("chunk600", "chunk600.kv-offload.fpdt", "tp2.chunk800.keep-input", "u2.chunk600", "u2.chunk500.fpdt", "ring2.chunk600", "ring2.tp2.chunk900")
+CHUNKED = ("chunk600", "chunk600.kv-offload.fpdt", "tp2.chunk800.keep-input", "u2.chunk600", "u2.chunk500.fpdt", "ring2.chunk600")
+CHUNKED += ("ring2.tp2.chunk900",)
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 FAKE = [
     {"spec": spec, "layout": layout, "rank": Layout.parse(layout).world // 2, "dtype": dtype}
@@ -91,7 +93,7 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
         elif event.kind in ("compute", "send"):
             told = inside_chunk.of_event(place, lists.orders, sees, event)
             before = dict(known)
-            chunks = {name: chunk for name, chunk in (*event.reads, *event.writes)}
+            chunks = dict((*event.reads, *event.writes))
             known |= {(name, chunks[name]): size for name, size in told.buffers.items()}
             left = sum(known.values()) - sum(before.values())
             if found["left"] - 8 * (event.name == "loss" and event.chunk == 0) != left:
@@ -109,3 +111,40 @@ def test_events_of_chunks_hold_leave_and_send_what_is_said(worlds: Worlds, spec:
     answers = worlds(Layout.parse(layout).world).call("inside_measured:events", DEADLINE_S, spec=spec, layout=layout, dtype=dtype)
     wrong = [f"rank {rank}: {fault}" for rank, found in enumerate(answers) for fault in event_faults(found, spec, layout, rank, dtype)]
     assert not wrong, "\n".join(wrong)
+
+
+def forgotten_gate(patch: pytest.MonkeyPatch) -> None:
+    """The gated activation saves one of its inputs only."""
+
+    def gated(self: inside.Block, gate: Tensor, up: Tensor) -> Tensor:
+        return recorded(gate.new(), (gate, up), lambda grad, up: [grad.new(), grad.new()], (up,))
+
+    patch.setattr(inside.Block, "gated", gated)
+
+
+def own_share_sent(patch: pytest.MonkeyPatch) -> None:
+    """What a rank gathers from others counts as sent to itself, too."""
+    count = inside.Group.count
+    patch.setattr(inside.Group, "count", lambda group, sent: count(group, sent * group.size // (group.size - 1)))
+
+
+def copies_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Sums over a pair of ranks need no room for what the other one sends."""
+
+    def scatter_tokens(self: inside.Group, x: Tensor) -> Tensor:
+        self.count(x.bytes // self.size * (self.size - 1))
+        return x.new((x.shape[0] // self.size, *x.shape[1:]))
+
+    patch.setattr(inside.Group, "scatter_tokens", scatter_tokens)
+
+
+@pytest.mark.parametrize("mutant", [forgotten_gate, own_share_sent, copies_forgotten])
+def test_a_wrong_prediction_is_noticed(worlds: Worlds, mutant: Callable, monkeypatch: pytest.MonkeyPatch):
+    answers = worlds(2).call("inside_measured:operations", DEADLINE_S, spec="llama", layout="tp2", dtype="float32")
+    inside.inside.cache_clear()
+    mutant(monkeypatch)
+    wrong = list(faults(answers[0], predicted("llama", "tp2", 0, "float32")))
+    monkeypatch.undo()
+    inside.inside.cache_clear()
+    inside.loss.cache_clear()
+    assert wrong

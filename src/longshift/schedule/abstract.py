@@ -1,9 +1,9 @@
 """Tensors without numbers: shapes, bytes and an autograd that holds and releases memory as torch's does.
 
-A storage counts into its `Memory` from when it is made until Python drops it, so that code written like torch's, with the same variables, has
-the same peak. Autograd: a node holds what it saved until it has run; nodes run by descending number, leaves first; what runs a node lets its
-gradients go before those that it returns are added up; where two gradients meet a third is made (torch adds in place where it can, but not
-under the mode that counts its bytes); a leaf takes its first gradient itself where nothing else refers to it, else a copy.
+A storage counts into its `Memory` from when it is made until Python drops it, so that code written like torch's, with the same variables,
+has the same peak. Autograd: a node holds what it saved until it has run; nodes run by descending number, leaves first; the gradients that a
+node was given are gone before those that it returns are added up; where two gradients meet a third is made (torch adds in place where it
+can, but not under the mode that counts its bytes); a leaf takes its first gradient itself where nothing else refers to it, else a copy.
 """
 
 import heapq

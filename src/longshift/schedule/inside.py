@@ -1,8 +1,8 @@
 """What happens inside one compute operation of a rank: its peak of memory, what it leaves, what it sends, its FLOPs.
 
-The operation is played with tensors without numbers (`schedule.abstract`). A block's composition is `schedule.seams`, the same that the model
-runs; primitives, collectives and attention mirror, line by line, `model.functions`, `model.decoder`, `model.attention`, `model.kernels`,
-`model.loss`, `dist.collectives`, `parallel.*` and `stream.loss`: who changes a tensor's life there changes it here, and
+The operation is played with tensors without numbers (`schedule.abstract`). A block's composition is `schedule.seams`, the same that the
+model runs; primitives, collectives and attention mirror, line by line, `model.functions`, `model.decoder`, `model.attention`,
+`model.kernels`, `model.loss`, `dist.collectives`, `parallel.*` and `stream.loss`: who changes a tensor's life there changes it here, and
 tests/many/test_inside.py compares the two. Not counted, as nothing outside sees it: what a kernel needs inside.
 
     pass       forward that keeps nothing                          begins with x                     leaves y
@@ -86,9 +86,9 @@ class Place:
 def inside(place: Place, order: TokenOrder, part: Part, turn: Turn) -> Inside:
     """Of a unit, or one half of it, on a pack in this order."""
     rank = Rank(place, order)
-    module = (Embed if part == "embed" else Block)(rank, 0 if part == "embed" else 1)
+    module: Any = Embed(rank, 0) if part == "embed" else Block(rank, 1)
     micro = Micro(rank)
-    function = {"attention half": module.attention_half, "mlp half": module.mlp_half}[part] if "half" in part else module.forward
+    function = getattr(module, {"attention half": "attention_half", "mlp half": "mlp_half"}.get(part, "forward"))
     x = None if part == "embed" else rank.stream().leaf()
     rank.memory.recording = turn != "pass"
     seen = rank.begin()

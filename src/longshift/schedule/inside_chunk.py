@@ -13,7 +13,7 @@ two buffers share is counted in the one that is freed last:
 chunk are made anew in every event that wants them.
 """
 
-# ruff: noqa: F841  (variables hold tensors for as long as the runtime's do)
+# ruff: noqa: F841, RUF059  (variables hold tensors for as long as the runtime's do)
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -66,11 +66,11 @@ class Segment:
 class _Event:
     """One event on buffers that are made for it. Mutable."""
 
-    def __init__(self, place: Place, order: TokenOrder, other: TokenOrder | None, reads: tuple[str, ...], writes: tuple[str, ...], last: bool):
+    def __init__(self, place: Place, order: TokenOrder, other: TokenOrder | None, reads: Sequence[str], writes: Sequence[str], last: bool):
         self.rank = Rank(place, order)
         self.place, self.order, self.other, self.reads, self.writes, self.last = place, order, other, reads, writes, last
         self.exchanged = place.layout.ulysses > 1
-        self.unit = Block(self.rank, 1)
+        self.unit: Any = Block(self.rank, 1)
         self.micro: Micro | None = None
 
     # Buffers to begin with
@@ -190,7 +190,7 @@ class _Event:
         x, o, dy = self.rank.stream(), self.output(), self.rank.stream()
         before = self.rank.begin()
         dx, do = Segment(self.whole_tail, x, o).back([dy])
-        return self.ended(before, **{self.writes[0]: dx.storage.size, self.writes[1]: do.storage.size})
+        return self.ended(before, "", **dict(zip(self.writes, (dx.storage.size, do.storage.size))))
 
     def to_tokens_back(self) -> Inside:
         segment, do_tokens = Segment(self.rank.ops.to_tokens, self.heads(self.order)[0]), self.output()
