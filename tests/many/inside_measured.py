@@ -1,29 +1,40 @@
 """What forked ranks, and a process with a device that is not there, do for test_inside.py: the operations of a rank, measured."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from longshift.stream.loss import loss_and_gradient
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longshift.data.batch import Document
-from longshift.data.micro import micro_batch
+from longshift.data.micro import ChunkedPack, micro_batch
 from longshift.dist import collectives
-from longshift.dist.held import HeldBytes
+from longshift.dist.held import HeldBytes, prompt_release
 from longshift.dist.world import World
+from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
 from longshift.layout.memory import loss_rows
 from longshift.layout.placement import local_boxes
 from longshift.model.decoder import Block, Unit, build_unit
 from longshift.model.kernels import FLASH
+from longshift.schedule.chunks import Event
 from longshift.spec.model import ModelSpec, Rope
+from longshift.stream.block import Streamed, _Play
+from longshift.stream.loss import loss_and_gradient
+from longshift.train.build import LayoutOps, prepare
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+
+from fake_device import fake_device  # pyright: ignore[reportMissingImports]
 
 SPECS = {
     "llama": ModelSpec("llama", 61, 64, 1, 5, 5, 16, 97, 4096, rope=Rope()),
@@ -37,13 +48,14 @@ SPECS = {
 }
 LENGTHS = (700, 333, 1000, 2)  # of documents, in tokens
 TURNS = ("pass", "forward", "backward")
+TURNS_OF_CHUNKS: tuple[Any, ...] = ("embed", "forward", "loss", "backward", "embed_back")
 PARTS = ("embed", "block", "attention half", "mlp half")
 
 
 def operations(world: World, spec: str, layout: str, dtype: str) -> dict[str, dict]:
     """By "part turn": what was measured, in the terms of `schedule.inside.Inside`."""
     held, device = HeldBytes(), world.device
-    with held:
+    with prompt_release(), held:
         return dict(_operations(world, SPECS[spec], Layout.parse(layout), getattr(torch, dtype), held, device))
 
 
@@ -55,7 +67,7 @@ def _operations(
     ops = LayoutOps(spec, layout, world, FLASH)
     documents = [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]
     micro = micro_batch(spec, documents, layout, world.rank, dtype, device)
-    watch = Watch(held, device, {"tp": ops.tp, "u": ops.ulysses, "ring": ops.ring})
+    watch = Watch(held, device, {"tp": ops.tp, "ulysses": ops.ulysses, "ring": ops.ring})
     for part in PARTS:
         unit = filled(build_unit(spec, int(part != "embed")), layout, world, dtype, device)
         function: Callable[..., Tensor] = unit
@@ -88,6 +100,67 @@ def _operations(
     with watch.counting() as seen:
         found = loss_and_gradient(head, x, micro, ops, loss_rows(spec, len(x)), 1.0, added)  # pyright: ignore[reportArgumentType]
     yield "loss", seen | {"output": sum(map(size, found)), "graph": 0, **most}
+
+
+def events(world: World, spec: str, layout: str, dtype: str) -> list[dict]:
+    """Of a chunked pack through a model of one block, what each event of its lists did."""
+    held = HeldBytes()
+    with prompt_release(), held:
+        return _events(world, SPECS[spec], Layout.parse(layout), getattr(torch, dtype), held, world.device)
+
+
+def _events(world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, held: HeldBytes, device: torch.device) -> list[dict]:
+    if world.everyone.handle is not None:
+        prepare(world, spec, layout)
+    ops = LayoutOps(spec, layout, world, FLASH)
+    own, watch = own_heads(spec, layout, layout.coord(world.rank)), Watch(held, device, {"tp": ops.tp, "ulysses": ops.ulysses, "ring": ops.ring})
+    streamed = Streamed(spec, layout, ops, ops.ring, own, dtype.itemsize, Elsewhere(), 1)  # pyright: ignore[reportArgumentType]
+    documents = [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]
+    pack = ChunkedPack(spec, documents, layout, world.rank, dtype, device)
+    units = [filled(build_unit(spec, unit), layout, world, dtype, device) for unit in range(3)]
+    native, found = _Play._play, []
+
+    def played(play: _Play, event: Event) -> None:
+        for buffer in event.reads:
+            play._here(buffer)
+        with watch.counting() as seen:
+            native(play, event)
+        seen["left"] = held.now[device.type] - watch.before
+        found.append({"turn": turn, "number": len([one for one in found if one["turn"] == turn]), **seen})
+
+    def added() -> None:
+        for unit in units:
+            for weight in unit.parameters():
+                weight.grad = None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Play, "_play", played)
+        for unit, turn in zip((0, 1, 2, 1, 0), TURNS_OF_CHUNKS):
+            streamed.play(units[unit], unit, turn, 0, pack, 1.0, added)
+    return found
+
+
+class Elsewhere:
+    """A tier whose bytes are not counted. Mutable."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple, list[tuple[np.ndarray, torch.dtype, torch.Size]]] = {}
+
+    def put(self, key: tuple, *tensors: Tensor) -> None:
+        self.kept[key] = [(t.contiguous().view(-1).view(torch.uint8).numpy().copy(), t.dtype, t.shape) for t in tensors]
+
+    def fetch(self, key: tuple) -> Callable[[], tuple[Tensor, ...]]:
+        found = []
+        for data, dtype, shape in self.kept[key]:
+            tensor = torch.empty(shape, dtype=dtype)
+            tensor.view(-1).view(torch.uint8).copy_(torch.from_numpy(data))
+            found.append(tensor)
+        return lambda: tuple(found)
+
+    def recycle(self, tensors: Any) -> None: ...
+
+    def drop(self, key: tuple) -> None:
+        del self.kept[key]
 
 
 def stream(micro: Any, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -150,5 +223,16 @@ class Watch:
             found["sent"] = dict(sent)
 
 
+def on_fake_device(spec: str, layout: str, dtype: str, rank: int) -> dict[str, dict]:
+    """As `operations`, as one rank of a world whose collectives do nothing."""
+    size = Layout.parse(layout).world
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with fake_device() as (device, _):
+            return operations(World(rank, size, device), spec, layout, dtype)
+    finally:
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    print(json.dumps({}))
+    print(json.dumps([on_fake_device(**case) for case in json.loads(sys.argv[1])]))

@@ -1,24 +1,38 @@
 """Bytes that operations hold, leave and send, as `schedule.inside` says, against those of torch's own tensors in ranks."""
 
-from collections.abc import Iterator
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from conftest import DEADLINE_S, Worlds
 from inside_measured import LENGTHS, PARTS, SPECS, TURNS
 
 from longshift.layout.layout import Layout
-from longshift.schedule import inside
+from longshift.schedule import inside, inside_chunk
+from longshift.schedule.abstract import Tensor, recorded
+from longshift.schedule.chunks import Buffer, cut, reach
 from longshift.schedule.inside import Inside, Place, Transport
 from longshift.schedule.sequence import token_order
+from longshift.schedule.streamed import lists_of
 
-LAYOUTS = ("dp1", "tp2", "u2", "ring2", "u2.tp2", "ring2.tp2")
+LAYOUTS = ("dp1", "tp2", "u2", "ring2", "u2.tp2", "ring2.tp2", "tp3", "u3", "ring3")
+CHUNKED = ("chunk600", "chunk600.kv-offload.fpdt", "tp2.chunk800.keep-input", "u2.chunk600", "u2.chunk500.fpdt", "ring2.chunk600")
+CHUNKED += ("ring2.tp2.chunk900",)
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+FAKE = [
+    {"spec": spec, "layout": layout, "rank": Layout.parse(layout).world // 2, "dtype": dtype}
+    for spec, dtype in (("llama", "bfloat16"), ("llama grouped", "bfloat16"), ("qwen3", "float32"), ("gpt2", "bfloat16"))
+    for layout in LAYOUTS
+]
 
 
-def predicted(spec: str, text: str, rank: int, dtype: str, transport: Transport = "gloo") -> dict[str, Inside]:
-    layout = Layout.parse(text)
-    place = Place(SPECS[spec], layout, layout.coord(rank), BYTES[dtype], transport)
-    order = token_order(LENGTHS, layout.ring, layout.ulysses * layout.tp)
+def predicted(spec: str, layout: str, rank: int, dtype: str, transport: Transport = "gloo") -> dict[str, Inside]:
+    parsed = Layout.parse(layout)
+    place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], transport)
+    order = token_order(LENGTHS, parsed.ring, parsed.ulysses * parsed.tp)
     found = {f"{part} {turn}": inside.inside(place, order, part, turn) for part in PARTS for turn in TURNS}
     return found | {"loss": inside.loss(place, order)}
 
@@ -41,3 +55,96 @@ def test_operations_hold_leave_and_send_what_is_said(worlds: Worlds, spec: str, 
     answers = worlds(Layout.parse(layout).world).call("inside_measured:operations", DEADLINE_S, spec=spec, layout=layout, dtype=dtype)
     wrong = [f"rank {rank}: {fault}" for rank, found in enumerate(answers) for fault in faults(found, predicted(spec, layout, rank, dtype))]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture(scope="module")
+def on_fake_device() -> list[dict]:
+    """What a process with a device that is not there measured, by case; one for all, as the device stays known to its process."""
+    program = Path(__file__).with_name("inside_measured.py")
+    done = subprocess.run([sys.executable, program, json.dumps(FAKE)], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("number", range(len(FAKE)), ids=lambda number: " ".join(map(str, FAKE[number].values())))
+def test_operations_on_a_fake_device_do_as_is_said(number: int, on_fake_device: list[dict]):
+    wrong = list(faults(on_fake_device[number], predicted(**FAKE[number], transport="nccl")))
+    assert not wrong, "\n".join(wrong)
+
+
+def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype: str) -> Iterator[str]:
+    """Of every event of a chunked pack: peak within [0.98, 1], bytes left, sent and freed exactly as the buffers' sizes say."""
+    parsed = Layout.parse(layout)
+    place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype])
+    lists = lists_of(SPECS[spec], parsed, place.at, LENGTHS, BYTES[dtype])
+    sees = reach(cut(LENGTHS, parsed.chunk))
+    known: dict[Buffer, int] = {}
+    owed = 0  # by consecutive frees: graph and exchange share storages
+    for found in measured:
+        event = lists.of[found["turn"]][found["number"]]
+        said = f"{found['turn']} {event.kind} {event.name} {event.chunk} {event.keys}"
+        if owed and event.kind != "free":
+            yield f"{said}: before it, {-owed} bytes more were freed than said"
+            owed = 0
+        if event.kind == "fetch":
+            known[event.object] = found["left"]
+        elif event.kind == "free":
+            owed += found["left"] + known.pop(event.object)
+        elif event.kind in ("compute", "send"):
+            told = inside_chunk.of_event(place, lists.orders, sees, event)
+            before = dict(known)
+            chunks = dict((*event.reads, *event.writes))
+            known |= {(name, chunks[name]): size for name, size in told.buffers.items()}
+            left = sum(known.values()) - sum(before.values())
+            if found["left"] - 8 * (event.name == "loss" and event.chunk == 0) != left:
+                yield f"{said}: left {found['left']}, said to be {left}: {told.buffers}"
+            if found["sent"] != told.sent:
+                yield f"{said}: sent {found['sent']}, said to be {told.sent}"
+            if not 0.98 * told.peak <= found["peak"] <= told.peak:
+                yield f"{said}: peak {found['peak']}, said to be {told.peak}"
+
+
+@pytest.mark.parametrize("dtype", BYTES)
+@pytest.mark.parametrize("layout", CHUNKED)
+@pytest.mark.parametrize("spec", ["llama grouped", "qwen3", "gpt2"])
+def test_events_of_chunks_hold_leave_and_send_what_is_said(worlds: Worlds, spec: str, layout: str, dtype: str):
+    answers = worlds(Layout.parse(layout).world).call("inside_measured:events", DEADLINE_S, spec=spec, layout=layout, dtype=dtype)
+    wrong = [f"rank {rank}: {fault}" for rank, found in enumerate(answers) for fault in event_faults(found, spec, layout, rank, dtype)]
+    assert not wrong, "\n".join(wrong)
+
+
+def forgotten_gate(patch: pytest.MonkeyPatch) -> None:
+    """The gated activation saves one of its inputs only."""
+
+    def gated(self: inside.Block, gate: Tensor, up: Tensor) -> Tensor:
+        return recorded(gate.new(), (gate, up), lambda grad, up: [grad.new(), grad.new()], (up,))
+
+    patch.setattr(inside.Block, "gated", gated)
+
+
+def own_share_sent(patch: pytest.MonkeyPatch) -> None:
+    """What a rank gathers from others counts as sent to itself, too."""
+    count = inside.Group.count
+    patch.setattr(inside.Group, "count", lambda group, sent: count(group, sent * group.size // (group.size - 1)))
+
+
+def copies_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Sums over a pair of ranks need no room for what the other one sends."""
+
+    def scatter_tokens(self: inside.Group, x: Tensor) -> Tensor:
+        self.count(x.bytes // self.size * (self.size - 1))
+        return x.new((x.shape[0] // self.size, *x.shape[1:]))
+
+    patch.setattr(inside.Group, "scatter_tokens", scatter_tokens)
+
+
+@pytest.mark.parametrize("mutant", [forgotten_gate, own_share_sent, copies_forgotten])
+def test_a_wrong_prediction_is_noticed(worlds: Worlds, mutant: Callable, monkeypatch: pytest.MonkeyPatch):
+    answers = worlds(2).call("inside_measured:operations", DEADLINE_S, spec="llama", layout="tp2", dtype="float32")
+    inside.inside.cache_clear()
+    mutant(monkeypatch)
+    wrong = list(faults(answers[0], predicted("llama", "tp2", 0, "float32")))
+    monkeypatch.undo()
+    inside.inside.cache_clear()
+    inside.loss.cache_clear()
+    assert wrong

@@ -29,7 +29,7 @@ class HeldBytes(TorchDispatchMode):
         self.now: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self._sizes: dict[int, int] = {}  # by storage, as of when it was last seen
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}  # and device: the tensor's, as a fake one's storage has none
         self._numpy = patch.object(torch, "from_numpy", self._from_numpy(torch.from_numpy))  # it never reaches a dispatcher
 
     def __enter__(self) -> "HeldBytes":
@@ -64,21 +64,21 @@ class HeldBytes(TorchDispatchMode):
 
     def refresh(self) -> None:
         """Look again at every storage: `resize_` of a storage is no operation of torch's."""
-        for reference in list(self._alive.values()):
+        for reference, device in list(self._alive.values()):
             if (storage := reference()) is not None:
-                self._size(storage)
+                self._size(storage, device)
 
     def _see(self, tensor: Tensor, new: bool) -> None:
-        storage = tensor.untyped_storage()
+        storage, device = tensor.untyped_storage(), tensor.device.type
         if new and storage._cdata not in self._sizes:
             self._sizes[storage._cdata] = 0
-            self._alive[storage._cdata] = weakref.ref(storage)
-            weakref.finalize(storage, self._gone, storage._cdata, storage.device.type)
+            self._alive[storage._cdata] = weakref.ref(storage), device
+            weakref.finalize(storage, self._gone, storage._cdata, device)
         if storage._cdata in self._sizes:
-            self._size(storage)
+            self._size(storage, device)
 
-    def _size(self, storage: torch.UntypedStorage) -> None:
-        device, size = storage.device.type, storage.nbytes()
+    def _size(self, storage: torch.UntypedStorage, device: str) -> None:
+        size = storage.nbytes()
         self.now[device] += size - self._sizes[storage._cdata]
         self._sizes[storage._cdata] = size
         self.most[device] = max(self.most[device], self.now[device])

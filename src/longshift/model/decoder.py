@@ -1,7 +1,7 @@
 """The decoder: Llama, Mistral, Qwen and GPT-2 as one readable model that knows no rank.
 
-A block's composition is `schedule.seams`; here are its primitives. What a parallel layout changes goes through `Ops`, whose methods here are
-those of one process.
+A block's composition is `schedule.seams`; here are its primitives. What a parallel layout changes goes through `Ops`, whose methods here
+are those of one process.
 
 Letters: T tokens, D model width, N query heads, K key/value heads, H head width, F feed-forward width, V vocabulary.
 """

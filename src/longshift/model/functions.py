@@ -1,8 +1,8 @@
 """Norm, gated activation and rotary embedding as autograd functions that save their inputs and nothing wider.
 
-Composed of torch's operations, each of these saves several float32 copies of its input, a different number on every kind of device. Here the
-operations are written out, few and in place where nothing else sees the tensor, so that memory is the same on every device and known before
-(`schedule.inside` mirrors them, line by line).
+Composed of torch's operations, each of these saves several float32 copies of its input, a different number on every kind of device. Here
+the operations are written out, few and in place where nothing else sees the tensor, so that memory is the same on every device and known
+before (`schedule.inside` mirrors them, line by line).
 
     rms_norm   y = x r w,  r = 1 / sqrt(mean(x^2) + eps)         saves x, r    dx = r (g w - x r^2 mean(g w x))    dw = sum_t g x r
     gated      y = act(gate) up                                  saves gate, up
@@ -72,7 +72,8 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _turned(grad, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, -1), None, None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:

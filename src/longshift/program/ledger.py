@@ -8,33 +8,20 @@ process itself, come on top.
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.memory import loss_rows
 from longshift.layout.placement import buckets, local_boxes, local_shape, moving_unit, stages_of
+from longshift.program.book import Book, Held, Peak, Place
+from longshift.program.held_packs import ChunkedPacks, Packs, WholePacks
 from longshift.program.operations import Op
 from longshift.program.step import RankLayout, Steps, Visit
-from longshift.schedule import inside
-from longshift.schedule.inside import Inside
-from longshift.schedule.sequence import TokenOrder, token_order
+from longshift.schedule.inside import Transport
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut
 from longshift.switch.plan import Plan
 
-Place = Literal["device", "host", "disk"]
-Transport = Literal["gloo", "nccl"]
 SMALL = 16 << 10  # scalars: losses, counters of updates, norms of runs of gradients
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes in a place: after which operation of the step, and what was alive, by name, largest first."""
-
-    total: int
-    op: str
-    alive: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -47,50 +34,6 @@ class Weighed:
     @property
     def device(self) -> int:
         return self.peaks["device"].total
-
-
-class Held:
-    """A storage: so many bytes of a ledger, until nobody refers to it."""
-
-    __slots__ = ("book", "name", "place", "size")
-
-    def __init__(self, book: "Book", name: str, size: int, place: Place = "device"):
-        self.book, self.name, self.size, self.place = book, name, size, place
-        book.change(name, size, place)
-
-    def __del__(self) -> None:
-        self.book.change(self.name, -self.size, self.place)
-
-
-class Book:
-    """Bytes by name, now and at the most of each place. Mutable."""
-
-    def __init__(self) -> None:
-        self.now: Counter[str] = Counter()
-        self.most: Counter[str] = Counter()
-        self.by_name: dict[str, Counter[str]] = {}
-        self.peaks: dict[str, Peak] = {}
-        self.op = ""
-
-    def change(self, name: str, size: int, place: str) -> None:
-        self.now[place] += size
-        self.by_name.setdefault(place, Counter())[name] += size
-        if self.now[place] > self.most[place]:
-            self.most[place] = self.now[place]
-
-    def inside(self, size: int) -> None:
-        """An operation needs so many bytes on the device, beyond what is there."""
-        self.most["device"] = max(self.most["device"], self.now["device"] + size)
-
-    def settle(self, op: Op) -> None:
-        """After an operation: write down peaks that it has raised."""
-        for place, most in self.most.items():
-            known = self.peaks.get(place)
-            if known is None or most > known.total:
-                held = self.by_name.get(place, Counter())
-                rows = sorted(((name, size) for name, size in held.items() if size), key=lambda row: -row[1])
-                inside = most - sum(size for _, size in rows)
-                self.peaks[place] = Peak(most, str(op), (*rows, ("inside the operation", inside)) if inside > 0 else tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -240,7 +183,8 @@ class Ledger:
     `same_format`: weights are computed with in home's format; `host_is_device`: a CPU, whose host tier moves nothing. Mutable."""
 
     def __init__(self, steps: Steps, transport: Transport, same_format: bool, host_is_device: bool, ahead: int = 1):
-        self.steps, self.transport, self.same_format = steps, transport, same_format
+        self.steps, self.same_format = steps, same_format
+        self.transport: Transport = transport
         self.host_is_device, self.ahead = host_is_device, ahead
         self.spec = steps.itinerary.spec
         self.book, self.sent = Book(), Counter[str]()
@@ -251,11 +195,11 @@ class Ledger:
         state = 3 * home * sum(elements for _, elements in self.shards)
         self.state = [self.held("master weights", state // 3), self.held("moments", state - state // 3), self.held("scalars", SMALL)]
         self.copies: dict[Cut, Copies] = {}
-        self.runners: dict[Layout, Any] = {}
+        self.runners: dict[Layout, Packs] = {}
         for layout, view in steps.views.items():
             if view.cut not in self.copies:
                 self.copies[view.cut] = Copies(self, view)
-            self.runners[layout] = WholePacks(self, view)
+            self.runners[layout] = (ChunkedPacks if layout.chunk else WholePacks)(self, view)
         self.visits: Sequence[Visit] = ()
         self.packs: Sequence[Sequence[Sequence[int]]] = ()
         self.table: dict[str, Callable[[Op], object]] = {
@@ -311,7 +255,7 @@ class Ledger:
                 self.book.settle(op)
         return Weighed(self.book.peaks, dict(self.sent))
 
-    def _runner(self, op: Op) -> Any:
+    def _runner(self, op: Op) -> Packs:
         return self.runners[self.visits[op.visit].layout]
 
     def _copies(self, op: Op) -> Copies:
@@ -367,145 +311,3 @@ def exchanged(plan: Plan, rank: int, number: int) -> tuple[int, int]:
             sent += int(size[here & (m.source == rank)].sum())
             received += int(size[here & (m.target == rank)].sum())
     return sent, received
-
-
-class WholePacks:
-    """What `step.runner.WholePacks` keeps. Mutable."""
-
-    def __init__(self, ledger: Ledger, view: RankLayout):
-        self.ledger, self.view, self.spec, self.layout = ledger, view, view.spec, view.layout
-        self.compute_bytes = ledger.steps.bytes[0]
-        self.rank = inside.Place(self.spec, self.layout, view.at, self.compute_bytes, ledger.transport)
-        self.orders: dict[int, TokenOrder] = {}
-        self.micros: dict[int, Held] = {}
-        self.x: dict[int, Held] = {}
-        self.g: dict[int, Held] = {}
-        self.graphs: dict[tuple, tuple[Held | None, Held, Held]] = {}
-        self.inputs: dict[tuple, Held] = {}
-        self.grads: dict[int, list[Held]] = {}
-        self.receiving: dict[int, Held] = {}
-        self.sending: dict[int, Held] = {}
-        self.tier: dict[tuple, Held] = {}
-        self.fetched: dict[tuple, Held] = {}
-
-    def load(self, micro: int, lengths: Sequence[int]) -> None:
-        order = token_order(list(lengths) or [1], self.layout.ring, self.layout.ulysses * self.layout.tp)
-        self.orders[micro] = order
-        size, inside = micro_bytes(self.spec, order.local_tokens // self.layout.ulysses, self.compute_bytes)
-        self.ledger.book.inside(size + inside)
-        self.micros[micro] = self.ledger.held("token ids, labels, rotary angles", size)
-
-    def unload(self, micro: int) -> None:
-        for held in (self.micros, self.x, self.g):
-            held.pop(micro, None)
-
-    def tokens(self, micro: int) -> int:
-        """T'."""
-        return self.orders[micro].local_tokens // (self.layout.ulysses * self.layout.tp)
-
-    def residual(self, micro: int, name: str) -> Held:
-        return self.ledger.held(name, self.tokens(micro) * self.spec.width * self.compute_bytes)
-
-    def receive(self, op: Op) -> None:
-        self.receiving[op.number] = self.residual(op.micro, "messages between stages")
-
-    def received(self, op: Op) -> None:
-        (self.x if op.turn == "forward" else self.g)[op.micro] = self.receiving.pop(op.number)
-
-    def send(self, op: Op) -> None:
-        held = (self.x if op.turn == "forward" else self.g).pop(op.micro)
-        self.ledger.send(op.way, held.size)
-        self.sending[op.number] = held
-
-    def compute(self, op: Op) -> None:
-        {"pass": self._pass, "forward": self._forward, "again": self._again, "backward": self._backward, "loss": self._loss}[op.turn](op)
-
-    def _inside(self, op: Op) -> Inside:
-        turn = op.turn if op.turn != "again" else "forward"
-        found = inside.inside(self.rank, self.orders[op.micro], op.part, turn)  # pyright: ignore[reportArgumentType]
-        self.ledger.book.inside(found.peak)
-        for axis, size in found.sent.items():
-            self.ledger.send(axis, size)
-        return found
-
-    @staticmethod
-    def _key(op: Op) -> tuple[int, int, str]:
-        return op.micro, op.unit, op.part
-
-    def _pass(self, op: Op) -> None:
-        self._inside(op)
-        self.inputs[self._key(op)] = self.x[op.micro]
-        self.x[op.micro] = self.residual(op.micro, "residual stream")
-
-    def _forward(self, op: Op) -> None:
-        self._graph(op, self.x.pop(op.micro, None))
-        self.x[op.micro] = self.graphs[self._key(op)][1]
-
-    def _again(self, op: Op) -> None:
-        self._graph(op, self.inputs.pop(self._key(op)))
-
-    def _graph(self, op: Op, x: Held | None) -> None:
-        found = self._inside(op)
-        y = self.residual(op.micro, "residual stream")
-        self.graphs[self._key(op)] = x, y, self.ledger.held("activations for the backward", found.graph)
-
-    def _backward(self, op: Op) -> None:
-        found = self._inside(op)
-        x = self.graphs.pop(self._key(op))[0]
-        del self.g[op.micro]
-        self._leave(op.unit)
-        if x is not None:
-            self.g[op.micro] = self.residual(op.micro, "gradient of the residual stream")
-
-    def _leave(self, unit: int) -> None:
-        """Gradients on the weights of a unit, and on those that it shares."""
-        units = [u for u in (*self.view.shared(unit), unit) if u in self.view.units]
-        sizes = self.ledger.copies[self.view.cut].units
-        for moving in units:
-            own = sum(sizes[moving].weights) * self.compute_bytes
-            self.grads.setdefault(moving, []).append(self.ledger.held("gradients of weights", own))
-
-    def _loss(self, op: Op) -> None:
-        if op.number == 0:
-            self.g[op.micro] = self.residual(op.micro, "gradient of the residual stream")
-        rows = self.tokens(op.micro)
-        found = inside.loss_of_rows(self.rank, self.orders[op.micro], op.number)
-        self.ledger.book.inside(found.peak)
-        for axis, size in found.sent.items():
-            self.ledger.send(axis, size)
-        self._leave(op.unit)
-        if (op.number + 1) * loss_rows(self.spec, rows) >= rows:
-            del self.x[op.micro]
-
-    def put(self, op: Op) -> None:
-        x = self.inputs.pop(self._key(op))
-        self.tier[self._key(op)] = x if self._stays else self.ledger.held("waiting for the backward", x.size, self._tier_place)
-
-    @property
-    def _stays(self) -> bool:
-        return self.layout.offload == "device" or (self.layout.offload == "host" and self.ledger.host_is_device)
-
-    @property
-    def _tier_place(self) -> Place:
-        return self.layout.offload
-
-    def fetch(self, op: Op) -> None:
-        stored = self.tier[self._key(op)]
-        self.fetched[self._key(op)] = stored if self._stays else self.ledger.held("fetched from the tier", stored.size)
-
-    def await_fetch(self, op: Op) -> None:
-        self.inputs[self._key(op)] = self.fetched[self._key(op)]
-
-    def drop(self, op: Op) -> None:
-        del self.fetched[self._key(op)], self.tier[self._key(op)]
-
-
-def micro_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of a micro-batch's ids, labels, positions and rotary angles, and what is needed besides while they are made."""
-    ints = 3 * 8 * tokens
-    if spec.rope is None:
-        return ints, 0
-    half = spec.head_width // 2
-    both = 2 * tokens * spec.head_width * itemsize
-    angle, narrow = tokens * half * 8, (tokens * half * itemsize if itemsize < 8 else 0)
-    return ints + both, max(0, angle + max(angle + narrow, max(narrow, angle) + both // 2) - both // 2)

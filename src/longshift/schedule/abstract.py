@@ -1,9 +1,9 @@
 """Tensors without numbers: shapes, bytes and an autograd that holds and releases memory as torch's does.
 
-A storage counts into its `Memory` from when it is made until Python drops it, so that code written like torch's, with the same variables, has
-the same peak. Autograd: a node holds what it saved until it has run; nodes run by descending number, leaves first; what runs a node lets its
-gradients go before those that it returns are added up; where two gradients meet a third is made (torch adds in place where it can, but not
-under the mode that counts its bytes); a leaf takes its first gradient itself where nothing else refers to it, else a copy.
+A storage counts into its `Memory` from when it is made until Python drops it, so that code written like torch's, with the same variables,
+has the same peak. Autograd: a node holds what it saved until it has run; nodes run by descending number, leaves first; the gradients that a
+node was given are gone before those that it returns are added up; where two gradients meet a third is made (torch adds in place where it
+can, but not under the mode that counts its bytes); a leaf takes its first gradient itself where nothing else refers to it, else a copy.
 """
 
 import heapq
@@ -138,7 +138,7 @@ def backward(outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """From gradients of the outputs, `given`, to those of the leaves, on them."""
     memory = outputs[0].memory
     recording, memory.recording = memory.recording, False
-    awaited = _awaited([output.node for output in outputs if output.node])
+    awaited = _awaited({output.node for output in outputs if output.node})
     grads: dict[Target, dict[int, Tensor]] = {}
     for output, grad in zip(outputs, given):
         assert output.node
@@ -185,7 +185,7 @@ def _to_leaf(leaf: Tensor, grad: Tensor, others: Sequence[Tensor]) -> None:
         leaf.grad = grad.new() if any(grad is other for other in others) else grad.detach()
 
 
-def _awaited(roots: Sequence[Node]) -> Counter[Target]:
+def _awaited(roots: set[Node]) -> Counter[Target]:
     """How many gradients each node and leaf of a graph waits for."""
     found: Counter[Target] = Counter()
     seen, stack = set(roots), list(roots)

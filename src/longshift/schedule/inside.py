@@ -1,21 +1,23 @@
 """What happens inside one compute operation of a rank: its peak of memory, what it leaves, what it sends, its FLOPs.
 
-The operation is played with tensors without numbers (`schedule.abstract`). A block's composition is `schedule.seams`, the same that the model
-runs; primitives, collectives and attention mirror, line by line, `model.functions`, `model.decoder`, `model.attention`, `model.kernels`,
-`model.loss`, `dist.collectives`, `parallel.*` and `stream.loss`: who changes a tensor's life there changes it here, and
+The operation is played with tensors without numbers (`schedule.abstract`). A block's composition is `schedule.seams`, the same that the
+model runs; primitives, collectives and attention mirror, line by line, `model.functions`, `model.decoder`, `model.attention`,
+`model.kernels`, `model.loss`, `dist.collectives`, `parallel.*` and `step.runner`: who changes a tensor's life there changes it here, and
 tests/many/test_inside.py compares the two. Not counted, as nothing outside sees it: what a kernel needs inside.
 
     pass       forward that keeps nothing                          begins with x                     leaves y
     forward    forward that keeps its graph, the first or again    begins with x                     leaves y, graph
     backward   of a kept graph                                     begins with x, y, dy, graph       leaves dx, grads; graph is gone
-    loss       head and cross-entropy by rows, both ways           begins with x                     leaves dx; grads are taken row by row
+    loss       head and cross-entropy of some rows, both ways      begins with x, dx                 leaves grads
 
 What an operation begins with stays for as long as it runs.
 """
 
+# ruff: noqa: F841, RUF059  (variables hold tensors for as long as the model's do)
+
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -41,7 +43,8 @@ class Inside:
     """Bytes and work of one operation on one rank. `peak`: the most above what was there when it began, its results included; `output`: of
     the tensors that it returns; `graph`: that a forward keeps for its backward, besides input and output; `grads`: of the weights'
     gradients that it leaves, or at most leaves at one time; `taken`: all that is there, above the beginning, when a loss has its
-    gradients taken from the weights; `sent`: out of this rank to others, by axis."""
+    gradients taken from the weights; `sent`: out of this rank to others, by axis; `buffers`: of a chunk's event, see
+    `schedule.inside_chunk`."""
 
     peak: int
     output: int
@@ -51,6 +54,7 @@ class Inside:
     sent: Mapping[str, int]
     matmul_flops: int
     attention_flops: int
+    buffers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def flops(self) -> int:
@@ -59,7 +63,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank, and how it computes: `itemsize` of the compute format, `kernel` of attention: "flash" or "math"."""
+    """A rank, and how it computes: `itemsize` of the compute format; `transport`: gloo with CPUs, NCCL with GPUs."""
 
     spec: ModelSpec
     layout: Layout
@@ -72,17 +76,23 @@ class Place:
         """Bytes of a number of at least float32."""
         return max(4, self.itemsize)
 
+    @property
+    def by_definition(self) -> bool:
+        """Whether attention has no fused kernel: GPUs have them for 16-bit numbers only."""
+        return self.transport == "nccl" and self.itemsize > 2
+
 
 @lru_cache(maxsize=4096)
 def inside(place: Place, order: TokenOrder, part: Part, turn: Turn) -> Inside:
     """Of a unit, or one half of it, on a pack in this order."""
     rank = Rank(place, order)
-    module = (Embed if part == "embed" else Block)(rank, 0 if part == "embed" else 1)
-    function = {"attention half": module.attention_half, "mlp half": module.mlp_half}[part] if "half" in part else module.forward
+    module: Any = Embed(rank, 0) if part == "embed" else Block(rank, 1)
+    micro = Micro(rank)
+    function = getattr(module, {"attention half": "attention_half", "mlp half": "mlp_half"}.get(part, "forward"))
     x = None if part == "embed" else rank.stream().leaf()
     rank.memory.recording = turn != "pass"
     seen = rank.begin()
-    y = function(x, rank.micro, rank.ops).detach() if turn == "pass" else function(x, rank.micro, rank.ops)
+    y = function(x, micro, rank.ops)
     if turn != "backward":
         return rank.seen(seen, output=y.storage.size, graph=rank.memory.now - seen - y.storage.size)
     dy = rank.stream()
@@ -92,8 +102,17 @@ def inside(place: Place, order: TokenOrder, part: Part, turn: Turn) -> Inside:
 
 
 @lru_cache(maxsize=1024)
-def loss_of_rows(place: Place, order: TokenOrder, number: int) -> Inside:
-    """Of the head, on the `number`-th block of rows of a pack or chunk in this order: begins with x and dx, leaves grads."""
+def loaded(place: Place, order: TokenOrder) -> Inside:
+    """Of making a pack's tokens, labels, positions and tables of angles."""
+    rank = Rank(place, order)
+    seen = rank.begin()
+    micro = Micro(rank)
+    return rank.seen(seen, output=rank.memory.now - seen)
+
+
+@lru_cache(maxsize=1024)
+def loss_of_rows(place: Place, order: TokenOrder, number: int, chunked: bool = False) -> Inside:
+    """Of the head, on the `number`-th block of rows of a pack or, `chunked`, a chunk in this order, whose tokens are then made here."""
     rank = Rank(place, order)
     head = Head(rank, place.spec.layers + 1)
     rank.memory.recording = True
@@ -101,6 +120,7 @@ def loss_of_rows(place: Place, order: TokenOrder, number: int) -> Inside:
     rows = loss_rows(place.spec, x_TD.shape[0])
     count = min(rows, x_TD.shape[0] - number * rows)
     seen = rank.begin()
+    micro = Micro(rank) if chunked else None
     x = Tensor(x_TD.storage, (count, *x_TD.shape[1:]), place.itemsize).leaf()
     loss = rank.ops.loss(head.logits(x, rank.ops), rank.labels(count))
     seed = loss.new()
@@ -114,9 +134,8 @@ class Rank:
     def __init__(self, place: Place, order: TokenOrder):
         self.place, self.spec, self.order = place, place.spec, order
         self.memory, self.sent, self.flops = Memory(), Counter(), Counter()
-        self.ops = Ops(self)
-        self.micro = Micro(self)
         self.tokens_T = order.local_tokens // place.layout.ulysses
+        self.ops = Ops(self)
 
     def new(self, shape: Shape, itemsize: int | None = None) -> Tensor:
         return self.memory.tensor(shape, itemsize or self.place.itemsize)
@@ -142,10 +161,24 @@ class Rank:
 
 
 class Micro:
-    """What a micro-batch is to a block: its order, and that it has tables of angles."""
+    """What a micro-batch is to a block: its order, its tables of angles, and the tensors of its tokens where they are made on the way."""
 
-    def __init__(self, rank: Rank):
+    def __init__(self, rank: "Rank"):
+        place, tokens = rank.place, rank.tokens_T
         self.order = rank.order
+        self.numbers = [rank.new((tokens,), INDEX_BYTES) for _ in range(3)]  # tokens, labels, positions
+        self.rotary: tuple[Tensor, ...] = ()
+        if place.spec.rope is not None:
+            half = (tokens, place.spec.head_width // 2)
+            position = rank.new((tokens,), 8)
+            angle = rank.new(half, 8)
+            del position
+            self.rotary = tuple(_both_halves(_cast(angle.new(), place.itemsize)) for _ in range(2))
+
+
+def _both_halves(half: Tensor) -> Tensor:
+    """`model.decoder.rotary_table`: cos or sin [T, 1, H] from [T, H / 2]."""
+    return half.new((half.shape[0], 1, 2 * half.shape[1]))
 
 
 # Primitives of the model
@@ -182,13 +215,13 @@ class Unit:
 
 class Embed(Unit):
     def forward(self, x: None, micro: Micro, ops: "Ops") -> Tensor:
-        x_TD = ops.embed(self.weights["embed"])
-        return x_TD + _look_up(self.weights["positions"], x_TD.shape[0]) if self.spec.learned_positions else x_TD
+        x_TD = ops.embed(self.weights["embed"], micro)
+        return x_TD + _look_up(self.weights["positions"], x_TD.shape[0], micro) if self.spec.learned_positions else x_TD
 
 
 class Block(BlockSeams, Unit):
     def rotate(self, x: Tensor, micro: Micro) -> Tensor:
-        return recorded(x.new(), (x,), lambda grad: [grad.new()])
+        return recorded(x.new(), (x,), lambda grad, *_: [grad.new()], micro.rotary)
 
     def activation(self, x: Tensor) -> Tensor:
         return recorded(x.new(), (x,), lambda grad, x: [grad.new()], (x,))
@@ -230,7 +263,7 @@ def _rms_norm(rank: Rank, x: Tensor, weight: Tensor) -> Tensor:
         g, w = _cast(grad.shaped(*grad.shape), wide), _cast(weight, wide)
         product = g.new()
         dw = w.new()
-        minus = rstd.new()  # noqa: F841
+        minus = rstd.new()
         return [_cast(product, grad.itemsize), _cast(dw, weight.itemsize)]
 
     return recorded(x.new(), (x, weight), back, (x, weight, rstd))
@@ -243,22 +276,18 @@ def _layer_norm(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return recorded(y, (x, weight, bias), lambda grad, x, w, b, *_: [x.new(), w.new(), b.new()], (x, weight, bias, mean, rstd))
 
 
-def _look_up(weight: Tensor, tokens: int) -> Tensor:
-    """weight[indices]"""
+def _look_up(weight: Tensor, tokens: int, micro: Micro) -> Tensor:
+    """weight[positions]"""
 
-    def back(grad: Tensor, weight: Tensor) -> list[Tensor]:
-        zeros = weight.new()  # noqa: F841
+    def back(grad: Tensor, weight: Tensor, positions: Tensor) -> list[Tensor]:
+        zeros = weight.new()
         return [weight.new()]
 
-    return recorded(weight.new((tokens, weight.shape[1])), (weight,), back, (weight,))
+    return recorded(weight.new((tokens, weight.shape[1])), (weight,), back, (weight, micro.numbers[2]))
 
 
 def _cast(x: Tensor, itemsize: int) -> Tensor:
     return x if x.itemsize == itemsize else x.new(itemsize=itemsize)
-
-
-def _clone(x: Tensor) -> Tensor:
-    return x.new()
 
 
 # What a layout changes
@@ -286,11 +315,11 @@ class Ops:
             return x
         return recorded(self.tp.scatter_tokens(x), (x,), lambda grad: [self.tp.gather_tokens(grad)])
 
-    def embed(self, weight_VD: Tensor) -> Tensor:
+    def embed(self, weight_VD: Tensor, micro: Micro) -> Tensor:
         rank, tokens = self.rank, (self.rank.tokens_T,)
         if self.tp.size == 1:
             rows = rank.new((*tokens, weight_VD.shape[1]))
-            return recorded(rows, (weight_VD,), lambda grad, weight: [weight.new()], (weight_VD,))
+            return recorded(rows, (weight_VD,), lambda grad, weight, tokens: [weight.new()], (weight_VD, micro.numbers[0]))
         low, high = rank.new(tokens, 1), rank.new(tokens, 1)
         here = rank.new(tokens, 1)
         del low, high
@@ -329,10 +358,8 @@ class Ops:
 
 def _repeated(t: Tensor, count: int) -> Tensor:
     """Heads, each by a slice, that are put together again: the gradient of each slice is as large as all."""
-    shape, slices = (
-        t.shape,
-        [recorded(Tensor(t.storage, (t.shape[0], 1, t.shape[2]), t.itemsize, False), (t,), _padded(t.shape)) for _ in range(count)],
-    )
+    shape = t.shape
+    slices = [recorded(t.parts([1], 1)[0], (t,), _padded(shape)) for _ in range(count)]
     return recorded(t.new((shape[0], count, shape[2])), slices, lambda grad: grad.parts([1] * count, 1))
 
 
@@ -428,21 +455,88 @@ def _cross_entropy(rank: Rank, logits: Tensor, group: "Group") -> Tensor:
 
 def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a piece."""
-    rank.flops["attention"] += 4 * q.shape[0] * k.shape[0] * q.shape[1] * q.shape[2] // (2 if causal else 1)
-    return q.new(), q.new(q.shape[:2], rank.place.wide)
+    place, scores = rank.place, q.shape[0] * k.shape[0] * q.shape[1]
+    rank.flops["attention"] += 4 * scores * q.shape[2] // (2 if causal else 1)
+    if place.by_definition:
+        return _by_definition(q, k, causal)
+    found = q.new(), q.new(q.shape[:2], place.wide)
+    state = q.new((3,), 8) if place.transport == "nccl" else None  # of random numbers
+    return found
 
 
 def _flash_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    rank.flops["attention"] += 10 * q.shape[0] * k.shape[0] * q.shape[1] * q.shape[2] // (2 if causal else 1)
-    lse = q.new(q.shape[:2], rank.place.wide) if rank.place.transport == "nccl" else None  # noqa: F841  (made contiguous)
+    place, scores = rank.place, q.shape[0] * k.shape[0] * q.shape[1]
+    rank.flops["attention"] += 10 * scores * q.shape[2] // (2 if causal else 1)
+    if place.by_definition:
+        return _by_definition_backward(q, k, causal)
+    lse = q.new(q.shape[:2], place.wide) if place.transport == "nccl" else None  # made contiguous
     return q.new(), k.new(), v.new()
+
+
+def _by_definition(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """`model.kernels.reference`."""
+    (tokens, heads, width), outs, lses = q.shape, [], []
+    keys, values = (k.new((k.shape[0], heads, width)) for _ in range(2))
+    scores = None
+    for rows in _score_rows(q, k):
+        scores = _scores(q, k, rows, causal)
+        lses.append(q.new((rows, heads)))
+        weights = _exp_of_difference(scores)
+        outs.append(q.new((rows, heads, width)))
+        del weights
+    out = q.new()
+    return out, q.new((tokens, heads))
+
+
+def _by_definition_backward(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`model.kernels.reference_backward`."""
+    (_, heads, width), dqs = q.shape, []
+    keys, values = (k.new((k.shape[0], heads, width)) for _ in range(2))
+    dk, dv = k.new(), k.new()
+    p = ds = None
+    for rows in _score_rows(q, k):
+        p = _exp_of_difference(_scores(q, k, rows, causal))
+        ds = _gradient_of_scores(q, p)
+        dqs.append(q.new((rows, heads, width)))
+        for total in (dk, dv):
+            wide = keys.new()
+            part = total.new()
+            del wide, part
+    return q.new(), dk, dv
+
+
+def _gradient_of_scores(q: Tensor, p: Tensor) -> Tensor:
+    rows, heads, _ = p.shape
+    given = p.new()
+    product = q.new((rows, *q.shape[1:]))
+    delta = q.new((rows, heads))
+    del product
+    less = p.new()
+    del given, delta
+    weighed = p.new()
+    del less
+    return weighed.new()
+
+
+def _score_rows(q: Tensor, k: Tensor) -> list[int]:
+    """How many rows are there at one time."""
+    count = max(1, MOST_SCORES // (q.shape[1] * k.shape[0]))
+    return [min(count, q.shape[0] - first) for first in range(0, q.shape[0], count)]
+
+
+def _scores(q: Tensor, k: Tensor, rows: int, causal: bool) -> Tensor:
+    scores = q.new((rows, q.shape[1], k.shape[0])).new()
+    if causal:
+        hidden = q.new((rows, k.shape[0]), 1).new()
+        return scores.new()
+    return scores
 
 
 def _merge(part: Tensor, part_lse: Tensor, first: bool) -> None:
     """`model.kernels.merge`."""
     if first:
         return
-    total = part_lse.new()  # noqa: F841
+    total = part_lse.new()
     weight = _exp_of_difference(part_lse)
     del weight
     weight = _exp_of_difference(part_lse)
@@ -515,7 +609,7 @@ def ring_backward(rank: Rank, dkv: Tensor, q: Tensor, kv: Tensor, pairs_of: Call
             return
         arriving = None
         arriving, received = _pass_on(here.new() if step else here, group)
-        sending = None  # noqa: F841
+        sending = None
         kv = following
 
 
@@ -552,17 +646,17 @@ class Group:
 
     def all_gather(self, x: Tensor) -> None:
         self.count(x.bytes * (self.size - 1))
-        copies = x.new((self.size, *x.shape)) if self.direct and not self.swaps else None  # noqa: F841
+        copies = x.new((self.size, *x.shape)) if self.direct and not self.swaps else None
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
         out = x.new((x.shape[0] // self.size, *x.shape[1:]))
         x = x.shaped(*x.shape)
         self.count(x.bytes // self.size * (self.size - 1))
         if self.swaps:
-            theirs = out.new()  # noqa: F841
+            theirs = out.new()
         elif self.direct:
-            parts = x.new()  # noqa: F841
-            total = out.new(itemsize=self.rank.place.wide)  # noqa: F841
+            parts = x.new()
+            total = out.new(itemsize=self.rank.place.wide)
         return out
 
     def all_reduced(self, x: Tensor) -> Tensor:
@@ -570,7 +664,7 @@ class Group:
         if self.direct:
             rows = x.new((self.size, *x.shape))
             self.all_gather(x)
-            total = rows.new(x.shape)  # noqa: F841
+            total = rows.new(x.shape)
         elif self.size > 1:
             self.count(2 * x.bytes * (self.size - 1) // self.size)
         return x

@@ -1,6 +1,7 @@
 """The composition of a transformer block, written once for tensors with numbers (`model.decoder`) and without (`schedule.inside`).
 
-A block has four seams, each callable on any run of tokens: `qkv`, `attend`, `out`, `mlp`. What a parallel layout changes goes through `ops`:
+A block has four seams, each callable on any run of tokens: `qkv`, `attend`, `out`, `mlp`. What a parallel layout changes goes through
+`ops`:
 
     x ─ norm ─ enter ─ q,k,v ─ attend ─ o ─ leave ─ + ─ norm ─ enter ─ up ─ act ─ down ─ leave ─ + ─
         token shard │     all tokens        │ token shard     │        all tokens      │

@@ -26,6 +26,16 @@ from longshift.spec.model import ModelSpec
 Turn = Literal["embed", "forward", "pass", "pass on", "later", "loss", "backward", "backward from x", "embed_back"]
 
 
+STREAMS = {"x": (0, "h"), "y": (1, "h"), "dx": (0, "g"), "dy": (1, "g")}  # between units: which side of the unit, and what
+
+
+def tier_key(micro: int, unit: int, buffer: Buffer) -> tuple[int, int, str, int]:
+    """Under what a buffer of a unit's list lies in the tier: a unit's y is the x of the unit after it."""
+    name, chunk = buffer
+    after, what = STREAMS.get(name, (0, name))
+    return micro, unit + after, what, chunk
+
+
 @dataclass(frozen=True)
 class Lists:
     """Event lists of a pack, those of a block the same for every one, with the order of the tokens in each chunk and the bytes of each

@@ -29,12 +29,10 @@ from longshift.parallel import ring
 from longshift.program.operations import Op
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Event
-from longshift.schedule.streamed import Lists, lists
+from longshift.schedule.streamed import Lists, lists, tier_key
 from longshift.step.runner import Runner, loss_of_rows
 from longshift.stream.tiers import Tier
 from longshift.stream.trace import Recorder
-
-STREAMS = {"x": (0, "h"), "y": (1, "h"), "dx": (0, "g"), "dy": (1, "g")}  # between units: which side of the unit, and what
 
 
 class ChunkedPacks(Runner):
@@ -157,9 +155,7 @@ class _Play:
             self.tier.drop(self.key(event.object))
 
     def key(self, buffer: chunks.Buffer) -> tuple:
-        name, chunk = buffer
-        after, what = STREAMS.get(name, (0, name))
-        return self.number, self.unit + after, what, chunk
+        return tier_key(self.number, self.unit, buffer)
 
     def _here(self, buffer: chunks.Buffer) -> None:
         """Wait for a buffer that is being fetched."""

@@ -1,0 +1,62 @@
+"""Bytes by name and place, now and at the most."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from longshift.program.operations import Op
+
+Place = Literal["device", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes in a place: after which operation of the step, and what was alive, by name, largest first."""
+
+    total: int
+    op: str
+    alive: tuple[tuple[str, int], ...]
+
+
+class Held:
+    """A storage: so many bytes of a ledger, until nobody refers to it."""
+
+    __slots__ = ("book", "name", "place", "size")
+
+    def __init__(self, book: "Book", name: str, size: int, place: Place = "device"):
+        self.book, self.name, self.size, self.place = book, name, size, place
+        book.change(name, size, place)
+
+    def __del__(self) -> None:
+        self.book.change(self.name, -self.size, self.place)
+
+
+class Book:
+    """Bytes by name, now and at the most of each place. Mutable."""
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self.by_name: dict[str, Counter[str]] = {}
+        self.peaks: dict[str, Peak] = {}
+        self.op = ""
+
+    def change(self, name: str, size: int, place: str) -> None:
+        self.now[place] += size
+        self.by_name.setdefault(place, Counter())[name] += size
+        if self.now[place] > self.most[place]:
+            self.most[place] = self.now[place]
+
+    def inside(self, size: int) -> None:
+        """An operation needs so many bytes on the device, beyond what is there."""
+        self.most["device"] = max(self.most["device"], self.now["device"] + size)
+
+    def settle(self, op: Op) -> None:
+        """After an operation: write down peaks that it has raised."""
+        for place, most in self.most.items():
+            known = self.peaks.get(place)
+            if known is None or most > known.total:
+                held = self.by_name.get(place, Counter())
+                rows = sorted(((name, size) for name, size in held.items() if size), key=lambda row: -row[1])
+                inside = most - sum(size for _, size in rows)
+                self.peaks[place] = Peak(most, str(op), (*rows, ("inside the operation", inside)) if inside > 0 else tuple(rows))

@@ -1,0 +1,347 @@
+"""What the runners of `step` keep of packs, on bytes: see `program.ledger`."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from longshift.layout.heads import own_heads, tensor_heads
+from longshift.layout.layout import Layout
+from longshift.layout.memory import loss_rows
+from longshift.program.book import Held, Place
+from longshift.program.operations import Op
+from longshift.program.step import RankLayout
+from longshift.schedule import chunks
+from longshift.schedule.chunks import Buffer
+from longshift.schedule.inside import Inside, inside, loaded, loss_of_rows
+from longshift.schedule.inside import Place as Rank
+from longshift.schedule.inside_chunk import of_event
+from longshift.schedule.sequence import TokenOrder, token_order
+from longshift.schedule.streamed import Lists, lists, tier_key
+
+if TYPE_CHECKING:
+    from longshift.program.ledger import Ledger
+
+UNDER_WAY = 4  # puts of a disk tier that keep what they send (`stream.tiers`)
+IN_FLIGHT_BYTES = 256 << 20
+NAMES = {"kv": "keys and values", "dkv": "gradients of keys and values", "o": "output of attention"}
+
+
+class Tier:
+    """`stream.tiers.DeviceTier`: the device keeps the tensors. Mutable."""
+
+    def __init__(self, ledger: "Ledger"):
+        self.ledger = ledger
+        self.objects: dict[tuple, list[Held]] = {}
+
+    def put(self, key: tuple, tensors: list[Held], shapes: Sequence[tuple], sizes: Sequence[int] = ()) -> None:
+        self.objects[key] = list(tensors)
+
+    def fetch(self, key: tuple) -> list[Held]:
+        return list(self.objects[key])
+
+    def recycle(self, tensors: list[Held], shapes: Sequence[tuple]) -> None:
+        """They are still the object's."""
+
+    def drop(self, key: tuple) -> None:
+        del self.objects[key]
+
+
+class MovingTier(Tier):
+    """`stream.tiers.DiskTier` and `HostTier`: fetches fill memory of what was fetched before and is no longer used; the last `under_way` puts
+    keep what they send. Mutable."""
+
+    def __init__(self, ledger: "Ledger", place: Place, under_way: int, most_bytes: int):
+        super().__init__(ledger)
+        self.place: Place = place
+        self.under_way, self.most_bytes = under_way, most_bytes
+        self.shapes: dict[tuple, list[tuple[tuple, int]]] = {}
+        self.leaving: deque[tuple[int, list[Held]]] = deque()
+        self.spare: dict[tuple, deque[Held]] = {}
+
+    def put(self, key: tuple, tensors: list[Held], shapes: Sequence[tuple], sizes: Sequence[int] = ()) -> None:
+        self.objects.pop(key, None)
+        size = sum(sizes) if sizes else sum(held.size for held in tensors)
+        while self.leaving and (len(self.leaving) >= self.under_way or size + sum(s for s, _ in self.leaving) > self.most_bytes):
+            self.leaving.popleft()
+        if self.under_way:
+            self.leaving.append((size, list(tensors)))
+        self.objects[key] = [self.ledger.held("waiting for the backward", size, self.place)]
+        self.shapes[key] = list(zip(shapes, self._split(shapes, size)))
+
+    @staticmethod
+    def _split(shapes: Sequence[tuple], size: int) -> list[int]:
+        """Sizes of an object's tensors: attention's output and its log-sum-exp are the only two."""
+        return [size] if len(shapes) == 1 else [size, 0]
+
+    def fetch(self, key: tuple) -> list[Held]:
+        found = []
+        for shape, size in self.shapes[key]:
+            spare = self.spare.get((shape, size))
+            found.append(spare.popleft() if spare else self.ledger.held("fetched from a tier", size))
+        return found
+
+    def recycle(self, tensors: list[Held], shapes: Sequence[tuple]) -> None:
+        for held, shape in zip(tensors, shapes):
+            self.spare.setdefault((shape, held.size), deque()).append(held)
+
+    def drop(self, key: tuple) -> None:
+        del self.objects[key], self.shapes[key]
+        if not self.objects:
+            self.spare.clear()
+            self.leaving.clear()
+
+
+def tier_of(ledger: "Ledger", layout: Layout) -> Tier:
+    """As `stream.tiers.tier_of`."""
+    if layout.offload == "device" or (layout.offload == "host" and ledger.host_is_device):
+        return Tier(ledger)
+    return MovingTier(ledger, layout.offload, UNDER_WAY if layout.offload == "disk" else 0, IN_FLIGHT_BYTES)
+
+
+class Packs:
+    """What `step.runner.Runner` keeps of a layout's packs. Mutable."""
+
+    def __init__(self, ledger: "Ledger", view: RankLayout):
+        self.ledger, self.view, self.spec, self.layout = ledger, view, view.spec, view.layout
+        self.compute_bytes = ledger.steps.bytes[0]
+        self.rank = Rank(self.spec, self.layout, view.at, self.compute_bytes, ledger.transport)
+        self.grads: dict[int, list[Held]] = {}
+        self.receiving: dict[int, Held] = {}
+        self.sending: dict[int, Held] = {}
+        self.tier = tier_of(ledger, self.layout)
+
+    def residual(self, tokens: int, name: str) -> Held:
+        """x or its gradient, [T', D]."""
+        return self.ledger.held(name, tokens * self.spec.width * self.compute_bytes)
+
+    def happen(self, found: Inside) -> None:
+        """What an operation needs inside, and what it sends."""
+        self.ledger.book.inside(found.peak)
+        for axis, size in found.sent.items():
+            self.ledger.send(axis, size)
+
+    def leave(self, unit: int) -> None:
+        """Gradients on the weights of a unit, and on those that it shares."""
+        sizes = self.ledger.copies[self.view.cut].units
+        for moving in self.moving(unit):
+            if not self.grads.get(moving):
+                size = sum(sizes[moving].weights) * self.compute_bytes
+                self.grads[moving] = [self.ledger.held("gradients of weights", size)]
+
+    def moving(self, unit: int) -> list[int]:
+        return [number for number in (*self.view.shared(unit), unit) if number in self.view.units]
+
+    def load(self, micro: int, lengths: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def unload(self, micro: int) -> None:
+        raise NotImplementedError
+
+    def tokens(self, micro: int) -> int:
+        """T'."""
+        raise NotImplementedError
+
+    def receive(self, op: Op) -> None:
+        self.receiving[op.number] = self.residual(self.tokens(op.micro), "messages between stages")
+
+    def sent(self, op: Op, held: Held) -> None:
+        self.ledger.send(op.way, held.size)
+        self.sending[op.number] = held
+
+    def arrive(self, op: Op) -> None:
+        raise NotImplementedError(op)
+
+    depart = put = fetch = await_fetch = drop = received = send = compute = arrive
+
+
+class WholePacks(Packs):
+    """What `step.runner.WholePacks` keeps. Mutable."""
+
+    def __init__(self, ledger: "Ledger", view: RankLayout):
+        super().__init__(ledger, view)
+        self.orders: dict[int, TokenOrder] = {}
+        self.micros: dict[int, Held] = {}
+        self.x: dict[int, Held] = {}
+        self.g: dict[int, Held] = {}
+        self.graphs: dict[tuple, tuple[Held | None, Held, Held]] = {}
+        self.inputs: dict[tuple, Held] = {}
+        self.fetched: dict[tuple, list[Held]] = {}
+        self.turns = {"pass": self._pass, "forward": self._forward, "again": self._again, "backward": self._backward, "loss": self._loss}
+
+    def load(self, micro: int, lengths: Sequence[int]) -> None:
+        order = token_order(list(lengths) or [1], self.layout.ring, self.layout.ulysses * self.layout.tp)
+        self.orders[micro] = order
+        found = loaded(self.rank, order)
+        self.happen(found)
+        self.micros[micro] = self.ledger.held("token ids, labels, rotary angles", found.output)
+
+    def unload(self, micro: int) -> None:
+        for held in (self.micros, self.x, self.g):
+            held.pop(micro, None)
+
+    def tokens(self, micro: int) -> int:
+        """T'."""
+        return self.orders[micro].local_tokens // (self.layout.ulysses * self.layout.tp)
+
+    def received(self, op: Op) -> None:
+        (self.x if op.turn == "forward" else self.g)[op.micro] = self.receiving.pop(op.number)
+
+    def send(self, op: Op) -> None:
+        self.sent(op, (self.x if op.turn == "forward" else self.g).pop(op.micro))
+
+    def compute(self, op: Op) -> None:
+        self.turns[op.turn](op)
+
+    def _inside(self, op: Op) -> Inside:
+        turn = op.turn if op.turn != "again" else "forward"
+        found = inside(self.rank, self.orders[op.micro], op.part, turn)  # pyright: ignore[reportArgumentType]
+        self.happen(found)
+        return found
+
+    @staticmethod
+    def _key(op: Op) -> tuple[int, int, str]:
+        return op.micro, op.unit, op.part
+
+    def _pass(self, op: Op) -> None:
+        self._inside(op)
+        self.inputs[self._key(op)] = self.x[op.micro]
+        self.x[op.micro] = self.residual(self.tokens(op.micro), "residual stream")
+
+    def _forward(self, op: Op) -> None:
+        self._graph(op, self.x.pop(op.micro, None))
+        self.x[op.micro] = self.graphs[self._key(op)][1]
+
+    def _again(self, op: Op) -> None:
+        self._graph(op, self.inputs.pop(self._key(op)))
+
+    def _graph(self, op: Op, x: Held | None) -> None:
+        found = self._inside(op)
+        y = self.residual(self.tokens(op.micro), "residual stream")
+        self.graphs[self._key(op)] = x, y, self.ledger.held("activations for the backward", found.graph)
+
+    def _backward(self, op: Op) -> None:
+        found = self._inside(op)
+        x = self.graphs.pop(self._key(op))[0]
+        del self.g[op.micro]
+        self.leave(op.unit)
+        if x is not None:
+            self.g[op.micro] = self.residual(self.tokens(op.micro), "gradient of the residual stream")
+
+    def _loss(self, op: Op) -> None:
+        if op.number == 0:
+            self.g[op.micro] = self.residual(self.tokens(op.micro), "gradient of the residual stream")
+        rows = self.tokens(op.micro)
+        self.happen(loss_of_rows(self.rank, self.orders[op.micro], op.number))
+        self.leave(op.unit)
+        if (op.number + 1) * loss_rows(self.spec, rows) >= rows:
+            del self.x[op.micro]
+
+    def put(self, op: Op) -> None:
+        self.tier.put(self._key(op), [self.inputs.pop(self._key(op))], [("x", self.tokens(op.micro))])
+
+    def fetch(self, op: Op) -> None:
+        self.fetched[self._key(op)] = self.tier.fetch(self._key(op))
+
+    def await_fetch(self, op: Op) -> None:
+        self.inputs[self._key(op)] = self.fetched[self._key(op)][0]
+
+    def drop(self, op: Op) -> None:
+        self.tier.recycle(self.fetched.pop(self._key(op)), [("x", self.tokens(op.micro))])
+        self.tier.drop(self._key(op))
+
+
+class ChunkedPacks(Packs):
+    """What `step.chunked.ChunkedPacks` keeps. Mutable."""
+
+    def __init__(self, ledger: "Ledger", view: RankLayout):
+        super().__init__(ledger, view)
+        self.cuts: dict[int, tuple] = {}
+        self.crossing: dict[tuple, Held] = {}
+
+    def load(self, micro: int, lengths: Sequence[int]) -> None:
+        self.cuts[micro] = chunks.cut(list(lengths) or [1], self.layout.chunk)
+
+    def unload(self, micro: int) -> None:
+        del self.cuts[micro]
+
+    def lists(self, micro: int) -> Lists:
+        heads, own = len(tensor_heads(self.spec, self.layout, self.view.at)[0]), own_heads(self.spec, self.layout, self.view.at)
+        return lists(self.spec, self.layout, self.cuts[micro], heads, own, self.compute_bytes, self.ledger.ahead)
+
+    def tokens(self, micro: int) -> int:
+        return sum(self.shares(chunks.orders(self.cuts[micro], self.layout)))
+
+    def shares(self, orders: Sequence[TokenOrder]) -> list[int]:
+        """T' of each chunk."""
+        return [order.local_tokens // (self.layout.ulysses * self.layout.tp) for order in orders]
+
+    def received(self, op: Op) -> None:
+        self.crossing[op.micro, op.chunk, op.turn] = self.receiving.pop(op.number)
+
+    def send(self, op: Op) -> None:
+        self.sent(op, self.crossing.pop((op.micro, op.chunk, op.turn)))
+
+    def arrive(self, op: Op) -> None:
+        """The chunks are views of what arrived."""
+        x, back = self.crossing.pop((op.micro, op.chunk, op.turn)), op.turn == "backward"
+        for chunk, tokens in enumerate(self.shares(self.lists(op.micro).orders)):
+            size = tokens * self.spec.width * self.compute_bytes
+            self.tier.put((op.micro, op.unit + back, "g" if back else "h", chunk), [x], [("stream", tokens)], [size])
+
+    def depart(self, op: Op) -> None:
+        back = op.turn == "backward"
+        shares = self.shares(self.lists(op.micro).orders)
+        keys = [(op.micro, op.unit + (not back), "g" if back else "h", chunk) for chunk in range(len(shares))]
+        parts = [self.tier.fetch(key) for key in keys]
+        self.crossing[op.micro, op.chunk, op.turn] = self.residual(sum(shares), "messages between stages")
+        for part, tokens in zip(parts, shares):
+            self.tier.recycle(part, [("stream", tokens)])
+        del parts
+        for key in keys:
+            self.tier.drop(key)
+
+    def compute(self, op: Op) -> None:
+        made, sees = self.lists(op.micro), chunks.reach(self.cuts[op.micro])
+        live: dict[Buffer, list[Held]] = {}
+        fetched: set[Buffer] = set()
+        for event in made.of[op.turn]:  # pyright: ignore[reportArgumentType]
+            key = tier_key(op.micro, op.unit, event.object)
+            if event.kind in ("compute", "send"):
+                found = of_event(self.rank, made.orders, sees, event)
+                self.happen(found)
+                for name, size in found.buffers.items():
+                    self._have(live, (name, event.keys if name == "dkv" else event.chunk), size)
+                if found.grads:
+                    self.leave(op.unit)
+            elif event.kind == "accumulate":
+                for unit in self.moving(op.unit):
+                    self.ledger.copies[self.view.cut].accumulate(unit, self.grads.pop(unit, []))
+            elif event.kind == "fetch":
+                live[event.object] = self.tier.fetch(key)
+                fetched.add(event.object)
+            elif event.kind == "store":
+                self.tier.put(key, live[event.object], self._shapes(made, event.object))
+            elif event.kind == "free":
+                gone = live.pop(event.object)
+                if event.object in fetched:
+                    fetched.remove(event.object)
+                    self.tier.recycle(gone, self._shapes(made, event.object))
+                del gone
+            else:
+                self.tier.drop(key)
+
+    def _have(self, live: dict[Buffer, list[Held]], buffer: Buffer, size: int) -> None:
+        """A buffer is now so large; the tensors that it had stay where that has not changed."""
+        if sum(held.size for held in live.get(buffer, ())) != size or buffer not in live:
+            live.pop(buffer, None)
+            live[buffer] = [self.ledger.held(NAMES.get(buffer[0], "buffers of chunks"), size)]
+
+    def _shapes(self, made: Lists, buffer: Buffer) -> list[tuple]:
+        """What a fetch of an object can take over: memory of the same shape and format."""
+        name, chunk = buffer
+        order = made.orders[chunk]
+        if name in ("x", "y", "dx", "dy", "dr"):
+            return [("stream", self.shares([order])[0])]
+        wide = max(4, self.compute_bytes) if name in ("dq", "dkv") else self.compute_bytes
+        kind = "kv" if name in ("kv", "dkv") else "q"
+        return [(kind, order.local_tokens, wide), *([("lse", order.local_tokens)] if name == "o" else [])]
