@@ -257,6 +257,7 @@ class ChunkedPacks(Packs):
         super().__init__(ledger, view)
         self.cuts: dict[int, tuple] = {}
         self.crossing: dict[tuple, Held] = {}
+        self.known: dict[tuple, Lists] = {}
 
     def load(self, micro: int, lengths: Sequence[int]) -> None:
         self.cuts[micro] = chunks.cut(list(lengths) or [1], self.layout.chunk)
@@ -265,6 +266,11 @@ class ChunkedPacks(Packs):
         del self.cuts[micro]
 
     def lists(self, micro: int) -> Lists:
+        if self.cuts[micro] not in self.known:
+            self.known[self.cuts[micro]] = self._made(micro)
+        return self.known[self.cuts[micro]]
+
+    def _made(self, micro: int) -> Lists:
         heads, own = len(tensor_heads(self.spec, self.layout, self.view.at)[0]), own_heads(self.spec, self.layout, self.view.at)
         return lists(self.spec, self.layout, self.cuts[micro], heads, own, self.compute_bytes, self.ledger.ahead)
 

@@ -9,9 +9,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets, local_boxes, local_shape, moving_unit, stages_of
+from longshift.layout.placement import buckets_of, units_on
 from longshift.program.book import Book, Held, Peak, Place
 from longshift.program.held_packs import ChunkedPacks, Packs, WholePacks
 from longshift.program.operations import Op
@@ -62,23 +61,17 @@ class UnitSizes:
 def unit_sizes(spec: ModelSpec, view: RankLayout, home: Layout, rank: int, same_format: bool) -> dict[int, UnitSizes]:
     """By moving unit, for a layout whose copies' source is cut as `home` is. `same_format`: copies have the format of their source, and are
     its own tensors where it keeps a weight whole."""
-    at, layout = view.at, view.layout
-    mine = [bucket for bucket in buckets(spec, home) if rank in bucket.holders]
+    mine = buckets_of(spec, home, rank)
     at_home = {name: box for bucket in mine if not bucket.sharded and same_format for name, box in bucket.home(rank)}
     routes: dict[int, list[Route]] = {}
     for bucket in mine:
-        widths = [sum(box.elements for _, box in bucket.home(holder)) for holder in (bucket.holders[0], rank)]
-        routes.setdefault(bucket.unit, []).append(Route(len(bucket.holders), bucket.sharded, *widths))
-    flat: Counter[int] = Counter()
-    weights: dict[int, list[int]] = {}
-    for param in spec.params:
-        if at.pp in stages_of(spec, layout, param):
-            boxes = local_boxes(param, layout, at.tp)
-            elements = Box.whole(local_shape(param, boxes)).elements
-            unit = moving_unit(spec, param)
-            weights.setdefault(unit, []).append(elements)
-            flat[unit] += 0 if boxes == (at_home.get(param.name),) else elements
-    return {unit: UnitSizes(flat[unit], tuple(some), tuple(routes.get(unit, ()))) for unit, some in weights.items()}
+        routes.setdefault(bucket.unit, []).append(Route(len(bucket.holders), bucket.sharded, bucket.width, bucket.kept(rank)))
+    found = {}
+    for unit in units_on(spec, view.layout, rank):
+        weights = {name: sum(box.elements for box in boxes) for name, boxes in unit.boxes.items()}
+        flat = sum(weights[name] for name, boxes in unit.boxes.items() if boxes != (at_home.get(name),))
+        found[unit.unit] = UnitSizes(flat, tuple(weights.values()), tuple(routes.get(unit.unit, ())))
+    return found
 
 
 class Copies:
@@ -190,8 +183,7 @@ class Ledger:
         self.book, self.sent = Book(), Counter[str]()
         self.home_sums: dict[tuple[int, int], Held] = {}
         compute, home = steps.bytes
-        owned = [b for b in buckets(self.spec, steps.itinerary.home) if steps.rank in b.holders]
-        self.shards = [(b.unit, sum(box.elements for _, box in b.home(steps.rank))) for b in owned]
+        self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in buckets_of(self.spec, steps.itinerary.home, steps.rank)]
         state = 3 * home * sum(elements for _, elements in self.shards)
         self.state = [self.held("master weights", state // 3), self.held("moments", state - state // 3), self.held("scalars", SMALL)]
         self.copies: dict[Cut, Copies] = {}

@@ -25,7 +25,7 @@ import numpy as np
 
 from longshift.layout.layout import Layout
 from longshift.layout.memory import loss_blocks
-from longshift.layout.placement import moving_unit, stages_of
+from longshift.layout.placement import moving_unit, units_on
 from longshift.program.operations import Kind, Op, Program
 from longshift.schedule import pipeline
 from longshift.schedule.sequence import token_order
@@ -61,6 +61,14 @@ class Visit:
     loss_blocks: tuple[int, ...] = ()
 
 
+def visit_of(spec: ModelSpec, layout: Layout, packs: Sequence[Sequence[int]]) -> Visit:
+    """A group whose micro-batches have documents of these lengths. An empty pack is one token without a target."""
+    shared = layout.ulysses * layout.tp
+    known = {pack: token_order(list(pack) or [1], layout.ring, shared).local_tokens // shared for pack in set(map(tuple, packs))}
+    blocks = () if layout.chunk else tuple(loss_blocks(spec, known[tuple(pack)]) for pack in packs)
+    return Visit(layout, len(packs), blocks)
+
+
 @dataclass(frozen=True)
 class Exchanges:
     """A switch as the program needs it. `opens[i]`: the units that need storage before exchange i; `closes[i]`: the units of the layout that
@@ -79,7 +87,7 @@ class RankLayout:
         self.spec, self.layout, self.cut = spec, layout, cut
         self.at = layout.coord(rank)
         self.chunks = layout.units_of(spec.layers, self.at.pp)
-        self.units = frozenset(moving_unit(spec, p) for p in spec.params if self.at.pp in stages_of(spec, layout, p))
+        self.units = frozenset(unit.unit for unit in units_on(spec, layout, rank))
         self.tied = (spec.units,) if spec.units in self.units else ()
         self.collective = cut.at_home or cut.side == "rows"  # weights come and sums go by collectives among holders
 
@@ -87,11 +95,6 @@ class RankLayout:
     def leads(self) -> bool:
         """Whether no other stage waits for this rank's last backward. [Note: order]"""
         return self.at.pp == 0
-
-    def rows(self, lengths: Sequence[int]) -> int:
-        """T': this rank's tokens of the residual stream of a pack of documents. An empty pack is one token without a target."""
-        shared = self.layout.ulysses * self.layout.tp
-        return token_order(list(lengths) or [1], self.layout.ring, shared).local_tokens // shared
 
     @cached_property
     def elements(self) -> dict[int, int]:
@@ -140,9 +143,7 @@ class Steps:
             view, layout = self.views[group.layout], group.layout
             own = [group.packs[p] for p in group.shares[view.at.dp]]
             packs.append(own + [()] * (max(map(len, group.shares)) - len(own)))
-            rows = [view.rows([lengths[d] for d in pack]) for pack in packs[-1]]
-            blocks = () if layout.chunk else tuple(loss_blocks(self.itinerary.spec, count) for count in rows)
-            visits.append(Visit(layout, len(rows), blocks))
+            visits.append(visit_of(self.itinerary.spec, layout, [[lengths[d] for d in pack] for pack in packs[-1]]))
         return tuple(visits), packs
 
     def source(self, before: Layout | None) -> Cut | None:
