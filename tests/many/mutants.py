@@ -155,12 +155,17 @@ def last_micro_batch_added_up_a_step_later(patch: Patch) -> None:
     _programs(patch, change)
 
 
-def loss_computed_twice(patch: Patch) -> None:
-    """One block of rows of the loss is computed two times."""
+def reduced_before_the_last_micro_batch(patch: Patch) -> None:
+    """One block's sum goes home before the last backward's gradients are added to it."""
 
     def change(player: Player, number: int, program: Program) -> Program:
-        place = next((at for at, op in enumerate(program) if op.turn == "loss" and op.number == 0), None)
-        return program if place is None else (*program[: place + 1], *program[place:])
+        places = [at for at, op in enumerate(program) if op.kind in ("accumulate", "reduce") and op.unit == 1]
+        if not places:
+            return program
+        *_, added, reduced = places
+        ops = list(program)
+        ops[added], ops[reduced] = ops[reduced], ops[added]
+        return tuple(ops)
 
     _programs(patch, change)
 
@@ -693,7 +698,7 @@ CASES = (
     Case(loss_counted_by_every_tensor_rank, ("tp2",)),
     Case(micro_batches_overwrite, ("dp2", "pp2")),
     Case(last_micro_batch_added_up_a_step_later, ("dp2.z1", "pp2")),
-    Case(loss_computed_twice, ("dp2", "pp2.recompute-full")),
+    Case(reduced_before_the_last_micro_batch, ("dp2.z1", "pp2")),
     Case(no_document_mask, ("dp2", "u2", "tp2")),
     Case(positions_not_reset, ("dp2", "ring2"), at_least=1e-10),
     Case(positions_not_reset, ("dp2", "ring2"), "gpt2"),
