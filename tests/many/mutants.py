@@ -145,6 +145,31 @@ def micro_batches_overwrite(patch: Patch) -> None:
     patch.setattr(AlignedCopies, "accumulate", wrong)
 
 
+def last_micro_batch_added_up_a_step_later(patch: Patch) -> None:
+    """One block's gradients of the last backward stay on its weights, to be added to the next step's."""
+
+    def change(player: Player, number: int, program: Program) -> Program:
+        places = [at for at, op in enumerate(program) if op.kind == "accumulate" and op.unit == 1]
+        return program[: places[-1]] + program[places[-1] + 1 :] if len(places) > 1 else program
+
+    _programs(patch, change)
+
+
+def reduced_before_the_last_micro_batch(patch: Patch) -> None:
+    """One block's sum goes home before the last backward's gradients are added to it."""
+
+    def change(player: Player, number: int, program: Program) -> Program:
+        places = [at for at, op in enumerate(program) if op.kind in ("accumulate", "reduce") and op.unit == 1]
+        if not places:
+            return program
+        *_, added, reduced = places
+        ops = list(program)
+        ops[added], ops[reduced] = ops[reduced], ops[added]
+        return tuple(ops)
+
+    _programs(patch, change)
+
+
 # ---- what a rank sees of a pack
 
 
@@ -642,6 +667,11 @@ def door_forgets_its_own(patch: Patch) -> None:
     patch.setattr(Transfer, "_target", wrong)
 
 
+def sums_kept_for_the_next_step(patch: Patch) -> None:
+    """Gradient sums of a visited layout are not dropped when they are at home."""
+    _programs(patch, lambda player, number, program: tuple(op for op in program if op.kind != "forget"))
+
+
 def group_of_short_documents_skipped(patch: Patch) -> None:
     """The first group, of which there may be little, is left out."""
     groups_of = Player.groups
@@ -665,6 +695,8 @@ CASES = (
     Case(gradient_times_sequence_degree, ("tp2", "u2", "ring2")),
     Case(loss_counted_by_every_tensor_rank, ("tp2",)),
     Case(micro_batches_overwrite, ("dp2", "pp2")),
+    Case(last_micro_batch_added_up_a_step_later, ("dp2.z1", "pp2")),
+    Case(reduced_before_the_last_micro_batch, ("dp2.z1", "pp2")),
     Case(no_document_mask, ("dp2", "u2", "tp2")),
     Case(positions_not_reset, ("dp2", "ring2"), at_least=1e-10),
     Case(positions_not_reset, ("dp2", "ring2"), "gpt2"),
@@ -718,6 +750,7 @@ CASES = (
     Case(last_groups_gradients_only, ("dp4 > tp4",)),
     Case(gradients_of_replicas_not_summed, ("dp4 > tp4",)),
     Case(gradients_home_in_bf16, ("dp4 > tp4",)),
+    Case(sums_kept_for_the_next_step, ("dp4 > tp4",)),
     Case(door_forgets_its_own, ("dp4 > pp2.tp2",)),
     Case(group_of_short_documents_skipped, ("dp4 > tp4",)),
 )

@@ -38,7 +38,7 @@ def test_every_event_of_a_step_is_in_its_trace(tmp_path: Path, words: str):
     played = [*made.of["embed"], *made.of["embed_back"], *made.of["loss"], *(made.of["forward"] + made.of["backward"]) * SPEC.layers]
     wanted = Counter((event.kind, event.name, event.chunk, event.keys) for event in played)
     for (kind, name, chunk, keys), count in wanted.items():
-        said = f"{name} {chunk}" + (f", keys {keys}" if keys >= 0 else "")
+        said = f"{name} {chunk}" + (f", {'rows' if name == 'loss' else 'keys'} {keys}" if keys >= 0 else "")
         lane = {"compute": "compute", "send": "link", "fetch": "in", "store": "out"}.get(kind)
         said = said if kind == "compute" else f"{kind} {said}"
         assert sum(names[span["tid"]] == lane and span["name"] == said for span in spans) == (count if lane else 0)

@@ -8,8 +8,9 @@ replica has, and of the rank's place; never of what has already arrived.
 ZeRO (arXiv 1910.02054) is when units are gathered, reduced and released: stage 3 gathers a unit for each use and releases it after, stages
 0 to 2 gather it once a group; stages 2 and 3 reduce after every backward, stages 0 and 1 after the last.
 
-[Note: windows] What is under way is bounded in bytes: gathers that are not yet used, reductions that are not yet home. One of each may always
-be under way, however large. Bytes are nominal (a unit's elements over `tp`), the same number on every rank, so that all decide alike.
+[Note: windows] What is under way is bounded in bytes: gathers that are not yet used, reductions that are not yet home. One of each may
+always be under way, however large. Bytes are nominal (a unit's elements over `tp`), the same number on every rank, so that all decide
+alike.
 
 [Note: order] Members of a communicator post its operations in one order, and no rank waits for an operation that another can only post
 after this rank has done what follows. So exchanges of a switch that go ahead are posted between the turns of the last backward only where
@@ -53,8 +54,8 @@ class Windows:
 
 @dataclass(frozen=True)
 class Visit:
-    """A length group as the program needs it. `micros`: micro-batches of each replica. `loss_blocks`: into how many blocks of rows the loss of
-    each is cut; empty in chunked layouts, where events say so."""
+    """A length group as the program needs it. `micros`: micro-batches of each replica. `loss_blocks`: into how many blocks of rows the loss
+    of each is cut; empty in chunked layouts, where events say so."""
 
     layout: Layout
     micros: int
@@ -71,8 +72,8 @@ def visit_of(spec: ModelSpec, layout: Layout, packs: Sequence[Sequence[int]]) ->
 
 @dataclass(frozen=True)
 class Exchanges:
-    """A switch as the program needs it. `opens[i]`: the units that need storage before exchange i; `closes[i]`: the units of the layout that
-    is left which nothing reads after exchange i is posted; `ahead`: how many exchanges may go ahead."""
+    """A switch as the program needs it. `opens[i]`: the units that need storage before exchange i; `closes[i]`: the units of the layout
+    that is left which nothing reads after exchange i is posted; `ahead`: how many exchanges may go ahead."""
 
     count: int
     opens: tuple[tuple[int, ...], ...]
@@ -181,8 +182,8 @@ class Steps:
 
 
 def _spans(spec: ModelSpec, plan: Plan, exchanges: int) -> tuple[dict[int, int], dict[int, int], list[int]]:
-    """The first and the last bucket of each moving unit; the most bytes of wanted weights that any rank has storage for after each exchange's
-    `open`."""
+    """The first and the last bucket of each moving unit; the most bytes of wanted weights that any rank has storage for after each
+    exchange's `open`."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     wanted: dict[int, np.ndarray] = {}

@@ -11,8 +11,8 @@ gather W (P-1)/P in the compute format; reduce W (P-1)/P in the home format, twi
 When the verbs are called is the program's (`program.step`).
 
 [Note: released storage] A graph kept for backward holds views of the copies. Release shrinks their storage to nothing and gather fills
-the same storage again, through an alias with a version counter of its own, so that autograd sees the tensors it saved. Copies have no storage
-before they are gathered for the first time.
+the same storage again, through an alias with a version counter of its own, so that autograd sees the tensors it saved. Copies have no
+storage before they are gathered for the first time.
 """
 
 from abc import ABC, abstractmethod
@@ -94,7 +94,7 @@ class Copies(ABC):
             self.prepare(unit)
             self.units[unit].drop()
 
-    def prepare(self, unit: int) -> None:
+    def prepare(self, unit: int) -> None:  # noqa: B027  (most need none)
         """Make the views of a unit's copies that are used again and again; the copies have storage now, and lose it after."""
 
     def _allocate(self, unit: int, names: list[str]) -> UnitCopies:

@@ -26,8 +26,8 @@ Part = Callable[[str, Box], Tensor | None]  # a view of a box of a weight; None 
 
 
 class Transfer:
-    """This rank's part of `plan`, to be played again and again: `begin`, then `post` and `take_in` each exchange in turn. `held` and `wanted`
-    are asked anew each time. Mutable.
+    """This rank's part of `plan`, to be played again and again: `begin`, then `post` and `take_in` each exchange in turn. `held` and
+    `wanted` are asked anew each time. Mutable.
 
     Collective. Raises PeerError, before anything moves, when the ranks do not agree on the plan."""
 

@@ -36,8 +36,8 @@ from longshift.stream.trace import Recorder
 
 
 class ChunkedPacks(Runner):
-    """A layout that computes packs in chunks. Mutable: what it has put into `tier`. `accumulate` adds the gradients on a unit's weights to their
-    sums; `watch` sees each event begin."""
+    """A layout that computes packs in chunks. Mutable: what it has put into `tier`. `accumulate` adds the gradients on a unit's weights to
+    their sums; `watch` sees each event begin."""
 
     def __init__(self, *how: Any, tier: Tier, ahead: int, accumulate: Callable[[int], object]):
         super().__init__(*how)

@@ -1,8 +1,8 @@
 """What the operations of a program do under one layout: whole packs here, packs in chunks in `step.chunked`.
 
-A whole pack's residual stream x [T', D] goes from unit to unit. Every part of a block is an autograd graph of its own, from a detached input to
-an output: a kept graph waits for its backward; where only the input waits, here or in a tier, `again` makes the graph anew. Numbers are the
-same bits (activation checkpointing: arXiv 1604.06174, 2205.05198).
+A whole pack's residual stream x [T', D] goes from unit to unit. Every part of a block is an autograd graph of its own, from a detached
+input to an output: a kept graph waits for its backward; where only the input waits, here or in a tier, `again` makes the graph anew.
+Numbers are the same bits (activation checkpointing: arXiv 1604.06174, 2205.05198).
 """
 
 from abc import ABC, abstractmethod
@@ -30,9 +30,9 @@ Message = tuple[int, int, str]  # micro-batch, model chunk, forward or backward
 
 
 class Runner(ABC):
-    """A layout's units and micro-batches on this rank. Mutable. `loss`: this rank's part of the loss sum, float64, zero where a tensor-parallel
-    peer counts it; `seed`: what losses are multiplied with before gradients are formed; `crossing`: boundary activations that have arrived or
-    are to be sent."""
+    """A layout's units and micro-batches on this rank. Mutable. `loss`: this rank's part of the loss sum, float64, zero where a
+    tensor-parallel peer counts it; `seed`: what losses are multiplied with before gradients are formed; `crossing`: boundary activations
+    that have arrived or are to be sent."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision, kernel: Kernel):
         self.spec, self.layout, self.world, self.copies, self.precision = spec, layout, world, copies, precision
@@ -88,8 +88,8 @@ class Runner(ABC):
 
 
 class WholePacks(Runner):
-    """A layout that computes packs whole. Mutable. By (micro-batch, unit, part): `graphs` kept for a backward (input, output), `inputs` kept
-    for another forward; by micro-batch: the residual stream `x` and its gradient `g` where the pack has come to."""
+    """A layout that computes packs whole. Mutable. By (micro-batch, unit, part): `graphs` kept for a backward (input, output), `inputs`
+    kept for another forward; by micro-batch: the residual stream `x` and its gradient `g` where the pack has come to."""
 
     def __init__(self, *how: Any, tier: Tier | None):
         super().__init__(*how)
@@ -188,7 +188,8 @@ class WholePacks(Runner):
 
 
 def loss_of_rows(head: Head, x_TD: Tensor, dx_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int, seed: float) -> Tensor:
-    """Loss sum of the `number`-th block of rows of x; writes the rows' gradients, times `seed`, into dx, and leaves the weights' on them."""
+    """Loss sum of the `number`-th block of rows of x; writes the rows' gradients, times `seed`, into dx, and leaves the weights' on
+    them."""
     rows = loss_rows(head.spec, len(x_TD))
     here = slice(number * rows, (number + 1) * rows)
     labels = micro.labels_T.view(-1, len(x_TD))  # one row for each tensor-parallel rank's share of the tokens

@@ -43,7 +43,7 @@ class Recorder:
     @contextmanager
     def playing(self, event: Event, unit: int, number: int) -> Iterator[None]:
         """Event of a unit's list, in micro-batch `number`."""
-        keys = f", keys {event.keys}" if event.keys >= 0 else ""
+        keys = f", {'rows' if event.name == 'loss' else 'keys'} {event.keys}" if event.keys >= 0 else ""
         name = f"{'' if event.kind in ('compute', 'send') else f'{event.kind} '}{event.name} {event.chunk}{keys}"
         start = time.perf_counter()
         span = Span(LANES.get(event.kind, ""), name, start, 0.0, {"unit": unit, "micro-batch": number, "bytes": event.bytes})
