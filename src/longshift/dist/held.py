@@ -134,6 +134,7 @@ class _PromptWork:
             self.work = None
             while any(x._use_count() > count for x, count in zip(self.tensors, self.counts)):  # pyright: ignore[reportAttributeAccessIssue]
                 time.sleep(0)
+            time.sleep(1e-4)  # what ends with the work itself has no count
             self.tensors = ()
 
     def is_completed(self) -> bool:
