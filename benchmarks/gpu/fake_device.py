@@ -3,7 +3,6 @@ as it is, but for what asks a GPU for numbers. What is seen: operations on tenso
 does not take, which are errors as on a GPU; and the bytes that tensors take there."""
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import backend_registration
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from longshift.dist.held import HeldBytes
 from longshift.dist.world import World
 from longshift.model.kernels import FLASH, Kernel
 from longshift.step import player
@@ -39,26 +38,17 @@ class Stream:
     def synchronize(self) -> None: ...
 
 
-class Held(TorchDispatchMode):
-    """Mutable: the bytes of all tensors that are on the device, and the most since `restart`; what its operations did since then. Not what
-    kernels need inside, nor what an allocator loses between tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.seen: set[int] = set()
-        self.restart()
+class Held(HeldBytes):
+    """Bytes of tensors by device, and what operations on this one did since `restart`. Mutable."""
 
     def restart(self) -> None:
-        self.most = self.now
+        super().restart()
         self.work = {"attention_flops": 0, "matmul_flops": 0, "other_bytes": 0, "operations": 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        there = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == NAME]
-        for tensor in there:
-            self._see(tensor.untyped_storage())
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         if not (func.is_view or func.namespace == "prim" or func._opname in ALLOCATE):
+            there = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == NAME]
             self._work(func, args, kwargs or {}, out, there)
         return out
 
@@ -75,18 +65,6 @@ class Held(TorchDispatchMode):
         else:
             self.work["other_bytes"] += sum(x.numel() * x.itemsize for x in tensors)
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        if address not in self.seen:
-            self.seen.add(address)
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self._gone, address, size)
-
-    def _gone(self, address: int, size: int) -> None:
-        self.seen.discard(address)
-        self.now -= size
-
 
 @contextlib.contextmanager
 def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
@@ -94,6 +72,7 @@ def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
     if not hasattr(torch, NAME):
         backend_registration._setup_privateuseone_for_python_backend(NAME)
     runtime, held = SimpleNamespace(cudaHostRegister=lambda *how: 0, cudaHostUnregister=lambda address: 0), Held()
+    held.restart()
     with (
         patch.multiple(torch.cuda, Stream=lambda device: Stream(), current_stream=lambda device: Stream(), cudart=lambda: runtime),
         patch.multiple(torch.cuda, stream=contextlib.nullcontext, synchronize=lambda device: None),

@@ -32,7 +32,7 @@ sys.modules["longshift"].__path__ = [str(SOURCE)]
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_device import Held, fake_device
+from fake_device import NAME, Held, fake_device
 
 from longshift.data.batch import Document, StepBatch
 from longshift.dist.world import World
@@ -148,11 +148,11 @@ def count(spec: ModelSpec, method: str, chunk: int, tokens: int, device: torch.d
     gc.collect()  # a player and its table refer to each other
     step, tier = step_of(spec, layout, device, tokens)
     step(min(tokens, 2 * chunk))
-    between = held.now
+    between = held.now[NAME]
     held.restart()
     step(tokens)
     row = {"method": method, "layout": str(layout), "layers": spec.layers, "tokens": tokens}
-    row |= {"device_peak_gib": held.most / 2**30, "device_between_gib": between / 2**30, **held.work}
+    row |= {"device_peak_gib": held.most[NAME] / 2**30, "device_between_gib": between / 2**30, **held.work}
     row["model_flops"] = tokens * spec.flops_per_token((tokens + 1) / 2)
     row |= _moved(tier)
     if tier is not None:

@@ -1,15 +1,16 @@
 """Bytes of all tensors that are alive, by device, while a mode watches what torch's operations return.
 
-A storage is counted once, whatever views it has, from the operation that made it until it is gone. Not counted: what kernels need inside one
-operation, and what an allocator loses between tensors. Under the mode autograd adds two gradients that meet into a new tensor, where without
-it may add in place: what is counted is never less than what is.
+A storage is counted once, whatever views it has, from the operation that made it until it is gone. Not counted: what kernels need inside
+one operation, and what an allocator loses between tensors. Under the mode autograd adds two gradients that meet into a new tensor, where
+without it may add in place: what is counted is never less than what is.
 """
 
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -22,14 +23,14 @@ from torch.utils._pytree import tree_leaves
 
 class HeldBytes(TorchDispatchMode):
     """Counts bytes of storages by device type: `now[device]`, and `most[device]` since `restart`. Mutable. What was there before it began
-    counts from `adopt` on. Only operations of the thread that entered it are seen."""
+    counts from `adopt` on. Only operations of the thread that entered it are seen; a storage may end in any."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
-        self._sizes: dict[int, int] = {}  # by storage, as of when it was last seen
-        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}  # and device: the tensor's, as a fake one's storage has none
+        self._now: Counter[str] = Counter()
+        self._held: dict[int, _Held] = {}  # by address
+        self._gone: deque[_Held] = deque()  # not yet taken off
         self._numpy = patch.object(torch, "from_numpy", self._from_numpy(torch.from_numpy))  # it never reaches a dispatcher
 
     def __enter__(self) -> "HeldBytes":
@@ -52,6 +53,16 @@ class HeldBytes(TorchDispatchMode):
                 self._see(x, new=x.untyped_storage()._cdata not in before)  # else a view, or changed in place
         return out
 
+    @property
+    def now(self) -> Counter[str]:
+        """Bytes by device type."""
+        while self._gone:
+            held = self._gone.popleft()
+            self._now[held.device] -= held.size
+            if self._held.get(held.address) is held:
+                del self._held[held.address]
+        return self._now
+
     def restart(self) -> None:
         """Forget what was the most: it is what there is now."""
         self.refresh()
@@ -64,28 +75,25 @@ class HeldBytes(TorchDispatchMode):
 
     def refresh(self) -> None:
         """Look again at every storage: `resize_` of a storage is no operation of torch's."""
-        for reference, device in list(self._alive.values()):
-            if (storage := reference()) is not None:
-                self._size(storage, device)
+        for held in list(self._held.values()):
+            if (storage := held.storage()) is not None:
+                self._size(held, storage)
 
     def _see(self, tensor: Tensor, new: bool) -> None:
-        storage, device = tensor.untyped_storage(), tensor.device.type
-        if new and storage._cdata not in self._sizes:
-            self._sizes[storage._cdata] = 0
-            self._alive[storage._cdata] = weakref.ref(storage), device
-            weakref.finalize(storage, self._gone, storage._cdata, device)
-        if storage._cdata in self._sizes:
-            self._size(storage, device)
+        storage = tensor.untyped_storage()
+        held = self._held.get(storage._cdata)
+        if held is None or held.storage() is not storage:  # an address is used again
+            if not new:
+                return
+            held = self._held[storage._cdata] = _Held(storage._cdata, weakref.ref(storage), tensor.device.type)
+            weakref.finalize(storage, self._gone.append, held)
+        self._size(held, storage)
 
-    def _size(self, storage: torch.UntypedStorage, device: str) -> None:
-        size = storage.nbytes()
-        self.now[device] += size - self._sizes[storage._cdata]
-        self._sizes[storage._cdata] = size
-        self.most[device] = max(self.most[device], self.now[device])
-
-    def _gone(self, address: int, device: str) -> None:
-        self.now[device] -= self._sizes.pop(address)
-        del self._alive[address]
+    def _size(self, held: "_Held", storage: torch.UntypedStorage) -> None:
+        now, size = self.now, storage.nbytes()
+        now[held.device] += size - held.size
+        held.size = size
+        self.most[held.device] = max(self.most[held.device], now[held.device])
 
     def _from_numpy(self, native: Any) -> Any:
         def from_numpy(array: Any) -> Tensor:
@@ -94,6 +102,16 @@ class HeldBytes(TorchDispatchMode):
             return tensor
 
         return from_numpy
+
+
+@dataclass(eq=False)
+class _Held:
+    """A storage that is counted. `device`: its tensor's, as a fake tensor's storage has none."""
+
+    address: int
+    storage: "weakref.ref[torch.UntypedStorage]"
+    device: str
+    size: int = 0
 
 
 @contextmanager
@@ -116,6 +134,7 @@ class _PromptWork:
             self.work = None
             while any(x._use_count() > count for x, count in zip(self.tensors, self.counts)):  # pyright: ignore[reportAttributeAccessIssue]
                 time.sleep(0)
+            time.sleep(1e-4)  # what ends with the work itself has no count
             self.tensors = ()
 
     def is_completed(self) -> bool:

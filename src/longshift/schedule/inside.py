@@ -16,7 +16,7 @@ What an operation begins with stays for as long as it runs.
 # ruff: noqa: F841, RUF059  (variables hold tensors for as long as the model's do)
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
@@ -453,9 +453,9 @@ def _cross_entropy(rank: Rank, logits: Tensor, group: "Group") -> Tensor:
 # Attention
 
 
-def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a piece."""
-    place, scores = rank.place, q.shape[0] * k.shape[0] * q.shape[1]
+def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool, times: int) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a piece; of each of `times` equal ones."""
+    place, scores = rank.place, times * q.shape[0] * k.shape[0] * q.shape[1]
     rank.flops["attention"] += 4 * scores * q.shape[2] // (2 if causal else 1)
     if place.by_definition:
         return _by_definition(q, k, causal)
@@ -464,8 +464,8 @@ def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tens
     return found
 
 
-def _flash_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    place, scores = rank.place, q.shape[0] * k.shape[0] * q.shape[1]
+def _flash_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, causal: bool, times: int) -> tuple[Tensor, Tensor, Tensor]:
+    place, scores = rank.place, times * q.shape[0] * k.shape[0] * q.shape[1]
     rank.flops["attention"] += 10 * scores * q.shape[2] // (2 if causal else 1)
     if place.by_definition:
         return _by_definition_backward(q, k, causal)
@@ -559,13 +559,13 @@ def _packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Sequ
 
     def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
         grads = [q.new(), k.new(), v.new()]
-        for length in lengths:
-            _flash_backward(rank, _rows(q, length), _rows(k, length), _rows(v, length), True)
+        for length, times in Counter(lengths).items():
+            _flash_backward(rank, _rows(q, length), _rows(k, length), _rows(v, length), True, times)
         return grads
 
     out, lse = q.new(), q.new(q.shape[:2], rank.place.wide)
-    for length in lengths:
-        _merge(*_flash(rank, _rows(q, length), _rows(k, length), True), first=True)
+    for length, times in Counter(lengths).items():
+        _merge(*_flash(rank, _rows(q, length), _rows(k, length), True, times), first=True)
     return recorded(out, (q, k, v), back, (q, k, v, out, lse))
 
 
@@ -591,8 +591,8 @@ def ring_forward(rank: Rank, q: Tensor, kv: Tensor, pairs_of: Callable[[int], Se
     """`parallel.ring.forward_into`."""
     for step in range(group.size):
         sending, following = _pass_on(kv, group) if step < group.size - 1 else (None, kv)
-        for queries, keys, causal in pairs_of((group.index - step) % group.size):
-            _merge(*_flash(rank, *_piece(q, kv, queries, keys)[:2], causal), first=first and step == 0)
+        for (queries, keys, causal), times in _equal(pairs_of((group.index - step) % group.size)):
+            _merge(*_flash(rank, *_piece(q, kv, queries, keys)[:2], causal, times), first=first and step == 0)
         del sending
         kv = following
 
@@ -603,8 +603,8 @@ def ring_backward(rank: Rank, dkv: Tensor, q: Tensor, kv: Tensor, pairs_of: Call
     for step in range(group.size):
         sending, following = _pass_on(kv, group) if step < group.size - 1 else (None, kv)
         here = dkv.new() if group.size > 1 else dkv
-        for queries, keys, causal in pairs_of((group.index - step) % group.size):
-            _flash_backward(rank, *_piece(q, kv, queries, keys), causal)
+        for (queries, keys, causal), times in _equal(pairs_of((group.index - step) % group.size)):
+            _flash_backward(rank, *_piece(q, kv, queries, keys), causal, times)
         if group.size == 1:
             return
         arriving = None
@@ -613,9 +613,14 @@ def ring_backward(rank: Rank, dkv: Tensor, q: Tensor, kv: Tensor, pairs_of: Call
         kv = following
 
 
-def _piece(q: Tensor, kv: Tensor, queries: slice, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
-    piece = Tensor(kv.storage, (keys.stop - keys.start, *kv.shape[2:]), kv.itemsize)
-    return _rows(q, queries.stop - queries.start), piece, piece
+def _equal(found: Sequence[Pair]) -> Iterable[tuple[tuple[int, int, bool], int]]:
+    """Pieces by numbers of queries and keys, and how many there are of each."""
+    return Counter((queries.stop - queries.start, keys.stop - keys.start, causal) for queries, keys, causal in found).items()
+
+
+def _piece(q: Tensor, kv: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    piece = Tensor(kv.storage, (keys, *kv.shape[2:]), kv.itemsize)
+    return _rows(q, queries), piece, piece
 
 
 def _pass_on(x: Tensor, group: "Group") -> tuple[Tensor, Tensor]:
