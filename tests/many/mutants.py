@@ -59,7 +59,7 @@ MIDWAY = 3  # updates done when a mutant damages the optimizer
 @contextmanager
 def mistaken(mutant: str) -> Iterator[None]:
     """This process has the mistake. Caches would hide it, or outlive it."""
-    caches = (placement.buckets, placement._holders, ring.pairs)
+    caches = (placement.buckets, placement._holders, placement._boxes_with_holders, placement._stages, ring.pairs)
     with pytest.MonkeyPatch.context() as patch:
         for cache in caches:
             cache.cache_clear()

@@ -157,10 +157,16 @@ def buckets_of(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Bucket, ...]
 
 
 def _grouped(spec: ModelSpec, layout: Layout, pieces: Iterable[tuple[Param, Piece]]) -> tuple[Bucket, ...]:
-    """Grouping is by the identity of the holders, which `_holders` makes once: hashing thousands of ranks for every piece takes longer."""
+    """By unit and holders. Holders are told apart by a number, found once for each object: hashing thousands of ranks for every piece takes
+    longer than all else."""
+    numbers: dict[tuple[int, ...], int] = {}
+    known: dict[int, int] = {}  # by the object's identity; the sorted list keeps it alive
     grouped: dict[tuple[int, int], list[Piece]] = {}
-    for param, piece in sorted(pieces, key=lambda pair: not pair[0].decay):
-        grouped.setdefault((moving_unit(spec, param), id(piece.holders)), []).append(piece)
+    ordered = sorted(pieces, key=lambda pair: not pair[0].decay)
+    for param, piece in ordered:
+        if id(piece.holders) not in known:
+            known[id(piece.holders)] = numbers.setdefault(piece.holders, len(numbers))
+        grouped.setdefault((moving_unit(spec, param), known[id(piece.holders)]), []).append(piece)
     found = (Bucket(unit, p[0].holders, tuple(p), layout.zero > 0 and len(p[0].holders) > 1) for (unit, _), p in grouped.items())
     return tuple(sorted(found, key=lambda b: (b.unit, b.holders)))
 
