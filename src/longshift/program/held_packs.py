@@ -66,6 +66,7 @@ class MovingTier(Tier):
         if self.under_way:
             self.leaving.append((size, list(tensors)))
         self.objects[key] = [self.ledger.held("waiting for the backward", size, self.place)]
+        self.ledger.moved["put"] += size
         self.shapes[key] = list(zip(shapes, self._split(shapes, size)))
 
     @staticmethod
@@ -75,6 +76,7 @@ class MovingTier(Tier):
 
     def fetch(self, key: tuple) -> list[Held]:
         found = []
+        self.ledger.moved["fetched"] += sum(size for _, size in self.shapes[key])
         for shape, size in self.shapes[key]:
             spare = self.spare.get((shape, size))
             found.append(spare.popleft() if spare else self.ledger.held("fetched from a tier", size))
