@@ -21,7 +21,7 @@ from longshift.schedule.streamed import Lists, lists, tier_key
 if TYPE_CHECKING:
     from longshift.program.ledger import Ledger
 
-UNDER_WAY = 4  # puts of a disk tier that keep what they send (`stream.tiers`)
+WRITES = 2  # puts of a disk tier that keep what they send (`stream.tiers`)
 IN_FLIGHT_BYTES = 256 << 20
 NAMES = {"kv": "keys and values", "dkv": "gradients of keys and values", "o": "output of attention"}
 
@@ -97,7 +97,7 @@ def tier_of(ledger: "Ledger", layout: Layout) -> Tier:
     """As `stream.tiers.tier_of`."""
     if layout.offload == "device" or (layout.offload == "host" and ledger.host_is_device):
         return Tier(ledger)
-    return MovingTier(ledger, layout.offload, UNDER_WAY if layout.offload == "disk" else 0, IN_FLIGHT_BYTES)
+    return MovingTier(ledger, layout.offload, WRITES if layout.offload == "disk" else 0, IN_FLIGHT_BYTES)
 
 
 class Packs:

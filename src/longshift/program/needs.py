@@ -5,7 +5,7 @@ alike are weighed once: of the ranks of one stage and tensor-parallel coordinate
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from longshift.layout.heads import own_heads
@@ -19,6 +19,7 @@ from longshift.switch.itinerary import Itinerary
 from longshift.workload.groups import Edge
 
 MOST_CHUNKS = 32  # of a pack that are weighed one by one
+STRIDE = 8  # chunks between three weighings, from which more follow
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,25 +76,31 @@ def needs(shape: StepShape, edges: Sequence[Edge], transport: Transport, host_is
     for rank in kinds_of_rank(shape):
         one = weighed(rank, MOST_CHUNKS)
         if chunks > MOST_CHUNKS:
-            one = extended(weighed(rank, MOST_CHUNKS // 2), one, (chunks - MOST_CHUNKS) / (MOST_CHUNKS // 2))
+            first, second = (weighed(rank, MOST_CHUNKS - number * STRIDE) for number in (2, 1))
+            one = extended((first, second, one), (chunks - MOST_CHUNKS) / STRIDE)
         found.append(Need(rank, one))
     return tuple(found)
 
 
-def extended(fewer: Weighed, more: Weighed, times: float) -> Weighed:
-    """What a step needs with more chunks than are weighed: bytes grow with their number, as from `fewer` to `more`, so many times again."""
+def extended(known: tuple[Weighed, Weighed, Weighed], times: float) -> Weighed:
+    """What a step needs with more chunks than are weighed, so many strides beyond the last of three numbers of chunks. Peaks grow with the
+    chunks, what moves with their pairs: the quadratic through the three, never less than the last."""
+    last = known[-1]
 
-    def on(a: int, b: int) -> int:
-        return b + math.ceil(max(0, b - a) * times)
+    def on(numbers: Sequence[int]) -> int:
+        a, b, c = numbers
+        return c + max(0, math.ceil((c - b) * times + (c - 2 * b + a) * times * (times + 1) / 2))
+
+    def all_of(names: Mapping[str, int], sides: Sequence[Mapping[str, int]]) -> dict[str, int]:
+        return {name: on([side.get(name, size) for side in sides]) for name, size in names.items()}
 
     peaks = {}
-    for place, peak in more.peaks.items():
-        before = fewer.peaks.get(place, peak)
-        known = dict(before.alive)
-        alive = tuple((name, on(known.get(name, size), size)) for name, size in peak.alive)
-        peaks[place] = Peak(on(before.total, peak.total), peak.op, alive)
-    sent, moved = ({name: on(a.get(name, 0), b[name]) for name in b} for a, b in ((fewer.sent, more.sent), (fewer.moved, more.moved)))
-    return Weighed(peaks, sent, moved)
+    for place, peak in last.peaks.items():
+        sides = [one.peaks.get(place, peak) for one in known]
+        alive = all_of(dict(peak.alive), [dict(side.alive) for side in sides])
+        total = on([side.total for side in sides])
+        peaks[place] = Peak(total, peak.op, tuple(sorted(alive.items(), key=lambda row: -row[1])))
+    return Weighed(peaks, all_of(last.sent, [one.sent for one in known]), all_of(last.moved, [one.moved for one in known]))
 
 
 def most(found: Sequence[Need], place: str = "device") -> Need:
