@@ -73,6 +73,7 @@ def _steps(
         config.switch.options,
         config.stream.options(run),
         links=agreed(links, world.gather_text),
+        windows=config.window.options,
     )
     if world.rank == 0 and world.device.type != "cpu":
         print(f"longshift: attention by {player.kernel.name}: {player.why_kernel}", file=sys.stderr)
