@@ -93,9 +93,9 @@ def layouts_of(family: str) -> Iterator[Layout]:
         if not faults(FAMILIES[family], layout, None):
             stages = range(4) if full and text in LAYOUTS else [(number + turn) % 4]
             yield from (replace(layout, zero=zero) for zero in stages)
-    policies: tuple[Recompute, ...] = ("selective", "full")
+    policies: tuple[Recompute, ...] = ("selective", "attention", "full")
     for number, text in enumerate(RECOMPUTED if full else RECOMPUTED[turn % 2 :: 2]):
-        for policy in policies if full else policies[number % 2 :][:1]:
+        for policy in policies if full else policies[number % 3 :][:1]:
             yield replace(Layout.parse(text), recompute=policy, zero=(number + turn) % 4)
     yield from map(Layout.parse, OFFLOADED if full else ())
     yield from streamed(turn, full)

@@ -182,16 +182,17 @@ def insertions(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> I
 def _of_packs(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> Iterator[Insertion]:
     """The formulas of `parallel`, for a block."""
     tp, u, ring = layout.tp, layout.ulysses, layout.ring
-    again = 2 if layout.recompute == "full" else 1  # forwards; the backward once
+    halves = {"attention": 3, "full": 4}.get(layout.recompute, 2)  # forwards of half a block; the backwards are two
     share = tokens / (u * ring)
     if tp > 1:
         size = share * spec.width * (tp - 1) / tp * itemsize
-        yield Insertion(TENSOR, 4 * (again + 1), "block", int(4 * (again + 1) * size))
+        yield Insertion(TENSOR, 2 * (halves + 2), "block", int(2 * (halves + 2) * size))
+    exchanges = 1 if layout.recompute in ("none", "selective") else 2
     attends = 1 if layout.recompute == "none" else 2
     if u > 1:
         heads = (2 * spec.heads + 2 * max(spec.kv_heads, u * tp)) / tp
         size = share * heads * spec.head_width * (u - 1) / u * itemsize
-        yield Insertion(ULYSSES, 2 * (attends + 1), "block", int((attends + 1) * size))
+        yield Insertion(ULYSSES, 2 * (exchanges + 1), "block", int((exchanges + 1) * size))
     if ring > 1:
         kv = 2 * tokens / ring * spec.kv_heads / (tp * u) * spec.head_width
         size = kv * (ring - 1) * itemsize * (attends + 1) + kv * ring * 4

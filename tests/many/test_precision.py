@@ -87,6 +87,7 @@ def test_recomputation_moves_no_bit(worlds: Worlds, precision: PrecisionName, la
 
     kept = run(layout)
     assert run(f"{layout}.recompute-selective") == kept
+    assert run(f"{layout}.recompute-attention") == kept
     assert run(f"{layout}.recompute-full") == kept
     assert run(f"{layout}.recompute-full.disk") == kept
 

@@ -28,6 +28,7 @@ GPT2 = ModelSpec("gpt2", 61, 64, 2, 4, 4, 16, 96, 128)
 LAYOUTS = (
     "dp1",
     "recompute-selective",
+    "recompute-attention",
     "recompute-full",
     "recompute-full.host",
     "chunk24",

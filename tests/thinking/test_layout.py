@@ -19,7 +19,7 @@ layouts = st.builds(
     **dict.fromkeys(("dp", "pp", "tp", "ulysses", "ring", "virtual"), degree),
     zero=st.integers(0, 3),
     order=st.sampled_from(["gpipe", "1f1b"]),
-    recompute=st.sampled_from(["none", "selective", "full"]),
+    recompute=st.sampled_from(["none", "selective", "attention", "full"]),
     stages=st.lists(st.integers(1, 9), max_size=4).map(tuple),
     chunk=st.sampled_from([0, 7, 64 << 10]),
     every=st.integers(1, 9),

@@ -26,7 +26,7 @@ AUTO = -1  # a chunk that is chosen before the ranks start, from what the machin
 ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 and weights"
 
 Order = Literal["gpipe", "1f1b"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "attention", "full"]
 Tier = Literal["device", "host", "disk"]
 Keep = Literal["output", "input"]
 Where = Literal["device", "offload"]
@@ -38,6 +38,7 @@ _FLAGS = {
     "gpipe": ("order", "gpipe"),
     "1f1b": ("order", "1f1b"),
     "recompute-selective": ("recompute", "selective"),
+    "recompute-attention": ("recompute", "attention"),
     "recompute-full": ("recompute", "full"),
     "host": ("offload", "host"),
     "disk": ("offload", "disk"),
@@ -65,8 +66,8 @@ class Layout:
     """Degrees and policies of one way to compute.
 
     `zero` 0..3; `virtual` model chunks per pipeline rank (interleaved 1F1B when above 1); `stages` blocks in each of the
-    `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention half of a block) or full (whole
-    block).
+    `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention from queries, keys and values),
+    attention (attention half of a block, projections too) or full (whole block).
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
     memory where what a backward needs waits, under recompute full or in chunks; `keep`, `kv` and `schedule` of a chunked one: see

@@ -19,10 +19,12 @@ from longshift.model.kernels import Kernel, add_up, copy_each, merge
 
 @dataclass(frozen=True)
 class Attention:
-    """A kernel, and what it multiplies scores with."""
+    """A kernel, and what it multiplies scores with. `again`: the backward computes output and log-sum-exp again from queries, keys and values
+    (selective recomputation, arXiv 2205.05198), so that the forward keeps neither."""
 
     kernel: Kernel
     scale: float
+    again: bool = False
 
     def fold(self, out_TNH: Tensor, lse_TN: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, causal: bool, first: bool) -> None:
         """Attention to these keys, too, into the output and the log-sum-exp of the scaled scores, in place; in at least float32, but for an
@@ -32,6 +34,12 @@ class Attention:
             kernel.fold(out_TNH, lse_TN, q_TNH, k_SKH, v_SKH, causal, self.scale, first)
         else:
             merge(out_TNH, lse_TN, *kernel.forward(q_TNH, k_SKH, v_SKH, causal, self.scale), first)
+
+    def diagonal(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of causal attention to one run."""
+        out, lse = torch.empty_like(q_TNH), q_TNH.new_empty(q_TNH.shape[:2], dtype=torch.promote_types(q_TNH.dtype, torch.float32))
+        self.fold(out, lse, q_TNH, k_TKH, v_TKH, causal=True, first=True)
+        return out, lse
 
     def add(
         self,
@@ -70,16 +78,17 @@ class PackedAttention(torch.autograd.Function):
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         for run in _runs(lengths, out, lse, q, k, v):
             attention.fold(*run, causal=True, first=True)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, *(() if attention.again else (out, lse)))
         ctx.lengths, ctx.attention = lengths, attention
         return out
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, *made = ctx.saved_tensors
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for run in _runs(ctx.lengths, *grads, grad, q, k, v, out, lse):
-            copy_each(run[:3], ctx.attention.backward(*run[3:], causal=True))
+        for run in _runs(ctx.lengths, *grads, grad, q, k, v, *made):
+            result = run[7:] or ctx.attention.diagonal(*run[4:])
+            copy_each(run[:3], ctx.attention.backward(*run[3:7], *result, causal=True))
         return *grads, None, None
 
 

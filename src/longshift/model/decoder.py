@@ -42,8 +42,9 @@ class MicroBatch:
 class Ops:
     """What a layout changes, as it is for one process: nothing moves."""
 
-    def __init__(self, spec: ModelSpec, kernel: Kernel = FLASH):
-        self.spec, self.attention = spec, Attention(kernel, spec.head_width**-0.5)
+    def __init__(self, spec: ModelSpec, kernel: Kernel = FLASH, again: bool = False):
+        """`again`: of `model.attention.Attention`."""
+        self.spec, self.attention = spec, Attention(kernel, spec.head_width**-0.5, again)
         self.heads, self.kv_heads = range(spec.heads), range(spec.kv_heads)
         self.vocab_first = 0
 

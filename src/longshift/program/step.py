@@ -36,10 +36,12 @@ from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.plan import Plan
 from longshift.workload.groups import LengthGroup
 
-# Of recomputation (arXiv 1604.06174, 2205.05198): the parts of a block in order, and whether a part's graph is kept for the backward.
+# Of recomputation (arXiv 1604.06174, 2205.05198): the parts of a block in order, and whether a part's graph is kept for the backward. What
+# `selective` computes again, it does inside the backward of the block: see `model.attention`.
 PARTS = {
     "none": (("block", True),),
-    "selective": (("attention half", False), ("mlp half", True)),
+    "selective": (("block", True),),
+    "attention": (("attention half", False), ("mlp half", True)),
     "full": (("block", False),),
 }
 

@@ -557,34 +557,50 @@ def _rows(t: Tensor, count: int) -> Tensor:
 def _packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
     """`model.attention.PackedAttention`."""
 
-    def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
-        grads = [q.new(), k.new(), v.new()]
+    again = rank.place.layout.recompute == "selective"
+
+    def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *made: Tensor) -> list[Tensor]:
+        grads, result = [q.new(), k.new(), v.new()], ()
         for length, times in Counter(lengths).items():
-            _flash_backward(rank, _rows(q, length), _rows(k, length), _rows(v, length), True, times)
+            piece = _rows(q, length), _rows(k, length), _rows(v, length)
+            result = _diagonal(rank, *piece, times) if again else ()
+            _flash_backward(rank, *piece, True, times)
         return grads
 
     out, lse = q.new(), q.new(q.shape[:2], rank.place.wide)
     for length, times in Counter(lengths).items():
         _merge(*_flash(rank, _rows(q, length), _rows(k, length), True, times), first=True)
-    return recorded(out, (q, k, v), back, (q, k, v, out, lse))
+    return recorded(out, (q, k, v), back, (q, k, v) if again else (q, k, v, out, lse))
+
+
+def _diagonal(rank: Rank, q: Tensor, k: Tensor, v: Tensor, times: int) -> tuple[Tensor, Tensor]:
+    """`model.attention.Attention.diagonal`."""
+    out, lse = q.new(), q.new(q.shape[:2], rank.place.wide)
+    _merge(*_flash(rank, q, k, True, times), first=True)
+    return out, lse
 
 
 def _ring_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, order: TokenOrder, group: "Group") -> Tensor:
     """`parallel.ring.RingAttention`."""
     wide, index = rank.place.wide, group.index
+    again = rank.place.layout.recompute == "selective"
 
-    def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
+    def forward(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = q.new(itemsize=wide), q.new(q.shape[:2], wide)
+        ring_forward(rank, q, kv, lambda i: pairs(order, index, i), group, first=True)
+        return _cast(out, q.itemsize), lse
+
+    def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *made: Tensor) -> list[Tensor]:
         kv = k.new((2, *k.shape))
+        result = forward(q, kv) if again else ()
         dq, dkv = q.new(itemsize=wide), kv.new(itemsize=wide)
         ring_backward(rank, dkv, q, kv, lambda i: pairs(order, index, i), group)
         dq_cast = _cast(dq, q.itemsize)
         dkv_cast = _cast(dkv, k.itemsize)
         return [dq_cast, *(Tensor(dkv_cast.storage, k.shape, k.itemsize) for _ in range(2))]
 
-    out, lse = q.new(itemsize=wide), q.new(q.shape[:2], wide)
-    ring_forward(rank, q, k.new((2, *k.shape)), lambda i: pairs(order, index, i), group, first=True)
-    o = _cast(out, q.itemsize)
-    return recorded(o, (q, k, v), back, (q, k, v, o, lse))
+    o, lse = forward(q, k.new((2, *k.shape)))
+    return recorded(o, (q, k, v), back, (q, k, v) if again else (q, k, v, o, lse))
 
 
 def ring_forward(rank: Rank, q: Tensor, kv: Tensor, pairs_of: Callable[[int], Sequence[Pair]], group: "Group", first: bool) -> None:
