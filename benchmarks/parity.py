@@ -73,7 +73,13 @@ CHUNKS = (24, 7, 16, 6, 13)  # tokens: 2 to 8 of them in a pack, or an uneven la
 TIERS = (("device", "device"), ("disk", "device"), ("host", "offload"), ("disk", "offload"))  # offload, kv
 EVERY = (1, 2, 1, 3, 1, 2, 1)  # of five blocks
 STREAMING = tuple(product(("stream", "fpdt"), ("output", "input"), TIERS))
-OFFLOADED = ("recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
+OFFLOADED = (
+    "recompute-full.keep-output",
+    "pp2.dp2.ring2.recompute-full.keep-output.disk",
+    "recompute-full.disk",
+    "pp2.recompute-full.disk",
+    "u2.tp2.z3.recompute-full.disk",
+)
 RECOMPUTED = ("dp2", "tp2", "u2", "ring2", "pp2", "dp2.tp2", "pp2.dp2.tp2")
 FULL = "llama"  # goes through all stages of ZeRO, MORE, both recomputations and all of streaming; the others take some, in turn
 

@@ -188,7 +188,7 @@ def _of_packs(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> It
         size = share * spec.width * (tp - 1) / tp * itemsize
         yield Insertion(TENSOR, 2 * (halves + 2), "block", int(2 * (halves + 2) * size))
     exchanges = 1 if layout.recompute in ("none", "selective") else 2
-    attends = 1 if layout.recompute == "none" else 2
+    attends = 1 if layout.recompute == "none" or layout.keep_output else 2
     if u > 1:
         heads = (2 * spec.heads + 2 * max(spec.kv_heads, u * tp)) / tp
         size = share * heads * spec.head_width * (u - 1) / u * itemsize
@@ -222,7 +222,7 @@ def _of_chunks(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> I
 def _streamed(layout: Layout, found: Footprint | None) -> list[str]:
     if found is None:
         return []
-    what = "the input of every block waits"
+    what = f"the input of every block{' and the output of its attention' if layout.keep_output else ''} waits"
     if layout.chunk:
         kept = "x, o and kv wait for the backward" if layout.keep == "output" else "x waits for the backward, o and kv are made again"
         pairs = "stay on the device" if layout.kv == "device" else "come and go"

@@ -114,10 +114,7 @@ def _events(world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, h
     if world.everyone.handle is not None:
         prepare(world, spec, layout)
     ops = LayoutOps(spec, layout, world, FLASH)
-    own, watch = (
-        own_heads(spec, layout, layout.coord(world.rank)),
-        Watch(held, device, {"tp": ops.tp, "ulysses": ops.ulysses, "ring": ops.ring}),
-    )
+    own, watch = own_heads(spec, layout, layout.coord(world.rank)), Watch(held, device, {"tp": ops.tp, "ulysses": ops.ulysses, "ring": ops.ring})
     streamed = Streamed(spec, layout, ops, ops.ring, own, dtype.itemsize, Elsewhere(), 1)  # pyright: ignore[reportArgumentType]
     documents = [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]
     pack = ChunkedPack(spec, documents, layout, world.rank, dtype, device)

@@ -27,7 +27,7 @@ AXES = {"tensor": "tp", "Ulysses": "ulysses", "ring": "ring"}
         "tp2.recompute-full",
         "u2.recompute-full",
         "ring2.recompute-full",
-        *(f"{axis}2.recompute-{what}" for axis in ("tp", "u", "ring") for what in ("selective", "attention")),
+        *(f"{axis}2.recompute-{what}" for axis in ("tp", "u", "ring") for what in ("selective", "attention", "full.keep-output")),
         "tp2.chunk16",
         "u2.chunk16",
         "ring2.chunk16",

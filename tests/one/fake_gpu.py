@@ -31,6 +31,7 @@ LAYOUTS = (
     "recompute-attention",
     "recompute-full",
     "recompute-full.host",
+    "recompute-full.keep-output.host",
     "chunk24",
     "chunk24.host.every2",
     "chunk24.host.kv-offload.fpdt",

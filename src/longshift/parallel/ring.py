@@ -81,7 +81,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, order: TokenOrder, attention: Attention, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]
-        o, lse = _forward(q, torch.stack((k, v)), order, attention, group)
+        o, lse = attention.whole(lambda: _forward(q, torch.stack((k, v)), order, attention, group))
         ctx.save_for_backward(q, k, v, *(() if attention.again else (o, lse)))
         ctx.order, ctx.attention, ctx.group = order, attention, group
         return o

@@ -29,7 +29,8 @@ one on bytes (`program.ledger`) play it. What happens in a step happens in one o
 
 Turns of whole packs: `pass` is a forward without a graph, `forward` and `again` make one, `backward` uses it up, `loss` is the forward and
 backward of the head on some rows. `part` says how much of a block: see PARTS of `program.step`. In a chunked layout a turn is a list of
-events, the same for every block (`schedule.streamed`).
+events, the same for every block (`schedule.streamed`). A `pass` of the part "block with output" keeps the output of attention beside the
+block's input; its `again` takes that and computes all else.
 """
 
 from typing import Literal, NamedTuple

@@ -177,8 +177,10 @@ def _of(
     """Of a rank of one of `_kinds`."""
     if not layout.chunk:
         shared = layout.ulysses * layout.tp
-        stream = token_order(lengths, layout.ring, shared).local_tokens // shared * spec.width * compute_bytes
-        waiting = turns.count("forward") * stream
+        tokens = token_order(lengths, layout.ring, shared).local_tokens
+        stream = tokens // shared * spec.width * compute_bytes
+        output = tokens * own[0] * (spec.head_width * compute_bytes + max(4, compute_bytes)) * layout.keep_output
+        waiting = turns.count("forward") * (stream + output)
         return Footprint(1, stream, waiting, waiting, waiting)
     made = lists(spec, layout, chunks.cut(lengths, layout.chunk), heads, own, compute_bytes, ahead)
     by_name = _effects(made)
