@@ -58,7 +58,7 @@ def test_uneven_is_possible(text):
         ("tp7", "tp7 shares 6 query heads among 7 ranks, which leaves some none: at most tp6"),
         (
             "chunk1K.keep-output",
-            "keep-output is said of recompute-full, and a layout in chunks keeps the output of attention unless it says keep-input: drop it",
+            "keep-output is said of recompute-full; a layout in chunks keeps the output of attention unless it says keep-input: drop it",
         ),
         (
             "dp2.keep-output",

@@ -19,9 +19,9 @@ from longshift.model.kernels import Kernel, add_up, copy_each, merge
 
 @dataclass(frozen=True)
 class Attention:
-    """A kernel, and what it multiplies scores with. `again`: the backward computes output and log-sum-exp again from queries, keys and values
-    (selective recomputation, arXiv 2205.05198), so that the forward keeps neither. `kept`: a list into which the forward puts output and
-    log-sum-exp where it is empty, and from which it takes them where it is not."""
+    """A kernel, and what it multiplies scores with. `again`: the backward computes output and log-sum-exp again from queries, keys and
+    values (selective recomputation, arXiv 2205.05198), so that the forward keeps neither. `kept`: a list into which the forward puts
+    output and log-sum-exp where it is empty, and from which it takes them where it is not."""
 
     kernel: Kernel
     scale: float

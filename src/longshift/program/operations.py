@@ -41,6 +41,19 @@ Kind = Literal[
     "await exchange", "close", "arrived", "total", "forget", "norm", "update",
 ]  # fmt: skip
 
+# The operation that ends another.
+AWAITED = {
+    "gather": "await gather", "reduce": "await reduce", "receive": "await receive", "send": "await send",
+    "exchange": "await exchange", "fetch": "await fetch",
+}  # fmt: skip
+
+# By kind, the resource that an operation occupies; what is not here computes, or waits among what computes.
+LANES = {
+    "gather": "gather", "release": "gather", "reduce": "reduce", "receive": "messages", "send": "messages",
+    "open": "switch", "exchange": "switch", "close": "switch", "arrived": "switch", "total": "switch", "forget": "switch",
+    "put": "tier out", "fetch": "tier in", "drop": "tier in",
+}  # fmt: skip
+
 
 class Op(NamedTuple):
     """One operation. `visit`: number of the length group in visiting order. `unit`: as in `spec.model`, or all where -1. `chunk`: the model
