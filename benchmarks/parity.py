@@ -73,7 +73,13 @@ CHUNKS = (24, 7, 16, 6, 13)  # tokens: 2 to 8 of them in a pack, or an uneven la
 TIERS = (("device", "device"), ("disk", "device"), ("host", "offload"), ("disk", "offload"))  # offload, kv
 EVERY = (1, 2, 1, 3, 1, 2, 1)  # of five blocks
 STREAMING = tuple(product(("stream", "fpdt"), ("output", "input"), TIERS))
-OFFLOADED = ("recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
+OFFLOADED = (
+    "recompute-full.keep-output",
+    "pp2.dp2.ring2.recompute-full.keep-output.disk",
+    "recompute-full.disk",
+    "pp2.recompute-full.disk",
+    "u2.tp2.z3.recompute-full.disk",
+)
 RECOMPUTED = ("dp2", "tp2", "u2", "ring2", "pp2", "dp2.tp2", "pp2.dp2.tp2")
 FULL = "llama"  # goes through all stages of ZeRO, MORE, both recomputations and all of streaming; the others take some, in turn
 
@@ -93,9 +99,9 @@ def layouts_of(family: str) -> Iterator[Layout]:
         if not faults(FAMILIES[family], layout, None):
             stages = range(4) if full and text in LAYOUTS else [(number + turn) % 4]
             yield from (replace(layout, zero=zero) for zero in stages)
-    policies: tuple[Recompute, ...] = ("selective", "full")
+    policies: tuple[Recompute, ...] = ("selective", "attention", "full")
     for number, text in enumerate(RECOMPUTED if full else RECOMPUTED[turn % 2 :: 2]):
-        for policy in policies if full else policies[number % 2 :][:1]:
+        for policy in policies if full else policies[number % 3 :][:1]:
             yield replace(Layout.parse(text), recompute=policy, zero=(number + turn) % 4)
     yield from map(Layout.parse, OFFLOADED if full else ())
     yield from streamed(turn, full)

@@ -44,7 +44,7 @@ from longshift.step import runner as runner_module
 from longshift.step.chunked import ChunkedPacks, _Play
 from longshift.step.compose import LayoutOps
 from longshift.step.player import Player
-from longshift.step.runner import Runner
+from longshift.step.runner import Runner, WholePacks
 from longshift.stream.tiers import DiskTier, Tensors
 from longshift.switch.plan import Move, Plan
 from longshift.train.check import compare
@@ -609,6 +609,33 @@ def replayed_with_the_next_blocks_weights(patch: Patch) -> None:
     patch.setattr(_Play, "__init__", wrong)
 
 
+def output_of_another_micro_batch(patch: Patch) -> None:
+    """A block that is computed again takes the output of attention that the last pass kept, whichever micro-batch that was of."""
+    native, again = WholePacks._pass, WholePacks._again
+    last: dict[int, Tensor] = {}
+
+    def passed(self: WholePacks, op: Op) -> None:
+        native(self, op)
+        last[op.unit] = self.inputs[self._key(op)][1]
+
+    def wrong(self: WholePacks, op: Op) -> None:
+        x, out, lse = self.inputs[self._key(op)]
+        stale = torch.zeros_like(out)
+        count = min(len(out), len(last[op.unit]))
+        stale[:count] = last[op.unit][:count]
+        self.inputs[self._key(op)] = x, stale, lse
+        again(self, op)
+
+    def turns(self: WholePacks, *how, **named) -> None:
+        init(self, *how, **named)
+        self.turns |= {"pass": self._pass, "again": self._again}
+
+    init = WholePacks.__init__
+    patch.setattr(WholePacks, "_pass", passed)
+    patch.setattr(WholePacks, "_again", wrong)
+    patch.setattr(WholePacks, "__init__", turns)
+
+
 # ---- switching
 
 
@@ -743,6 +770,7 @@ CASES = (
     Case(last_chunk_dropped, ("chunk13.disk.kv-offload",)),
     Case(stale_fetch, ("chunk13.disk.kv-offload", "u2.chunk16.disk")),
     Case(replayed_with_the_next_blocks_weights, ("chunk13.every2", "u2.chunk16.every3.disk.keep-input")),
+    Case(output_of_another_micro_batch, ("pp2.gpipe.recompute-full.keep-output",)),
     Case(divisor_of_the_group, ("dp4 > tp4",)),
     Case(visit_with_stale_weights, ("dp4 > tp4",), steps=3),
     Case(last_groups_gradients_only, ("dp4 > tp4",)),

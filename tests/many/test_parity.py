@@ -23,7 +23,7 @@ CASES = (
     ("llama", "pp2.gpipe.recompute-full", FEWER),
     ("llama", "pp2.v2.z2", FEWER),
     ("llama", "pp4", FEWER),
-    ("llama", "pp2:4-1.z3.recompute-selective", FEWER),
+    ("llama", "pp2:4-1.z3.recompute-attention", FEWER),
     ("llama", "ring4.z2", FEWER),
     ("llama", "u4.z1", FEWER),
     ("llama", "pp2.dp2.tp2.z3", FEWER),
@@ -41,7 +41,13 @@ CASES = (
     ("qwen3", "tp4", FEWER),
     ("qwen3", "ring2.u2.z2", FEWER),
     ("qwen3", "ring2.tp2", FEWER),
-    ("qwen3", "dp2.ring2.recompute-selective.z1", FEWER),
+    ("qwen3", "dp2.ring2.recompute-attention.z1", FEWER),
+    ("qwen3", "ring2.u2.recompute-selective", FEWER),
+    ("llama-6-heads", "pp2.u2.recompute-selective.z2", FEWER),
+    ("gpt2", "tp2.recompute-selective", FEWER),
+    ("llama", "pp2.gpipe.recompute-full.keep-output", FEWER),
+    ("qwen3", "ring2.u2.recompute-full.keep-output.z3", FEWER),
+    ("llama-6-heads", "u2.tp2.recompute-full.keep-output.disk", FEWER),
     ("llama", "chunk13.disk.kv-offload", FEWER),
     ("llama", "chunk16.keep-input.fpdt", FEWER),
     ("llama", "pp2.recompute-full.disk", FEWER),
@@ -115,7 +121,7 @@ def test_the_cases_reach_everything():
     assert all(not faults(FAMILIES[family], Layout.parse(text), None) for family, text, _ in CASES)
     assert {family for family, _, _ in CASES} == set(FAMILIES)
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
-    assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
+    assert {layout.recompute for layout in layouts} == {"none", "selective", "attention", "full"}
     assert {(layout.order, layout.virtual) for layout in layouts if layout.pp > 1} == {("1f1b", 1), ("1f1b", 2), ("gpipe", 1)}
     assert {(layout.schedule, layout.keep, layout.kv) for layout in layouts if layout.chunk} >= {
         *((schedule, "output", kv) for schedule in ("stream", "fpdt") for kv in ("device", "offload")),

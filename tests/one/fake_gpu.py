@@ -28,8 +28,10 @@ GPT2 = ModelSpec("gpt2", 61, 64, 2, 4, 4, 16, 96, 128)
 LAYOUTS = (
     "dp1",
     "recompute-selective",
+    "recompute-attention",
     "recompute-full",
     "recompute-full.host",
+    "recompute-full.keep-output.host",
     "chunk24",
     "chunk24.host.every2",
     "chunk24.host.kv-offload.fpdt",

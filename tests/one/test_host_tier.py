@@ -40,6 +40,7 @@ LAYOUTS = (
     "chunk61.host",
     "chunk13.every2.host",
     "recompute-full.host",
+    "recompute-full.keep-output.host",
 )
 Clock = dict[int, int]  # how far each stream had come
 

@@ -56,6 +56,19 @@ def test_uneven_is_possible(text):
     ("text", "message"),
     [
         ("tp7", "tp7 shares 6 query heads among 7 ranks, which leaves some none: at most tp6"),
+        (
+            "chunk1K.keep-output",
+            "keep-output is said of recompute-full; a layout in chunks keeps the output of attention unless it says keep-input: drop it",
+        ),
+        (
+            "dp2.keep-output",
+            "keep-output keeps the output of attention under recompute-full, and this layout keeps all: add recompute-full or drop it",
+        ),
+        (
+            "recompute-selective.keep-output",
+            "keep-output keeps the output of attention under recompute-full, and this layout is to compute that again: "
+            "add recompute-full or drop it",
+        ),
         ("u7", "u7 shares 6 query heads among 7 ranks: at most u6; ring has no such limit"),
         ("u4.tp2", "u4 shares 3 query heads after tp2 (of 6) among 4 ranks: at most u3, or tp1 with u4; ring has no such limit"),
         ("u2.tp4", "u2 shares 1 query head after tp4 (of 6) among 2 ranks: at most u1, or tp3 with u2; ring has no such limit"),

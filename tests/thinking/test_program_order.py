@@ -73,9 +73,9 @@ def random_layout(draw: random.Random, spec: ModelSpec, world: int) -> Layout:
         if kind < 0.3:
             layout = replace(layout, chunk=16, every=draw.choice((1, 2)), offload=draw.choice(("device", "host")))
         elif kind < 0.5:
-            layout = replace(layout, recompute="selective")
+            layout = replace(layout, recompute=draw.choice(("selective", "attention", "attention")))
         elif kind < 0.7:
-            layout = replace(layout, recompute="full", offload=draw.choice(("device", "host")))
+            layout = replace(layout, recompute="full", keep_output=draw.random() < 0.5, offload=draw.choice(("device", "host")))
         if not faults(spec, layout, world):
             return layout
 
@@ -258,7 +258,8 @@ class Follow:
             for event in events(visit.layout, view.at.pp, visit.micros):
                 for unit in view.chunks[event.chunk] if event.kind == "backward" else ():
                     head = unit > self.spec.layers
-                    parts = ("attention half", "mlp half") if visit.layout.recompute == "selective" else ("block",)
+                    parts = ("attention half", "mlp half") if visit.layout.recompute == "attention" else ("block",)
+                    parts = ("block with output",) if visit.layout.keep_output else parts
                     parts = ("",) if head or visit.layout.chunk else parts if unit else ("embed",)
                     blocks = range(visit.loss_blocks[event.micro]) if head and visit.loss_blocks else (-1,)
                     yield from product((number,), (event.micro,), (unit,), parts, blocks)

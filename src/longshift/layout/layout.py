@@ -26,19 +26,21 @@ AUTO = -1  # a chunk that is chosen before the ranks start, from what the machin
 ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 and weights"
 
 Order = Literal["gpipe", "1f1b"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "attention", "full"]
 Tier = Literal["device", "host", "disk"]
 Keep = Literal["output", "input"]
 Where = Literal["device", "offload"]
 Schedule = Literal["stream", "fpdt"]
 
 _DEGREES = {"dp": "dp", "pp": "pp", "tp": "tp", "u": "ulysses", "ring": "ring", "z": "zero", "v": "virtual", "every": "every"}
-_POLICIES = ("offload", "keep", "kv", "schedule")  # written as they are called in _FLAGS
+_POLICIES = ("keep_output", "offload", "keep", "kv", "schedule")  # written as they are called in _FLAGS
 _FLAGS = {
     "gpipe": ("order", "gpipe"),
     "1f1b": ("order", "1f1b"),
     "recompute-selective": ("recompute", "selective"),
+    "recompute-attention": ("recompute", "attention"),
     "recompute-full": ("recompute", "full"),
+    "keep-output": ("keep_output", True),
     "host": ("offload", "host"),
     "disk": ("offload", "disk"),
     "keep-input": ("keep", "input"),
@@ -65,8 +67,9 @@ class Layout:
     """Degrees and policies of one way to compute.
 
     `zero` 0..3; `virtual` model chunks per pipeline rank (interleaved 1F1B when above 1); `stages` blocks in each of the
-    `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention half of a block) or full (whole
-    block).
+    `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention from queries, keys and values),
+    attention (attention half of a block, projections too) or full (whole block); `keep_output`: a recompute-full block keeps the output of
+    attention, too, and does not compute it again.
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
     memory where what a backward needs waits, under recompute full or in chunks; `keep`, `kv` and `schedule` of a chunked one: see
@@ -82,6 +85,7 @@ class Layout:
     virtual: int = 1
     order: Order = "1f1b"
     recompute: Recompute = "none"
+    keep_output: bool = False
     stages: tuple[int, ...] = ()
     chunk: int = 0
     offload: Tier = "device"

@@ -137,6 +137,11 @@ def _stages(layout: Layout, layers: int) -> Iterator[str]:
 
 def _streaming(layout: Layout) -> Iterator[str]:
     """What is said of chunks needs them, and what is moved must be kept apart from the rest."""
+    if layout.keep_output and layout.chunk:
+        yield "keep-output is said of recompute-full; a layout in chunks keeps the output of attention unless it says keep-input: drop it"
+    elif layout.keep_output and layout.recompute != "full":
+        kept = {"none": "keeps all", "selective": "is to compute that again", "attention": "is to compute that again"}[layout.recompute]
+        yield f"keep-output keeps the output of attention under recompute-full, and this layout {kept}: add recompute-full or drop it"
     chunked = [word for word, said in (("keep-input", layout.keep == "input"), ("kv-offload", layout.kv == "offload")) if said]
     chunked += [word for word, said in (("fpdt", layout.schedule == "fpdt"), (f"every{layout.every}", layout.every > 1)) if said]
     if not layout.chunk:

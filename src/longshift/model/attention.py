@@ -6,7 +6,7 @@ earlier tokens; pieces add to (out, lse), so that those computed apart make one 
 Letters: T query tokens, S key tokens, N query heads, K key/value heads, H head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,24 @@ from longshift.model.kernels import Kernel, add_up, copy_each, merge
 
 @dataclass(frozen=True)
 class Attention:
-    """A kernel, and what it multiplies scores with."""
+    """A kernel, and what it multiplies scores with. `again`: the backward computes output and log-sum-exp again from queries, keys and
+    values (selective recomputation, arXiv 2205.05198), so that the forward keeps neither. `kept`: a list into which the forward puts
+    output and log-sum-exp where it is empty, and from which it takes them where it is not."""
 
     kernel: Kernel
     scale: float
+    again: bool = False
+    kept: list[Tensor] | None = None
+
+    def whole(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of a pack: those that are `kept`, or computed."""
+        if self.kept:
+            out, lse = self.kept
+            return out.detach(), lse
+        out, lse = compute()
+        if self.kept is not None:
+            self.kept.extend((out, lse))
+        return out, lse
 
     def fold(self, out_TNH: Tensor, lse_TN: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, causal: bool, first: bool) -> None:
         """Attention to these keys, too, into the output and the log-sum-exp of the scaled scores, in place; in at least float32, but for an
@@ -32,6 +46,10 @@ class Attention:
             kernel.fold(out_TNH, lse_TN, q_TNH, k_SKH, v_SKH, causal, self.scale, first)
         else:
             merge(out_TNH, lse_TN, *kernel.forward(q_TNH, k_SKH, v_SKH, causal, self.scale), first)
+
+    def diagonal(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of causal attention to one run."""
+        return _forward(q_TNH, k_TKH, v_TKH, [len(q_TNH)], self)
 
     def add(
         self,
@@ -67,20 +85,26 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, lengths: Sequence[int], attention: Attention):  # pyright: ignore[reportIncompatibleMethodOverride]
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-        for run in _runs(lengths, out, lse, q, k, v):
-            attention.fold(*run, causal=True, first=True)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = attention.whole(lambda: _forward(q, k, v, lengths, attention))
+        ctx.save_for_backward(q, k, v, *(() if attention.again else (out, lse)))
         ctx.lengths, ctx.attention = lengths, attention
         return out
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, *made = ctx.saved_tensors
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for run in _runs(ctx.lengths, *grads, grad, q, k, v, out, lse):
-            copy_each(run[:3], ctx.attention.backward(*run[3:], causal=True))
+        for run in _runs(ctx.lengths, *grads, grad, q, k, v, *made):
+            result = run[7:] or ctx.attention.diagonal(*run[4:])
+            copy_each(run[:3], ctx.attention.backward(*run[3:7], *result, causal=True))
         return *grads, None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], attention: Attention) -> tuple[Tensor, Tensor]:
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    for run in _runs(lengths, out, lse, q, k, v):
+        attention.fold(*run, causal=True, first=True)
+    return out, lse
 
 
 def _runs(lengths: Sequence[int], *tensors: Tensor) -> Any:

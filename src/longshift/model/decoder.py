@@ -7,8 +7,9 @@ Letters: T tokens, D model width, N query heads, K key/value heads, H head width
 """
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +43,17 @@ class MicroBatch:
 class Ops:
     """What a layout changes, as it is for one process: nothing moves."""
 
-    def __init__(self, spec: ModelSpec, kernel: Kernel = FLASH):
-        self.spec, self.attention = spec, Attention(kernel, spec.head_width**-0.5)
+    def __init__(self, spec: ModelSpec, kernel: Kernel = FLASH, again: bool = False):
+        """`again`: of `model.attention.Attention`."""
+        self.spec, self.attention = spec, Attention(kernel, spec.head_width**-0.5, again)
         self.heads, self.kv_heads = range(spec.heads), range(spec.kv_heads)
         self.vocab_first = 0
+
+    def keeping(self, kept: list[Tensor] | None) -> Self:
+        """The same, with `kept` of `model.attention.Attention`."""
+        found = copy(self)
+        found.attention = replace(self.attention, kept=kept)
+        return found
 
     def enter(self, x: Tensor) -> Tensor:
         """From this rank's share of the tokens to all that its weights shall see."""

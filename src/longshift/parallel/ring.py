@@ -81,21 +81,27 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, order: TokenOrder, attention: Attention, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        out, lse = torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide)
-        forward_into(out, lse, q, torch.stack((k, v)), partial(pairs, order, group.index), attention, group, first=True)
-        o = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, o, lse)
+        o, lse = attention.whole(lambda: _forward(q, torch.stack((k, v)), order, attention, group))
+        ctx.save_for_backward(q, k, v, *(() if attention.again else (o, lse)))
         ctx.order, ctx.attention, ctx.group = order, attention, group
         return o
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, *made = ctx.saved_tensors
         wide, kv = torch.promote_types(q.dtype, torch.float32), torch.stack((k, v))
+        o, lse = made or _forward(q, kv, ctx.order, ctx.attention, ctx.group)
         dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
         backward_into(dq, dkv, grad, q, kv, o, lse, partial(pairs, ctx.order, ctx.group.index), ctx.attention, ctx.group)
         return dq.to(q.dtype), *dkv.to(k.dtype).unbind(), None, None, None
+
+
+def _forward(q: Tensor, kv: Tensor, order: TokenOrder, attention: Attention, group: Group) -> tuple[Tensor, Tensor]:
+    """Output, in the format of q, and log-sum-exp of a pack."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide)
+    forward_into(out, lse, q, kv, partial(pairs, order, group.index), attention, group, first=True)
+    return out.to(q.dtype), lse
 
 
 def _pass_on(x: Tensor, group: Group) -> tuple[Pending, Tensor]:

@@ -71,7 +71,7 @@ class MovingTier(Tier):
 
     @staticmethod
     def _split(shapes: Sequence[tuple], size: int) -> list[int]:
-        """Sizes of an object's tensors: attention's output and its log-sum-exp are the only two."""
+        """Sizes of an object's tensors, as if the first one were all of it: the others always come and go with it."""
         return [size] if len(shapes) == 1 else [size, 0]
 
     def fetch(self, key: tuple) -> list[Held]:
@@ -165,8 +165,8 @@ class WholePacks(Packs):
         self.micros: dict[int, Held] = {}
         self.x: dict[int, Held] = {}
         self.g: dict[int, Held] = {}
-        self.graphs: dict[tuple, tuple[Held | None, Held, Held]] = {}
-        self.inputs: dict[tuple, Held] = {}
+        self.graphs: dict[tuple, tuple[Held | None, Held, Held, list[Held]]] = {}
+        self.inputs: dict[tuple, list[Held]] = {}
         self.fetched: dict[tuple, list[Held]] = {}
         self.turns = {"pass": self._pass, "forward": self._forward, "again": self._again, "backward": self._backward, "loss": self._loss}
 
@@ -205,21 +205,22 @@ class WholePacks(Packs):
         return op.micro, op.unit, op.part
 
     def _pass(self, op: Op) -> None:
-        self._inside(op)
-        self.inputs[self._key(op)] = self.x[op.micro]
+        kept = self._inside(op).graph
+        self.inputs[self._key(op)] = [self.x[op.micro], *([self.ledger.held("output of attention", kept)] if kept else [])]
         self.x[op.micro] = self.residual(self.tokens(op.micro), "residual stream")
 
     def _forward(self, op: Op) -> None:
-        self._graph(op, self.x.pop(op.micro, None))
+        self._graph(op, self.x.pop(op.micro, None), [])
         self.x[op.micro] = self.graphs[self._key(op)][1]
 
     def _again(self, op: Op) -> None:
-        self._graph(op, self.inputs.pop(self._key(op)))
+        x, *kept = self.inputs.pop(self._key(op))
+        self._graph(op, x, kept)
 
-    def _graph(self, op: Op, x: Held | None) -> None:
+    def _graph(self, op: Op, x: Held | None, kept: list[Held]) -> None:
         found = self._inside(op)
         y = self.residual(self.tokens(op.micro), "residual stream")
-        self.graphs[self._key(op)] = x, y, self.ledger.held("activations for the backward", found.graph)
+        self.graphs[self._key(op)] = x, y, self.ledger.held("activations for the backward", found.graph), kept
 
     def _backward(self, op: Op) -> None:
         found = self._inside(op)
@@ -239,17 +240,21 @@ class WholePacks(Packs):
             del self.x[op.micro]
 
     def put(self, op: Op) -> None:
-        self.tier.put(self._key(op), [self.inputs.pop(self._key(op))], [("x", self.tokens(op.micro))])
+        self.tier.put(self._key(op), self.inputs.pop(self._key(op)), self._shapes(op))
 
     def fetch(self, op: Op) -> None:
         self.fetched[self._key(op)] = self.tier.fetch(self._key(op))
 
     def await_fetch(self, op: Op) -> None:
-        self.inputs[self._key(op)] = self.fetched[self._key(op)][0]
+        self.inputs[self._key(op)] = list(self.fetched[self._key(op)])
 
     def drop(self, op: Op) -> None:
-        self.tier.recycle(self.fetched.pop(self._key(op)), [("x", self.tokens(op.micro))])
+        self.tier.recycle(self.fetched.pop(self._key(op)), self._shapes(op))
         self.tier.drop(self._key(op))
+
+    def _shapes(self, op: Op) -> list[tuple]:
+        """Of what waits in the tier."""
+        return [("x", self.tokens(op.micro)), *([("o", self.tokens(op.micro))] if self.layout.keep_output else [])]
 
 
 class ChunkedPacks(Packs):

@@ -236,17 +236,25 @@ class Ledger:
     def send(self, what: str, size: int) -> None:
         self.sent[what] += size
 
-    def play(self, visits: Sequence[Visit], packs: Sequence[Sequence[Sequence[int]]]) -> Weighed:
-        """What the second of two equal steps needs: the first leaves working copies. `packs`: lengths of the documents of each micro-batch, by
-        visit."""
+    def play(
+        self,
+        visits: Sequence[Visit],
+        packs: Sequence[Sequence[Sequence[int]]],
+        after: Callable[[Op], object] | None = None,
+        steps: int = 2,
+    ) -> Weighed:
+        """What the last of some equal steps needs: the first leaves working copies. `packs`: lengths of the documents of each micro-batch,
+        by visit. `after` sees the last step's operations when they are done."""
         self.visits, self.packs = visits, packs
         program = self.steps.program(visits)
-        for _ in range(2):
+        for step in range(steps):
             self.sent.clear()
             self.moved.clear()
             for op in program:
                 self.table[op.kind](op)
                 self.book.settle(op, str(visits[op.visit].layout) if len(visits) > 1 and op.kind not in ("norm", "update") else "")
+                if after and step == steps - 1:
+                    after(op)
         return Weighed(self.book.peaks, dict(self.sent), dict(self.moved))
 
     def _runner(self, op: Op) -> Packs:

@@ -29,7 +29,8 @@ one on bytes (`program.ledger`) play it. What happens in a step happens in one o
 
 Turns of whole packs: `pass` is a forward without a graph, `forward` and `again` make one, `backward` uses it up, `loss` is the forward and
 backward of the head on some rows. `part` says how much of a block: see PARTS of `program.step`. In a chunked layout a turn is a list of
-events, the same for every block (`schedule.streamed`).
+events, the same for every block (`schedule.streamed`). A `pass` of the part "block with output" keeps the output of attention beside the
+block's input; its `again` takes that and computes all else.
 """
 
 from typing import Literal, NamedTuple
@@ -39,6 +40,19 @@ Kind = Literal[
     "arrive", "depart", "put", "fetch", "await fetch", "drop", "accumulate", "reduce", "await reduce", "open", "exchange",
     "await exchange", "close", "arrived", "total", "forget", "norm", "update",
 ]  # fmt: skip
+
+# The operation that ends another.
+AWAITED = {
+    "gather": "await gather", "reduce": "await reduce", "receive": "await receive", "send": "await send",
+    "exchange": "await exchange", "fetch": "await fetch",
+}  # fmt: skip
+
+# By kind, the resource that an operation occupies; what is not here computes, or waits among what computes.
+LANES = {
+    "gather": "gather", "release": "gather", "reduce": "reduce", "receive": "messages", "send": "messages",
+    "open": "switch", "exchange": "switch", "close": "switch", "arrived": "switch", "total": "switch", "forget": "switch",
+    "put": "tier out", "fetch": "tier in", "drop": "tier in",
+}  # fmt: skip
 
 
 class Op(NamedTuple):

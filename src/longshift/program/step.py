@@ -36,12 +36,20 @@ from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.plan import Plan
 from longshift.workload.groups import LengthGroup
 
-# Of recomputation (arXiv 1604.06174, 2205.05198): the parts of a block in order, and whether a part's graph is kept for the backward.
+# Of recomputation (arXiv 1604.06174, 2205.05198): the parts of a block in order, and whether a part's graph is kept for the backward. What
+# `selective` computes again, it does inside the backward of the block: see `model.attention`.
 PARTS = {
     "none": (("block", True),),
-    "selective": (("attention half", False), ("mlp half", True)),
+    "selective": (("block", True),),
+    "attention": (("attention half", False), ("mlp half", True)),
     "full": (("block", False),),
+    "full.keep-output": (("block with output", False),),  # which keeps the output of attention, and again takes it
 }
+
+
+def parts_of(layout: Layout) -> tuple[tuple[str, bool], ...]:
+    """The parts of a block, as in PARTS."""
+    return PARTS[layout.recompute + ".keep-output" * layout.keep_output]
 
 
 @dataclass(frozen=True)
@@ -492,7 +500,7 @@ class _WholeTurns(_Turns):
             yield _Turn(unit, tuple(ops))
 
     def _parts(self, unit: int) -> tuple[tuple[str, bool], ...]:
-        return (("embed", True),) if unit == 0 else PARTS[self.view.layout.recompute]
+        return (("embed", True),) if unit == 0 else parts_of(self.view.layout)
 
     def _forward(self, unit: int, micro: int) -> Iterator[Op]:
         for part, graph in self._parts(unit):

@@ -6,11 +6,13 @@ model runs; primitives, collectives and attention mirror, line by line, `model.f
 tests/many/test_inside.py compares the two. Not counted, as nothing outside sees it: what a kernel needs inside.
 
     pass       forward that keeps nothing                          begins with x                     leaves y
+               or, of "block with output", attention's result      begins with x                     leaves y, o and log-sum-exp
+    again      of "block with output", as forward                  begins with x, o, log-sum-exp     leaves y, graph
     forward    forward that keeps its graph, the first or again    begins with x                     leaves y, graph
     backward   of a kept graph                                     begins with x, y, dy, graph       leaves dx, grads; graph is gone
     loss       head and cross-entropy of some rows, both ways      begins with x, dx                 leaves grads
 
-What an operation begins with stays for as long as it runs.
+What an operation begins with stays for as long as it runs, but the output of attention, which goes with the graph where no tier has it.
 """
 
 # ruff: noqa: F841, RUF059  (variables hold tensors for as long as the model's do)
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from longshift.layout.heads import heads_of, matched_heads, tensor_heads
+from longshift.layout.heads import heads_of, matched_heads, own_heads, tensor_heads
 from longshift.layout.layout import Coord, Layout
 from longshift.layout.memory import loss_rows
 from longshift.layout.placement import local_boxes
@@ -31,7 +33,7 @@ from longshift.schedule.sequence import Pair, TokenOrder, pairs
 from longshift.spec.model import ModelSpec, share
 
 Transport = Literal["gloo", "nccl"]
-Part = Literal["embed", "block", "attention half", "mlp half"]
+Part = Literal["embed", "block", "block with output", "attention half", "mlp half"]
 Turn = Literal["pass", "forward", "backward"]
 
 INDEX_BYTES = 8  # of a token's or a position's number
@@ -41,9 +43,9 @@ MOST_SCORES = 2**26  # that the definition of attention holds at one time (`mode
 @dataclass(frozen=True)
 class Inside:
     """Bytes and work of one operation on one rank. `peak`: the most above what was there when it began, its results included; `output`: of
-    the tensors that it returns; `graph`: that a forward keeps for its backward, besides input and output; `grads`: of the weights'
-    gradients that it leaves, or at most leaves at one time; `taken`: all that is there, above the beginning, when a loss has its
-    gradients taken from the weights; `sent`: out of this rank to others, by axis; `buffers`: of a chunk's event, see
+    the tensors that it returns; `graph`: that a forward keeps for its backward, or a pass for another forward, besides input and output;
+    `grads`: of the weights' gradients that it leaves, or at most leaves at one time; `taken`: all that is there, above the beginning, when
+    a loss has its gradients taken from the weights; `sent`: out of this rank to others, by axis; `buffers`: of a chunk's event, see
     `schedule.inside_chunk`."""
 
     peak: int
@@ -91,11 +93,16 @@ def inside(place: Place, order: TokenOrder, part: Part, turn: Turn) -> Inside:
     function = getattr(module, {"attention half": "attention_half", "mlp half": "mlp_half"}.get(part, "forward"))
     x = None if part == "embed" else rank.stream().leaf()
     rank.memory.recording = turn != "pass"
+    if part == "block with output":
+        rank.kept = []
+        if turn != "pass":
+            rank.kept += rank.attended()
+    kept = rank.kept if place.layout.offload != "device" else None  # by a tier
     seen = rank.begin()
     y = function(x, micro, rank.ops)
     if turn != "backward":
         return rank.seen(seen, output=y.storage.size, graph=rank.memory.now - seen - y.storage.size)
-    dy = rank.stream()
+    dy, rank.kept = rank.stream(), None
     seen = rank.begin()
     backward([y], [dy])
     return rank.seen(seen, output=x.grad.storage.size if x and x.grad else 0, grads=module.grads())
@@ -135,6 +142,7 @@ class Rank:
         self.place, self.spec, self.order = place, place.spec, order
         self.memory, self.sent, self.flops = Memory(), Counter(), Counter()
         self.tokens_T = order.local_tokens // place.layout.ulysses
+        self.kept: list[Tensor] | None = None  # of `model.attention.Attention`
         self.ops = Ops(self)
 
     def new(self, shape: Shape, itemsize: int | None = None) -> Tensor:
@@ -143,6 +151,20 @@ class Rank:
     def stream(self) -> Tensor:
         """This rank's share [T', D] of the residual stream."""
         return self.new((self.tokens_T // self.place.layout.tp, self.spec.width))
+
+    def attended(self) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of attention to a pack."""
+        shape = self.order.local_tokens, own_heads(self.spec, self.place.layout, self.place.at)[0]
+        return self.new((*shape, self.spec.head_width)), self.new(shape, self.place.wide)
+
+    def whole(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """`model.attention.Attention.whole`."""
+        if self.kept:
+            return self.kept[0].detach(), self.kept[1]
+        out, lse = compute()
+        if self.kept is not None:
+            self.kept.extend((out, lse))
+        return out, lse
 
     def labels(self, rows: int) -> Tensor | None:
         """Of rows of every tensor-parallel rank's share: a copy, where they do not lie end to end."""
@@ -557,34 +579,48 @@ def _rows(t: Tensor, count: int) -> Tensor:
 def _packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
     """`model.attention.PackedAttention`."""
 
-    def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
-        grads = [q.new(), k.new(), v.new()]
+    again = rank.place.layout.recompute == "selective"
+
+    def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *made: Tensor) -> list[Tensor]:
+        grads, result = [q.new(), k.new(), v.new()], ()
         for length, times in Counter(lengths).items():
-            _flash_backward(rank, _rows(q, length), _rows(k, length), _rows(v, length), True, times)
+            piece = _rows(q, length), _rows(k, length), _rows(v, length)
+            result = _forward(rank, *piece[:2], [length] * times) if again else ()
+            _flash_backward(rank, *piece, True, times)
         return grads
 
+    out, lse = rank.whole(lambda: _forward(rank, q, k, lengths))
+    return recorded(out, (q, k, v), back, (q, k, v) if again else (q, k, v, out, lse))
+
+
+def _forward(rank: Rank, q: Tensor, k: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     out, lse = q.new(), q.new(q.shape[:2], rank.place.wide)
     for length, times in Counter(lengths).items():
         _merge(*_flash(rank, _rows(q, length), _rows(k, length), True, times), first=True)
-    return recorded(out, (q, k, v), back, (q, k, v, out, lse))
+    return out, lse
 
 
 def _ring_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, order: TokenOrder, group: "Group") -> Tensor:
     """`parallel.ring.RingAttention`."""
     wide, index = rank.place.wide, group.index
+    again = rank.place.layout.recompute == "selective"
 
-    def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
+    def forward(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = q.new(itemsize=wide), q.new(q.shape[:2], wide)
+        ring_forward(rank, q, kv, lambda i: pairs(order, index, i), group, first=True)
+        return _cast(out, q.itemsize), lse
+
+    def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *made: Tensor) -> list[Tensor]:
         kv = k.new((2, *k.shape))
+        result = forward(q, kv) if again else ()
         dq, dkv = q.new(itemsize=wide), kv.new(itemsize=wide)
         ring_backward(rank, dkv, q, kv, lambda i: pairs(order, index, i), group)
         dq_cast = _cast(dq, q.itemsize)
         dkv_cast = _cast(dkv, k.itemsize)
         return [dq_cast, *(Tensor(dkv_cast.storage, k.shape, k.itemsize) for _ in range(2))]
 
-    out, lse = q.new(itemsize=wide), q.new(q.shape[:2], wide)
-    ring_forward(rank, q, k.new((2, *k.shape)), lambda i: pairs(order, index, i), group, first=True)
-    o = _cast(out, q.itemsize)
-    return recorded(o, (q, k, v), back, (q, k, v, o, lse))
+    o, lse = rank.whole(lambda: forward(q, k.new((2, *k.shape))))
+    return recorded(o, (q, k, v), back, (q, k, v) if again else (q, k, v, o, lse))
 
 
 def ring_forward(rank: Rank, q: Tensor, kv: Tensor, pairs_of: Callable[[int], Sequence[Pair]], group: "Group", first: bool) -> None:

@@ -33,7 +33,7 @@ class LayoutOps(Ops):
     """The seams under a layout. Outermost first: tensor parallel around whole halves of a block, then Ulysses, then the ring."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, kernel: Kernel):
-        super().__init__(spec, kernel)
+        super().__init__(spec, kernel, again=layout.recompute == "selective")
         at = layout.coord(world.rank)
         self.tp, self.ulysses, self.ring = (world.group(layout.ranks(axis, of=world.rank), axis) for axis in TOKEN_AXES)
         self.heads, self.kv_heads = tensor_heads(spec, layout, at)

@@ -92,7 +92,7 @@ class Player:
             world.prepare([self.everyone], purpose)
         self.switches = Switches(self.itinerary, home, world, self.everyone, precision)
         self.visited: list[Visited] = []
-        self.recorder: Recorder | None = None
+        self.after: Callable[[Op], object] | None = None  # sees each operation when it is done
         self.groups_here: Sequence[LengthGroup] = ()
         self.packs: list[list[list[Document]]] = []  # by visit and micro-batch
         self.lengths: list[int] = []
@@ -174,6 +174,8 @@ class Player:
         """Do what the operations say, in their order."""
         for op in program:
             self.table[op.kind](op)
+            if self.after:
+                self.after(op)
 
     def _layout(self, op: Op) -> Layout:
         return self.groups_here[op.visit].layout

@@ -89,7 +89,8 @@ class Runner(ABC):
 
 class WholePacks(Runner):
     """A layout that computes packs whole. Mutable. By (micro-batch, unit, part): `graphs` kept for a backward (input, output), `inputs`
-    kept for another forward; by micro-batch: the residual stream `x` and its gradient `g` where the pack has come to."""
+    kept for another forward, with attention's output and log-sum-exp where the part says so; by micro-batch: the residual stream `x` and
+    its gradient `g` where the pack has come to."""
 
     def __init__(self, *how: Any, tier: Tier | None):
         super().__init__(*how)
@@ -98,7 +99,7 @@ class WholePacks(Runner):
         self.x: dict[int, Tensor] = {}
         self.g: dict[int, Tensor] = {}
         self.graphs: dict[tuple, tuple[Tensor | None, Tensor]] = {}
-        self.inputs: dict[tuple, Tensor] = {}
+        self.inputs: dict[tuple, Tensors] = {}
         self.coming: dict[tuple, Callable[[], Tensors]] = {}
         self.fetched: dict[tuple, Tensors] = {}
         self.turns = {"pass": self._pass, "forward": self._forward, "again": self._again, "backward": self._backward, "loss": self._loss}
@@ -125,7 +126,7 @@ class WholePacks(Runner):
 
     def put(self, op: Op) -> None:
         assert self.tier is not None
-        self.tier.put(self._key(op), self.inputs.pop(self._key(op)))
+        self.tier.put(self._key(op), *self.inputs.pop(self._key(op)))
 
     def fetch(self, op: Op) -> None:
         assert self.tier is not None
@@ -133,7 +134,7 @@ class WholePacks(Runner):
 
     def await_fetch(self, op: Op) -> None:
         self.fetched[self._key(op)] = self.coming.pop(self._key(op))()
-        self.inputs[self._key(op)] = self.fetched[self._key(op)][0]
+        self.inputs[self._key(op)] = self.fetched[self._key(op)]
 
     def drop(self, op: Op) -> None:
         assert self.tier is not None
@@ -151,21 +152,27 @@ class WholePacks(Runner):
         return module
 
     def _pass(self, op: Op) -> None:
-        x = self.inputs[self._key(op)] = self.x[op.micro]
+        x, kept = self.x[op.micro], list[Tensor]()
         with torch.no_grad():
-            self.x[op.micro] = self._function(op)(x, self.micros[op.micro], self.ops)
+            self.x[op.micro] = self._function(op)(x, self.micros[op.micro], self._ops(op, kept))
+        self.inputs[self._key(op)] = x, *kept
 
     def _forward(self, op: Op) -> None:
         """The graph's input and output are kept with it; what goes on is the output without a graph."""
-        self._graph(op, self.x.pop(op.micro, None))
+        self._graph(op, self.x.pop(op.micro, None), [])
         self.x[op.micro] = self.graphs[self._key(op)][1].detach()
 
     def _again(self, op: Op) -> None:
-        self._graph(op, self.inputs.pop(self._key(op)))
+        x, *kept = self.inputs.pop(self._key(op))
+        self._graph(op, x, kept)
 
-    def _graph(self, op: Op, x: Tensor | None) -> None:
+    def _ops(self, op: Op, kept: list[Tensor]) -> LayoutOps:
+        """`kept`: of a part that keeps the output of attention."""
+        return self.ops.keeping(kept) if op.part == "block with output" else self.ops
+
+    def _graph(self, op: Op, x: Tensor | None, kept: list[Tensor]) -> None:
         x = None if x is None else x.detach().requires_grad_()
-        self.graphs[self._key(op)] = x, self._function(op)(x, self.micros[op.micro], self.ops)
+        self.graphs[self._key(op)] = x, self._function(op)(x, self.micros[op.micro], self._ops(op, kept))
 
     def _backward(self, op: Op) -> None:
         """Leaves gradients of weights on them."""

@@ -7,7 +7,7 @@ name. Where copies are a GPU's, these are the times of its host: when work was h
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,23 +71,39 @@ class Recorder:
 
     def write(self, path: Path, rank: int) -> None:
         """When all copies have ended. Raises UsageError where the file cannot be written."""
-        try:
-            path.write_text(json.dumps({"traceEvents": list(_events(self.spans, rank)), "displayTimeUnit": "ms"}), encoding="utf-8")
-        except OSError as fault:
-            raise UsageError(f"the trace {path} cannot be written: {fault.strerror}") from None
+        save(path, events_of(self.spans, rank, f"rank {rank}", SHOWN, origin(self.spans)))
 
 
-def _events(spans: Iterable[Span], rank: int) -> Iterator[dict[str, Any]]:
-    """In the Trace Event Format, microseconds from the first span's start."""
+def save(path: Path, events: Iterable[dict[str, Any]]) -> None:
+    """Write a trace. Raises UsageError where the file cannot be written."""
+    try:
+        path.write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}), encoding="utf-8")
+    except OSError as fault:
+        raise UsageError(f"the trace {path} cannot be written: {fault.strerror}") from None
+
+
+def origin(spans: Iterable[Span]) -> float:
+    """When the first of them starts."""
+    return min((span.start for span in spans), default=0.0)
+
+
+def counter_events(name: str, process: int, values: Iterable[tuple[float, int]], from_s: float) -> Iterator[dict[str, Any]]:
+    """A number that changes: (seconds of the clock, value)."""
+    for when, value in values:
+        yield {"ph": "C", "name": name, "pid": process, "ts": (when - from_s) * 1e6, "args": {name: value}}
+
+
+def events_of(spans: Iterable[Span], process: int, name: str, shown: Sequence[str], from_s: float) -> Iterator[dict[str, Any]]:
+    """In the Trace Event Format, microseconds from `from_s`. `shown`: lanes, from the top."""
     spans = sorted(spans, key=lambda span: (span.start, -span.end))
-    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    lanes = [row for lane in SHOWN for row in _rows([span for span in spans if span.lane == lane], nested=lane in ("compute", "link"))]
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    lanes = [row for lane in shown for row in _rows([span for span in spans if span.lane == lane], nested=lane in ("compute", "link"))]
     for thread, row in enumerate(lanes):
-        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": row[0].lane}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": thread, "args": {"sort_index": thread}}
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": row[0].lane}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
         for span in row:
-            start_us, duration_us = (span.start - spans[0].start) * 1e6, (span.end - span.start) * 1e6
-            yield {"ph": "X", "name": span.name, "pid": rank, "tid": thread, "ts": start_us, "dur": duration_us, "args": span.facts}
+            start_us, duration_us = (span.start - from_s) * 1e6, (span.end - span.start) * 1e6
+            yield {"ph": "X", "name": span.name, "pid": process, "tid": thread, "ts": start_us, "dur": duration_us, "args": span.facts}
 
 
 def _rows(spans: Iterable[Span], nested: bool) -> list[list[Span]]:

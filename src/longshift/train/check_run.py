@@ -20,14 +20,18 @@ from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.model.loss import IGNORE
 from longshift.step.player import Player
+from longshift.step.timeline import Timeline, predicted, verdict
+from longshift.step.update import train_step
 from longshift.train.check import Trial, build
 from longshift.train.corpus import open_corpus
+from longshift.train.loop import build_player, build_state, open_data
 from longshift.workload.groups import LengthGroup
 
 MOST_TOKENS = 1024
 LONGEST = 256
 STEPS = 4  # from which documents are taken
 PROBES = 6
+ROWS = 8  # of differences that are shown
 DEADLINE_S = 600.0
 
 
@@ -76,6 +80,31 @@ def _in_proportion(layout: Layout, max_len: int) -> Layout:
     if not layout.chunk or max_len <= LONGEST:
         return layout
     return replace(layout, chunk=max(layout.sequence, math.ceil(layout.chunk * LONGEST / max_len)))
+
+
+def timeline(config: Config, device: str = "cpu") -> dict:
+    """The first step of a run, played on devices of this type and recorded beside what the ledger predicts: peaks of every rank, and the
+    largest differences in bytes after an operation. Raises LongshiftError."""
+    with tempfile.TemporaryDirectory(prefix="longshift-") as scratch, _ranks(config.world, device, device) as world:
+        found = world.call("longshift.train.check_run:recorded", DEADLINE_S, config=config.to_yaml(), scratch=scratch)
+    rows = [{"rank": rank, **row} for rank, answer in enumerate(found) for row in answer.pop("differences")]
+    rows.sort(key=lambda row: (row["same"], -abs((row["recorded"] or 0) - (row["predicted"] or 0))))
+    ranks = [{"rank": rank, **answer} for rank, answer in enumerate(found)]
+    return {"within": all(answer["within"] for answer in found), "ranks": ranks, "differences": rows[:ROWS]}
+
+
+def recorded(world: World, config: str, scratch: str) -> dict:
+    """What `step.timeline.verdict` says of a run's first step on this rank."""
+    run = parse_config(config)
+    with Timeline(world.device) as seen:
+        state = build_state(run, world)
+        player = build_player(run, world, state, Path(scratch))
+        batches, _ = open_data(run, world)
+        batch = batches.at(state.cursor)
+        seen.watch(player)
+        train_step(state, batch, player)
+        player.after = None
+    return verdict(seen, predicted(player), ROWS)
 
 
 def trial_of(world: World, config: str, scratch: str) -> dict:

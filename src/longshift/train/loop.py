@@ -5,6 +5,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
+from longshift.step.timeline import Timeline, predicted, write
 from longshift.step.update import Outcome, State, train_step
 from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
@@ -45,43 +47,42 @@ def train(
     config: Config, run: Path, resume: bool, stop: Callable[[], bool] = lambda: False, trace: Path | None = None
 ) -> Iterator[StepMetrics]:
     """Train as the rank that the environment says this process is, saving into `run`. `stop` is asked after each step; a yes on any
-    rank saves and ends the run on all. `trace`: a file for the events of the first step in which rank 0 streams. Raises LongshiftError."""
+    rank saves and ends the run on all. `trace`: a file for what rank 0 plays in its first step, and what was predicted of it. Raises
+    LongshiftError."""
     if config.train.deterministic:
         be_deterministic()
     world = World.from_environment(config.timeout_s(own_device().type))
-    yield from _steps(config, run, resume, stop, world, trace if world.rank == 0 else None)
+    with Timeline(world.device) if trace and world.rank == 0 else nullcontext() as timeline:
+        yield from _steps(config, run, resume, stop, world, timeline, trace)
     world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
     world.close()
 
 
 def _steps(
-    config: Config, run: Path, resume: bool, stop: Callable[[], bool], world: World, trace: Path | None = None
+    config: Config,
+    run: Path,
+    resume: bool,
+    stop: Callable[[], bool],
+    world: World,
+    timeline: Timeline | None = None,
+    trace: Path | None = None,
 ) -> Iterator[StepMetrics]:
+    """`timeline`: records the first step, for `trace`, and is closed after it."""
     _fits(config, world, run)
-    batches, fingerprints = _open_data(config, world)
+    batches, fingerprints = open_data(config, world)
     start, state, facts = _begin(config, world, fingerprints, run if resume else None)
     if resume and world.rank == 0:
         adopt(RunFolder(run), config)
-    nodes = -(-world.size // world.per_node)
-    links = links_of(profile_of_host(world.per_node, nodes, world.device.type), world.per_node, nodes)
-    player = Player(
-        config.spec,
-        config.edges,
-        world,
-        state.home,
-        Precision.of(config.train.precision),
-        config.switch.options,
-        config.stream.options(run),
-        links=agreed(links, world.gather_text),
-        windows=config.window.options,
-    )
+    player = build_player(config, world, state, run)
     if world.rank == 0 and world.device.type != "cpu":
         print(f"longshift: attention by {player.kernel.name}: {player.why_kernel}", file=sys.stderr)
     attention = Attention.of(player.kernel, world.device)
     if world.rank == 0 and (warning := changed_kernel(facts, attention)):
         print(f"longshift: {warning}", file=sys.stderr)
-    recorder = Recorder() if trace else None
-    player.record(recorder)
+    recorder = Recorder()
+    if timeline:
+        player.record(recorder)
+        timeline.watch(player)
     for step in range(start + 1, config.train.steps + 1):
         began = world.now()
         batch = batches.at(state.cursor)
@@ -90,10 +91,12 @@ def _steps(
         except NonFiniteError as fault:
             raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
         seconds = world.now() - began
-        if trace and recorder and recorder.spans:
+        if timeline and trace:
             player.record(None)
-            recorder.write(trace, world.rank)
-            recorder = None
+            player.after = None
+            timeline.close()
+            write(trace, world.rank, timeline.played, predicted(player), recorder)
+            timeline = None
         most, stopping = _most(world, _memory_bytes(world), stop())
         try:
             yield _metrics(config, step, batch, outcome, seconds, most, _groups(player))
@@ -101,8 +104,6 @@ def _steps(
             if world.size > 1:
                 raise
             stopping = True
-        if recorder and (stopping or step == config.train.steps):
-            print("longshift: no step had documents for a layout in chunks, so nothing was traced", file=sys.stderr)
         if stopping or step == config.train.steps or step % config.save.every == 0:
             kept = Facts.now(config, state, fingerprints, attention).model_dump()
             save(run, step, state.optimizer.state(), kept, world, config.save.keep)
@@ -188,13 +189,30 @@ def build_state(config: Config, world: World, saved: Checkpoint | None = None, f
     return state
 
 
+def build_player(config: Config, world: World, state: State, run: Path) -> Player:
+    """The player of a run's steps. `run`: the run's folder, for what waits on disk. Collective: ranks agree on links."""
+    nodes = -(-world.size // world.per_node)
+    links = links_of(profile_of_host(world.per_node, nodes, world.device.type), world.per_node, nodes)
+    return Player(
+        config.spec,
+        config.edges,
+        world,
+        state.home,
+        Precision.of(config.train.precision),
+        config.switch.options,
+        config.stream.options(run),
+        links=agreed(links, world.gather_text),
+        windows=config.window.options,
+    )
+
+
 def _initial(config: Config, dtype: torch.dtype) -> Source:
     if config.model.path is not None and config.model.init == "pretrained":
         return WeightFolder(Path(config.model.path), config.spec).read
     return random_source(config.spec, config.train.seed, dtype)
 
 
-def _open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
+def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
     tokenizer, cache = open_on_ranks(config, world)
     train, data = config.train, config.data
     batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, config.spec.vocab)
