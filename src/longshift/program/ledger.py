@@ -105,6 +105,10 @@ class Copies:
         else:
             self.hold(unit)
 
+    def release(self, unit: int) -> None:
+        """Rows stay: the next gather is from them."""
+        self.flats.pop(unit, None)
+
     def close(self, unit: int) -> None:
         for number in list(self.units) if unit < 0 else [unit]:
             self.flats.pop(number, None)
@@ -201,7 +205,7 @@ class Ledger:
             "unload": lambda op: self._runner(op).unload(op.micro),
             "gather": lambda op: self._copies(op).gather(op.unit),
             "await gather": lambda op: self._copies(op).gathered(op.unit),
-            "release": lambda op: self._copies(op).close(op.unit),
+            "release": lambda op: self._copies(op).release(op.unit),
             "receive": lambda op: self._runner(op).receive(op),
             "await receive": lambda op: self._runner(op).received(op),
             "send": lambda op: self._runner(op).send(op),
