@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from longshift.dist import collectives
 from longshift.dist.held import HeldBytes, prompt_release
 from longshift.dist.world import World
 from longshift.program.ledger import Ledger
@@ -104,6 +105,8 @@ class Counted(ExitStack):
     def __enter__(self) -> "Counted":
         for name in ("all_to_all_single", "all_reduce", "isend"):
             self.enter_context(patch.object(dist, name, self._counted(name, getattr(dist, name))))
+        for name in ("_all_gather", "_reduce_scatter"):
+            self.enter_context(patch.object(collectives, name, self._counted(name, getattr(collectives, name))))
         return self
 
     def _purpose(self, handle: Any) -> str:
@@ -114,11 +117,15 @@ class Counted(ExitStack):
         def call(*given: Any, **named: Any) -> Any:
             group = named.get("group")
             peers = dist.get_world_size(group)
-            x = given[1] if name == "all_to_all_single" else given[0]
+            x = given[0] if name in ("all_reduce", "isend") else given[1]
             size = x.numel() * x.element_size()
             if name == "all_to_all_single":
                 in_sizes = given[3] if len(given) > 3 else None
                 moved = size if in_sizes is not None else size * (peers - 1) // peers
+            elif name == "_all_gather":
+                moved = size * (peers - 1)
+            elif name == "_reduce_scatter":
+                moved = size * (peers - 1) // peers
             else:
                 moved = 2 * size * (peers - 1) // peers if name == "all_reduce" else size
             self.sent[self._purpose(group)] += moved
