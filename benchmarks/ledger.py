@@ -18,13 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import arguments, publish, say
+from ledger_ranks import predict, row_of
 
 import longshift.train.check  # noqa: F401  (what the forked ranks call is imported before they fork)
 from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
-from longshift.train.check import Trial
+from longshift.train.check import Trial, parse_layouts
 
 LOW, HIGH = 0.98, 1.0
 DEADLINE_S = 300.0
@@ -40,7 +41,8 @@ FAMILIES = {
     ),
 }
 LENGTHS = (700, 333, 1000, 2, 517, 260, 91, 640)  # of documents, in tokens
-FEW = (333, 512, 2, 177)
+FEW = (333, 700, 2, 177)
+SHORT = (40, 25, 61)  # weights are most
 CAPACITY = 1024
 EDGES = (300, 650)
 
@@ -122,27 +124,25 @@ def hot_cases() -> Iterator[Case]:
 
 QUICK = (
     Case("dp1", "gpt2", "bf16"),
-    Case("recompute-selective", "qwen3"),
-    Case("chunk256.disk.kv-offload", "llama", "bf16"),
-    Case("dp2.z3", "llama-tied", lengths=FEW),
+    Case("recompute-selective", "qwen3", lengths=FEW),
+    Case("recompute-full"),
+    Case("chunk256.disk.kv-offload", "llama", "bf16", FEW),
+    Case("dp2.z3", "llama-tied", lengths=SHORT),
     Case("tp2", "llama-5-heads", lengths=FEW),
     Case("pp2.v2", "llama-tied", "bf16", FEW),
     Case("u2.chunk256.fpdt", "gpt2", lengths=FEW),
-    Case("ring2.z1.recompute-full", "qwen3", "bf16", FEW),
-    Case("dp3.z2", "gpt2", "fp16", FEW),
-    Case("dp2.z2 > ring2", "qwen3", lengths=FEW),
+    Case("ring2.z1.recompute-full.disk", "qwen3", "bf16", FEW),
+    Case("dp3.z2", "gpt2", "fp16", SHORT),
+    Case("dp2.z2 > tp2", "qwen3", lengths=(*SHORT, 700)),
     Case("dp2 > tp2 > pp2", "llama-tied", "bf16", FEW),
 )
 
 
-def measured(case: Case, answers: Iterable[dict]) -> list[dict]:
-    """A row for each rank."""
-    rows = []
-    for rank, found in enumerate(answers):
-        row = {"device": "cpu", "family": case.family, "layout": case.layout, "precision": case.precision, "lengths": case.lengths, "rank": rank}
-        row |= {"measured": found["measured"], "predicted": found["predicted"], "ratio": found["measured"] / found["predicted"]}
-        rows.append(row | {"sent": found["sent"], "sent_predicted": found["expected"], "peak_at": found["op"]})
-    return rows
+def rows_of(case: Case, answers: Iterable[dict]) -> list[dict]:
+    """What each rank measured, beside what the ledger says of it."""
+    name = {"device": "cpu", "family": case.family, "layout": case.layout, "precision": case.precision, "lengths": case.lengths}
+    layouts = tuple(parse_layouts(case.layout))
+    return [row_of(name | {"rank": rank}, found, predict(case.trial, layouts, rank)[0]) for rank, found in enumerate(answers)]
 
 
 def wrong(rows: Iterable[dict]) -> list[str]:
@@ -165,7 +165,7 @@ def play(some: Iterable[Case]) -> list[dict]:
     for size, here in sorted(by_world.items()):
         with ForkedWorld(size) as world:
             for case in here:
-                found = measured(case, world.call("ledger_ranks:weigh", DEADLINE_S, trial=case.trial.to_json(), layout=case.layout))
+                found = rows_of(case, world.call("ledger_ranks:weigh", DEADLINE_S, trial=case.trial.to_json(), layout=case.layout))
                 ratios = [row["ratio"] for row in found]
                 say(f"{case}: {min(ratios):.4f} to {max(ratios):.4f}", *wrong(found))
                 rows += found

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from ledger_ranks import Counted, apart, predict, traced
+from ledger_ranks import Counted, apart, predict, row_of, traced
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longshift.data.batch import Document, StepBatch
@@ -81,18 +81,16 @@ def weigh(text: str, lengths: tuple[int, ...], rank: int, trace: bool = False) -
                 if trace:
                     player.play = traced(player, lambda: after.append(held.now[NAME]))
                 train_step(state, StepBatch(documents, sum(lengths), 0, 1), player)
-                measured = held.most[NAME]
-                sent = {name: size for name, size in counted.sent.items() if size}
+                found = {"measured": held.most[NAME], "sent": counted.told()}
             for runner in player.runners.values():
                 if runner.tier is not None:
                     runner.tier.close()
     finally:
         if layout.world > 1:
             dist.destroy_process_group()
-    weighed, said = predict(player, trial, list(lengths), "nccl", host_is_device=False, trace=trace)
-    row = {"device": "fake", "family": "llama-3-8b", "layout": text, "precision": "bf16", "lengths": lengths, "rank": rank}
-    row |= {"measured": measured, "predicted": weighed.device, "ratio": measured / weighed.device}
-    row |= {"sent": sent, "sent_predicted": {k: n for k, n in weighed.sent.items() if n}, "peak_at": weighed.peaks["device"].op}
+    weighed, said = predict(trial, (layout,), rank, "nccl", host_is_device=False)
+    name = {"device": "fake", "family": "llama-3-8b", "layout": text, "precision": "bf16", "lengths": lengths, "rank": rank}
+    row = row_of(name, found, weighed)
     return row | ({"alive": weighed.peaks["device"].alive, "apart": apart(after, said)} if trace else {})
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
@@ -11,19 +12,24 @@ import torch.distributed as dist
 from longshift.dist import collectives
 from longshift.dist.held import HeldBytes, prompt_release
 from longshift.dist.world import World
-from longshift.program.ledger import Ledger
-from longshift.program.operations import Program
-from longshift.state.precision import Precision
+from longshift.layout.layout import Layout
+from longshift.program.ledger import Weighed
+from longshift.program.needs import StepShape
+from longshift.program.operations import Op, Program
+from longshift.schedule.inside import Transport
+from longshift.spec.formats import FORMATS
 from longshift.step.player import Player
 from longshift.step.update import train_step
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import assumed
 from longshift.train.check import Trial, build, parse_layouts
+from longshift.workload.groups import Edge, length_groups
 
 
-def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, trace: bool = False) -> dict[str, Any]:
-    """Bytes on the device at the most in the second of two equal steps, measured and predicted, and bytes sent by communicator. `trace`:
-    with the first operations after which the two differ by more than scalars."""
+def weigh(world: World, trial: dict, layout: str, trace: bool = False) -> dict[str, Any]:
+    """Bytes on the device at the most in the second of two equal steps, and bytes sent by communicator. `trace`: with the first operations
+    after which bytes differ from what the ledger says by another number than before."""
     what, layouts = Trial.from_json(trial), parse_layouts(layout)
-    world.per_node = per_node or world.size
     first, batch = what.batches()
     after: list[int] = []
     with prompt_release(), HeldBytes() as held, Counted(world) as counted:
@@ -34,41 +40,53 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
         if trace:
             player.play = traced(player, lambda: after.append(held.now["cpu"]))
         train_step(state, batch, player)
-        measured = held.most["cpu"]
-        sent = {name: size for name, size in counted.sent.items() if size}
-    weighed, said = predict(player, what, [len(d.ids) for d in batch.documents], trace=trace)
-    found = {
-        "measured": measured,
-        "predicted": weighed.device,
-        "op": weighed.peaks["device"].op,
-        "sent": sent,
-        "expected": {name: size for name, size in weighed.sent.items() if size},
-    }
-    if trace:
-        found |= {"alive": weighed.peaks["device"].alive[:12], "apart": apart(after, said)}
+        found: dict[str, Any] = {"measured": held.most["cpu"], "sent": counted.told()}
     for runner in player.runners.values():
         if runner.tier is not None:
             runner.tier.close()
     world.forget()
+    if trace:
+        weighed, said = predict(what, tuple(layouts), world.rank)
+        found |= {"alive": weighed.peaks["device"].alive[:12], "apart": apart(after, said)}
     return found
 
 
-def predict(player: Player, trial: Trial, lengths: list[int], transport: Any = "gloo", host_is_device: bool = True, trace: bool = False):
-    """What the ledger says of a step with documents of these lengths, on the player's rank. `trace`: after each operation, too."""
-    precision = Precision.of(trial.precision)
-    ledger = Ledger(player.steps, transport, precision.compute == precision.home, host_is_device)
-    visits, packs = player.steps.visits(player.groups(lengths), lengths)
-    said: list[tuple[str, int]] = []
-    if trace:
-        settle = ledger.book.settle
+@lru_cache(maxsize=4)
+def shape_of(trial: Trial, layouts: tuple[Layout, ...]) -> StepShape:
+    """What of a trial decides how large its steps are. As `longshift.train.check.build` makes it."""
+    formats, ends = FORMATS[trial.precision], (*trial.edges[: len(layouts) - 1], trial.capacity)
+    edges = tuple(Edge(upto, layout) for upto, layout in zip(ends, layouts))
+    options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
+    links = assumed(layouts[0].world)
+    itinerary = Itinerary(trial.spec, edges, links, formats.compute_bytes, formats.home_bytes, options)
+    return StepShape(itinerary, edges, formats, 0, trial.capacity, trial.ahead)
 
-        def settled(op: Any) -> None:
-            settle(op)
-            said.append((str(op), ledger.book.now["device"]))
 
-        ledger.book.settle = settled
+def predict(
+    trial: Trial, layouts: tuple[Layout, ...], rank: int, transport: Transport = "gloo", host_is_device: bool = True
+) -> tuple[Weighed, list[tuple[str, int]]]:
+    """What the ledger says of a trial's last step on a rank; and of the device after each operation."""
+    shape, lengths = shape_of(trial, layouts), trial.lengths[-1]
+    ledger = shape.ledger(rank, transport, host_is_device)
+    groups = length_groups(lengths, shape.edges, trial.spec)
+    groups = [groups[i] for i in shape.itinerary.order(tuple(group.layout for group in groups))]
+    visits, packs = ledger.steps.visits(groups, lengths)
+    settle, said = ledger.book.settle, list[tuple[str, int]]()
+
+    def settled(op: Op) -> None:
+        settle(op)
+        said.append((str(op), ledger.book.now["device"]))
+
+    ledger.book.settle = settled
     weighed = ledger.play(visits, [[[lengths[d] for d in pack] for pack in some] for some in packs])
     return weighed, said[len(said) // 2 :]
+
+
+def row_of(name: dict[str, Any], found: dict[str, Any], weighed: Weighed) -> dict[str, Any]:
+    """A row of the benchmark: measured beside predicted."""
+    peak, expected = weighed.peaks["device"], {axis: size for axis, size in weighed.sent.items() if size}
+    row = {"measured": found["measured"], "predicted": peak.total, "ratio": found["measured"] / peak.total}
+    return name | row | {"sent": found["sent"], "sent_predicted": expected, "peak_at": peak.op}
 
 
 def traced(player: Player, seen: Callable[[], object]) -> Callable[[Program], None]:
@@ -101,6 +119,10 @@ class Counted(ExitStack):
 
     def restart(self) -> None:
         self.sent.clear()
+
+    def told(self) -> dict[str, int]:
+        """By purpose, where there is something."""
+        return {name: size for name, size in self.sent.items() if size}
 
     def __enter__(self) -> "Counted":
         for name in ("all_to_all_single", "all_reduce", "isend"):
