@@ -20,6 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from longshift.cluster import files
+from longshift.cluster.host import has_gpu, profile_of_host
 from longshift.config import Config, load_config
 from longshift.errors import LongshiftError, UsageError
 from longshift.explain import explain as explain_run
@@ -103,7 +104,8 @@ def train(
     run = load_config(config, overrides)
     run = _with_chunks(run)
     if explain:
-        found = explain_run(run, _per_node(run.world))
+        per_node = _per_node(run.world)
+        found = explain_run(run, per_node, profile_of_host(per_node, -(-run.world // per_node)), has_gpu())
         print(jsonlib.dumps(found.to_json()) if json else found)
         return
     if trace is not None:

@@ -29,6 +29,7 @@ from pydantic import (
 from longshift.errors import UsageError, did_you_mean
 from longshift.layout import legal
 from longshift.layout.layout import UNITS, Layout, format_size
+from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.families import PRESETS, read_spec
 from longshift.spec.formats import PrecisionName
@@ -237,6 +238,18 @@ class SwitchConfig(Section):
         return SwitchOptions(self.planner, self.bucket, self.ahead)
 
 
+class WindowConfig(Section):
+    """How many bytes may be under way on a rank. `gather`: weights that come and are not used yet; `reduce`: gradient sums that are not home
+    yet. One of each may always be; as much as the largest block's where not given."""
+
+    gather: Size | None = None
+    reduce: Size | None = None
+
+    @property
+    def options(self) -> Windows:
+        return Windows(self.gather, self.reduce)
+
+
 class StreamConfig(Section):
     """Of layouts in chunks, and of those that offload. `folder`: where `disk` keeps its file, the run's own where not given; `ahead`: how
     many operations before its use an object is fetched; `checked`: what comes back from disk is compared with what went out."""
@@ -259,6 +272,7 @@ class Config(Section):
     save: SaveConfig
     switch: SwitchConfig = SwitchConfig()
     stream: StreamConfig = StreamConfig()
+    window: WindowConfig = WindowConfig()
 
     @model_validator(mode="after")
     def _a_pack_holds_a_document(self) -> "Config":

@@ -4,65 +4,55 @@ another layout has done it already, in which order layouts are visited, and what
 HotSPa (SOSP 2024) calls this graph compilation: insert casts, communication and accumulation; prune what another graph does.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from longshift.cluster.cluster import Cluster
 from longshift.config import Config
 from longshift.layout.layout import Layout, format_size
-from longshift.layout.memory import LeastBytes, least_bytes
 from longshift.layout.placement import buckets
-from longshift.schedule.streamed import Footprint, Turn, footprint, lists_of
+from longshift.program.needs import Need, StepShape, most, needs
+from longshift.schedule.inside import Transport
 from longshift.spec.formats import FORMATS, Format
-from longshift.spec.model import ModelSpec
-from longshift.switch.itinerary import Cut, Itinerary, home_layout
+from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of
 from longshift.switch.plan import Plan
 from longshift.switch.traffic import Traffic, traffic
-from longshift.workload.groups import Edge
 
-TENSOR = "tensor: all-gather and reduce-scatter of tokens"
-ULYSSES = "Ulysses: all-to-all of tokens and heads"
-RING = "ring: keys and values, and their gradients"
-# By operation of a chunk: a backward of the tail begins with its forward.
-TENSOR_MOVES = {"qkv": 1, "qkv_back": 1, "tail": 3, "tail_back": 6}
-
-
-@dataclass(frozen=True)
-class Insertion:
-    """Communication that a layout adds. `count`: in a micro-batch, for each `of`, forward and backward together; `bytes_out`: of a rank,
-    all of them, for a pack of the group's largest size."""
-
-    what: str
-    count: int
-    of: str
-    bytes_out: int
+INSERTED = {  # what a layout adds to a model, by communicator
+    "tp": "tensor: all-gather and reduce-scatter of tokens",
+    "ulysses": "Ulysses: all-to-all of tokens and heads",
+    "ring": "ring: keys and values, and their gradients",
+    "rising": "pipeline: to later stages",
+    "falling": "pipeline: to earlier stages",
+}
+MOST_NAMES = 4  # of what is alive at a peak
 
 
 @dataclass(frozen=True)
 class Explained:
     """One group of lengths. `weights` and `gradients` say how copies come and sums go; the traffic is that of a switch, None where fused
-    collectives do it; `pruned` what is not done because it is done; `streamed` where the layout offloads or cuts packs in chunks."""
+    collectives do it; `pruned` what is not done because it is done. `sent`: bytes out of the rank of `need` for one full pack, by
+    communicator; `need`: of the rank that needs most memory in a step of this group alone."""
 
     layout: str
     upto: int
     weights: str
     weights_traffic: Traffic | None
-    inserted: tuple[Insertion, ...]
+    sent: dict[str, int]
     gradients: str
     gradients_traffic: Traffic | None
     pruned: tuple[str, ...]
-    least: LeastBytes
-    streamed: Footprint | None
+    need: Need
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A step that has documents of all lengths. `groups` in visiting order."""
+    """A step that has documents of all lengths. `groups` in visiting order; `need`: of the rank that needs most memory in it."""
 
     home: str
     links: Links
     groups: tuple[Explained, ...]
+    need: Need
 
     def to_json(self) -> dict:
         """Without seconds of a switch where links are assumed."""
@@ -78,14 +68,26 @@ class Explanation:
         for number, group in enumerate(self.groups, 1):
             lines += ["", f"{number}. documents of up to {format_size(group.upto)} tokens: {group.layout}"]
             lines += [f"   weights    {group.weights}", *_moved(group.weights_traffic, self.links)]
-            lines += [
-                f"   inserted   {i.what}: {i.count} a {i.of} and micro-batch, {_size(i.bytes_out)} out of a rank" for i in group.inserted
-            ]
+            for name, what in INSERTED.items():
+                if size := group.sent.get(name):
+                    lines.append(f"   inserted   {what}: {_size(size)} out of rank {group.need.rank} for a pack")
             lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic, self.links)]
             lines += [f"   pruned     {text}" for text in group.pruned]
-            lines += _streamed(Layout.parse(group.layout), group.streamed)
-            lines += [f"   memory     at least {group.least}"]
-        return "\n".join([*lines, "", "then one global norm, one clip, one AdamW, at home"])
+            lines += told(group.need) if len(self.groups) > 1 else []
+        lines += ["", "then one global norm, one clip, one AdamW, at home"]
+        return "\n".join([*lines, *told(self.need)])
+
+
+def told(need: Need) -> list[str]:
+    """A rank's need of memory in lines: the peak of each place, the operation it is reached in, what is alive then."""
+    lines = []
+    for place, peak in sorted(need.weighed.peaks.items()):
+        rows = ", ".join(f"{name} {_size(size)}" for name, size in peak.alive[:MOST_NAMES])
+        name = "memory" if place == "device" else place
+        lines.append(f"   {name:<10} rank {need.rank} needs most: {_size(peak.total)}, in {peak.op}: {rows}")
+    if moved := need.weighed.moved:
+        lines.append(f"   moved      {_size(moved.get('put', 0))} out and {_size(moved.get('fetched', 0))} in, in a step of it")
+    return lines
 
 
 def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Itinerary:
@@ -97,23 +99,20 @@ def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | No
     return Itinerary(config.spec, config.edges, links, formats.compute_bytes, formats.home_bytes, config.switch.options)
 
 
-def needs_of(config: Config, edge: Edge) -> tuple[LeastBytes, Footprint | None]:
-    """The least memory of a group, for its longest document, and what that takes where it is offloaded or cut in chunks."""
-    formats = FORMATS[config.train.precision]
-    layout, longest, streamed = edge.use, min(edge.upto, config.data.max_len), None
-    if layout.chunk or layout.offload != "device":
-        streamed = footprint(config.spec, layout, [longest], formats.compute_bytes, config.stream.ahead)
-    buffers = streamed.buffers if streamed else 0
-    return least_bytes(
-        config.spec, layout, home_layout(config.edges), longest, formats.compute_bytes, formats.home_bytes, buffers
-    ), streamed
+def shape_of(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> StepShape:
+    """The shape of a run's steps."""
+    train = config.train
+    way, formats = itinerary(config, per_node, cluster), FORMATS[train.precision]
+    return StepShape(way, config.edges, formats, train.tokens_per_step, config.data.max_len, config.stream.ahead, config.window.options)
 
 
-def explain(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Explanation:
+def explain(config: Config, per_node: int | None = None, cluster: Cluster | None = None, gpus: bool = True) -> Explanation:
     """Explain what one training step of `config` does, on machines with `per_node` ranks and the links of `cluster`, as `itinerary` takes
-    them. Seconds of a switch are said where links are known."""
-    spec, way = config.spec, itinerary(config, per_node, cluster)
-    formats = FORMATS[config.train.precision]
+    them; on GPUs or, where not `gpus`, on CPUs. Seconds of a switch are said where links are known."""
+    shape = shape_of(config, per_node, cluster)
+    way, formats = shape.itinerary, shape.formats
+    transport: Transport = "nccl" if gpus else "gloo"
+    where = transport, not gpus
     edges = [config.edges[i] for i in way.order(tuple(edge.use for edge in config.edges))]
     groups = []
     for number, edge in enumerate(edges):
@@ -127,10 +126,11 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
             pruned += [f"no reduction yet: {later[-1]} adds to the same sums"]
         if number:
             pruned += ["no update: one at the end, at home", "no hand-over of gradients from layout to layout: each goes home once"]
-        least, streamed = needs_of(config, edge)
-        inserted = tuple(i for i in insertions(spec, edge.use, edge.upto, formats.compute_bytes) if i.count)
-        groups.append(Explained(str(edge.use), edge.upto, weights, coming, inserted, gradients, going, tuple(pruned), least, streamed))
-    return Explanation(str(way.home), way.links, tuple(groups))
+        need = most(needs(shape, [edge], *where))
+        sent = shape.of_one_pack(edge, need.rank, *where).sent
+        groups.append(Explained(str(edge.use), edge.upto, weights, coming, sent, gradients, going, tuple(pruned), need))
+    whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
+    return Explanation(str(way.home), way.links, tuple(groups), whole)
 
 
 def _weights(
@@ -169,66 +169,6 @@ def _gradients(way: Itinerary, cut: Cut, later: list[Layout], home: str, layout:
 
 def _kept_bytes(plan: Plan) -> int:
     return sum(int(w.slices.size_bytes @ (w.slices.has & w.slices.wants).sum(1)) for w in plan.weights)
-
-
-def insertions(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> Iterator[Insertion]:
-    """Forward and backward, of the first rank."""
-    yield from (_of_chunks if layout.chunk else _of_packs)(spec, layout, tokens, itemsize)
-    if layout.pp > 1:
-        boundary = tokens / layout.sequence * spec.width * itemsize
-        yield Insertion("pipeline: residual stream and its gradient", 2, "boundary of stages", int(2 * boundary))
-
-
-def _of_packs(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> Iterator[Insertion]:
-    """The formulas of `parallel`, for a block."""
-    tp, u, ring = layout.tp, layout.ulysses, layout.ring
-    again = 2 if layout.recompute == "full" else 1  # forwards; the backward once
-    share = tokens / (u * ring)
-    if tp > 1:
-        size = share * spec.width * (tp - 1) / tp * itemsize
-        yield Insertion(TENSOR, 4 * (again + 1), "block", int(4 * (again + 1) * size))
-    attends = 1 if layout.recompute == "none" else 2
-    if u > 1:
-        heads = (2 * spec.heads + 2 * max(spec.kv_heads, u * tp)) / tp
-        size = share * heads * spec.head_width * (u - 1) / u * itemsize
-        yield Insertion(ULYSSES, 2 * (attends + 1), "block", int((attends + 1) * size))
-    if ring > 1:
-        kv = 2 * tokens / ring * spec.kv_heads / (tp * u) * spec.head_width
-        size = kv * (ring - 1) * itemsize * (attends + 1) + kv * ring * 4
-        yield Insertion(RING, (attends + 1) * (ring - 1) + ring, "block", int(size))
-
-
-def _of_chunks(spec: ModelSpec, layout: Layout, tokens: int, itemsize: int) -> Iterator[Insertion]:
-    """By the events of a block; where some are played again, of one that is."""
-    made = lists_of(spec, layout, layout.coord(0), [tokens], itemsize)
-    turns: Sequence[Turn] = ("pass on", "forward", "backward") if layout.every > 1 else ("forward", "backward")
-    of = "replayed block" if layout.every > 1 else "block"
-    events = [event for turn in turns for event in made.of[turn]]
-    moves = [(TENSOR_MOVES[e.name], made.orders[e.chunk].local_tokens) for e in events if e.kind == "compute" and e.name in TENSOR_MOVES]
-    if layout.tp > 1:
-        row = spec.width * (layout.tp - 1) / layout.tp / layout.ulysses * itemsize
-        yield Insertion(TENSOR, sum(n for n, _ in moves), of, int(sum(n * length for n, length in moves) * row))
-    if layout.ulysses > 1:
-        sends = [e.bytes for e in events if e.kind == "send"]
-        yield Insertion(ULYSSES, len(sends), of, sum(sends))
-    if layout.ring > 1:
-        kv, dkv, hops = made.sizes["kv"], made.sizes["dkv"], layout.ring - 1
-        pairs = [(e.name == "attend_back", e.keys) for e in events if e.name in ("attend", "attend_back")]
-        size = sum(kv[j] * hops + dkv[j] * layout.ring * back for back, j in pairs)
-        yield Insertion(RING, sum(hops + layout.ring * back for back, _ in pairs), of, size)
-
-
-def _streamed(layout: Layout, found: Footprint | None) -> list[str]:
-    if found is None:
-        return []
-    what = "the input of every block waits"
-    if layout.chunk:
-        kept = "x, o and kv wait for the backward" if layout.keep == "output" else "x waits for the backward, o and kv are made again"
-        pairs = "stay on the device" if layout.kv == "device" else "come and go"
-        kept += f", of every {layout.every} blocks the first one's x alone" if layout.every > 1 else ""
-        what = f"{found.chunks} chunks of {format_size(layout.chunk)} for the longest document; {kept}; pairs' operands {pairs}"
-    sizes = f"at most {_size(found.tier)} of a rank; {_size(found.put)} out and {_size(found.fetched)} in for the longest document"
-    return [f"   streamed   {what}", f"   {layout.offload:<10} {sizes}"]
 
 
 def _moved(moved: Traffic | None, links: Links) -> list[str]:

@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from longshift.stream.block import Streamed, _Play
+from longshift.stream.loss import loss_and_gradient
+from longshift.train.build import LayoutOps, prepare
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -29,9 +32,6 @@ from longshift.model.decoder import Block, Unit, build_unit
 from longshift.model.kernels import FLASH
 from longshift.schedule.chunks import Event
 from longshift.spec.model import ModelSpec, Rope
-from longshift.stream.block import Streamed, _Play
-from longshift.stream.loss import loss_and_gradient
-from longshift.train.build import LayoutOps, prepare
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 
@@ -114,7 +114,10 @@ def _events(world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, h
     if world.everyone.handle is not None:
         prepare(world, spec, layout)
     ops = LayoutOps(spec, layout, world, FLASH)
-    own, watch = own_heads(spec, layout, layout.coord(world.rank)), Watch(held, device, {"tp": ops.tp, "ulysses": ops.ulysses, "ring": ops.ring})
+    own, watch = (
+        own_heads(spec, layout, layout.coord(world.rank)),
+        Watch(held, device, {"tp": ops.tp, "ulysses": ops.ulysses, "ring": ops.ring}),
+    )
     streamed = Streamed(spec, layout, ops, ops.ring, own, dtype.itemsize, Elsewhere(), 1)  # pyright: ignore[reportArgumentType]
     documents = [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]
     pack = ChunkedPack(spec, documents, layout, world.rank, dtype, device)

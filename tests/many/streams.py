@@ -10,23 +10,30 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
+from longshift.program.ledger import Ledger
 from longshift.program.operations import Op
-from longshift.schedule.streamed import footprint
 from longshift.step.player import Player
 from longshift.step.update import train_step
 from longshift.train.check import Trial, build
 
 
+def foreseen(player: Player, trial: Trial, lengths: list[int]) -> dict[str, int]:
+    """What the ledger says that this rank's tier does in a step of documents of these lengths, under the names of `Moved`."""
+    visits, packs = player.steps.visits(player.groups(lengths), lengths)
+    ledger = Ledger(player.steps, "gloo", trial.precision in ("float32", "float64"), True, trial.ahead)
+    found = ledger.play(visits, [[[lengths[d] for d in pack] for pack in some] for some in packs])
+    return {"peak_bytes": found.peaks["disk"].total, "put_bytes": found.moved["put"], "fetched_bytes": found.moved["fetched"]}
+
+
 def moved_and_predicted(world: World, trial: dict, layout: str) -> tuple[dict, dict]:
-    """What this rank's tier did in a step of one document, and the footprint of that document under the layout."""
+    """What this rank's tier did in a step of one document, and what the ledger says of it."""
     what = Trial.from_json(trial)
     state, player = build(what, [Layout.parse(layout)], world)
     (runner,), (batch,) = player.runners.values(), what.batches()
     assert runner.tier is not None
     train_step(state, batch, player)
     world.forget()
-    predicted = footprint(what.spec, runner.layout, what.lengths[0], 8, what.ahead)
-    return asdict(runner.tier.moved), asdict(predicted)
+    return asdict(runner.tier.moved), foreseen(player, what, list(what.lengths[0]))
 
 
 def pipelined(world: World, trial: dict, layout: str) -> tuple[int, bool]:

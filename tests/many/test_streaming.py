@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import DEADLINE_S, Worlds
 from parity import FAMILIES
+from streams import foreseen
 from test_precision import bits, state_bits
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from longshift.data.batch import StepBatch
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.schedule.chunks import Event, dependencies
-from longshift.schedule.streamed import footprint
 from longshift.spec.formats import PrecisionName
 from longshift.state.home import Home
 from longshift.step.chunked import ChunkedPacks, _Play
@@ -226,8 +225,7 @@ def played(world: World, trial: dict, layout: str) -> dict:
                 if computes or follows:
                     checked += 1
                     early += moved > (starts[number] if computes else ended[number])
-    size = torch.float32.itemsize
-    foreseen = footprint(what.spec, text, [len(d.ids) for d in batch.documents], size, what.ahead)
+    told = foreseen(player, what, [len(d.ids) for d in batch.documents])
     counted = tier.moved
     tier.close()
     return {
@@ -236,7 +234,7 @@ def played(world: World, trial: dict, layout: str) -> dict:
         "checked": checked,
         "early": early,
         "counted": [counted.peak_bytes, counted.put_bytes, counted.fetched_bytes, counted.held_bytes],
-        "foreseen": [foreseen.tier, foreseen.put, foreseen.fetched, 0],
+        "foreseen": [told["peak_bytes"], told["put_bytes"], told["fetched_bytes"], 0],
     }
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from longshift.cluster.files import cluster
 from longshift.config import Config, parse_config
-from longshift.explain import explain, insertions, itinerary
+from longshift.explain import explain, itinerary
 from longshift.layout.layout import Layout
-from longshift.layout.memory import least_bytes
+from longshift.program.needs import Need
 from longshift.spec.families import preset
 from longshift.switch.traffic import traffic
 
@@ -116,7 +116,7 @@ def test_a_single_layout():
     assert group.pruned == ()
     (group,) = explain(config("layout=dp2", "train.precision=float32")).groups
     assert group.weights == "home's own"
-    assert group.inserted == ()
+    assert group.sent.keys().isdisjoint({"tp", "ulysses", "ring", "rising", "falling"})
 
 
 def test_it_reads_and_it_parses():
@@ -124,68 +124,65 @@ def test_it_reads_and_it_parses():
     text = str(found)
     assert text.count("documents of up to") == 3
     assert "cast from float32 to bfloat16 at the source" in text
-    assert json.loads(json.dumps(found.to_json()))["groups"][0]["least"].keys() == asdict(found.groups[0].least).keys()
+    assert json.loads(json.dumps(found.to_json()))["groups"][0]["need"] == json.loads(json.dumps(asdict(found.groups[0].need)))
 
 
-def test_what_a_layout_inserts_is_what_its_file_says():
-    spec, tokens = preset("tiny-llama"), 1024
-    (tensor,) = insertions(spec, Layout.parse("tp2"), tokens, 2)
-    assert (tensor.count, tensor.bytes_out) == (8, 8 * tokens * spec.width // 2 * 2)
-    (ulysses,) = insertions(spec, Layout.parse("u2"), tokens, 2)
-    elements = tokens // 2 * (2 * spec.heads + 2 * spec.kv_heads) * spec.head_width // 2
-    assert (ulysses.count, ulysses.bytes_out) == (4, 2 * elements * 2)
-    (ring,) = insertions(spec, Layout.parse("ring2"), tokens, 2)
-    pair = 2 * tokens // 2 * spec.kv_heads * spec.head_width
-    assert ring.bytes_out == 2 * pair * 2 + 2 * pair * 4
-    (boundary,) = insertions(spec, Layout.parse("pp2"), tokens, 2)
-    assert boundary.bytes_out == 2 * tokens * spec.width * 2
-    (again,) = insertions(spec, Layout.parse("tp2.recompute-full"), tokens, 2)
-    assert again.bytes_out == tensor.bytes_out * 3 // 2
+def needed(layout: str, *overrides: str) -> Need:
+    return explain(config(f"layout={layout}", *overrides)).need
 
 
-def test_the_least_memory():
+def alive(need: Need, name: str) -> int:
+    return dict(need.device.alive)[name]
+
+
+def test_what_a_rank_needs_is_said_by_name():
     spec = preset("tiny-llama")
-    alone = least_bytes(spec, Layout(), Layout(), 1024, 2, 4)
-    assert alone.state == 4 * 4 * spec.parameters
-    assert alone.copies == 6 * spec.parameters
-    assert alone.logits == 1024 * spec.vocab * 6
-    assert least_bytes(spec, Layout(), Layout(), 100, 2, 4).logits == 100 * spec.vocab * 6
-    assert least_bytes(spec, Layout(), Layout(), 4096, 2, 4).logits == 1024 * spec.vocab * 6, "the rest of the rows wait"
-    halved = least_bytes(spec, Layout.parse("tp2"), Layout.parse("tp2.z1"), 1024, 2, 4)
-    assert halved.state < 0.52 * alone.state
-    assert halved.activations == alone.activations // 2
-    full = least_bytes(spec, Layout.parse("recompute-full"), Layout(), 1024, 2, 4)
-    assert full.activations == spec.layers * 1024 * spec.width * 2
-    assert least_bytes(spec, Layout.parse("dp2.z3"), Layout.parse("dp2.z3"), 1024, 2, 4).copies < alone.copies / 2
-    assert alone.total == sum(asdict(alone).values())
-    assert str(alone).endswith("GiB")
+    alone = needed("dp1", "train.precision=float32")
+    assert alive(alone, "master weights") == 4 * spec.parameters
+    assert alive(alone, "moments") == 8 * spec.parameters
+    assert "working copies of dp1" not in dict(alone.device.alive), "home's own tensors compute"
+    assert alone.device.total == sum(size for _, size in alone.device.alive)
+    mixed = needed("dp1")
+    assert alive(mixed, "working copies of dp1") == 2 * spec.parameters
+    assert alive(needed("tp2.z1"), "moments") < 0.52 * alive(mixed, "moments")
+    assert needed("dp4.z3").device.total < needed("dp4.z1").device.total < needed("dp4").device.total
+    assert needed("recompute-full").device.total < needed("recompute-selective").device.total < mixed.device.total
+    assert needed("pp2.gpipe").device.total > needed("pp2").device.total
+    text = str(explain(config(GROUPS)))
+    assert text.count("needs most") == 3 + 1
+
+
+def test_what_axes_send_is_said():
+    spec, tokens = preset("tiny-llama"), 4096
+    (group,) = explain(config("layout=ring2.tp2")).groups
+    kv = 2 * tokens // 2 * spec.kv_heads // 2 * spec.head_width
+    assert group.sent["ring"] == spec.layers * (2 * kv * 2 + 2 * kv * 4)
+    text = str(explain(config("layout=ring2.tp2")))
+    assert "inserted   ring: keys and values, and their gradients" in text
+    assert "inserted   tensor: all-gather" in text
+    (group,) = explain(config("layout=pp2")).groups
+    assert group.sent["rising"] == tokens * spec.width * 2
 
 
 def test_a_streamed_group_says_what_waits_where():
-    (group,) = explain(config("layout=chunk256.disk", "train.precision=bf16")).groups
-    (wider,) = explain(config("layout=chunk1K.disk", "train.precision=bf16")).groups
+    found, wider = (explain(config(f"layout={layout}", "train.precision=bf16")) for layout in ("chunk256.disk", "chunk1K.disk"))
     spec = preset("tiny-llama")
-    found, stream = group.streamed, 4096 * spec.width * 2
-    assert found is not None
-    assert found.chunks == 16
+    stream = 4096 * spec.width * 2
     kept = (
         stream + 4096 * spec.heads * (spec.head_width * 2 + 4) + 15 * 256 * 2 * spec.kv_heads * spec.head_width * 2
     )  # x, o, kv but the last
-    assert spec.layers * kept + stream <= found.tier <= spec.layers * kept + 2 * stream
-    assert found.put == (2 * spec.layers + 2) * stream + spec.layers * (kept - stream)
-    assert group.least.activations == found.buffers
-    assert group.least.logits == 0
-    assert wider.streamed is not None
-    assert wider.streamed.buffers > found.buffers
-    assert wider.streamed.tier < 1.01 * found.tier
-    text = str(explain(config("layout=chunk256.disk")))
-    assert "16 chunks of 256 for the longest document; x, o and kv wait for the backward; pairs' operands stay on the device" in text
-    assert "disk       at most" in text
+    assert spec.layers * kept + stream <= found.need.of("disk") <= spec.layers * kept + 2 * stream
+    assert found.need.weighed.moved["put"] == 4 * ((2 * spec.layers + 2) * stream + spec.layers * (kept - stream))
+    assert wider.need.device.total > found.need.device.total
+    assert wider.need.of("disk") < 1.01 * found.need.of("disk")
+    assert "disk       rank 0 needs most" in str(found)
+    assert "out and" in str(found)
 
 
 def test_offloaded_residual_streams_leave_the_device():
-    (kept,) = explain(config("layout=recompute-full")).groups
-    (gone,) = explain(config("layout=recompute-full.disk")).groups
-    assert kept.streamed is None
-    assert gone.streamed is not None
-    assert kept.least.activations == gone.streamed.tier == preset("tiny-llama").layers * gone.least.activations
+    """All but those of the last blocks, which the backward is about to need."""
+    kept, gone = (needed(layout, "model.preset=small-llama") for layout in ("recompute-full", "recompute-full.disk"))
+    spec = preset("small-llama")
+    assert kept.of("disk") == 0
+    assert gone.of("disk") == spec.layers * 4096 * spec.width * 2
+    assert gone.device.total < kept.device.total

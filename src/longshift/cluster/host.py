@@ -39,6 +39,11 @@ def profile_of_host(per_node: int, nodes: int = 1, kind: str | None = None, cach
     return max(found, key=lambda one: one[:-1], default=(None,))[-1]
 
 
+def has_gpu() -> bool:
+    """Whether this machine shows an NVIDIA GPU's driver."""
+    return Path("/proc/driver/nvidia/version").exists()
+
+
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import psutil
 import torch
@@ -11,12 +12,11 @@ from longshift.cluster.host import CACHE
 from longshift.config import Config
 from longshift.dist.world import launched
 from longshift.errors import UsageError
+from longshift.explain import shape_of
 from longshift.layout.layout import AUTO, Layout, format_size
-from longshift.layout.memory import least_bytes
 from longshift.profile.run import kept
+from longshift.program.needs import most, needs
 from longshift.schedule.chunk_size import Machine, choose, powers
-from longshift.spec.formats import FORMATS
-from longshift.switch.itinerary import home_layout
 from longshift.workload.groups import Edge
 
 DEFAULTS = {"cpu": 4 << 10, "cuda": 64 << 10}  # tokens, where nothing was measured
@@ -47,20 +47,25 @@ def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster |
     longest = min(edge.upto, config.data.max_len)
     fault = "this machine was not measured; longshift profile does"
     if cluster is not None:
-        machine = Machine(cluster, config.train.precision, device.type == "cpu", _free_bytes(config, edge.use, longest, device))
+        machine = Machine(cluster, config.train.precision, device.type == "cpu", FREE_SHARE * _memory(config, device))
         try:
-            return choose(config.spec, edge.use, longest, machine, config.stream.ahead)
+            return choose(config.spec, edge.use, longest, machine, partial(_bytes, config, edge, device), config.stream.ahead)
         except UsageError as unknown:
             fault = str(unknown)
     return min(DEFAULTS[device.type], powers(longest)[-1]), f"a default, because {fault}"
 
 
-def _free_bytes(config: Config, layout: Layout, longest: int, device: torch.device) -> float:
-    """What weights and state leave on a device."""
+def _memory(config: Config, device: torch.device) -> int:
+    """Bytes of a rank's device."""
     if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = psutil.virtual_memory().total // config.world
-    formats = FORMATS[config.train.precision]
-    taken = least_bytes(config.spec, layout, home_layout(config.edges), longest, formats.compute_bytes, formats.home_bytes)
-    return max(0.0, FREE_SHARE * memory - taken.total)
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total // config.world
+
+
+def _bytes(config: Config, edge: Edge, device: torch.device, tokens: int) -> int:
+    """What a rank needs on its device for a group with chunks of so many tokens."""
+    chosen = Edge(edge.upto, replace(edge.use, chunk=tokens))
+    layout = chosen.use if isinstance(config.layout, Layout) else tuple(chosen if one == edge else one for one in config.edges)
+    shape = shape_of(config.model_copy(update={"layout": layout}))
+    cpu = device.type == "cpu"
+    return most(needs(shape, [chosen], "gloo" if cpu else "nccl", cpu)).device.total

@@ -51,12 +51,13 @@ class Book:
         """An operation needs so many bytes on the device, beyond what is there."""
         self.most["device"] = max(self.most["device"], self.now["device"] + size)
 
-    def settle(self, op: Op) -> None:
-        """After an operation: write down peaks that it has raised."""
+    def settle(self, op: Op, under: str = "") -> None:
+        """After an operation: write down peaks that it has raised. `under`: the layout, where there are several."""
         for place, most in self.most.items():
             known = self.peaks.get(place)
             if known is None or most > known.total:
                 held = self.by_name.get(place, Counter())
-                rows = sorted(((name, size) for name, size in held.items() if size), key=lambda row: -row[1])
-                inside = most - sum(size for _, size in rows)
-                self.peaks[place] = Peak(most, str(op), (*rows, ("inside the operation", inside)) if inside > 0 else tuple(rows))
+                rows = [(name, size) for name, size in held.items() if size]
+                rows += [("inside the operation", inside)] if (inside := most - self.now[place]) > 0 else []
+                alive = tuple(sorted(rows, key=lambda row: -row[1]))
+                self.peaks[place] = Peak(most, f"{op} under {under}" if under else str(op), alive)

@@ -21,7 +21,7 @@ from longshift.schedule.streamed import Lists, lists, tier_key
 if TYPE_CHECKING:
     from longshift.program.ledger import Ledger
 
-UNDER_WAY = 4  # puts of a disk tier that keep what they send (`stream.tiers`)
+WRITES = 2  # puts of a disk tier that keep what they send (`stream.tiers`)
 IN_FLIGHT_BYTES = 256 << 20
 NAMES = {"kv": "keys and values", "dkv": "gradients of keys and values", "o": "output of attention"}
 
@@ -66,6 +66,7 @@ class MovingTier(Tier):
         if self.under_way:
             self.leaving.append((size, list(tensors)))
         self.objects[key] = [self.ledger.held("waiting for the backward", size, self.place)]
+        self.ledger.moved["put"] += size
         self.shapes[key] = list(zip(shapes, self._split(shapes, size)))
 
     @staticmethod
@@ -75,6 +76,7 @@ class MovingTier(Tier):
 
     def fetch(self, key: tuple) -> list[Held]:
         found = []
+        self.ledger.moved["fetched"] += sum(size for _, size in self.shapes[key])
         for shape, size in self.shapes[key]:
             spare = self.spare.get((shape, size))
             found.append(spare.popleft() if spare else self.ledger.held("fetched from a tier", size))
@@ -95,7 +97,7 @@ def tier_of(ledger: "Ledger", layout: Layout) -> Tier:
     """As `stream.tiers.tier_of`."""
     if layout.offload == "device" or (layout.offload == "host" and ledger.host_is_device):
         return Tier(ledger)
-    return MovingTier(ledger, layout.offload, UNDER_WAY if layout.offload == "disk" else 0, IN_FLIGHT_BYTES)
+    return MovingTier(ledger, layout.offload, WRITES if layout.offload == "disk" else 0, IN_FLIGHT_BYTES)
 
 
 class Packs:

@@ -25,10 +25,11 @@ SMALL = 16 << 10  # scalars: losses, counters of updates, norms of runs of gradi
 
 @dataclass(frozen=True)
 class Weighed:
-    """What a step needs on one rank. `sent`: bytes out of the rank to others, by communicator or axis."""
+    """What a step needs on one rank. `sent`: bytes out of the rank to others, by communicator; `moved`: bytes put into tiers and fetched."""
 
     peaks: dict[str, Peak]
     sent: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
 
     @property
     def device(self) -> int:
@@ -184,7 +185,7 @@ class Ledger:
         self.transport: Transport = transport
         self.host_is_device, self.ahead = host_is_device, ahead
         self.spec = steps.itinerary.spec
-        self.book, self.sent = Book(), Counter[str]()
+        self.book, self.sent, self.moved = Book(), Counter[str](), Counter[str]()
         self.home_sums: dict[tuple[int, int], Held] = {}
         compute, home = steps.bytes
         self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in buckets_of(self.spec, steps.itinerary.home, steps.rank)]
@@ -246,10 +247,11 @@ class Ledger:
         program = self.steps.program(visits)
         for _ in range(2):
             self.sent.clear()
+            self.moved.clear()
             for op in program:
                 self.table[op.kind](op)
-                self.book.settle(op)
-        return Weighed(self.book.peaks, dict(self.sent))
+                self.book.settle(op, str(visits[op.visit].layout) if len(visits) > 1 and op.kind not in ("norm", "update") else "")
+        return Weighed(self.book.peaks, dict(self.sent), dict(self.moved))
 
     def _runner(self, op: Op) -> Packs:
         return self.runners[self.visits[op.visit].layout]

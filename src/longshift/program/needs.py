@@ -4,8 +4,9 @@ The largest step has, for every length group, as many full packs of the longest 
 alike are weighed once: of the ranks of one stage and tensor-parallel coordinate the first keeps most.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from longshift.layout.heads import own_heads
 from longshift.layout.layout import Coord
@@ -16,6 +17,9 @@ from longshift.schedule.inside import Transport
 from longshift.spec.formats import Format
 from longshift.switch.itinerary import Itinerary
 from longshift.workload.groups import Edge
+
+MOST_CHUNKS = 32  # of a pack that are weighed one by one
+STRIDE = 8  # chunks between three weighings, from which more follow
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +41,11 @@ class StepShape:
         same = self.formats.compute == self.formats.home
         return Ledger(self.steps(rank), transport, same, host_is_device, self.ahead)
 
+    def of_one_pack(self, edge: Edge, rank: int, transport: Transport, host_is_device: bool) -> Weighed:
+        """What a rank needs and sends for one full pack of a group on each replica."""
+        visits, packs = largest_step(replace(self, tokens=1), [edge])
+        return self.ledger(rank, transport, host_is_device).play(visits, packs)
+
 
 @dataclass(frozen=True)
 class Need:
@@ -57,11 +66,41 @@ class Need:
 def needs(shape: StepShape, edges: Sequence[Edge], transport: Transport, host_is_device: bool) -> tuple[Need, ...]:
     """Of a largest step that has documents for these groups, in visiting order; one for each kind of rank."""
     order = shape.itinerary.order(tuple(edge.use for edge in edges))
-    visits, packs = largest_step(shape, [edges[i] for i in order])
+    edges = [edges[i] for i in order]
+    chunks = max((-(-edge.upto // edge.use.chunk) for edge in edges if edge.use.chunk), default=0)
+
+    def weighed(rank: int, most_chunks: int) -> Weighed:
+        return shape.ledger(rank, transport, host_is_device).play(*largest_step(shape, edges, most_chunks))
+
     found = []
     for rank in kinds_of_rank(shape):
-        found.append(Need(rank, shape.ledger(rank, transport, host_is_device).play(visits, packs)))
+        one = weighed(rank, MOST_CHUNKS)
+        if chunks > MOST_CHUNKS:
+            first, second = (weighed(rank, MOST_CHUNKS - number * STRIDE) for number in (2, 1))
+            one = extended((first, second, one), (chunks - MOST_CHUNKS) / STRIDE)
+        found.append(Need(rank, one))
     return tuple(found)
+
+
+def extended(known: tuple[Weighed, Weighed, Weighed], times: float) -> Weighed:
+    """What a step needs with more chunks than are weighed, so many strides beyond the last of three numbers of chunks. Peaks grow with the
+    chunks, what moves with their pairs: the quadratic through the three, never less than the last."""
+    last = known[-1]
+
+    def on(numbers: Sequence[int]) -> int:
+        a, b, c = numbers
+        return c + max(0, math.ceil((c - b) * times + (c - 2 * b + a) * times * (times + 1) / 2))
+
+    def all_of(names: Mapping[str, int], sides: Sequence[Mapping[str, int]]) -> dict[str, int]:
+        return {name: on([side.get(name, size) for side in sides]) for name, size in names.items()}
+
+    peaks = {}
+    for place, peak in last.peaks.items():
+        sides = [one.peaks.get(place, peak) for one in known]
+        alive = all_of(dict(peak.alive), [dict(side.alive) for side in sides])
+        total = on([side.total for side in sides])
+        peaks[place] = Peak(total, peak.op, tuple(sorted(alive.items(), key=lambda row: -row[1])))
+    return Weighed(peaks, all_of(last.sent, [one.sent for one in known]), all_of(last.moved, [one.moved for one in known]))
 
 
 def most(found: Sequence[Need], place: str = "device") -> Need:
@@ -69,13 +108,17 @@ def most(found: Sequence[Need], place: str = "device") -> Need:
     return max(found, key=lambda need: need.of(place))
 
 
-def largest_step(shape: StepShape, edges: Sequence[Edge]) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
-    """Visits of these groups, and the lengths of the documents of each micro-batch. More micro-batches than a pipeline has under way change
-    no peak, but under gpipe, where all are under way."""
+def largest_step(
+    shape: StepShape, edges: Sequence[Edge], most_chunks: int = 1 << 62
+) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
+    """Visits of these groups, and the lengths of the documents of each micro-batch, in chunked layouts of no more than `most_chunks` chunks.
+    More micro-batches than a pipeline has under way change no peak, but under gpipe, where all are under way."""
     spec, visits, packs = shape.itinerary.spec, [], []
     for edge in edges:
-        layout, longest = edge.use, max(1, min(edge.upto, shape.longest))
-        whole, rest = divmod(edge.upto, longest)
+        layout = edge.use
+        capacity = min(edge.upto, layout.chunk * most_chunks) if layout.chunk else edge.upto
+        longest = max(1, min(capacity, shape.longest))
+        whole, rest = divmod(capacity, longest)
         pack = (longest,) * whole + ((rest,) if rest else ())
         micros = max(1, -(-shape.tokens // (edge.upto * layout.dp)))
         if layout.order != "gpipe":

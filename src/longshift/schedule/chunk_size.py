@@ -2,13 +2,13 @@
 
     transfers hide        the lists of a block, played by the simulator (`chunks.timeline`), take little longer than without transfers
     kernels are efficient attention of a chunk to a chunk reaches nearly the best rate of any chunk
-    buffers fit           on the device, with what a block's backward keeps inside
+    it fits               on the device: what the ledger says of a whole step (`program.needs`)
 
 Norms and other elementwise work are not counted, which leaves transfers less to hide behind. A long document is simulated by its first
 MOST_CHUNKS chunks, in which attention is shorter than later: again no less than is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,7 +32,7 @@ DIRECTIONS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A chunk of `tokens`; `hidden` and `efficient` as above, `bytes` on the device."""
+    """A chunk of `tokens`; `hidden` and `efficient` as above; `bytes` that a rank needs on its device."""
 
     tokens: int
     hidden: float
@@ -55,13 +55,16 @@ class Machine:
     free_bytes: float
 
 
-def choose(spec: ModelSpec, layout: Layout, longest: int, machine: Machine, ahead: int = 1) -> tuple[int, str]:
-    """A chunk for documents of up to `longest` tokens, and why. Raises UsageError for what the machine's profile does not know."""
+def choose(
+    spec: ModelSpec, layout: Layout, longest: int, machine: Machine, bytes_of: Callable[[int], int], ahead: int = 1
+) -> tuple[int, str]:
+    """A chunk for documents of up to `longest` tokens, and why. `bytes_of(tokens)`: what a rank needs on its device with such chunks. Raises
+    UsageError for what the machine's profile does not know."""
     sizes = powers(max(longest, layout.sequence), max(SMALLEST, layout.sequence, -(-longest // legal.MOST_CHUNKS)))
     rates = [_rate(spec, layout, tokens, machine) for tokens in sizes]
     fitting: list[Candidate] = []
     for tokens, rate in zip(sizes, rates):
-        one = _candidate(spec, layout, tokens, longest, rate / max(rates), machine, ahead)
+        one = _candidate(spec, layout, tokens, longest, rate / max(rates), machine, bytes_of, ahead)
         if one.bytes > machine.free_bytes:  # larger ones need more
             break
         fitting.append(one)
@@ -87,26 +90,24 @@ def _reason(one: Candidate, machine: Machine, why: str) -> str:
     return f"{why}: {one.hidden:.0%} of a block's time is computing, attention at {one.efficient:.0%} of its best rate, {room}"
 
 
-def _candidate(spec: ModelSpec, layout: Layout, tokens: int, longest: int, efficient: float, machine: Machine, ahead: int) -> Candidate:
-    count = -(-longest // tokens)
+def _candidate(
+    spec: ModelSpec,
+    layout: Layout,
+    tokens: int,
+    longest: int,
+    efficient: float,
+    machine: Machine,
+    bytes_of: Callable[[int], int],
+    ahead: int,
+) -> Candidate:
     made = _lists(spec, layout, tokens, min(longest, MOST_CHUNKS * tokens), machine, ahead)
     with_, without = (_seconds(made, spec, layout, machine, moving) for moving in (True, False))
-    peak = _peak(made)
-    if count > MOST_CHUNKS:  # beyond that many, buffers grow with their number alone
-        fewer = _peak(_lists(spec, layout, tokens, MOST_CHUNKS // 2 * tokens, machine, ahead))
-        peak += (count - MOST_CHUNKS) * (peak - fewer) / (MOST_CHUNKS / 2)
-    columns = 2 * spec.width + (2 * spec.heads * spec.head_width + 3 * spec.ffn) / layout.tp
-    inside = min(tokens, longest) / (layout.ring * layout.ulysses) * columns * FORMATS[machine.dtype].compute_bytes
-    return Candidate(tokens, without / with_, efficient, peak + inside)
+    return Candidate(tokens, without / with_, efficient, bytes_of(tokens))
 
 
 def _lists(spec: ModelSpec, layout: Layout, tokens: int, document: int, machine: Machine, ahead: int) -> Lists:
     """Of rank 0, which has no fewer heads than another."""
     return lists_of(spec, replace(layout, chunk=tokens), layout.coord(0), [document], FORMATS[machine.dtype].compute_bytes, ahead)
-
-
-def _peak(made: Lists) -> int:
-    return max(chunks.peak_bytes(events, made.sizes) for events in (made.of["forward"], made.of["backward"]))
 
 
 def _seconds(made: Lists, spec: ModelSpec, layout: Layout, machine: Machine, moving: bool) -> float:

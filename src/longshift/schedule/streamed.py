@@ -1,5 +1,4 @@
-"""What a rank does with one pack under a layout that offloads, or cuts it in chunks: the event lists of its units, and from them how much
-lies where and how much moves.
+"""What a rank does with one pack under a layout that cuts it in chunks: the event lists of its units.
 
 Between forward and backward an input of every block waits, and with keep="output" more. Where that is too much, `every` k goes past it as
 recomputation in groups does (Chen et al., arXiv 1604.06174): of k blocks in a row only the first one's input waits, and the forward of the
@@ -9,16 +8,15 @@ others is played again when the backward comes to them; the last group's backwar
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from longshift.layout.heads import own_heads, tensor_heads
 from longshift.layout.layout import Coord, Layout
 from longshift.layout.memory import loss_blocks
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Buffer, Event, Policy, Sizes
-from longshift.schedule.sequence import Run, TokenOrder, token_order
+from longshift.schedule.sequence import Run, TokenOrder
 from longshift.spec.model import ModelSpec
 
 # What is played on a unit. Of a block: `forward` leaves what `backward` takes; `pass` its input alone, from which the other backward goes;
@@ -114,105 +112,3 @@ def _groups(units: Sequence[int], layers: int, every: int) -> list[list[int]]:
     """Of blocks; the last one is kept."""
     blocks = [unit for unit in units if 0 < unit <= layers]
     return [blocks[at : at + every] for at in range(0, len(blocks), every)] if blocks and every > 1 else [blocks]
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Of one pack on a rank, in bytes. `buffers`: on the device at one time, without what operations need inside; `tier`: what waits there
-    at the most; `put`, `fetched`: in all of forward and backward."""
-
-    chunks: int
-    buffers: int
-    tier: int
-    put: int
-    fetched: int
-
-
-def footprint(spec: ModelSpec, layout: Layout, lengths: Sequence[int], compute_bytes: int, ahead: int) -> Footprint:
-    """Of a pack of documents of these lengths, each number that of the rank where it is largest: forward of all units, then backward, turn
-    by turn. Other packs of a pipeline that are under way come on top."""
-    found = [_of(*parts, spec, layout, lengths, compute_bytes, ahead) for parts in sorted(_kinds(spec, layout))]
-    return Footprint(*(max(getattr(one, field.name) for one in found) for field in fields(Footprint)))
-
-
-def _kinds(spec: ModelSpec, layout: Layout) -> set[tuple[int, tuple[int, int], tuple[str, ...]]]:
-    """Ranks by what they have and do: heads, own heads, turns."""
-    found = set()
-    for rank in range(layout.world):
-        at = layout.coord(rank)
-        turns = tuple(_turns(layout.units_of(spec.layers, at.pp), spec.layers, layout.every))
-        found.add((len(tensor_heads(spec, layout, at)[0]), own_heads(spec, layout, at), turns))
-    return found
-
-
-def _turns(model_chunks: Sequence[Sequence[int]], layers: int, every: int) -> Iterator[str]:
-    """All that a rank does with a pack, by the names of `_effects`."""
-    for units in model_chunks:
-        turns = [turn for _, turn in forward_turns(units, layers, every)]
-        yield from [*(["arrive"] if turns[0] != "embed" else []), *turns, *(["leave"] if turns[-1] != "later" else [])]
-    for units in reversed(model_chunks):
-        turns = [turn for _, turn in backward_turns(units, layers, every)]
-        yield from [*(["arrive"] if turns[0] != "loss" else []), *turns, *(["leave"] if turns[-1] != "embed_back" else [])]
-
-
-class _Effect(NamedTuple):
-    """Of a turn on a tier, in bytes: the most that it holds meanwhile and after it, beyond what it held before; what is put and fetched."""
-
-    most: int
-    after: int
-    put: int
-    fetched: int
-
-
-def _of(
-    heads: int,
-    own: tuple[int, int],
-    turns: Sequence[str],
-    spec: ModelSpec,
-    layout: Layout,
-    lengths: Sequence[int],
-    compute_bytes: int,
-    ahead: int,
-) -> Footprint:
-    """Of a rank of one of `_kinds`."""
-    if not layout.chunk:
-        shared = layout.ulysses * layout.tp
-        stream = token_order(lengths, layout.ring, shared).local_tokens // shared * spec.width * compute_bytes
-        waiting = turns.count("forward") * stream
-        return Footprint(1, stream, waiting, waiting, waiting)
-    made = lists(spec, layout, chunks.cut(lengths, layout.chunk), heads, own, compute_bytes, ahead)
-    by_name = _effects(made)
-    effects = [by_name[turn] for turn in turns]
-    held = accumulate((effect.after for effect in effects), initial=0)
-    return Footprint(
-        chunks=len(made.orders),
-        buffers=max(chunks.peak_bytes(made.of[turn], made.sizes) for turn in made.of.keys() & set(turns)),
-        tier=max(now + effect.most for now, effect in zip(held, effects)),
-        put=sum(effect.put for effect in effects),
-        fetched=sum(effect.fetched for effect in effects),
-    )
-
-
-def _effects(made: Lists) -> dict[str, _Effect]:
-    """Of every list; `arrive` and `leave`: what crosses the boundary of two stages, which a rank has as a whole."""
-    x, dy = ({(name, c): size for c, size in enumerate(made.sizes[name])} for name in ("x", "dy"))
-    kept = {item: size for item, size in _played(made.of["forward"], x)[1].items() if item[0] != "y"}
-    before = {"embed": {}, "embed_back": dy, "backward": kept | dy, "backward from x": x | dy}
-    stream = sum(x.values())
-    found = {"arrive": _Effect(stream, stream, stream, 0), "leave": _Effect(0, -stream, 0, stream)}
-    return found | {turn: _played(events, before.get(turn, x))[0] for turn, events in made.of.items()}
-
-
-def _played(events: Sequence[Event], before: Mapping[Buffer, int]) -> tuple[_Effect, dict[Buffer, int]]:
-    """A list from the objects that are there before, and those after it."""
-    held = dict(before)
-    begin = now = most = sum(held.values())
-    for event in events:
-        if event.kind in ("store", "drop"):
-            now -= held.pop(event.object, 0)
-        if event.kind == "store":
-            held[event.object] = event.bytes
-            now += event.bytes
-        most = max(most, now)
-    put, fetched = (sum(event.bytes for event in events if event.kind == kind) for kind in ("store", "fetch"))
-    return _Effect(most - begin, now - begin, put, fetched), held

@@ -35,7 +35,8 @@ Tensors = tuple[Tensor, ...]
 
 THREADS = 2  # for each direction
 ALIGN = 4096  # bytes: a page
-UNDER_WAY = 4  # [Note: pace]
+UNDER_WAY = 4  # puts to a GPU's host: [Note: pace]
+WRITES = 2  # puts to disk whose tensors are kept
 
 
 @dataclass
@@ -147,7 +148,7 @@ class _Stored:
 class DiskTier(Tier):
     """A private file in `folder` that is unlinked at once: only this process can open it, and nothing is left behind however it ends.
 
-    At most UNDER_WAY objects, of at most `in_flight_bytes` (and always one), are on their way out, and their tensors are kept until the next
+    At most WRITES objects, of at most `in_flight_bytes` (and always one), are on their way out, and their tensors are kept until the next
     that is too many, however fast the disk: memory is the same in every run. `checked`: each object's CRC is kept
     and compared. Raises OutOfMemoryError where the disk is full, LongshiftError for what comes back changed or cannot be read.
     """
@@ -235,7 +236,7 @@ class DiskTier(Tier):
         return tensor
 
     def _room_for(self, size: int) -> None:
-        while len(self.writing) >= UNDER_WAY or (self.writing and size + sum(s for _, s, _ in self.writing) > self.in_flight_bytes):
+        while len(self.writing) >= WRITES or (self.writing and size + sum(s for _, s, _ in self.writing) > self.in_flight_bytes):
             self._wait(self.writing.popleft()[0])
 
     def _wait(self, future: Future) -> Any:

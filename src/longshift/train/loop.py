@@ -2,24 +2,27 @@
 
 import resource
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
+from longshift.cluster.host import profile_of_host
 from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.memory import host_memory
 from longshift.dist.world import World, be_deterministic, own_device
 from longshift.errors import NonFiniteError, OutOfMemoryError
-from longshift.explain import needs_of
-from longshift.layout.layout import format_size
+from longshift.explain import shape_of
 from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
+from longshift.program.needs import most, needs
+from longshift.schedule.inside import Transport
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
@@ -29,10 +32,13 @@ from longshift.step.update import Outcome, State, train_step
 from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
+from longshift.switch.links import agreed, links_of
 from longshift.train.corpus import open_on_ranks
 from longshift.train.facts import Attention, Facts, Fingerprints, changed_kernel, expect
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
+
+CONTROL_GROUPS = Path("/proc/self/cgroup")
 
 
 def train(
@@ -56,6 +62,8 @@ def _steps(
     start, state, facts = _begin(config, world, fingerprints, run if resume else None)
     if resume and world.rank == 0:
         adopt(RunFolder(run), config)
+    nodes = -(-world.size // world.per_node)
+    links = links_of(profile_of_host(world.per_node, nodes, world.device.type), world.per_node, nodes)
     player = Player(
         config.spec,
         config.edges,
@@ -64,6 +72,8 @@ def _steps(
         Precision.of(config.train.precision),
         config.switch.options,
         config.stream.options(run),
+        links=agreed(links, world.gather_text),
+        windows=config.window.options,
     )
     if world.rank == 0 and world.device.type != "cpu":
         print(f"longshift: attention by {player.kernel.name}: {player.why_kernel}", file=sys.stderr)
@@ -101,31 +111,41 @@ def _steps(
 
 
 def _fits(config: Config, world: World, run: Path) -> None:
-    """Refuse a group whose longest documents cannot have room, on the device or where they wait. Raises OutOfMemoryError with the
-    arithmetic."""
+    """Refuse a run whose largest step cannot have room, on the device or where it waits. Raises OutOfMemoryError with the arithmetic."""
     cpu = world.device.type == "cpu"
-    if not cpu:
-        here = torch.cuda.get_device_properties(world.device).total_memory
-    else:
-        here = host_memory()[0] // world.per_node
+    shape = shape_of(config, world.per_node)
+    transport: Transport = "gloo" if cpu else "nccl"
+    where = transport, cpu
+    room, process = _room(world)
+    need = most(needs(shape, config.edges, *where))
+    if need.device.total + process > room:
+        alive = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.device.alive[:6])
+        raise OutOfMemoryError(
+            f"rank {need.rank} needs {need.device.total / 2**30:.2f} GiB for tensors, in {need.device.op} ({alive}), besides "
+            f"{process / 2**30:.2f} GiB that the process has, and there are {room / 2**30:.2f} GiB for it; recompute-full, more tp, u or "
+            "ring, z3, chunks, a smaller upto or train.pack_tokens take less"
+        )
     waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
     for edge in config.edges:
-        least, streamed = needs_of(config, edge)
-        if streamed and (edge.use.offload == "device" or (cpu and edge.use.offload == "host")):
-            least = replace(least, activations=max(least.activations, streamed.tier))
-        elif streamed:
-            waiting[edge.use.offload][str(edge.use)] = streamed.tier
-        if least.total > here:
-            longest = format_size(min(edge.upto, config.data.max_len))
-            raise OutOfMemoryError(
-                f"documents of up to {longest} tokens under {edge.use} need at least {least} on a rank, which has "
-                f"{here / 2**30:.2f} GiB; recompute-full, more tp, u or ring, z3 or a smaller upto take less"
-            )
+        if edge.use.offload == "disk" or (edge.use.offload == "host" and not cpu):
+            place = edge.use.offload
+            waiting[place][str(edge.use)] = most(needs(shape, [edge], *where), place).of(place)
     folder = config.stream.options(run).folder
     if waiting["disk"]:
         _room_for(waiting["disk"], world.per_node, shutil.disk_usage(folder).free, f"{folder} has", "another stream.folder")
     if waiting["host"]:
         _room_for(waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk")
+
+
+def _room(world: World) -> tuple[int, int]:
+    """Bytes that this rank may have, those of the process included, and how many the process has already. Ranks of one control group share
+    what it allows; collective."""
+    if world.device.type != "cpu":
+        free, total = torch.cuda.mem_get_info(world.device)
+        return total, total - free
+    own = f"{socket.gethostname()} {CONTROL_GROUPS.read_text() if CONTROL_GROUPS.exists() else ''}"
+    sharing = world.gather_text(own).count(own)
+    return min(host_memory()[0] // sharing, psutil.virtual_memory().total // world.per_node), psutil.Process().memory_info().rss
 
 
 def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> None:
