@@ -1,68 +1,113 @@
 """What ranks do for `ledger.py`: two steps under a mode that counts the bytes of all tensors, and what the ledger predicts of them."""
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
 
-from longshift.dist.held import HeldBytes
+from longshift.dist import collectives
+from longshift.dist.held import HeldBytes, prompt_release
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.program.ledger import Ledger
-from longshift.state.precision import Precision
+from longshift.program.ledger import Weighed
+from longshift.program.needs import StepShape
+from longshift.program.operations import Op, Program
+from longshift.schedule.inside import Transport
+from longshift.spec.formats import FORMATS
 from longshift.step.player import Player
 from longshift.step.update import train_step
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import assumed
 from longshift.train.check import Trial, build, parse_layouts
+from longshift.workload.groups import Edge, length_groups
 
 
-def weigh(world: World, trial: dict, layout: str, per_node: int | None = None) -> dict[str, Any]:
-    """Bytes on the device at the most in the second of two equal steps, measured and predicted, and bytes sent by communicator."""
+def weigh(world: World, trial: dict, layout: str, trace: bool = False) -> dict[str, Any]:
+    """Bytes on the device at the most in the second of two equal steps, and bytes sent by communicator. `trace`: with the first operations
+    after which bytes differ from what the ledger says by another number than before."""
     what, layouts = Trial.from_json(trial), parse_layouts(layout)
-    world.per_node = per_node or world.size
     first, batch = what.batches()
-    with HeldBytes() as held, Counted(world) as counted:
+    after: list[int] = []
+    with prompt_release(), HeldBytes() as held, Counted(world) as counted:
         state, player = build(what, layouts, world)
-        again = {kind: refreshed(player, kind, held) for kind in ("gather", "open", "release", "close")}
-        player.table |= again
         train_step(state, first, player)
         held.restart()
         counted.restart()
+        if trace:
+            player.play = traced(player, lambda: after.append(held.now["cpu"]))
         train_step(state, batch, player)
-        held.refresh()
-        measured = held.most["cpu"]
-        sent = {name: size for name, size in counted.sent.items() if size}
-    weighed = predict(player, what, [len(d.ids) for d in batch.documents])
+        found: dict[str, Any] = {"measured": held.most["cpu"], "sent": counted.told()}
+    for runner in player.runners.values():
+        if runner.tier is not None:
+            runner.tier.close()
     world.forget()
-    return {
-        "measured": measured,
-        "predicted": weighed.device,
-        "op": weighed.peaks["device"].op,
-        "alive": weighed.peaks["device"].alive[:12],
-        "sent": sent,
-        "expected": {name: size for name, size in weighed.sent.items() if size},
-    }
+    if trace:
+        weighed, said = predict(what, tuple(layouts), world.rank)
+        found |= {"alive": weighed.peaks["device"].alive[:12], "apart": apart(after, said)}
+    return found
 
 
-def predict(player: Player, trial: Trial, lengths: list[int], transport: Any = "gloo"):
-    """What the ledger says of a step with documents of these lengths, on the player's rank."""
-    precision = Precision.of(trial.precision)
-    ledger = Ledger(player.steps, transport, precision.compute == precision.home, host_is_device=True)
-    groups = player.groups(lengths)
-    visits, packs = player.steps.visits(groups, lengths)
-    return ledger.play(visits, [[[lengths[d] for d in pack] for pack in some] for some in packs])
+@lru_cache(maxsize=4)
+def shape_of(trial: Trial, layouts: tuple[Layout, ...]) -> StepShape:
+    """What of a trial decides how large its steps are. As `longshift.train.check.build` makes it."""
+    formats, ends = FORMATS[trial.precision], (*trial.edges[: len(layouts) - 1], trial.capacity)
+    edges = tuple(Edge(upto, layout) for upto, layout in zip(ends, layouts))
+    options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
+    links = assumed(layouts[0].world)
+    itinerary = Itinerary(trial.spec, edges, links, formats.compute_bytes, formats.home_bytes, options)
+    return StepShape(itinerary, edges, formats, 0, trial.capacity, trial.ahead)
 
 
-def refreshed(player: Player, kind: str, held: HeldBytes) -> Any:
-    """An operation after which the mode looks again at every storage: storages that are resized are not seen otherwise."""
-    native = player.table[kind]
+def predict(
+    trial: Trial, layouts: tuple[Layout, ...], rank: int, transport: Transport = "gloo", host_is_device: bool = True
+) -> tuple[Weighed, list[tuple[str, int]]]:
+    """What the ledger says of a trial's last step on a rank; and of the device after each operation."""
+    shape, lengths = shape_of(trial, layouts), trial.lengths[-1]
+    ledger = shape.ledger(rank, transport, host_is_device)
+    groups = length_groups(lengths, shape.edges, trial.spec)
+    groups = [groups[i] for i in shape.itinerary.order(tuple(group.layout for group in groups))]
+    visits, packs = ledger.steps.visits(groups, lengths)
+    settle, said = ledger.book.settle, list[tuple[str, int]]()
 
-    def run(op: Any) -> None:
-        native(op)
-        held.refresh()
+    def settled(op: Op) -> None:
+        settle(op)
+        said.append((str(op), ledger.book.now["device"]))
 
-    return run
+    ledger.book.settle = settled
+    weighed = ledger.play(visits, [[[lengths[d] for d in pack] for pack in some] for some in packs])
+    return weighed, said[len(said) // 2 :]
+
+
+def row_of(name: dict[str, Any], found: dict[str, Any], weighed: Weighed) -> dict[str, Any]:
+    """A row of the benchmark: measured beside predicted."""
+    peak, expected = weighed.peaks["device"], {axis: size for axis, size in weighed.sent.items() if size}
+    row = {"measured": found["measured"], "predicted": peak.total, "ratio": found["measured"] / peak.total}
+    return name | row | {"sent": found["sent"], "sent_predicted": expected, "peak_at": peak.op}
+
+
+def traced(player: Player, seen: Callable[[], object]) -> Callable[[Program], None]:
+    """`Player.play` that says when an operation has ended."""
+
+    def play(program: Program) -> None:
+        for op in program:
+            player.table[op.kind](op)
+            seen()
+
+    return play
+
+
+def apart(measured: Sequence[int], said: Sequence[tuple[str, int]], few: int = 1024, most: int = 12) -> list[tuple[int, str, int]]:
+    """Operations after which the difference of measured and predicted bytes is another than before: number, operation, by how much."""
+    found, before = [], None
+    for number, (size, (op, predicted)) in enumerate(zip(measured, said)):
+        if before is not None and abs(size - predicted - before) > few:
+            found.append((number, op, size - predicted - before))
+        before = size - predicted
+    return [(len(measured) - len(said), "operations more", 0), *found][:most]
 
 
 class Counted(ExitStack):
@@ -75,9 +120,15 @@ class Counted(ExitStack):
     def restart(self) -> None:
         self.sent.clear()
 
+    def told(self) -> dict[str, int]:
+        """By purpose, where there is something."""
+        return {name: size for name, size in self.sent.items() if size}
+
     def __enter__(self) -> "Counted":
         for name in ("all_to_all_single", "all_reduce", "isend"):
             self.enter_context(patch.object(dist, name, self._counted(name, getattr(dist, name))))
+        for name in ("_all_gather", "_reduce_scatter"):
+            self.enter_context(patch.object(collectives, name, self._counted(name, getattr(collectives, name))))
         return self
 
     def _purpose(self, handle: Any) -> str:
@@ -88,18 +139,18 @@ class Counted(ExitStack):
         def call(*given: Any, **named: Any) -> Any:
             group = named.get("group")
             peers = dist.get_world_size(group)
-            x = given[1] if name == "all_to_all_single" else given[0]
+            x = given[0] if name in ("all_reduce", "isend") else given[1]
             size = x.numel() * x.element_size()
             if name == "all_to_all_single":
                 in_sizes = given[3] if len(given) > 3 else None
                 moved = size if in_sizes is not None else size * (peers - 1) // peers
+            elif name == "_all_gather":
+                moved = size * (peers - 1)
+            elif name == "_reduce_scatter":
+                moved = size * (peers - 1) // peers
             else:
                 moved = 2 * size * (peers - 1) // peers if name == "all_reduce" else size
             self.sent[self._purpose(group)] += moved
             return native(*given, **named)
 
         return call
-
-
-def layouts_of(text: str) -> list[Layout]:
-    return parse_layouts(text)

@@ -7,31 +7,33 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from longshift.stream.block import Streamed, _Play
-from longshift.stream.loss import loss_and_gradient
-from longshift.train.build import LayoutOps, prepare
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longshift.data.batch import Document
-from longshift.data.micro import ChunkedPack, micro_batch
+from longshift.data.micro import micro_batch
 from longshift.dist import collectives
 from longshift.dist.held import HeldBytes, prompt_release
 from longshift.dist.world import World
-from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
-from longshift.layout.memory import loss_rows
+from longshift.layout.memory import loss_blocks
 from longshift.layout.placement import local_boxes
-from longshift.model.decoder import Block, Unit, build_unit
+from longshift.model.decoder import Block, Head, Unit, build_unit
 from longshift.model.kernels import FLASH
+from longshift.program.operations import Op
 from longshift.schedule.chunks import Event
 from longshift.spec.model import ModelSpec, Rope
+from longshift.state.precision import Precision
+from longshift.step.chunked import ChunkedPacks, _Play
+from longshift.step.compose import LayoutOps, prepare
+from longshift.step.runner import loss_of_rows
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 
@@ -90,17 +92,16 @@ def _operations(
         yield f"{part} backward", seen | found
         del x, y, dy, unit, function
     head = filled(build_unit(spec, spec.layers + 1), layout, world, dtype, device)
-    x, most = stream(micro, spec, dtype, device), Counter()
-
-    def added() -> None:
-        most["grads"] = max(most["grads"], grads(head))
-        most["taken"] = max(most["taken"], held.now[device.type] - watch.before)
-        for weight in head.parameters():
-            weight.grad = None
-
-    with watch.counting() as seen:
-        found = loss_and_gradient(head, x, micro, ops, loss_rows(spec, len(x)), 1.0, added)  # pyright: ignore[reportArgumentType]
-    yield "loss", seen | {"output": sum(map(size, found)), "graph": 0, **most}
+    x = stream(micro, spec, dtype, device)
+    dx = torch.empty_like(x)
+    assert isinstance(head, Head)
+    for number in range(loss_blocks(spec, len(x))):
+        with watch.counting() as seen:
+            loss = loss_of_rows(head, x, dx, micro, ops, number, 1.0)
+        yield f"loss {number}", seen | {"output": 0, "graph": 0, "grads": grads(head)}
+        assert seen["left"] == grads(head) + size(loss), (seen, grads(head))
+        head.zero_grad()
+        del loss
 
 
 def events(world: World, spec: str, layout: str, dtype: str) -> list[dict]:
@@ -113,15 +114,17 @@ def events(world: World, spec: str, layout: str, dtype: str) -> list[dict]:
 def _events(world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, held: HeldBytes, device: torch.device) -> list[dict]:
     if world.everyone.handle is not None:
         prepare(world, spec, layout)
-    ops = LayoutOps(spec, layout, world, FLASH)
-    own, watch = (
-        own_heads(spec, layout, layout.coord(world.rank)),
-        Watch(held, device, {"tp": ops.tp, "ulysses": ops.ulysses, "ring": ops.ring}),
-    )
-    streamed = Streamed(spec, layout, ops, ops.ring, own, dtype.itemsize, Elsewhere(), 1)  # pyright: ignore[reportArgumentType]
-    documents = [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]
-    pack = ChunkedPack(spec, documents, layout, world.rank, dtype, device)
-    units = [filled(build_unit(spec, unit), layout, world, dtype, device) for unit in range(3)]
+    precision = Precision.of({"bfloat16": "bf16"}.get(str(dtype)[6:], str(dtype)[6:]))  # pyright: ignore[reportArgumentType]
+    units: dict[int, Unit] = {}
+
+    def added(unit: int) -> None:
+        units[unit].zero_grad()
+
+    copies: Any = SimpleNamespace(fill=lambda unit: filled(unit, layout, world, dtype, device))
+    runner = ChunkedPacks(spec, layout, world, copies, precision, FLASH, tier=Elsewhere(), ahead=1, accumulate=added)
+    units |= runner.modules
+    watch = Watch(held, device, {"tp": runner.ops.tp, "ulysses": runner.ops.ulysses, "ring": runner.ops.ring})
+    runner.load(0, [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS])
     native, found = _Play._play, []
 
     def played(play: _Play, event: Event) -> None:
@@ -129,18 +132,12 @@ def _events(world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, h
             play._here(buffer)
         with watch.counting() as seen:
             native(play, event)
-        seen["left"] = held.now[device.type] - watch.before
         found.append({"turn": turn, "number": len([one for one in found if one["turn"] == turn]), **seen})
-
-    def added() -> None:
-        for unit in units:
-            for weight in unit.parameters():
-                weight.grad = None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_Play, "_play", played)
         for unit, turn in zip((0, 1, 2, 1, 0), TURNS_OF_CHUNKS):
-            streamed.play(units[unit], unit, turn, 0, pack, 1.0, added)
+            runner.compute(Op("compute", unit=unit, micro=0, turn=turn))
     return found
 
 

@@ -31,16 +31,21 @@ class HeldBytes(TorchDispatchMode):
         self._now: Counter[str] = Counter()
         self._held: dict[int, _Held] = {}  # by address
         self._gone: deque[_Held] = deque()  # not yet taken off
-        self._numpy = patch.object(torch, "from_numpy", self._from_numpy(torch.from_numpy))  # it never reaches a dispatcher
+        self._unseen = (  # what never reaches a dispatcher
+            patch.object(torch, "from_numpy", self._from_numpy(torch.from_numpy)),
+            patch.object(torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_)),
+        )
 
     def __enter__(self) -> "HeldBytes":
-        self._numpy.start()
+        for native in self._unseen:
+            native.start()
         super().__enter__()
         return self
 
     def __exit__(self, *how: Any) -> None:
         super().__exit__(*how)
-        self._numpy.stop()
+        for native in self._unseen:
+            native.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -102,6 +107,15 @@ class HeldBytes(TorchDispatchMode):
             return tensor
 
         return from_numpy
+
+    def _resize(self, native: Any) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            found = native(storage, size)
+            if (held := self._held.get(storage._cdata)) is not None:
+                self._size(held, storage)
+            return found
+
+        return resize_
 
 
 @dataclass(eq=False)

@@ -106,6 +106,10 @@ class Copies:
         else:
             self.hold(unit)
 
+    def release(self, unit: int) -> None:
+        """Rows stay: the next gather is from them."""
+        self.flats.pop(unit, None)
+
     def close(self, unit: int) -> None:
         for number in list(self.units) if unit < 0 else [unit]:
             self.flats.pop(number, None)
@@ -202,7 +206,7 @@ class Ledger:
             "unload": lambda op: self._runner(op).unload(op.micro),
             "gather": lambda op: self._copies(op).gather(op.unit),
             "await gather": lambda op: self._copies(op).gathered(op.unit),
-            "release": lambda op: self._copies(op).close(op.unit),
+            "release": lambda op: self._copies(op).release(op.unit),
             "receive": lambda op: self._runner(op).receive(op),
             "await receive": lambda op: self._runner(op).received(op),
             "send": lambda op: self._runner(op).send(op),
@@ -224,7 +228,7 @@ class Ledger:
             "arrived": lambda op: None,
             "total": self._total,
             "forget": lambda op: self._copies(op).forget(),
-            "norm": lambda op: self.send("everyone", 16 * (self.steps.world - 1) if self.transport == "gloo" else 16),
+            "norm": lambda op: self.send("everyone", self._of_norm()),
             "update": lambda op: self.home_sums.clear(),
         }
         self._fused: dict[tuple[int, str], Held] = {}
@@ -262,6 +266,11 @@ class Ledger:
 
     def _copies(self, op: Op) -> Copies:
         return self.copies[self.steps.views[self.visits[op.visit].layout].cut]
+
+    def _of_norm(self) -> int:
+        """Bytes that go out for the sum of two float64 over all ranks: to each on gloo, by a ring on NCCL."""
+        peers = self.steps.world - 1
+        return 16 * peers if self.transport == "gloo" else 2 * 16 * peers // self.steps.world
 
     def _total(self, op: Op) -> None:
         units = Counter[int]()

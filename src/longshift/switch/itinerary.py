@@ -11,6 +11,7 @@ Home is cut as the longest group's layout would cut it, under ZeRO-1 at least: e
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
@@ -53,6 +54,8 @@ def home_layout(edges: Sequence[Edge]) -> Layout:
 
 def cuts(spec: ModelSpec, edges: Sequence[Edge], home: Layout) -> dict[Layout, Cut]:
     """The cut of every layout; layouts with equal placements share theirs."""
+    if len(edges) == 1 and edges[0].use == home:  # a run of one layout asks for no placement of all ranks
+        return {home: Cut(home, "copies", True)}
     found: dict[tuple, Cut] = {}
     result = {}
     for layout in dict.fromkeys(edge.use for edge in edges):
@@ -82,11 +85,15 @@ class Itinerary:
         self.home = home or home_layout(edges)
         self.cuts = cuts(spec, edges, self.home)
         self._bytes = weight_bytes, sum_bytes
-        self._rows = placed(spec, self.home, "rows")
         self._weights: dict[tuple[Cut | None, Cut], Plan] = {}
         self._sums: dict[Cut, Plan] = {}
         self._hops: dict[tuple[Cut | None, Cut], float] = {}
         self._orders: dict[tuple[Layout, ...], tuple[int, ...]] = {}
+
+    @cached_property
+    def _rows(self) -> Placed:
+        """Home's rows on all ranks."""
+        return placed(self.spec, self.home, "rows")
 
     def weights(self, source: Cut | None, target: Cut) -> Plan:
         """Of the weights of `target`, from home and, where given, from what `source` holds."""

@@ -1,0 +1,205 @@
+"""Does the ledger say what a training step holds and sends? Peaks of tensor bytes on every rank and bytes sent by communicator, of the second
+of two equal steps, measured and predicted, for every word of layouts and for steps that switch between several.
+
+    measured    storages that torch's operations return, each from when it is made until it is gone (`longshift.dist.held`)
+    predicted   the step's program played on bytes (`longshift.program.ledger`); scalars have an allowance of 16 KiB
+    fake        one rank at the width of Llama 3 8B on a device that is not there (`gpu/fake_device.py`), its collectives NCCL's by size
+
+The ratio of the two is at least 0.98 and never above 1, and all bytes sent are equal: exit code 1 otherwise. `admission_s`: seconds of one
+core that it takes to weigh all kinds of ranks of a large run before it starts, in a fresh process. `--quick`: some rows of each sort.
+`--caps N`: also N layouts under a limit of memory (`ledger_caps.py`).
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common import arguments, publish, say
+from ledger_ranks import predict, row_of
+
+import longshift.train.check  # noqa: F401  (what the forked ranks call is imported before they fork)
+from longshift.dist.fork import ForkedWorld
+from longshift.layout.layout import Layout
+from longshift.spec.formats import PrecisionName
+from longshift.spec.model import ModelSpec, Rope
+from longshift.train.check import Trial, parse_layouts
+
+LOW, HIGH = 0.98, 1.0
+DEADLINE_S = 300.0
+_LLAMA = ModelSpec("llama", 509, 64, 5, 6, 2, 16, 175, 4096, rope=Rope())
+FAMILIES = {
+    "llama": _LLAMA,
+    "llama-tied": replace(_LLAMA, tied=True),
+    "llama-5-heads": replace(_LLAMA, heads=5, kv_heads=5),
+    "qwen3": replace(_LLAMA, family="qwen3", heads=4, kv_heads=1, qk_norm=True),
+    "gpt2": ModelSpec(
+        *("gpt2", 509, 64, 5, 5, 5, 16, 255, 4096, True, "layer", 1e-5, "gelu_tanh", False),
+        **{"fused_qkv": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": None, "learned_positions": True},
+    ),
+}
+LENGTHS = (700, 333, 1000, 2, 517, 260, 91, 640)  # of documents, in tokens
+FEW = (333, 700, 2, 177)
+SHORT = (40, 25, 61)  # weights are most
+CAPACITY = 1024
+EDGES = (300, 650)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step that is measured: `layout` may be several, joined by " > "."""
+
+    layout: str
+    family: str = "llama"
+    precision: PrecisionName = "float32"
+    lengths: tuple[int, ...] = LENGTHS
+
+    @property
+    def world(self) -> int:
+        return Layout.parse(self.layout.split(" > ")[0]).world
+
+    @property
+    def trial(self) -> Trial:
+        edges = EDGES[-self.layout.count(" > ") :] if " > " in self.layout else ()
+        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, capacity=CAPACITY, edges=edges)
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.precision} {self.layout}"
+
+
+def cases() -> Iterator[Case]:
+    yield from (Case(layout) for layout in ("dp1", "recompute-selective", "recompute-full", "chunk300", "chunk256.fpdt"))
+    yield from (Case("dp1", family, precision) for family in FAMILIES for precision in ("float32", "bf16", "fp16", "float64"))
+    yield from (Case(f"dp{n}", "llama", "bf16") for n in (2, 3, 8))
+    yield from (Case(f"dp{n}.z{z}", family, "bf16") for n, z, family in ((2, 1, "qwen3"), (3, 1, "gpt2"), (4, 2, "llama"), (2, 2, "gpt2")))
+    yield from (Case(f"dp{n}.z3", family) for n, family in ((2, "llama"), (3, "gpt2"), (4, "llama-tied"), (8, "qwen3")))
+    yield from (Case(layout, "llama-5-heads") for layout in ("tp2", "tp3", "u2", "u3", "ring2", "ring3", "u4", "ring4"))
+    yield from (Case(layout, "qwen3", "bf16") for layout in ("tp4", "u2.tp2", "ring2.tp2", "ring2.u2", "ring2.u2.tp2"))
+    yield from (Case(layout, "gpt2", "fp16") for layout in ("tp2", "u5", "ring3", "tp5"))
+    yield from (Case(layout, "llama-tied", "bf16") for layout in ("pp2", "pp2:3-2", "pp2.gpipe", "pp2.v2", "pp4", "pp3.dp2.z1"))
+    yield from (Case(layout, "gpt2") for layout in ("pp2.dp2.z2", "pp2.tp2.recompute-full", "pp2.ring2.z3", "pp5.gpipe"))
+    yield Case("pp2.dp2.tp2.z3", "llama", "fp16")
+    yield from (Case(f"{layout}.recompute-selective", "qwen3") for layout in ("tp2", "u2.z3", "ring2", "pp2.v2.dp2"))
+    yield from (Case(f"{layout}.recompute-full", "llama-tied") for layout in ("tp2", "u2", "ring2.z2", "dp2.z3", "pp2"))
+    yield from (Case(layout) for layout in ("recompute-full.host", "recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk"))
+    for family, precision in (("llama", "bf16"), ("gpt2", "float32"), ("llama-tied", "float64")):
+        yield from (Case(layout, family, precision) for layout in ("chunk256.disk.kv-offload", "tp2.chunk300.keep-input", "u2.chunk256.fpdt"))
+    yield from (Case(layout, "qwen3") for layout in ("ring2.chunk300.disk", "u4.chunk512.host.kv-offload", "chunk256.every4.disk"))
+    yield from (Case(layout, "qwen3") for layout in ("dp2.z3.chunk300.disk.kv-offload.fpdt", "pp2.chunk256.disk", "pp2.u2.z2.chunk300.every2"))
+    yield from (Case(layout, "llama-tied") for layout in ("pp2.v2.chunk256", "ring2.u2.z3.chunk400.disk.keep-input", "ring2.tp2.chunk300"))
+    yield Case("dp2", lengths=(5, 1, 2, 700))
+    yield Case("dp4.z2", "gpt2", lengths=(900,))  # fewer packs than replicas
+
+
+def hot_cases() -> Iterator[Case]:
+    for number, layout in enumerate(
+        (
+            "dp2 > tp2",
+            "dp2 > u2",
+            "dp2.z2 > ring2",
+            "tp2 > dp2.z3 > ring2.chunk300.disk",
+            "dp2 > pp2",
+            "pp2.gpipe > u2.chunk256",
+            "dp3 > tp3 > ring3",
+            "dp4 > tp4",
+            "dp4.z3 > dp2.tp2.z3",
+            "dp4.z2 > dp2.tp2.z3 > pp2.ring2",
+            "dp4 > dp2.tp2 > u4.chunk300.disk",
+            "dp4.chunk256 > pp2.tp2.z3 > u4.chunk512.disk",
+            "dp4.recompute-full.disk > pp4 > ring4.z3.chunk256.disk.kv-offload",
+            "pp2.dp2.z2 > pp2.u2.z1.chunk300.fpdt > ring2.u2.z2",
+            "dp4.z1 > u4.z1 > ring4.z1",
+            "dp2.pp2.v2.recompute-selective > tp4.z2 > u2.tp2.z3",
+            "tp4 > pp4.recompute-full",
+            "dp8 > dp4.tp2.z2 > pp2.dp2.u2.z3",
+            "dp8.z3 > dp2.tp4.z1",
+            "pp2.dp4.z2 > ring2.u4.z3.chunk400.every2",
+        )
+    ):
+        family, precision = tuple(FAMILIES)[number % len(FAMILIES)], ("float32", "bf16", "fp16", "float64")[number % 4]
+        yield Case(layout, family, precision)
+
+
+QUICK = (
+    Case("dp1", "gpt2", "bf16"),
+    Case("recompute-selective", "qwen3", lengths=FEW),
+    Case("recompute-full"),
+    Case("chunk256.disk.kv-offload", "llama", "bf16", FEW),
+    Case("dp2.z3", "llama-tied", lengths=SHORT),
+    Case("tp2", "llama-5-heads", lengths=FEW),
+    Case("pp2.v2", "llama-tied", "bf16", FEW),
+    Case("u2.chunk256.fpdt", "gpt2", lengths=FEW),
+    Case("ring2.z1.recompute-full.disk", "qwen3", "bf16", FEW),
+    Case("dp3.z2", "gpt2", "fp16", SHORT),
+    Case("dp2.z2 > tp2", "qwen3", lengths=(*SHORT, 700)),
+    Case("dp2 > tp2 > pp2", "llama-tied", "bf16", FEW),
+)
+
+
+def rows_of(case: Case, answers: Iterable[dict]) -> list[dict]:
+    """What each rank measured, beside what the ledger says of it."""
+    name = {"device": "cpu", "family": case.family, "layout": case.layout, "precision": case.precision, "lengths": case.lengths}
+    layouts = tuple(parse_layouts(case.layout))
+    return [row_of(name | {"rank": rank}, found, predict(case.trial, layouts, rank)[0]) for rank, found in enumerate(answers)]
+
+
+def wrong(rows: Iterable[dict]) -> list[str]:
+    """What differs, in words."""
+    found = []
+    for row in rows:
+        name = f"{row['device']} {row['family']} {row['precision']} {row['layout']}, rank {row['rank']}"
+        if not LOW <= row["ratio"] <= HIGH:
+            found.append(f"{name}: {row['measured']} bytes measured, {row['predicted']} predicted: {row['ratio']:.4f}, at {row['peak_at']}")
+        if row["sent"] != row["sent_predicted"]:
+            found.append(f"{name}: sent {row['sent']}, predicted {row['sent_predicted']}")
+    return found
+
+
+def play(some: Iterable[Case]) -> list[dict]:
+    """All cases, world by world."""
+    rows, by_world = [], dict[int, list[Case]]()
+    for case in some:
+        by_world.setdefault(case.world, []).append(case)
+    for size, here in sorted(by_world.items()):
+        with ForkedWorld(size) as world:
+            for case in here:
+                found = rows_of(case, world.call("ledger_ranks:weigh", DEADLINE_S, trial=case.trial.to_json(), layout=case.layout))
+                ratios = [row["ratio"] for row in found]
+                say(f"{case}: {min(ratios):.4f} to {max(ratios):.4f}", *wrong(found))
+                rows += found
+    return rows
+
+
+def script(name: str, *words: str) -> object:
+    """What a script of this folder prints, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", Path(__file__).with_name(name), *words]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def main() -> int:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--caps", type=int, default=0, help="run so many random layouts under a limit of memory")
+    parser.add_argument("--only", default="", help="cases whose name has these words")
+    args = parser.parse_args()
+    some = QUICK if args.quick else (*cases(), *hot_cases())
+    rows = play(case for case in some if args.only in str(case))
+    if not args.quick and not args.only:
+        rows += script("ledger_fake.py")
+    ratios = [row["ratio"] for row in rows]
+    summary = {"worst_low": min(ratios), "worst_high": max(ratios), "rows": len(rows), "layouts": len({row["layout"] for row in rows})}
+    summary["traffic_mismatches"] = sum(row["sent"] != row["sent_predicted"] for row in rows)
+    if not args.only:
+        summary["admission_s"] = script("ledger_admission.py", *(["--quick"] if args.quick else []))
+    if args.caps:
+        summary["caps"] = script("ledger_caps.py", str(args.caps))
+    faults = wrong(rows)
+    for fault in faults:
+        say(fault)
+    publish("ledger", summary, rows, args.json)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

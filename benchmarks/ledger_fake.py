@@ -1,0 +1,114 @@
+"""Rows of `ledger.py` at the width of Llama 3 8B, two of its layers, on a device that is not there: one rank, alone or of eight whose
+collectives do nothing. Prints a list of them."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from ledger_ranks import Counted, apart, predict, row_of, traced
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from longshift.data.batch import Document, StepBatch
+from longshift.dist.world import World
+from longshift.layout.layout import Layout
+from longshift.layout.placement import buckets
+from longshift.schedule.chunks import StreamOptions
+from longshift.spec.model import ModelSpec, Rope
+from longshift.state.home import Home
+from longshift.state.optimizer import Optimizer, Schedule
+from longshift.state.precision import Precision
+from longshift.step.player import Player
+from longshift.step.update import State, train_step
+from longshift.switch.itinerary import SwitchOptions
+from longshift.train.check import Trial
+from longshift.workload.groups import Edge
+
+sys.path.insert(0, str(Path(__file__).parent / "gpu"))
+
+from fake_device import NAME, fake_device
+
+K = 1024
+SPEC = ModelSpec("llama", 128256, 4096, 2, 32, 8, 128, 14336, 1024 * K, rope=Rope(theta=500000.0))
+ALONE = {
+    "dp1": (8 * K, 3 * K),
+    "recompute-selective": (8 * K, 3 * K),
+    "recompute-full": (32 * K, 5 * K),
+    "recompute-full.host": (32 * K,),
+    "chunk16K.host": (64 * K,),
+    "chunk16K.host.kv-offload": (64 * K, 20 * K),
+    "chunk16K.host.kv-offload.fpdt": (64 * K,),
+    "chunk16K.host.keep-input.every2": (64 * K,),
+}
+OF_EIGHT = {
+    "dp8.z1": (8 * K,) * 8,
+    "dp8.z2": (8 * K,) * 16,
+    "dp8.z3": (8 * K, 3 * K) * 8,
+    "dp8.z3.recompute-full": (8 * K, 3 * K) * 8,
+    "tp8": (8 * K, 3 * K),
+    "tp8.recompute-selective": (8 * K, 3 * K),
+    "u8": (64 * K, 3 * K),
+    "ring8": (64 * K, 3 * K),
+    "ring8.z3.recompute-full": (64 * K, 3 * K),
+    "u8.z3.chunk16K.host.kv-offload": (64 * K,),
+    "pp2.tp4": (8 * K, 3 * K) * 2,
+    "pp2.dp4.z2": (8 * K,) * 8,
+    "pp2.dp2.tp2.z3.recompute-full": (8 * K, 3 * K) * 4,
+    "pp2.ring2.u2.z3.chunk16K.host": (64 * K,) * 2,
+}
+
+
+def weigh(text: str, lengths: tuple[int, ...], rank: int, trace: bool = False) -> dict:
+    """A row: the second of two equal steps, in bf16."""
+    layout, precision = Layout.parse(text), Precision.of("bf16")
+    capacity, after = max(lengths) + 3 * K, list[int]()
+    trial = Trial(SPEC, (lengths,) * 2, "bf16", capacity=capacity)
+    if layout.world > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
+    try:
+        with fake_device() as (device, held):
+            world = World(rank, layout.world, device)
+            with Counted(world) as counted:
+                home = Home(SPEC, buckets(SPEC, layout), rank, precision.home, device, lambda name, box: torch.empty(box.shape))
+                state = State(SPEC, home, Optimizer(home, (0.9, 0.95), 1e-8, 0.1), Schedule(1e-4, 1000, 0.0, 1), 1.0)
+                player = Player(SPEC, [Edge(capacity, layout)], world, home, precision, SwitchOptions(), StreamOptions())
+                documents = tuple(Document(np.zeros(n, np.int64), np.zeros(n, np.int64)) for n in lengths)
+                train_step(state, StepBatch(documents, sum(lengths), 0, 1), player)
+                held.restart()
+                counted.restart()
+                if trace:
+                    player.play = traced(player, lambda: after.append(held.now[NAME]))
+                train_step(state, StepBatch(documents, sum(lengths), 0, 1), player)
+                found = {"measured": held.most[NAME], "sent": counted.told()}
+            for runner in player.runners.values():
+                if runner.tier is not None:
+                    runner.tier.close()
+    finally:
+        if layout.world > 1:
+            dist.destroy_process_group()
+    weighed, said = predict(trial, (layout,), rank, "nccl", host_is_device=False)
+    name = {"device": "fake", "family": "llama-3-8b", "layout": text, "precision": "bf16", "lengths": lengths, "rank": rank}
+    row = row_of(name, found, weighed)
+    return row | ({"alive": weighed.peaks["device"].alive, "apart": apart(after, said)} if trace else {})
+
+
+def main() -> None:
+    traced_too = "--trace" in sys.argv
+    some = [(text, lengths, 0) for text, lengths in ALONE.items()] + [(text, lengths, 5) for text, lengths in OF_EIGHT.items()]
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    rows = []
+    for case in some:
+        if words and case[0] not in words:
+            continue
+        row = weigh(*case, trace=traced_too)
+        print(f"{row['layout']}: {row['ratio']:.4f}", "" if row["sent"] == row["sent_predicted"] else (row["sent"], row["sent_predicted"]), file=sys.stderr)
+        for name in ("alive", "apart") if traced_too else ():
+            print(*row[name], sep="\n", file=sys.stderr)
+        rows.append(row)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
