@@ -181,9 +181,6 @@ def test_a_run_that_cannot_start_says_so_before_step_1(place, longshift, monkeyp
 
 
 def test_a_streamed_run_tells_what_moved_step_by_step(place, longshift):
-    code, out, err = longshift("train run.yaml --trace t.json")
-    assert code == 2
-    assert "dp1 has none: add chunk64K, say" in err
     code, out, _ = longshift("train run.yaml layout=chunk16.disk save.every=9 train.tokens_per_step=128 --trace t.json")
     assert code == 0
     assert "attend_back 1, keys 0" in [event["name"] for event in json.loads((place / "t.json").read_text())["traceEvents"]]
@@ -204,15 +201,15 @@ def test_a_streamed_run_tells_what_moved_step_by_step(place, longshift):
     assert StepMetrics.from_json(rows[0]).groups[0].put_bytes == groups[0]["put_bytes"]
 
 
-def test_a_trace_never_replaces_another_file_and_an_empty_one_is_told(place, longshift):
+def test_a_trace_is_of_any_layout_and_never_replaces_another_file(place, longshift):
     before = (place / "run.yaml").read_bytes()
     code, _, err = longshift("train run.yaml layout=chunk16.disk --trace run.yaml")
     assert (code, err) == (2, "longshift: --trace run.yaml is there already; only files that end in .json are written over\n")
     assert (place / "run.yaml").read_bytes() == before
     groups = "layout='[{upto: 512, use: dp1}, {upto: 1K, use: chunk64.disk}]' data.max_len=1K"
     code, _, err = longshift(f"train run.yaml {groups} --trace t.json")
-    assert (code, err) == (0, "longshift: no step had documents for a layout in chunks, so nothing was traced\n")
-    assert not (place / "t.json").exists()
+    assert (code, err) == (0, "")
+    assert "norm" in [event["name"] for event in json.loads((place / "t.json").read_text())["traceEvents"]]
 
 
 def test_a_chunk_is_chosen_and_the_run_keeps_it(place, longshift, monkeypatch):
@@ -522,7 +519,7 @@ def test_the_config_and_the_layouts_of_the_readme_are_valid():
     assert parse_config(static + streamed, ["data.max_len=1M"]).edges[1].use.chunk == 64 << 10
     for layout in layouts:
         spec = replace(config.spec, layers=5)
-        needs = {"kv-offload": "chunk64K.host."} | dict.fromkeys(("host", "disk", "keep-input", "fpdt", "every4"), "chunk64K.")
+        needs = {"kv-offload": "chunk64K.host.", "keep-output": "recompute-full."} | dict.fromkeys(("host", "disk", "keep-input", "fpdt", "every4"), "chunk64K.")
         assert faults(spec, Layout.parse(needs.get(layout, "") + layout), None) == ()
 
 
