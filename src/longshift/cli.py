@@ -234,10 +234,10 @@ def _check_timeline(run: Config, json: bool) -> None:
         for row in found["ranks"]:
             sizes = (f"{row[what]:,}" for what in ("operations", "recorded", "predicted"))
             peaks.add_row(str(row["rank"]), *sizes, f"{row['ratio']:.4f}" + ("" if row["within"] else "  differs"))
-        for name in ("rank", "no.", "bytes after", "recorded", "predicted", "difference"):
+        for name in ("rank", "no.", "bytes after", "recorded", "predicted", "difference", "alike"):
             rows.add_column(name)
         for row in found["differences"]:
-            sizes = row["recorded"] or 0, row["predicted"] or 0, (row["recorded"] or 0) - (row["predicted"] or 0)
+            sizes = row["recorded"] or 0, row["predicted"] or 0, row["difference"], row["alike"]
             rows.add_row(str(row["rank"]), str(row["number"]), row["op"], *(f"{size:,}" for size in sizes))
         Console(highlight=False).print(peaks, "", rows)
     if not found["within"]:

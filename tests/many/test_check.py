@@ -16,7 +16,7 @@ from longshift.errors import UsageError
 from longshift.layout.layout import Layout
 from longshift.train import check_run
 from longshift.train.check import Trial, build
-from longshift.train.check_run import _in_proportion, check
+from longshift.train.check_run import _in_proportion, check, timeline
 
 CONFIG = """
 model: {{preset: tiny-llama}}
@@ -54,6 +54,25 @@ def test_a_chunk_that_is_not_chosen_yet_is_chosen_and_waits_in_the_runs_own_fold
     assert (own["stream_folder"], given["stream_folder"]) == ("scratch", f"{place}/tier")
     _, player = build(Trial.from_json(given), [Layout.parse("chunk64.disk")], World.alone())
     assert [str(runner.tier.folder) for runner in player.runners.values() if runner.tier] == [f"{place}/tier"]
+
+
+@pytest.mark.parametrize("layout", ["dp2.tp2.z3", "pp2.chunk128.disk"])
+def test_a_step_is_recorded_beside_what_was_predicted_of_it(place, layout):
+    found, _ = run_check(place, "--timeline", f"layout={layout}")
+    assert found["within"]
+    assert [rank["rank"] for rank in found["ranks"]] == list(range(Layout.parse(layout).world))
+    assert all(0.98 <= rank["ratio"] <= 1 and rank["operations"] > 40 for rank in found["ranks"])
+    assert all(row["same"] and row["recorded"] <= row["predicted"] for row in found["differences"])
+
+
+def test_bytes_that_nobody_predicted_are_told(place, monkeypatch):
+    """A rank keeps 64 MiB more than its program says."""
+    kept, native = [], check_run.build_player
+    monkeypatch.setattr(check_run, "build_player", lambda *how: kept.append(torch.empty(1 << 26, dtype=torch.uint8)) or native(*how))
+    found = timeline(parse_config(CONFIG.format(place=place, max_len=512)))
+    assert not found["within"]
+    assert found["ranks"][0]["ratio"] > 1
+    assert found["differences"][0]["difference"] > 1 << 25
 
 
 def test_documents_are_cut_in_as_many_chunks_as_the_runs():

@@ -110,6 +110,8 @@ def without_torch(line: str) -> subprocess.CompletedProcess:
         ("train none.yaml", 2, "longshift init --to none.yaml"),
         ("init tiny-qwen", 2, "did you mean 'tiny-qwen3'"),
         ("check {place}/run.yaml --against zz4", 2, "is not a layout word"),
+        ("check {place}/run.yaml", 2, "check needs --against LAYOUT or --timeline"),
+        ("check {place}/run.yaml --timeline --against dp2", 2, "check needs --against LAYOUT or --timeline"),
         ("export {place} --to x", 2, "is not a run folder"),
     ],
 )
@@ -201,7 +203,7 @@ def test_a_streamed_run_tells_what_moved_step_by_step(place, longshift):
     assert StepMetrics.from_json(rows[0]).groups[0].put_bytes == groups[0]["put_bytes"]
 
 
-def test_a_trace_is_of_any_layout_and_never_replaces_another_file(place, longshift):
+def test_a_trace_is_of_every_layout_and_never_replaces_another_file(place, longshift):
     before = (place / "run.yaml").read_bytes()
     code, _, err = longshift("train run.yaml layout=chunk16.disk --trace run.yaml")
     assert (code, err) == (2, "longshift: --trace run.yaml is there already; only files that end in .json are written over\n")
@@ -209,7 +211,8 @@ def test_a_trace_is_of_any_layout_and_never_replaces_another_file(place, longshi
     groups = "layout='[{upto: 512, use: dp1}, {upto: 1K, use: chunk64.disk}]' data.max_len=1K"
     code, _, err = longshift(f"train run.yaml {groups} --trace t.json")
     assert (code, err) == (0, "")
-    assert "norm" in [event["name"] for event in json.loads((place / "t.json").read_text())["traceEvents"]]
+    names = [event["name"] for event in json.loads((place / "t.json").read_text())["traceEvents"]]
+    assert names.count("update") == names.count("process_name") == 2
 
 
 def test_a_chunk_is_chosen_and_the_run_keeps_it(place, longshift, monkeypatch):

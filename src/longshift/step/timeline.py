@@ -6,7 +6,7 @@ A `Timeline` is entered before the state is built, so that it has seen every ten
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +97,8 @@ def predicted(player: Player, steps: int = 1) -> Predicted:
 
 
 def differences(played: Sequence[Played], told: Predicted) -> list[dict[str, Any]]:
-    """Bytes after each operation, largest difference first; operations that only one side has are there without the other's bytes."""
+    """Bytes after operations, largest difference first: of those that differ by the same, the first one, and how many `alike` there are.
+    Where another operation was played than was predicted, the row says so."""
     rows = []
     for number in range(max(len(played), len(told.after))):
         one = played[number] if number < len(played) else None
@@ -106,7 +107,17 @@ def differences(played: Sequence[Played], told: Predicted) -> list[dict[str, Any
         name = str(op) if same else f"{one.op if one else 'nothing'} was played for {op or 'nothing'}"
         recorded = one.held if one else None
         rows.append({"number": number, "op": name, "recorded": recorded, "predicted": size, "same": same})
-    return sorted(rows, key=lambda row: (row["same"], -abs((row["recorded"] or 0) - (row["predicted"] or 0))))
+    found: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        row["difference"] = (row["recorded"] or 0) - (row["predicted"] or 0)
+        first = found.setdefault((row["same"], row["difference"]), row)
+        first["alike"] = first.get("alike", 0) + 1
+    return sorted(found.values(), key=rank_of)
+
+
+def rank_of(row: Mapping[str, Any]) -> tuple[bool, int]:
+    """Sorts rows of `differences`: what should not have been played there, as it came, then by difference."""
+    return row["same"], -abs(row["difference"]) if row["same"] else row["number"]
 
 
 def verdict(timeline: Timeline, told: Predicted, rows: int = 8) -> dict[str, Any]:

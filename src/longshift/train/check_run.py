@@ -20,7 +20,7 @@ from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.model.loss import IGNORE
 from longshift.step.player import Player
-from longshift.step.timeline import Timeline, predicted, verdict
+from longshift.step.timeline import Timeline, predicted, rank_of, verdict
 from longshift.step.update import train_step
 from longshift.train.check import Trial, build
 from longshift.train.corpus import open_corpus
@@ -88,7 +88,7 @@ def timeline(config: Config, device: str = "cpu") -> dict:
     with tempfile.TemporaryDirectory(prefix="longshift-") as scratch, _ranks(config.world, device, device) as world:
         found = world.call("longshift.train.check_run:recorded", DEADLINE_S, config=config.to_yaml(), scratch=scratch)
     rows = [{"rank": rank, **row} for rank, answer in enumerate(found) for row in answer.pop("differences")]
-    rows.sort(key=lambda row: (row["same"], -abs((row["recorded"] or 0) - (row["predicted"] or 0))))
+    rows.sort(key=rank_of)
     ranks = [{"rank": rank, **answer} for rank, answer in enumerate(found)]
     return {"within": all(answer["within"] for answer in found), "ranks": ranks, "differences": rows[:ROWS]}
 
