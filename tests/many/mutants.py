@@ -656,7 +656,7 @@ def gradients_home_in_bf16(patch: Patch) -> None:
 
     def wrong(self: Switches, source: Stop) -> Transfer:
         transfer = take_home(self, source)
-        transfer.dtype, transfer.fused = torch.bfloat16, transfer.fused.bfloat16()
+        transfer.dtype = torch.bfloat16
         return transfer
 
     patch.setattr(Switches, "take_home", wrong)

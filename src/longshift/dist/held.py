@@ -31,16 +31,21 @@ class HeldBytes(TorchDispatchMode):
         self._now: Counter[str] = Counter()
         self._held: dict[int, _Held] = {}  # by address
         self._gone: deque[_Held] = deque()  # not yet taken off
-        self._numpy = patch.object(torch, "from_numpy", self._from_numpy(torch.from_numpy))  # it never reaches a dispatcher
+        self._unseen = (  # what never reaches a dispatcher
+            patch.object(torch, "from_numpy", self._from_numpy(torch.from_numpy)),
+            patch.object(torch.UntypedStorage, "resize_", self._resize(torch.UntypedStorage.resize_)),
+        )
 
     def __enter__(self) -> "HeldBytes":
-        self._numpy.start()
+        for unseen in self._unseen:
+            unseen.start()
         super().__enter__()
         return self
 
     def __exit__(self, *how: Any) -> None:
         super().__exit__(*how)
-        self._numpy.stop()
+        for unseen in self._unseen:
+            unseen.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -74,7 +79,7 @@ class HeldBytes(TorchDispatchMode):
             self._see(tensor, new=True)
 
     def refresh(self) -> None:
-        """Look again at every storage: `resize_` of a storage is no operation of torch's."""
+        """Look again at every storage."""
         for held in list(self._held.values()):
             if (storage := held.storage()) is not None:
                 self._size(held, storage)
@@ -94,6 +99,16 @@ class HeldBytes(TorchDispatchMode):
         now[held.device] += size - held.size
         held.size = size
         self.most[held.device] = max(self.most[held.device], now[held.device])
+
+    def _resize(self, native: Any) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            found = native(storage, size)
+            held = self._held.get(storage._cdata)
+            if held is not None and held.storage() is storage:
+                self._size(held, storage)
+            return found
+
+        return resize_
 
     def _from_numpy(self, native: Any) -> Any:
         def from_numpy(array: Any) -> Tensor:

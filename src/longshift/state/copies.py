@@ -31,22 +31,15 @@ from longshift.model.decoder import Unit
 from longshift.spec.model import ModelSpec
 from longshift.state.fused import Strips
 from longshift.state.home import Home, Shard
+from longshift.state.resized import Resized
 
-class UnitCopies:
+
+class UnitCopies(Resized):
     """One moving unit on this rank. Mutable. `flat` holds the weights that are not home's own tensors, the `borrowed` ones."""
 
     def __init__(self, weights: dict[str, nn.Parameter], flat: Tensor | None, borrowed: set[str]):
-        self.weights, self.flat, self.borrowed = weights, flat, borrowed
-        self.bytes = 0 if flat is None else flat.untyped_storage().nbytes()
-
-    def hold(self) -> None:
-        """Have storage; contents are undefined where there was none."""
-        if self.flat is not None:
-            self.flat.untyped_storage().resize_(self.bytes)
-
-    def drop(self) -> None:
-        if self.flat is not None:
-            self.flat.untyped_storage().resize_(0)
+        super().__init__(flat)
+        self.weights, self.borrowed = weights, borrowed
 
 
 class Copies(ABC):
