@@ -83,11 +83,18 @@ def cases() -> Iterator[Case]:
     yield Case("pp2.dp2.tp2.z3", "llama", "fp16")
     yield from (Case(f"{layout}.recompute-selective", "qwen3") for layout in ("tp2", "u2.z3", "ring2", "pp2.v2.dp2"))
     yield from (Case(f"{layout}.recompute-full", "llama-tied") for layout in ("tp2", "u2", "ring2.z2", "dp2.z3", "pp2"))
-    yield from (Case(layout) for layout in ("recompute-full.host", "recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk"))
+    yield from (
+        Case(layout)
+        for layout in ("recompute-full.host", "recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
+    )
     for family, precision in (("llama", "bf16"), ("gpt2", "float32"), ("llama-tied", "float64")):
-        yield from (Case(layout, family, precision) for layout in ("chunk256.disk.kv-offload", "tp2.chunk300.keep-input", "u2.chunk256.fpdt"))
+        yield from (
+            Case(layout, family, precision) for layout in ("chunk256.disk.kv-offload", "tp2.chunk300.keep-input", "u2.chunk256.fpdt")
+        )
     yield from (Case(layout, "qwen3") for layout in ("ring2.chunk300.disk", "u4.chunk512.host.kv-offload", "chunk256.every4.disk"))
-    yield from (Case(layout, "qwen3") for layout in ("dp2.z3.chunk300.disk.kv-offload.fpdt", "pp2.chunk256.disk", "pp2.u2.z2.chunk300.every2"))
+    yield from (
+        Case(layout, "qwen3") for layout in ("dp2.z3.chunk300.disk.kv-offload.fpdt", "pp2.chunk256.disk", "pp2.u2.z2.chunk300.every2")
+    )
     yield from (Case(layout, "llama-tied") for layout in ("pp2.v2.chunk256", "ring2.u2.z3.chunk400.disk.keep-input", "ring2.tp2.chunk300"))
     yield Case("dp2", lengths=(5, 1, 2, 700))
     yield Case("dp4.z2", "gpt2", lengths=(900,))  # fewer packs than replicas

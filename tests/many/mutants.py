@@ -35,7 +35,8 @@ from longshift.schedule.chunks import Event
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec import model
 from longshift.spec.model import ModelSpec, Part
-from longshift.state.copies import AlignedCopies, Route
+from longshift.state.copies import AlignedCopies
+from longshift.state.fused import Strip, Strips
 from longshift.state.home import Home, Shard
 from longshift.state.optimizer import Optimizer
 from longshift.state.transfer import Transfer
@@ -236,7 +237,7 @@ def _own_gradients(patch: Patch, chosen: Callable[[ModelSpec, str, Bucket], bool
 
     def wrong_reduce(self: AlignedCopies, unit: int) -> None:
         fused = self.fused[unit]
-        own.update({id(shard): (self.spec, total.clone().view(-1)) for (_, shard), total in zip(fused.routes, fused.sums or ())})
+        own.update({id(shard): (self.spec, total.clone().view(-1)) for (_, shard), total in zip(fused.buckets, fused.sums or ())})
         reduce(self, unit)
 
     def wrong_receive(self: Shard, total: Tensor) -> None:
@@ -383,14 +384,20 @@ def one_stale_prefetch(patch: Patch) -> None:
 
 def slices_in_wrong_order(patch: Patch) -> None:
     """The ZeRO slices of weights that all four ranks hold are labelled with dp fastest, while ranks count with tp fastest."""
-    init = Route.__init__
+    init = Strips.__init__
 
-    def wrong(self: Route, bucket: Bucket, *rest: object) -> None:
-        swapped = (0, 2, 1, 3) if len(bucket.holders) == 4 else bucket.holders
-        init(self, replace(bucket, holders=swapped), *rest)  # pyright: ignore[reportArgumentType]
-        self.bucket = bucket
+    def swapped(strip: Strip) -> Iterator[Strip]:
+        for number, slot in enumerate(range(strip.first, strip.last)):
+            first, rows = strip.at[0].start + number * strip.shape[1], strip.shape[1]
+            place, at = (0, 2, 1, 3)[slot], (slice(first, first + rows), *strip.at[1:])
+            yield replace(strip, first=place, last=place + 1, shape=(1, *strip.shape[1:]), at=at)
 
-    patch.setattr(Route, "__init__", wrong)
+    def wrong(self: Strips, bucket: Bucket, *rest: object) -> None:
+        init(self, bucket, *rest)  # pyright: ignore[reportArgumentType]
+        if self.slots == 4:
+            self.strips = tuple(one for strip in self.strips for one in swapped(strip))
+
+    patch.setattr(Strips, "__init__", wrong)
 
 
 # ---- tensor parallelism
@@ -676,7 +683,7 @@ def gradients_home_in_bf16(patch: Patch) -> None:
 
     def wrong(self: Switches, source: Stop) -> Transfer:
         transfer = take_home(self, source)
-        transfer.dtype, transfer.fused = torch.bfloat16, transfer.fused.bfloat16()
+        transfer.dtype = torch.bfloat16
         return transfer
 
     patch.setattr(Switches, "take_home", wrong)

@@ -109,9 +109,8 @@ def program_of_switch(program: Program, last: int) -> tuple[list[Op], list[Op]]:
 def watch(held: list[int], transfer: Transfer, leaving: Stop | None, target: Stop) -> None:
     """Note the bytes of copies, buffers and passing slices that are held now; home's own tensors are not counted."""
     copies = [u.flat for stop in (leaving, target) if stop and not stop.guest for u in stop.copies.units.values() if u.flat is not None]
-    buffers = [transfer.arriving[1], *transfer.arriving[0].keep] if transfer.arriving else []
-    passing = [t for bucket in transfer.passing.values() for t in bucket.values()]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*copies, *buffers, *passing)}
+    buffers = [r.flat for r in (transfer.fused, *transfer.passing.values()) if r is not None and r.flat is not None]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*copies, *buffers)}
     held.append(sum(size for at, size in storages.items() if at))
 
 

@@ -2,6 +2,7 @@
 chunk."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,20 +11,25 @@ from longshift.data.batch import Document
 from longshift.layout.layout import Layout
 from longshift.model.decoder import MicroBatch, on_device, rotary_table
 from longshift.model.loss import IGNORE
-from longshift.schedule.chunks import cut, orders, reach
+from longshift.schedule.chunks import cut, reach
 from longshift.schedule.sequence import PADDING, token_order
 from longshift.spec.model import ModelSpec
 
 
 class ChunkedPack:
-    """A pack in chunks of `layout.chunk` tokens, as one rank sees it. A chunk's tensors are made when they are asked for."""
+    """A pack in chunks of `layout.chunk` tokens, as one rank sees it. Tokens, labels and positions of all chunks stay; a chunk's angles are
+    made where they are used."""
 
     def __init__(self, spec: ModelSpec, documents: Sequence[Document], layout: Layout, rank: int, dtype: torch.dtype, device: torch.device):
         self.documents = documents or [_nothing()]
-        self.how = (layout, rank, dtype, device)
-        self.spec = spec
+        self.spec, self.layout, self.dtype = spec, layout, dtype
         self.chunks = cut([len(d.ids) for d in self.documents], layout.chunk)
         self.sees = reach(self.chunks)
+        self.micros: list[MicroBatch] = []
+        for runs in self.chunks:
+            pieces = [(self.documents[run.document], slice(run.start, run.start + run.length)) for run in runs]
+            pieces = [Document(document.ids[part], document.labels[part]) for document, part in pieces]
+            self.micros.append(micro_batch(spec, pieces, layout, rank, dtype, device, starts=[run.start for run in runs]))
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -31,15 +37,12 @@ class ChunkedPack:
     @property
     def tokens_here(self) -> int:
         """This rank's tokens of the residual stream, of all chunks."""
-        layout = self.how[0]
-        return sum(order.local_tokens for order in orders(self.chunks, layout)) // (layout.ulysses * layout.tp)
+        return sum(micro.tokens_here for micro in self.micros)
 
-    def micro(self, chunk: int) -> MicroBatch:
-        """Its documents are the pieces that lie in the chunk."""
-        runs = self.chunks[chunk]
-        pieces = [self.documents[run.document] for run in runs]
-        pieces = [Document(d.ids[r.start : r.start + r.length], d.labels[r.start : r.start + r.length]) for d, r in zip(pieces, runs)]
-        return micro_batch(self.spec, pieces, *self.how, starts=[run.start for run in runs])
+    def rotated(self, chunk: int) -> MicroBatch:
+        """A chunk with its angles, where the model has any."""
+        micro, spec = self.micros[chunk], self.spec
+        return replace(micro, rotary=rotary_table(spec.rope, spec.head_width, micro.positions_T, self.dtype)) if spec.rope else micro
 
 
 def micro_batch(
@@ -53,7 +56,7 @@ def micro_batch(
 ) -> MicroBatch:
     """This rank's share of a pack. Tokens are first dealt over ring and Ulysses coordinates; tensor-parallel ranks of one such
     coordinate see the same tokens between `enter` and `leave` and a contiguous share of them elsewhere. No documents: one token without a
-    target. `starts`: where each document begins in the one that it is a piece of."""
+    target. `starts`, of chunks, which get no angles: where each document begins in the one that it is a piece of."""
     at = layout.coord(rank)
     documents = documents or [_nothing()]
     order = token_order([len(d.ids) for d in documents], layout.ring, layout.ulysses * layout.tp)
@@ -66,8 +69,8 @@ def micro_batch(
     seen = slice(at.ulysses * len(index) // layout.ulysses, (at.ulysses + 1) * len(index) // layout.ulysses)
     tokens_T, labels_T, positions_T = (on_device(torch.from_numpy(a[seen]), device) for a in (tokens, labels, positions))
     own = len(tokens_T) // layout.tp
-    rotary = rotary_table(spec.rope, spec.head_width, positions_T, dtype) if spec.rope else None
-    return MicroBatch(tokens_T, labels_T, positions_T[at.tp * own : (at.tp + 1) * own], rotary, order)
+    rotary = rotary_table(spec.rope, spec.head_width, positions_T, dtype) if spec.rope and starts is None else None
+    return MicroBatch(tokens_T, labels_T, positions_T, positions_T[at.tp * own : (at.tp + 1) * own], rotary, order)
 
 
 def _nothing() -> Document:

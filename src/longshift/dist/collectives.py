@@ -176,19 +176,6 @@ class ScatterTokens(torch.autograd.Function):
         return gather_tokens(grad, ctx.group), None
 
 
-class AllToAll(torch.autograd.Function):
-    """apply(group, receive_shapes, *sends): sends[i] goes to rank i; returns what came from each rank, in order. Backward goes back."""
-
-    @staticmethod
-    def forward(ctx, group: Group, receive_shapes, *sends: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group, ctx.send_shapes = group, [tuple(t.shape) for t in sends]
-        return all_to_all(group, sends, receive_shapes)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, *all_to_all(ctx.group, grads, ctx.send_shapes)
-
-
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """Concatenation along dim 0 of every rank's x."""
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
@@ -201,12 +188,3 @@ def scatter_tokens(x: Tensor, group: Group) -> Tensor:
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     group.reduce_scatter(out, x.contiguous()).wait()
     return out
-
-
-def all_to_all(group: Group, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """What came from each rank; `sends` need not be contiguous."""
-    pending, received = group.exchange(sends, shapes)
-    pending.wait()
-    own = received[group.index]
-    received[group.index] = own.clone()  # an autograd.Function must not return its input
-    return tuple(received)

@@ -37,15 +37,15 @@ class HeldBytes(TorchDispatchMode):
         )
 
     def __enter__(self) -> "HeldBytes":
-        for native in self._unseen:
-            native.start()
+        for unseen in self._unseen:
+            unseen.start()
         super().__enter__()
         return self
 
     def __exit__(self, *how: Any) -> None:
         super().__exit__(*how)
-        for native in self._unseen:
-            native.stop()
+        for unseen in self._unseen:
+            unseen.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -79,7 +79,7 @@ class HeldBytes(TorchDispatchMode):
             self._see(tensor, new=True)
 
     def refresh(self) -> None:
-        """Look again at every storage: `resize_` of a storage is no operation of torch's."""
+        """Look again at every storage."""
         for held in list(self._held.values()):
             if (storage := held.storage()) is not None:
                 self._size(held, storage)
@@ -100,6 +100,16 @@ class HeldBytes(TorchDispatchMode):
         held.size = size
         self.most[held.device] = max(self.most[held.device], now[held.device])
 
+    def _resize(self, native: Any) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            found = native(storage, size)
+            held = self._held.get(storage._cdata)
+            if held is not None and held.storage() is storage:
+                self._size(held, storage)
+            return found
+
+        return resize_
+
     def _from_numpy(self, native: Any) -> Any:
         def from_numpy(array: Any) -> Tensor:
             tensor = native(array)
@@ -107,15 +117,6 @@ class HeldBytes(TorchDispatchMode):
             return tensor
 
         return from_numpy
-
-    def _resize(self, native: Any) -> Any:
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            found = native(storage, size)
-            if (held := self._held.get(storage._cdata)) is not None:
-                self._size(held, storage)
-            return found
-
-        return resize_
 
 
 @dataclass(eq=False)

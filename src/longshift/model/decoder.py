@@ -30,7 +30,8 @@ class MicroBatch:
 
     tokens_T: Tensor
     labels_T: Tensor
-    positions: Tensor  # [T'] position of each token in its document
+    positions_T: Tensor  # of each token in its document
+    positions: Tensor  # [T']
     rotary: tuple[Tensor, Tensor] | None  # cos, sin [T, 1, H]
     order: TokenOrder
 

@@ -12,7 +12,7 @@ from longshift.program.operations import Op
 from longshift.program.step import RankLayout
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Buffer
-from longshift.schedule.inside import Inside, inside, loaded, loss_of_rows
+from longshift.schedule.inside import INDEX_BYTES, Inside, inside, loaded, loss_of_rows
 from longshift.schedule.inside import Place as Rank
 from longshift.schedule.inside_chunk import of_event
 from longshift.schedule.sequence import TokenOrder, token_order
@@ -165,7 +165,7 @@ class WholePacks(Packs):
         self.micros: dict[int, Held] = {}
         self.x: dict[int, Held] = {}
         self.g: dict[int, Held] = {}
-        self.graphs: dict[tuple, tuple[Held | None, Held, Held, list[Held]]] = {}
+        self.graphs: dict[tuple, tuple[Held | None, Held, list[Held]]] = {}
         self.inputs: dict[tuple, list[Held]] = {}
         self.fetched: dict[tuple, list[Held]] = {}
         self.turns = {"pass": self._pass, "forward": self._forward, "again": self._again, "backward": self._backward, "loss": self._loss}
@@ -210,20 +210,19 @@ class WholePacks(Packs):
         self.x[op.micro] = self.residual(self.tokens(op.micro), "residual stream")
 
     def _forward(self, op: Op) -> None:
-        self._graph(op, self.x.pop(op.micro, None), [])
-        self.x[op.micro] = self.graphs[self._key(op)][1]
+        self.x[op.micro] = self._graph(op, self.x.pop(op.micro, None), [])
 
     def _again(self, op: Op) -> None:
         x, *kept = self.inputs.pop(self._key(op))
         self._graph(op, x, kept)
 
-    def _graph(self, op: Op, x: Held | None, kept: list[Held]) -> None:
+    def _graph(self, op: Op, x: Held | None, kept: list[Held]) -> Held:
         found = self._inside(op)
-        y = self.residual(self.tokens(op.micro), "residual stream")
-        self.graphs[self._key(op)] = x, y, self.ledger.held("activations for the backward", found.graph), kept
+        self.graphs[self._key(op)] = x, self.ledger.held("activations for the backward", found.graph), kept
+        return self.residual(self.tokens(op.micro), "residual stream")
 
     def _backward(self, op: Op) -> None:
-        found = self._inside(op)
+        self._inside(op)
         x = self.graphs.pop(self._key(op))[0]
         del self.g[op.micro]
         self.leave(op.unit)
@@ -263,14 +262,17 @@ class ChunkedPacks(Packs):
     def __init__(self, ledger: "Ledger", view: RankLayout):
         super().__init__(ledger, view)
         self.cuts: dict[int, tuple] = {}
+        self.micros: dict[int, Held] = {}
         self.crossing: dict[tuple, Held] = {}
         self.known: dict[tuple, Lists] = {}
 
     def load(self, micro: int, lengths: Sequence[int]) -> None:
         self.cuts[micro] = chunks.cut(list(lengths) or [1], self.layout.chunk)
+        tokens = sum(order.local_tokens for order in chunks.orders(self.cuts[micro], self.layout)) // self.layout.ulysses
+        self.micros[micro] = self.ledger.held("token ids, labels, positions", 3 * INDEX_BYTES * tokens)
 
     def unload(self, micro: int) -> None:
-        del self.cuts[micro]
+        del self.cuts[micro], self.micros[micro]
 
     def lists(self, micro: int) -> Lists:
         if self.cuts[micro] not in self.known:

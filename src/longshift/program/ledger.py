@@ -9,6 +9,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of, units_on
 from longshift.program.book import Book, Held, Peak, Place
@@ -187,7 +189,7 @@ class Ledger:
         self.spec = steps.itinerary.spec
         self.book, self.sent, self.moved = Book(), Counter[str](), Counter[str]()
         self.home_sums: dict[tuple[int, int], Held] = {}
-        compute, home = steps.bytes
+        home = steps.bytes[1]
         self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in buckets_of(self.spec, steps.itinerary.home, steps.rank)]
         state = 3 * home * sum(elements for _, elements in self.shards)
         self.state = [self.held("master weights", state // 3), self.held("moments", state - state // 3), self.held("scalars", SMALL)]
@@ -232,7 +234,8 @@ class Ledger:
             "update": lambda op: self.home_sums.clear(),
         }
         self._fused: dict[tuple[int, str], Held] = {}
-        self._moved: dict[tuple, list[tuple[int, int]]] = {}
+        self._passing: dict[tuple[int, str, int], Held] = {}
+        self._moved: dict[int, Moved] = {}
 
     def held(self, name: str, size: int, place: Place = "device") -> Held:
         return Held(self.book, name, size, place)
@@ -281,44 +284,51 @@ class Ledger:
                 self.home_sums[key] = self.held("gradients at home", elements * self.steps.bytes[1])
 
     def _exchange(self, op: Op) -> None:
-        """The fused buffer of a switch grows to the largest exchange so far."""
-        plan, itemsize = self._plan(op)
-        key = id(plan)
-        if key not in self._moved:
-            self._moved[key,] = []
-        sent, received = exchanged(plan, self.steps.rank, op.number)
-        self.send(op.way, sent)
-        fused = self._fused.get((op.visit, op.way))
-        if fused is None or fused.size < sent + received:
-            self._fused.pop((op.visit, op.way), None)
-            del fused
-            self._fused[op.visit, op.way] = self.held("exchanges of a switch", sent + received)
+        """The fused buffer of a switch has the size of the largest exchange; what passes through stays for all rounds of its bucket."""
+        plan = self._plan(op)
+        if id(plan) not in self._moved:
+            self._moved[id(plan)] = exchanged(plan, self.steps.rank)
+        moved = self._moved[id(plan)]
+        self.send(op.way, moved.sent[op.number])
+        if op.number == 0:
+            self._fused[op.visit, op.way] = self.held("exchanges of a switch", moved.most)
+        if moved.passing[op.number]:
+            self._passing[op.visit, op.way, op.number] = self.held("passing through", moved.passing[op.number])
+        self._passing.pop((op.visit, op.way, op.number - plan.rounds + 1), None)
 
     def _await_exchange(self, op: Op) -> None:
-        plan, _ = self._plan(op)
-        if op.number == exchanges_of(plan) - 1:
-            self._fused.pop((op.visit, op.way), None)
+        if op.number == len(self._moved[id(self._plan(op))].sent) - 1:
+            del self._fused[op.visit, op.way]
 
-    def _plan(self, op: Op) -> tuple[Plan, int]:
+    def _plan(self, op: Op) -> Plan:
         cut = self.steps.views[self.visits[op.visit].layout].cut
         if op.way == "sums":
-            return self.steps.itinerary.sums(cut), self.steps.bytes[1]
+            return self.steps.itinerary.sums(cut)
         before = self.visits[op.visit - 1].layout if op.visit else None
-        return self.steps.itinerary.weights(self.steps.source(before), cut), self.steps.bytes[0]
+        return self.steps.itinerary.weights(self.steps.source(before), cut)
 
 
-def exchanges_of(plan: Plan) -> int:
-    return plan.buckets + plan.rounds - 1 if plan.bytes_by_pair.any() else plan.buckets
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of a switch on one rank, by exchange: that it sends, and that begin to pass through; `most`: that it sends and receives in
+    the largest."""
+
+    sent: tuple[int, ...]
+    passing: tuple[int, ...]
+    most: int
 
 
-def exchanged(plan: Plan, rank: int, number: int) -> tuple[int, int]:
-    """Bytes that a rank sends and receives in an exchange."""
-    sent = received = 0
+def exchanged(plan: Plan, rank: int) -> Moved:
+    """What `state.transfer.Transfer` moves on a rank."""
+    count = plan.buckets + plan.rounds - 1 if plan.bytes_by_pair.any() else plan.buckets
+    sent, received, passing = np.zeros((3, count), np.int64)
     for w in plan.weights:
         m = w.moves
         if len(m):
-            here = w.bucket[m.slice] + m.round == number
-            size = w.slices.size_bytes[m.slice]
-            sent += int(size[here & (m.source == rank)].sum())
-            received += int(size[here & (m.target == rank)].sum())
-    return sent, received
+            number, size = w.bucket[m.slice] + m.round, w.slices.size_bytes[m.slice]
+            out, into = m.source == rank, m.target == rank
+            np.add.at(sent, number[out], size[out])
+            np.add.at(received, number[into], size[into])
+            through = np.unique(m.slice[into & (m.round < plan.rounds - 1) & ~w.slices.wants[m.slice, rank]])
+            np.add.at(passing, w.bucket[through], w.slices.size_bytes[through])
+    return Moved(tuple(sent.tolist()), tuple(passing.tolist()), int((sent + received).max()))

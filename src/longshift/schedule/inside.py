@@ -118,8 +118,8 @@ def loaded(place: Place, order: TokenOrder) -> Inside:
 
 
 @lru_cache(maxsize=1024)
-def loss_of_rows(place: Place, order: TokenOrder, number: int, chunked: bool = False) -> Inside:
-    """Of the head, on the `number`-th block of rows of a pack or, `chunked`, a chunk in this order, whose tokens are then made here."""
+def loss_of_rows(place: Place, order: TokenOrder, number: int) -> Inside:
+    """Of the head, on the `number`-th block of rows of a pack or a chunk in this order."""
     rank = Rank(place, order)
     head = Head(rank, place.spec.layers + 1)
     rank.memory.recording = True
@@ -127,7 +127,6 @@ def loss_of_rows(place: Place, order: TokenOrder, number: int, chunked: bool = F
     rows = loss_rows(place.spec, x_TD.shape[0])
     count = min(rows, x_TD.shape[0] - number * rows)
     seen = rank.begin()
-    micro = Micro(rank) if chunked else None
     x = Tensor(x_TD.storage, (count, *x_TD.shape[1:]), place.itemsize).leaf()
     loss = rank.ops.loss(head.logits(x, rank.ops), rank.labels(count))
     seed = loss.new()
@@ -183,13 +182,19 @@ class Rank:
 
 
 class Micro:
-    """What a micro-batch is to a block: its order, its tables of angles, and the tensors of its tokens where they are made on the way."""
+    """What a micro-batch is to a block: its order, the tensors of its tokens, and its tables of angles, which a chunk gets later."""
 
-    def __init__(self, rank: "Rank"):
-        place, tokens = rank.place, rank.tokens_T
+    def __init__(self, rank: "Rank", rotary: bool = True):
+        tokens = rank.tokens_T
         self.order = rank.order
         self.numbers = [rank.new((tokens,), INDEX_BYTES) for _ in range(3)]  # tokens, labels, positions
         self.rotary: tuple[Tensor, ...] = ()
+        if rotary:
+            self.rotate(rank)
+
+    def rotate(self, rank: "Rank") -> None:
+        """`model.decoder.rotary_table`"""
+        place, tokens = rank.place, rank.tokens_T
         if place.spec.rope is not None:
             half = (tokens, place.spec.head_width // 2)
             position = rank.new((tokens,), 8)

@@ -4,13 +4,12 @@
 two buffers share is counted in the one that is freed last:
 
     graph, exchange   with a graph, q and k, v are its outputs: q has none of its own, kv is a copy; before the exchange qkv has none
-    q                 after an exchange a view of all that arrived, k and v too
     o                 in at least float32 until its last pair, then also in the compute format
-    graph             after qkv_back: the gradient of x, until it is freed
+    graph             after qkv_back shares the gradient of x with dx
     do                shared with o_tokens, whose graph it came from; dqkv likewise with exchange
 
-`peak` counts from what the event began with, buffers that it reads included, with what it writes; tokens, labels, positions and angles of a
-chunk are made anew in every event that wants them.
+`peak` counts from what the event began with, buffers that it reads included, with what it writes; angles of a chunk are made anew in every
+event that wants them.
 """
 
 # ruff: noqa: F841, RUF059  (variables hold tensors for as long as the runtime's do)
@@ -40,7 +39,7 @@ def of_event(place: Place, orders: Sequence[TokenOrder], sees: Sequence[int], ev
 @lru_cache(maxsize=1024)
 def _loss(place: Place, order: TokenOrder, number: int) -> Inside:
     """The gradient of x is made with the first block of rows."""
-    found = loss_of_rows(place, order, number, chunked=True)
+    found = loss_of_rows(place, order, number)
     dx = order.local_tokens // (place.layout.ulysses * place.layout.tp) * place.spec.width * place.itemsize
     return replace(found, peak=found.peak + (0 if number else dx), buffers={"dx": dx})
 
@@ -124,9 +123,10 @@ class _Event:
         return function
 
     def qkv(self) -> Inside:
-        x = self.rank.stream()
+        x, self.micro = self.rank.stream(), Micro(self.rank, rotary=False)
+        numbers = self.micro.numbers  # they stay
         before = self.rank.begin()
-        self.micro = Micro(self.rank)
+        self.micro.rotate(self.rank)
         segment = Segment(self.project(self.micro), x) if "graph" in self.writes else None
         made = segment.outputs if segment else self.project(self.micro)(x)
         if self.exchanged:
@@ -155,8 +155,10 @@ class _Event:
             self.micro = None
             return self.ended(before, graph)
         kv = k.new((2, *k.shape))
+        if not graph:
+            q = q.shaped(*q.shape)
         self.micro = None
-        return self.ended(before, graph, q=0, kv=kv.bytes) if graph else self.ended(before, q=q.storage.size, kv=kv.bytes)
+        return self.ended(before, graph, q=0, kv=kv.bytes) if graph else self.ended(before, q=q.bytes, kv=kv.bytes)
 
     def attend(self) -> Inside:
         q, kv = self.heads(self.order)[0], self.heads(self.other or self.order)[1]
@@ -222,8 +224,10 @@ class _Event:
         return self.ended(before, "dqkv")
 
     def qkv_back(self) -> Inside:
+        micro = Micro(self.rank, rotary=False)
+        numbers = micro.numbers
         began, x = self.rank.memory.now, self.rank.stream()
-        micro = Micro(self.rank)
+        micro.rotate(self.rank)
         segment = Segment(self.project(micro), x)
         del micro
         graph = self.rank.memory.now - began - x.bytes
@@ -235,9 +239,8 @@ class _Event:
         dr = self.rank.stream()
         before = self.rank.begin()
         (dx,) = segment.back(grads)
-        total = dx.new()
-        graph += self.rank.memory.now - before - total.bytes - self.unit.grads()
-        return self.ended(before, dx=total.bytes, graph=graph)
+        graph += self.rank.memory.now - before - dx.bytes - self.unit.grads()
+        return self.ended(before, dx=dx.bytes, graph=graph)
 
     def unbound(self, kv: Tensor) -> list[Tensor]:
         return [Tensor(kv.storage, kv.shape[1:], kv.itemsize) for _ in range(2)]
@@ -245,16 +248,16 @@ class _Event:
     # Operations of the model's ends
 
     def embed(self) -> Inside:
-        self.unit = Embed(self.rank, 0)
+        self.unit, micro = Embed(self.rank, 0), Micro(self.rank, rotary=False)
         before = self.rank.begin()
-        y = self.unit.forward(None, Micro(self.rank), self.rank.ops)
+        y = self.unit.forward(None, micro, self.rank.ops)
         return self.ended(before, y=y.bytes)
 
     def embed_back(self) -> Inside:
-        self.unit = Embed(self.rank, 0)
+        self.unit, micro = Embed(self.rank, 0), Micro(self.rank, rotary=False)
         dy = self.rank.stream()
         before = self.rank.begin()
         self.rank.memory.recording = True
-        y = self.unit.forward(None, Micro(self.rank), self.rank.ops)
+        y = self.unit.forward(None, micro, self.rank.ops)
         backward([y], [dy])
         return self.ended(before)

@@ -26,55 +26,20 @@ from longshift.dist.collectives import Pending
 from longshift.dist.world import World
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import Bucket, assemble, local_boxes, local_shape, moving_unit, stages_of
+from longshift.layout.placement import assemble, local_boxes, local_shape, moving_unit, stages_of
 from longshift.model.decoder import Unit
 from longshift.spec.model import ModelSpec
+from longshift.state.fused import Strips
 from longshift.state.home import Home, Shard
-
-Place = tuple[str, tuple[slice, ...]]  # a weight's name, and where in the rank's tensor of it
-
-
-class Route:
-    """How one bucket lies in its fused buffer [slots, width]: one slot a holder when home is sharded, else one. Immutable."""
-
-    def __init__(self, bucket: Bucket, rank: int, boxes: dict[str, tuple[Box, ...]], spec: ModelSpec):
-        self.bucket = bucket
-        self.slots = len(bucket.holders) if bucket.sharded else 1
-        self.places: list[Place] = []
-        self.spans: list[tuple[int, int, int, tuple[int, ...]]] = []  # slot, start, stop, shape: same order as `places`
-        ends = []
-        for slot in range(self.slots):
-            start = 0
-            for name, box in bucket.home(bucket.holders[slot]):
-                if box:
-                    dim = spec.by_name[name].dim
-                    self.places.append((name, assemble(box, boxes[name], dim)))
-                    self.spans.append((slot, start, start + box.elements, box.shape))
-                start += box.elements
-            ends.append(start)
-        self.width = max(ends)
-        self.own = ends[bucket.holders.index(rank)] if bucket.sharded else self.width
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """The buffer's pieces, in the order of `places`."""
-        return [buffer[slot, start:stop].view(shape) for slot, start, stop, shape in self.spans]
+from longshift.state.resized import Resized
 
 
-class UnitCopies:
+class UnitCopies(Resized):
     """One moving unit on this rank. Mutable. `flat` holds the weights that are not home's own tensors, the `borrowed` ones."""
 
     def __init__(self, weights: dict[str, nn.Parameter], flat: Tensor | None, borrowed: set[str]):
-        self.weights, self.flat, self.borrowed = weights, flat, borrowed
-        self.bytes = 0 if flat is None else flat.untyped_storage().nbytes()
-
-    def hold(self) -> None:
-        """Have storage; contents are undefined where there was none."""
-        if self.flat is not None:
-            self.flat.untyped_storage().resize_(self.bytes)
-
-    def drop(self) -> None:
-        if self.flat is not None:
-            self.flat.untyped_storage().resize_(0)
+        super().__init__(flat)
+        self.weights, self.borrowed = weights, borrowed
 
 
 class Copies(ABC):
@@ -159,21 +124,24 @@ class Copies(ABC):
 class Fused:
     """What the collectives of one unit need. Mutable."""
 
-    def __init__(self, copies: UnitCopies, routes: list[tuple[Route, Shard]]):
-        self.routes = routes
-        # For every route, what a gather writes: the views of the fused buffer to read (by number) and those of the weights to fill.
-        self.wanted = [[i for i, (name, _) in enumerate(route.places) if name not in copies.borrowed] for route, _ in routes]
-        places = ((route, [route.places[i] for i in wanted]) for (route, _), wanted in zip(routes, self.wanted))
-        self.targets = [[copies.weights[name].data[at] for name, at in some] for _, some in places]
+    def __init__(self, copies: UnitCopies, buckets: list[tuple[Strips, Shard]]):
+        self.buckets = buckets
+        # Of every bucket, what a gather writes: the strips of the weights that are not home's own; `sources`, where home is not sharded.
+        self.wanted = [[strip for strip in strips.strips if strip.name not in copies.borrowed] for strips, _ in buckets]
+        self.targets = [[strip.in_weight(copies.weights[strip.name].data) for strip in some] for some in self.wanted]
+        self.sources = [
+            [] if strips.bucket.sharded else [strip.in_buffer(shard.master.unsqueeze(0)) for strip in some]
+            for (strips, shard), some in zip(buckets, self.wanted)
+        ]
         self.arriving: list[Pending] | None = None
-        self.sums: list[Tensor] | None = None  # fused gradient buffers, one a route
+        self.sums: list[Tensor] | None = None  # fused gradient buffers, one a bucket
         self.reducing: deque[list[tuple[Pending, Tensor, Shard]]] = deque()
 
-    def copy_in(self, number: int, buffer: Tensor) -> None:
-        """From the fused buffer of a route into the weights."""
+    def copy_in(self, number: int, buffer: Tensor | None = None) -> None:
+        """From the fused buffer of a bucket, or from home where that is not sharded, into the weights."""
         if self.targets[number]:
-            views = self.routes[number][0].views(buffer)
-            torch._foreach_copy_(self.targets[number], [views[i] for i in self.wanted[number]])
+            sources = self.sources[number] if buffer is None else [strip.in_buffer(buffer) for strip in self.wanted[number]]
+            torch._foreach_copy_(self.targets[number], sources)
 
 
 class AlignedCopies(Copies):
@@ -186,23 +154,23 @@ class AlignedCopies(Copies):
 
     def prepare(self, unit: int) -> None:
         shards = [shard for shard in self.home.shards if shard.bucket.unit == unit]
-        routes = [(Route(shard.bucket, self.world.rank, self.boxes, self.spec), shard) for shard in shards]
-        self.fused[unit] = Fused(self.units[unit], routes)
+        buckets = [(Strips(shard.bucket, self.world.rank, self.boxes, self.spec), shard) for shard in shards]
+        self.fused[unit] = Fused(self.units[unit], buckets)
 
     def gather(self, unit: int) -> None:
         fused = self.fused[unit]
         self.units[unit].hold()
-        fused.arriving = [self._start(fused, number) for number in range(len(fused.routes))]
+        fused.arriving = [self._start(fused, number) for number in range(len(fused.buckets))]
 
     def _start(self, fused: Fused, number: int) -> Pending:
-        route, shard = fused.routes[number]
-        if not route.bucket.sharded:
-            fused.copy_in(number, shard.master.unsqueeze(0))
+        strips, shard = fused.buckets[number]
+        if not strips.bucket.sharded:
+            fused.copy_in(number)
             return Pending()
-        own = torch.zeros(route.width, dtype=self.compute, device=self.world.device)
-        own[: route.own].copy_(shard.master)
-        buffer = own.new_empty((route.slots, route.width))
-        pending = self.world.group(route.bucket.holders, "gather").all_gather(buffer, own)
+        own = torch.zeros(strips.width, dtype=self.compute, device=self.world.device)
+        own[: strips.own].copy_(shard.master)
+        buffer = own.new_empty((strips.slots, strips.width))
+        pending = self.world.group(strips.bucket.holders, "gather").all_gather(buffer, own)
         pending.finish = partial(fused.copy_in, number, buffer)
         return pending
 
@@ -213,16 +181,17 @@ class AlignedCopies(Copies):
 
     def accumulate(self, unit: int) -> None:
         fused, weights = self.fused[unit], self.units[unit].weights
+        grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
         first = fused.sums is None
         if fused.sums is None:
-            fused.sums = [shard.master.new_zeros((route.slots, route.width), dtype=self.sums) for route, shard in fused.routes]
-        for (route, _), total in zip(fused.routes, fused.sums):
-            pairs = [
-                (view, grad[at]) for view, (name, at) in zip(route.views(total), route.places) if (grad := weights[name].grad) is not None
-            ]
-            if pairs:
-                views, grads = map(list, zip(*pairs))
-                (torch._foreach_copy_ if first else torch._foreach_add_)(views, grads)
+            make = torch.empty if len(grads) == len(weights) else torch.zeros
+            sizes = [(strips.slots, strips.width) for strips, _ in fused.buckets]
+            fused.sums = [make(size, dtype=self.sums, device=self.world.device) for size in sizes]
+        for (strips, _), total in zip(fused.buckets, fused.sums):
+            views, parts = strips.views(total, grads)
+            if views:
+                (torch._foreach_copy_ if first else torch._foreach_add_)(views, parts)
+        del grads
         for weight in weights.values():
             weight.grad = None
 
@@ -231,11 +200,11 @@ class AlignedCopies(Copies):
         assert sums is not None, f"unit {unit} has no gradients"
         fused.sums, leaving = None, []
         while sums:
-            (route, shard), total = fused.routes[len(leaving)], sums.pop(0)
-            group = self.world.group(route.bucket.holders, "reduce")
-            if route.bucket.sharded:
-                out = total.new_empty(route.width)
-                leaving.append((group.reduce_scatter(out, total), out[: route.own], shard))
+            (strips, shard), total = fused.buckets[len(leaving)], sums.pop(0)
+            group = self.world.group(strips.bucket.holders, "reduce")
+            if strips.bucket.sharded:
+                out = total.new_empty(strips.width)
+                leaving.append((group.reduce_scatter(out, total), out[: strips.own], shard))
             else:
                 flat = total.view(-1)
                 leaving.append((group.start_all_reduce(flat), flat, shard))

@@ -11,6 +11,7 @@ Bytes out of a rank, and its two fused buffers: the plan's.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,27 +20,48 @@ from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
 from longshift.errors import PeerError
 from longshift.layout.box import Box
+from longshift.state.home import Shard
+from longshift.state.resized import Resized, Views
 from longshift.switch.plan import Move, Plan
 from longshift.switch.traffic import traffic
 
 Part = Callable[[str, Box], Tensor | None]  # a view of a box of a weight; None where this rank does not have it
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange on this rank's tensors. `local`: what it adds or copies to what on this rank itself; `sends` go out from `leaving`;
+    `coming`, by peer, goes to `receives`; `out` and `into` are the parts of the fused buffer that hold `leaving` and `coming`."""
+
+    local: tuple[Views, Views]
+    sends: Views
+    leaving: list[Tensor]
+    out: Tensor
+    out_sizes: list[int]
+    receives: list[tuple[list[Tensor], Views]]
+    into: Tensor
+    in_sizes: list[int]
+
+
 class Transfer:
     """This rank's part of `plan`, to be played again and again: `begin`, then `post` and `take_in` each exchange in turn. `held` and
-    `wanted` are asked anew each time. Mutable.
+    `wanted` are asked when an exchange is posted for the first time: what they give lasts, though its storage need not, besides the
+    gradient sums of `renewed`. Mutable.
 
     Collective. Raises PeerError, before anything moves, when the ranks do not agree on the plan."""
 
-    def __init__(self, plan: Plan, world: World, group: Group, held: Part, wanted: Part, dtype: torch.dtype):
+    def __init__(self, plan: Plan, world: World, group: Group, held: Part, wanted: Part, dtype: torch.dtype, renewed: Sequence[Shard] = ()):
         self.plan, self.group, self.held, self.wanted, self.dtype, self.device = plan, group, held, wanted, dtype, world.device
+        self.renewed = renewed
         self.turns, self.moving = list(plan.turns(world.rank)), bool(plan.bytes_by_pair.any())
         self.traffic = traffic(plan)
         self.exchanges = plan.buckets + plan.rounds - 1 if self.moving else plan.buckets
-        self.arriving: tuple[Pending, Tensor, list[list[Tensor]]] | None = None
-        self.passing: dict[int, dict[tuple[str, Box], Tensor]] = {}  # by bucket
+        self.known: dict[int, Exchange] = {}
+        self.arriving: tuple[Pending, Exchange] | None = None
+        self.passing: dict[int, Resized] = {}  # by bucket
+        self.fused: Resized | None = None
         self.exposed_s, self.under_way_s, self._since = 0.0, 0.0, 0.0
-        self.fused = torch.empty(0, dtype=dtype, device=self.device)
+        self._passing: dict[int, dict[tuple[str, Box], Tensor]] = {}
         _agree(plan, world)
 
     def begin(self) -> "Transfer":
@@ -50,10 +72,7 @@ class Transfer:
     def post(self, number: int) -> None:
         """Start an exchange; the one before has been taken in."""
         began = time.perf_counter()
-        if number < len(self.turns):
-            self._move_locally(self.turns[number].local)
-        if self.moving:
-            self._post(number)
+        self._post(number)
         self._since = time.perf_counter()
         self.exposed_s += self._since - began
 
@@ -61,58 +80,96 @@ class Transfer:
         """Wait for an exchange, and put what it brought where it belongs."""
         began = time.perf_counter()
         if self.arriving is not None:
-            self._take_in()
-        if number == self.exchanges - 1:
-            self.fused = self.fused.new_empty(0)
+            pending, exchange = self.arriving
+            self.under_way_s += began - self._since
+            pending.wait()
+            self.arriving = None
+            for coming, receives in exchange.receives:  # peer by peer: two may add to the same target
+                self._put(receives.now(), coming)
+        if number == self.exchanges - 1 and self.fused is not None:
+            self.fused.drop()
         self.exposed_s += time.perf_counter() - began
 
     def _post(self, number: int) -> None:
+        self._room(number)
+        if number not in self.known:
+            self.known[number] = self._resolved(number)
+        exchange = self.known[number]
+        if number in self.passing and self.plan.sums:
+            self.passing[number].flat.zero_()  # pyright: ignore[reportOptionalMemberAccess]
+        sources, targets = exchange.local
+        self._put(targets.now(), sources.now())
+        if exchange.leaving:
+            torch._foreach_copy_(exchange.leaving, exchange.sends.now())
+        if (gone := self.passing.get(number - self.plan.rounds + 1)) is not None:
+            gone.drop()
+        if self.moving:
+            self.arriving = self.group.trade(exchange.into, exchange.out, exchange.in_sizes, exchange.out_sizes), exchange
+
+    def _room(self, number: int) -> None:
+        """Have storage for what only passes through, and for the fused buffer. All exchanges share that: memory is slow when it is touched
+        for the first time."""
+        if self.fused is None:
+            self.fused = Resized(torch.empty(self._most(), dtype=self.dtype, device=self.device))
+        elif number == 0:
+            self.fused.hold()
+        if number in self.passing:
+            self.passing[number].hold()
+
+    def _most(self) -> int:
+        """Elements that go out and come in, in the largest exchange."""
+        totals = [0] * (len(self.turns) + self.plan.rounds)
+        for bucket, turn in enumerate(self.turns):
+            for which, played in enumerate(turn.rounds):
+                totals[bucket + which] += sum(move.box.elements for move in (*played.sends, *played.receives))
+        return max(totals)
+
+    def _put(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        if targets:
+            (torch._foreach_add_ if self.plan.sums else torch._foreach_copy_)(targets, sources)
+
+    def _resolved(self, number: int) -> Exchange:
+        """The tensors of an exchange; all have storage."""
         sends, receives = ([[] for _ in range(self.group.size)] for _ in range(2))
+        if number < len(self.turns):
+            self._passing[number] = self._pass_through(number)
         for which in range(self.plan.rounds):
             if 0 <= (bucket := number - which) < len(self.turns):
-                played, passing = self.turns[bucket].rounds[which], self.passing.setdefault(bucket, {})
+                played, passing = self.turns[bucket].rounds[which], self._passing[bucket]
                 for move in played.sends:
                     sends[move.target].append(self._source(move, passing))
                 for move in played.receives:
                     receives[move.source].append(self._target(move, which, passing))
-        out_sizes, in_sizes = ([sum(t.numel() for t in row) for row in rows] for rows in (receives, sends))
-        buffer, out = self._buffers(sum(in_sizes), sum(out_sizes))
+        if number >= self.plan.rounds - 1:
+            del self._passing[number - self.plan.rounds + 1]
+        assert self.fused is not None
+        assert self.fused.flat is not None
+        in_sizes, out_sizes = ([sum(t.numel() for t in row) for row in rows] for rows in (receives, sends))
+        out, into, _ = self.fused.flat.split((sum(out_sizes), sum(in_sizes), len(self.fused.flat) - sum(out_sizes) - sum(in_sizes)))
         sources = [t for row in sends for t in row]
-        if sources:
-            torch._foreach_copy_(_cut(buffer, sources), sources)
-        self.passing.pop(number - self.plan.rounds + 1, None)
-        self.arriving = self.group.trade(out, buffer, out_sizes, in_sizes), out, receives
+        coming = [(_cut(part, row), Views(row, self.renewed)) for part, row in zip(into.split(in_sizes), receives) if row]
+        return Exchange(self._local(number), Views(sources, self.renewed), _cut(out, sources), out, out_sizes, coming, into, in_sizes)
 
-    def _buffers(self, sends: int, receives: int) -> tuple[Tensor, Tensor]:
-        """Two fused buffers, from one that all exchanges share: memory is slow when it is touched for the first time."""
-        if self.fused.numel() < sends + receives:
-            self.fused = self.fused.new_empty(0)  # first the old one goes
-            self.fused = self.fused.new_empty(sends + receives)
-        return self.fused[:sends], self.fused[sends : sends + receives]
-
-    def _take_in(self) -> None:
-        assert self.arriving is not None
-        pending, out, receives = self.arriving
-        self.under_way_s += time.perf_counter() - self._since
-        pending.wait()
-        self.arriving = None
-        place = torch._foreach_add_ if self.plan.sums else torch._foreach_copy_
-        start = 0
-        for targets in receives:  # peer by peer: two may add to the same target
-            size = sum(t.numel() for t in targets)
-            if targets:
-                place(targets, _cut(out[start : start + size], targets))
-            start += size
-
-    def _move_locally(self, moves: Sequence[Move]) -> None:
-        for move in moves:
+    def _local(self, number: int) -> tuple[Views, Views]:
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for move in self.turns[number].local if number < len(self.turns) else ():
             source, target = self.held(move.name, move.box), self.wanted(move.name, move.box)
             assert source is not None
             assert target is not None
-            if self.plan.sums:
-                target += source
-            elif source.data_ptr() != target.data_ptr():
-                target.copy_(source)
+            if self.plan.sums or source.data_ptr() != target.data_ptr():
+                pairs.append((source, target))
+        return Views([source for source, _ in pairs], self.renewed), Views([target for _, target in pairs], self.renewed)
+
+    def _pass_through(self, bucket: int) -> dict[tuple[str, Box], Tensor]:
+        """Tensors for the slices of a bucket that this rank only passes on."""
+        moves = [move for played in self.turns[bucket].rounds[:-1] for move in played.receives]
+        here = self.held if self.plan.sums else self.wanted
+        boxes = [key for key in dict.fromkeys((move.name, move.box) for move in moves) if here(*key) is None]
+        if not boxes:
+            return {}
+        sizes = [box.elements for _, box in boxes]
+        self.passing[bucket] = Resized(flat := torch.empty(sum(sizes), dtype=self.dtype, device=self.device))
+        return {key: part.view(key[1].shape) for key, part in zip(boxes, flat.split(sizes))}
 
     def _source(self, move: Move, passing: dict[tuple[str, Box], Tensor]) -> Tensor:
         found = self.held(move.name, move.box)
@@ -123,12 +180,7 @@ class Transfer:
     def _target(self, move: Move, which: int, passing: dict[tuple[str, Box], Tensor]) -> Tensor:
         last = which == self.plan.rounds - 1
         found = self.held(move.name, move.box) if self.plan.sums and not last else self.wanted(move.name, move.box)
-        if found is None:
-            key = move.name, move.box
-            if key not in passing:
-                passing[key] = torch.zeros(move.box.shape, dtype=self.dtype, device=self.device)
-            found = passing[key]
-        return found
+        return passing[move.name, move.box] if found is None else found
 
 
 def _cut(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -17,22 +17,37 @@ from torch import Tensor
 from longshift.dist.world import World
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets
+from longshift.layout.placement import buckets, moving_unit
 from longshift.spec.model import ModelSpec
-from longshift.state.copies import AlignedCopies, Copies
-from longshift.state.home import Home, Shard
+from longshift.state.copies import AlignedCopies, Copies, UnitCopies
+from longshift.state.home import Home
 from longshift.state.precision import Precision
+from longshift.state.resized import Resized
 from longshift.state.transfer import Transfer
 from longshift.switch.itinerary import Cut, Itinerary
 
 
+class UnitSums(Resized):
+    """Gradient sums of one moving unit, in the home format. Mutable. `views`: shaped as the weights, by name."""
+
+    def __init__(self, copies: UnitCopies, dtype: torch.dtype):
+        sizes = [weight.numel() for weight in copies.weights.values()]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=next(iter(copies.weights.values())).device)
+        super().__init__(flat)
+        self.views = {name: part.view(weight.shape) for (name, weight), part in zip(copies.weights.items(), flat.split(sizes))}
+
+
 class PlannedCopies(Copies):
-    """Copies that switches fill, unit by unit, and empty. Mutable. `sums` are shaped as the weights, in the home format."""
+    """Copies that switches fill, unit by unit, and empty. Mutable. `sums` have storage from the first gradients on until they are home."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
-        super().__init__(spec, layout, world, home, precision.compute)
-        self.sums: dict[str, Tensor] = {}
+        self.sums: dict[int, UnitSums] = {}
         self._home_format = precision.home
+        super().__init__(spec, layout, world, home, precision.compute)
+
+    def prepare(self, unit: int) -> None:
+        self.sums[unit] = UnitSums(self.units[unit], self._home_format)
+        self.sums[unit].drop()
 
     def gather(self, unit: int) -> None:
         raise AssertionError(f"unit {unit}: a switch brings it")
@@ -40,21 +55,28 @@ class PlannedCopies(Copies):
     ready = reduce = reduced = gather
 
     def accumulate(self, unit: int) -> None:
-        totals, grads = [], []
-        for name, weight in self.units[unit].weights.items():
-            if name not in self.sums:
-                self.sums[name] = torch.zeros(weight.shape, dtype=self._home_format, device=weight.device)
-            if weight.grad is not None:
-                totals.append(self.sums[name])
-                grads.append(weight.grad)
-                weight.grad = None
-        if totals:
-            torch._foreach_add_(totals, grads)
+        sums, weights = self.sums[unit], self.units[unit].weights
+        grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        first = not sums.held
+        sums.hold()
+        if first and len(grads) < len(weights):
+            assert sums.flat is not None
+            sums.flat.zero_()
+        if grads:
+            (torch._foreach_copy_ if first else torch._foreach_add_)([sums.views[name] for name in grads], list(grads.values()))
+        del grads
+        for weight in weights.values():
+            weight.grad = None
 
     def total(self, name: str, box: Box) -> Tensor | None:
         """A view of a box of a gradient sum; None where it is not here."""
         at = self.place(name, box)
-        return None if at is None else self.sums[name][at]
+        return None if at is None else self.sums[moving_unit(self.spec, self.spec.by_name[name])].views[name][at]
+
+    def forget(self) -> None:
+        """Drop the sums."""
+        for sums in self.sums.values():
+            sums.drop()
 
 
 class Stop:
@@ -64,7 +86,7 @@ class Stop:
         self.spec, self.cut, self.home = spec, cut, home
         self.guest: Home | None = None
         self.copies: Copies
-        self._rows: list[tuple[Shard, int]] = []  # of a guest, with their bytes
+        self._rows: list[tuple[int, Resized]] = []  # of a guest, with their units
         if cut.side == "copies" and not cut.at_home:
             self.copies = self.planned = PlannedCopies(spec, cut.layout, world, home, precision)
             return
@@ -72,8 +94,7 @@ class Stop:
             own = buckets(spec, cut.layout)
             self.guest = Home(spec, own, world.rank, precision.compute, world.device, lambda _, box: torch.zeros(box.shape))
         self.copies = AlignedCopies(spec, cut.layout, world, self.guest or home, precision.compute, precision.home)
-        for shard in self.guest.shards if self.guest else ():
-            self._rows.append((shard, shard.master.untyped_storage().nbytes()))
+        self._rows = [(shard.bucket.unit, Resized(shard.master)) for shard in self.guest.shards] if self.guest else []
         self._hold_rows(set(self.copies.units), False)
 
     def weight(self, name: str, box: Box) -> Tensor | None:
@@ -94,7 +115,7 @@ class Stop:
         if self.guest:
             self.guest.drop_gradients()
         else:
-            self.planned.sums.clear()
+            self.planned.forget()
 
     def close(self, unit: int) -> None:
         """Drop the copies of a unit, of all where it is -1."""
@@ -105,9 +126,9 @@ class Stop:
 
     def _hold_rows(self, units: set[int], hold: bool) -> None:
         """Storage for the rows that a guest keeps of some units, or none."""
-        for shard, size in self._rows:
-            if shard.bucket.unit in units:
-                shard.master.untyped_storage().resize_(size if hold else 0)
+        for unit, rows in self._rows:
+            if unit in units:
+                (rows.hold if hold else rows.drop)()
 
 
 class Switches:
@@ -143,5 +164,6 @@ class Switches:
         if key not in self._transfers:
             group, wanted = self.world.group(self.ranks, "sums"), partial(self.home.part, what="grad")
             plan = self.itinerary.sums(source.cut)
-            self._transfers[key] = Transfer(plan, self.world, group, source.total, wanted, self.precision.home)
+            sums = (*self.home.shards, *(source.guest.shards if source.guest else ()))
+            self._transfers[key] = Transfer(plan, self.world, group, source.total, wanted, self.precision.home, sums)
         return self._transfers[key].begin()

@@ -140,7 +140,7 @@ class _Play:
         if event.kind in ("compute", "send"):
             for buffer in event.reads:
                 self._here(buffer)
-            getattr(self, event.name)(event)
+            EVENTS[event.name](self, event)
         elif event.kind == "accumulate":
             self.runner.accumulate(self.unit)
         elif event.kind == "fetch":
@@ -183,7 +183,7 @@ class _Play:
 
     def qkv(self, event: Event) -> None:
         c = event.chunk
-        module, micro = self.module, self.pack.micro(c)
+        module, micro = self.module, self.pack.rotated(c)
         exchanged = ("qkv", c) in event.writes
 
         def project(x: Tensor) -> tuple[Tensor, ...]:
@@ -210,8 +210,8 @@ class _Play:
     def _heads(self, event: Event, made: Sequence[Tensor]) -> None:
         q, k, v = (t.detach() for t in made)
         if ("q", event.chunk) in event.writes:
-            self.live["q", event.chunk] = (q,)
             self.live["kv", event.chunk] = (torch.stack((k, v)),)
+            self.live["q", event.chunk] = (q if made[0].requires_grad else q.contiguous(),)  # a view would keep all that arrived
 
     def attend(self, event: Event) -> None:
         c, j = event.chunk, event.keys
@@ -265,17 +265,17 @@ class _Play:
         c = event.chunk
         grads = self.live["dqkv", c] if ("dqkv", c) in self.live else (self._one("dq", c), *self._one("dkv", c))
         (dx,) = self.live["graph", c].back(grads)
-        self.live["dx", c] = (dx + self._one("dr", c),)
+        self.live["dx", c] = (dx.add_(self._one("dr", c)),)  # the graph keeps it too
 
     # Operations of the model's ends
 
     def embed(self, event: Event) -> None:
         with torch.no_grad():
-            self.live["y", event.chunk] = (self.module(None, self.pack.micro(event.chunk), self.ops),)
+            self.live["y", event.chunk] = (self.module(None, self.pack.micros[event.chunk], self.ops),)
 
     def embed_back(self, event: Event) -> None:
         with torch.enable_grad():
-            y = self.module(None, self.pack.micro(event.chunk), self.ops)
+            y = self.module(None, self.pack.micros[event.chunk], self.ops)
         torch.autograd.backward(y, self._one("dy", event.chunk))
 
     def loss(self, event: Event) -> None:
@@ -283,5 +283,23 @@ class _Play:
         assert isinstance(head, Head)
         if event.keys == 0:
             self.live["dx", event.chunk] = (torch.empty_like(x),)
-        dx, micro = self._one("dx", event.chunk), self.pack.micro(event.chunk)
+        dx, micro = self._one("dx", event.chunk), self.pack.micros[event.chunk]
         self.runner.counts(loss_of_rows(head, x, dx, micro, self.ops, event.keys, self.runner.seed))
+
+
+# What an event does. A table of bound methods would keep a pack in a cycle.
+EVENTS: dict[str, Callable[[_Play, Event], None]] = {
+    "embed": lambda play, event: play.embed(event),
+    "embed_back": lambda play, event: play.embed_back(event),
+    "qkv": lambda play, event: play.qkv(event),
+    "to_heads": lambda play, event: play.to_heads(event),
+    "attend": lambda play, event: play.attend(event),
+    "to_tokens": lambda play, event: play.to_tokens(event),
+    "tail": lambda play, event: play.tail(event),
+    "tail_back": lambda play, event: play.tail_back(event),
+    "to_tokens_back": lambda play, event: play.to_tokens_back(event),
+    "attend_back": lambda play, event: play.attend_back(event),
+    "to_heads_back": lambda play, event: play.to_heads_back(event),
+    "qkv_back": lambda play, event: play.qkv_back(event),
+    "loss": lambda play, event: play.loss(event),
+}

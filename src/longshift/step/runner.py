@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from longshift.data.batch import Document
 from longshift.data.micro import micro_batch
@@ -88,9 +89,9 @@ class Runner(ABC):
 
 
 class WholePacks(Runner):
-    """A layout that computes packs whole. Mutable. By (micro-batch, unit, part): `graphs` kept for a backward (input, output), `inputs`
-    kept for another forward, with attention's output and log-sum-exp where the part says so; by micro-batch: the residual stream `x` and
-    its gradient `g` where the pack has come to."""
+    """A layout that computes packs whole. Mutable. By (micro-batch, unit, part): `graphs` kept for a backward (input, where the output
+    was), `inputs` kept for another forward, with attention's output and log-sum-exp where the part says so; by micro-batch: the residual
+    stream `x` and its gradient `g` where the pack has come to."""
 
     def __init__(self, *how: Any, tier: Tier | None):
         super().__init__(*how)
@@ -98,7 +99,7 @@ class WholePacks(Runner):
         self.micros: dict[int, MicroBatch] = {}
         self.x: dict[int, Tensor] = {}
         self.g: dict[int, Tensor] = {}
-        self.graphs: dict[tuple, tuple[Tensor | None, Tensor]] = {}
+        self.graphs: dict[tuple, tuple[Tensor | None, GradientEdge]] = {}
         self.inputs: dict[tuple, Tensors] = {}
         self.coming: dict[tuple, Callable[[], Tensors]] = {}
         self.fetched: dict[tuple, Tensors] = {}
@@ -158,9 +159,8 @@ class WholePacks(Runner):
         self.inputs[self._key(op)] = x, *kept
 
     def _forward(self, op: Op) -> None:
-        """The graph's input and output are kept with it; what goes on is the output without a graph."""
-        self._graph(op, self.x.pop(op.micro, None), [])
-        self.x[op.micro] = self.graphs[self._key(op)][1].detach()
+        """What goes on is the output without a graph."""
+        self.x[op.micro] = self._graph(op, self.x.pop(op.micro, None), [])
 
     def _again(self, op: Op) -> None:
         x, *kept = self.inputs.pop(self._key(op))
@@ -170,14 +170,17 @@ class WholePacks(Runner):
         """`kept`: of a part that keeps the output of attention."""
         return self.ops.keeping(kept) if op.part == "block with output" else self.ops
 
-    def _graph(self, op: Op, x: Tensor | None, kept: list[Tensor]) -> None:
+    def _graph(self, op: Op, x: Tensor | None, kept: list[Tensor]) -> Tensor:
+        """The output; what is kept for the backward is the graph and its input."""
         x = None if x is None else x.detach().requires_grad_()
-        self.graphs[self._key(op)] = x, self._function(op)(x, self.micros[op.micro], self._ops(op, kept))
+        y = self._function(op)(x, self.micros[op.micro], self._ops(op, kept))
+        self.graphs[self._key(op)] = x, get_gradient_edge(y)
+        return y.detach()
 
     def _backward(self, op: Op) -> None:
         """Leaves gradients of weights on them."""
-        x, y = self.graphs.pop(self._key(op))
-        torch.autograd.backward(y, self.g.pop(op.micro))
+        x, edge = self.graphs.pop(self._key(op))
+        torch.autograd.backward((edge,), (self.g.pop(op.micro),))
         if x is not None:
             assert x.grad is not None
             self.g[op.micro] = x.grad
