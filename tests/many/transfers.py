@@ -9,7 +9,8 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets, moving_unit
 from longshift.program.operations import Op, Program
-from longshift.program.step import Steps, Visit, Windows
+from longshift.program.step import Steps, Windows
+from longshift.program.turns import Visit
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.precision import Precision

@@ -15,7 +15,8 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.layout.placement import buckets, moving_unit
 from longshift.program.operations import Op, Program
-from longshift.program.step import RankLayout, Steps, Visit, Windows
+from longshift.program.step import Steps, Windows
+from longshift.program.turns import RankLayout, Visit
 from longshift.schedule.pipeline import events
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions

@@ -9,7 +9,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.memory import loss_rows
 from longshift.program.book import Held, Place
 from longshift.program.operations import Op
-from longshift.program.step import RankLayout
+from longshift.program.turns import RankLayout
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Buffer
 from longshift.schedule.inside import INDEX_BYTES, Inside, inside, loaded, loss_of_rows

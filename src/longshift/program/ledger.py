@@ -16,7 +16,8 @@ from longshift.layout.placement import buckets_of, units_on
 from longshift.program.book import Book, Held, Peak, Place
 from longshift.program.held_packs import ChunkedPacks, Packs, WholePacks
 from longshift.program.operations import Op
-from longshift.program.step import RankLayout, Steps, Visit
+from longshift.program.step import Steps
+from longshift.program.turns import RankLayout, Visit
 from longshift.schedule.inside import Transport
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut

@@ -12,7 +12,8 @@ from longshift.layout.heads import own_heads
 from longshift.layout.layout import Coord
 from longshift.program.book import Peak
 from longshift.program.ledger import Ledger, Weighed
-from longshift.program.step import Steps, Visit, Windows, visit_of
+from longshift.program.step import Steps, Windows
+from longshift.program.turns import Visit, visit_of
 from longshift.schedule.inside import Transport
 from longshift.spec.formats import Format
 from longshift.switch.itinerary import Itinerary

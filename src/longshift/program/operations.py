@@ -28,7 +28,7 @@ one on bytes (`program.ledger`) play it. What happens in a step happens in one o
     update               clips and updates home                                                   compute
 
 Turns of whole packs: `pass` is a forward without a graph, `forward` and `again` make one, `backward` uses it up, `loss` is the forward and
-backward of the head on some rows. `part` says how much of a block: see PARTS of `program.step`. In a chunked layout a turn is a list of
+backward of the head on some rows. `part` says how much of a block: see PARTS of `program.turns`. In a chunked layout a turn is a list of
 events, the same for every block (`schedule.streamed`). A `pass` of the part "block with output" keeps the output of attention beside the
 block's input; its `again` takes that and computes all else.
 """

@@ -19,37 +19,19 @@ no stage waits for that backward; other stages post them after their last messag
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 
 from longshift.layout.layout import Layout
-from longshift.layout.memory import loss_blocks
-from longshift.layout.placement import moving_unit, units_on
-from longshift.program.operations import Kind, Op, Program
-from longshift.schedule import pipeline
-from longshift.schedule.sequence import token_order
-from longshift.schedule.streamed import backward_turns, forward_turns
+from longshift.layout.placement import moving_unit
+from longshift.program.operations import Op, Program
+from longshift.program.turns import RankLayout, UnitTurn, Visit, visit_of
+from longshift.program.turns import turns as made_turns
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.plan import Plan
 from longshift.workload.groups import LengthGroup
-
-# Of recomputation (arXiv 1604.06174, 2205.05198): the parts of a block in order, and whether a part's graph is kept for the backward. What
-# `selective` computes again, it does inside the backward of the block: see `model.attention`.
-PARTS = {
-    "none": (("block", True),),
-    "selective": (("block", True),),
-    "attention": (("attention half", False), ("mlp half", True)),
-    "full": (("block", False),),
-    "full.keep-output": (("block with output", False),),  # which keeps the output of attention, and again takes it
-}
-
-
-def parts_of(layout: Layout) -> tuple[tuple[str, bool], ...]:
-    """The parts of a block, as in PARTS."""
-    return PARTS[layout.recompute + ".keep-output" * layout.keep_output]
 
 
 @dataclass(frozen=True)
@@ -61,24 +43,6 @@ class Windows:
 
 
 @dataclass(frozen=True)
-class Visit:
-    """A length group as the program needs it. `micros`: micro-batches of each replica. `loss_blocks`: into how many blocks of rows the loss
-    of each is cut; empty in chunked layouts, where events say so."""
-
-    layout: Layout
-    micros: int
-    loss_blocks: tuple[int, ...] = ()
-
-
-def visit_of(spec: ModelSpec, layout: Layout, packs: Sequence[Sequence[int]]) -> Visit:
-    """A group whose micro-batches have documents of these lengths. An empty pack is one token without a target."""
-    shared = layout.ulysses * layout.tp
-    known = {pack: token_order(list(pack) or [1], layout.ring, shared).local_tokens // shared for pack in set(map(tuple, packs))}
-    blocks = () if layout.chunk else tuple(loss_blocks(spec, known[tuple(pack)]) for pack in packs)
-    return Visit(layout, len(packs), blocks)
-
-
-@dataclass(frozen=True)
 class Exchanges:
     """A switch as the program needs it. `opens[i]`: the units that need storage before exchange i; `closes[i]`: the units of the layout
     that is left which nothing reads after exchange i is posted; `ahead`: how many exchanges may go ahead."""
@@ -87,40 +51,6 @@ class Exchanges:
     opens: tuple[tuple[int, ...], ...]
     closes: tuple[tuple[int, ...], ...]
     ahead: int
-
-
-class RankLayout:
-    """A layout from one rank: which units it computes, which weights it has, how they come. Immutable."""
-
-    def __init__(self, spec: ModelSpec, layout: Layout, cut: Cut, rank: int):
-        self.spec, self.layout, self.cut = spec, layout, cut
-        self.at = layout.coord(rank)
-        self.chunks = layout.units_of(spec.layers, self.at.pp)
-        self.units = frozenset(unit.unit for unit in units_on(spec, layout, rank))
-        self.tied = (spec.units,) if spec.units in self.units else ()
-        self.collective = cut.at_home or cut.side == "rows"  # weights come and sums go by collectives among holders
-
-    @property
-    def leads(self) -> bool:
-        """Whether no other stage waits for this rank's last backward. [Note: order]"""
-        return self.at.pp == 0
-
-    @cached_property
-    def elements(self) -> dict[int, int]:
-        """Nominal elements of each moving unit on a rank. [Note: windows]"""
-        found: dict[int, int] = {}
-        for param in self.spec.params:
-            unit = moving_unit(self.spec, param)
-            found[unit] = found.get(unit, 0) + -(-param.elements // (self.layout.tp if param.dim is not None else 1))
-        return found
-
-    def own(self, unit: int) -> bool:
-        """Whether a unit has weights of its own here. Llama's embedding has none when it is tied."""
-        return unit in self.units
-
-    def shared(self, unit: int) -> tuple[int, ...]:
-        """The tied embedding, where `unit` uses it."""
-        return self.tied if unit in (0, self.spec.layers + 1) else ()
 
 
 class Steps:
@@ -276,7 +206,7 @@ class _Step:
         """Forward and backward of the group's micro-batches, and reductions."""
         view, visit = self.views[number], self.visits[number]
         closing = all(other.cut != view.cut for other in self.views[number + 1 :])
-        turns = list(_turns(view, visit, number, closing))
+        turns = list(made_turns(view, visit, number, closing))
         ahead = self._going_ahead(number, turns)
         reductions = _Window(self.steps, view, "reduce")
         for op in self._with_gathers(number, turns, ahead):
@@ -293,7 +223,7 @@ class _Step:
                 reductions.add(unit)
         yield from (Op("await reduce", number, unit) for unit in reductions.all())
 
-    def _with_gathers(self, number: int, turns: "list[_Turn]", ahead: dict[int, list[Op]]) -> Iterator[Op]:
+    def _with_gathers(self, number: int, turns: list[UnitTurn], ahead: dict[int, list[Op]]) -> Iterator[Op]:
         """The turns with gathers before them, as far ahead as the window allows, and releases after them."""
         view, visit = self.views[number], self.visits[number]
         window, kept = _Window(self.steps, view, "gather"), dict[int, int]()
@@ -345,7 +275,7 @@ class _Step:
                 yield Op("release", number, turn.unit)
         yield from ahead.get(len(turns), ())
 
-    def _going_ahead(self, number: int, turns: "list[_Turn]") -> dict[int, list[Op]]:
+    def _going_ahead(self, number: int, turns: list[UnitTurn]) -> dict[int, list[Op]]:
         """Exchanges of the switch to the next group, by the turn that they are posted before. [Note: order]"""
         if number + 1 == len(self.visits):
             return {}
@@ -394,158 +324,3 @@ class _Window:
     def all(self) -> Iterator[int]:
         while self.under_way:
             yield self.under_way.popleft()
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """Consecutive operations that compute with the weights of one unit (-1: with none). `final`: of the rank's last backward."""
-
-    unit: int
-    ops: tuple[Op, ...]
-    final: bool = False
-
-
-def _turns(view: RankLayout, visit: Visit, number: int, closing: bool) -> Iterator[_Turn]:
-    """All that a group computes on a rank, messages between stages included, without gathers."""
-    layout, at = view.layout, view.at
-    order = pipeline.events(layout, at.pp, visit.micros)
-    last = {event.micro: index for index, event in enumerate(order)}
-    loaded: set[int] = set()
-    sent: deque[Op] = deque()
-    make = (_ChunkedTurns if layout.chunk else _WholeTurns)(view, visit, number, closing)
-    receives = [pipeline.receives(layout, at.pp, event) for event in order]
-
-    def load(micro: int) -> list[Op]:
-        fresh = {micro} - loaded
-        loaded.update(fresh)
-        return [Op("load", number, micro=micro) for micro in fresh]
-
-    def message(kind: Kind, moved: pipeline.Transfer | None, event: pipeline.Event, source: bool) -> list[Op]:
-        if moved is None:
-            return []
-        rising = moved.source % layout.pp < moved.target % layout.pp
-        peer = (moved.source if source else moved.target) % layout.pp
-        way = "rising" if rising else "falling"
-        return [Op(kind, number, micro=event.micro, chunk=event.chunk, turn=event.kind, number=moved.tag, peer=peer, way=way)]
-
-    def receive(index: int) -> list[Op]:
-        """What event number `index` waits for, posted."""
-        if index == len(order) or receives[index] is None:
-            return []
-        return [*load(order[index].micro), *message("receive", receives[index], order[index], True)]
-
-    posted = receive(0)
-    for index, event in enumerate(order):
-        before, posted = [*posted, *load(event.micro), *receive(index + 1)], []
-        arrived = message("await receive", receives[index], event, True)
-        yield _Turn(-1, (*before, *arrived))
-        made = (make.forward if event.kind == "forward" else make.backward)(event, bool(arrived))
-        yield from (replace(turn, final=True) for turn in made) if index == len(order) - 1 else made
-        after = message("send", pipeline.sends(layout, at.pp, event), event, False)
-        sent.extend(op._replace(kind="await send") for op in after)
-        if len(sent) > layout.pp:
-            after.append(sent.popleft())
-        if last[event.micro] == index:
-            after.append(Op("unload", number, micro=event.micro))
-        yield _Turn(-1, tuple(after))
-    yield _Turn(-1, tuple(sent))
-
-
-class _Turns:
-    """What whole and chunked packs have in common: where gradients go."""
-
-    def __init__(self, view: RankLayout, visit: Visit, number: int, closing: bool):
-        self.view, self.visit, self.number, self.closing = view, visit, number, closing
-
-    def collect(self, unit: int, reduce: bool) -> Iterator[Op]:
-        """Gradients that a backward of `unit` left on weights: to their sums, and home where `reduce`."""
-        yield from (Op("accumulate", self.number, tied) for tied in self.view.shared(unit))
-        if self.view.own(unit):
-            yield Op("accumulate", self.number, unit)
-            if reduce and self.view.collective:
-                yield Op("reduce", self.number, unit)
-
-    def reduces(self, micro: int) -> bool:
-        """Whether sums go home after a backward of this micro-batch."""
-        return self.view.layout.zero >= 2 or (self.closing and micro == self.visit.micros - 1)
-
-
-class _WholeTurns(_Turns):
-    """Turns of packs that are computed whole."""
-
-    def __init__(self, view: RankLayout, visit: Visit, number: int, closing: bool):
-        super().__init__(view, visit, number, closing)
-        self.moves = view.layout.offload != "device"
-
-    def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[_Turn]:
-        for unit in self.view.chunks[event.chunk]:
-            if unit <= self.view.spec.layers:  # the head's forward is part of its loss
-                yield _Turn(unit, tuple(self._forward(unit, event.micro)))
-
-    def backward(self, event: pipeline.Event, arrived: bool) -> Iterator[_Turn]:
-        """What waits in a tier is fetched one unit ahead."""
-        units = self.view.chunks[event.chunk][::-1]
-        reduce = self.reduces(event.micro)
-        fetches = [tuple(self._fetches(unit, event.micro)) for unit in units] + [()]
-        for index, unit in enumerate(units):
-            ops = [*(fetches[0] if index == 0 else ()), *fetches[index + 1]]
-            if unit > self.view.spec.layers:
-                blocks = self.visit.loss_blocks[event.micro]
-                for block in range(blocks):
-                    ops.append(Op("compute", self.number, unit, event.micro, turn="loss", number=block))
-                    ops += self.collect(unit, reduce and block == blocks - 1)
-            else:
-                ops += self._backward(unit, event.micro)
-                ops += self.collect(unit, reduce)
-            yield _Turn(unit, tuple(ops))
-
-    def _parts(self, unit: int) -> tuple[tuple[str, bool], ...]:
-        return (("embed", True),) if unit == 0 else parts_of(self.view.layout)
-
-    def _forward(self, unit: int, micro: int) -> Iterator[Op]:
-        for part, graph in self._parts(unit):
-            yield Op("compute", self.number, unit, micro, turn="forward" if graph else "pass", part=part)
-            if self.moves and not graph:
-                yield Op("put", self.number, unit, micro, part=part)
-
-    def _fetches(self, unit: int, micro: int) -> Iterator[Op]:
-        if self.moves and unit <= self.view.spec.layers:
-            for part, graph in reversed(self._parts(unit)):
-                if not graph:
-                    yield Op("fetch", self.number, unit, micro, part=part)
-
-    def _backward(self, unit: int, micro: int) -> Iterator[Op]:
-        for part, graph in reversed(self._parts(unit)):
-            if not graph:
-                if self.moves:
-                    yield Op("await fetch", self.number, unit, micro, part=part)
-                yield Op("compute", self.number, unit, micro, turn="again", part=part)
-            yield Op("compute", self.number, unit, micro, turn="backward", part=part)
-            if self.moves and not graph:
-                yield Op("drop", self.number, unit, micro, part=part)
-
-
-class _ChunkedTurns(_Turns):
-    """Turns of packs that are computed chunk by chunk. Their events add gradients to sums as they come."""
-
-    def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[_Turn]:
-        units, view = self.view.chunks[event.chunk], self.view
-        if arrived:
-            yield _Turn(-1, (Op("arrive", self.number, units[0], event.micro, event.chunk, "forward"),))
-        for unit, turn in forward_turns(units, view.spec.layers, view.layout.every):
-            if turn != "later":
-                yield _Turn(unit, (Op("compute", self.number, unit, event.micro, event.chunk, turn),))
-        if units[-1] <= view.spec.layers:
-            yield _Turn(-1, (Op("depart", self.number, units[-1], event.micro, event.chunk, "forward"),))
-
-    def backward(self, event: pipeline.Event, arrived: bool) -> Iterator[_Turn]:
-        units, view = self.view.chunks[event.chunk], self.view
-        if arrived:
-            yield _Turn(-1, (Op("arrive", self.number, units[-1], event.micro, event.chunk, "backward"),))
-        for unit, turn in backward_turns(units, view.spec.layers, view.layout.every):
-            ops = [Op("compute", self.number, unit, event.micro, turn=turn)]
-            if turn != "forward" and self.reduces(event.micro) and view.own(unit) and view.collective:
-                ops.append(Op("reduce", self.number, unit))
-            yield _Turn(unit, tuple(ops))
-        if units[0]:
-            yield _Turn(-1, (Op("depart", self.number, units[0], event.micro, event.chunk, "backward"),))
