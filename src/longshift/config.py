@@ -239,8 +239,8 @@ class SwitchConfig(Section):
 
 
 class WindowConfig(Section):
-    """How many bytes may be under way on a rank. `gather`: weights that come and are not used yet; `reduce`: gradient sums that are not home
-    yet. One of each may always be; as much as the largest block's where not given."""
+    """How many bytes may be under way on a rank. `gather`: weights that come and are not used yet; `reduce`: gradient sums that are not
+    home yet. One of each may always be under way. Where a number is not given, it is the largest block's."""
 
     gather: Size | None = None
     reduce: Size | None = None

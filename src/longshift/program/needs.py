@@ -1,7 +1,7 @@
 """What the ranks of a run need for the largest step that its config allows, before anything starts.
 
-The largest step has, for every length group, as many full packs of the longest documents as its tokens can fill. Ranks that compute and keep
-alike are weighed once: of the ranks of one stage and tensor-parallel coordinate the first keeps most.
+The largest step has, for every length group, as many full packs of the longest documents as its tokens can fill. Ranks that compute and
+keep alike are weighed once: of the ranks of one stage and tensor-parallel coordinate the first keeps most.
 """
 
 import math
@@ -112,8 +112,8 @@ def most(found: Sequence[Need], place: str = "device") -> Need:
 def largest_step(
     shape: StepShape, edges: Sequence[Edge], most_chunks: int = 1 << 62
 ) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
-    """Visits of these groups, and the lengths of the documents of each micro-batch, in chunked layouts of no more than `most_chunks` chunks.
-    More micro-batches than a pipeline has under way change no peak, but under gpipe, where all are under way."""
+    """Visits of these groups, and the lengths of the documents of each micro-batch. A pack of a chunked layout has no more than
+    `most_chunks` chunks. More micro-batches than a pipeline has under way change no peak, but under gpipe, where all are under way."""
     spec, visits, packs = shape.itinerary.spec, [], []
     for edge in edges:
         layout = edge.use

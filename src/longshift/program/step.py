@@ -75,8 +75,8 @@ class Steps:
         return self._programs[key]
 
     def visits(self, groups: Sequence[LengthGroup], lengths: Sequence[int]) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
-        """The groups as a program needs them, and the documents of each micro-batch of this rank's replica, by visit: none where the replica
-        has fewer packs than another. `lengths`: of the step's documents."""
+        """The groups as a program needs them, and the documents of each micro-batch of this rank's replica, by visit. A micro-batch has no
+        documents where the replica has fewer packs than another. `lengths`: of the step's documents."""
         visits, packs = [], []
         for group in groups:
             view, layout = self.views[group.layout], group.layout

@@ -58,8 +58,8 @@ class Machine:
 def choose(
     spec: ModelSpec, layout: Layout, longest: int, machine: Machine, bytes_of: Callable[[int], int], ahead: int = 1
 ) -> tuple[int, str]:
-    """A chunk for documents of up to `longest` tokens, and why. `bytes_of(tokens)`: what a rank needs on its device with such chunks. Raises
-    UsageError for what the machine's profile does not know."""
+    """A chunk for documents of up to `longest` tokens, and why. `bytes_of(tokens)`: what a rank needs on its device with such chunks.
+    Raises UsageError for what the machine's profile does not know."""
     sizes = powers(max(longest, layout.sequence), max(SMALLEST, layout.sequence, -(-longest // legal.MOST_CHUNKS)))
     rates = [_rate(spec, layout, tokens, machine) for tokens in sizes]
     fitting: list[Candidate] = []
