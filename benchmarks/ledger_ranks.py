@@ -73,8 +73,8 @@ def predict(
     visits, packs = ledger.steps.visits(groups, lengths)
     settle, said = ledger.book.settle, list[tuple[str, int]]()
 
-    def settled(op: Op) -> None:
-        settle(op)
+    def settled(op: Op, under: str = "") -> None:
+        settle(op, under)
         said.append((str(op), ledger.book.now["device"]))
 
     ledger.book.settle = settled
