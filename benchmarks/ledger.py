@@ -1,5 +1,5 @@
-"""Does the ledger say what a training step holds and sends? Peaks of tensor bytes on every rank and bytes sent by communicator, of the second
-of two equal steps, measured and predicted, for every word of layouts and for steps that switch between several.
+"""Does the ledger say what a training step holds and sends? Peaks of tensor bytes on every rank and bytes sent by communicator, of the
+second of two equal steps, measured and predicted, for every word of layouts and for steps that switch between several.
 
     measured    storages that torch's operations return, each from when it is made until it is gone (`longshift.dist.held`)
     predicted   the step's program played on bytes (`longshift.program.ledger`); scalars have an allowance of 16 KiB
@@ -49,12 +49,14 @@ EDGES = (300, 650)
 
 @dataclass(frozen=True)
 class Case:
-    """A training step that is measured: `layout` may be several, joined by " > "."""
+    """A training step that is measured: `layout` may be several, joined by " > ". `per_node`: ranks that count as one node, where switches
+    go in two rounds and many small exchanges."""
 
     layout: str
     family: str = "llama"
     precision: PrecisionName = "float32"
     lengths: tuple[int, ...] = LENGTHS
+    per_node: int | None = None
 
     @property
     def world(self) -> int:
@@ -63,7 +65,8 @@ class Case:
     @property
     def trial(self) -> Trial:
         edges = EDGES[-self.layout.count(" > ") :] if " > " in self.layout else ()
-        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, capacity=CAPACITY, edges=edges)
+        sizes = {"capacity": CAPACITY, "edges": edges} | ({"bucket_bytes": 60_000} if self.per_node else {})
+        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, **sizes)
 
     def __str__(self) -> str:
         return f"{self.family} {self.precision} {self.layout}"
@@ -83,17 +86,27 @@ def cases() -> Iterator[Case]:
     yield Case("pp2.dp2.tp2.z3", "llama", "fp16")
     yield from (Case(f"{layout}.recompute-selective", "qwen3") for layout in ("tp2", "u2.z3", "ring2", "pp2.v2.dp2"))
     yield from (Case(f"{layout}.recompute-full", "llama-tied") for layout in ("tp2", "u2", "ring2.z2", "dp2.z3", "pp2"))
-    yield from (Case(layout) for layout in ("recompute-full.host", "recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk"))
+    yield from (
+        Case(layout)
+        for layout in ("recompute-full.host", "recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
+    )
     for family, precision in (("llama", "bf16"), ("gpt2", "float32"), ("llama-tied", "float64")):
-        yield from (Case(layout, family, precision) for layout in ("chunk256.disk.kv-offload", "tp2.chunk300.keep-input", "u2.chunk256.fpdt"))
+        yield from (
+            Case(layout, family, precision) for layout in ("chunk256.disk.kv-offload", "tp2.chunk300.keep-input", "u2.chunk256.fpdt")
+        )
     yield from (Case(layout, "qwen3") for layout in ("ring2.chunk300.disk", "u4.chunk512.host.kv-offload", "chunk256.every4.disk"))
-    yield from (Case(layout, "qwen3") for layout in ("dp2.z3.chunk300.disk.kv-offload.fpdt", "pp2.chunk256.disk", "pp2.u2.z2.chunk300.every2"))
+    yield from (
+        Case(layout, "qwen3") for layout in ("dp2.z3.chunk300.disk.kv-offload.fpdt", "pp2.chunk256.disk", "pp2.u2.z2.chunk300.every2")
+    )
     yield from (Case(layout, "llama-tied") for layout in ("pp2.v2.chunk256", "ring2.u2.z3.chunk400.disk.keep-input", "ring2.tp2.chunk300"))
     yield Case("dp2", lengths=(5, 1, 2, 700))
     yield Case("dp4.z2", "gpt2", lengths=(900,))  # fewer packs than replicas
 
 
 def hot_cases() -> Iterator[Case]:
+    yield Case("dp4 > tp4", lengths=(*SHORT, 700), per_node=2)
+    yield Case("tp4 > dp4.z2 > pp4", "gpt2", "bf16", (*SHORT, 400, 700), per_node=2)
+    yield Case("pp2.tp2.z3 > dp4", "qwen3", "float32", (*SHORT, 700), per_node=2)
     for number, layout in enumerate(
         (
             "dp2 > tp2",
@@ -142,7 +155,10 @@ def rows_of(case: Case, answers: Iterable[dict]) -> list[dict]:
     """What each rank measured, beside what the ledger says of it."""
     name = {"device": "cpu", "family": case.family, "layout": case.layout, "precision": case.precision, "lengths": case.lengths}
     layouts = tuple(parse_layouts(case.layout))
-    return [row_of(name | {"rank": rank}, found, predict(case.trial, layouts, rank)[0]) for rank, found in enumerate(answers)]
+    return [
+        row_of(name | {"rank": rank}, found, predict(case.trial, layouts, rank, per_node=case.per_node)[0])
+        for rank, found in enumerate(answers)
+    ]
 
 
 def wrong(rows: Iterable[dict]) -> list[str]:
@@ -165,7 +181,8 @@ def play(some: Iterable[Case]) -> list[dict]:
     for size, here in sorted(by_world.items()):
         with ForkedWorld(size) as world:
             for case in here:
-                found = rows_of(case, world.call("ledger_ranks:weigh", DEADLINE_S, trial=case.trial.to_json(), layout=case.layout))
+                how = {"trial": case.trial.to_json(), "layout": case.layout, "per_node": case.per_node}
+                found = rows_of(case, world.call("ledger_ranks:weigh", DEADLINE_S, **how))
                 ratios = [row["ratio"] for row in found]
                 say(f"{case}: {min(ratios):.4f} to {max(ratios):.4f}", *wrong(found))
                 rows += found

@@ -1,12 +1,12 @@
-"""Does a run that is let in survive, and is one refused that would not? `ledger_caps.py N` trains N random layouts twice on this machine, each
-rank in a control group of its own, and prints what happened. `has`: bytes that a process has at admission, as admission counts them; `counted`: as its control group does;
-`peak`: the most that a control group of the run has counted.
+"""Does a run that is let in survive, and is one refused that would not? `ledger_caps.py N` trains N random layouts twice on this machine,
+each rank in a control group of its own, and prints what happened.
 
     roomy    limit = process + 1.10 of what the ledger predicts: the run ends with exit code 0
     tight    limit = process + 0.95 of it: every rank is refused with exit code 7 before the first step
 
-The limit is set in the rank, between its imports and admission, when it is known what the process has by then. Needs root and control groups,
-v1 or v2; says so where it has none.
+The limit is set in the rank, between its imports and admission, when it is known what the process has by then. `has`: bytes of the process
+at admission, as admission counts them; `counted`: as its control group does; `peak`: the most that a control group of the run has counted.
+Needs root and control groups, v1 or v2; says so where it has none.
 """
 
 import json
@@ -137,7 +137,7 @@ def played(text: str, precision: str, factor: float) -> dict:
             own = (there | {"RANK": str(number), "LOCAL_RANK": str(number)}) if world > 1 else {"OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-W", "ignore", __file__, "--rank", str(config), str(place.folder), str(factor)]
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            processes.append(subprocess.Popen(command, env=os.environ | own, preexec_fn=place.enter, **pipes))  # noqa: PLW1509
+            processes.append(subprocess.Popen(command, env=os.environ | own, preexec_fn=place.enter, **pipes))
         told = []
         try:
             told = [process.communicate(timeout=DEADLINE_S) for process in processes]

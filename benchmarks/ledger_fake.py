@@ -103,7 +103,11 @@ def main() -> None:
         if words and case[0] not in words:
             continue
         row = weigh(*case, trace=traced_too)
-        print(f"{row['layout']}: {row['ratio']:.4f}", "" if row["sent"] == row["sent_predicted"] else (row["sent"], row["sent_predicted"]), file=sys.stderr)
+        print(
+            f"{row['layout']}: {row['ratio']:.4f}",
+            "" if row["sent"] == row["sent_predicted"] else (row["sent"], row["sent_predicted"]),
+            file=sys.stderr,
+        )
         for name in ("alive", "apart") if traced_too else ():
             print(*row[name], sep="\n", file=sys.stderr)
         rows.append(row)

@@ -11,7 +11,6 @@ from longshift.program.ledger import Ledger
 from longshift.schedule import inside, inside_chunk
 
 
-
 @pytest.fixture(scope="module")
 def measured(worlds: Worlds) -> Callable[[Case], list[dict]]:
     """measured(case): what its ranks counted, once."""

@@ -47,8 +47,8 @@ class Tier:
 
 
 class MovingTier(Tier):
-    """`stream.tiers.DiskTier` and `HostTier`: fetches fill memory of what was fetched before and is no longer used; the last `under_way` puts
-    keep what they send. Mutable."""
+    """`stream.tiers.DiskTier` and `HostTier`: fetches fill memory of what was fetched before and is no longer used; the last `under_way`
+    puts keep what they send. Mutable."""
 
     def __init__(self, ledger: "Ledger", place: Place, under_way: int, most_bytes: int):
         super().__init__(ledger)
@@ -222,7 +222,7 @@ class WholePacks(Packs):
         self.graphs[self._key(op)] = x, y, self.ledger.held("activations for the backward", found.graph)
 
     def _backward(self, op: Op) -> None:
-        found = self._inside(op)
+        self._inside(op)
         x = self.graphs.pop(self._key(op))[0]
         del self.g[op.micro]
         self.leave(op.unit)

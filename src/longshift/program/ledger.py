@@ -1,13 +1,15 @@
 """The ledger: a program played on bytes. Which tensors are alive when, where they lie, and how much that is at the most.
 
-The ledger keeps what the player keeps (`step.player`, `step.runner`, `state.copies`), under names instead of with numbers, and lets it go when
-the player does. What operations need inside themselves is `schedule.inside`'s. Bytes of tensors: an allocator's rounding and holes, and the
-process itself, come on top.
+The ledger keeps what the player keeps (`step.player`, `step.runner`, `state.copies`), under names instead of with numbers, and lets it go
+when the player does. What operations need inside themselves is `schedule.inside`'s. Bytes of tensors: an allocator's rounding and holes,
+and the process itself, come on top.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of, units_on
@@ -25,7 +27,8 @@ SMALL = 16 << 10  # scalars: losses, counters of updates, norms of runs of gradi
 
 @dataclass(frozen=True)
 class Weighed:
-    """What a step needs on one rank. `sent`: bytes out of the rank to others, by communicator; `moved`: bytes put into tiers and fetched."""
+    """What a step needs on one rank. `sent`: bytes out of the rank to others, by communicator; `moved`: bytes put into tiers and
+    fetched."""
 
     peaks: dict[str, Peak]
     sent: dict[str, int] = field(default_factory=dict)
@@ -187,7 +190,7 @@ class Ledger:
         self.spec = steps.itinerary.spec
         self.book, self.sent, self.moved = Book(), Counter[str](), Counter[str]()
         self.home_sums: dict[tuple[int, int], Held] = {}
-        compute, home = steps.bytes
+        home = steps.bytes[1]
         self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in buckets_of(self.spec, steps.itinerary.home, steps.rank)]
         state = 3 * home * sum(elements for _, elements in self.shards)
         self.state = [self.held("master weights", state // 3), self.held("moments", state - state // 3), self.held("scalars", SMALL)]
@@ -232,7 +235,8 @@ class Ledger:
             "update": lambda op: self.home_sums.clear(),
         }
         self._fused: dict[tuple[int, str], Held] = {}
-        self._moved: dict[tuple, list[tuple[int, int]]] = {}
+        self._passing: dict[tuple[int, str, int], Held] = {}
+        self._exchanged: dict[int, list[list[int]]] = {}  # by plan, which the itinerary keeps
 
     def held(self, name: str, size: int, place: Place = "device") -> Held:
         return Held(self.book, name, size, place)
@@ -241,8 +245,8 @@ class Ledger:
         self.sent[what] += size
 
     def play(self, visits: Sequence[Visit], packs: Sequence[Sequence[Sequence[int]]]) -> Weighed:
-        """What the second of two equal steps needs: the first leaves working copies. `packs`: lengths of the documents of each micro-batch, by
-        visit."""
+        """What the second of two equal steps needs: the first leaves working copies. `packs`: lengths of the documents of each micro-batch,
+        by visit."""
         self.visits, self.packs = visits, packs
         program = self.steps.program(visits)
         for _ in range(2):
@@ -273,44 +277,46 @@ class Ledger:
                 self.home_sums[key] = self.held("gradients at home", elements * self.steps.bytes[1])
 
     def _exchange(self, op: Op) -> None:
-        """The fused buffer of a switch grows to the largest exchange so far."""
-        plan, itemsize = self._plan(op)
-        key = id(plan)
-        if key not in self._moved:
-            self._moved[key,] = []
-        sent, received = exchanged(plan, self.steps.rank, op.number)
+        """The fused buffer of a switch grows to the largest exchange so far; slices that pass through stay until they have left."""
+        plan = self._plan(op)
+        if id(plan) not in self._exchanged:
+            self._exchanged[id(plan)] = exchanged(plan, self.steps.rank)
+        sent, received, through = self._exchanged[id(plan)][op.number]
         self.send(op.way, sent)
+        self._passing[op.visit, op.way, op.number] = self.held("slices that pass through", through)
         fused = self._fused.get((op.visit, op.way))
         if fused is None or fused.size < sent + received:
             self._fused.pop((op.visit, op.way), None)
             del fused
             self._fused[op.visit, op.way] = self.held("exchanges of a switch", sent + received)
+        self._passing.pop((op.visit, op.way, op.number - plan.rounds + 1), None)
 
     def _await_exchange(self, op: Op) -> None:
-        plan, _ = self._plan(op)
-        if op.number == exchanges_of(plan) - 1:
+        if op.number == exchanges_of(self._plan(op)) - 1:
             self._fused.pop((op.visit, op.way), None)
 
-    def _plan(self, op: Op) -> tuple[Plan, int]:
+    def _plan(self, op: Op) -> Plan:
         cut = self.steps.views[self.visits[op.visit].layout].cut
         if op.way == "sums":
-            return self.steps.itinerary.sums(cut), self.steps.bytes[1]
+            return self.steps.itinerary.sums(cut)
         before = self.visits[op.visit - 1].layout if op.visit else None
-        return self.steps.itinerary.weights(self.steps.source(before), cut), self.steps.bytes[0]
+        return self.steps.itinerary.weights(self.steps.source(before), cut)
 
 
 def exchanges_of(plan: Plan) -> int:
     return plan.buckets + plan.rounds - 1 if plan.bytes_by_pair.any() else plan.buckets
 
 
-def exchanged(plan: Plan, rank: int, number: int) -> tuple[int, int]:
-    """Bytes that a rank sends and receives in an exchange."""
-    sent = received = 0
+def exchanged(plan: Plan, rank: int) -> list[list[int]]:
+    """Bytes that a rank sends and receives in each exchange, and that arrive there only to pass on."""
+    found = np.zeros((3, exchanges_of(plan)), np.int64)
     for w in plan.weights:
         m = w.moves
         if len(m):
-            here = w.bucket[m.slice] + m.round == number
-            size = w.slices.size_bytes[m.slice]
-            sent += int(size[here & (m.source == rank)].sum())
-            received += int(size[here & (m.target == rank)].sum())
-    return sent, received
+            number, size = w.bucket[m.slice].astype(np.int64) + m.round, w.slices.size_bytes[m.slice]
+            there = m.target == rank
+            for row, here in zip(found, (m.source == rank, there)):
+                np.add.at(row, number[here], size[here])
+            passing = np.unique(m.slice[there & (m.round < plan.rounds - 1) & ~w.slices.wants[m.slice, rank]])
+            np.add.at(found[2], w.bucket[passing], w.slices.size_bytes[passing])
+    return found.T.tolist()
