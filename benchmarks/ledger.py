@@ -1,5 +1,5 @@
-"""Does the ledger say what a training step holds and sends? Peaks of tensor bytes on every rank and bytes sent by communicator, of the second
-of two equal steps, measured and predicted, for every word of layouts and for steps that switch between several.
+"""Does the ledger say what a training step holds and sends? Peaks of tensor bytes on every rank and bytes sent by communicator, of the
+second of two equal steps, measured and predicted, for every word of layouts and for steps that switch between several.
 
     measured    storages that torch's operations return, each from when it is made until it is gone (`longshift.dist.held`)
     predicted   the step's program played on bytes (`longshift.program.ledger`); scalars have an allowance of 16 KiB
@@ -49,12 +49,14 @@ EDGES = (300, 650)
 
 @dataclass(frozen=True)
 class Case:
-    """A training step that is measured: `layout` may be several, joined by " > "."""
+    """A training step that is measured: `layout` may be several, joined by " > ". `per_node`: ranks that count as one node, where switches
+    go in two rounds and many small exchanges."""
 
     layout: str
     family: str = "llama"
     precision: PrecisionName = "float32"
     lengths: tuple[int, ...] = LENGTHS
+    per_node: int | None = None
 
     @property
     def world(self) -> int:
@@ -63,7 +65,8 @@ class Case:
     @property
     def trial(self) -> Trial:
         edges = EDGES[-self.layout.count(" > ") :] if " > " in self.layout else ()
-        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, capacity=CAPACITY, edges=edges)
+        sizes = {"capacity": CAPACITY, "edges": edges} | ({"bucket_bytes": 60_000} if self.per_node else {})
+        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, **sizes)
 
     def __str__(self) -> str:
         return f"{self.family} {self.precision} {self.layout}"
@@ -101,6 +104,9 @@ def cases() -> Iterator[Case]:
 
 
 def hot_cases() -> Iterator[Case]:
+    yield Case("dp4 > tp4", lengths=(*SHORT, 700), per_node=2)
+    yield Case("tp4 > dp4.z2 > pp4", "gpt2", "bf16", (*SHORT, 400, 700), per_node=2)
+    yield Case("pp2.tp2.z3 > dp4", "qwen3", "float32", (*SHORT, 700), per_node=2)
     for number, layout in enumerate(
         (
             "dp2 > tp2",
@@ -149,7 +155,10 @@ def rows_of(case: Case, answers: Iterable[dict]) -> list[dict]:
     """What each rank measured, beside what the ledger says of it."""
     name = {"device": "cpu", "family": case.family, "layout": case.layout, "precision": case.precision, "lengths": case.lengths}
     layouts = tuple(parse_layouts(case.layout))
-    return [row_of(name | {"rank": rank}, found, predict(case.trial, layouts, rank)[0]) for rank, found in enumerate(answers)]
+    return [
+        row_of(name | {"rank": rank}, found, predict(case.trial, layouts, rank, per_node=case.per_node)[0])
+        for rank, found in enumerate(answers)
+    ]
 
 
 def wrong(rows: Iterable[dict]) -> list[str]:
@@ -172,7 +181,8 @@ def play(some: Iterable[Case]) -> list[dict]:
     for size, here in sorted(by_world.items()):
         with ForkedWorld(size) as world:
             for case in here:
-                found = rows_of(case, world.call("ledger_ranks:weigh", DEADLINE_S, trial=case.trial.to_json(), layout=case.layout))
+                how = {"trial": case.trial.to_json(), "layout": case.layout, "per_node": case.per_node}
+                found = rows_of(case, world.call("ledger_ranks:weigh", DEADLINE_S, **how))
                 ratios = [row["ratio"] for row in found]
                 say(f"{case}: {min(ratios):.4f} to {max(ratios):.4f}", *wrong(found))
                 rows += found

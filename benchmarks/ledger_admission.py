@@ -1,5 +1,5 @@
-"""Seconds of one core until it is known what every kind of rank of a large run needs, by name; each in a fresh process, after imports, which
-take no torch. `ledger_admission.py NAME` does one of them; `--quick` the first."""
+"""Seconds of one core until it is known what every kind of rank of a large run needs, by name; each in a fresh process, after imports,
+which take no torch. `ledger_admission.py NAME` does one of them; `--quick` the first."""
 
 import json
 import subprocess

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
@@ -26,10 +27,11 @@ from longshift.train.check import Trial, build, parse_layouts
 from longshift.workload.groups import Edge, length_groups
 
 
-def weigh(world: World, trial: dict, layout: str, trace: bool = False) -> dict[str, Any]:
+def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, trace: bool = False) -> dict[str, Any]:
     """Bytes on the device at the most in the second of two equal steps, and bytes sent by communicator. `trace`: with the first operations
     after which bytes differ from what the ledger says by another number than before."""
     what, layouts = Trial.from_json(trial), parse_layouts(layout)
+    world.per_node = per_node or world.size
     first, batch = what.batches()
     after: list[int] = []
     with prompt_release(), HeldBytes() as held, Counted(world) as counted:
@@ -46,35 +48,40 @@ def weigh(world: World, trial: dict, layout: str, trace: bool = False) -> dict[s
             runner.tier.close()
     world.forget()
     if trace:
-        weighed, said = predict(what, tuple(layouts), world.rank)
+        weighed, said = predict(replace(what, given=()), tuple(layouts), world.rank, per_node=per_node)
         found |= {"alive": weighed.peaks["device"].alive[:12], "apart": apart(after, said)}
     return found
 
 
 @lru_cache(maxsize=4)
-def shape_of(trial: Trial, layouts: tuple[Layout, ...]) -> StepShape:
+def shape_of(trial: Trial, layouts: tuple[Layout, ...], per_node: int | None = None) -> StepShape:
     """What of a trial decides how large its steps are. As `longshift.train.check.build` makes it."""
     formats, ends = FORMATS[trial.precision], (*trial.edges[: len(layouts) - 1], trial.capacity)
     edges = tuple(Edge(upto, layout) for upto, layout in zip(ends, layouts))
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
-    links = assumed(layouts[0].world)
+    links = assumed(per_node or layouts[0].world)
     itinerary = Itinerary(trial.spec, edges, links, formats.compute_bytes, formats.home_bytes, options)
     return StepShape(itinerary, edges, formats, 0, trial.capacity, trial.ahead)
 
 
 def predict(
-    trial: Trial, layouts: tuple[Layout, ...], rank: int, transport: Transport = "gloo", host_is_device: bool = True
+    trial: Trial,
+    layouts: tuple[Layout, ...],
+    rank: int,
+    transport: Transport = "gloo",
+    host_is_device: bool = True,
+    per_node: int | None = None,
 ) -> tuple[Weighed, list[tuple[str, int]]]:
     """What the ledger says of a trial's last step on a rank; and of the device after each operation."""
-    shape, lengths = shape_of(trial, layouts), trial.lengths[-1]
+    shape, lengths = shape_of(trial, layouts, per_node), trial.lengths[-1]
     ledger = shape.ledger(rank, transport, host_is_device)
     groups = length_groups(lengths, shape.edges, trial.spec)
     groups = [groups[i] for i in shape.itinerary.order(tuple(group.layout for group in groups))]
     visits, packs = ledger.steps.visits(groups, lengths)
     settle, said = ledger.book.settle, list[tuple[str, int]]()
 
-    def settled(op: Op) -> None:
-        settle(op)
+    def settled(op: Op, under: str = "") -> None:
+        settle(op, under)
         said.append((str(op), ledger.book.now["device"]))
 
     ledger.book.settle = settled

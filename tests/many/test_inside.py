@@ -51,8 +51,8 @@ def faults(measured: dict[str, dict], told: dict[str, Inside]) -> Iterator[str]:
 
 
 def agree(worlds: Worlds, what: str, faults_of: Callable[..., Iterator[str]], spec: str, layout: str, dtype: str) -> None:
-    """No rank finds a fault. gloo's threads may end storages late ([Note: late release] in dist.held): what is only so once in three times is
-    no fault."""
+    """No rank finds a fault. gloo's threads may end storages late ([Note: late release] in dist.held): what is so once in three times
+    only is no fault."""
     wrong: list[str] = []
     for _ in range(3):
         answers = worlds(Layout.parse(layout).world).call(f"inside_measured:{what}", DEADLINE_S, spec=spec, layout=layout, dtype=dtype)

@@ -1,10 +1,12 @@
 """Bytes by name and place, now and at the most."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from longshift.layout.layout import Layout
 from longshift.program.operations import Op
+from longshift.schedule.inside import Transport
 
 Place = Literal["device", "host", "disk"]
 
@@ -61,3 +63,29 @@ class Book:
                 rows += [("inside the operation", inside)] if (inside := most - self.now[place]) > 0 else []
                 alive = tuple(sorted(rows, key=lambda row: -row[1]))
                 self.peaks[place] = Peak(most, f"{op} under {under}" if under else str(op), alive)
+
+
+@dataclass
+class Account:
+    """What all that is weighed on a rank shares: how the rank computes and moves, and where bytes are written down. Mutable. `transport`: how
+    collectives move, which decides what they need besides their results; `same_format`: weights are computed with in home's format;
+    `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_sums`: by unit and bucket."""
+
+    rank: int
+    home: Layout
+    weight_bytes: int
+    sum_bytes: int
+    transport: Transport
+    same_format: bool
+    host_is_device: bool
+    ahead: int
+    book: Book = field(default_factory=Book)
+    sent: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
+    home_sums: dict[tuple[int, int], Held] = field(default_factory=dict)
+
+    def held(self, name: str, size: int, place: Place = "device") -> Held:
+        return Held(self.book, name, size, place)
+
+    def send(self, what: str, size: int) -> None:
+        self.sent[what] += size

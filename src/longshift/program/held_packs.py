@@ -2,12 +2,12 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from longshift.layout.heads import own_heads, tensor_heads
 from longshift.layout.layout import Layout
 from longshift.layout.memory import loss_rows
-from longshift.program.book import Held, Place
+from longshift.program.book import Account, Held, Place
+from longshift.program.held_copies import HeldCopies
 from longshift.program.operations import Op
 from longshift.program.turns import RankLayout
 from longshift.schedule import chunks
@@ -18,19 +18,16 @@ from longshift.schedule.inside_chunk import of_event
 from longshift.schedule.sequence import TokenOrder, token_order
 from longshift.schedule.streamed import Lists, lists, tier_key
 
-if TYPE_CHECKING:
-    from longshift.program.ledger import Ledger
-
 WRITES = 2  # puts of a disk tier that keep what they send (`stream.tiers`)
 IN_FLIGHT_BYTES = 256 << 20
 NAMES = {"kv": "keys and values", "dkv": "gradients of keys and values", "o": "output of attention"}
 
 
-class Tier:
+class HeldTier:
     """`stream.tiers.DeviceTier`: the device keeps the tensors. Mutable."""
 
-    def __init__(self, ledger: "Ledger"):
-        self.ledger = ledger
+    def __init__(self, account: Account):
+        self.account = account
         self.objects: dict[tuple, list[Held]] = {}
 
     def put(self, key: tuple, tensors: list[Held], shapes: Sequence[tuple], sizes: Sequence[int] = ()) -> None:
@@ -46,12 +43,12 @@ class Tier:
         del self.objects[key]
 
 
-class MovingTier(Tier):
-    """`stream.tiers.DiskTier` and `HostTier`: fetches fill memory of what was fetched before and is no longer used; the last `under_way` puts
-    keep what they send. Mutable."""
+class MovingTier(HeldTier):
+    """`stream.tiers.DiskTier` and `HostTier`: fetches fill memory of what was fetched before and is no longer used; the last `under_way`
+    puts keep what they send. Mutable."""
 
-    def __init__(self, ledger: "Ledger", place: Place, under_way: int, most_bytes: int):
-        super().__init__(ledger)
+    def __init__(self, account: Account, place: Place, under_way: int, most_bytes: int):
+        super().__init__(account)
         self.place: Place = place
         self.under_way, self.most_bytes = under_way, most_bytes
         self.shapes: dict[tuple, list[tuple[tuple, int]]] = {}
@@ -65,8 +62,8 @@ class MovingTier(Tier):
             self.leaving.popleft()
         if self.under_way:
             self.leaving.append((size, list(tensors)))
-        self.objects[key] = [self.ledger.held("waiting for the backward", size, self.place)]
-        self.ledger.moved["put"] += size
+        self.objects[key] = [self.account.held("waiting for the backward", size, self.place)]
+        self.account.moved["put"] += size
         self.shapes[key] = list(zip(shapes, self._split(shapes, size)))
 
     @staticmethod
@@ -76,10 +73,10 @@ class MovingTier(Tier):
 
     def fetch(self, key: tuple) -> list[Held]:
         found = []
-        self.ledger.moved["fetched"] += sum(size for _, size in self.shapes[key])
+        self.account.moved["fetched"] += sum(size for _, size in self.shapes[key])
         for shape, size in self.shapes[key]:
             spare = self.spare.get((shape, size))
-            found.append(spare.popleft() if spare else self.ledger.held("fetched from a tier", size))
+            found.append(spare.popleft() if spare else self.account.held("fetched from a tier", size))
         return found
 
     def recycle(self, tensors: list[Held], shapes: Sequence[tuple]) -> None:
@@ -93,42 +90,42 @@ class MovingTier(Tier):
             self.leaving.clear()
 
 
-def tier_of(ledger: "Ledger", layout: Layout) -> Tier:
+def tier_of(account: Account, layout: Layout) -> HeldTier:
     """As `stream.tiers.tier_of`."""
-    if layout.offload == "device" or (layout.offload == "host" and ledger.host_is_device):
-        return Tier(ledger)
-    return MovingTier(ledger, layout.offload, WRITES if layout.offload == "disk" else 0, IN_FLIGHT_BYTES)
+    if layout.offload == "device" or (layout.offload == "host" and account.host_is_device):
+        return HeldTier(account)
+    return MovingTier(account, layout.offload, WRITES if layout.offload == "disk" else 0, IN_FLIGHT_BYTES)
 
 
-class Packs:
+class HeldPacks:
     """What `step.runner.Runner` keeps of a layout's packs. Mutable."""
 
-    def __init__(self, ledger: "Ledger", view: RankLayout):
-        self.ledger, self.view, self.spec, self.layout = ledger, view, view.spec, view.layout
-        self.compute_bytes = ledger.steps.bytes[0]
-        self.rank = Rank(self.spec, self.layout, view.at, self.compute_bytes, ledger.transport)
+    def __init__(self, account: Account, view: RankLayout, copies: HeldCopies):
+        self.account, self.view, self.spec, self.layout, self.copies = account, view, view.spec, view.layout, copies
+        self.compute_bytes = account.weight_bytes
+        self.rank = Rank(self.spec, self.layout, view.at, self.compute_bytes, account.transport)
         self.grads: dict[int, list[Held]] = {}
         self.receiving: dict[int, Held] = {}
         self.sending: dict[int, Held] = {}
-        self.tier = tier_of(ledger, self.layout)
+        self.tier = tier_of(account, self.layout)
 
     def residual(self, tokens: int, name: str) -> Held:
         """x or its gradient, [T', D]."""
-        return self.ledger.held(name, tokens * self.spec.width * self.compute_bytes)
+        return self.account.held(name, tokens * self.spec.width * self.compute_bytes)
 
     def happen(self, found: Inside) -> None:
         """What an operation needs inside, and what it sends."""
-        self.ledger.book.inside(found.peak)
+        self.account.book.inside(found.peak)
         for axis, size in found.sent.items():
-            self.ledger.send(axis, size)
+            self.account.send(axis, size)
 
     def leave(self, unit: int) -> None:
         """Gradients on the weights of a unit, and on those that it shares."""
-        sizes = self.ledger.copies[self.view.cut].units
+        sizes = self.copies.units
         for moving in self.moving(unit):
             if not self.grads.get(moving):
                 size = sum(sizes[moving].weights) * self.compute_bytes
-                self.grads[moving] = [self.ledger.held("gradients of weights", size)]
+                self.grads[moving] = [self.account.held("gradients of weights", size)]
 
     def moving(self, unit: int) -> list[int]:
         return [number for number in (*self.view.shared(unit), unit) if number in self.view.units]
@@ -147,7 +144,7 @@ class Packs:
         self.receiving[op.number] = self.residual(self.tokens(op.micro), "messages between stages")
 
     def sent(self, op: Op, held: Held) -> None:
-        self.ledger.send(op.way, held.size)
+        self.account.send(op.way, held.size)
         self.sending[op.number] = held
 
     def arrive(self, op: Op) -> None:
@@ -156,11 +153,11 @@ class Packs:
     depart = put = fetch = await_fetch = drop = received = send = compute = arrive
 
 
-class WholePacks(Packs):
+class HeldWhole(HeldPacks):
     """What `step.runner.WholePacks` keeps. Mutable."""
 
-    def __init__(self, ledger: "Ledger", view: RankLayout):
-        super().__init__(ledger, view)
+    def __init__(self, account: Account, view: RankLayout, copies: HeldCopies):
+        super().__init__(account, view, copies)
         self.orders: dict[int, TokenOrder] = {}
         self.micros: dict[int, Held] = {}
         self.x: dict[int, Held] = {}
@@ -175,7 +172,7 @@ class WholePacks(Packs):
         self.orders[micro] = order
         found = loaded(self.rank, order)
         self.happen(found)
-        self.micros[micro] = self.ledger.held("token ids, labels, rotary angles", found.output)
+        self.micros[micro] = self.account.held("token ids, labels, rotary angles", found.output)
 
     def unload(self, micro: int) -> None:
         for held in (self.micros, self.x, self.g):
@@ -206,7 +203,7 @@ class WholePacks(Packs):
 
     def _pass(self, op: Op) -> None:
         kept = self._inside(op).graph
-        self.inputs[self._key(op)] = [self.x[op.micro], *([self.ledger.held("output of attention", kept)] if kept else [])]
+        self.inputs[self._key(op)] = [self.x[op.micro], *([self.account.held("output of attention", kept)] if kept else [])]
         self.x[op.micro] = self.residual(self.tokens(op.micro), "residual stream")
 
     def _forward(self, op: Op) -> None:
@@ -218,7 +215,7 @@ class WholePacks(Packs):
 
     def _graph(self, op: Op, x: Held | None, kept: list[Held]) -> Held:
         found = self._inside(op)
-        self.graphs[self._key(op)] = x, self.ledger.held("activations for the backward", found.graph), kept
+        self.graphs[self._key(op)] = x, self.account.held("activations for the backward", found.graph), kept
         return self.residual(self.tokens(op.micro), "residual stream")
 
     def _backward(self, op: Op) -> None:
@@ -256,11 +253,11 @@ class WholePacks(Packs):
         return [("x", self.tokens(op.micro)), *([("o", self.tokens(op.micro))] if self.layout.keep_output else [])]
 
 
-class ChunkedPacks(Packs):
+class HeldChunked(HeldPacks):
     """What `step.chunked.ChunkedPacks` keeps. Mutable."""
 
-    def __init__(self, ledger: "Ledger", view: RankLayout):
-        super().__init__(ledger, view)
+    def __init__(self, account: Account, view: RankLayout, copies: HeldCopies):
+        super().__init__(account, view, copies)
         self.cuts: dict[int, tuple] = {}
         self.micros: dict[int, Held] = {}
         self.crossing: dict[tuple, Held] = {}
@@ -269,7 +266,7 @@ class ChunkedPacks(Packs):
     def load(self, micro: int, lengths: Sequence[int]) -> None:
         self.cuts[micro] = chunks.cut(list(lengths) or [1], self.layout.chunk)
         tokens = sum(order.local_tokens for order in chunks.orders(self.cuts[micro], self.layout)) // self.layout.ulysses
-        self.micros[micro] = self.ledger.held("token ids, labels, positions", 3 * INDEX_BYTES * tokens)
+        self.micros[micro] = self.account.held("token ids, labels, positions", 3 * INDEX_BYTES * tokens)
 
     def unload(self, micro: int) -> None:
         del self.cuts[micro], self.micros[micro]
@@ -281,7 +278,7 @@ class ChunkedPacks(Packs):
 
     def _made(self, micro: int) -> Lists:
         heads, own = len(tensor_heads(self.spec, self.layout, self.view.at)[0]), own_heads(self.spec, self.layout, self.view.at)
-        return lists(self.spec, self.layout, self.cuts[micro], heads, own, self.compute_bytes, self.ledger.ahead)
+        return lists(self.spec, self.layout, self.cuts[micro], heads, own, self.compute_bytes, self.account.ahead)
 
     def tokens(self, micro: int) -> int:
         return sum(self.shares(chunks.orders(self.cuts[micro], self.layout)))
@@ -330,7 +327,7 @@ class ChunkedPacks(Packs):
                     self.leave(op.unit)
             elif event.kind == "accumulate":
                 for unit in self.moving(op.unit):
-                    self.ledger.copies[self.view.cut].accumulate(unit, self.grads.pop(unit, []))
+                    self.copies.accumulate(unit, self.grads.pop(unit, []))
             elif event.kind == "fetch":
                 live[event.object] = self.tier.fetch(key)
                 fetched.add(event.object)
@@ -349,7 +346,7 @@ class ChunkedPacks(Packs):
         """A buffer is now so large; the tensors that it had stay where that has not changed."""
         if sum(held.size for held in live.get(buffer, ())) != size or buffer not in live:
             live.pop(buffer, None)
-            live[buffer] = [self.ledger.held(NAMES.get(buffer[0], "buffers of chunks"), size)]
+            live[buffer] = [self.account.held(NAMES.get(buffer[0], "buffers of chunks"), size)]
 
     def _shapes(self, made: Lists, buffer: Buffer) -> list[tuple]:
         """What a fetch of an object can take over: memory of the same shape and format."""

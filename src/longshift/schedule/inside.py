@@ -44,15 +44,13 @@ MOST_SCORES = 2**26  # that the definition of attention holds at one time (`mode
 class Inside:
     """Bytes and work of one operation on one rank. `peak`: the most above what was there when it began, its results included; `output`: of
     the tensors that it returns; `graph`: that a forward keeps for its backward, or a pass for another forward, besides input and output;
-    `grads`: of the weights' gradients that it leaves, or at most leaves at one time; `taken`: all that is there, above the beginning, when
-    a loss has its gradients taken from the weights; `sent`: out of this rank to others, by axis; `buffers`: of a chunk's event, see
-    `schedule.inside_chunk`."""
+    `grads`: of the weights' gradients that it leaves, or at most leaves at one time; `sent`: out of this rank to others, by axis; `buffers`:
+    of a chunk's event, see `schedule.inside_chunk`."""
 
     peak: int
     output: int
     graph: int
     grads: int
-    taken: int
     sent: Mapping[str, int]
     matmul_flops: int
     attention_flops: int
@@ -176,9 +174,9 @@ class Rank:
         self.memory.most = self.memory.now
         return self.memory.now
 
-    def seen(self, before: int, output: int = 0, graph: int = 0, grads: int = 0, taken: int = 0) -> Inside:
+    def seen(self, before: int, output: int = 0, graph: int = 0, grads: int = 0) -> Inside:
         work = self.flops["matmul"], self.flops["attention"]
-        return Inside(self.memory.most - before, output, graph, grads, taken, dict(self.sent), *work)
+        return Inside(self.memory.most - before, output, graph, grads, dict(self.sent), *work)
 
 
 class Micro:
@@ -220,10 +218,6 @@ class Unit:
 
     def grads(self) -> int:
         return sum(w.grad.storage.size for w in self.weights.values() if w.grad)
-
-    def take(self) -> None:
-        for weight in self.weights.values():
-            weight.grad = None
 
     def linear(self, x: Tensor, role: str, bias: bool = True) -> Tensor:
         weight, added = self.weights[role], self.weights.get(role + "_bias") if bias else None

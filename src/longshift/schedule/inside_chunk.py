@@ -109,7 +109,7 @@ class _Event:
         if rest:
             buffers[rest] = left - grads - sum(buffers.values())
         output = sum(buffers.values())
-        return replace(self.rank.seen(before, output=output, grads=grads, taken=left if grads else 0), buffers=buffers)
+        return replace(self.rank.seen(before, output=output, grads=grads), buffers=buffers)
 
     # Operations of a block
 

@@ -1,0 +1,176 @@
+"""What the working copies of a cut, their gradients on the way home and switches take on a rank, in bytes: see `program.ledger`."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from longshift.layout.layout import Layout
+from longshift.layout.placement import buckets_of, units_on
+from longshift.program.book import Account, Held
+from longshift.program.turns import RankLayout
+from longshift.spec.model import ModelSpec
+from longshift.switch.plan import Plan
+
+
+@dataclass(frozen=True)
+class Route:
+    """A bucket of a unit on this rank, in elements: the fused buffer is [slots, width], of which `own` are kept at home."""
+
+    holders: int
+    sharded: bool
+    width: int
+    own: int
+
+    @property
+    def slots(self) -> int:
+        return self.holders if self.sharded else 1
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """Elements of one moving unit on this rank: of the copies that are no tensors of home's, and of all weights."""
+
+    flat: int
+    weights: tuple[int, ...]
+    routes: tuple[Route, ...]
+
+
+def unit_sizes(spec: ModelSpec, view: RankLayout, home: Layout, rank: int, same_format: bool) -> dict[int, UnitSizes]:
+    """By moving unit, for a layout whose copies' source is cut as `home` is. `same_format`: copies have the format of their source, and are
+    its own tensors where it keeps a weight whole."""
+    mine = buckets_of(spec, home, rank)
+    at_home = {name: box for bucket in mine if not bucket.sharded and same_format for name, box in bucket.home(rank)}
+    routes: dict[int, list[Route]] = {}
+    for bucket in mine:
+        routes.setdefault(bucket.unit, []).append(Route(len(bucket.holders), bucket.sharded, bucket.width, bucket.kept(rank)))
+    found = {}
+    for unit in units_on(spec, view.layout, rank):
+        weights = {name: sum(box.elements for box in boxes) for name, boxes in unit.boxes.items()}
+        flat = sum(weights[name] for name, boxes in unit.boxes.items() if boxes != (at_home.get(name),))
+        found[unit.unit] = UnitSizes(flat, tuple(weights.values()), tuple(routes.get(unit.unit, ())))
+    return found
+
+
+class HeldCopies:
+    """What `state.copies` and `state.visit` keep of one cut. Mutable."""
+
+    def __init__(self, account: Account, view: RankLayout):
+        self.account, self.view, self.cut = account, view, view.cut
+        self.guest = view.collective and not view.cut.at_home
+        source = view.cut.layout if self.guest else account.home
+        self.units = unit_sizes(view.spec, view, source, account.rank, self.guest or account.same_format)
+        self.name = str(view.cut.layout)
+        self.flats: dict[int, Held] = {}
+        self.rows: dict[int, Held] = {}
+        self.gathering: dict[int, deque[Held]] = {}
+        self.sums: dict[int, list[Held]] = {}
+        self.reducing: dict[int, deque[list[tuple[Held, list[Held], Route]]]] = {}
+        self.guest_sums: dict[tuple[int, int], Held] = {}
+        self.compute, self.home = account.weight_bytes, account.sum_bytes
+
+    def hold(self, unit: int) -> None:
+        if unit not in self.flats:
+            self.flats[unit] = self.account.held(f"working copies of {self.name}", self.units[unit].flat * self.compute)
+
+    def open(self, unit: int) -> None:
+        if self.guest:
+            own = sum(route.own for route in self.units[unit].routes)
+            self.rows[unit] = self.account.held(f"rows of {self.name}", own * self.compute)
+        else:
+            self.hold(unit)
+
+    def release(self, unit: int) -> None:
+        """Rows stay: the next gather is from them."""
+        self.flats.pop(unit, None)
+
+    def close(self, unit: int) -> None:
+        for number in list(self.units) if unit < 0 else [unit]:
+            self.flats.pop(number, None)
+            self.rows.pop(number, None)
+
+    def gather(self, unit: int) -> None:
+        self.hold(unit)
+        coming = self.gathering[unit] = deque[Held]()
+        for route in self.units[unit].routes:
+            if route.sharded:
+                copied = self.account.transport == "gloo" and route.holders > 2  # then what is sent lies there once for each holder
+                size = route.width * (2 * route.holders if copied else 1 + route.holders) * self.compute
+                coming.append(self.account.held("gathers under way", size))
+                self.account.book.inside(route.width * self.compute if copied else 0)
+                self.account.send("gather", route.width * (route.holders - 1) * self.compute)
+
+    def gathered(self, unit: int) -> None:
+        del self.gathering[unit]
+
+    def accumulate(self, unit: int, grads: list[Held]) -> None:
+        if unit not in self.sums:
+            sizes = self.units[unit]
+            elements = [r.slots * r.width for r in sizes.routes] if self.view.collective else sizes.weights
+            self.sums[unit] = [self.account.held("gradient sums", n * self.home) for n in elements]
+        grads.clear()
+
+    def reduce(self, unit: int) -> None:
+        sums, leaving = self.sums.pop(unit), list[tuple[Held, list[Held], Route]]()
+        gloo = self.account.transport == "gloo"
+        sums.reverse()
+        for route in self.units[unit].routes:
+            total, size, extra = sums.pop(), route.width * self.home, list[Held]()
+            if route.sharded:
+                out = self.account.held("reductions under way", size)
+                extra = [total]
+                if gloo:
+                    extra.append(self.account.held("reductions under way", size * (1 if route.holders == 2 else route.holders)))
+                self.account.send("reduce", size * (route.holders - 1))
+            else:
+                out = total
+                if gloo and route.holders == 2:
+                    extra = [self.account.held("reductions under way", size)]
+                if route.holders > 1:
+                    self.account.send("reduce", size if gloo and route.holders == 2 else 2 * size * (route.holders - 1) // route.holders)
+            leaving.append((out, extra, route))
+        leaving.reverse()
+        self.reducing.setdefault(unit, deque()).append(leaving)
+
+    def reduced(self, unit: int) -> None:
+        leaving = self.reducing[unit].popleft()
+        number = 0
+        while leaving:
+            out, extra, route = leaving.pop()
+            if route.sharded and self.account.transport == "gloo" and route.holders > 2:
+                self.account.book.inside(route.width * self.home)
+            extra.clear()
+            sums = self.guest_sums if self.guest else self.account.home_sums
+            sums.setdefault((unit, number), out)
+            del out
+            number += 1
+
+    def forget(self) -> None:
+        self.sums.clear()
+        self.guest_sums.clear()
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Bytes of a switch on one rank, by exchange: that it sends, and that begin to pass through; `most`: that it sends and receives in
+    the largest."""
+
+    sent: tuple[int, ...]
+    passing: tuple[int, ...]
+    most: int
+
+
+def exchanged(plan: Plan, rank: int) -> Exchanged:
+    """What `state.transfer.Transfer` moves on a rank."""
+    count = plan.buckets + plan.rounds - 1 if plan.bytes_by_pair.any() else plan.buckets
+    sent, received, passing = np.zeros((3, count), np.int64)
+    for w in plan.weights:
+        m = w.moves
+        if len(m):
+            number, size = w.bucket[m.slice] + m.round, w.slices.size_bytes[m.slice]
+            out, into = m.source == rank, m.target == rank
+            np.add.at(sent, number[out], size[out])
+            np.add.at(received, number[into], size[into])
+            through = np.unique(m.slice[into & (m.round < plan.rounds - 1) & ~w.slices.wants[m.slice, rank]])
+            np.add.at(passing, w.bucket[through], w.slices.size_bytes[through])
+    return Exchanged(tuple(sent.tolist()), tuple(passing.tolist()), int((sent + received).max()))
