@@ -6,8 +6,8 @@ each rank in a control group of its own, and prints what happened.
 
 The limit is set in the rank, between its imports and admission, when it is known what the process has by then. `has`: bytes of the process
 at admission, as admission counts them; `counted`: as its control group does; `peak`: the most that a control group of the run has counted.
-`--warm`: the process has before admission what torch imports and keeps only in the first step. Needs root and control groups, v1 or v2; says
-so where it has none.
+`--warm`: the process has before admission what torch imports and keeps only in the first step. Needs root and control groups, v1 or v2;
+says so where it has none.
 """
 
 import json
@@ -183,9 +183,11 @@ def main() -> None:
     except OSError as fault:
         print(json.dumps({"control_groups": str(fault)}))
         return
-    rows = [played(*case, factor) for case in layouts(int(sys.argv[1])) for factor in (ROOMY, TIGHT)]
-    for row in rows:
-        print(row, file=sys.stderr)
+    rows = []
+    for case in layouts(int(sys.argv[1])):
+        for factor in (ROOMY, TIGHT):
+            rows.append(played(*case, factor))
+            print(rows[-1], file=sys.stderr, flush=True)
     survived, refused = (sum(row["as_expected"] for row in rows if row["factor"] == factor) for factor in (ROOMY, TIGHT))
     print(json.dumps({"layouts": len(rows) // 2, "survived": survived, "refused": refused, "rows": rows}))
 
