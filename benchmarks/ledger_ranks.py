@@ -17,7 +17,7 @@ from longshift.layout.layout import Layout
 from longshift.program.ledger import Weighed
 from longshift.program.needs import StepShape
 from longshift.program.operations import Op, Program
-from longshift.schedule.inside import Transport
+from longshift.schedule.inside_rank import Transport
 from longshift.spec.formats import FORMATS
 from longshift.step.player import Player
 from longshift.step.update import train_step

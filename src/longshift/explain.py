@@ -11,7 +11,7 @@ from longshift.config import Config
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.placement import buckets
 from longshift.program.needs import Need, StepShape, most, needs
-from longshift.schedule.inside import Transport
+from longshift.schedule.inside_rank import Transport
 from longshift.spec.formats import FORMATS, Format
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of

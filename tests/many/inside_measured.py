@@ -23,7 +23,7 @@ from longshift.dist import collectives
 from longshift.dist.held import HeldBytes, prompt_release
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.layout.memory import loss_blocks
+from longshift.layout.loss_rows import loss_blocks
 from longshift.layout.placement import local_boxes
 from longshift.model.decoder import Block, Head, Unit, build_unit
 from longshift.model.kernels import FLASH

@@ -11,11 +11,11 @@ from conftest import DEADLINE_S, Worlds
 from inside_measured import LENGTHS, PARTS, SPECS, TURNS
 
 from longshift.layout.layout import Layout
-from longshift.layout.memory import loss_blocks
-from longshift.schedule import inside, inside_chunk
+from longshift.layout.loss_rows import loss_blocks
+from longshift.schedule import inside, inside_chunk, inside_rank
 from longshift.schedule.abstract import Tensor, recorded
 from longshift.schedule.chunks import Buffer, cut, reach
-from longshift.schedule.inside import Inside, Place, Transport
+from longshift.schedule.inside_rank import Inside, Place, Transport
 from longshift.schedule.sequence import token_order
 from longshift.schedule.streamed import lists_of
 
@@ -132,26 +132,26 @@ def test_events_of_chunks_hold_leave_and_send_what_is_said(worlds: Worlds, spec:
 def forgotten_gate(patch: pytest.MonkeyPatch) -> None:
     """The gated activation saves one of its inputs only."""
 
-    def gated(self: inside.Block, gate: Tensor, up: Tensor) -> Tensor:
+    def gated(self: inside.SizedBlock, gate: Tensor, up: Tensor) -> Tensor:
         return recorded(gate.new(), (gate, up), lambda grad, up: [grad.new(), grad.new()], (up,))
 
-    patch.setattr(inside.Block, "gated", gated)
+    patch.setattr(inside.SizedBlock, "gated", gated)
 
 
 def own_share_sent(patch: pytest.MonkeyPatch) -> None:
     """What a rank gathers from others counts as sent to itself, too."""
-    count = inside.Group.count
-    patch.setattr(inside.Group, "count", lambda group, sent: count(group, sent * group.size // (group.size - 1)))
+    count = inside_rank.SizedGroup.count
+    patch.setattr(inside_rank.SizedGroup, "count", lambda group, sent: count(group, sent * group.size // (group.size - 1)))
 
 
 def copies_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Sums over a pair of ranks need no room for what the other one sends."""
 
-    def scatter_tokens(self: inside.Group, x: Tensor) -> Tensor:
+    def scatter_tokens(self: inside_rank.SizedGroup, x: Tensor) -> Tensor:
         self.count(x.bytes // self.size * (self.size - 1))
         return x.new((x.shape[0] // self.size, *x.shape[1:]))
 
-    patch.setattr(inside.Group, "scatter_tokens", scatter_tokens)
+    patch.setattr(inside_rank.SizedGroup, "scatter_tokens", scatter_tokens)
 
 
 @pytest.mark.parametrize("mutant", [forgotten_gate, own_share_sent, copies_forgotten])

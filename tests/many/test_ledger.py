@@ -6,9 +6,10 @@ import pytest
 from conftest import DEADLINE_S, Worlds
 from ledger import QUICK, Case, rows_of, wrong
 
-from longshift.program.held_packs import Packs
+from longshift.program.book import Account
+from longshift.program.held_packs import HeldPacks
 from longshift.program.ledger import Ledger
-from longshift.schedule import inside, inside_chunk
+from longshift.schedule import inside, inside_chunk, inside_rank
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +34,12 @@ def forgotten(*names: str, share: float = 0.0) -> Callable[[pytest.MonkeyPatch],
     """Of buffers with these names the ledger counts a share only."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        native = Ledger.held
+        native = Account.held
 
-        def held(self: Ledger, name: str, size: int, *place):
+        def held(self: Account, name: str, size: int, *place):
             return native(self, name, int(size * share) if name.startswith(names) else size, *place)
 
-        patch.setattr(Ledger, "held", held)
+        patch.setattr(Account, "held", held)
 
     return apply
 
@@ -60,18 +61,18 @@ def dropped(kind: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 def own_part_sent(patch: pytest.MonkeyPatch) -> None:
     """Gathers and reductions send a rank's own part to itself, too."""
-    native = Ledger.send
-    patch.setattr(Ledger, "send", lambda ledger, what, size: native(ledger, what, size * 2 if what in ("gather", "reduce") else size))
+    native = Account.send
+    patch.setattr(Account, "send", lambda account, what, size: native(account, what, size * 2 if what in ("gather", "reduce") else size))
 
 
 def nothing_inside(patch: pytest.MonkeyPatch) -> None:
     """Compute operations need nothing but what they leave."""
-    patch.setattr(Packs, "happen", lambda packs, found: [packs.ledger.send(*pair) for pair in found.sent.items()])
+    patch.setattr(HeldPacks, "happen", lambda packs, found: [packs.account.send(*pair) for pair in found.sent.items()])
 
 
 def attention_sends_twice(patch: pytest.MonkeyPatch) -> None:
-    count = inside.Group.count
-    patch.setattr(inside.Group, "count", lambda group, sent: count(group, 2 * sent))
+    count = inside_rank.SizedGroup.count
+    patch.setattr(inside_rank.SizedGroup, "count", lambda group, sent: count(group, 2 * sent))
 
 
 MUTANTS = {
@@ -109,8 +110,8 @@ MUTANTS = {
 
 
 def sent_twice(patch: pytest.MonkeyPatch, communicator: str) -> None:
-    native = Ledger.send
-    patch.setattr(Ledger, "send", lambda ledger, what, size: native(ledger, what, size * 2 if what == communicator else size))
+    native = Account.send
+    patch.setattr(Account, "send", lambda account, what, size: native(account, what, size * 2 if what == communicator else size))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)

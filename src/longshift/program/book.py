@@ -6,7 +6,7 @@ from typing import Literal
 
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
-from longshift.schedule.inside import Transport
+from longshift.schedule.inside_rank import Transport
 
 Place = Literal["device", "host", "disk"]
 
@@ -67,9 +67,11 @@ class Book:
 
 @dataclass
 class Account:
-    """What all that is weighed on a rank shares: how the rank computes and moves, and where bytes are written down. Mutable. `transport`: how
-    collectives move, which decides what they need besides their results; `same_format`: weights are computed with in home's format;
-    `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_sums`: by unit and bucket."""
+    """What all that is weighed on a rank shares: how the rank computes and moves, and where bytes are written down. Mutable.
+
+    `transport`: how collectives move, which decides what they need besides their results; `same_format`: weights are computed with in
+    home's format; `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_sums`: by unit and
+    bucket."""
 
     rank: int
     home: Layout

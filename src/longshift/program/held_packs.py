@@ -5,16 +5,17 @@ from collections.abc import Sequence
 
 from longshift.layout.heads import own_heads, tensor_heads
 from longshift.layout.layout import Layout
-from longshift.layout.memory import loss_rows
+from longshift.layout.loss_rows import loss_rows
 from longshift.program.book import Account, Held, Place
 from longshift.program.held_copies import HeldCopies
 from longshift.program.operations import Op
 from longshift.program.turns import RankLayout
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Buffer
-from longshift.schedule.inside import INDEX_BYTES, Inside, inside, loaded, loss_of_rows
-from longshift.schedule.inside import Place as Rank
+from longshift.schedule.inside import inside, loaded, loss_of_rows
 from longshift.schedule.inside_chunk import of_event
+from longshift.schedule.inside_rank import INDEX_BYTES, Inside
+from longshift.schedule.inside_rank import Place as Rank
 from longshift.schedule.sequence import TokenOrder, token_order
 from longshift.schedule.streamed import Lists, lists, tier_key
 

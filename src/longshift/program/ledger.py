@@ -17,7 +17,7 @@ from longshift.program.held_packs import HeldChunked, HeldPacks, HeldWhole
 from longshift.program.operations import Op
 from longshift.program.step import Steps
 from longshift.program.turns import Visit
-from longshift.schedule.inside import Transport
+from longshift.schedule.inside_rank import Transport
 from longshift.switch.itinerary import Cut
 from longshift.switch.plan import Plan
 

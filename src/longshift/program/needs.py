@@ -14,7 +14,7 @@ from longshift.program.book import Peak
 from longshift.program.ledger import Ledger, Weighed
 from longshift.program.step import Steps, Windows
 from longshift.program.turns import Visit, visit_of
-from longshift.schedule.inside import Transport
+from longshift.schedule.inside_rank import Transport
 from longshift.spec.formats import Format
 from longshift.switch.itinerary import Itinerary
 from longshift.workload.groups import Edge

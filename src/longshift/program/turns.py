@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from longshift.layout.layout import Layout
-from longshift.layout.memory import loss_blocks
+from longshift.layout.loss_rows import loss_blocks
 from longshift.layout.placement import moving_unit, units_on
 from longshift.program.operations import Kind, Op
 from longshift.schedule import pipeline

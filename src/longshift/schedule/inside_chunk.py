@@ -22,7 +22,9 @@ from typing import Any
 from longshift.layout.heads import own_heads
 from longshift.schedule.abstract import Tensor, backward
 from longshift.schedule.chunks import Event
-from longshift.schedule.inside import Block, Embed, Inside, Micro, Place, Rank, loss_of_rows, ring_backward, ring_forward
+from longshift.schedule.inside import SizedBlock, SizedEmbed, loss_of_rows, rank_of
+from longshift.schedule.inside_attention import ring_backward, ring_forward
+from longshift.schedule.inside_rank import Inside, Micro, Place
 from longshift.schedule.sequence import Pair, TokenOrder, pairs, span
 
 
@@ -51,7 +53,7 @@ def _of_event(
     return getattr(_Event(place, order, other, reads, writes, last), name)()
 
 
-class Segment:
+class SizedSegment:
     """`step.chunked.Segment`: a graph from detached inputs."""
 
     def __init__(self, function: Callable[..., Any], *inputs: Tensor):
@@ -71,10 +73,10 @@ class _Event:
     """One event on buffers that are made for it. Mutable."""
 
     def __init__(self, place: Place, order: TokenOrder, other: TokenOrder | None, reads: Sequence[str], writes: Sequence[str], last: bool):
-        self.rank = Rank(place, order)
+        self.rank = rank_of(place, order)
         self.place, self.order, self.other, self.reads, self.writes, self.last = place, order, other, reads, writes, last
         self.exchanged = place.layout.ulysses > 1
-        self.unit: Any = Block(self.rank, 1)
+        self.unit: Any = SizedBlock(self.rank, 1)
         self.micro: Micro | None = None
 
     # Buffers to begin with
@@ -127,7 +129,7 @@ class _Event:
         numbers = self.micro.numbers  # they stay
         before = self.rank.begin()
         self.micro.rotate(self.rank)
-        segment = Segment(self.project(self.micro), x) if "graph" in self.writes else None
+        segment = SizedSegment(self.project(self.micro), x) if "graph" in self.writes else None
         made = segment.outputs if segment else self.project(self.micro)(x)
         if self.exchanged:
             made = tuple(t.detach() for t in made)
@@ -143,7 +145,7 @@ class _Event:
 
     def exchange_of(self, qkv: tuple[Tensor, ...]) -> Inside:
         before = self.rank.begin()
-        segment = Segment(self.rank.ops.to_heads, *qkv) if "exchange" in self.writes else None
+        segment = SizedSegment(self.rank.ops.to_heads, *qkv) if "exchange" in self.writes else None
         made = segment.outputs if segment else self.rank.ops.to_heads(*qkv)
         return self.with_heads(before, made, "exchange" if segment else "")
 
@@ -181,7 +183,7 @@ class _Event:
     def to_tokens(self) -> Inside:
         o = self.heads(self.order)[0]
         before = self.rank.begin()
-        segment = Segment(self.rank.ops.to_tokens, o)
+        segment = SizedSegment(self.rank.ops.to_tokens, o)
         return self.ended(before, "o_tokens")
 
     def whole_tail(self, x: Tensor, o: Tensor) -> Tensor:
@@ -196,11 +198,11 @@ class _Event:
     def tail_back(self) -> Inside:
         x, o, dy = self.rank.stream(), self.output(), self.rank.stream()
         before = self.rank.begin()
-        dx, do = Segment(self.whole_tail, x, o).back([dy])
+        dx, do = SizedSegment(self.whole_tail, x, o).back([dy])
         return self.ended(before, "", **dict(zip(self.writes, (dx.storage.size, do.storage.size))))
 
     def to_tokens_back(self) -> Inside:
-        segment, do_tokens = Segment(self.rank.ops.to_tokens, self.heads(self.order)[0]), self.output()
+        segment, do_tokens = SizedSegment(self.rank.ops.to_tokens, self.heads(self.order)[0]), self.output()
         before = self.rank.begin()
         (do,) = segment.back([do_tokens])
         return self.ended(before, do=do.storage.size)
@@ -217,7 +219,7 @@ class _Event:
         return self.ended(before, dq=dq.bytes, dkv=dkv.bytes)
 
     def to_heads_back(self) -> Inside:
-        segment = Segment(self.rank.ops.to_heads, *self.qkv_there())
+        segment = SizedSegment(self.rank.ops.to_heads, *self.qkv_there())
         dq, dkv = self.heads(self.order, wide=True)
         before = self.rank.begin()
         dqkv = segment.back([dq, *self.unbound(dkv)])
@@ -228,7 +230,7 @@ class _Event:
         numbers = micro.numbers
         began, x = self.rank.memory.now, self.rank.stream()
         micro.rotate(self.rank)
-        segment = Segment(self.project(micro), x)
+        segment = SizedSegment(self.project(micro), x)
         del micro
         graph = self.rank.memory.now - began - x.bytes
         if self.exchanged:
@@ -248,13 +250,13 @@ class _Event:
     # Operations of the model's ends
 
     def embed(self) -> Inside:
-        self.unit, micro = Embed(self.rank, 0), Micro(self.rank, rotary=False)
+        self.unit, micro = SizedEmbed(self.rank, 0), Micro(self.rank, rotary=False)
         before = self.rank.begin()
         y = self.unit.forward(None, micro, self.rank.ops)
         return self.ended(before, y=y.bytes)
 
     def embed_back(self) -> Inside:
-        self.unit, micro = Embed(self.rank, 0), Micro(self.rank, rotary=False)
+        self.unit, micro = SizedEmbed(self.rank, 0), Micro(self.rank, rotary=False)
         dy = self.rank.stream()
         before = self.rank.begin()
         self.rank.memory.recording = True

@@ -13,7 +13,7 @@ from typing import Literal
 
 from longshift.layout.heads import own_heads, tensor_heads
 from longshift.layout.layout import Coord, Layout
-from longshift.layout.memory import loss_blocks
+from longshift.layout.loss_rows import loss_blocks
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Buffer, Event, Policy, Sizes
 from longshift.schedule.sequence import Run, TokenOrder

@@ -17,7 +17,7 @@ from longshift.data.batch import Document
 from longshift.data.micro import micro_batch
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.layout.memory import loss_rows
+from longshift.layout.loss_rows import loss_rows
 from longshift.model.decoder import Block, Head, MicroBatch, build_unit
 from longshift.model.kernels import Kernel
 from longshift.program.operations import Op

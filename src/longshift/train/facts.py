@@ -37,14 +37,14 @@ class SavedConfig(Part):
     train: SavedTrain
 
 
-class Attention(Part):
+class ChosenKernel(Part):
     """The attention kernel of a run, and whether equal inputs give it equal bits."""
 
     kernel: str
     deterministic: bool
 
     @classmethod
-    def of(cls, kernel: Kernel, device: torch.device) -> "Attention":
+    def of(cls, kernel: Kernel, device: torch.device) -> "ChosenKernel":
         return cls(kernel=kernel.name, deterministic=kernel.deterministic(device))
 
     def __str__(self) -> str:
@@ -67,11 +67,11 @@ class Facts(Part):
     model: dict[str, Any]
     config: SavedConfig
     fingerprints: Fingerprints
-    attention: Attention | None = None
+    attention: ChosenKernel | None = None
     torch: str
 
     @classmethod
-    def now(cls, config: Config, state: State, fingerprints: Fingerprints, attention: Attention) -> "Facts":
+    def now(cls, config: Config, state: State, fingerprints: Fingerprints, attention: ChosenKernel) -> "Facts":
         return cls(
             cursor=state.cursor,
             updates=state.optimizer.steps,
@@ -95,7 +95,7 @@ class Facts(Part):
             raise CheckpointError(f"{saved.folder}/manifest.json is malformed: {where}: {first['msg']}") from None
 
 
-def changed_kernel(facts: Facts | None, attention: Attention) -> str | None:
+def changed_kernel(facts: Facts | None, attention: ChosenKernel) -> str | None:
     """A warning where a run goes on with another attention kernel than its checkpoint was computed by, else None."""
     if facts is None or facts.attention is None or facts.attention == attention:
         return None

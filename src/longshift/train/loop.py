@@ -23,7 +23,7 @@ from longshift.explain import shape_of
 from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
 from longshift.program.needs import most, needs
-from longshift.schedule.inside import Transport
+from longshift.schedule.inside_rank import Transport
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
@@ -36,7 +36,7 @@ from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
 from longshift.switch.links import agreed, links_of
 from longshift.train.corpus import open_on_ranks
-from longshift.train.facts import Attention, Facts, Fingerprints, changed_kernel, expect
+from longshift.train.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, expect
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
 
@@ -76,7 +76,7 @@ def _steps(
     player = build_player(config, world, state, run)
     if world.rank == 0 and world.device.type != "cpu":
         print(f"longshift: attention by {player.kernel.name}: {player.why_kernel}", file=sys.stderr)
-    attention = Attention.of(player.kernel, world.device)
+    attention = ChosenKernel.of(player.kernel, world.device)
     if world.rank == 0 and (warning := changed_kernel(facts, attention)):
         print(f"longshift: {warning}", file=sys.stderr)
     recorder = Recorder()

@@ -1,0 +1,204 @@
+"""Attention of a rank on tensors without numbers, as `model.attention`, `model.kernels` and `parallel.ring` hold and drop theirs."""
+
+# ruff: noqa: F841, RUF059  (variables hold tensors for as long as the model's do)
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from longshift.schedule.abstract import Tensor, recorded
+from longshift.schedule.inside_rank import MOST_SCORES, Rank, SizedGroup, cast
+from longshift.schedule.sequence import Pair, TokenOrder, pairs
+
+
+def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool, times: int) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a piece; of each of `times` equal ones."""
+    place, scores = rank.place, times * q.shape[0] * k.shape[0] * q.shape[1]
+    rank.flops["attention"] += 4 * scores * q.shape[2] // (2 if causal else 1)
+    if place.by_definition:
+        return _by_definition(q, k, causal)
+    found = q.new(), q.new(q.shape[:2], place.wide)
+    state = q.new((3,), 8) if place.transport == "nccl" else None  # of random numbers
+    return found
+
+
+def _flash_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, causal: bool, times: int) -> tuple[Tensor, Tensor, Tensor]:
+    place, scores = rank.place, times * q.shape[0] * k.shape[0] * q.shape[1]
+    rank.flops["attention"] += 10 * scores * q.shape[2] // (2 if causal else 1)
+    if place.by_definition:
+        return _by_definition_backward(q, k, causal)
+    lse = q.new(q.shape[:2], place.wide) if place.transport == "nccl" else None  # made contiguous
+    return q.new(), k.new(), v.new()
+
+
+def _by_definition(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """`model.kernels.reference`."""
+    (tokens, heads, width), outs, lses = q.shape, [], []
+    keys, values = (k.new((k.shape[0], heads, width)) for _ in range(2))
+    scores = None
+    for rows in _score_rows(q, k):
+        scores = _scores(q, k, rows, causal)
+        lses.append(q.new((rows, heads)))
+        weights = _exp_of_difference(scores)
+        outs.append(q.new((rows, heads, width)))
+        del weights
+    out = q.new()
+    return out, q.new((tokens, heads))
+
+
+def _by_definition_backward(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`model.kernels.reference_backward`."""
+    (_, heads, width), dqs = q.shape, []
+    keys, values = (k.new((k.shape[0], heads, width)) for _ in range(2))
+    dk, dv = k.new(), k.new()
+    p = ds = None
+    for rows in _score_rows(q, k):
+        p = _exp_of_difference(_scores(q, k, rows, causal))
+        ds = _gradient_of_scores(q, p)
+        dqs.append(q.new((rows, heads, width)))
+        for total in (dk, dv):
+            wide = keys.new()
+            part = total.new()
+            del wide, part
+    return q.new(), dk, dv
+
+
+def _gradient_of_scores(q: Tensor, p: Tensor) -> Tensor:
+    rows, heads, _ = p.shape
+    given = p.new()
+    product = q.new((rows, *q.shape[1:]))
+    delta = q.new((rows, heads))
+    del product
+    less = p.new()
+    del given, delta
+    weighed = p.new()
+    del less
+    return weighed.new()
+
+
+def _score_rows(q: Tensor, k: Tensor) -> list[int]:
+    """How many rows are there at one time."""
+    count = max(1, MOST_SCORES // (q.shape[1] * k.shape[0]))
+    return [min(count, q.shape[0] - first) for first in range(0, q.shape[0], count)]
+
+
+def _scores(q: Tensor, k: Tensor, rows: int, causal: bool) -> Tensor:
+    scores = q.new((rows, q.shape[1], k.shape[0])).new()
+    if causal:
+        hidden = q.new((rows, k.shape[0]), 1).new()
+        return scores.new()
+    return scores
+
+
+def _merge(part: Tensor, part_lse: Tensor, first: bool) -> None:
+    """`model.kernels.merge`."""
+    if first:
+        return
+    total = part_lse.new()
+    weight = _exp_of_difference(part_lse)
+    del weight
+    weight = _exp_of_difference(part_lse)
+    product = part.new(itemsize=part_lse.itemsize)
+    del weight, product
+
+
+def _exp_of_difference(x: Tensor) -> Tensor:
+    difference = x.new()
+    return difference.new()
+
+
+def _rows(t: Tensor, count: int) -> Tensor:
+    """A view of some tokens."""
+    return Tensor(t.storage, (count, *t.shape[1:]), t.itemsize, t.whole)
+
+
+def packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """`model.attention.PackedAttention`."""
+
+    again = rank.place.layout.recompute == "selective"
+
+    def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *made: Tensor) -> list[Tensor]:
+        grads, result = [q.new(), k.new(), v.new()], ()
+        for length, times in Counter(lengths).items():
+            piece = _rows(q, length), _rows(k, length), _rows(v, length)
+            result = _forward(rank, *piece[:2], [length] * times) if again else ()
+            _flash_backward(rank, *piece, True, times)
+        return grads
+
+    out, lse = rank.whole(lambda: _forward(rank, q, k, lengths))
+    return recorded(out, (q, k, v), back, (q, k, v) if again else (q, k, v, out, lse))
+
+
+def _forward(rank: Rank, q: Tensor, k: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    out, lse = q.new(), q.new(q.shape[:2], rank.place.wide)
+    for length, times in Counter(lengths).items():
+        _merge(*_flash(rank, _rows(q, length), _rows(k, length), True, times), first=True)
+    return out, lse
+
+
+def ring_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, order: TokenOrder, group: "SizedGroup") -> Tensor:
+    """`parallel.ring.RingAttention`."""
+    wide, index = rank.place.wide, group.index
+    again = rank.place.layout.recompute == "selective"
+
+    def forward(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = q.new(itemsize=wide), q.new(q.shape[:2], wide)
+        ring_forward(rank, q, kv, lambda i: pairs(order, index, i), group, first=True)
+        return cast(out, q.itemsize), lse
+
+    def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *made: Tensor) -> list[Tensor]:
+        kv = k.new((2, *k.shape))
+        result = forward(q, kv) if again else ()
+        dq, dkv = q.new(itemsize=wide), kv.new(itemsize=wide)
+        ring_backward(rank, dkv, q, kv, lambda i: pairs(order, index, i), group)
+        dq_cast = cast(dq, q.itemsize)
+        dkv_cast = cast(dkv, k.itemsize)
+        return [dq_cast, *(Tensor(dkv_cast.storage, k.shape, k.itemsize) for _ in range(2))]
+
+    o, lse = rank.whole(lambda: forward(q, k.new((2, *k.shape))))
+    return recorded(o, (q, k, v), back, (q, k, v) if again else (q, k, v, o, lse))
+
+
+def ring_forward(rank: Rank, q: Tensor, kv: Tensor, pairs_of: Callable[[int], Sequence[Pair]], group: "SizedGroup", first: bool) -> None:
+    """`parallel.ring.forward_into`."""
+    for step in range(group.size):
+        sending, following = _pass_on(kv, group) if step < group.size - 1 else (None, kv)
+        for (queries, keys, causal), times in _equal(pairs_of((group.index - step) % group.size)):
+            _merge(*_flash(rank, *_piece(q, kv, queries, keys)[:2], causal, times), first=first and step == 0)
+        del sending
+        kv = following
+
+
+def ring_backward(rank: Rank, dkv: Tensor, q: Tensor, kv: Tensor, pairs_of: Callable[[int], Sequence[Pair]], group: "SizedGroup") -> None:
+    """`parallel.ring.backward_into`."""
+    arriving, received = None, dkv
+    for step in range(group.size):
+        sending, following = _pass_on(kv, group) if step < group.size - 1 else (None, kv)
+        here = dkv.new() if group.size > 1 else dkv
+        for (queries, keys, causal), times in _equal(pairs_of((group.index - step) % group.size)):
+            _flash_backward(rank, *_piece(q, kv, queries, keys), causal, times)
+        if group.size == 1:
+            return
+        arriving = None
+        arriving, received = _pass_on(here.new() if step else here, group)
+        sending = None
+        kv = following
+
+
+def _equal(found: Sequence[Pair]) -> Iterable[tuple[tuple[int, int, bool], int]]:
+    """Pieces by numbers of queries and keys, and how many there are of each."""
+    return Counter((queries.stop - queries.start, keys.stop - keys.start, causal) for queries, keys, causal in found).items()
+
+
+def _piece(q: Tensor, kv: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    piece = Tensor(kv.storage, (keys, *kv.shape[2:]), kv.itemsize)
+    return _rows(q, queries), piece, piece
+
+
+def _pass_on(x: Tensor, group: "SizedGroup") -> tuple[Tensor, Tensor]:
+    """What is being sent, a copy, and what arrives."""
+    sending = x.new()
+    group.count(x.bytes)
+    return sending, x.new()
+
+
+# Collectives

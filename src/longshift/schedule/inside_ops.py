@@ -1,0 +1,216 @@
+"""Primitives of the model, and what a layout changes, on tensors without numbers: as `model.functions`, `model.loss`, `parallel.tensor` and
+`parallel.ulysses` hold and drop theirs."""
+
+# ruff: noqa: F841  (variables hold tensors for as long as the model's do)
+
+from collections.abc import Callable
+from typing import Any
+
+from longshift.layout.heads import heads_of, matched_heads, tensor_heads
+from longshift.schedule.abstract import Shape, Tensor, recorded, recorded_all
+from longshift.schedule.inside_attention import packed_attention, ring_attention
+from longshift.schedule.inside_rank import INDEX_BYTES, Micro, Rank, SizedGroup, cast
+from longshift.spec.model import share
+
+
+def linear(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    work = 2 * x.shape[0] * weight.shape[0] * weight.shape[1]
+    rank.flops["matmul"] += work
+
+    def back(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+        rank.flops["matmul"] += 2 * work
+        return [x.new(), weight.new(), *([grad.new((width,))] if biased else [])]
+
+    biased = bias is not None
+    return recorded(x.new((x.shape[0], width)), (x, weight, bias) if bias else (x, weight), back, (x, weight))
+
+
+def rms_norm(rank: Rank, x: Tensor, weight: Tensor) -> Tensor:
+    wide, width = rank.place.wide, x.shape[-1]
+    rstd = x.new((*x.shape[:-1], 1), wide)
+
+    def back(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> list[Tensor]:
+        g, w = cast(grad.shaped(*grad.shape), wide), cast(weight, wide)
+        product = g.new()
+        dw = w.new()
+        minus = rstd.new()
+        return [cast(product, grad.itemsize), cast(dw, weight.itemsize)]
+
+    return recorded(x.new(), (x, weight), back, (x, weight, rstd))
+
+
+def layer_norm(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    y = x.new()
+    one = rank.place.itemsize if rank.place.transport == "gloo" else rank.place.wide
+    mean, rstd = (x.new((*x.shape[:-1], 1), one) for _ in range(2))
+    return recorded(y, (x, weight, bias), lambda grad, x, w, b, *_: [x.new(), w.new(), b.new()], (x, weight, bias, mean, rstd))
+
+
+def look_up(weight: Tensor, tokens: int, micro: Micro) -> Tensor:
+    """weight[positions]"""
+
+    def back(grad: Tensor, weight: Tensor, positions: Tensor) -> list[Tensor]:
+        zeros = weight.new()
+        return [weight.new()]
+
+    return recorded(weight.new((tokens, weight.shape[1])), (weight,), back, (weight, micro.numbers[2]))
+
+
+class SizedOps:
+    """`step.compose.LayoutOps`."""
+
+    def __init__(self, rank: Rank):
+        place = rank.place
+        spec, layout, at = place.spec, place.layout, place.at
+        self.rank, self.spec, self.group_size = rank, spec, spec.heads // spec.kv_heads
+        self.tp = SizedGroup(rank, "tp", layout.tp, at.tp)
+        self.ulysses = SizedGroup(rank, "ulysses", layout.ulysses, at.ulysses)
+        self.ring = SizedGroup(rank, "ring", layout.ring, at.ring)
+        self.heads, self.kv_heads = tensor_heads(spec, layout, at)
+
+    def enter(self, x: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return x
+        return recorded(self.tp.gather_tokens(x), (x,), lambda grad: [self.tp.scatter_tokens(grad)])
+
+    def leave(self, x: Tensor) -> Tensor:
+        if self.tp.size == 1:
+            return x
+        return recorded(self.tp.scatter_tokens(x), (x,), lambda grad: [self.tp.gather_tokens(grad)])
+
+    def embed(self, weight_VD: Tensor, micro: Micro) -> Tensor:
+        rank, tokens = self.rank, (self.rank.tokens_T,)
+        if self.tp.size == 1:
+            rows = rank.new((*tokens, weight_VD.shape[1]))
+            return recorded(rows, (weight_VD,), lambda grad, weight, tokens: [weight.new()], (weight_VD, micro.numbers[0]))
+        low, high = rank.new(tokens, 1), rank.new(tokens, 1)
+        here = rank.new(tokens, 1)
+        del low, high
+        moved = rank.new(tokens, INDEX_BYTES)
+        zero = rank.new((), INDEX_BYTES)
+        index = rank.new(tokens, INDEX_BYTES)
+        del moved, zero
+        rows = rank.new((*tokens, weight_VD.shape[1]))
+        rows = recorded(rows, (weight_VD,), lambda grad, weight, index: [weight.new()], (weight_VD, index))
+        del index
+        return self.leave(recorded(rows.new(), (rows,), lambda grad, here: [grad.new()], (here,)))
+
+    def loss(self, logits: Tensor, labels: Tensor | None) -> Tensor:
+        return _cross_entropy(self.rank, logits, self.tp)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, micro: Micro) -> Tensor:
+        if self.ring.size == 1:
+            q, k, v = self.to_heads(q, k, v)
+            return self.to_tokens(packed_attention(self.rank, q, k, v, [run.length for run in micro.order.runs(0)]))
+        qkv = self.to_heads(q, k, v)
+        return self.to_tokens(ring_attention(self.rank, *qkv, micro.order, self.ring))
+
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.ulysses.size == 1:
+            return q, *self._matched(k, v, self.heads, self.kv_heads)
+        q, k, v = _to_heads(q, k, v, self.heads, self.kv_heads, self.group_size, self.ulysses)
+        return q, *self._matched(k, v, *heads_of(self.heads, self.group_size, self.ulysses.size, self.ulysses.index))
+
+    def to_tokens(self, o: Tensor) -> Tensor:
+        return _to_tokens(o, len(self.heads), self.ulysses) if self.ulysses.size > 1 else o
+
+    def _matched(self, k: Tensor, v: Tensor, queries: range, keys: range) -> tuple[Tensor, Tensor]:
+        count = matched_heads(queries, keys, self.group_size)
+        return (k, v) if count == len(keys) else (_repeated(k, count), _repeated(v, count))
+
+
+def _repeated(t: Tensor, count: int) -> Tensor:
+    """Heads, each by a slice, that are put together again: the gradient of each slice is as large as all."""
+    shape = t.shape
+    slices = [recorded(t.parts([1], 1)[0], (t,), _padded(shape)) for _ in range(count)]
+    return recorded(t.new((shape[0], count, shape[2])), slices, lambda grad: grad.parts([1] * count, 1))
+
+
+def _padded(shape: Shape) -> Callable[[Tensor], list[Tensor]]:
+    return lambda grad: [grad.new(shape)]
+
+
+def _to_heads(q: Tensor, k: Tensor, v: Tensor, heads: range, kv_heads: range, group_size: int, group: "SizedGroup") -> Any:
+    """`parallel.ulysses.to_heads`."""
+    (tokens, _, width), index = q.shape, group.index
+    deals = [heads_of(heads, group_size, group.size, i) for i in range(group.size)]
+    counts = [(len(mine), len(kv), len(kv)) for mine, kv in deals]
+    shapes = [(tokens, sum(some), width) for some in counts]
+    q_shape, k_shape = q.shape, k.shape
+
+    def back(dq: Tensor, dk: Tensor, dv: Tensor) -> list[Tensor]:
+        whole = dq.new((tokens * group.size, *shapes[index][1:]))
+        received = group.traded([Tensor(whole.storage, shapes[index], whole.itemsize)] * group.size, shapes)
+        del whole
+        grads = [dq.new(q_shape), dk.new(k_shape), dv.new(k_shape)]
+        del received
+        return grads
+
+    sends = [q.new(shape) for shape in shapes]
+    received = group.traded(sends, [shapes[index]] * group.size)
+    whole = q.new((tokens * group.size, *shapes[index][1:]))
+    del received, sends
+    return recorded_all(whole.parts(counts[index], 1), (q, k, v), back)
+
+
+def _to_tokens(o: Tensor, heads: int, group: "SizedGroup") -> Tensor:
+    """`parallel.ulysses.to_tokens`."""
+    (tokens, own, width), size = o.shape, group.size
+    counts = [last - first for first, last in (share(heads, size, i) for i in range(size))]
+    few = tokens // size
+
+    def back(grad: Tensor) -> list[Tensor]:
+        received = group.traded(grad.parts(counts, 1), [(few, own, width)] * size)
+        whole = grad.new((tokens, own, width))
+        del received
+        return [whole]
+
+    received = group.traded([Tensor(o.storage, (few, own, width), o.itemsize)] * size, [(few, count, width) for count in counts])
+    return recorded(o.new((few, heads, width)), (o,), back)
+
+
+def _cross_entropy(rank: Rank, logits: Tensor, group: "SizedGroup") -> Tensor:
+    """`model.loss.CrossEntropySum`."""
+    (tokens, _), wide = logits.shape, rank.place.wide
+
+    def row(itemsize: int) -> Tensor:
+        return logits.memory.tensor((tokens,), itemsize)
+
+    def back(grad: Tensor, weight: Tensor, total: Tensor, column: Tensor, here: Tensor, counted: Tensor) -> list[Tensor]:
+        grad_T = column.new((tokens,), grad.itemsize)
+        share_T = grad_T.new()
+        del share_T
+        masked = grad_T.new()
+        minus = grad_T.new()
+        del masked, minus
+        return [cast(weight, itemsize)]
+
+    itemsize = logits.itemsize
+    highest = group.all_reduced(cast(row(itemsize), wide))
+    weight = logits.new(itemsize=wide)
+    low, high = row(1), row(1)
+    here = row(1)
+    del low, high
+    moved, zero = row(INDEX_BYTES), rank.new((), INDEX_BYTES)
+    column = row(INDEX_BYTES)
+    del moved, zero
+    gathered, zero = row(wide), rank.new((), wide)
+    target = row(wide)
+    del gathered, zero
+    summed = row(wide)
+    stacked = logits.memory.tensor((2, tokens), wide)
+    del summed
+    both = group.all_reduced(stacked)
+    del stacked, target
+    counted = row(1)
+    logarithm = row(wide)
+    difference = row(wide)
+    del logarithm
+    zero, chosen = rank.new((), wide), row(wide)
+    del difference, zero
+    found = recorded(logits.memory.tensor((), wide), (logits,), back, (weight, both, column, here, counted))
+    del chosen, highest
+    return found
+
+
+# Attention
