@@ -6,7 +6,7 @@ each rank in a control group of its own, and prints what happened.
 
 The limit is set in the rank, between its imports and admission, when it is known what the process has by then. `has`: bytes of the process
 at admission, as admission counts them; `counted`: as its control group does; `peak`: the most that a control group of the run has counted.
-`--warm`: the process has before admission what torch imports and keeps only in the first step. Needs root and control groups, v1 or v2;
+Needs root and control groups, v1 or v2;
 says so where it has none.
 """
 
@@ -28,11 +28,10 @@ from longshift.program.needs import most, needs
 from longshift.spec.families import preset
 
 ROOMY, TIGHT = 1.10, 0.95
-TOKENS = 4096  # of a pack
+TOKENS = 8192  # of a pack
 GROUPS = Path("/sys/fs/cgroup")
 DEADLINE_S = 300.0
 REFUSED = 7  # exit code
-WARM = "LEDGER_CAPS_WARM"
 CONFIG = """
 model: {{preset: tiny-llama}}
 data: {{train: [{{corpus: python}}], max_len: {tokens}, overlong: split}}
@@ -101,16 +100,6 @@ def groups(count: int) -> Iterator[list[Group]]:
         yield found
 
 
-def warm() -> None:
-    """A backward and an optimizer."""
-    import torch
-    import torch._dynamo
-
-    x = torch.ones(64, 64, requires_grad=True)
-    (x @ x).sum().backward()
-    torch.optim.AdamW([x], fused=True).step()
-
-
 def rank(config: str, folder: str, factor: float) -> None:
     """One rank of the run, a process of its own, which sets its limit before admission."""
     import psutil
@@ -121,11 +110,10 @@ def rank(config: str, folder: str, factor: float) -> None:
     native = loop._fits
 
     def fits(run, world, path) -> None:
-        if os.environ.get(WARM):
-            warm()
+        loop.settle(world.device)
         need = most(needs(shape_of(run, world.per_node), run.edges, "gloo", True)).of("device")
         has = psutil.Process().memory_info().rss
-        file_of(Path(folder), "memory.limit_in_bytes", "memory.max").write_text(str(int(has + factor * need)))
+        file_of(Path(folder), "memory.limit_in_bytes", "memory.max").write_text(str(int(factor * (has + need))))
         print(json.dumps({"need": need, "has": has, "counted": used(Path(folder))}), flush=True)
         native(run, world, path)
 
@@ -175,8 +163,6 @@ def main() -> None:
     if sys.argv[1] == "--rank":
         rank(sys.argv[2], sys.argv[3], float(sys.argv[4]))
         return
-    if "--warm" in sys.argv:
-        os.environ[WARM] = "1"
     try:
         with groups(1):
             pass

@@ -37,7 +37,7 @@ LAYOUT_WORDS = {"layout", "zero", "recompute", "chunk", "chunks", "pp", "tp", "d
 LAYOUT_WORDS |= {"isinstance"}  # of a runner: which kind of layout it plays
 
 # Names that there are twice, and should not be: these may only become fewer.
-TWICE_MODULES = {"attention", "files"}
+TWICE_MODULES = {"files"}
 TWICE_CLASSES = {"Event", "Part", "Plan", "Source", "Transfer"}
 
 Sources = dict[str, str]

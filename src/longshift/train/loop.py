@@ -144,9 +144,18 @@ def _room(world: World) -> tuple[int, int]:
     if world.device.type != "cpu":
         free, total = torch.cuda.mem_get_info(world.device)
         return total, total - free
+    settle(world.device)
     own = f"{socket.gethostname()} {CONTROL_GROUPS.read_text() if CONTROL_GROUPS.exists() else ''}"
     sharing = world.gather_text(own).count(own)
     return min(host_memory()[0] // sharing, psutil.virtual_memory().total // world.per_node), psutil.Process().memory_info().rss
+
+
+def settle(device: torch.device) -> None:
+    """Have the process take what it takes once, whatever is trained: what a first backward, optimizer and matmul in bf16 load."""
+    x = torch.ones(64, 64, requires_grad=True, device=device)
+    (x @ x).sum().backward()
+    torch.optim.AdamW([x], fused=True).step()
+    x.detach().bfloat16() @ x.detach().bfloat16()
 
 
 def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> None:
