@@ -125,13 +125,13 @@ def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:
             return torch.full(box.shape, float(param.init == "ones"), dtype=dtype)
         key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
         std = spec.init_std / ((2 * spec.layers) ** 0.5 if param.init == "normal_out" else 1.0)
-        out = torch.empty(box.shape, dtype=dtype)
+        out = np.empty(box.shape, np.float32)
         for number, block in _blocks(box, param.shape):
-            stream = np.random.Generator(np.random.Philox(key=key, counter=number << 128))
-            drawn = torch.from_numpy(stream.standard_normal(block.shape, np.float32)).mul_(std)
+            drawn = np.random.Generator(np.random.Philox(key=key, counter=number << 128)).standard_normal(block.shape, np.float32)
             both = block & box
-            out[both.within(box)] = drawn[both.within(block)].to(dtype)
-        return out
+            out[both.within(box)] = drawn[both.within(block)]
+        out *= np.float32(std)
+        return torch.from_numpy(out).to(dtype)
 
     return source
 

@@ -155,7 +155,7 @@ def settle(device: torch.device) -> None:
     x = torch.ones(64, 64, requires_grad=True, device=device)
     (x @ x).sum().backward()
     torch.optim.AdamW([x], fused=True).step()
-    x.detach().bfloat16() @ x.detach().bfloat16()
+    torch.mm(x.detach().bfloat16(), x.detach().bfloat16())
 
 
 def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> None:
