@@ -20,8 +20,11 @@ $(READY): pyproject.toml constraints.txt
 quickstart: setup
 	$(BIN)/longshift train examples/quickstart.yaml save.dir=$(RUN)
 
+# Two processes side by side: what runs in worlds of ranks, and the rest.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long'
+	@export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -m 'not long' tests/many > .venv/many.log 2>&1 & many=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long' tests/one tests/thinking tests/gpu; rest=$$?; \
+	wait $$many; found=$$?; cat .venv/many.log; exit $$((rest + found))
 
 test-all: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -32,4 +35,4 @@ lint: setup
 	$(BIN)/pyright
 
 bench: setup
-	@for name in parity static switch_plan hot_switch switch_cost machine_profile; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done
+	@for name in parity ledger static switch_plan hot_switch switch_cost machine_profile; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py || exit 1; done

@@ -1,13 +1,12 @@
 """Does a run that is let in survive, and is one refused that would not? `ledger_caps.py N` trains N random layouts twice on this machine,
 each rank in a control group of its own, and prints what happened.
 
-    roomy    limit = process + 1.10 of what the ledger predicts: the run ends with exit code 0
-    tight    limit = process + 0.95 of it: every rank is refused with exit code 7 before the first step
+    roomy    limit = 1.10 of what admission says: bytes of the process and of its tensors; the run ends with exit code 0
+    tight    limit = 0.95 of it: every rank is refused with exit code 7 before the first step
 
-The limit is set in the rank, between its imports and admission, when it is known what the process has by then. `has`: bytes of the process
-at admission, as admission counts them; `counted`: as its control group does; `peak`: the most that a control group of the run has counted.
-Needs root and control groups, v1 or v2;
-says so where it has none.
+The limit is set in the rank right before admission, when it is known what the process has by then. `has`: bytes of the process then,
+as admission counts them; `counted`: as its control group does; `peak`: the most that a control group of the run has counted. Needs root and
+control groups, v1 or v2; says so where it has none.
 """
 
 import json
