@@ -61,7 +61,7 @@ def test_a_step_is_recorded_beside_what_was_predicted_of_it(place, layout):
     found, _ = run_check(place, "--timeline", f"layout={layout}")
     assert found["within"]
     assert [rank["rank"] for rank in found["ranks"]] == list(range(Layout.parse(layout).world))
-    assert all(0.98 <= rank["ratio"] <= 1 and rank["operations"] >= 30 for rank in found["ranks"])
+    assert all(0.98 <= rank["ratio"] <= 1 and rank["operations"] > 20 for rank in found["ranks"])
     assert all(row["same"] and row["recorded"] <= row["predicted"] for row in found["differences"])
 
 
