@@ -5,6 +5,7 @@ The lists are played with symbols for tensors (`meaning`), and what comes out is
 import heapq
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshift.schedule.chunks import LANES, Policy, alone, backward, cut, dependencies, forward, peak_bytes, reach, timeline
+from longshift.schedule.chunks import LANES, Buffer, Event, Policy, Sizes, alone, backward, cut, dependencies, forward, reach, timeline
 
 NAMES = ["x", "y", "q", "kv", "o", "dy", "dx", "do", "dq", "dkv", "dr", "qkv", "graph", "exchange", "dqkv", "o_tokens", "do_tokens"]
 SEEDS = st.integers(0, 10**6)
@@ -241,6 +242,24 @@ def test_gradients_that_an_operation_leaves_on_weights_are_added_up_at_once(sees
         leaves = [event.name in ("tail_back", "qkv_back", "embed_back", "loss") for event in events]
         assert [event.kind == "accumulate" for event in events] == [False, *leaves][: len(events)]
         assert all(after.chunk == event.chunk for event, after in pairwise(events) if after.kind == "accumulate")
+
+
+def peak_bytes(events: Sequence[Event], sizes: Sizes) -> int:
+    """The most that buffers take on the device at one time, in the order of the list; what operations need inside is not counted."""
+    live: set[Buffer] = set()
+    now = most = 0
+
+    def size(buffer: Buffer) -> int:
+        return sizes[buffer[0]][buffer[1]] if buffer[0] in sizes else 0
+
+    for event in events:
+        now += sum(size(buffer) for buffer in event.writes if buffer not in live)
+        live.update(event.writes)
+        most = max(most, now)
+        if event.kind == "free":
+            live.remove(event.object)
+            now -= size(event.object)
+    return most
 
 
 @given(seen, policies, SEEDS)

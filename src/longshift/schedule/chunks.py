@@ -456,21 +456,3 @@ def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> tupl
         free_at[lane] = start + seconds(event)
         found.append((start, free_at[lane]))
     return tuple(found)
-
-
-def peak_bytes(events: Sequence[Event], sizes: Sizes) -> int:
-    """The most that buffers take on the device at one time, in the order of the list; what operations need inside is not counted."""
-    live: set[Buffer] = set()
-    now = most = 0
-
-    def size(buffer: Buffer) -> int:
-        return sizes[buffer[0]][buffer[1]] if buffer[0] in sizes else 0
-
-    for event in events:
-        now += sum(size(buffer) for buffer in event.writes if buffer not in live)
-        live.update(event.writes)
-        most = max(most, now)
-        if event.kind == "free":
-            live.remove(event.object)
-            now -= size(event.object)
-    return most
