@@ -23,7 +23,7 @@ from torch import Tensor
 from longshift.dist.collectives import Group, Pending
 from longshift.model.attention import Attention
 from longshift.schedule.sequence import Pair, TokenOrder, pairs
-from longshift.schedule.sequence import span as span  # stream.block takes it from here
+from longshift.schedule.sequence import span as span  # step.chunked takes it from here
 
 
 def forward_into(
