@@ -85,7 +85,8 @@ def needs(shape: StepShape, edges: Sequence[Edge], transport: Transport, host_is
 
 def extended(known: tuple[Weighed, Weighed, Weighed], times: float) -> Weighed:
     """What a step needs with more chunks than are weighed, so many strides beyond the last of three numbers of chunks. Peaks grow with the
-    chunks, what moves with their pairs: the quadratic through the three, never less than the last."""
+    chunks, what moves with their pairs: the quadratic through the three. No upper bound: too low
+    where another group or operation sets the peak of few chunks."""
     last = known[-1]
 
     def on(numbers: Sequence[int]) -> int:
