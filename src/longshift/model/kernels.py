@@ -19,13 +19,13 @@ from torch.utils.benchmark import Timer
 from longshift.cluster.cluster import Backend, Heads
 from longshift.errors import UsageError
 from longshift.model import tiled
+from longshift.schedule.inside_rank import MOST_SCORES
 
 aten = torch.ops.aten
 HEADS = Heads(8, 2, 64)
 TOKENS = 256
 TIMED_TOKENS = 4096
 EVEN = 1024  # tokens: chunks and their cuts are multiples, most documents are not
-MOST_SCORES = 2**26  # that the definition holds at one time, some times over
 TILED_TOKENS = {False: 2048, True: 4096}  # of queries and of keys, where the mask is not causal, and is: half a tile on its edge is in vain
 WRONG = 0.05  # a relative error above this is no rounding
 SECONDS = 0.05  # of timing, a kernel and direction

@@ -199,6 +199,3 @@ def _pass_on(x: Tensor, group: "SizedGroup") -> tuple[Tensor, Tensor]:
     sending = x.new()
     group.count(x.bytes)
     return sending, x.new()
-
-
-# Collectives

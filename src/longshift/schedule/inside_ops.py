@@ -211,6 +211,3 @@ def _cross_entropy(rank: Rank, logits: Tensor, group: "SizedGroup") -> Tensor:
     found = recorded(logits.memory.tensor((), wide), (logits,), back, (weight, both, column, here, counted))
     del chosen, highest
     return found
-
-
-# Attention

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
+from longshift.program.held_packs import IN_FLIGHT_BYTES, WRITES
 
 Key = Hashable
 Tensors = tuple[Tensor, ...]
@@ -36,7 +37,6 @@ Tensors = tuple[Tensor, ...]
 THREADS = 2  # for each direction
 ALIGN = 4096  # bytes: a page
 UNDER_WAY = 4  # puts to a GPU's host: [Note: pace]
-WRITES = 2  # puts to disk whose tensors are kept
 
 
 @dataclass
@@ -153,7 +153,7 @@ class DiskTier(Tier):
     and compared. Raises OutOfMemoryError where the disk is full, LongshiftError for what comes back changed or cannot be read.
     """
 
-    def __init__(self, folder: Path, in_flight_bytes: int = 256 << 20, checked: bool = False):
+    def __init__(self, folder: Path, in_flight_bytes: int = IN_FLIGHT_BYTES, checked: bool = False):
         super().__init__()
         self.folder, self.in_flight_bytes, self.checked = folder, in_flight_bytes, checked
         try:
