@@ -31,14 +31,15 @@ MOST_NAMES = 4  # of what is alive at a peak
 @dataclass(frozen=True)
 class Explained:
     """One group of lengths. `weights` and `gradients` say how copies come and sums go; the traffic is that of a switch, None where fused
-    collectives do it; `pruned` what is not done because it is done. `sent`: bytes out of the rank of `need` for one full pack, by
-    communicator; `need`: of the rank that needs most memory in a step of this group alone."""
+    collectives do it; `pruned` what is not done because it is done. `need`: of the rank that needs most memory in a step of this group
+    alone; for one full pack `sent`: bytes out of that rank, by communicator, and `moved`: bytes into tiers and back."""
 
     layout: str
     upto: int
     weights: str
     weights_traffic: Traffic | None
     sent: dict[str, int]
+    moved: dict[str, int]
     gradients: str
     gradients_traffic: Traffic | None
     pruned: tuple[str, ...]
@@ -71,6 +72,8 @@ class Explanation:
             for name, what in INSERTED.items():
                 if size := group.sent.get(name):
                     lines.append(f"   inserted   {what}: {_size(size)} out of rank {group.need.rank} for a pack")
+            if moved := group.moved:
+                lines.append(f"   tiers      {_size(moved['put'])} out and {_size(moved['fetched'])} in, for a pack")
             lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic, self.links)]
             lines += [f"   pruned     {text}" for text in group.pruned]
             lines += told(group.need) if len(self.groups) > 1 else []
@@ -85,8 +88,6 @@ def told(need: Need) -> list[str]:
         rows = ", ".join(f"{name} {_size(size)}" for name, size in peak.alive[:MOST_NAMES])
         name = "memory" if place == "device" else place
         lines.append(f"   {name:<10} rank {need.rank} needs most: {_size(peak.total)}, in {peak.op}: {rows}")
-    if moved := need.weighed.moved:
-        lines.append(f"   moved      {_size(moved.get('put', 0))} out and {_size(moved.get('fetched', 0))} in, in a step of it")
     return lines
 
 
@@ -127,8 +128,8 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         if number:
             pruned += ["no update: one at the end, at home", "no hand-over of gradients from layout to layout: each goes home once"]
         need = most(needs(shape, [edge], *where))
-        sent = shape.of_one_pack(edge, need.rank, *where).sent
-        groups.append(Explained(str(edge.use), edge.upto, weights, coming, sent, gradients, going, tuple(pruned), need))
+        pack = shape.of_one_pack(edge, need.rank, *where)
+        groups.append(Explained(str(edge.use), edge.upto, weights, coming, pack.sent, pack.moved, gradients, going, tuple(pruned), need))
     whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
     return Explanation(str(way.home), way.links, tuple(groups), whole)
 

@@ -172,7 +172,7 @@ def test_a_streamed_group_says_what_waits_where():
         stream + 4096 * spec.heads * (spec.head_width * 2 + 4) + 15 * 256 * 2 * spec.kv_heads * spec.head_width * 2
     )  # x, o, kv but the last
     assert spec.layers * kept + stream <= found.need.of("disk") <= spec.layers * kept + 2 * stream
-    assert found.need.weighed.moved["put"] == 4 * ((2 * spec.layers + 2) * stream + spec.layers * (kept - stream))
+    assert found.groups[0].moved["put"] == (2 * spec.layers + 2) * stream + spec.layers * (kept - stream)
     assert wider.need.device.total > found.need.device.total
     assert wider.need.of("disk") < 1.01 * found.need.of("disk")
     assert "disk       rank 0 needs most" in str(found)

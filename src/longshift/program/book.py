@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from longshift.layout.layout import Layout
-from longshift.program.operations import Op
 from longshift.schedule.inside_rank import Transport
 
 Place = Literal["device", "host", "disk"]
@@ -33,36 +32,52 @@ class Held:
         self.book.change(self.name, -self.size, self.place)
 
 
+Moment = tuple[int, tuple]  # an operation of the step by number, and where in it
+
+
 class Book:
-    """Bytes by name, now and at the most of each place. Mutable."""
+    """Bytes by name, now and at the most of each place. Mutable.
+
+    `most`: of the places that grew since the last settling; `moments`: the peak of each place at every moment of the step, where wanted."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
-        self.most: Counter[str] = Counter()
+        self.most: dict[str, int] = {}
         self.by_name: dict[str, Counter[str]] = {}
         self.peaks: dict[str, Peak] = {}
+        self.moments: dict[Moment, dict[str, Peak]] | None = None
         self.op = ""
+        self.number = 0
 
     def change(self, name: str, size: int, place: str) -> None:
         self.now[place] += size
         self.by_name.setdefault(place, Counter())[name] += size
-        if self.now[place] > self.most[place]:
+        if size > 0 and self.now[place] > self.most.get(place, 0):
             self.most[place] = self.now[place]
 
     def inside(self, size: int) -> None:
         """An operation needs so many bytes on the device, beyond what is there."""
-        self.most["device"] = max(self.most["device"], self.now["device"] + size)
+        self.most["device"] = max(self.most.get("device", 0), self.now["device"] + size)
 
-    def settle(self, op: Op, under: str = "") -> None:
-        """After an operation: write down peaks that it has raised. `under`: the layout, where there are several."""
+    def begin(self, number: int, op: str) -> None:
+        """What follows is this operation's."""
+        self.number, self.op = number, op
+
+    def settle(self, moment: tuple = ()) -> None:
+        """Write down the peaks that the operation, or this moment of it, has raised."""
+        if self.most:
+            self._raise(self.peaks)
+            if self.moments is not None:
+                self._raise(self.moments.setdefault((self.number, moment), {}))
+            self.most = {}
+
+    def _raise(self, peaks: dict[str, Peak]) -> None:
         for place, most in self.most.items():
-            known = self.peaks.get(place)
+            known = peaks.get(place)
             if known is None or most > known.total:
-                held = self.by_name.get(place, Counter())
-                rows = [(name, size) for name, size in held.items() if size]
-                rows += [("inside the operation", inside)] if (inside := most - self.now[place]) > 0 else []
-                alive = tuple(sorted(rows, key=lambda row: -row[1]))
-                self.peaks[place] = Peak(most, f"{op} under {under}" if under else str(op), alive)
+                rows = [(name, size) for name, size in self.by_name.get(place, Counter()).items() if size]
+                rows += [("gone when it ends", inside)] if (inside := most - self.now[place]) > 0 else []
+                peaks[place] = Peak(most, self.op, tuple(sorted(rows, key=lambda row: -row[1])))
 
 
 @dataclass

@@ -21,6 +21,7 @@ from longshift.schedule.streamed import Lists, lists, tier_key
 
 WRITES = 2  # puts of a disk tier that keep what they send (`stream.tiers`)
 IN_FLIGHT_BYTES = 256 << 20
+ENDS = 3  # chunks at either end of a document that are told apart
 NAMES = {"kv": "keys and values", "dkv": "gradients of keys and values", "o": "output of attention"}
 
 
@@ -96,6 +97,16 @@ def tier_of(account: Account, layout: Layout) -> HeldTier:
     if layout.offload == "device" or (layout.offload == "host" and account.host_is_device):
         return HeldTier(account)
     return MovingTier(account, layout.offload, WRITES if layout.offload == "disk" else 0, IN_FLIGHT_BYTES)
+
+
+def standings(sees: Sequence[int]) -> list[tuple[int, ...]]:
+    """Where each chunk of a pack stands: in the first, a middle or the last document, and where in that. Chunks of two packs that stand
+    alike have equal rows. `sees`: as of `chunks.reach`."""
+    ends = {first: number for number, first in enumerate(sees)}
+    found = []
+    for number, first in enumerate(sees):
+        found.append((first > 0, first < sees[-1], min(number - first, ENDS), min(ends[first] - number, ENDS)))
+    return found
 
 
 class HeldPacks:
@@ -317,6 +328,8 @@ class HeldChunked(HeldPacks):
         made, sees = self.lists(op.micro), chunks.reach(self.cuts[op.micro])
         live: dict[Buffer, list[Held]] = {}
         fetched: set[Buffer] = set()
+        book = self.account.book
+        stands = standings(sees) if book.moments is not None else []
         for event in made.of[op.turn]:  # pyright: ignore[reportArgumentType]
             key = tier_key(op.micro, op.unit, event.object)
             if event.kind in ("compute", "send"):
@@ -342,6 +355,9 @@ class HeldChunked(HeldPacks):
                 del gone
             else:
                 self.tier.drop(key)
+            if stands and book.most:
+                keys = stands[event.keys] if event.keys >= 0 and event.name in ("attend", "attend_back") else ()
+                book.settle((event.kind, event.name, stands[event.chunk], keys, min(event.chunk - event.keys, ENDS) if keys else 0))
 
     def _have(self, live: dict[Buffer, list[Held]], buffer: Buffer, size: int) -> None:
         """A buffer is now so large; the tensors that it had stay where that has not changed."""

@@ -106,9 +106,11 @@ class Ledger:
         for step in range(steps):
             self.account.sent.clear()
             self.account.moved.clear()
-            for op in program:
+            for number, op in enumerate(program):
+                under = f" under {visits[op.visit].layout}" if len(visits) > 1 and op.kind not in ("norm", "update") else ""
+                self.book.begin(number, f"{op}{under}")
                 self.table[op.kind](op)
-                self.book.settle(op, str(visits[op.visit].layout) if len(visits) > 1 and op.kind not in ("norm", "update") else "")
+                self.book.settle()
                 if after and step == steps - 1:
                     after(op)
         return Weighed(self.book.peaks, dict(self.account.sent), dict(self.account.moved))

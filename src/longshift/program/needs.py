@@ -4,23 +4,20 @@ The largest step has, for every length group, as many full packs of the longest 
 keep alike are weighed once: of the ranks of one stage and tensor-parallel coordinate the first keeps most.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from longshift.layout.heads import own_heads
 from longshift.layout.layout import Coord
 from longshift.program.book import Peak
 from longshift.program.ledger import Ledger, Weighed
+from longshift.program.many_chunks import Pack, extended, full_pack, moments_of, small_packs
 from longshift.program.step import Steps, Windows
 from longshift.program.turns import Visit, visit_of
 from longshift.schedule.inside_rank import Transport
 from longshift.spec.formats import Format
 from longshift.switch.itinerary import Itinerary
 from longshift.workload.groups import Edge
-
-MOST_CHUNKS = 32  # of a pack that are weighed one by one
-STRIDE = 8  # chunks between three weighings, from which more follow
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +41,18 @@ class StepShape:
 
     def of_one_pack(self, edge: Edge, rank: int, transport: Transport, host_is_device: bool) -> Weighed:
         """What a rank needs and sends for one full pack of a group on each replica."""
-        visits, packs = largest_step(replace(self, tokens=1), [edge])
-        return self.ledger(rank, transport, host_is_device).play(visits, packs)
+        return replace(self, tokens=1).weighed([edge], rank, transport, host_is_device)
+
+    def weighed(self, edges: Sequence[Edge], rank: int, transport: Transport, host_is_device: bool) -> Weighed:
+        """What a rank needs and sends in the largest step with documents for these groups, in visiting order."""
+        packs, small = zip(*(small_packs(edge.use, full_pack(edge.upto, self.longest)) for edge in edges))
+        steps = [largest_step(self, edges, [few[step % len(few)] for few in small]) for step in range(max(map(len, small)))]
+        ledger = self.ledger(rank, transport, host_is_device)
+        if len(steps) == 1:
+            return ledger.play(*steps[0])
+        ledger.play(*steps[0], steps=1)
+        known = [moments_of(ledger, *step) for step in steps]
+        return extended(known, small, [edge.use for edge in edges], packs)
 
 
 @dataclass(frozen=True)
@@ -65,44 +72,10 @@ class Need:
 
 
 def needs(shape: StepShape, edges: Sequence[Edge], transport: Transport, host_is_device: bool) -> tuple[Need, ...]:
-    """Of a largest step that has documents for these groups, in visiting order; one for each kind of rank."""
+    """Memory needs of the largest step with documents for these groups, one for each kind of rank."""
     order = shape.itinerary.order(tuple(edge.use for edge in edges))
     edges = [edges[i] for i in order]
-    chunks = max((-(-edge.upto // edge.use.chunk) for edge in edges if edge.use.chunk), default=0)
-
-    def weighed(rank: int, most_chunks: int) -> Weighed:
-        return shape.ledger(rank, transport, host_is_device).play(*largest_step(shape, edges, most_chunks))
-
-    found = []
-    for rank in kinds_of_rank(shape):
-        one = weighed(rank, MOST_CHUNKS)
-        if chunks > MOST_CHUNKS:
-            first, second = (weighed(rank, MOST_CHUNKS - number * STRIDE) for number in (2, 1))
-            one = extended((first, second, one), (chunks - MOST_CHUNKS) / STRIDE)
-        found.append(Need(rank, one))
-    return tuple(found)
-
-
-def extended(known: tuple[Weighed, Weighed, Weighed], times: float) -> Weighed:
-    """What a step needs with more chunks than are weighed, so many strides beyond the last of three numbers of chunks. Peaks grow with the
-    chunks, what moves with their pairs: the quadratic through the three. No upper bound: too low
-    where another group or operation sets the peak of few chunks."""
-    last = known[-1]
-
-    def on(numbers: Sequence[int]) -> int:
-        a, b, c = numbers
-        return c + max(0, math.ceil((c - b) * times + (c - 2 * b + a) * times * (times + 1) / 2))
-
-    def all_of(names: Mapping[str, int], sides: Sequence[Mapping[str, int]]) -> dict[str, int]:
-        return {name: on([side.get(name, size) for side in sides]) for name, size in names.items()}
-
-    peaks = {}
-    for place, peak in last.peaks.items():
-        sides = [one.peaks.get(place, peak) for one in known]
-        alive = all_of(dict(peak.alive), [dict(side.alive) for side in sides])
-        total = on([side.total for side in sides])
-        peaks[place] = Peak(total, peak.op, tuple(sorted(alive.items(), key=lambda row: -row[1])))
-    return Weighed(peaks, all_of(last.sent, [one.sent for one in known]), all_of(last.moved, [one.moved for one in known]))
+    return tuple(Need(rank, shape.weighed(edges, rank, transport, host_is_device)) for rank in kinds_of_rank(shape))
 
 
 def most(found: Sequence[Need], place: str = "device") -> Need:
@@ -110,24 +83,18 @@ def most(found: Sequence[Need], place: str = "device") -> Need:
     return max(found, key=lambda need: need.of(place))
 
 
-def largest_step(
-    shape: StepShape, edges: Sequence[Edge], most_chunks: int = 1 << 62
-) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
-    """Visits of these groups, and the lengths of the documents of each micro-batch. A pack of a chunked layout has no more than
-    `most_chunks` chunks. More micro-batches than a pipeline has under way change no peak, but under gpipe, where all are under way."""
-    spec, visits, packs = shape.itinerary.spec, [], []
-    for edge in edges:
+def largest_step(shape: StepShape, edges: Sequence[Edge], packs: Sequence[Pack]) -> tuple[tuple[Visit, ...], list[list[Pack]]]:
+    """Visits of these groups, and the lengths of the documents of each micro-batch, `packs` as often as the tokens of full ones can fill
+    them. More micro-batches than a pipeline has under way change no peak, but under gpipe, where all are under way."""
+    spec, visits, micros = shape.itinerary.spec, [], []
+    for edge, pack in zip(edges, packs):
         layout = edge.use
-        capacity = min(edge.upto, layout.chunk * most_chunks) if layout.chunk else edge.upto
-        longest = max(1, min(capacity, shape.longest))
-        whole, rest = divmod(capacity, longest)
-        pack = (longest,) * whole + ((rest,) if rest else ())
-        micros = max(1, -(-shape.tokens // (edge.upto * layout.dp)))
+        number = max(1, -(-shape.tokens // (edge.upto * layout.dp)))
         if layout.order != "gpipe":
-            micros = min(micros, 2 * layout.pp * layout.virtual + 2)
-        packs.append([pack] * micros)
-        visits.append(visit_of(spec, layout, packs[-1]))
-    return tuple(visits), packs
+            number = min(number, 2 * layout.pp * layout.virtual + 1)
+        micros.append([pack] * number)
+        visits.append(visit_of(spec, layout, micros[-1]))
+    return tuple(visits), micros
 
 
 def kinds_of_rank(shape: StepShape) -> list[int]:

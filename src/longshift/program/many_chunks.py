@@ -1,0 +1,140 @@
+"""What a step needs whose packs have very many chunks, from steps with few.
+
+A document of n chunks has n²/2 pairs of chunks: too many to weigh one by one before a run. What a rank keeps at one *moment* of a step (an
+operation; in a chunked turn an event of the first, the last or the middle chunks) is linear in the number of documents of a pack, in their
+chunks, and in those of the shorter document that fills the pack up. What a rank sends and moves is linear in these and in the pairs. So
+a few small packs tell what a large one needs, moment by moment. The peak is the most of all moments, and not always that of small packs.
+
+    pack: [ document | document | ... | rest ]        documents 3, 4 · chunks of each 9, 12, 15 · of the rest 5, 8
+
+    bytes of a large pack = w1 · bytes of small pack 1 + w2 · bytes of small pack 2 + ...,  w1 + w2 + ... = 1,
+    with weights that make the measures of the small packs (documents, chunks, ..., pairs) those of the large one
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from longshift.layout.layout import Layout
+from longshift.program.book import Moment, Peak
+from longshift.program.ledger import Ledger, Weighed
+from longshift.program.operations import Op
+from longshift.program.turns import Visit
+from longshift.schedule import chunks
+
+DOCUMENTS, CHUNKS, REST = (3, 4), (9, 12, 15), (5, 8)  # of small packs
+Pack = tuple[int, ...]
+
+
+def full_pack(capacity: int, longest: int) -> Pack:
+    """Lengths of the documents of a full pack, each as long as can be."""
+    longest = max(1, min(capacity, longest))
+    whole, rest = divmod(capacity, longest)
+    return _pack(whole, longest, rest)
+
+
+def small_packs(layout: Layout, pack: Pack) -> tuple[Pack, list[Pack]]:
+    """A full pack, and small packs that tell what it needs; itself where it is small. Of many documents that do not end with a chunk, each
+    is taken to fill all the chunks that it may touch: an upper bound."""
+    longest, documents, rest = _shape(pack)
+    if not layout.chunk:
+        return pack, [pack]
+
+    def few(tokens: int, sizes: Sequence[int]) -> list[int]:
+        return [tokens] if tokens <= sizes[-1] * layout.chunk else [size * layout.chunk + tokens % layout.chunk for size in sizes]
+
+    numbers = {documents}
+    if documents * longest > CHUNKS[-1] * layout.chunk and documents > DOCUMENTS[-1]:
+        numbers, part = set(DOCUMENTS), longest % layout.chunk
+        longest += 2 * layout.chunk - part if part else 0
+    made = product(sorted(numbers), few(longest, CHUNKS), few(rest, REST))
+    return _pack(documents, longest, rest), [_pack(*one) for one in made]
+
+
+def _pack(documents: int, longest: int, rest: int) -> Pack:
+    return (longest,) * documents + ((rest,) if rest else ())
+
+
+def _shape(pack: Pack) -> tuple[int, int, int]:
+    """Tokens of each document, how many there are, and tokens of the shorter one at the end."""
+    whole = [length for length in pack if length == pack[0]]
+    return pack[0], len(whole), sum(pack) - sum(whole)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What a step needs at each of its moments. `visits`: of each operation, by number; `traffic`: bytes by visit, kind and name."""
+
+    visits: tuple[int, ...]
+    peaks: Mapping[Moment, Mapping[str, Peak]]
+    traffic: Mapping[tuple[int, str, str], int]
+
+
+def moments_of(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[Pack]]) -> Moments:
+    """What one more step on a ledger needs, where `Ledger.play` tells the most alone."""
+    ledger.book.moments = moments = {}
+    order, traffic, before = list[int](), Counter[tuple[int, str, str]](), Counter[tuple[str, str]]()
+
+    def after(op: Op) -> None:
+        nonlocal before
+        order.append(op.visit)
+        now = Counter({("sent", name): size for name, size in ledger.account.sent.items()})
+        now |= Counter({("moved", name): size for name, size in ledger.account.moved.items()})
+        if now != before:
+            traffic.update({(op.visit, *key): size for key, size in (now - before).items()})
+            before = now
+
+    ledger.play(visits, packs, after, steps=1)
+    ledger.book.moments = None
+    return Moments(tuple(order), moments, traffic)
+
+
+def extended(known: Sequence[Moments], small: Sequence[Sequence[Pack]], layouts: Sequence[Layout], packs: Sequence[Pack]) -> Weighed:
+    """What a step with these packs needs. `known`: steps with small packs; `small`: their packs, by visit, each list as long as it is and
+    then begun again; `layouts`, `packs`: by visit."""
+    last = known[-1]
+    memory, pairs = (
+        [_weights(few, pack, layout.chunk, with_pairs) for few, pack, layout in zip(small, packs, layouts)] for with_pairs in (False, True)
+    )
+    peaks = dict[str, Peak]()
+    for moment, found in last.peaks.items():
+        weights = memory[last.visits[moment[0]]]
+        for place, peak in found.items():
+            sides = [one.peaks.get(moment, found).get(place, peak) for one in known]
+            total = _sum(weights, [side.total for side in sides])
+            if place not in peaks or total > peaks[place].total:
+                alive = [dict(side.alive) for side in sides]
+                rows = [(name, _sum(weights, [side.get(name, size) for side in alive])) for name, size in peak.alive]
+                peaks[place] = Peak(total, peak.op, tuple(sorted(rows, key=lambda row: -row[1])))
+    traffic = {"sent": Counter[str](), "moved": Counter[str]()}
+    for visit, what, name in last.traffic:
+        traffic[what][name] += _sum(pairs[visit], [one.traffic[visit, what, name] for one in known])
+    return Weighed(peaks, dict(traffic["sent"]), dict(traffic["moved"]))
+
+
+def _weights(few: Sequence[Pack], pack: Pack, chunk: int, with_pairs: bool) -> list[float]:
+    """How much of each small pack makes the large one; together 1."""
+    if len(few) == 1:
+        return [1.0]
+    *others, last = (np.array(_measures(one, chunk, with_pairs)) for one in few)
+    wanted = np.array(_measures(pack, chunk, with_pairs)) - last
+    found = np.linalg.lstsq(np.array([one - last for one in others]).T, wanted, rcond=None)[0]
+    return [*map(float, found), 1.0 - float(found.sum())]
+
+
+def _measures(pack: Pack, chunk: int, with_pairs: bool) -> list[float]:
+    longest, documents, rest = _shape(pack)
+    found = [documents, longest / chunk, rest / chunk, documents * longest / chunk]
+    if with_pairs:
+        sees = chunks.reach(chunks.cut(pack, chunk))
+        found.append(sum(number - first for number, first in enumerate(sees)))
+    return found
+
+
+def _sum(weights: Sequence[float], sizes: Sequence[int]) -> int:
+    """Rounded up, but for what floating point adds."""
+    return math.ceil(round(sum(weight * size for weight, size in zip(weights, sizes)), 3))
