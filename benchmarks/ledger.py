@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common import arguments, publish, say
-from ledger_ranks import predict, row_of
+from ledger_ranks import from_few, predict, row_of
 
 import longshift.train.check  # noqa: F401  (what the forked ranks call is imported before they fork)
 from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout
+from longshift.program.ledger import Weighed
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.train.check import Trial, parse_layouts
@@ -50,13 +51,15 @@ EDGES = (300, 650)
 @dataclass(frozen=True)
 class Case:
     """A training step that is measured: `layout` may be several, joined by " > ". `per_node`: ranks that count as one node, where switches
-    go in two rounds and many small exchanges."""
+    go in two rounds and many small exchanges; `few`: documents are full packs of the groups, and predicted from packs of few chunks, as
+    admission does."""
 
     layout: str
     family: str = "llama"
     precision: PrecisionName = "float32"
     lengths: tuple[int, ...] = LENGTHS
     per_node: int | None = None
+    few: bool = False
 
     @property
     def world(self) -> int:
@@ -65,11 +68,11 @@ class Case:
     @property
     def trial(self) -> Trial:
         edges = EDGES[-self.layout.count(" > ") :] if " > " in self.layout else ()
-        sizes = {"capacity": CAPACITY, "edges": edges} | ({"bucket_bytes": 60_000} if self.per_node else {})
+        sizes = {"capacity": max(CAPACITY, *self.lengths), "edges": edges} | ({"bucket_bytes": 60_000} if self.per_node else {})
         return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, **sizes)
 
     def __str__(self) -> str:
-        return f"{self.family} {self.precision} {self.layout}"
+        return f"{self.family} {self.precision} {self.layout}" + ", from few chunks" * self.few
 
 
 def cases() -> Iterator[Case]:
@@ -101,6 +104,13 @@ def cases() -> Iterator[Case]:
     yield from (Case(layout, "llama-tied") for layout in ("pp2.v2.chunk256", "ring2.u2.z3.chunk400.disk.keep-input", "ring2.tp2.chunk300"))
     yield Case("dp2", lengths=(5, 1, 2, 700))
     yield Case("dp4.z2", "gpt2", lengths=(900,))  # fewer packs than replicas
+    yield from (
+        Case(layout, lengths=(2 * CAPACITY,), few=True) for layout in ("chunk64", "chunk32.disk.kv-offload", "u2.chunk64.disk.fpdt")
+    )
+    yield from (
+        Case(f"{layout} > {layout}.chunk64{tier}", lengths=(EDGES[-1], 2 * CAPACITY), few=True)
+        for layout, tier in (("dp1", ""), ("tp2", ".disk"))
+    )
 
 
 def hot_cases() -> Iterator[Case]:
@@ -136,6 +146,7 @@ def hot_cases() -> Iterator[Case]:
 
 
 QUICK = (
+    Case("dp1 > dp1.chunk64", lengths=(EDGES[-1], 2 * CAPACITY), few=True),
     Case("dp1", "gpt2", "bf16"),
     Case("recompute-selective", "qwen3", lengths=FEW),
     Case("recompute-full"),
@@ -155,10 +166,11 @@ def rows_of(case: Case, answers: Iterable[dict]) -> list[dict]:
     """What each rank measured, beside what the ledger says of it."""
     name = {"device": "cpu", "family": case.family, "layout": case.layout, "precision": case.precision, "lengths": case.lengths}
     layouts = tuple(parse_layouts(case.layout))
-    return [
-        row_of(name | {"rank": rank}, found, predict(case.trial, layouts, rank, per_node=case.per_node)[0])
-        for rank, found in enumerate(answers)
-    ]
+
+    def said(rank: int) -> Weighed:
+        return from_few(case.trial, layouts, rank) if case.few else predict(case.trial, layouts, rank, per_node=case.per_node)[0]
+
+    return [row_of(name | {"rank": rank, "few": case.few}, found, said(rank)) for rank, found in enumerate(answers)]
 
 
 def wrong(rows: Iterable[dict]) -> list[str]:

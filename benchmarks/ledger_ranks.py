@@ -16,7 +16,7 @@ from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.program.ledger import Weighed
 from longshift.program.needs import StepShape
-from longshift.program.operations import Op, Program
+from longshift.program.operations import Program
 from longshift.schedule.inside_rank import Transport
 from longshift.spec.formats import FORMATS
 from longshift.step.player import Player
@@ -72,21 +72,26 @@ def predict(
     host_is_device: bool = True,
     per_node: int | None = None,
 ) -> tuple[Weighed, list[tuple[str, int]]]:
-    """What the ledger says of a trial's last step on a rank; and of the device after each operation."""
+    """What the ledger says of a trial's last step on a rank, and of the device after each of its operations."""
     shape, lengths = shape_of(trial, layouts, per_node), trial.lengths[-1]
     ledger = shape.ledger(rank, transport, host_is_device)
     groups = length_groups(lengths, shape.edges, trial.spec)
     groups = [groups[i] for i in shape.itinerary.order(tuple(group.layout for group in groups))]
     visits, packs = ledger.steps.visits(groups, lengths)
-    settle, said = ledger.book.settle, list[tuple[str, int]]()
+    said = list[tuple[str, int]]()
+    weighed = ledger.play(
+        visits,
+        [[[lengths[d] for d in pack] for pack in some] for some in packs],
+        lambda op: said.append((str(op), ledger.book.now["device"])),
+    )
+    return weighed, said
 
-    def settled(op: Op, under: str = "") -> None:
-        settle(op, under)
-        said.append((str(op), ledger.book.now["device"]))
 
-    ledger.book.settle = settled
-    weighed = ledger.play(visits, [[[lengths[d] for d in pack] for pack in some] for some in packs])
-    return weighed, said[len(said) // 2 :]
+def from_few(trial: Trial, layouts: tuple[Layout, ...], rank: int) -> Weighed:
+    """What admission says of a trial whose steps have one full pack of each group, from packs of few chunks."""
+    shape = shape_of(trial, layouts)
+    order = shape.itinerary.order(layouts)
+    return shape.weighed([shape.edges[i] for i in order], rank, "gloo", True)
 
 
 def row_of(name: dict[str, Any], found: dict[str, Any], weighed: Weighed) -> dict[str, Any]:

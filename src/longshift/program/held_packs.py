@@ -338,7 +338,7 @@ class HeldChunked(HeldPacks):
                 for name, size in found.buffers.items():
                     self._have(live, (name, event.keys if name == "dkv" else event.chunk), size)
                 if found.grads:
-                    self.leave(op.unit)
+                    self.grads[self.moving(op.unit)[-1]] = [self.account.held("gradients of weights", found.grads)]
             elif event.kind == "accumulate":
                 for unit in self.moving(op.unit):
                     self.copies.accumulate(unit, self.grads.pop(unit, []))

@@ -99,8 +99,8 @@ class Ledger:
         after: Callable[[Op], object] | None = None,
         steps: int = 2,
     ) -> Weighed:
-        """What the last of some equal steps needs: the first leaves working copies. `packs`: lengths of the documents of each micro-batch,
-        by visit. `after` sees the last step's operations when they are done."""
+        """What some equal steps need at the most, the first of which leaves working copies, and what the last one sends and moves. `packs`:
+        lengths of the documents of each micro-batch, by visit. `after` sees the last step's operations when they are done."""
         self.visits, self.packs = visits, packs
         program = self.steps.program(visits)
         for step in range(steps):
