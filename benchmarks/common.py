@@ -1,6 +1,8 @@
 """What every benchmark prints, and how: one JSON object on standard output with --json, a table without; progress on standard error.
 
 {"benchmark": name, "command": ..., "machine": {...}, "versions": {...}, "commit": ..., "summary": {...}, "rows": [...]}
+
+`tables.py --keep` puts such an object into `results/` and writes the tables of the docs anew.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 """One long document on one GPU, at the width of Llama 3 8B: tokens a second, memory, and the share of the matmul peak, by method, length
-and chunk. `python benchmarks/gpu/long_context.py --json > result.json`
+and chunk. `python benchmarks/gpu/long_context.py --json > report.json`, which `tables.py --keep report.json` puts into `results/`.
 
 A step is forward, backward and update in bf16, from random weights. FLOP/s count a causal attention's scores once and no recomputation;
 the peak is a bf16 matmul of 8192 x 8192 in the same process. The share of transfers that is hidden, their time under a kernel, is the
