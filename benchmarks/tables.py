@@ -287,9 +287,9 @@ def static() -> str:
 def ledger() -> str:
     """Memory and bytes sent, recorded and predicted; and the seconds to weigh large runs."""
     report = result("ledger")
-    kinds: dict[str, list[dict]] = {"one layout": [], "several layouts in a step": [], "Llama 3 8B's width, no real device": []}
+    kinds: dict[str, list[dict]] = {}
     for row in report["rows"]:
-        kinds[list(kinds)[2 if row["device"] == "fake" else " > " in row["layout"]]].append(row)
+        kinds.setdefault(kind_of(row), []).append(row)
     rows = []
     for kind, some in kinds.items():
         ratios, sent = [row["ratio"] for row in some], sum(row["sent"] == row["sent_predicted"] for row in some)
@@ -300,6 +300,15 @@ def ledger() -> str:
     admitted = [(name, f"{seconds:.2f}") for name, seconds in report["summary"]["admission_s"].items()]
     said = f"{source(report)} Counts of bytes have no spread; seconds are of one run."
     return f"{said}\n\n{lines(head, rows)}\n\n{lines(('run', 'seconds of a core until its memory is known'), admitted)}"
+
+
+def kind_of(row: Mapping) -> str:
+    """What sort of step a row of ledger.py is of."""
+    if row["device"] == "fake":
+        return "Llama 3 8B's width, no real device"
+    if row.get("few"):
+        return "packs of many chunks, from few"
+    return "several layouts" if " > " in row["layout"] else "one layout"
 
 
 def machine_profile() -> str:
