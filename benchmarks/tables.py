@@ -266,7 +266,10 @@ def switches() -> str:
     median = report["summary"]["fraction_of_bound_median"]
     rows.append(["*all, median share of the bound*", *(f"{median[planner]:.2f}" for planner in planners)])
     head = ("ms of all switches, MB between nodes, share of the bound", *planners)
-    return f"{source(report)} Each switch is the median of 4 repeats.\n\n{lines(head, rows)}"
+    (repeats,) = re.findall(r"--repeats (\d+)", report["command"])
+    apart = statistics.median(row["spread"] for row in report["rows"])
+    said = f"Each switch is the median of {repeats} repeats, whose quartiles are {apart:.0%} of it apart in the median switch."
+    return f"{source(report)} {said}\n\n{lines(head, rows)}"
 
 
 def static() -> str:
