@@ -1,29 +1,22 @@
 """The run on one rank: a generator of steps. Checkpoints are its business; what a person sees is its caller's."""
 
 import resource
-import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from longshift.cluster.host import profile_of_host
 from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
-from longshift.dist.memory import host_memory
 from longshift.dist.world import World, be_deterministic, own_device
-from longshift.errors import NonFiniteError, OutOfMemoryError
-from longshift.explain import shape_of
+from longshift.errors import NonFiniteError
 from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
-from longshift.program.needs import most, needs
-from longshift.schedule.inside_rank import Transport
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
@@ -35,12 +28,11 @@ from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
 from longshift.switch.links import agreed, links_of
+from longshift.train.admission import admit
 from longshift.train.corpus import open_on_ranks
 from longshift.train.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, expect
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
-
-CONTROL_GROUPS = Path("/proc/self/cgroup")
 
 
 def train(
@@ -68,7 +60,7 @@ def _steps(
     trace: Path | None = None,
 ) -> Iterator[StepMetrics]:
     """`timeline`: records the first step, for `trace`, and is closed after it."""
-    _fits(config, world, run)
+    admit(config, world, run)
     batches, fingerprints = open_data(config, world)
     start, state, facts = _begin(config, world, fingerprints, run if resume else None)
     if resume and world.rank == 0:
@@ -109,65 +101,6 @@ def _steps(
             save(run, step, state.optimizer.state(), kept, world, config.save.keep)
         if stopping:
             return
-
-
-def _fits(config: Config, world: World, run: Path) -> None:
-    """Refuse a run whose largest step cannot have room, on the device or where it waits. Raises OutOfMemoryError with the arithmetic."""
-    cpu = world.device.type == "cpu"
-    shape = shape_of(config, world.per_node)
-    transport: Transport = "gloo" if cpu else "nccl"
-    where = transport, cpu
-    room, process = _room(world)
-    need = most(needs(shape, config.edges, *where))
-    if need.device.total + process > room:
-        alive = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.device.alive[:6])
-        raise OutOfMemoryError(
-            f"rank {need.rank} needs {need.device.total / 2**30:.2f} GiB for tensors, in {need.device.op} ({alive}), besides "
-            f"{process / 2**30:.2f} GiB that the process has, and there are {room / 2**30:.2f} GiB for it; recompute-full, more tp, u or "
-            "ring, z3, chunks, a smaller upto or train.pack_tokens take less"
-        )
-    waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
-    for edge in config.edges:
-        if edge.use.offload == "disk" or (edge.use.offload == "host" and not cpu):
-            place = edge.use.offload
-            waiting[place][str(edge.use)] = most(needs(shape, [edge], *where), place).of(place)
-    folder = config.stream.options(run).folder
-    if waiting["disk"]:
-        _room_for(waiting["disk"], world.per_node, shutil.disk_usage(folder).free, f"{folder} has", "another stream.folder")
-    if waiting["host"]:
-        _room_for(waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk")
-
-
-def _room(world: World) -> tuple[int, int]:
-    """Bytes that this rank may have, those of the process included, and how many the process has already. Ranks of one control group share
-    what it allows; collective."""
-    if world.device.type != "cpu":
-        free, total = torch.cuda.mem_get_info(world.device)
-        return total, total - free
-    settle(world.device)
-    own = f"{socket.gethostname()} {CONTROL_GROUPS.read_text() if CONTROL_GROUPS.exists() else ''}"
-    sharing = world.gather_text(own).count(own)
-    return min(host_memory()[0] // sharing, psutil.virtual_memory().total // world.per_node), psutil.Process().memory_info().rss
-
-
-def settle(device: torch.device) -> None:
-    """Have the process take what it takes once, whatever is trained: what a first backward, optimizer and matmul in bf16 load."""
-    x = torch.ones(64, 64, requires_grad=True, device=device)
-    (x @ x).sum().backward()
-    torch.optim.AdamW([x], fused=True).step()
-    torch.mm(x.detach().bfloat16(), x.detach().bfloat16())
-
-
-def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> None:
-    """Refuse what waits, in bytes of a rank by layout, where there is no room. A group's memory is kept while others run."""
-    need = sum(waiting.values())
-    if need * ranks > free:
-        parts = " + ".join(f"{size / 2**30:.2f} ({layout})" for layout, size in waiting.items())
-        raise OutOfMemoryError(
-            f"what waits for the backward of the longest documents needs {parts} = {need / 2**30:.2f} GiB of each of {ranks} ranks, "
-            f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, keep-input, every4, more "
-            "tp, u or ring, or a smaller upto"
-        )
 
 
 def _begin(config: Config, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State, Facts | None]:
