@@ -153,8 +153,8 @@ def _weights(
     pruned = []
     if kept := _kept_bytes(plan):
         pruned = [f"{_size(kept)} of all ranks' wanted weights are where they are wanted already"]
-    exchanges = plan.buckets + plan.rounds - 1 if plan.bytes_by_pair.any() else 0
-    return f"switch: {what} from {origin}, {plan.planner}, {exchanges} exchanges{cast}", traffic(plan), pruned
+    exchanges = f"{plan.exchanges} exchange{'s' * (plan.exchanges > 1)}"
+    return f"switch: {what} from {origin}, {plan.planner}, {exchanges}{cast}", traffic(plan), pruned
 
 
 def _gradients(way: Itinerary, cut: Cut, later: list[Layout], home: str, layout: Layout) -> tuple[str, Traffic | None]:

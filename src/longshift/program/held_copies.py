@@ -162,8 +162,7 @@ class Exchanged:
 
 def exchanged(plan: Plan, rank: int) -> Exchanged:
     """What `state.transfer.Transfer` moves on a rank."""
-    count = plan.buckets + plan.rounds - 1 if plan.bytes_by_pair.any() else plan.buckets
-    sent, received, passing = np.zeros((3, count), np.int64)
+    sent, received, passing = np.zeros((3, plan.exchanges), np.int64)
     for w in plan.weights:
         m = w.moves
         if len(m):

@@ -103,8 +103,8 @@ class Steps:
         return self._exchanges[source, None]
 
     def _planned(self, plan: Plan, source: Cut | None, target: Cut | None, ahead_bytes: int) -> Exchanges:
-        count = plan.buckets + plan.rounds - 1 if plan.bytes_by_pair.any() else plan.buckets
-        first, last, most = _spans(self.itinerary.spec, plan, count)
+        count = plan.exchanges
+        first, last, most = _spans(self.itinerary.spec, plan)
         opens: list[list[int]] = [[] for _ in range(count)]
         closes: list[list[int]] = [[] for _ in range(count)]
         for unit in sorted(self._here(target)):
@@ -119,7 +119,7 @@ class Steps:
         return next((view.units for view in self.views.values() if view.cut == cut), frozenset())
 
 
-def _spans(spec: ModelSpec, plan: Plan, exchanges: int) -> tuple[dict[int, int], dict[int, int], list[int]]:
+def _spans(spec: ModelSpec, plan: Plan) -> tuple[dict[int, int], dict[int, int], list[int]]:
     """The first and the last bucket of each moving unit; the most bytes of wanted weights that any rank has storage for after each
     exchange's `open`."""
     first: dict[int, int] = {}
@@ -130,7 +130,7 @@ def _spans(spec: ModelSpec, plan: Plan, exchanges: int) -> tuple[dict[int, int],
         start, stop = (int(w.bucket[0]), int(w.bucket[-1])) if len(w.bucket) else (0, 0)
         first[unit], last[unit] = min(start, first.get(unit, start)), max(stop, last.get(unit, stop))
         wanted[unit] = wanted.get(unit, 0) + w.slices.size_bytes @ w.slices.wants
-    opened = np.zeros((exchanges, plan.world), np.int64)
+    opened = np.zeros((plan.exchanges, plan.world), np.int64)
     for unit, number in first.items():
         opened[number] += wanted[unit]
     return first, last, opened.cumsum(0).max(1).tolist()

@@ -85,6 +85,11 @@ class Plan:
     def buckets(self) -> int:
         return 1 + max((int(w.bucket[-1]) for w in self.weights if len(w.bucket)), default=0)
 
+    @property
+    def exchanges(self) -> int:
+        """How many exchanges play the plan: each carries a round of a bucket, and the round after of the bucket before."""
+        return self.buckets + self.rounds - 1
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all that the ranks must agree on: hexadecimal."""

@@ -40,7 +40,7 @@ def traffic(plan: Plan) -> Traffic:
     """Of a device's links to its node and to other nodes, one way each, the busiest sets the time."""
     pairs, links = plan.bytes_by_pair, plan.links
     played = _by_round(plan)
-    overlapped = np.zeros((plan.buckets + plan.rounds - 1, *played.shape[2:]), np.int64)
+    overlapped = np.zeros((plan.exchanges, *played.shape[2:]), np.int64)
     for number in range(plan.rounds):
         overlapped[number : number + plan.buckets] += played[:, number]
     starts = np.arange(0, plan.world, links.per_node)
