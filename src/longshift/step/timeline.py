@@ -88,7 +88,7 @@ def predicted(player: Player, steps: int = 1) -> Predicted:
     """Of the step whose program the player made last, as the last of so many equal ones since the state was built."""
     precision, cpu = player.precision, player.world.device.type == "cpu"
     same = precision.compute == precision.home
-    ledger = Ledger(player.steps, "gloo" if cpu else "nccl", same, host_is_device=cpu, ahead=player.options.ahead)
+    ledger = Ledger(player.steps, "gloo" if cpu else "nccl", same, host_is_device=cpu, ahead=player.stream.ahead)
     visits, packs = player.steps.visits(player.groups_here, player.lengths)
     after: list[tuple[Op, int]] = []
     lengths = [[[player.lengths[d] for d in pack] for pack in some] for some in packs]

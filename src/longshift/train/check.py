@@ -24,6 +24,7 @@ from longshift.layout.placement import buckets
 from longshift.model.decoder import Decoder, Ops
 from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
+from longshift.program.operations import Op
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
@@ -226,12 +227,13 @@ def compare(
     losses, batches = [], what.batches()
     for step, batch in enumerate(batches):
 
-        def watch(home: Home, step: int = step, scale: float = state.scale.scale if state.scale else 1.0) -> None:
+        def after(op: Op, step: int = step, scale: float = state.scale.scale if state.scale else 1.0) -> None:
             for kind, when in (("grad-first", 0), ("grad-last", len(batches) - 1)):
-                if step == when:
-                    _compare_gradients(found, kind, home, scale, truth)
+                if op.kind == "norm" and step == when:
+                    _compare_gradients(found, kind, state.home, scale, truth)
 
-        losses.append(train_step(state, batch, player, watch).loss)
+        player.after = after
+        losses.append(train_step(state, batch, player).loss)
     for name, box, _, views in state.optimizer.state():
         for kind, view in views.items():
             if box:
