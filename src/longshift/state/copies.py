@@ -17,6 +17,7 @@ storage before they are gathered for the first time.
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -107,10 +108,21 @@ class Copies(ABC):
     def ready(self, unit: int) -> None:
         """Return when a unit's weights are here."""
 
-    @abstractmethod
     def accumulate(self, unit: int) -> None:
         """Add the gradients that a backward left on the unit's weights to their sums, in the home format. A unit that computed nothing
         contributes zeros."""
+        weights = self.units[unit].weights
+        grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        first, totals, parts = self.in_sums(unit, grads)
+        if parts:
+            (torch._foreach_copy_ if first else torch._foreach_add_)(totals, parts)
+        for weight in weights.values():
+            weight.grad = None
+
+    @abstractmethod
+    def in_sums(self, unit: int, grads: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
+        """Whether the unit's sums are made here, zeros where a weight has no gradient; then equally shaped views of the sums and of the
+        gradients."""
 
     @abstractmethod
     def reduce(self, unit: int) -> None:
@@ -179,21 +191,15 @@ class AlignedCopies(Copies):
         while fused.arriving:
             fused.arriving.pop(0).wait()
 
-    def accumulate(self, unit: int) -> None:
-        fused, weights = self.fused[unit], self.units[unit].weights
-        grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+    def in_sums(self, unit: int, grads: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
+        fused = self.fused[unit]
         first = fused.sums is None
         if fused.sums is None:
-            make = torch.empty if len(grads) == len(weights) else torch.zeros
+            make = torch.empty if len(grads) == len(self.units[unit].weights) else torch.zeros
             sizes = [(strips.slots, strips.width) for strips, _ in fused.buckets]
             fused.sums = [make(size, dtype=self.sums, device=self.world.device) for size in sizes]
-        for (strips, _), total in zip(fused.buckets, fused.sums):
-            views, parts = strips.views(total, grads)
-            if views:
-                (torch._foreach_copy_ if first else torch._foreach_add_)(views, parts)
-        del grads
-        for weight in weights.values():
-            weight.grad = None
+        pairs = [strips.views(total, grads) for (strips, _), total in zip(fused.buckets, fused.sums)]
+        return first, [view for views, _ in pairs for view in views], [part for _, parts in pairs for part in parts]
 
     def reduce(self, unit: int) -> None:
         fused, sums = self.fused[unit], self.fused[unit].sums

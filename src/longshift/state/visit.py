@@ -9,6 +9,7 @@
 Optimizer state never moves, and no gradient goes from stop to stop: every one reduces into home.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -54,19 +55,14 @@ class PlannedCopies(Copies):
 
     ready = reduce = reduced = gather
 
-    def accumulate(self, unit: int) -> None:
-        sums, weights = self.sums[unit], self.units[unit].weights
-        grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+    def in_sums(self, unit: int, grads: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
+        sums = self.sums[unit]
         first = not sums.held
         sums.hold()
-        if first and len(grads) < len(weights):
+        if first and len(grads) < len(sums.views):
             assert sums.flat is not None
             sums.flat.zero_()
-        if grads:
-            (torch._foreach_copy_ if first else torch._foreach_add_)([sums.views[name] for name in grads], list(grads.values()))
-        del grads
-        for weight in weights.values():
-            weight.grad = None
+        return first, [sums.views[name] for name in grads], list(grads.values())
 
     def total(self, name: str, box: Box) -> Tensor | None:
         """A view of a box of a gradient sum; None where it is not here."""
