@@ -56,7 +56,7 @@ class Explanation:
     need: Need
 
     def to_json(self) -> dict:
-        """Without seconds of a switch where links are assumed."""
+        """The explanation as JSON, without seconds of a switch where links are assumed."""
         found = asdict(self)
         for group in found["groups"] if self.links.origin == "assumed" else ():
             for moved in filter(None, (group["weights_traffic"], group["gradients_traffic"])):

@@ -37,8 +37,8 @@ class UnitSizes:
 
 
 def unit_sizes(spec: ModelSpec, view: RankLayout, home: Layout, rank: int, same_format: bool) -> dict[int, UnitSizes]:
-    """By moving unit, for a layout whose copies' source is cut as `home` is. `same_format`: copies have the format of their source, and are
-    its own tensors where it keeps a weight whole."""
+    """Elements of each moving unit on this rank; the layout's copies have a source cut as `home` is. `same_format`: copies have the format
+    of their source, and are its own tensors where it keeps a weight whole."""
     mine = buckets_of(spec, home, rank)
     at_home = {name: box for bucket in mine if not bucket.sharded and same_format for name, box in bucket.home(rank)}
     routes: dict[int, list[Route]] = {}
@@ -81,7 +81,7 @@ class HeldCopies:
             self.hold(unit)
 
     def release(self, unit: int) -> None:
-        """Rows stay: the next gather is from them."""
+        """Drop a unit's copies. Rows stay: the next gather is from them."""
         self.flats.pop(unit, None)
 
     def close(self, unit: int) -> None:

@@ -157,7 +157,7 @@ class _Step:
         yield Op("update")
 
     def _come(self, number: int) -> Iterator[Op]:
-        """The group's weights, as far as they are not here."""
+        """Operations that bring the group's weights, as far as they are not here."""
         cut = self.views[number].cut
         if cut == self.here:
             return
@@ -186,7 +186,7 @@ class _Step:
             yield from (Op("close", number - 1, unit) for unit in exchanges.closes[i])
 
     def _go(self, number: int) -> Iterator[Op]:
-        """Gradient sums that no later group adds to go home."""
+        """Operations that bring gradient sums home which no later group adds to."""
         view, later = self.views[number], self.views[number + 1 :]
         if any(other.cut == view.cut for other in later):
             return
@@ -203,7 +203,7 @@ class _Step:
             yield Op("close", number)
 
     def _run(self, number: int) -> Iterator[Op]:
-        """Forward and backward of the group's micro-batches, and reductions."""
+        """Operations of the group's micro-batches, forward and backward, and reductions."""
         view, visit = self.views[number], self.visits[number]
         closing = all(other.cut != view.cut for other in self.views[number + 1 :])
         turns = list(made_turns(view, visit, number, closing))

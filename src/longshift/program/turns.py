@@ -118,7 +118,7 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool) -> Iterato
         return [Op(kind, number, micro=event.micro, chunk=event.chunk, turn=event.kind, number=moved.tag, peer=peer, way=way)]
 
     def receive(index: int) -> list[Op]:
-        """What event number `index` waits for, posted."""
+        """Operations that post what event number `index` waits for."""
         if index == len(order) or receives[index] is None:
             return []
         return [*load(order[index].micro), *message("receive", receives[index], order[index], True)]
@@ -141,13 +141,13 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool) -> Iterato
 
 
 class _Turns:
-    """What whole and chunked packs have in common: where gradients go."""
+    """Turns of packs, whole or chunked: what they have in common is where gradients go."""
 
     def __init__(self, view: RankLayout, visit: Visit, number: int, closing: bool):
         self.view, self.visit, self.number, self.closing = view, visit, number, closing
 
     def collect(self, unit: int, reduce: bool) -> Iterator[Op]:
-        """Gradients that a backward of `unit` left on weights: to their sums, and home where `reduce`."""
+        """Operations that add the gradients which a backward of `unit` left to their sums, and bring these home where `reduce`."""
         yield from (Op("accumulate", self.number, tied) for tied in self.view.shared(unit))
         if self.view.own(unit):
             yield Op("accumulate", self.number, unit)
@@ -172,7 +172,7 @@ class _WholeTurns(_Turns):
                 yield UnitTurn(unit, tuple(self._forward(unit, event.micro)))
 
     def backward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
-        """What waits in a tier is fetched one unit ahead."""
+        """Turns of a backward. What waits in a tier is fetched one unit ahead."""
         units = self.view.chunks[event.chunk][::-1]
         reduce = self.reduces(event.micro)
         fetches = [tuple(self._fetches(unit, event.micro)) for unit in units] + [()]

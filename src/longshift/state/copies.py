@@ -150,7 +150,7 @@ class Fused:
         self.reducing: deque[list[tuple[Pending, Tensor, Shard]]] = deque()
 
     def copy_in(self, number: int, buffer: Tensor | None = None) -> None:
-        """From the fused buffer of a bucket, or from home where that is not sharded, into the weights."""
+        """Copy into the weights: from the fused buffer of a bucket, or from home where that is not sharded."""
         if self.targets[number]:
             sources = self.sources[number] if buffer is None else [strip.in_buffer(buffer) for strip in self.wanted[number]]
             torch._foreach_copy_(self.targets[number], sources)

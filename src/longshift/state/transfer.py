@@ -64,7 +64,7 @@ class Transfer:
         _agree(plan, world)
 
     def begin(self) -> "Transfer":
-        """Nothing has moved yet."""
+        """Reset the transfer's times and return it."""
         self.exposed_s, self.under_way_s = 0.0, 0.0
         return self
 

@@ -107,7 +107,7 @@ class Stop:
             self.copies.units[unit].hold()
 
     def forget_totals(self) -> None:
-        """The gradient sums are at home."""
+        """Drop the gradient sums, which are at home."""
         if self.guest:
             self.guest.drop_gradients()
         else:
@@ -121,7 +121,7 @@ class Stop:
         self._hold_rows(units, False)
 
     def _hold_rows(self, units: set[int], hold: bool) -> None:
-        """Storage for the rows that a guest keeps of some units, or none."""
+        """Hold or drop storage for the rows that a guest keeps of some units."""
         for unit, rows in self._rows:
             if unit in units:
                 (rows.hold if hold else rows.drop)()
@@ -136,7 +136,7 @@ class Switches:
         self._transfers: dict[tuple[Cut | None, Cut | None], Transfer] = {}
 
     def bring(self, source: Stop | None, target: Stop) -> Transfer:
-        """The weights of `target`, about to move; from home and, where given, from what `source` holds."""
+        """The transfer that brings the weights of `target` from home and, where given, from what `source` holds."""
         key = source.cut if source else None, target.cut
         if key not in self._transfers:
 
@@ -155,7 +155,7 @@ class Switches:
                 shard.grad = torch.zeros_like(shard.master)
 
     def take_home(self, source: Stop) -> Transfer:
-        """The gradient sums of `source`, about to be added to home's, which are there."""
+        """The transfer that adds the gradient sums of `source` to home's, which are there."""
         key = source.cut, None
         if key not in self._transfers:
             group, wanted = self.world.group(self.ranks, "sums"), partial(self.home.part, what="grad")

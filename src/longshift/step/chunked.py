@@ -72,7 +72,7 @@ class ChunkedPacks(Runner):
         return self.crossing.pop((op.micro, op.chunk, op.turn))
 
     def compute(self, op: Op) -> None:
-        """From what is in the tier on one side of the unit to what is on the other."""
+        """Play one turn of a unit: from what is in the tier on one side of it to what is on the other."""
         play = _Play(self, op)
         with torch.no_grad():  # what has gradients says so
             play.run(self.lists(self.packs[op.micro]).of[op.turn])  # pyright: ignore[reportArgumentType]
@@ -117,7 +117,7 @@ def _segment(function: Callable[..., Any], *inputs: Tensor) -> Segment:
 
 
 class _Play:
-    """One list on one unit. Mutable. `live`: buffers by (name, chunk), as tuples of tensors or a Segment."""
+    """A list of events, played on one unit. Mutable. `live`: buffers by (name, chunk), as tuples of tensors or a Segment."""
 
     def __init__(self, runner: ChunkedPacks, op: Op):
         self.runner, self.unit, self.number = runner, op.unit, op.micro

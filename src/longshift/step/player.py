@@ -55,7 +55,7 @@ class Visited:
 
 
 def leave_alone(loss_sum: float, squared_norm: float) -> None:
-    """No update: home stays as it is."""
+    """Make no update: home stays as it is."""
 
 
 class Player:
@@ -257,7 +257,7 @@ class Player:
         self.sums = loss_sum, squared_norm
 
     def _count(self, op: Op, way: str) -> None:
-        """Of a transfer whose last exchange was taken in; a device may be behind the host."""
+        """Add times and bytes of a finished transfer to its visit. A device may be behind the host."""
         transfer, visit = self._transfers.pop((op.visit, way)), self.visited[op.visit]
         queued = time.perf_counter()
         visit.exposed_s += transfer.exposed_s + self.world.now() - queued

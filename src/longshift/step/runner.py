@@ -63,7 +63,7 @@ class Runner(ABC):
 
     @abstractmethod
     def unload(self, micro: int) -> None:
-        """Drop them."""
+        """Drop the tensors of a micro-batch."""
 
     @abstractmethod
     def boundary(self, micro: int) -> Tensor:
@@ -71,15 +71,15 @@ class Runner(ABC):
 
     @abstractmethod
     def received(self, op: Op, x: Tensor) -> None:
-        """Take what another stage computed."""
+        """Take the boundary activation, or its gradient, that another stage computed."""
 
     @abstractmethod
     def to_send(self, op: Op) -> Tensor:
-        """What another stage needs."""
+        """The boundary activation, or its gradient, that another stage needs."""
 
     @abstractmethod
     def compute(self, op: Op) -> None:
-        """One turn of a unit."""
+        """Compute one turn of a unit."""
 
     def arrive(self, op: Op) -> None:
         """Cut what another stage computed into chunks."""
@@ -159,7 +159,7 @@ class WholePacks(Runner):
         self.inputs[self._key(op)] = x, *kept
 
     def _forward(self, op: Op) -> None:
-        """What goes on is the output without a graph."""
+        """Compute a part that keeps its graph. What goes on is the output without it."""
         self.x[op.micro] = self._graph(op, self.x.pop(op.micro, None), [])
 
     def _again(self, op: Op) -> None:
@@ -167,7 +167,7 @@ class WholePacks(Runner):
         self._graph(op, x, kept)
 
     def _ops(self, op: Op, kept: list[Tensor]) -> LayoutOps:
-        """`kept`: of a part that keeps the output of attention."""
+        """The seams for a part. `kept`: where it keeps the output of attention, if it does."""
         return self.ops.keeping(kept) if op.part == "block with output" else self.ops
 
     def _graph(self, op: Op, x: Tensor | None, kept: list[Tensor]) -> Tensor:
@@ -178,7 +178,7 @@ class WholePacks(Runner):
         return y.detach()
 
     def _backward(self, op: Op) -> None:
-        """Leaves gradients of weights on them."""
+        """Use up a kept graph, which leaves the gradients of weights on them."""
         x, edge = self.graphs.pop(self._key(op))
         torch.autograd.backward((edge,), (self.g.pop(op.micro),))
         if x is not None:
@@ -186,8 +186,8 @@ class WholePacks(Runner):
             self.g[op.micro] = x.grad
 
     def _loss(self, op: Op) -> None:
-        """Of one block of rows: the sum of the target tokens' cross-entropies and its gradient, formed together, so that no logits tensor
-        holds them all (as Liger Kernel does, arXiv 2410.10989)."""
+        """Compute loss and gradient of one block of rows together, so that no tensor holds all logits (as Liger Kernel does, arXiv
+        2410.10989)."""
         x, micro, head = self.x[op.micro], self.micros[op.micro], self.modules[op.unit]
         assert isinstance(head, Head)
         if op.number == 0:

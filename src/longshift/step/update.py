@@ -44,8 +44,8 @@ class Outcome:
 
 
 def train_step(state: State, batch: StepBatch, player: Player) -> Outcome:
-    """What one exact update from `batch` did: each group of lengths under its layout, each layout visited once. Raises NonFiniteError; home
-    is then as before."""
+    """Make one exact update from `batch`: each group of lengths under its layout, each layout visited once. Raises NonFiniteError; home is
+    then as before."""
     found: list[Outcome] = []
     scale = state.scale.scale if state.scale else 1.0
     groups = player.groups([len(document.ids) for document in batch.documents])

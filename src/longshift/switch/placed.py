@@ -52,7 +52,7 @@ def placed(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spread]:
 
 
 def by_rank(boxes: Sequence[Sequence[tuple[str, Box]]]) -> dict[str, Spread]:
-    """From the (weight, box) pairs of every rank."""
+    """Every weight as the (weight, box) pairs of every rank have it."""
     found: dict[str, dict[Box, list[int]]] = {}
     for rank, pairs in enumerate(boxes):
         for name, box in pairs:

@@ -65,7 +65,7 @@ class WeightPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """`buffer_bytes`: the most that a rank sends and receives in one bucket. `sums`: see [Note: sums]."""
+    """All moves of a switch. `buffer_bytes`: the most that a rank sends and receives in one bucket. `sums`: see [Note: sums]."""
 
     planner: Planner
     links: Links
@@ -225,8 +225,8 @@ def world_of(*sides: Placed) -> int:
 
 
 def plan(held: Sequence[Sequence[tuple[str, Box]]], wanted: Sequence[Sequence[tuple[str, Box]]]) -> tuple[Move, ...]:
-    """Every wanted element once, from its own rank where that holds it, else from its first holder; both sides by rank. Raises ValueError
-    for an element that nobody holds."""
+    """The moves that bring every wanted element once, from its own rank where that holds it, else from its first holder; both sides by
+    rank. Raises ValueError for an element that nobody holds."""
     whole = switch_plan(by_rank(held), by_rank(wanted), ONE_NODE, 1, "first_owner")
     return tuple(sorted(m for rank in range(whole.world) for t in whole.turns(rank) for m in (*t.local, *t.rounds[0].receives)))
 

@@ -175,7 +175,7 @@ def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | N
 
 
 def write_reference(world: World, trial: dict, path: str) -> float:
-    """`reference` into a safetensors file, for a forked world of one; returns the last loss."""
+    """Write `reference` into a safetensors file, for a forked world of one; returns the last loss."""
     truth = reference(Trial.from_json(trial))
     save_file({key: value.contiguous() for key, value in truth.items()}, path)
     return float(truth["loss"][-1])
@@ -210,7 +210,7 @@ def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layou
 
 
 def parse_layouts(text: str) -> list[Layout]:
-    """`"dp4 > tp4"`: those of the groups, from short documents to long."""
+    """The layouts of the groups, from short documents to long, of a text such as `"dp4 > tp4"`."""
     return [Layout.parse(word) for word in text.split(" > ")]
 
 

@@ -59,7 +59,7 @@ def _steps(
     timeline: Timeline | None = None,
     trace: Path | None = None,
 ) -> Iterator[StepMetrics]:
-    """`timeline`: records the first step, for `trace`, and is closed after it."""
+    """The steps of `train`. `timeline`: records the first step, for `trace`, and is closed after it."""
     admit(config, world, run)
     batches, fingerprints = open_data(config, world)
     start, state, facts = _begin(config, world, fingerprints, run if resume else None)
@@ -162,7 +162,7 @@ def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
 
 
 def _groups(player: Player) -> tuple[GroupMetrics, ...]:
-    """Of the step that was made, times of the slowest rank; none for a single layout that neither streams nor offloads."""
+    """Metrics of the last step's groups, with the times of the slowest rank; none for a single layout that neither streams nor offloads."""
     if len(player.edges) == 1 and all(runner.tier is None for runner in player.runners.values()):
         return ()
     times = torch.tensor([(v.seconds, v.exposed_s, v.hidden_s) for v in player.visited], dtype=torch.float64, device=player.world.device)
@@ -188,7 +188,7 @@ def _groups(player: Player) -> tuple[GroupMetrics, ...]:
 
 
 def _offloaded(player: Player) -> list[dict[str, Any]]:
-    """What the tiers did, in the fields of GroupMetrics, for each visit."""
+    """Fields of GroupMetrics that say what the tiers did, for each visit."""
     everyone, moved = player.world.everyone, [visit.moved or Moved() for visit in player.visited]
     own = [(m.waited_s, m.copying_s, m.put_bytes, m.fetched_bytes, m.peak_bytes) for m in moved]
     sums = torch.tensor(own, dtype=torch.float64, device=player.world.device)
