@@ -63,7 +63,7 @@ class Steps:
         self.cuts = set(itinerary.cuts.values())
         self.world = itinerary.home.world
         self._programs: dict[tuple[Visit, ...], Program] = {}
-        self._exchanges: dict[tuple[Cut | None, Cut | None], Exchanges] = {}
+        self._exchanges: dict[Plan, Exchanges] = {}
 
     def program(self, visits: Sequence[Visit]) -> Program:
         """The operations of a step that visits these groups, in this order."""
@@ -91,18 +91,15 @@ class Steps:
 
     def bring(self, source: Cut | None, target: Cut) -> Exchanges:
         """The switch that brings the weights of `target`."""
-        if (source, target) not in self._exchanges:
-            plan = self.itinerary.weights(source, target)
-            self._exchanges[source, target] = self._planned(plan, source, target, self.itinerary.options.ahead_bytes)
-        return self._exchanges[source, target]
+        return self._planned(self.itinerary.weights(source, target), source, target)
 
     def take_home(self, source: Cut) -> Exchanges:
         """The switch that brings the sums of `source` home."""
-        if (source, None) not in self._exchanges:
-            self._exchanges[source, None] = self._planned(self.itinerary.sums(source), None, None, 0)
-        return self._exchanges[source, None]
+        return self._planned(self.itinerary.sums(source), None, None)
 
-    def _planned(self, plan: Plan, source: Cut | None, target: Cut | None, ahead_bytes: int) -> Exchanges:
+    def _planned(self, plan: Plan, source: Cut | None, target: Cut | None) -> Exchanges:
+        if plan in self._exchanges:
+            return self._exchanges[plan]
         count = plan.exchanges
         first, last, most = _spans(self.itinerary.spec, plan)
         opens: list[list[int]] = [[] for _ in range(count)]
@@ -111,8 +108,8 @@ class Steps:
             opens[first[unit]].append(unit)
         for unit in sorted(self._here(source)):
             closes[last[unit]].append(unit)
-        ahead = next((number for number, taken in enumerate(most) if taken > ahead_bytes), count)
-        return Exchanges(count, tuple(map(tuple, opens)), tuple(map(tuple, closes)), ahead)
+        ahead = next((number for number, taken in enumerate(most) if taken > self.itinerary.options.ahead_bytes), count)
+        return self._exchanges.setdefault(plan, Exchanges(count, tuple(map(tuple, opens)), tuple(map(tuple, closes)), ahead))
 
     def _here(self, cut: Cut | None) -> frozenset[int]:
         """The moving units that this rank has under a cut."""

@@ -27,7 +27,7 @@ from longshift.dist.collectives import Pending
 from longshift.dist.world import World
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import assemble, local_boxes, local_shape, moving_unit, stages_of
+from longshift.layout.placement import assemble, local_shape, moving_unit, units_on
 from longshift.model.decoder import Unit
 from longshift.spec.model import ModelSpec
 from longshift.state.fused import Strips
@@ -48,15 +48,11 @@ class Copies(ABC):
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, compute: torch.dtype):
         self.spec, self.layout, self.world, self.home, self.compute = spec, layout, world, home, compute
-        at = layout.coord(world.rank)
-        mine: dict[int, list[str]] = {}
-        for param in spec.params:
-            if at.pp in stages_of(spec, layout, param):
-                mine.setdefault(moving_unit(spec, param), []).append(param.name)
-        self.boxes = {name: local_boxes(spec.by_name[name], layout, at.tp) for names in mine.values() for name in names}
+        self.boxes: dict[str, tuple[Box, ...]] = {}
         self.units: dict[int, UnitCopies] = {}
-        for unit, names in mine.items():
-            self.units[unit] = self._allocate(unit, names)
+        for unit, boxes in ((own.unit, own.boxes) for own in units_on(spec, layout, world.rank)):
+            self.boxes |= boxes
+            self.units[unit] = self._allocate(unit, list(boxes))
             self.prepare(unit)
             self.units[unit].drop()
 
