@@ -66,12 +66,7 @@ class MovingTier(HeldTier):
             self.leaving.append((size, list(tensors)))
         self.objects[key] = [self.account.held("waiting for the backward", size, self.place)]
         self.account.moved["put"] += size
-        self.shapes[key] = list(zip(shapes, self._split(shapes, size)))
-
-    @staticmethod
-    def _split(shapes: Sequence[tuple], size: int) -> list[int]:
-        """Sizes of an object's tensors, as if the first one were all of it: the others always come and go with it."""
-        return [size] if len(shapes) == 1 else [size, 0]
+        self.shapes[key] = list(zip(shapes, (size, 0)))  # as if the first tensor were all of it: the other comes and goes with it
 
     def fetch(self, key: tuple) -> list[Held]:
         found = []
@@ -134,13 +129,10 @@ class HeldPacks:
     def leave(self, unit: int) -> None:
         """Have gradients on the weights of a unit, and on those that it shares."""
         sizes = self.copies.units
-        for moving in self.moving(unit):
+        for moving in self.view.moving(unit):
             if not self.grads.get(moving):
                 size = sum(sizes[moving].weights) * self.compute_bytes
                 self.grads[moving] = [self.account.held("gradients of weights", size)]
-
-    def moving(self, unit: int) -> list[int]:
-        return [number for number in (*self.view.shared(unit), unit) if number in self.view.units]
 
     def load(self, micro: int, lengths: Sequence[int]) -> None:
         raise NotImplementedError
@@ -284,13 +276,11 @@ class HeldChunked(HeldPacks):
         del self.cuts[micro], self.micros[micro]
 
     def lists(self, micro: int) -> Lists:
-        if self.cuts[micro] not in self.known:
-            self.known[self.cuts[micro]] = self._made(micro)
-        return self.known[self.cuts[micro]]
-
-    def _made(self, micro: int) -> Lists:
-        heads, own = len(tensor_heads(self.spec, self.layout, self.view.at)[0]), own_heads(self.spec, self.layout, self.view.at)
-        return lists(self.spec, self.layout, self.cuts[micro], heads, own, self.compute_bytes, self.account.ahead)
+        cut, how = self.cuts[micro], (self.spec, self.layout, self.view.at)
+        if cut not in self.known:
+            heads = len(tensor_heads(*how)[0])
+            self.known[cut] = lists(self.spec, self.layout, cut, heads, own_heads(*how), self.compute_bytes, self.account.ahead)
+        return self.known[cut]
 
     def tokens(self, micro: int) -> int:
         return sum(self.shares(chunks.orders(self.cuts[micro], self.layout)))
@@ -338,9 +328,9 @@ class HeldChunked(HeldPacks):
                 for name, size in found.buffers.items():
                     self._have(live, (name, event.keys if name == "dkv" else event.chunk), size)
                 if found.grads:
-                    self.grads[self.moving(op.unit)[-1]] = [self.account.held("gradients of weights", found.grads)]
+                    self.grads[self.view.moving(op.unit)[-1]] = [self.account.held("gradients of weights", found.grads)]
             elif event.kind == "accumulate":
-                for unit in self.moving(op.unit):
+                for unit in self.view.moving(op.unit):
                     self.copies.accumulate(unit, self.grads.pop(unit, []))
             elif event.kind == "fetch":
                 live[event.object] = self.tier.fetch(key)

@@ -80,9 +80,9 @@ class RankLayout:
         """Whether a unit has weights of its own here. Llama's embedding has none when it is tied."""
         return unit in self.units
 
-    def shared(self, unit: int) -> tuple[int, ...]:
-        """The tied embedding, where `unit` uses it."""
-        return self.tied if unit in (0, self.spec.layers + 1) else ()
+    def moving(self, unit: int) -> tuple[int, ...]:
+        """The moving units whose weights `unit` uses here: the tied embedding, its own."""
+        return *(self.tied if unit in (0, self.spec.layers + 1) else ()), *((unit,) if self.own(unit) else ())
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,9 @@ class _Turns:
 
     def collect(self, unit: int, reduce: bool) -> Iterator[Op]:
         """Operations that add the gradients which a backward of `unit` left to their sums, and bring these home where `reduce`."""
-        yield from (Op("accumulate", self.number, tied) for tied in self.view.shared(unit))
-        if self.view.own(unit):
-            yield Op("accumulate", self.number, unit)
-            if reduce and self.view.collective:
-                yield Op("reduce", self.number, unit)
+        yield from (Op("accumulate", self.number, moving) for moving in self.view.moving(unit))
+        if reduce and self.view.own(unit) and self.view.collective:
+            yield Op("reduce", self.number, unit)
 
     def reduces(self, micro: int) -> bool:
         """Whether sums go home after a backward of this micro-batch."""

@@ -140,7 +140,7 @@ class _Play:
         if event.kind in ("compute", "send"):
             for buffer in event.reads:
                 self._here(buffer)
-            EVENTS[event.name](self, event)
+            getattr(self, event.name)(event)  # one of the methods below
         elif event.kind == "accumulate":
             self.runner.accumulate(self.unit)
         elif event.kind == "fetch":
@@ -285,21 +285,3 @@ class _Play:
             self.live["dx", event.chunk] = (torch.empty_like(x),)
         dx, micro = self._one("dx", event.chunk), self.pack.micros[event.chunk]
         self.runner.counts(loss_of_rows(head, x, dx, micro, self.ops, event.keys, self.runner.seed))
-
-
-# What an event does. A table of bound methods would keep a pack in a cycle.
-EVENTS: dict[str, Callable[[_Play, Event], None]] = {
-    "embed": lambda play, event: play.embed(event),
-    "embed_back": lambda play, event: play.embed_back(event),
-    "qkv": lambda play, event: play.qkv(event),
-    "to_heads": lambda play, event: play.to_heads(event),
-    "attend": lambda play, event: play.attend(event),
-    "to_tokens": lambda play, event: play.to_tokens(event),
-    "tail": lambda play, event: play.tail(event),
-    "tail_back": lambda play, event: play.tail_back(event),
-    "to_tokens_back": lambda play, event: play.to_tokens_back(event),
-    "attend_back": lambda play, event: play.attend_back(event),
-    "to_heads_back": lambda play, event: play.to_heads_back(event),
-    "qkv_back": lambda play, event: play.qkv_back(event),
-    "loss": lambda play, event: play.loss(event),
-}

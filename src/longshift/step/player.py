@@ -150,7 +150,7 @@ class Player:
         view = self.steps.views[layout]
 
         def accumulate(unit: int) -> None:
-            for moving in (*view.shared(unit), *((unit,) if view.own(unit) else ())):
+            for moving in view.moving(unit):
                 stop.copies.accumulate(moving)
 
         assert tier is not None

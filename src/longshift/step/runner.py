@@ -134,8 +134,7 @@ class WholePacks(Runner):
         self.coming[self._key(op)] = self.tier.fetch(self._key(op))
 
     def await_fetch(self, op: Op) -> None:
-        self.fetched[self._key(op)] = self.coming.pop(self._key(op))()
-        self.inputs[self._key(op)] = self.fetched[self._key(op)]
+        self.inputs[self._key(op)] = self.fetched[self._key(op)] = self.coming.pop(self._key(op))()
 
     def drop(self, op: Op) -> None:
         assert self.tier is not None

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -165,48 +164,41 @@ def _groups(player: Player) -> tuple[GroupMetrics, ...]:
     """Metrics of the last step's groups, with the times of the slowest rank; none for a single layout that neither streams nor offloads."""
     if len(player.edges) == 1 and all(runner.tier is None for runner in player.runners.values()):
         return ()
-    times = torch.tensor([(v.seconds, v.exposed_s, v.hidden_s) for v in player.visited], dtype=torch.float64, device=player.world.device)
-    slowest = player.world.everyone.all_reduce(times, dist.ReduceOp.MAX).tolist()
-    return tuple(
-        GroupMetrics(
-            layout=str(visit.group.layout),
-            upto=visit.group.hi,
-            documents=len(visit.group.documents),
-            packs=len(visit.group.packs),
-            tokens=visit.tokens,
-            balance=visit.group.balance,
-            seconds=seconds,
-            tokens_per_s=visit.tokens / seconds,
-            switch_exposed_s=exposed_s,
-            switch_hidden_s=hidden_s,
-            intra_node_bytes=visit.intra_node_bytes,
-            inter_node_bytes=visit.inter_node_bytes,
-            **offloaded,
-        )
-        for visit, (seconds, exposed_s, hidden_s), offloaded in zip(player.visited, slowest, _offloaded(player))
-    )
-
-
-def _offloaded(player: Player) -> list[dict[str, Any]]:
-    """Fields of GroupMetrics that say what the tiers did, for each visit."""
-    everyone, moved = player.world.everyone, [visit.moved or Moved() for visit in player.visited]
-    own = [(m.waited_s, m.copying_s, m.put_bytes, m.fetched_bytes, m.peak_bytes) for m in moved]
+    everyone, own = player.world.everyone, list[tuple[float, ...]]()
+    for visit in player.visited:
+        moved = visit.moved or Moved()
+        copies = moved.waited_s, moved.copying_s, moved.put_bytes, moved.fetched_bytes, moved.peak_bytes
+        own.append((visit.seconds, visit.exposed_s, visit.hidden_s, *copies))
     sums = torch.tensor(own, dtype=torch.float64, device=player.world.device)
     most = everyone.all_reduce(sums.clone(), dist.ReduceOp.MAX).tolist()
     found = []
-    for visit, most_of, total in zip(player.visited, most, everyone.all_reduce(sums).tolist()):
-        tier, (waited_s, copying_s, put_bytes, fetched_bytes, _) = player.runners[visit.group.layout].tier, total
+    for visit, slowest, total in zip(player.visited, most, everyone.all_reduce(sums).tolist()):
+        seconds, exposed_s, hidden_s, waited_most_s, *_, peak_bytes = slowest
+        waited_s, copying_s, put_bytes, fetched_bytes = total[3:-1]
+        group, tier = visit.group, player.runners[visit.group.layout].tier
         timed = tier is not None and tier.timed
         found.append(
-            {
-                "put_bytes": int(put_bytes),
-                "fetched_bytes": int(fetched_bytes),
-                "waited_s": most_of[0] if timed else None,
-                "hidden_share": max(0.0, 1 - waited_s / copying_s) if timed and copying_s else None,
-                "tier_peak_bytes": int(most_of[-1]),
-            }
+            GroupMetrics(
+                layout=str(group.layout),
+                upto=group.hi,
+                documents=len(group.documents),
+                packs=len(group.packs),
+                tokens=visit.tokens,
+                balance=group.balance,
+                seconds=seconds,
+                tokens_per_s=visit.tokens / seconds,
+                switch_exposed_s=exposed_s,
+                switch_hidden_s=hidden_s,
+                intra_node_bytes=visit.intra_node_bytes,
+                inter_node_bytes=visit.inter_node_bytes,
+                put_bytes=int(put_bytes),
+                fetched_bytes=int(fetched_bytes),
+                waited_s=waited_most_s if timed else None,
+                hidden_share=max(0.0, 1 - waited_s / copying_s) if timed and copying_s else None,
+                tier_peak_bytes=int(peak_bytes),
+            )
         )
-    return found
+    return tuple(found)
 
 
 def _metrics(
