@@ -6,7 +6,7 @@ compared: the loss of every step, every weight's gradient (first and last step),
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -181,20 +181,6 @@ def write_reference(world: World, trial: dict, path: str) -> float:
     return float(truth["loss"][-1])
 
 
-def sizes(world: World, trial: dict, path: str) -> dict[str, float]:
-    """How large the reference in `path` is where it is smallest, over steps or weights: the loss, a gradient's norm, a weight's change
-    in training relative to its start, a first moment's norm. A comparison with a reference near zero would say nothing."""
-    what, truth = Trial.from_json(trial), load_file(Path(path))
-    source = what.source()
-    starts = {p.name: source(p.name, Box.whole(p.shape)).double() for p in what.spec.params}
-    return {
-        "loss": float(truth["loss"].min()),
-        "grad": min(float(truth[f"{kind}/{name}"].norm()) for name in starts for kind in ("grad-first", "grad-last")),
-        "weight": min(float((truth[f"master/{name}"] - start).norm() / start.norm()) for name, start in starts.items()),
-        "optimizer": min(float(truth[f"exp_avg/{name}"].norm()) for name in starts),
-    }
-
-
 def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layout | None = None) -> tuple[State, Player]:
     """State and player of a trial under layouts, from short documents to long, home cut as another one cuts it where that is given."""
     precision = Precision.of(trial.precision)
@@ -256,13 +242,3 @@ def _compare_gradients(found: Differences, kind: str, home: Home, scale: float, 
         for name, box, view in shard.views(shard.grad):
             if box:
                 found.add(kind, name, view / scale, truth[f"{kind}/{name}"][box.within(Box.whole(home.spec.by_name[name].shape))])
-
-
-def uneven_lengths(steps: int, seed: int, largest: int = 61, documents: Iterable[int] = (9, 5, 7)) -> tuple[tuple[int, ...], ...]:
-    """Document lengths of some steps, with very short ones among them; the number of documents varies from step to step."""
-    generator = torch.Generator().manual_seed(seed)
-    counts = list(documents)
-    return tuple(
-        (1, 2, *(int(n) for n in torch.randint(3, largest + 1, (counts[step % len(counts)],), generator=generator)))
-        for step in range(steps)
-    )
