@@ -20,6 +20,7 @@ no stage waits for that backward; other stages post them after their last messag
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -206,19 +207,13 @@ class _Step:
         turns = list(made_turns(view, visit, number, closing))
         ahead = self._going_ahead(number, turns)
         reductions = _Window(self.steps, view, "reduce")
-        for op in self._with_gathers(number, turns, ahead):
+        tied = [Op("reduce", number, unit) for unit in view.tied if closing and view.collective]
+        for op in chain(self._with_gathers(number, turns, ahead), tied):
             if op.kind == "reduce":
                 yield from (Op("await reduce", number, unit) for unit in reductions.room_for(op.unit))
-                yield op
-                reductions.add(op.unit)
-            else:
-                yield op
-        if closing and view.collective:
-            for unit in view.tied:
-                yield from (Op("await reduce", number, other) for other in reductions.room_for(unit))
-                yield Op("reduce", number, unit)
-                reductions.add(unit)
-        yield from (Op("await reduce", number, unit) for unit in reductions.all())
+                reductions.append(op.unit)
+            yield op
+        yield from (Op("await reduce", number, unit) for unit in reductions)
 
     def _with_gathers(self, number: int, turns: list[UnitTurn], ahead: dict[int, list[Op]]) -> Iterator[Op]:
         """The turns with gathers before them, as far ahead as the window allows, and releases after them."""
@@ -246,7 +241,7 @@ class _Step:
                         return
                     kept[unit] = kept.get(unit, 0) + 1
                 elif window.fits(unit):
-                    window.add(unit)
+                    window.append(unit)
                     yield Op("gather", number, unit)
                 else:
                     return
@@ -290,34 +285,20 @@ class _Step:
         return found
 
 
-class _Window:
-    """What is under way of one kind. Mutable. [Note: windows]"""
+class _Window(deque[int]):
+    """Units whose gathers, or reductions, are under way, oldest first. Mutable. [Note: windows]"""
 
     def __init__(self, steps: Steps, view: RankLayout, kind: str):
+        super().__init__()
         itemsize = steps.bytes[kind == "reduce"]
         self.size = {unit: elements * itemsize for unit, elements in view.elements.items()}
         given = steps.windows.gather if kind == "gather" else steps.windows.reduce
-        blocks = [self.size[unit] for unit in range(1, view.spec.layers + 1)]
-        self.most = given if given is not None else max(blocks)
-        self.under_way: deque[int] = deque()
-
-    def __contains__(self, unit: int) -> bool:
-        return unit in self.under_way
+        self.most = max(self.size[unit] for unit in range(1, view.spec.layers + 1)) if given is None else given
 
     def fits(self, unit: int) -> bool:
-        return not self.under_way or sum(self.size[u] for u in self.under_way) + self.size[unit] <= self.most
-
-    def add(self, unit: int) -> None:
-        self.under_way.append(unit)
-
-    def remove(self, unit: int) -> None:
-        self.under_way.remove(unit)
+        return not self or sum(self.size[u] for u in self) + self.size[unit] <= self.most
 
     def room_for(self, unit: int) -> Iterator[int]:
         """Those that must end first, oldest first."""
         while not self.fits(unit):
-            yield self.under_way.popleft()
-
-    def all(self) -> Iterator[int]:
-        while self.under_way:
-            yield self.under_way.popleft()
+            yield self.popleft()

@@ -31,9 +31,11 @@ Message = tuple[int, int, str]  # micro-batch, model chunk, forward or backward
 
 
 class Runner(ABC):
-    """A layout's units and micro-batches on this rank. Mutable. `loss`: this rank's part of the loss sum, float64, zero where a
-    tensor-parallel peer counts it; `seed`: what losses are multiplied with before gradients are formed; `crossing`: boundary activations
-    that have arrived or are to be sent."""
+    """A layout's units and micro-batches on this rank. Mutable. `loaded`: the tensors of each micro-batch; `loss`: this rank's part of the
+    loss sum, float64, zero where a tensor-parallel peer counts it; `seed`: what losses are multiplied with before gradients are formed;
+    `crossing`: boundary activations that have arrived or are to be sent."""
+
+    loaded: dict[int, Any]
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision, kernel: Kernel):
         self.spec, self.layout, self.world, self.copies, self.precision = spec, layout, world, copies, precision
@@ -61,13 +63,14 @@ class Runner(ABC):
     def load(self, micro: int, documents: Sequence[Document]) -> None:
         """Make the tensors of a micro-batch."""
 
-    @abstractmethod
     def unload(self, micro: int) -> None:
         """Drop the tensors of a micro-batch."""
+        del self.loaded[micro]
 
-    @abstractmethod
     def boundary(self, micro: int) -> Tensor:
         """Empty memory for what another stage sends: x, or its gradient, [T', D]."""
+        shape = self.loaded[micro].tokens_here, self.spec.width
+        return torch.empty(shape, dtype=self.precision.compute, device=self.world.device)
 
     @abstractmethod
     def received(self, op: Op, x: Tensor) -> None:
@@ -96,7 +99,7 @@ class WholePacks(Runner):
     def __init__(self, *how: Any, tier: Tier | None):
         super().__init__(*how)
         self.tier = tier
-        self.micros: dict[int, MicroBatch] = {}
+        self.loaded: dict[int, MicroBatch] = {}
         self.x: dict[int, Tensor] = {}
         self.g: dict[int, Tensor] = {}
         self.graphs: dict[tuple, tuple[Tensor | None, GradientEdge]] = {}
@@ -106,15 +109,12 @@ class WholePacks(Runner):
         self.turns = {"pass": self._pass, "forward": self._forward, "again": self._again, "backward": self._backward, "loss": self._loss}
 
     def load(self, micro: int, documents: Sequence[Document]) -> None:
-        self.micros[micro] = micro_batch(self.spec, documents, *self.how)
+        self.loaded[micro] = micro_batch(self.spec, documents, *self.how)
 
     def unload(self, micro: int) -> None:
-        for held in (self.micros, self.x, self.g):
+        super().unload(micro)
+        for held in (self.x, self.g):
             held.pop(micro, None)
-
-    def boundary(self, micro: int) -> Tensor:
-        shape = (self.micros[micro].tokens_here, self.spec.width)
-        return torch.empty(shape, dtype=self.precision.compute, device=self.world.device)
 
     def received(self, op: Op, x: Tensor) -> None:
         (self.x if op.turn == "forward" else self.g)[op.micro] = x
@@ -154,7 +154,7 @@ class WholePacks(Runner):
     def _pass(self, op: Op) -> None:
         x, kept = self.x[op.micro], list[Tensor]()
         with torch.no_grad():
-            self.x[op.micro] = self._function(op)(x, self.micros[op.micro], self._ops(op, kept))
+            self.x[op.micro] = self._function(op)(x, self.loaded[op.micro], self._ops(op, kept))
         self.inputs[self._key(op)] = x, *kept
 
     def _forward(self, op: Op) -> None:
@@ -172,7 +172,7 @@ class WholePacks(Runner):
     def _graph(self, op: Op, x: Tensor | None, kept: list[Tensor]) -> Tensor:
         """The output; what is kept for the backward is the graph and its input."""
         x = None if x is None else x.detach().requires_grad_()
-        y = self._function(op)(x, self.micros[op.micro], self._ops(op, kept))
+        y = self._function(op)(x, self.loaded[op.micro], self._ops(op, kept))
         self.graphs[self._key(op)] = x, get_gradient_edge(y)
         return y.detach()
 
@@ -187,7 +187,7 @@ class WholePacks(Runner):
     def _loss(self, op: Op) -> None:
         """Compute loss and gradient of one block of rows together, so that no tensor holds all logits (as Liger Kernel does, arXiv
         2410.10989)."""
-        x, micro, head = self.x[op.micro], self.micros[op.micro], self.modules[op.unit]
+        x, micro, head = self.x[op.micro], self.loaded[op.micro], self.modules[op.unit]
         assert isinstance(head, Head)
         if op.number == 0:
             self.g[op.micro] = torch.empty_like(x)

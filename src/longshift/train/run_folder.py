@@ -58,10 +58,6 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
     def latest(self) -> Path:
         return self.path / "LATEST"
 
