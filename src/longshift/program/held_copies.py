@@ -65,7 +65,7 @@ class HeldCopies:
         self.rows: dict[int, Held] = {}
         self.gathering: dict[int, deque[Held]] = {}
         self.sums: dict[int, list[Held]] = {}
-        self.reducing: dict[int, deque[list[tuple[Held, list[Held], Route]]]] = {}
+        self.reducing: dict[int, deque[deque[tuple[Held, list[Held], Route]]]] = {}
         self.guest_sums: dict[tuple[int, int], Held] = {}
         self.compute, self.home = account.weight_bytes, account.sum_bytes
 
@@ -111,11 +111,10 @@ class HeldCopies:
         grads.clear()
 
     def reduce(self, unit: int) -> None:
-        sums, leaving = self.sums.pop(unit), list[tuple[Held, list[Held], Route]]()
+        sums, leaving = deque(self.sums.pop(unit)), deque[tuple[Held, list[Held], Route]]()
         gloo = self.account.transport == "gloo"
-        sums.reverse()
         for route in self.units[unit].routes:
-            total, size, extra = sums.pop(), route.width * self.home, list[Held]()
+            total, size, extra = sums.popleft(), route.width * self.home, list[Held]()
             if route.sharded:
                 out = self.account.held("reductions under way", size)
                 extra = [total]
@@ -129,21 +128,18 @@ class HeldCopies:
                 if route.holders > 1:
                     self.account.send("reduce", size if gloo and route.holders == 2 else 2 * size * (route.holders - 1) // route.holders)
             leaving.append((out, extra, route))
-        leaving.reverse()
         self.reducing.setdefault(unit, deque()).append(leaving)
 
     def reduced(self, unit: int) -> None:
         leaving = self.reducing[unit].popleft()
-        number = 0
-        while leaving:
-            out, extra, route = leaving.pop()
+        for number in range(len(leaving)):
+            out, extra, route = leaving.popleft()
             if route.sharded and self.account.transport == "gloo" and route.holders > 2:
                 self.account.book.inside(route.width * self.home)
             extra.clear()
             sums = self.guest_sums if self.guest else self.account.home_sums
             sums.setdefault((unit, number), out)
             del out
-            number += 1
 
     def forget(self) -> None:
         self.sums.clear()
