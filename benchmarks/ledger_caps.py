@@ -104,19 +104,17 @@ def rank(config: str, folder: str, factor: float) -> None:
     import psutil
 
     from longshift import cli
-    from longshift.train import loop
+    from longshift.train import admission, loop
 
-    native = loop._fits
-
-    def fits(run, world, path) -> None:
-        loop.settle(world.device)
+    def admit(run, world, path) -> None:
+        admission.settle(world.device)
         need = most(needs(shape_of(run, world.per_node), run.edges, "gloo", True)).of("device")
         has = psutil.Process().memory_info().rss
         file_of(Path(folder), "memory.limit_in_bytes", "memory.max").write_text(str(int(factor * (has + need))))
         print(json.dumps({"need": need, "has": has, "counted": used(Path(folder))}), flush=True)
-        native(run, world, path)
+        admission.admit(run, world, path)
 
-    loop._fits = fits
+    loop.admit = admit
     sys.argv = ["longshift", "train", config]
     cli.main()
 

@@ -1,7 +1,7 @@
 """What ranks do for `ledger.py`: two steps under a mode that counts the bytes of all tensors, and what the ledger predicts of them."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
@@ -16,10 +16,8 @@ from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.program.ledger import Weighed
 from longshift.program.needs import StepShape
-from longshift.program.operations import Program
 from longshift.schedule.inside_rank import Transport
 from longshift.spec.formats import FORMATS
-from longshift.step.player import Player
 from longshift.step.update import train_step
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
@@ -40,7 +38,7 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
         held.restart()
         counted.restart()
         if trace:
-            player.play = traced(player, lambda: after.append(held.now["cpu"]))
+            player.after = lambda op: after.append(held.now["cpu"])
         train_step(state, batch, player)
         found: dict[str, Any] = {"measured": held.most["cpu"], "sent": counted.told()}
     for runner in player.runners.values():
@@ -99,17 +97,6 @@ def row_of(name: dict[str, Any], found: dict[str, Any], weighed: Weighed) -> dic
     peak, expected = weighed.peaks["device"], {axis: size for axis, size in weighed.sent.items() if size}
     row = {"measured": found["measured"], "predicted": peak.total, "ratio": found["measured"] / peak.total}
     return name | row | {"sent": found["sent"], "sent_predicted": expected, "peak_at": peak.op}
-
-
-def traced(player: Player, seen: Callable[[], object]) -> Callable[[Program], None]:
-    """`Player.play` that says when an operation has ended."""
-
-    def play(program: Program) -> None:
-        for op in program:
-            player.table[op.kind](op)
-            seen()
-
-    return play
 
 
 def apart(measured: Sequence[int], said: Sequence[tuple[str, int]], few: int = 1024, most: int = 12) -> list[tuple[int, str, int]]:

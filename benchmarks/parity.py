@@ -18,15 +18,19 @@ from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
 
+import torch
 from common import arguments, publish, say
+from safetensors.torch import load_file
 
 import longshift.train.check  # noqa: F401  (what the forked ranks call is imported before they fork)
 from longshift.dist.fork import ForkedWorld
+from longshift.dist.world import World
+from longshift.layout.box import Box
 from longshift.layout.layout import Layout, Recompute
 from longshift.layout.legal import faults
 from longshift.spec.families import preset
 from longshift.spec.model import ModelSpec
-from longshift.train.check import Trial, uneven_lengths
+from longshift.train.check import Trial
 
 SWITCHED = (
     ("dp4", "tp4", "pp4", "u4", "ring4", "dp2.tp2", "dp2.u2", "pp2.dp2", "pp2.tp2", "ring2.tp2"),
@@ -133,6 +137,30 @@ def switched() -> Iterator[tuple[Trial, str, int]]:
             yield trial, " > ".join(map(str, three)), three[0].world // (1 + number % 2)
     for groups in STREAMED_GROUPS:
         yield trial_of("llama", STEPS, edges=EDGES), groups, 2
+
+
+def uneven_lengths(steps: int, seed: int, largest: int = 61, documents: Iterable[int] = (9, 5, 7)) -> tuple[tuple[int, ...], ...]:
+    """Document lengths of some steps, with very short ones among them; the number of documents varies from step to step."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = list(documents)
+    return tuple(
+        (1, 2, *(int(n) for n in torch.randint(3, largest + 1, (counts[step % len(counts)],), generator=generator)))
+        for step in range(steps)
+    )
+
+
+def sizes(world: World, trial: dict, path: str) -> dict[str, float]:
+    """How large the reference in `path` is where it is smallest, over steps or weights: the loss, a gradient's norm, a weight's change
+    in training relative to its start, a first moment's norm. A comparison with a reference near zero would say nothing."""
+    what, truth = Trial.from_json(trial), load_file(Path(path))
+    source = what.source()
+    starts = {p.name: source(p.name, Box.whole(p.shape)).double() for p in what.spec.params}
+    return {
+        "loss": float(truth["loss"].min()),
+        "grad": min(float(truth[f"{kind}/{name}"].norm()) for name in starts for kind in ("grad-first", "grad-last")),
+        "weight": min(float((truth[f"master/{name}"] - start).norm() / start.norm()) for name, start in starts.items()),
+        "optimizer": min(float(truth[f"exp_avg/{name}"].norm()) for name in starts),
+    }
 
 
 def main() -> int:

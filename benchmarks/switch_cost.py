@@ -113,7 +113,7 @@ def measure(world: World, trial: str, repeats: int, per_node: int, bucket_bytes:
 
 def _play(transfer: Transfer) -> None:
     transfer.begin()
-    for number in range(transfer.exchanges):
+    for number in range(transfer.plan.exchanges):
         transfer.post(number)
         transfer.take_in(number)
 
@@ -180,7 +180,7 @@ def rows_of(place: Machine, spec: ModelSpec, repeats: int, bucket_bytes: int) ->
                 "planner": plan.planner,
                 "bytes": total,
                 "inter_node_bytes": moved.inter_node_bytes,
-                "exchanges": plan.buckets + plan.rounds - 1,
+                "exchanges": plan.exchanges,
                 "measured_s": measured_s,
                 "spread": spread(slowest["plan"]),
                 "bound_s": moved.bound_s,

@@ -71,7 +71,7 @@ def _logs(config: Config, folder: RunFolder) -> list:
 
 
 def _run_workers(config: Config, resume: bool) -> Iterator[StepMetrics]:
-    """`longshift train` in a process of its own, whose JSON lines are read back."""
+    """The steps of `longshift train` in a process of its own, whose JSON lines are read back."""
     with tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
         file = Path(scratch) / "config.yaml"
         file.write_text(config.to_yaml(), encoding="utf-8")

@@ -56,7 +56,7 @@ class Explanation:
     need: Need
 
     def to_json(self) -> dict:
-        """Without seconds of a switch where links are assumed."""
+        """The explanation as JSON, without seconds of a switch where links are assumed."""
         found = asdict(self)
         for group in found["groups"] if self.links.origin == "assumed" else ():
             for moved in filter(None, (group["weights_traffic"], group["gradients_traffic"])):
@@ -119,9 +119,8 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
     for number, edge in enumerate(edges):
         cut = way.cuts[edge.use]
         before = edges[number - 1].use if number else None
-        here = [e.use for e in edges[:number] if way.cuts[e.use] == cut]
         later = [e.use for e in edges[number + 1 :] if way.cuts[e.use] == cut]
-        weights, coming, pruned = _weights(way, cut, before, bool(here), formats, edge.use)
+        weights, coming, pruned = _weights(way, cut, before, formats, edge.use)
         gradients, going = _gradients(way, cut, later, formats.home, edge.use)
         if later:
             pruned += [f"no reduction yet: {later[-1]} adds to the same sums"]
@@ -134,11 +133,9 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
     return Explanation(str(way.home), way.links, tuple(groups), whole)
 
 
-def _weights(
-    way: Itinerary, cut: Cut, before: Layout | None, here: bool, formats: Format, layout: Layout
-) -> tuple[str, Traffic | None, list[str]]:
+def _weights(way: Itinerary, cut: Cut, before: Layout | None, formats: Format, layout: Layout) -> tuple[str, Traffic | None, list[str]]:
     cast = f", cast from {formats.home} to {formats.compute} at the source" if formats.compute != formats.home else ""
-    if here and before is not None and way.cuts[before] == cut:
+    if before is not None and way.cuts[before] == cut:
         return f"here already: the copies of {before}", None, ["no gather, no cast: the copies are shared"]
     if cut.at_home:
         sharded = [b for b in buckets(way.spec, way.home) if b.sharded]
@@ -153,8 +150,8 @@ def _weights(
     pruned = []
     if kept := _kept_bytes(plan):
         pruned = [f"{_size(kept)} of all ranks' wanted weights are where they are wanted already"]
-    exchanges = plan.buckets + plan.rounds - 1 if plan.bytes_by_pair.any() else 0
-    return f"switch: {what} from {origin}, {plan.planner}, {exchanges} exchanges{cast}", traffic(plan), pruned
+    exchanges = f"{plan.exchanges} exchange{'s' * (plan.exchanges > 1)}"
+    return f"switch: {what} from {origin}, {plan.planner}, {exchanges}{cast}", traffic(plan), pruned
 
 
 def _gradients(way: Itinerary, cut: Cut, later: list[Layout], home: str, layout: Layout) -> tuple[str, Traffic | None]:

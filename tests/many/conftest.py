@@ -49,7 +49,7 @@ def truth(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Truth:
             made[trial] = str(folder / f"{len(made)}.safetensors")
             arguments = {"trial": trial.to_json(), "path": made[trial]}
             worlds(1).call("longshift.train.check:write_reference", DEADLINE_S, **arguments)
-            (sizes,) = worlds(1).call("longshift.train.check:sizes", DEADLINE_S, **arguments)
+            (sizes,) = worlds(1).call("parity:sizes", DEADLINE_S, **arguments)
             assert sizes["loss"] > 1, sizes
             assert sizes["grad"] > 1e-4, sizes
             assert sizes["weight"] > 1e-3, sizes

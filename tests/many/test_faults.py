@@ -5,17 +5,19 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from checkpoints import SPEC
 
+from longshift.config import parse_config
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.errors import DataError, OutOfMemoryError, PeerError
 from longshift.layout.layout import Layout
-from longshift.train import loop
+from longshift.train import admission, loop
 from longshift.train.check import Trial
 from longshift.train.launch import rank_error
 
@@ -150,6 +152,34 @@ def fail_alone(world: World) -> str:
 
 def test_a_rank_that_fails_does_not_wait_for_the_others(worlds):
     assert worlds(2).call("test_faults:fail_alone", 10.0) == ["no more", ""]
+
+
+SMALL_RUN = """
+model: {preset: tiny-llama}
+data: {train: [{corpus: python}], max_len: 1K, overlong: split}
+train: {tokens_per_step: 2K, steps: 1, lr: 1e-3}
+layout: dp2
+save: {dir: run}
+"""
+
+
+def admitted(world: World, config: str, crowded: int) -> str:
+    """What admission says on this rank when only rank `crowded` has no room."""
+    room = 0 if world.rank == crowded else 1 << 40
+    with patch.object(admission, "_room", lambda _: (room, 0)):
+        try:
+            admission.admit(parse_config(config), world, Path())
+        except OutOfMemoryError as fault:
+            return str(fault)
+    return ""
+
+
+@pytest.mark.parametrize("crowded", [0, 1])
+def test_a_run_without_room_on_one_rank_is_refused_on_all(worlds, crowded):
+    said = worlds(2).call("test_faults:admitted", DEADLINE_S, config=SMALL_RUN, crowded=crowded)
+    assert said[0] == said[1]
+    assert re.match(r"rank \d needs \S+ GiB for tensors, .* and there are 0\.00 GiB for it", said[0])
+    assert worlds(2).call("test_faults:admitted", DEADLINE_S, config=SMALL_RUN, crowded=-1) == ["", ""]
 
 
 # ---------------------------------------------------------------------------------------------------------- forked world

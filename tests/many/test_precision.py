@@ -19,8 +19,8 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
+from longshift.program.operations import Op
 from longshift.spec.formats import PrecisionName
-from longshift.state.home import Home
 from longshift.state.precision import LossScale
 from longshift.step.update import State, train_step
 from longshift.train.check import Trial, build
@@ -123,11 +123,13 @@ def overflow(world: World, trial: dict, layout: str, one_rank: bool) -> dict:
     scale, before = state.scale.scale, state_bits(state)
     state.scale.scale = tried = scale if one_rank else 2.0**60
 
-    def spoil(home: Home) -> None:
-        if one_rank and world.rank == world.size - 1:
-            next(s.grad for s in home.shards if s.owned and s.grad is not None)[0] = math.inf
+    def spoil(op: Op) -> None:
+        if op.kind == "leave" and one_rank and world.rank == world.size - 1:
+            next(s.grad for s in state.home.shards if s.owned and s.grad is not None)[0] = math.inf
 
-    bad = train_step(state, batches[1], player, spoil)
+    player.after = spoil
+    bad = train_step(state, batches[1], player)
+    player.after = None
     between, steps, halved = state_bits(state), state.optimizer.steps, state.scale.scale
     dropped = all(shard.grad is None for shard in state.home.shards)
     state.scale.scale = scale

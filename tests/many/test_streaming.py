@@ -18,6 +18,7 @@ from torch import Tensor
 from longshift.data.batch import StepBatch
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
+from longshift.program.operations import Op
 from longshift.schedule.chunks import Event, dependencies
 from longshift.spec.formats import PrecisionName
 from longshift.state.home import Home
@@ -48,10 +49,12 @@ def trained_bits(world: World, trial: dict, layout: str) -> dict[str, str]:
     state, player = build(what, [Layout.parse(layout)], world)
     for step, batch in enumerate(what.batches()):
 
-        def watch(home: Home, step: int = step) -> None:
-            found.update({f"{step} {name}": value for name, value in gradient_bits(home).items()})
+        def after(op: Op, step: int = step) -> None:
+            if op.kind == "norm":
+                found.update({f"{step} {name}": value for name, value in gradient_bits(state.home).items()})
 
-        found[f"{step} loss"] = train_step(state, batch, player, watch).loss.hex()
+        player.after = after
+        found[f"{step} loss"] = train_step(state, batch, player).loss.hex()
     return found | state_bits(state)
 
 

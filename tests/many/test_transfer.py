@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 from conftest import DEADLINE_S, Worlds
+from parity import uneven_lengths
 
 from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec
-from longshift.train.check import Trial, uneven_lengths
+from longshift.train.check import Trial
 
 SPEC = ModelSpec("llama", 31, 8, 3, 4, 2, 2, 7, 128, tied=True)
 FOUR = ("dp4", "tp4", "pp3", "dp2.tp2", "pp2.tp2", "pp2.dp2", "dp2.u2", "u4", "ring2.tp2", "pp2:1-2.ring2", "dp2.pp2.v1", "tp2.pp2:2-1")

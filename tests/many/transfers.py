@@ -1,5 +1,8 @@
 """What tests/many/test_transfer.py runs in forked worlds."""
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +21,8 @@ from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import Links
-from longshift.switch.placed import placed
+from longshift.switch.placed import Placed, Spread, placed
+from longshift.switch.plan import Plan
 from longshift.train.check import Trial
 from longshift.workload.groups import Edge
 
@@ -70,7 +74,7 @@ def go_round(
         source = placed(spec, before.cut.layout, before.cut.side) if before and not before.guest else {}
         if stop.guest is None:
             units = {param.name: moving_unit(spec, param) for param in spec.params}
-            assert max(held, default=0) <= transfer.plan.peak_bytes(source, units)[world.rank], (text, max(held))
+            assert max(held, default=0) <= most_bytes(transfer.plan, source, units)[world.rank], (text, max(held))
         for name, boxes in boxes_of(stop).items():
             for box in boxes:
                 there = stop.weight(name, box)
@@ -166,3 +170,35 @@ def disagree(world: World, trial: dict) -> dict[str, object]:
     untouched = all(not copies.flat.any() for copies in stop.copies.units.values() if copies.flat is not None)
     world.forget()
     return {"said": said, "untouched": untouched}
+
+
+def most_bytes(plan: Plan, leaving: Placed, units: Mapping[str, int]) -> np.ndarray:
+    """Upper bound of what a switch takes on each rank, int64 [world]: the boxes that leave, the wanted ones, and the buffers.
+
+    A weight's wanted boxes are made before the first bucket that fills them; its leaving boxes, in the plan's format, are dropped
+    after its last bucket; weights of one of `units` are made and dropped together. Home, which stays, is not counted.
+    With two rounds an exchange carries parts of two buckets, and slices that pass through a rank lie there besides."""
+    before, after = np.zeros((2, plan.buckets + 1, plan.world), np.int64)
+    spans: dict[int, tuple[int, int]] = {}
+    for w in plan.weights:
+        unit = units[w.name]
+        first, last = (int(w.bucket[0]), int(w.bucket[-1])) if len(w.bucket) else (0, 0)
+        known = spans.get(unit, (first, last))
+        spans[unit] = min(first, known[0]), max(last, known[1])
+    sizes: dict[Spread, np.ndarray] = {}
+    for w in plan.weights:
+        first, last = spans[units[w.name]]
+        after[first] += w.slices.size_bytes @ w.slices.wants
+        if (spread := leaving.get(w.name)) is not None:
+            if spread not in sizes:
+                sizes[spread] = held_bytes(spread, plan.world, plan.itemsize)
+            before[0] += sizes[spread]
+            before[last + 1] -= sizes[spread]
+    return (before + after).cumsum(0)[: plan.buckets].max(0) + (1 if plan.rounds == 1 else 3) * plan.buffer_bytes
+
+
+def held_bytes(spread: Spread, world: int, itemsize: int) -> np.ndarray:
+    total = np.zeros(world, np.int64)
+    for box, ranks in spread.boxes:
+        total[list(ranks)] += box.elements * itemsize
+    return total

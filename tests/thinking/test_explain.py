@@ -51,12 +51,19 @@ def test_the_bytes_are_those_of_the_plans(per_node: int):
     first = min(order.index("dp4"), order.index("u4"))
     before = way.cuts[Layout.parse(order[first - 1])] if first else None
     moved = found.groups[first].weights_traffic
-    assert moved == traffic(way.weights(before, cut))
+    plan = way.weights(before, cut)
+    assert moved == traffic(plan)
+    assert f", {plan.exchanges} exchanges, cast" in found.groups[first].weights
     assert moved is not None
     assert (moved.inter_node_bytes > 0) == (per_node == 2)
     assert found.groups[first + 1].gradients_traffic == traffic(way.sums(cut))
     weights, wanted = run.spec.parameters * 2, 4 * run.spec.parameters * 2
     assert weights <= moved.intra_node_bytes + moved.inter_node_bytes <= wanted
+
+
+def test_one_exchange_is_no_plural():
+    weights = [group.weights for group in explain(config(GROUPS, "switch.bucket=1G")).groups]
+    assert [text for text in weights if ", 1 exchange, cast" in text]
 
 
 def test_seconds_of_a_switch_are_said_where_links_are_known():

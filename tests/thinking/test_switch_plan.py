@@ -16,8 +16,8 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec
 from longshift.switch.links import Links
-from longshift.switch.placed import Placed, Spread, by_rank, placed, together, turn_about
-from longshift.switch.plan import Plan, plan, switch_plan
+from longshift.switch.placed import Placed, Spread, placed, together, turn_about
+from longshift.switch.plan import Plan, switch_plan
 from longshift.switch.traffic import least_s, traffic
 
 SPEC = ModelSpec("llama", 7, 6, 3, 6, 2, 1, 5, 16, tied=True)
@@ -380,47 +380,16 @@ def test_only_the_sequence_axes_change_and_nothing_moves(old, new) -> None:
     assert p.buffer_bytes == 0
 
 
-def counted(side: Placed, rank: int) -> dict[str, int]:
-    """Elements of every weight on a rank."""
-    return {name: sum(box.elements for box, ranks in spread.boxes if rank in ranks) for name, spread in side.items()}
-
-
-@settings(max_examples=60)
-@given(layouts, layouts, planners, st.sampled_from([60, 200, 1000]))
-def test_peak_covers_a_switch_in_buckets(old, new, planner, bucket) -> None:
-    """Counted along the way: wanted boxes are made when first filled, leaving ones dropped after their last bucket."""
-    a, b = PLACED[old, "copies"], PLACED[new, "copies"]
-    p = switch_plan(a, turn_about(a, b), Links(4, 1, 1), 2, planner, bucket)
-    boxes, fresh = ([counted(side, rank) for rank in range(p.world)] for side in (a, b))
-    for rank in range(p.world):
-        turns, most = list(p.turns(rank)), 0
-        here, made = sum(boxes[rank].values()), 0
-        for number in range(p.buckets):
-            made += sum(fresh[rank][w.name] for w in p.weights if (w.bucket[0] if len(w.bucket) else 0) == number)
-            traffic = sum(m.box.elements for r in turns[number].rounds for m in (*r.sends, *r.receives))
-            most = max(most, here + made + traffic)
-            here -= sum(boxes[rank][w.name] for w in p.weights if (w.bucket[-1] if len(w.bucket) else 0) == number)
-        assert (
-            2 * most <= p.peak_bytes(a)[rank] <= 2 * (sum(boxes[rank].values()) + sum(fresh[rank].values())) + (2, 6)[p.rounds - 1] * bucket
-        )
-
-
-def test_small_buckets_need_less_memory() -> None:
-    a, b = placed(SPEC, Layout(dp=4), "copies"), placed(SPEC, Layout(tp=4), "copies")
-    peaks = [int(switch_plan(b, a, Links(4, 1, 1), 2, bucket_bytes=size).peak_bytes(b).max()) for size in (80, 400, None)]
-    assert peaks == sorted(set(peaks))
-
-
-# Refusals, and the plan by rank
+# Refusals
 
 
 def test_what_nobody_holds_is_refused() -> None:
     whole = Box((0, 0), (4, 3))
-    held = [[("w", whole.cut(0, 0, 2))], [("w", whole.cut(0, 3, 4))]]
+    held, wanted = {"w": Spread(((whole.cut(0, 0, 2), (0,)), (whole.cut(0, 3, 4), (1,))))}, {"w": Spread(((whole, (0,)),))}
     with pytest.raises(ValueError, match=r"w: \[2:3, 0:3\] is wanted on rank 0, and no rank holds it"):
-        plan(held, [[("w", whole)], []])
+        switch_plan(held, wanted, Links(4, 1, 1), 2)
     with pytest.raises(ValueError, match=r"w: .* no rank holds it"):
-        plan([[]], [[("w", whole)]])
+        switch_plan({}, wanted, Links(4, 1, 1), 2)
 
 
 def test_a_bucket_for_less_than_an_element_is_refused() -> None:
@@ -430,12 +399,12 @@ def test_a_bucket_for_less_than_an_element_is_refused() -> None:
     assert switch_plan(a, b, Links(4, 1, 1), 2, bucket_bytes=6).buffer_bytes <= 12
 
 
-def test_a_plan_by_rank_prefers_the_rank_itself_then_the_first_holder() -> None:
+def test_a_rank_takes_from_itself_then_from_the_first_holder() -> None:
     whole = Box((0,), (4,))
-    held = [[("w", whole.cut(0, 0, 2))], [("w", whole.cut(0, 0, 2))], [("w", whole.cut(0, 2, 4))]]
-    moves = plan(held, [[], [("w", whole)], []])
+    held = {"w": Spread(((whole.cut(0, 0, 2), (0, 1)), (whole.cut(0, 2, 4), (2, 3))))}
+    (turn,) = switch_plan(held, {"w": Spread(((whole, (1,)),))}, Links(4, 1, 1), 2, "first_owner").turns(1)
+    moves = (*turn.local, *turn.rounds[0].receives)
     assert [(m.source, m.target, str(m.box)) for m in moves] == [(1, 1, "[0:2]"), (2, 1, "[2:4]")]
-    assert set(by_rank(held)) == {"w"}
 
 
 def test_weights_of_different_stages_come_turn_about() -> None:

@@ -77,7 +77,8 @@ def backward_into(
 
 
 class RingAttention(torch.autograd.Function):
-    """apply(q [L, N, H], k [L, K, H], v [L, K, H], order, attention, group) -> o [L, N, H] for this rank's L tokens of the pack."""
+    """Ring attention of a pack: apply(q [L, N, H], k [L, K, H], v [L, K, H], order, attention, group) -> o [L, N, H] for this rank's L
+    tokens of the pack."""
 
     @staticmethod
     def forward(ctx, q, k, v, order: TokenOrder, attention: Attention, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]

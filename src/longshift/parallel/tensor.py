@@ -22,12 +22,12 @@ from longshift.model.loss import CrossEntropySum
 
 
 def enter(x: Tensor, group: Group) -> Tensor:
-    """[T/t, D] -> [T, D]; backward: reduce-scatter."""
+    """All tokens from each rank's share, [T/t, D] -> [T, D]; backward: reduce-scatter."""
     return GatherTokens.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
 def leave(x: Tensor, group: Group) -> Tensor:
-    """Partial sums [T, D] -> [T/t, D]; backward: all-gather."""
+    """Each rank's share of the sum of partial sums, [T, D] -> [T/t, D]; backward: all-gather."""
     return ScatterTokens.apply(x, group)  # pyright: ignore[reportReturnType]
 
 

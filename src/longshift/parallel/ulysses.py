@@ -42,7 +42,8 @@ def to_tokens(o: Tensor, heads: range, group: Group) -> Tensor:
 
 
 class ToHeads(torch.autograd.Function):
-    """apply(q, k, v, slices, group): `slices[i]` are the query heads and the key/value heads, of those here, that the i-th rank needs."""
+    """The exchange of `to_heads`: apply(q, k, v, slices, group). `slices[i]` are the query heads and the key/value heads, of those here,
+    that the i-th rank needs."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, slices, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -66,7 +67,7 @@ class ToHeads(torch.autograd.Function):
 
 
 class ToTokens(torch.autograd.Function):
-    """apply(o, counts, group): `counts[i]` is how many query heads the i-th rank has."""
+    """The exchange of `to_tokens`: apply(o, counts, group). `counts[i]` is how many query heads the i-th rank has."""
 
     @staticmethod
     def forward(ctx, o: Tensor, counts: Sequence[int], group: Group) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -81,7 +82,7 @@ class ToTokens(torch.autograd.Function):
 
 
 def exchange(group: Group, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """What came from each rank; `sends` need not be contiguous."""
+    """Tensors that came from each rank; `sends` need not be contiguous."""
     pending, received = group.exchange(sends, shapes)
     pending.wait()
     return received

@@ -37,8 +37,8 @@ class UnitSizes:
 
 
 def unit_sizes(spec: ModelSpec, view: RankLayout, home: Layout, rank: int, same_format: bool) -> dict[int, UnitSizes]:
-    """By moving unit, for a layout whose copies' source is cut as `home` is. `same_format`: copies have the format of their source, and are
-    its own tensors where it keeps a weight whole."""
+    """Elements of each moving unit on this rank; the layout's copies have a source cut as `home` is. `same_format`: copies have the format
+    of their source, and are its own tensors where it keeps a weight whole."""
     mine = buckets_of(spec, home, rank)
     at_home = {name: box for bucket in mine if not bucket.sharded and same_format for name, box in bucket.home(rank)}
     routes: dict[int, list[Route]] = {}
@@ -65,7 +65,7 @@ class HeldCopies:
         self.rows: dict[int, Held] = {}
         self.gathering: dict[int, deque[Held]] = {}
         self.sums: dict[int, list[Held]] = {}
-        self.reducing: dict[int, deque[list[tuple[Held, list[Held], Route]]]] = {}
+        self.reducing: dict[int, deque[deque[tuple[Held, list[Held], Route]]]] = {}
         self.guest_sums: dict[tuple[int, int], Held] = {}
         self.compute, self.home = account.weight_bytes, account.sum_bytes
 
@@ -81,7 +81,7 @@ class HeldCopies:
             self.hold(unit)
 
     def release(self, unit: int) -> None:
-        """Rows stay: the next gather is from them."""
+        """Drop a unit's copies. Rows stay: the next gather is from them."""
         self.flats.pop(unit, None)
 
     def close(self, unit: int) -> None:
@@ -111,11 +111,10 @@ class HeldCopies:
         grads.clear()
 
     def reduce(self, unit: int) -> None:
-        sums, leaving = self.sums.pop(unit), list[tuple[Held, list[Held], Route]]()
+        sums, leaving = deque(self.sums.pop(unit)), deque[tuple[Held, list[Held], Route]]()
         gloo = self.account.transport == "gloo"
-        sums.reverse()
         for route in self.units[unit].routes:
-            total, size, extra = sums.pop(), route.width * self.home, list[Held]()
+            total, size, extra = sums.popleft(), route.width * self.home, list[Held]()
             if route.sharded:
                 out = self.account.held("reductions under way", size)
                 extra = [total]
@@ -129,21 +128,18 @@ class HeldCopies:
                 if route.holders > 1:
                     self.account.send("reduce", size if gloo and route.holders == 2 else 2 * size * (route.holders - 1) // route.holders)
             leaving.append((out, extra, route))
-        leaving.reverse()
         self.reducing.setdefault(unit, deque()).append(leaving)
 
     def reduced(self, unit: int) -> None:
         leaving = self.reducing[unit].popleft()
-        number = 0
-        while leaving:
-            out, extra, route = leaving.pop()
+        for number in range(len(leaving)):
+            out, extra, route = leaving.popleft()
             if route.sharded and self.account.transport == "gloo" and route.holders > 2:
                 self.account.book.inside(route.width * self.home)
             extra.clear()
             sums = self.guest_sums if self.guest else self.account.home_sums
             sums.setdefault((unit, number), out)
             del out
-            number += 1
 
     def forget(self) -> None:
         self.sums.clear()
@@ -162,8 +158,7 @@ class Exchanged:
 
 def exchanged(plan: Plan, rank: int) -> Exchanged:
     """What `state.transfer.Transfer` moves on a rank."""
-    count = plan.buckets + plan.rounds - 1 if plan.bytes_by_pair.any() else plan.buckets
-    sent, received, passing = np.zeros((3, count), np.int64)
+    sent, received, passing = np.zeros((3, plan.exchanges), np.int64)
     for w in plan.weights:
         m = w.moves
         if len(m):

@@ -39,7 +39,7 @@ class HeldTier:
         return list(self.objects[key])
 
     def recycle(self, tensors: list[Held], shapes: Sequence[tuple]) -> None:
-        """They are still the object's."""
+        """Keep the tensors: they are still the object's."""
 
     def drop(self, key: tuple) -> None:
         del self.objects[key]
@@ -66,12 +66,7 @@ class MovingTier(HeldTier):
             self.leaving.append((size, list(tensors)))
         self.objects[key] = [self.account.held("waiting for the backward", size, self.place)]
         self.account.moved["put"] += size
-        self.shapes[key] = list(zip(shapes, self._split(shapes, size)))
-
-    @staticmethod
-    def _split(shapes: Sequence[tuple], size: int) -> list[int]:
-        """Sizes of an object's tensors, as if the first one were all of it: the others always come and go with it."""
-        return [size] if len(shapes) == 1 else [size, 0]
+        self.shapes[key] = list(zip(shapes, (size, 0)))  # as if the first tensor were all of it: the other comes and goes with it
 
     def fetch(self, key: tuple) -> list[Held]:
         found = []
@@ -93,7 +88,7 @@ class MovingTier(HeldTier):
 
 
 def tier_of(account: Account, layout: Layout) -> HeldTier:
-    """As `stream.tiers.tier_of`."""
+    """A layout's tier, as `stream.tiers.tier_of` makes it."""
     if layout.offload == "device" or (layout.offload == "host" and account.host_is_device):
         return HeldTier(account)
     return MovingTier(account, layout.offload, WRITES if layout.offload == "disk" else 0, IN_FLIGHT_BYTES)
@@ -122,25 +117,22 @@ class HeldPacks:
         self.tier = tier_of(account, self.layout)
 
     def residual(self, tokens: int, name: str) -> Held:
-        """x or its gradient, [T', D]."""
+        """The storage of x or its gradient, [T', D]."""
         return self.account.held(name, tokens * self.spec.width * self.compute_bytes)
 
     def happen(self, found: Inside) -> None:
-        """What an operation needs inside, and what it sends."""
+        """Write down what an operation needs inside, and what it sends."""
         self.account.book.inside(found.peak)
         for axis, size in found.sent.items():
             self.account.send(axis, size)
 
     def leave(self, unit: int) -> None:
-        """Gradients on the weights of a unit, and on those that it shares."""
+        """Have gradients on the weights of a unit, and on those that it shares."""
         sizes = self.copies.units
-        for moving in self.moving(unit):
+        for moving in self.view.moving(unit):
             if not self.grads.get(moving):
                 size = sum(sizes[moving].weights) * self.compute_bytes
                 self.grads[moving] = [self.account.held("gradients of weights", size)]
-
-    def moving(self, unit: int) -> list[int]:
-        return [number for number in (*self.view.shared(unit), unit) if number in self.view.units]
 
     def load(self, micro: int, lengths: Sequence[int]) -> None:
         raise NotImplementedError
@@ -149,7 +141,7 @@ class HeldPacks:
         raise NotImplementedError
 
     def tokens(self, micro: int) -> int:
-        """T'."""
+        """Tokens of a micro-batch on this rank, T'."""
         raise NotImplementedError
 
     def receive(self, op: Op) -> None:
@@ -261,7 +253,7 @@ class HeldWhole(HeldPacks):
         self.tier.drop(self._key(op))
 
     def _shapes(self, op: Op) -> list[tuple]:
-        """Of what waits in the tier."""
+        """Shapes of what waits in the tier."""
         return [("x", self.tokens(op.micro)), *([("o", self.tokens(op.micro))] if self.layout.keep_output else [])]
 
 
@@ -284,13 +276,11 @@ class HeldChunked(HeldPacks):
         del self.cuts[micro], self.micros[micro]
 
     def lists(self, micro: int) -> Lists:
-        if self.cuts[micro] not in self.known:
-            self.known[self.cuts[micro]] = self._made(micro)
-        return self.known[self.cuts[micro]]
-
-    def _made(self, micro: int) -> Lists:
-        heads, own = len(tensor_heads(self.spec, self.layout, self.view.at)[0]), own_heads(self.spec, self.layout, self.view.at)
-        return lists(self.spec, self.layout, self.cuts[micro], heads, own, self.compute_bytes, self.account.ahead)
+        cut, how = self.cuts[micro], (self.spec, self.layout, self.view.at)
+        if cut not in self.known:
+            heads = len(tensor_heads(*how)[0])
+            self.known[cut] = lists(self.spec, self.layout, cut, heads, own_heads(*how), self.compute_bytes, self.account.ahead)
+        return self.known[cut]
 
     def tokens(self, micro: int) -> int:
         return sum(self.shares(chunks.orders(self.cuts[micro], self.layout)))
@@ -306,7 +296,7 @@ class HeldChunked(HeldPacks):
         self.sent(op, self.crossing.pop((op.micro, op.chunk, op.turn)))
 
     def arrive(self, op: Op) -> None:
-        """The chunks are views of what arrived."""
+        """Cut what arrived into chunks, which are views of it."""
         x, back = self.crossing.pop((op.micro, op.chunk, op.turn)), op.turn == "backward"
         for chunk, tokens in enumerate(self.shares(self.lists(op.micro).orders)):
             size = tokens * self.spec.width * self.compute_bytes
@@ -338,9 +328,9 @@ class HeldChunked(HeldPacks):
                 for name, size in found.buffers.items():
                     self._have(live, (name, event.keys if name == "dkv" else event.chunk), size)
                 if found.grads:
-                    self.grads[self.moving(op.unit)[-1]] = [self.account.held("gradients of weights", found.grads)]
+                    self.grads[self.view.moving(op.unit)[-1]] = [self.account.held("gradients of weights", found.grads)]
             elif event.kind == "accumulate":
-                for unit in self.moving(op.unit):
+                for unit in self.view.moving(op.unit):
                     self.copies.accumulate(unit, self.grads.pop(unit, []))
             elif event.kind == "fetch":
                 live[event.object] = self.tier.fetch(key)
@@ -360,13 +350,13 @@ class HeldChunked(HeldPacks):
                 book.settle((event.kind, event.name, stands[event.chunk], keys, min(event.chunk - event.keys, ENDS) if keys else 0))
 
     def _have(self, live: dict[Buffer, list[Held]], buffer: Buffer, size: int) -> None:
-        """A buffer is now so large; the tensors that it had stay where that has not changed."""
+        """Make a buffer so large; the tensors that it had stay where that has not changed."""
         if sum(held.size for held in live.get(buffer, ())) != size or buffer not in live:
             live.pop(buffer, None)
             live[buffer] = [self.account.held(NAMES.get(buffer[0], "buffers of chunks"), size)]
 
     def _shapes(self, made: Lists, buffer: Buffer) -> list[tuple]:
-        """What a fetch of an object can take over: memory of the same shape and format."""
+        """Shapes that a fetch of an object can take over: memory of the same shape and format."""
         name, chunk = buffer
         order = made.orders[chunk]
         if name in ("x", "y", "dx", "dy", "dr"):

@@ -20,6 +20,7 @@ no stage waits for that backward; other stages post them after their last messag
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class Steps:
         self.cuts = set(itinerary.cuts.values())
         self.world = itinerary.home.world
         self._programs: dict[tuple[Visit, ...], Program] = {}
-        self._exchanges: dict[tuple[Cut | None, Cut | None], Exchanges] = {}
+        self._exchanges: dict[Plan, Exchanges] = {}
 
     def program(self, visits: Sequence[Visit]) -> Program:
         """The operations of a step that visits these groups, in this order."""
@@ -91,35 +92,32 @@ class Steps:
 
     def bring(self, source: Cut | None, target: Cut) -> Exchanges:
         """The switch that brings the weights of `target`."""
-        if (source, target) not in self._exchanges:
-            plan = self.itinerary.weights(source, target)
-            self._exchanges[source, target] = self._planned(plan, source, target, self.itinerary.options.ahead_bytes)
-        return self._exchanges[source, target]
+        return self._planned(self.itinerary.weights(source, target), source, target)
 
     def take_home(self, source: Cut) -> Exchanges:
         """The switch that brings the sums of `source` home."""
-        if (source, None) not in self._exchanges:
-            self._exchanges[source, None] = self._planned(self.itinerary.sums(source), None, None, 0)
-        return self._exchanges[source, None]
+        return self._planned(self.itinerary.sums(source), None, None)
 
-    def _planned(self, plan: Plan, source: Cut | None, target: Cut | None, ahead_bytes: int) -> Exchanges:
-        count = plan.buckets + plan.rounds - 1 if plan.bytes_by_pair.any() else plan.buckets
-        first, last, most = _spans(self.itinerary.spec, plan, count)
+    def _planned(self, plan: Plan, source: Cut | None, target: Cut | None) -> Exchanges:
+        if plan in self._exchanges:
+            return self._exchanges[plan]
+        count = plan.exchanges
+        first, last, most = _spans(self.itinerary.spec, plan)
         opens: list[list[int]] = [[] for _ in range(count)]
         closes: list[list[int]] = [[] for _ in range(count)]
         for unit in sorted(self._here(target)):
             opens[first[unit]].append(unit)
         for unit in sorted(self._here(source)):
             closes[last[unit]].append(unit)
-        ahead = next((number for number, taken in enumerate(most) if taken > ahead_bytes), count)
-        return Exchanges(count, tuple(map(tuple, opens)), tuple(map(tuple, closes)), ahead)
+        ahead = next((number for number, taken in enumerate(most) if taken > self.itinerary.options.ahead_bytes), count)
+        return self._exchanges.setdefault(plan, Exchanges(count, tuple(map(tuple, opens)), tuple(map(tuple, closes)), ahead))
 
     def _here(self, cut: Cut | None) -> frozenset[int]:
         """The moving units that this rank has under a cut."""
         return next((view.units for view in self.views.values() if view.cut == cut), frozenset())
 
 
-def _spans(spec: ModelSpec, plan: Plan, exchanges: int) -> tuple[dict[int, int], dict[int, int], list[int]]:
+def _spans(spec: ModelSpec, plan: Plan) -> tuple[dict[int, int], dict[int, int], list[int]]:
     """The first and the last bucket of each moving unit; the most bytes of wanted weights that any rank has storage for after each
     exchange's `open`."""
     first: dict[int, int] = {}
@@ -130,7 +128,7 @@ def _spans(spec: ModelSpec, plan: Plan, exchanges: int) -> tuple[dict[int, int],
         start, stop = (int(w.bucket[0]), int(w.bucket[-1])) if len(w.bucket) else (0, 0)
         first[unit], last[unit] = min(start, first.get(unit, start)), max(stop, last.get(unit, stop))
         wanted[unit] = wanted.get(unit, 0) + w.slices.size_bytes @ w.slices.wants
-    opened = np.zeros((exchanges, plan.world), np.int64)
+    opened = np.zeros((plan.exchanges, plan.world), np.int64)
     for unit, number in first.items():
         opened[number] += wanted[unit]
     return first, last, opened.cumsum(0).max(1).tolist()
@@ -157,7 +155,7 @@ class _Step:
         yield Op("update")
 
     def _come(self, number: int) -> Iterator[Op]:
-        """The group's weights, as far as they are not here."""
+        """Operations that bring the group's weights, as far as they are not here."""
         cut = self.views[number].cut
         if cut == self.here:
             return
@@ -186,7 +184,7 @@ class _Step:
             yield from (Op("close", number - 1, unit) for unit in exchanges.closes[i])
 
     def _go(self, number: int) -> Iterator[Op]:
-        """Gradient sums that no later group adds to go home."""
+        """Operations that bring gradient sums home which no later group adds to."""
         view, later = self.views[number], self.views[number + 1 :]
         if any(other.cut == view.cut for other in later):
             return
@@ -203,25 +201,19 @@ class _Step:
             yield Op("close", number)
 
     def _run(self, number: int) -> Iterator[Op]:
-        """Forward and backward of the group's micro-batches, and reductions."""
+        """Operations of the group's micro-batches, forward and backward, and reductions."""
         view, visit = self.views[number], self.visits[number]
         closing = all(other.cut != view.cut for other in self.views[number + 1 :])
         turns = list(made_turns(view, visit, number, closing))
         ahead = self._going_ahead(number, turns)
         reductions = _Window(self.steps, view, "reduce")
-        for op in self._with_gathers(number, turns, ahead):
+        tied = [Op("reduce", number, unit) for unit in view.tied if closing and view.collective]
+        for op in chain(self._with_gathers(number, turns, ahead), tied):
             if op.kind == "reduce":
                 yield from (Op("await reduce", number, unit) for unit in reductions.room_for(op.unit))
-                yield op
-                reductions.add(op.unit)
-            else:
-                yield op
-        if closing and view.collective:
-            for unit in view.tied:
-                yield from (Op("await reduce", number, other) for other in reductions.room_for(unit))
-                yield Op("reduce", number, unit)
-                reductions.add(unit)
-        yield from (Op("await reduce", number, unit) for unit in reductions.all())
+                reductions.append(op.unit)
+            yield op
+        yield from (Op("await reduce", number, unit) for unit in reductions)
 
     def _with_gathers(self, number: int, turns: list[UnitTurn], ahead: dict[int, list[Op]]) -> Iterator[Op]:
         """The turns with gathers before them, as far ahead as the window allows, and releases after them."""
@@ -249,7 +241,7 @@ class _Step:
                         return
                     kept[unit] = kept.get(unit, 0) + 1
                 elif window.fits(unit):
-                    window.add(unit)
+                    window.append(unit)
                     yield Op("gather", number, unit)
                 else:
                     return
@@ -293,34 +285,20 @@ class _Step:
         return found
 
 
-class _Window:
-    """What is under way of one kind. Mutable. [Note: windows]"""
+class _Window(deque[int]):
+    """Units whose gathers, or reductions, are under way, oldest first. Mutable. [Note: windows]"""
 
     def __init__(self, steps: Steps, view: RankLayout, kind: str):
+        super().__init__()
         itemsize = steps.bytes[kind == "reduce"]
         self.size = {unit: elements * itemsize for unit, elements in view.elements.items()}
         given = steps.windows.gather if kind == "gather" else steps.windows.reduce
-        blocks = [self.size[unit] for unit in range(1, view.spec.layers + 1)]
-        self.most = given if given is not None else max(blocks)
-        self.under_way: deque[int] = deque()
-
-    def __contains__(self, unit: int) -> bool:
-        return unit in self.under_way
+        self.most = max(self.size[unit] for unit in range(1, view.spec.layers + 1)) if given is None else given
 
     def fits(self, unit: int) -> bool:
-        return not self.under_way or sum(self.size[u] for u in self.under_way) + self.size[unit] <= self.most
-
-    def add(self, unit: int) -> None:
-        self.under_way.append(unit)
-
-    def remove(self, unit: int) -> None:
-        self.under_way.remove(unit)
+        return not self or sum(self.size[u] for u in self) + self.size[unit] <= self.most
 
     def room_for(self, unit: int) -> Iterator[int]:
         """Those that must end first, oldest first."""
         while not self.fits(unit):
-            yield self.under_way.popleft()
-
-    def all(self) -> Iterator[int]:
-        while self.under_way:
-            yield self.under_way.popleft()
+            yield self.popleft()

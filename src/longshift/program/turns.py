@@ -80,9 +80,9 @@ class RankLayout:
         """Whether a unit has weights of its own here. Llama's embedding has none when it is tied."""
         return unit in self.units
 
-    def shared(self, unit: int) -> tuple[int, ...]:
-        """The tied embedding, where `unit` uses it."""
-        return self.tied if unit in (0, self.spec.layers + 1) else ()
+    def moving(self, unit: int) -> tuple[int, ...]:
+        """The moving units whose weights `unit` uses here: the tied embedding, its own."""
+        return *(self.tied if unit in (0, self.spec.layers + 1) else ()), *((unit,) if self.own(unit) else ())
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool) -> Iterato
         return [Op(kind, number, micro=event.micro, chunk=event.chunk, turn=event.kind, number=moved.tag, peer=peer, way=way)]
 
     def receive(index: int) -> list[Op]:
-        """What event number `index` waits for, posted."""
+        """Operations that post what event number `index` waits for."""
         if index == len(order) or receives[index] is None:
             return []
         return [*load(order[index].micro), *message("receive", receives[index], order[index], True)]
@@ -141,18 +141,16 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool) -> Iterato
 
 
 class _Turns:
-    """What whole and chunked packs have in common: where gradients go."""
+    """Turns of packs, whole or chunked: what they have in common is where gradients go."""
 
     def __init__(self, view: RankLayout, visit: Visit, number: int, closing: bool):
         self.view, self.visit, self.number, self.closing = view, visit, number, closing
 
     def collect(self, unit: int, reduce: bool) -> Iterator[Op]:
-        """Gradients that a backward of `unit` left on weights: to their sums, and home where `reduce`."""
-        yield from (Op("accumulate", self.number, tied) for tied in self.view.shared(unit))
-        if self.view.own(unit):
-            yield Op("accumulate", self.number, unit)
-            if reduce and self.view.collective:
-                yield Op("reduce", self.number, unit)
+        """Operations that add the gradients which a backward of `unit` left to their sums, and bring these home where `reduce`."""
+        yield from (Op("accumulate", self.number, moving) for moving in self.view.moving(unit))
+        if reduce and self.view.own(unit) and self.view.collective:
+            yield Op("reduce", self.number, unit)
 
     def reduces(self, micro: int) -> bool:
         """Whether sums go home after a backward of this micro-batch."""
@@ -172,7 +170,7 @@ class _WholeTurns(_Turns):
                 yield UnitTurn(unit, tuple(self._forward(unit, event.micro)))
 
     def backward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
-        """What waits in a tier is fetched one unit ahead."""
+        """Turns of a backward. What waits in a tier is fetched one unit ahead."""
         units = self.view.chunks[event.chunk][::-1]
         reduce = self.reduces(event.micro)
         fetches = [tuple(self._fetches(unit, event.micro)) for unit in units] + [()]

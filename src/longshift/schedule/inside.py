@@ -38,7 +38,7 @@ def rank_of(place: Place, order: TokenOrder) -> Rank:
 
 @lru_cache(maxsize=4096)
 def inside(place: Place, order: TokenOrder, part: Part, turn: Turn) -> Inside:
-    """Of a unit, or one half of it, on a pack in this order."""
+    """Bytes and work of one turn of a unit, or of half a block, on a pack in this order."""
     rank = rank_of(place, order)
     module: Any = SizedEmbed(rank, 0) if part == "embed" else SizedBlock(rank, 1)
     micro = Micro(rank)
@@ -62,7 +62,7 @@ def inside(place: Place, order: TokenOrder, part: Part, turn: Turn) -> Inside:
 
 @lru_cache(maxsize=1024)
 def loaded(place: Place, order: TokenOrder) -> Inside:
-    """Of making a pack's tokens, labels, positions and tables of angles."""
+    """Bytes of making a pack's tokens, labels, positions and tables of angles."""
     rank = rank_of(place, order)
     seen = rank.begin()
     micro = Micro(rank)
@@ -71,7 +71,7 @@ def loaded(place: Place, order: TokenOrder) -> Inside:
 
 @lru_cache(maxsize=1024)
 def loss_of_rows(place: Place, order: TokenOrder, number: int) -> Inside:
-    """Of the head, on the `number`-th block of rows of a pack or a chunk in this order."""
+    """Bytes and work of the head and loss on the `number`-th block of rows of a pack or a chunk in this order."""
     rank = rank_of(place, order)
     head = SizedHead(rank, place.spec.layers + 1)
     rank.memory.recording = True

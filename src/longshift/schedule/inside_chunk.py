@@ -29,7 +29,7 @@ from longshift.schedule.sequence import Pair, TokenOrder, pairs, span
 
 
 def of_event(place: Place, orders: Sequence[TokenOrder], sees: Sequence[int], event: Event) -> Inside:
-    """Of a compute or send event of a block or of the model's ends, for chunks in these orders that see chunks from `sees` on."""
+    """Bytes and work of one compute or send event of a chunked pack, whose chunks have these orders and see chunks from `sees` on."""
     c, keys = event.chunk, event.keys
     if event.name == "loss":
         return _loss(place, orders[c], keys)
@@ -40,7 +40,7 @@ def of_event(place: Place, orders: Sequence[TokenOrder], sees: Sequence[int], ev
 
 @lru_cache(maxsize=1024)
 def _loss(place: Place, order: TokenOrder, number: int) -> Inside:
-    """The gradient of x is made with the first block of rows."""
+    """Bytes and work of the loss on a block of rows of a chunk. The gradient of x is made with the first block."""
     found = loss_of_rows(place, order, number)
     dx = order.local_tokens // (place.layout.ulysses * place.layout.tp) * place.spec.width * place.itemsize
     return replace(found, peak=found.peak + (0 if number else dx), buffers={"dx": dx})

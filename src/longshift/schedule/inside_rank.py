@@ -23,10 +23,10 @@ MOST_SCORES = 2**26  # that the definition of attention holds at one time (`mode
 
 @dataclass(frozen=True)
 class Inside:
-    """Bytes and work of one operation on one rank. `peak`: the most above what was there when it began, its results included; `output`: of
-    the tensors that it returns; `graph`: that a forward keeps for its backward, or a pass for another forward, besides input and output;
-    `grads`: of the weights' gradients that it leaves, or at most leaves at one time; `sent`: out of this rank to others, by axis;
-    `buffers`: of a chunk's event, see `schedule.inside_chunk`."""
+    """Bytes and work of one operation on one rank. `peak`: the most bytes above those alive when the operation began, its results included;
+    `output`: of the tensors that it returns; `graph`: that a forward keeps for its backward, or a pass for another forward, besides input
+    and output; `grads`: of the weights' gradients that it leaves, or at most leaves at one time; `sent`: out of this rank to others, by
+    axis; `buffers`: of a chunk's event, see `schedule.inside_chunk`."""
 
     peak: int
     output: int

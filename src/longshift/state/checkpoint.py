@@ -134,7 +134,7 @@ class Checkpoint:
         return cls(folder, manifest.step, manifest.facts, index, files)
 
     def expect(self, spec: ModelSpec) -> None:
-        """Raises CheckpointError unless this holds every value of the model's state, and no other weight's."""
+        """Refuse a checkpoint that does not hold every value of the model's state, or holds another weight's. Raises CheckpointError."""
         for name, whole in ((p.name, Box.whole(p.shape)) for p in spec.params):
             for kind in KINDS:
                 boxes = [saved.box for saved in self._index.get((kind, name), ())]
@@ -164,7 +164,7 @@ class Checkpoint:
         return out
 
     def source(self, kind: str = "master") -> Source:
-        """For Home: where weights come from."""
+        """The values of one kind as Home takes them."""
         return lambda name, box: self.read(kind, name, box) if box else torch.empty(box.shape)
 
     def restore(self, entries: Entries, kinds: Sequence[str] = KINDS) -> None:

@@ -17,6 +17,7 @@ storage before they are gathered for the first time.
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -26,7 +27,7 @@ from longshift.dist.collectives import Pending
 from longshift.dist.world import World
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import assemble, local_boxes, local_shape, moving_unit, stages_of
+from longshift.layout.placement import assemble, local_shape, moving_unit, units_on
 from longshift.model.decoder import Unit
 from longshift.spec.model import ModelSpec
 from longshift.state.fused import Strips
@@ -47,15 +48,11 @@ class Copies(ABC):
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, compute: torch.dtype):
         self.spec, self.layout, self.world, self.home, self.compute = spec, layout, world, home, compute
-        at = layout.coord(world.rank)
-        mine: dict[int, list[str]] = {}
-        for param in spec.params:
-            if at.pp in stages_of(spec, layout, param):
-                mine.setdefault(moving_unit(spec, param), []).append(param.name)
-        self.boxes = {name: local_boxes(spec.by_name[name], layout, at.tp) for names in mine.values() for name in names}
+        self.boxes: dict[str, tuple[Box, ...]] = {}
         self.units: dict[int, UnitCopies] = {}
-        for unit, names in mine.items():
-            self.units[unit] = self._allocate(unit, names)
+        for unit, boxes in ((own.unit, own.boxes) for own in units_on(spec, layout, world.rank)):
+            self.boxes |= boxes
+            self.units[unit] = self._allocate(unit, list(boxes))
             self.prepare(unit)
             self.units[unit].drop()
 
@@ -107,10 +104,21 @@ class Copies(ABC):
     def ready(self, unit: int) -> None:
         """Return when a unit's weights are here."""
 
-    @abstractmethod
     def accumulate(self, unit: int) -> None:
         """Add the gradients that a backward left on the unit's weights to their sums, in the home format. A unit that computed nothing
         contributes zeros."""
+        weights = self.units[unit].weights
+        grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        first, totals, parts = self.in_sums(unit, grads)
+        if parts:
+            (torch._foreach_copy_ if first else torch._foreach_add_)(totals, parts)
+        for weight in weights.values():
+            weight.grad = None
+
+    @abstractmethod
+    def in_sums(self, unit: int, grads: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
+        """Whether the unit's sums are made here, zeros where a weight has no gradient; then equally shaped views of the sums and of the
+        gradients."""
 
     @abstractmethod
     def reduce(self, unit: int) -> None:
@@ -138,7 +146,7 @@ class Fused:
         self.reducing: deque[list[tuple[Pending, Tensor, Shard]]] = deque()
 
     def copy_in(self, number: int, buffer: Tensor | None = None) -> None:
-        """From the fused buffer of a bucket, or from home where that is not sharded, into the weights."""
+        """Copy into the weights: from the fused buffer of a bucket, or from home where that is not sharded."""
         if self.targets[number]:
             sources = self.sources[number] if buffer is None else [strip.in_buffer(buffer) for strip in self.wanted[number]]
             torch._foreach_copy_(self.targets[number], sources)
@@ -179,21 +187,15 @@ class AlignedCopies(Copies):
         while fused.arriving:
             fused.arriving.pop(0).wait()
 
-    def accumulate(self, unit: int) -> None:
-        fused, weights = self.fused[unit], self.units[unit].weights
-        grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+    def in_sums(self, unit: int, grads: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
+        fused = self.fused[unit]
         first = fused.sums is None
         if fused.sums is None:
-            make = torch.empty if len(grads) == len(weights) else torch.zeros
+            make = torch.empty if len(grads) == len(self.units[unit].weights) else torch.zeros
             sizes = [(strips.slots, strips.width) for strips, _ in fused.buckets]
             fused.sums = [make(size, dtype=self.sums, device=self.world.device) for size in sizes]
-        for (strips, _), total in zip(fused.buckets, fused.sums):
-            views, parts = strips.views(total, grads)
-            if views:
-                (torch._foreach_copy_ if first else torch._foreach_add_)(views, parts)
-        del grads
-        for weight in weights.values():
-            weight.grad = None
+        pairs = [strips.views(total, grads) for (strips, _), total in zip(fused.buckets, fused.sums)]
+        return first, [view for views, _ in pairs for view in views], [part for _, parts in pairs for part in parts]
 
     def reduce(self, unit: int) -> None:
         fused, sums = self.fused[unit], self.fused[unit].sums

@@ -38,7 +38,7 @@ class Shard:
     grad: Tensor | None = None
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
-        """(name, box, its view) of a vector shaped like `master`."""
+        """Every name, box and its view of a vector shaped like `master`."""
         start = 0
         for name, box in self.boxes:
             yield name, box, flat[start : start + box.elements].view(box.shape)
@@ -83,7 +83,7 @@ class Home:
         return None
 
     def squared_norm(self) -> Tensor:
-        """float64 scalar: this rank's part of the squared global gradient norm, each element counted on one rank only.
+        """This rank's part of the squared global gradient norm, each element counted on one rank only: float64 scalar.
 
         Squares are summed in the home format over NORM_RUN elements, where float32 loses 1e-7, and in float64 beyond: a float64 copy of
         a whole shard would cost its memory twice over. Infinite where a float32 gradient is above 1e19."""
@@ -108,7 +108,7 @@ class Home:
 
 
 def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each NORM_RUN elements of a vector, and of what is left."""
+    """Norms of each NORM_RUN elements of a vector, and of what is left."""
     runs = len(x) // NORM_RUN
     rows = x[: runs * NORM_RUN].view(runs, NORM_RUN)
     return torch.linalg.vector_norm(rows, dim=1), torch.linalg.vector_norm(x[runs * NORM_RUN :]).view(1)

@@ -40,7 +40,7 @@ class Schedule:
 
 
 class Optimizer:
-    """Updates home. Mutable: holds the moments, and `steps` done."""
+    """AdamW over home. Mutable: holds the moments, and `steps` done."""
 
     def __init__(self, home: Home, betas: tuple[float, float], eps: float, weight_decay: float):
         self.home, self.steps = home, 0
@@ -81,7 +81,7 @@ class Optimizer:
             self._adamw.state[vector]["step"].fill_(float(steps))
 
     def state(self) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
-        """(weight, box, whether this rank speaks for it, views of "master", "exp_avg" and "exp_avg_sq") of all home boxes."""
+        """Every weight and box at home, whether this rank speaks for it, and its views of "master", "exp_avg" and "exp_avg_sq"."""
         for number, shard in enumerate(self.home.shards):
             flats = {"master": shard.master} | {name: self._moments[name][number] for name in MOMENTS}
             for views in zip(*(shard.views(flat) for flat in flats.values())):

@@ -13,7 +13,7 @@ from longshift.spec.formats import FORMATS, PrecisionName
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: working copies and activations. `home`: masters, gradient sums and moments."""
+    """The number formats of a run. `compute`: of working copies and activations; `home`: of masters, gradient sums and moments."""
 
     compute: torch.dtype
     home: torch.dtype
@@ -25,13 +25,13 @@ class Precision:
 
     @property
     def scaled(self) -> bool:
-        """float16 gradients need a loss scale: their exponent ends at 2^-24."""
+        """Whether a loss scale is needed: the exponent of float16 gradients ends at 2^-24."""
         return self.compute == torch.float16
 
 
 @dataclass
 class LossScale:
-    """Mutable: the factor on the loss. Halved when a gradient overflows (the step is skipped), doubled after `patience` good steps."""
+    """The factor on the loss. Mutable. Halved when a gradient overflows (the step is skipped), doubled after `patience` good steps."""
 
     scale: float = 2.0**16
     good_steps: int = 0

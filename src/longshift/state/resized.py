@@ -45,7 +45,7 @@ class Views:
     """Views of tensors that last, and of the gradient sums of `renewed`, which are other tensors in every step. Immutable."""
 
     def __init__(self, views: Iterable[Tensor], renewed: Iterable[Shard]):
-        """The gradient sums are there."""
+        """Take `views` while the gradient sums are there."""
         owners = {shard.grad.untyped_storage().data_ptr(): shard for shard in renewed if shard.grad is not None}
         self._views = [self._kept(view, owners.get(view.untyped_storage().data_ptr())) for view in views]
         self._last = all(isinstance(view, Tensor) for view in self._views)

@@ -55,7 +55,6 @@ class Transfer:
         self.renewed = renewed
         self.turns, self.moving = list(plan.turns(world.rank)), bool(plan.bytes_by_pair.any())
         self.traffic = traffic(plan)
-        self.exchanges = plan.buckets + plan.rounds - 1 if self.moving else plan.buckets
         self.known: dict[int, Exchange] = {}
         self.arriving: tuple[Pending, Exchange] | None = None
         self.passing: dict[int, Resized] = {}  # by bucket
@@ -65,7 +64,7 @@ class Transfer:
         _agree(plan, world)
 
     def begin(self) -> "Transfer":
-        """Nothing has moved yet."""
+        """Reset the transfer's times and return it."""
         self.exposed_s, self.under_way_s = 0.0, 0.0
         return self
 
@@ -86,7 +85,7 @@ class Transfer:
             self.arriving = None
             for coming, receives in exchange.receives:  # peer by peer: two may add to the same target
                 self._put(receives.now(), coming)
-        if number == self.exchanges - 1 and self.fused is not None:
+        if number == self.plan.exchanges - 1 and self.fused is not None:
             self.fused.drop()
         self.exposed_s += time.perf_counter() - began
 

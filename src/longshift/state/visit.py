@@ -9,6 +9,7 @@
 Optimizer state never moves, and no gradient goes from stop to stop: every one reduces into home.
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -54,19 +55,14 @@ class PlannedCopies(Copies):
 
     ready = reduce = reduced = gather
 
-    def accumulate(self, unit: int) -> None:
-        sums, weights = self.sums[unit], self.units[unit].weights
-        grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+    def in_sums(self, unit: int, grads: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
+        sums = self.sums[unit]
         first = not sums.held
         sums.hold()
-        if first and len(grads) < len(weights):
+        if first and len(grads) < len(sums.views):
             assert sums.flat is not None
             sums.flat.zero_()
-        if grads:
-            (torch._foreach_copy_ if first else torch._foreach_add_)([sums.views[name] for name in grads], list(grads.values()))
-        del grads
-        for weight in weights.values():
-            weight.grad = None
+        return first, [sums.views[name] for name in grads], list(grads.values())
 
     def total(self, name: str, box: Box) -> Tensor | None:
         """A view of a box of a gradient sum; None where it is not here."""
@@ -111,7 +107,7 @@ class Stop:
             self.copies.units[unit].hold()
 
     def forget_totals(self) -> None:
-        """The gradient sums are at home."""
+        """Drop the gradient sums, which are at home."""
         if self.guest:
             self.guest.drop_gradients()
         else:
@@ -125,7 +121,7 @@ class Stop:
         self._hold_rows(units, False)
 
     def _hold_rows(self, units: set[int], hold: bool) -> None:
-        """Storage for the rows that a guest keeps of some units, or none."""
+        """Hold or drop storage for the rows that a guest keeps of some units."""
         for unit, rows in self._rows:
             if unit in units:
                 (rows.hold if hold else rows.drop)()
@@ -140,7 +136,7 @@ class Switches:
         self._transfers: dict[tuple[Cut | None, Cut | None], Transfer] = {}
 
     def bring(self, source: Stop | None, target: Stop) -> Transfer:
-        """The weights of `target`, about to move; from home and, where given, from what `source` holds."""
+        """The transfer that brings the weights of `target` from home and, where given, from what `source` holds."""
         key = source.cut if source else None, target.cut
         if key not in self._transfers:
 
@@ -159,7 +155,7 @@ class Switches:
                 shard.grad = torch.zeros_like(shard.master)
 
     def take_home(self, source: Stop) -> Transfer:
-        """The gradient sums of `source`, about to be added to home's, which are there."""
+        """The transfer that adds the gradient sums of `source` to home's, which are there."""
         key = source.cut, None
         if key not in self._transfers:
             group, wanted = self.world.group(self.ranks, "sums"), partial(self.home.part, what="grad")

@@ -42,28 +42,18 @@ class ChunkedPacks(Runner):
     def __init__(self, *how: Any, tier: Tier, ahead: int, accumulate: Callable[[int], object]):
         super().__init__(*how)
         self.tier: Tier = tier
-        self.ahead, self.accumulate = ahead, accumulate
-        self.packs: dict[int, ChunkedPack] = {}
+        self.accumulate = accumulate
+        self.loaded: dict[int, ChunkedPack] = {}
         self.watch: Callable[[Event], object] | None = None
         self.recorder: Recorder | None = None
-        self._lists = lru_cache(maxsize=4)(self._make_lists)
+        how = len(self.ops.heads), own_heads(self.spec, self.layout, self.at), self.precision.compute.itemsize, ahead
+        self._lists = lru_cache(maxsize=4)(lambda cut: lists(self.spec, self.layout, cut, *how))
 
     def lists(self, pack: ChunkedPack) -> Lists:
         return self._lists(pack.chunks)
 
-    def _make_lists(self, cut: tuple) -> Lists:
-        own = own_heads(self.spec, self.layout, self.at)
-        return lists(self.spec, self.layout, cut, len(self.ops.heads), own, self.precision.compute.itemsize, self.ahead)
-
     def load(self, micro: int, documents: Sequence[Document]) -> None:
-        self.packs[micro] = ChunkedPack(self.spec, documents, *self.how)
-
-    def unload(self, micro: int) -> None:
-        del self.packs[micro]
-
-    def boundary(self, micro: int) -> Tensor:
-        shape = (self.packs[micro].tokens_here, self.spec.width)
-        return torch.empty(shape, dtype=self.precision.compute, device=self.world.device)
+        self.loaded[micro] = ChunkedPack(self.spec, documents, *self.how)
 
     def received(self, op: Op, x: Tensor) -> None:
         self.crossing[op.micro, op.chunk, op.turn] = x
@@ -72,15 +62,15 @@ class ChunkedPacks(Runner):
         return self.crossing.pop((op.micro, op.chunk, op.turn))
 
     def compute(self, op: Op) -> None:
-        """From what is in the tier on one side of the unit to what is on the other."""
+        """Play one turn of a unit: from what is in the tier on one side of it to what is on the other."""
         play = _Play(self, op)
         with torch.no_grad():  # what has gradients says so
-            play.run(self.lists(self.packs[op.micro]).of[op.turn])  # pyright: ignore[reportArgumentType]
+            play.run(self.lists(self.loaded[op.micro]).of[op.turn])  # pyright: ignore[reportArgumentType]
 
     def arrive(self, op: Op) -> None:
         """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its gradient after the unit."""
         x, back = self.crossing.pop((op.micro, op.chunk, op.turn)), op.turn == "backward"
-        orders = self.lists(self.packs[op.micro]).orders
+        orders = self.lists(self.loaded[op.micro]).orders
         parts = x.split([order.local_tokens // (self.layout.ulysses * self.layout.tp) for order in orders])
         for chunk, part in enumerate(parts):
             self.tier.put((op.micro, op.unit + back, "g" if back else "h", chunk), part)
@@ -88,7 +78,7 @@ class ChunkedPacks(Runner):
     def depart(self, op: Op) -> None:
         """Give what another stage needs: x after the unit, its gradient before it. [Note: stage boundaries] All of it is on the device."""
         back = op.turn == "backward"
-        what, count = "g" if back else "h", len(self.packs[op.micro])
+        what, count = "g" if back else "h", len(self.loaded[op.micro])
         keys = [(op.micro, op.unit + (not back), what, chunk) for chunk in range(count)]
         parts = [self.tier.fetch(key)()[0] for key in keys]
         self.crossing[op.micro, op.chunk, op.turn] = torch.cat(parts)
@@ -117,11 +107,11 @@ def _segment(function: Callable[..., Any], *inputs: Tensor) -> Segment:
 
 
 class _Play:
-    """One list on one unit. Mutable. `live`: buffers by (name, chunk), as tuples of tensors or a Segment."""
+    """A list of events, played on one unit. Mutable. `live`: buffers by (name, chunk), as tuples of tensors or a Segment."""
 
     def __init__(self, runner: ChunkedPacks, op: Op):
         self.runner, self.unit, self.number = runner, op.unit, op.micro
-        self.module, self.pack = runner.modules[op.unit], runner.packs[op.micro]
+        self.module, self.pack = runner.modules[op.unit], runner.loaded[op.micro]
         self.ops, self.tier, self.orders = runner.ops, runner.tier, runner.lists(self.pack).orders
         self.live: dict[chunks.Buffer, Any] = {}
         self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
@@ -140,7 +130,7 @@ class _Play:
         if event.kind in ("compute", "send"):
             for buffer in event.reads:
                 self._here(buffer)
-            EVENTS[event.name](self, event)
+            getattr(self, event.name)(event)  # one of the methods below
         elif event.kind == "accumulate":
             self.runner.accumulate(self.unit)
         elif event.kind == "fetch":
@@ -285,21 +275,3 @@ class _Play:
             self.live["dx", event.chunk] = (torch.empty_like(x),)
         dx, micro = self._one("dx", event.chunk), self.pack.micros[event.chunk]
         self.runner.counts(loss_of_rows(head, x, dx, micro, self.ops, event.keys, self.runner.seed))
-
-
-# What an event does. A table of bound methods would keep a pack in a cycle.
-EVENTS: dict[str, Callable[[_Play, Event], None]] = {
-    "embed": lambda play, event: play.embed(event),
-    "embed_back": lambda play, event: play.embed_back(event),
-    "qkv": lambda play, event: play.qkv(event),
-    "to_heads": lambda play, event: play.to_heads(event),
-    "attend": lambda play, event: play.attend(event),
-    "to_tokens": lambda play, event: play.to_tokens(event),
-    "tail": lambda play, event: play.tail(event),
-    "tail_back": lambda play, event: play.tail_back(event),
-    "to_tokens_back": lambda play, event: play.to_tokens_back(event),
-    "attend_back": lambda play, event: play.attend_back(event),
-    "to_heads_back": lambda play, event: play.to_heads_back(event),
-    "qkv_back": lambda play, event: play.qkv_back(event),
-    "loss": lambda play, event: play.loss(event),
-}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -53,6 +54,10 @@ class Visited:
     moved: Moved | None = None
 
 
+def leave_alone(loss_sum: float, squared_norm: float) -> None:
+    """Make no update: home stays as it is."""
+
+
 class Player:
     """Plays programs on this rank. Mutable: it knows where the step is, and what has begun to move."""
 
@@ -63,7 +68,7 @@ class Player:
         world: World,
         home: Home,
         precision: Precision,
-        options: SwitchOptions,
+        switch: SwitchOptions,
         stream: StreamOptions,
         home_cut: Layout | None = None,
         links: Links | None = None,
@@ -71,9 +76,9 @@ class Player:
     ):
         """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`. `links`: equal on all ranks
         (`switch.links.agreed`); assumed ones where None."""
-        self.spec, self.edges, self.world, self.home, self.precision, self.options = spec, tuple(edges), world, home, precision, stream
+        self.spec, self.edges, self.world, self.home, self.precision, self.stream = spec, tuple(edges), world, home, precision, stream
         sizes = precision.compute.itemsize, precision.home.itemsize
-        self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), *sizes, options, home_cut)
+        self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), *sizes, switch, home_cut)
         self.steps = Steps(self.itinerary, world.rank, *sizes, windows)
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
@@ -96,6 +101,8 @@ class Player:
         self.groups_here: Sequence[LengthGroup] = ()
         self.packs: list[list[list[Document]]] = []  # by visit and micro-batch
         self.lengths: list[int] = []
+        self.sums: tuple[float, float] = (0.0, 0.0)  # of all ranks: the loss, the squared norm of the gradient
+        self.update: Callable[[float, float], object] = leave_alone
         self._began = 0.0
         self._receiving: dict[int, tuple[Pending, Tensor]] = {}  # by tag
         self._sending: dict[int, Pending] = {}
@@ -129,23 +136,25 @@ class Player:
             "arrived": lambda op: self._count(op, "weights"),
             "total": self._total,
             "forget": self._forget,
+            "norm": self._norm,
+            "update": lambda op: self.update(*self.sums),
         }
 
     def _runner(self, layout: Layout) -> Runner:
         stop, tier = self.stop_of[layout], None
         how = self.spec, layout, self.world, stop.copies, self.precision, self.kernel
         if layout.chunk or layout.offload != "device":
-            tier = tier_of(layout.offload, self.world.device, Path(self.options.folder), self.options.checked)
+            tier = tier_of(layout.offload, self.world.device, Path(self.stream.folder), self.stream.checked)
         if not layout.chunk:
             return WholePacks(*how, tier=tier)
         view = self.steps.views[layout]
 
         def accumulate(unit: int) -> None:
-            for moving in (*view.shared(unit), *((unit,) if view.own(unit) else ())):
+            for moving in view.moving(unit):
                 stop.copies.accumulate(moving)
 
         assert tier is not None
-        return ChunkedPacks(*how, tier=tier, ahead=self.options.ahead, accumulate=accumulate)
+        return ChunkedPacks(*how, tier=tier, ahead=self.stream.ahead, accumulate=accumulate)
 
     def groups(self, lengths: Sequence[int]) -> tuple[LengthGroup, ...]:
         """The step's groups in visiting order."""
@@ -170,8 +179,10 @@ class Player:
             runner.seed, runner.loss = seed, runner.loss.new_zeros(())
         return self.steps.program(visits)
 
-    def play(self, program: Program) -> None:
-        """Do what the operations say, in their order."""
+    def play(self, program: Program, update: Callable[[float, float], object] = leave_alone) -> None:
+        """Do what the operations say, in their order. `update`: what home does with the loss sum and the squared gradient norm of all
+        ranks."""
+        self.update = update
         for op in program:
             self.table[op.kind](op)
             if self.after:
@@ -240,8 +251,13 @@ class Player:
         self._stop(op).forget_totals()
         self._count(op, "sums")
 
+    def _norm(self, op: Op) -> None:
+        loss_sum = torch.stack([self.runners[group.layout].loss for group in self.groups_here]).sum()
+        loss_sum, squared_norm = self.world.everyone.all_reduce(torch.stack((loss_sum, self.home.squared_norm()))).tolist()
+        self.sums = loss_sum, squared_norm
+
     def _count(self, op: Op, way: str) -> None:
-        """Of a transfer whose last exchange was taken in; a device may be behind the host."""
+        """Add times and bytes of a finished transfer to its visit. A device may be behind the host."""
         transfer, visit = self._transfers.pop((op.visit, way)), self.visited[op.visit]
         queued = time.perf_counter()
         visit.exposed_s += transfer.exposed_s + self.world.now() - queued

@@ -31,9 +31,11 @@ Message = tuple[int, int, str]  # micro-batch, model chunk, forward or backward
 
 
 class Runner(ABC):
-    """A layout's units and micro-batches on this rank. Mutable. `loss`: this rank's part of the loss sum, float64, zero where a
-    tensor-parallel peer counts it; `seed`: what losses are multiplied with before gradients are formed; `crossing`: boundary activations
-    that have arrived or are to be sent."""
+    """A layout's units and micro-batches on this rank. Mutable. `loaded`: the tensors of each micro-batch; `loss`: this rank's part of the
+    loss sum, float64, zero where a tensor-parallel peer counts it; `seed`: what losses are multiplied with before gradients are formed;
+    `crossing`: boundary activations that have arrived or are to be sent."""
+
+    loaded: dict[int, Any]
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision, kernel: Kernel):
         self.spec, self.layout, self.world, self.copies, self.precision = spec, layout, world, copies, precision
@@ -61,25 +63,26 @@ class Runner(ABC):
     def load(self, micro: int, documents: Sequence[Document]) -> None:
         """Make the tensors of a micro-batch."""
 
-    @abstractmethod
     def unload(self, micro: int) -> None:
-        """Drop them."""
+        """Drop the tensors of a micro-batch."""
+        del self.loaded[micro]
 
-    @abstractmethod
     def boundary(self, micro: int) -> Tensor:
         """Empty memory for what another stage sends: x, or its gradient, [T', D]."""
+        shape = self.loaded[micro].tokens_here, self.spec.width
+        return torch.empty(shape, dtype=self.precision.compute, device=self.world.device)
 
     @abstractmethod
     def received(self, op: Op, x: Tensor) -> None:
-        """Take what another stage computed."""
+        """Take the boundary activation, or its gradient, that another stage computed."""
 
     @abstractmethod
     def to_send(self, op: Op) -> Tensor:
-        """What another stage needs."""
+        """The boundary activation, or its gradient, that another stage needs."""
 
     @abstractmethod
     def compute(self, op: Op) -> None:
-        """One turn of a unit."""
+        """Compute one turn of a unit."""
 
     def arrive(self, op: Op) -> None:
         """Cut what another stage computed into chunks."""
@@ -96,7 +99,7 @@ class WholePacks(Runner):
     def __init__(self, *how: Any, tier: Tier | None):
         super().__init__(*how)
         self.tier = tier
-        self.micros: dict[int, MicroBatch] = {}
+        self.loaded: dict[int, MicroBatch] = {}
         self.x: dict[int, Tensor] = {}
         self.g: dict[int, Tensor] = {}
         self.graphs: dict[tuple, tuple[Tensor | None, GradientEdge]] = {}
@@ -106,15 +109,12 @@ class WholePacks(Runner):
         self.turns = {"pass": self._pass, "forward": self._forward, "again": self._again, "backward": self._backward, "loss": self._loss}
 
     def load(self, micro: int, documents: Sequence[Document]) -> None:
-        self.micros[micro] = micro_batch(self.spec, documents, *self.how)
+        self.loaded[micro] = micro_batch(self.spec, documents, *self.how)
 
     def unload(self, micro: int) -> None:
-        for held in (self.micros, self.x, self.g):
+        super().unload(micro)
+        for held in (self.x, self.g):
             held.pop(micro, None)
-
-    def boundary(self, micro: int) -> Tensor:
-        shape = (self.micros[micro].tokens_here, self.spec.width)
-        return torch.empty(shape, dtype=self.precision.compute, device=self.world.device)
 
     def received(self, op: Op, x: Tensor) -> None:
         (self.x if op.turn == "forward" else self.g)[op.micro] = x
@@ -134,8 +134,7 @@ class WholePacks(Runner):
         self.coming[self._key(op)] = self.tier.fetch(self._key(op))
 
     def await_fetch(self, op: Op) -> None:
-        self.fetched[self._key(op)] = self.coming.pop(self._key(op))()
-        self.inputs[self._key(op)] = self.fetched[self._key(op)]
+        self.inputs[self._key(op)] = self.fetched[self._key(op)] = self.coming.pop(self._key(op))()
 
     def drop(self, op: Op) -> None:
         assert self.tier is not None
@@ -155,11 +154,11 @@ class WholePacks(Runner):
     def _pass(self, op: Op) -> None:
         x, kept = self.x[op.micro], list[Tensor]()
         with torch.no_grad():
-            self.x[op.micro] = self._function(op)(x, self.micros[op.micro], self._ops(op, kept))
+            self.x[op.micro] = self._function(op)(x, self.loaded[op.micro], self._ops(op, kept))
         self.inputs[self._key(op)] = x, *kept
 
     def _forward(self, op: Op) -> None:
-        """What goes on is the output without a graph."""
+        """Compute a part that keeps its graph. What goes on is the output without it."""
         self.x[op.micro] = self._graph(op, self.x.pop(op.micro, None), [])
 
     def _again(self, op: Op) -> None:
@@ -167,18 +166,18 @@ class WholePacks(Runner):
         self._graph(op, x, kept)
 
     def _ops(self, op: Op, kept: list[Tensor]) -> LayoutOps:
-        """`kept`: of a part that keeps the output of attention."""
+        """The seams for a part. `kept`: where it keeps the output of attention, if it does."""
         return self.ops.keeping(kept) if op.part == "block with output" else self.ops
 
     def _graph(self, op: Op, x: Tensor | None, kept: list[Tensor]) -> Tensor:
         """The output; what is kept for the backward is the graph and its input."""
         x = None if x is None else x.detach().requires_grad_()
-        y = self._function(op)(x, self.micros[op.micro], self._ops(op, kept))
+        y = self._function(op)(x, self.loaded[op.micro], self._ops(op, kept))
         self.graphs[self._key(op)] = x, get_gradient_edge(y)
         return y.detach()
 
     def _backward(self, op: Op) -> None:
-        """Leaves gradients of weights on them."""
+        """Use up a kept graph, which leaves the gradients of weights on them."""
         x, edge = self.graphs.pop(self._key(op))
         torch.autograd.backward((edge,), (self.g.pop(op.micro),))
         if x is not None:
@@ -186,9 +185,9 @@ class WholePacks(Runner):
             self.g[op.micro] = x.grad
 
     def _loss(self, op: Op) -> None:
-        """Of one block of rows: the sum of the target tokens' cross-entropies and its gradient, formed together, so that no logits tensor
-        holds them all (as Liger Kernel does, arXiv 2410.10989)."""
-        x, micro, head = self.x[op.micro], self.micros[op.micro], self.modules[op.unit]
+        """Compute loss and gradient of one block of rows together, so that no tensor holds all logits (as Liger Kernel does, arXiv
+        2410.10989)."""
+        x, micro, head = self.x[op.micro], self.loaded[op.micro], self.modules[op.unit]
         assert isinstance(head, Head)
         if op.number == 0:
             self.g[op.micro] = torch.empty_like(x)

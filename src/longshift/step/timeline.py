@@ -49,7 +49,7 @@ class Timeline(ExitStack):
         return self
 
     def watch(self, player: Player) -> None:
-        """Begin. What was recorded before is forgotten."""
+        """Begin to record a player. What was recorded before is forgotten."""
         self.played = []
         if self._held is not None:
             self._held.restart()
@@ -85,10 +85,10 @@ class Predicted:
 
 
 def predicted(player: Player, steps: int = 1) -> Predicted:
-    """Of the step whose program the player made last, as the last of so many equal ones since the state was built."""
+    """The ledger's prediction for the step whose program the player made last, after `steps` equal steps."""
     precision, cpu = player.precision, player.world.device.type == "cpu"
     same = precision.compute == precision.home
-    ledger = Ledger(player.steps, "gloo" if cpu else "nccl", same, host_is_device=cpu, ahead=player.options.ahead)
+    ledger = Ledger(player.steps, "gloo" if cpu else "nccl", same, host_is_device=cpu, ahead=player.stream.ahead)
     visits, packs = player.steps.visits(player.groups_here, player.lengths)
     after: list[tuple[Op, int]] = []
     lengths = [[[player.lengths[d] for d in pack] for pack in some] for some in packs]
@@ -116,7 +116,7 @@ def differences(played: Sequence[Played], told: Predicted) -> list[dict[str, Any
 
 
 def rank_of(row: Mapping[str, Any]) -> tuple[bool, int]:
-    """Sorts rows of `differences`: what should not have been played there, as it came, then by difference."""
+    """The sort key of a row of `differences`: what should not have been played comes first, in its order, then the largest difference."""
     return row["same"], -abs(row["difference"]) if row["same"] else row["number"]
 
 
@@ -147,7 +147,7 @@ def write(path: Path, rank: int, played: Sequence[Played], told: Predicted, reco
 
 
 def _spans(played: Iterable[Played], facts: Callable[[Played], dict[str, int]]) -> Iterator[Span]:
-    """One for each operation. What is awaited later lasts until then, in its own lane; waiting for it is a slice among what computes."""
+    """A span for each operation. What is awaited later lasts until then, in its own lane; waiting for it is a slice among what computes."""
     under_way: dict[tuple, deque[Span]] = defaultdict(deque)
     for one in played:
         begun = under_way[one.op] if one.op.kind in AWAITED.values() else None

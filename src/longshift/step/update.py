@@ -4,7 +4,6 @@ The only divisor is the step's global count of target tokens, known before the f
 data: packs are a function of the batch alone, and a layout decides only who computes which.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from longshift.data.batch import StepBatch
 from longshift.dist.world import World
 from longshift.errors import NonFiniteError
-from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer, Schedule
@@ -45,31 +43,18 @@ class Outcome:
     skipped: bool
 
 
-def train_step(state: State, batch: StepBatch, player: Player, watch: Callable[[Home], object] | None = None) -> Outcome:
-    """One exact update from `batch`: each group of lengths under its layout, each layout visited once. `watch` sees home while it holds the
-    gradient sums. Raises NonFiniteError; home is then as before."""
+def train_step(state: State, batch: StepBatch, player: Player) -> Outcome:
+    """Make one exact update from `batch`: each group of lengths under its layout, each layout visited once. Raises NonFiniteError; home is
+    then as before."""
     found: list[Outcome] = []
     scale = state.scale.scale if state.scale else 1.0
-    total: list[float] = []
-
-    def norm(op: Op) -> None:
-        if watch is not None:
-            watch(state.home)
-        loss_sum = torch.stack([player.runners[group.layout].loss for group in player.groups_here]).sum()
-        both = torch.stack((loss_sum, state.home.squared_norm()))
-        total[:] = player.world.everyone.all_reduce(both).tolist()
-
-    def update(op: Op) -> None:
-        loss_sum, squared = total
-        found.append(_update(state, batch, player.world, loss_sum, squared, scale))
-
-    player.table |= {"norm": norm, "update": update}
     groups = player.groups([len(document.ids) for document in batch.documents])
-    player.play(player.program(batch.documents, groups, scale / max(1, batch.target_tokens)))
+    program = player.program(batch.documents, groups, scale / max(1, batch.target_tokens))
+    player.play(program, lambda *sums: found.append(_update(state, batch, player.world, scale, *sums)))
     return found[0]
 
 
-def _update(state: State, batch: StepBatch, world: World, loss_sum: float, squared: float, scale: float) -> Outcome:
+def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum: float, squared: float) -> Outcome:
     """Clip by the global norm and update home, or leave it where float16 has overflowed."""
     loss, norm = loss_sum / max(1, batch.target_tokens), squared**0.5 / scale
     finite = norm - norm == 0 and loss - loss == 0

@@ -28,8 +28,8 @@ MOST_PLANNED = 4  # cuts: n of them are n * n plans to compare, a second each fo
 
 @dataclass(frozen=True)
 class SwitchOptions:
-    """`bucket_bytes`: the most that a rank sends, or receives, in one exchange. `ahead_bytes`: how much of the next layout's weights may
-    arrive while the one before still computes."""
+    """How switches are planned. `bucket_bytes`: the most that a rank sends, or receives, in one exchange. `ahead_bytes`: how much of the
+    next layout's weights may arrive while the one before still computes."""
 
     planner: Planner = "fan_out"
     bucket_bytes: int = 32 << 20
@@ -96,13 +96,13 @@ class Itinerary:
         return placed(self.spec, self.home, "rows")
 
     def weights(self, source: Cut | None, target: Cut) -> Plan:
-        """Of the weights of `target`, from home and, where given, from what `source` holds."""
+        """The plan of the weights of `target`, from home and, where given, from what `source` holds."""
         if (source, target) not in self._weights:
             self._weights[source, target] = self._plan(self._held(source), target, self._bytes[0])
         return self._weights[source, target]
 
     def sums(self, source: Cut) -> Plan:
-        """Of the gradient sums of `source`, to home."""
+        """The plan of the gradient sums of `source`, to home."""
         if source not in self._sums:
             self._sums[source] = self._plan(self._rows, source, self._bytes[1]).reversed()
         return self._sums[source]
@@ -142,7 +142,7 @@ class Itinerary:
         return self._hops[key]
 
     def _held(self, source: Cut | None) -> Placed:
-        """Home and what `source` has."""
+        """What home and `source` have."""
         return together(self._rows, placed(self.spec, source.layout, source.side)) if source else self._rows
 
     def _plan(self, held: Placed, target: Cut, itemsize: int) -> Plan:

@@ -39,9 +39,6 @@ class Links:
         return f"{self.origin}, {self.intra_bytes_s / 1e9:.3g} GB/s inside a node, {self.inter_bytes_s / 1e9:.3g} GB/s between"
 
 
-ONE_NODE = Links(per_node=1 << 20, intra_bytes_s=1.0, inter_bytes_s=1.0)  # where only the order of moves matters
-
-
 def assumed(per_node: int) -> Links:
     """Links where nothing was measured."""
     return Links(per_node, FASTER_INSIDE, 1.0)

@@ -5,13 +5,13 @@ elements have equal values. Weights that lie alike share one `Spread` object, an
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import Piece, pieces_of
+from longshift.layout.placement import Piece, pieces_of, stages_of
 from longshift.spec.model import ModelSpec, Param
 
 Side = Literal["copies", "home", "rows"]
@@ -34,31 +34,15 @@ def placed(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spread]:
     home     what they keep: whole pieces (ZeRO-0), or their rows of each
     rows     each piece's rows dealt over its holders, as under ZeRO-1..3: every element once, whatever home is
     """
-    stages: dict[int, list[int]] = {}
-    for pp in range(layout.pp):
-        for chunk in layout.units_of(spec.layers, pp):
-            for unit in chunk:
-                stages.setdefault(unit, []).append(pp)
     alike: dict[tuple, Spread] = {}
 
     def spread(param: Param) -> Spread:
-        where = {pp for unit in (param.unit, param.also_unit) if unit is not None for pp in stages[unit]}
-        key = param.shape, param.dim, param.parts, frozenset(where)
+        key = param.shape, param.dim, param.parts, stages_of(spec, layout, param)
         if key not in alike:
             alike[key] = Spread(tuple(part for piece in pieces_of(spec, layout, param) for part in _kept(piece, layout, side)))
         return alike[key]
 
     return {param.name: spread(param) for param in spec.params}
-
-
-def by_rank(boxes: Sequence[Sequence[tuple[str, Box]]]) -> dict[str, Spread]:
-    """From the (weight, box) pairs of every rank."""
-    found: dict[str, dict[Box, list[int]]] = {}
-    for rank, pairs in enumerate(boxes):
-        for name, box in pairs:
-            if box:
-                found.setdefault(name, {}).setdefault(box, []).append(rank)
-    return {name: Spread(tuple((box, tuple(ranks)) for box, ranks in spread.items())) for name, spread in found.items()}
 
 
 def together(*sides: Placed) -> dict[str, Spread]:

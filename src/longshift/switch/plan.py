@@ -13,7 +13,7 @@ first, each rank adding what it gets to what it has. As every copy hangs on home
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,8 +21,8 @@ import numpy as np
 
 from longshift.layout.box import Box
 from longshift.switch.joined import Joined, joined
-from longshift.switch.links import ONE_NODE, Links
-from longshift.switch.placed import Placed, Spread, by_rank
+from longshift.switch.links import Links
+from longshift.switch.placed import Placed, Spread
 from longshift.switch.planners import BETWEEN, ENTERED, INSIDE, Moves, Planner, assign
 from longshift.switch.slices import Slices, refine
 
@@ -65,7 +65,7 @@ class WeightPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """`buffer_bytes`: the most that a rank sends and receives in one bucket. `sums`: see [Note: sums]."""
+    """All moves of a switch. `buffer_bytes`: the most that a rank sends and receives in one bucket. `sums`: see [Note: sums]."""
 
     planner: Planner
     links: Links
@@ -84,6 +84,11 @@ class Plan:
     @property
     def buckets(self) -> int:
         return 1 + max((int(w.bucket[-1]) for w in self.weights if len(w.bucket)), default=0)
+
+    @property
+    def exchanges(self) -> int:
+        """How many exchanges play the plan: each carries a round of a bucket, and the round after of the bucket before."""
+        return self.buckets + self.rounds - 1
 
     @cached_property
     def digest(self) -> str:
@@ -155,30 +160,6 @@ class Plan:
                 turned[id(m)] = Moves(*(column[order] for column in parts))
         return replace(self, sums=not self.sums, weights=tuple(replace(w, moves=turned[id(w.moves)]) for w in self.weights))
 
-    def peak_bytes(self, leaving: Placed, units: Mapping[str, int] | None = None) -> np.ndarray:
-        """Upper bound of what a switch takes on each rank, int64 [world]: the boxes that leave, the wanted ones, and the buffers.
-
-        A weight's wanted boxes are made before the first bucket that fills them; its leaving boxes, in the plan's format, are dropped
-        after its last bucket; weights of one of `units`, where given, are made and dropped together. Home, which stays, is not counted.
-        With two rounds an exchange carries parts of two buckets, and slices that pass through a rank lie there besides."""
-        before, after = np.zeros((2, self.buckets + 1, self.world), np.int64)
-        spans: dict[object, tuple[int, int]] = {}
-        for w in self.weights:
-            unit = units[w.name] if units else w.name
-            first, last = (int(w.bucket[0]), int(w.bucket[-1])) if len(w.bucket) else (0, 0)
-            known = spans.get(unit, (first, last))
-            spans[unit] = min(first, known[0]), max(last, known[1])
-        sizes: dict[Spread, np.ndarray] = {}
-        for w in self.weights:
-            first, last = spans[units[w.name] if units else w.name]
-            after[first] += w.slices.size_bytes @ w.slices.wants
-            if (spread := leaving.get(w.name)) is not None:
-                if spread not in sizes:
-                    sizes[spread] = _held_bytes(spread, self.world, self.itemsize)
-                before[0] += sizes[spread]
-                before[last + 1] -= sizes[spread]
-        return (before + after).cumsum(0)[: self.buckets].max(0) + (1 if self.rounds == 1 else 3) * self.buffer_bytes
-
 
 def switch_plan(
     held: Placed, wanted: Placed, links: Links, itemsize: int, planner: Planner = "fan_out", bucket_bytes: int | None = None
@@ -217,13 +198,6 @@ def world_of(*sides: Placed) -> int:
     """How many ranks the sides speak of: those up to the highest that has something."""
     spreads = {spread for side in sides for spread in side.values()}
     return 1 + max((rank for spread in spreads for _, ranks in spread.boxes for rank in ranks), default=0)
-
-
-def plan(held: Sequence[Sequence[tuple[str, Box]]], wanted: Sequence[Sequence[tuple[str, Box]]]) -> tuple[Move, ...]:
-    """Every wanted element once, from its own rank where that holds it, else from its first holder; both sides by rank. Raises ValueError
-    for an element that nobody holds."""
-    whole = switch_plan(by_rank(held), by_rank(wanted), ONE_NODE, 1, "first_owner")
-    return tuple(sorted(m for rank in range(whole.world) for t in whole.turns(rank) for m in (*t.local, *t.rounds[0].receives)))
 
 
 def _differences(slices: Slices, links: Links, loads: np.ndarray) -> bytes:
@@ -276,10 +250,3 @@ def _volumes(slices: Slices, moves: Moves, part: slice, world: int) -> np.ndarra
     np.add.at(volumes[0], moves.source[part], size)
     np.add.at(volumes[1], moves.target[part], size)
     return volumes
-
-
-def _held_bytes(spread: Spread, world: int, itemsize: int) -> np.ndarray:
-    total = np.zeros(world, np.int64)
-    for box, ranks in spread.boxes:
-        total[list(ranks)] += box.elements * itemsize
-    return total

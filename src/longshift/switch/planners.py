@@ -76,7 +76,7 @@ class _Wave:
         return np.add.reduceat(flags, self.starts, axis=1, dtype=np.int64)
 
     def _deal_near(self) -> Part:
-        """Inside each node, its holders share what the others need."""
+        """The moves inside each node, whose holders share what the others need."""
         count = self._by_node(self.near)
         which, targets = np.nonzero(self.near)
         group = np.cumsum(count.ravel() > 0).reshape(count.shape) - 1
@@ -86,7 +86,7 @@ class _Wave:
         return self.rows[which], np.zeros_like(which), sources, targets
 
     def _deal_far(self, count: np.ndarray) -> np.ndarray:
-        """All holders of a slice share its `count` sends to other nodes; the sources, by slice."""
+        """The sources, by slice, where all holders of a slice share its `count` sends to other nodes."""
         asked = np.flatnonzero(count)
         row, holder = np.nonzero(self.has[asked])
         return deal(row, holder, count[asked], self.size[asked], self.loads[BETWEEN])
@@ -135,10 +135,10 @@ class _FanOut(_Wave):
 
 
 def deal(group: np.ndarray, rank: np.ndarray, count: np.ndarray, size: np.ndarray, load: np.ndarray) -> np.ndarray:
-    """In each group, `count` times: the member of least load, the first of equals, takes `size`.
+    """The ranks taken, by group, in the order of taking: `count` times the member of least load, the first of equals, takes `size`.
 
     `group`, `rank`: the members, by group (0, 1, ... without gaps), then by rank; no rank is in two.
-    `count`, `size`: by group. Returns the ranks taken, by group, in the order of taking; adds the sizes to `load`.
+    `count`, `size`: by group. Adds the sizes to `load`.
 
     A member taken j times before has load + j * size: the picks of a group are the `count` least of these numbers.
     """

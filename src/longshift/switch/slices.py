@@ -55,20 +55,16 @@ class Slices:
 
     def place(self, side: Literal["held", "wanted"], index: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         """The number of the largest box of a side that has a slice on its rank, -1 where none has: int64 [slices]."""
-        inside, members = self._held_by if side == "held" else self._wanted_by
+        inside, members = self._by_box[side]
         found = inside[index] & members[:, ranks].T
         return np.where(found.any(1), found.argmax(1), -1)
 
     @cached_property
-    def _held_by(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._by_box(self.held)
+    def _by_box(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        return {"held": self._inside(self.held), "wanted": self._inside(self.wanted)}
 
-    @cached_property
-    def _wanted_by(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._by_box(self.wanted)
-
-    def _by_box(self, spread: Spread) -> tuple[np.ndarray, np.ndarray]:
-        """Of the spread's boxes, the largest first: which slices lie in each, bool [slices, boxes], and who has it, bool [boxes, world]."""
+    def _inside(self, spread: Spread) -> tuple[np.ndarray, np.ndarray]:
+        """Which slices lie in each of the spread's boxes, the largest first, bool [slices, boxes], and who has it, bool [boxes, world]."""
         ordered = sorted(spread.boxes, key=lambda pair: -pair[0].elements)
         start, stop = (np.array([getattr(box, side) for box, _ in ordered]) for side in ("start", "stop"))
         members = np.zeros((len(ordered), self.has.shape[1]), bool)

@@ -37,10 +37,10 @@ class Traffic:
 
 
 def traffic(plan: Plan) -> Traffic:
-    """Of a device's links to its node and to other nodes, one way each, the busiest sets the time."""
+    """What a plan puts on the links. Of a device's links to its node and to other nodes, one way each, the busiest sets the time."""
     pairs, links = plan.bytes_by_pair, plan.links
     played = _by_round(plan)
-    overlapped = np.zeros((plan.buckets + plan.rounds - 1, *played.shape[2:]), np.int64)
+    overlapped = np.zeros((plan.exchanges, *played.shape[2:]), np.int64)
     for number in range(plan.rounds):
         overlapped[number : number + plan.buckets] += played[:, number]
     starts = np.arange(0, plan.world, links.per_node)
@@ -79,7 +79,7 @@ def least_s(held: Placed, wanted: Placed, links: Links, itemsize: int) -> float:
 
 
 def _seconds(loads: np.ndarray, links: Links) -> float:
-    """Of exchanges one after another, int64 [exchanges, 4, world]; one that moves nothing takes no time."""
+    """Seconds of exchanges one after another, int64 [exchanges, 4, world]; one that moves nothing takes no time."""
     rates = np.array((links.intra_bytes_s, links.intra_bytes_s, links.inter_bytes_s, links.inter_bytes_s))
     return float((loads.max(2) / rates).max(1).sum()) + links.latency_s * int(loads.any((1, 2)).sum())
 

@@ -6,7 +6,7 @@ compared: the loss of every step, every weight's gradient (first and last step),
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from longshift.layout.placement import buckets
 from longshift.model.decoder import Decoder, Ops
 from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
+from longshift.program.operations import Op
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
@@ -174,24 +175,10 @@ def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | N
 
 
 def write_reference(world: World, trial: dict, path: str) -> float:
-    """`reference` into a safetensors file, for a forked world of one; returns the last loss."""
+    """Write `reference` into a safetensors file, for a forked world of one; returns the last loss."""
     truth = reference(Trial.from_json(trial))
     save_file({key: value.contiguous() for key, value in truth.items()}, path)
     return float(truth["loss"][-1])
-
-
-def sizes(world: World, trial: dict, path: str) -> dict[str, float]:
-    """How large the reference in `path` is where it is smallest, over steps or weights: the loss, a gradient's norm, a weight's change
-    in training relative to its start, a first moment's norm. A comparison with a reference near zero would say nothing."""
-    what, truth = Trial.from_json(trial), load_file(Path(path))
-    source = what.source()
-    starts = {p.name: source(p.name, Box.whole(p.shape)).double() for p in what.spec.params}
-    return {
-        "loss": float(truth["loss"].min()),
-        "grad": min(float(truth[f"{kind}/{name}"].norm()) for name in starts for kind in ("grad-first", "grad-last")),
-        "weight": min(float((truth[f"master/{name}"] - start).norm() / start.norm()) for name, start in starts.items()),
-        "optimizer": min(float(truth[f"exp_avg/{name}"].norm()) for name in starts),
-    }
 
 
 def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layout | None = None) -> tuple[State, Player]:
@@ -209,7 +196,7 @@ def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layou
 
 
 def parse_layouts(text: str) -> list[Layout]:
-    """`"dp4 > tp4"`: those of the groups, from short documents to long."""
+    """The layouts of the groups, from short documents to long, of a text such as `"dp4 > tp4"`."""
     return [Layout.parse(word) for word in text.split(" > ")]
 
 
@@ -226,12 +213,13 @@ def compare(
     losses, batches = [], what.batches()
     for step, batch in enumerate(batches):
 
-        def watch(home: Home, step: int = step, scale: float = state.scale.scale if state.scale else 1.0) -> None:
+        def after(op: Op, step: int = step, scale: float = state.scale.scale if state.scale else 1.0) -> None:
             for kind, when in (("grad-first", 0), ("grad-last", len(batches) - 1)):
-                if step == when:
-                    _compare_gradients(found, kind, home, scale, truth)
+                if op.kind == "norm" and step == when:
+                    _compare_gradients(found, kind, state.home, scale, truth)
 
-        losses.append(train_step(state, batch, player, watch).loss)
+        player.after = after
+        losses.append(train_step(state, batch, player).loss)
     for name, box, _, views in state.optimizer.state():
         for kind, view in views.items():
             if box:
@@ -254,13 +242,3 @@ def _compare_gradients(found: Differences, kind: str, home: Home, scale: float, 
         for name, box, view in shard.views(shard.grad):
             if box:
                 found.add(kind, name, view / scale, truth[f"{kind}/{name}"][box.within(Box.whole(home.spec.by_name[name].shape))])
-
-
-def uneven_lengths(steps: int, seed: int, largest: int = 61, documents: Iterable[int] = (9, 5, 7)) -> tuple[tuple[int, ...], ...]:
-    """Document lengths of some steps, with very short ones among them; the number of documents varies from step to step."""
-    generator = torch.Generator().manual_seed(seed)
-    counts = list(documents)
-    return tuple(
-        (1, 2, *(int(n) for n in torch.randint(3, largest + 1, (counts[step % len(counts)],), generator=generator)))
-        for step in range(steps)
-    )

@@ -24,7 +24,7 @@ MENDS = {
 
 
 class Part(BaseModel):
-    """Frozen; what it does not know is kept."""
+    """A part of what a checkpoint says. Frozen; what it does not know is kept."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -86,7 +86,7 @@ class Facts(Part):
 
     @classmethod
     def of(cls, saved: Checkpoint) -> "Facts":
-        """Raises CheckpointError where one is missing or malformed."""
+        """The facts of a checkpoint. Raises CheckpointError where one is missing or malformed."""
         try:
             return cls.model_validate(saved.facts)
         except ValidationError as fault:
@@ -103,8 +103,9 @@ def changed_kernel(facts: Facts | None, attention: ChosenKernel) -> str | None:
 
 
 def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, saved: Checkpoint) -> None:
-    """Another function of the same weights is another model, and weights kept in another format are other weights; a cursor means nothing
-    in other data, a weight of the embedding nothing under another tokenizer. Raises CheckpointError, UsageError."""
+    """Refuse to go on from a checkpoint with another model, format, data or tokenizer. Another function of the same weights is another
+    model, and weights kept in another format are other weights; a cursor means nothing in other data, a weight of the embedding nothing
+    under another tokenizer. Raises CheckpointError, UsageError."""
     spec = json.loads(json.dumps(asdict(config.spec)))
     for field, was in facts.model.items():
         if spec.get(field) != was:

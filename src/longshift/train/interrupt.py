@@ -11,8 +11,8 @@ def stopping(number: int) -> str:
 
 
 class Interrupt:
-    """Call it to ask whether the run should stop. Make it before torch is imported, which takes seconds. `also`: signals beside SIGINT;
-    `say` shows a line to the person. Mutable: one flag."""
+    """A flag that Ctrl-C sets, and signals: call it to ask whether the run should stop. Make it before torch is imported, which takes
+    seconds. `also`: signals beside SIGINT; `say` shows a line to the person. Mutable: one flag."""
 
     def __init__(self, *also: signal.Signals, say: Callable[[str], None] = lambda line: None) -> None:
         self._asked, self._say = False, say

@@ -125,7 +125,7 @@ def _worker_environment(store: TCPStore, world: int) -> dict[str, str]:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """The agent passes its own environment on to the ranks: set it, and put it back after."""
+    """Set variables of the environment, which the agent passes on to the ranks, and put them back after."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -166,7 +166,7 @@ def _forward_interrupts(agent: LocalElasticAgent, say: Callable[[str], None]) ->
 
 
 def _quiet(logger: logging.Logger) -> None:
-    """The agent's own account of a failure would stand beside ours."""
+    """Silence a logger: the agent's own account of a failure would stand beside ours."""
     logger.propagate = False
     logger.addHandler(logging.NullHandler())
 

@@ -1,29 +1,21 @@
 """The run on one rank: a generator of steps. Checkpoints are its business; what a person sees is its caller's."""
 
 import resource
-import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from longshift.cluster.host import profile_of_host
 from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
-from longshift.dist.memory import host_memory
 from longshift.dist.world import World, be_deterministic, own_device
-from longshift.errors import NonFiniteError, OutOfMemoryError
-from longshift.explain import shape_of
+from longshift.errors import NonFiniteError
 from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
-from longshift.program.needs import most, needs
-from longshift.schedule.inside_rank import Transport
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
@@ -35,12 +27,11 @@ from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
 from longshift.switch.links import agreed, links_of
+from longshift.train.admission import admit
 from longshift.train.corpus import open_on_ranks
 from longshift.train.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, expect
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
-
-CONTROL_GROUPS = Path("/proc/self/cgroup")
 
 
 def train(
@@ -67,8 +58,8 @@ def _steps(
     timeline: Timeline | None = None,
     trace: Path | None = None,
 ) -> Iterator[StepMetrics]:
-    """`timeline`: records the first step, for `trace`, and is closed after it."""
-    _fits(config, world, run)
+    """The steps of `train`. `timeline`: records the first step, for `trace`, and is closed after it."""
+    admit(config, world, run)
     batches, fingerprints = open_data(config, world)
     start, state, facts = _begin(config, world, fingerprints, run if resume else None)
     if resume and world.rank == 0:
@@ -109,65 +100,6 @@ def _steps(
             save(run, step, state.optimizer.state(), kept, world, config.save.keep)
         if stopping:
             return
-
-
-def _fits(config: Config, world: World, run: Path) -> None:
-    """Refuse a run whose largest step cannot have room, on the device or where it waits. Raises OutOfMemoryError with the arithmetic."""
-    cpu = world.device.type == "cpu"
-    shape = shape_of(config, world.per_node)
-    transport: Transport = "gloo" if cpu else "nccl"
-    where = transport, cpu
-    room, process = _room(world)
-    need = most(needs(shape, config.edges, *where))
-    if need.device.total + process > room:
-        alive = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.device.alive[:6])
-        raise OutOfMemoryError(
-            f"rank {need.rank} needs {need.device.total / 2**30:.2f} GiB for tensors, in {need.device.op} ({alive}), besides "
-            f"{process / 2**30:.2f} GiB that the process has, and there are {room / 2**30:.2f} GiB for it; recompute-full, more tp, u or "
-            "ring, z3, chunks, a smaller upto or train.pack_tokens take less"
-        )
-    waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
-    for edge in config.edges:
-        if edge.use.offload == "disk" or (edge.use.offload == "host" and not cpu):
-            place = edge.use.offload
-            waiting[place][str(edge.use)] = most(needs(shape, [edge], *where), place).of(place)
-    folder = config.stream.options(run).folder
-    if waiting["disk"]:
-        _room_for(waiting["disk"], world.per_node, shutil.disk_usage(folder).free, f"{folder} has", "another stream.folder")
-    if waiting["host"]:
-        _room_for(waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk")
-
-
-def _room(world: World) -> tuple[int, int]:
-    """Bytes that this rank may have, those of the process included, and how many the process has already. Ranks of one control group share
-    what it allows; collective."""
-    if world.device.type != "cpu":
-        free, total = torch.cuda.mem_get_info(world.device)
-        return total, total - free
-    settle(world.device)
-    own = f"{socket.gethostname()} {CONTROL_GROUPS.read_text() if CONTROL_GROUPS.exists() else ''}"
-    sharing = world.gather_text(own).count(own)
-    return min(host_memory()[0] // sharing, psutil.virtual_memory().total // world.per_node), psutil.Process().memory_info().rss
-
-
-def settle(device: torch.device) -> None:
-    """Have the process take what it takes once, whatever is trained: what a first backward, optimizer and matmul in bf16 load."""
-    x = torch.ones(64, 64, requires_grad=True, device=device)
-    (x @ x).sum().backward()
-    torch.optim.AdamW([x], fused=True).step()
-    torch.mm(x.detach().bfloat16(), x.detach().bfloat16())
-
-
-def _room_for(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> None:
-    """Refuse what waits, in bytes of a rank by layout, where there is no room. A group's memory is kept while others run."""
-    need = sum(waiting.values())
-    if need * ranks > free:
-        parts = " + ".join(f"{size / 2**30:.2f} ({layout})" for layout, size in waiting.items())
-        raise OutOfMemoryError(
-            f"what waits for the backward of the longest documents needs {parts} = {need / 2**30:.2f} GiB of each of {ranks} ranks, "
-            f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, keep-input, every4, more "
-            "tp, u or ring, or a smaller upto"
-        )
 
 
 def _begin(config: Config, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State, Facts | None]:
@@ -229,51 +161,44 @@ def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
 
 
 def _groups(player: Player) -> tuple[GroupMetrics, ...]:
-    """Of the step that was made, times of the slowest rank; none for a single layout that neither streams nor offloads."""
+    """Metrics of the last step's groups, with the times of the slowest rank; none for a single layout that neither streams nor offloads."""
     if len(player.edges) == 1 and all(runner.tier is None for runner in player.runners.values()):
         return ()
-    times = torch.tensor([(v.seconds, v.exposed_s, v.hidden_s) for v in player.visited], dtype=torch.float64, device=player.world.device)
-    slowest = player.world.everyone.all_reduce(times, dist.ReduceOp.MAX).tolist()
-    return tuple(
-        GroupMetrics(
-            layout=str(visit.group.layout),
-            upto=visit.group.hi,
-            documents=len(visit.group.documents),
-            packs=len(visit.group.packs),
-            tokens=visit.tokens,
-            balance=visit.group.balance,
-            seconds=seconds,
-            tokens_per_s=visit.tokens / seconds,
-            switch_exposed_s=exposed_s,
-            switch_hidden_s=hidden_s,
-            intra_node_bytes=visit.intra_node_bytes,
-            inter_node_bytes=visit.inter_node_bytes,
-            **offloaded,
-        )
-        for visit, (seconds, exposed_s, hidden_s), offloaded in zip(player.visited, slowest, _offloaded(player))
-    )
-
-
-def _offloaded(player: Player) -> list[dict[str, Any]]:
-    """What the tiers did, in the fields of GroupMetrics, for each visit."""
-    everyone, moved = player.world.everyone, [visit.moved or Moved() for visit in player.visited]
-    own = [(m.waited_s, m.copying_s, m.put_bytes, m.fetched_bytes, m.peak_bytes) for m in moved]
+    everyone, own = player.world.everyone, list[tuple[float, ...]]()
+    for visit in player.visited:
+        moved = visit.moved or Moved()
+        copies = moved.waited_s, moved.copying_s, moved.put_bytes, moved.fetched_bytes, moved.peak_bytes
+        own.append((visit.seconds, visit.exposed_s, visit.hidden_s, *copies))
     sums = torch.tensor(own, dtype=torch.float64, device=player.world.device)
     most = everyone.all_reduce(sums.clone(), dist.ReduceOp.MAX).tolist()
     found = []
-    for visit, most_of, total in zip(player.visited, most, everyone.all_reduce(sums).tolist()):
-        tier, (waited_s, copying_s, put_bytes, fetched_bytes, _) = player.runners[visit.group.layout].tier, total
+    for visit, slowest, total in zip(player.visited, most, everyone.all_reduce(sums).tolist()):
+        seconds, exposed_s, hidden_s, waited_most_s, *_, peak_bytes = slowest
+        waited_s, copying_s, put_bytes, fetched_bytes = total[3:-1]
+        group, tier = visit.group, player.runners[visit.group.layout].tier
         timed = tier is not None and tier.timed
         found.append(
-            {
-                "put_bytes": int(put_bytes),
-                "fetched_bytes": int(fetched_bytes),
-                "waited_s": most_of[0] if timed else None,
-                "hidden_share": max(0.0, 1 - waited_s / copying_s) if timed and copying_s else None,
-                "tier_peak_bytes": int(most_of[-1]),
-            }
+            GroupMetrics(
+                layout=str(group.layout),
+                upto=group.hi,
+                documents=len(group.documents),
+                packs=len(group.packs),
+                tokens=visit.tokens,
+                balance=group.balance,
+                seconds=seconds,
+                tokens_per_s=visit.tokens / seconds,
+                switch_exposed_s=exposed_s,
+                switch_hidden_s=hidden_s,
+                intra_node_bytes=visit.intra_node_bytes,
+                inter_node_bytes=visit.inter_node_bytes,
+                put_bytes=int(put_bytes),
+                fetched_bytes=int(fetched_bytes),
+                waited_s=waited_most_s if timed else None,
+                hidden_share=max(0.0, 1 - waited_s / copying_s) if timed and copying_s else None,
+                tier_peak_bytes=int(peak_bytes),
+            )
         )
-    return found
+    return tuple(found)
 
 
 def _metrics(

@@ -122,7 +122,7 @@ def read_rows(path: Path) -> list[dict]:
 
 @contextmanager
 def read_or_not() -> Iterator[None]:
-    """What is printed inside goes on without a reader: a pipe that was closed, as by `head`, becomes /dev/null."""
+    """Let what is printed inside go on without a reader: a pipe that was closed, as by `head`, becomes /dev/null."""
     try:
         yield
     except BrokenPipeError:
@@ -178,7 +178,7 @@ def describe(step: StepMetrics, steps: int) -> str:
 
 
 def _short(value: float) -> str:
-    """`12345.0` to `"12.3 k"`; powers of a thousand."""
+    """A number in powers of a thousand: `"12.3 k"` of `12345.0`."""
     for unit in ("", "k", "M", "G", "T", "P"):
         if value < 1000:
             return f"{value:.3g} {unit}"

@@ -58,10 +58,6 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
     def latest(self) -> Path:
         return self.path / "LATEST"
 
@@ -117,7 +113,7 @@ def prepare(config: Config, resume: bool, rank: int = 0) -> RunFolder:
 
 
 def adopt(folder: RunFolder, config: Config) -> None:
-    """The run goes on with this config. By the machine that it stands beside, which is written first, `prepare` knows it as a run's."""
+    """Have the run go on with this config. By the machine that it stands beside, which is written first, `prepare` knows it as a run's."""
     _replace(folder.env, json.dumps(describe_machine(), indent=2) + "\n")
     _replace(folder.config, config.to_yaml())
     folder.asked.unlink(missing_ok=True)
@@ -143,7 +139,7 @@ def _written_here(folder: RunFolder) -> bool:
 
 
 def _lock(folder: RunFolder) -> IO[str]:
-    """Held until this process ends, however it does."""
+    """The file of the lock, held until this process ends, however it does."""
     file = (folder.path / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
