@@ -159,6 +159,8 @@ def _gradients(way: Itinerary, cut: Cut, later: list[Layout], home: str, layout:
     if later:
         return f"summed in {home} on each rank", None
     if cut.at_home:
+        if way.home.world == 1:
+            return f"added to home's in {home}, as they come", None
         sharded = any(b.sharded for b in buckets(way.spec, way.home))
         return f"{'reduce-scatter' if sharded else 'all-reduce'} into home in {home}, unit by unit {when}", None
     first = f"reduce-scatter to rows {when}, then " if cut.side == "rows" else ""
