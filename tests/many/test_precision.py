@@ -27,7 +27,7 @@ from longshift.train.check import Trial, build
 
 Errors = Callable[[str, PrecisionName, str], dict[str, float]]
 
-STEPS = 12
+STEPS = 6
 FLOAT32 = {"loss": 1e-6, "grad": 1e-5, "weight": 1e-4}
 LAYOUTS = ("dp2.z1", "tp2", "u2.z2", "ring2", "pp2.dp2.z3", "dp2.tp2.recompute-full")
 STREAMED = ("chunk16.disk.kv-offload", "chunk24.fpdt")
@@ -80,7 +80,7 @@ def trained_bits(world: World, trial: dict, layout: str) -> dict[str, str]:
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 @pytest.mark.parametrize("layout", ["dp2.z3", "tp2", "u2", "ring2", "pp2.dp2.z1"])
 def test_recomputation_moves_no_bit(worlds: Worlds, precision: PrecisionName, layout: str):
-    trial = trial_of("llama-tied", 3, precision=precision).to_json()
+    trial = trial_of("llama-tied", 2, precision=precision).to_json()
 
     def run(text: str) -> list[dict[str, str]]:
         return worlds(Layout.parse(text).world).call("test_precision:trained_bits", DEADLINE_S, layout=text, trial=trial)
