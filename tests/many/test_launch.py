@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
+import checkpoints  # noqa: F401  (forked ranks need what they call to be imported)
 import psutil
 import pytest
 import torch
@@ -19,7 +21,9 @@ import torch
 import longshift as ls
 from longshift.config import parse_config
 from longshift.data.tokenizer import train as train_tokenizer
+from longshift.dist.world import World
 from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerError, UsageError
+from longshift.train import loop
 from longshift.train.launch import launch, rank_error
 from longshift.train.metrics import read_rows
 from longshift.train.run_folder import Cause, RunFolder, as_error, root_cause, write_cause
@@ -251,19 +255,25 @@ def test_python_trains_in_local_workers_and_resumes_under_another_layout(place):
     assert all(0 < step.loss < 20 for step in seen)
 
 
-def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bit_exactly(place):
+def steps_of(world: World, config: str) -> list[dict]:
+    """What the training loop says of each step."""
+    parsed = parse_config(config)
+    return [asdict(step) for step in loop._steps(parsed, Path(parsed.save.dir), False, lambda: False, world)]
+
+
+def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bit_exactly(worlds, tmp_path):
     """Killed at any moment of a step whose switches are long, with buckets of 16 KiB; test_faults has a rank die between two exchanges."""
+    place = tmp_path
+    worlds(1).call("checkpoints:make_data", place=str(place))
     sizes = [3 + 17 * n % 60 for n in range(200)]
     text = (place / "text.txt").read_text()
     (place / "documents.jsonl").write_text("".join(json.dumps({"text": text[9 * n : 9 * n + size]}) + "\n" for n, size in enumerate(sizes)))
     groups = "[{upto: 32, use: dp2}, {upto: 64, use: tp2}]\nswitch: {bucket: 16K}"
     config = CONFIG.format(place=place, steps=6, layout=groups).replace("text.txt", "documents.jsonl").replace("every: 1000", "every: 2")
     (place / "run.yaml").write_text(config)
+    train = [sys.executable, "-m", "longshift.cli", "train", str(place / "run.yaml")]
 
-    def train(name: str, *flags: str) -> list[str]:
-        return [sys.executable, "-m", "longshift.cli", "train", str(place / "run.yaml"), f"save.dir={place}/{name}", *flags]
-
-    with subprocess.Popen(train("killed"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(train, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout
         while not child.stdout.readline().startswith("step 3/"):
             assert child.poll() is None
@@ -278,9 +288,9 @@ def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bi
     assert len(workers) == 2
     assert not any(p.is_running() for p in workers)
 
-    subprocess.run(train("killed", "--resume"), check=True, capture_output=True)
-    subprocess.run(train("whole"), check=True, capture_output=True)
-    killed, whole = (read_rows(place / name / "metrics.jsonl") for name in ("killed", "whole"))
+    subprocess.run([*train, "--resume"], check=True, capture_output=True)
+    killed = read_rows(place / "run/metrics.jsonl")
+    whole, _ = worlds(2).call("test_launch:steps_of", config=config.replace(f"{place}/run", f"{place}/whole"))
     assert [(row["step"], row["loss"], row["grad_norm"]) for row in killed] == [
         (row["step"], row["loss"], row["grad_norm"]) for row in whole
     ]
