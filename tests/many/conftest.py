@@ -4,9 +4,14 @@ A fork keeps neither threads nor autograd's state, so whoever uses `worlds` runs
 pass in this process.
 """
 
+import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -20,6 +25,7 @@ DEADLINE_S = 120.0  # for a case of a second: the machine may be busy
 
 Worlds = Callable[[int], ForkedWorld]
 Truth = Callable[[Trial], str]
+Report = Callable[..., dict]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,3 +63,16 @@ def truth(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Truth:
         return made[trial]
 
     return path
+
+
+@pytest.fixture(scope="session")
+def report_of(worlds: Worlds) -> Report:  # `worlds`, so that it runs while this process may fork
+    """report_of(benchmark, *arguments): what a benchmark prints as JSON, run in this process."""
+
+    def run(benchmark: str, *arguments: str) -> dict:
+        printed = StringIO()
+        with patch.object(sys, "argv", [f"{benchmark}.py", "--json", *arguments]), redirect_stdout(printed):
+            assert not importlib.import_module(benchmark).main()
+        return json.loads(printed.getvalue())
+
+    return run

@@ -1,32 +1,19 @@
 """The two benchmarks of hot switching run, and their numbers hang together."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from conftest import Report
 from hot_ranks import stratified
 from hot_switch import in_papers_family, padded
 
-ROOT = Path(__file__).parents[2]
 
-
-def run(script: str) -> dict:
-    words = [sys.executable, f"benchmarks/{script}.py", "--quick", "--json"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def hot(report_of: Report) -> dict:
+    return report_of("hot_switch", "--quick")
 
 
 @pytest.fixture(scope="module")
-def hot() -> dict:
-    return run("hot_switch")
-
-
-@pytest.fixture(scope="module")
-def cost() -> dict:
-    return run("switch_cost")
+def cost(report_of: Report) -> dict:
+    return report_of("switch_cost", "--quick")
 
 
 def test_hot_switching_is_beside_every_static_layout(hot: dict) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import Report
 
 import longshift
 
@@ -14,11 +15,10 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def report():
-    command = [sys.executable, str(BENCHMARKS / "long_context.py"), "--json", "--lengths", "1K", "2K", "--chunk", "512", "--rounds", "1"]
+def report(report_of: Report) -> dict:
     methods = ["recompute", "selective", "selective tiled", "recompute+offload", "stream", "stream kv-offload"]
-    done = subprocess.run([*command, "--threads", "1", "--methods", *methods], capture_output=True, text=True, timeout=240, check=True)
-    return json.loads(done.stdout)
+    sizes = ["--lengths", "1K", "2K", "--chunk", "512", "--rounds", "1", "--threads", "1"]
+    return report_of("long_context", *sizes, "--methods", *methods)
 
 
 def test_all_methods_train_the_same_model(report):
@@ -38,10 +38,9 @@ def test_the_summary_compares_at_every_length(report):
     assert set(report["summary"]["stream / recompute"]) == set(report["summary"]["stream / selective"]) == {"1024", "2048"}
 
 
-def test_every_rung_of_the_ladder_trains():
-    command = [sys.executable, str(BENCHMARKS / "long_ladder.py"), "--json", "--plain", "--ranks", "1", "--width", "64", "--layers", "1"]
-    done = subprocess.run([*command, "--most", "2K", "--chunk", "512"], capture_output=True, text=True, timeout=240, check=True)
-    found = json.loads(done.stdout)
+def test_every_rung_of_the_ladder_trains(report_of: Report):
+    sizes = ["--plain", "--ranks", "1", "--width", "64", "--layers", "1", "--most", "2K", "--chunk", "512"]
+    found = report_of("long_ladder", *sizes)
     assert [row["rung"] for row in found["rows"]] == ["plain", "+AC", "+AC +OC", "fpdt", "stream"]
     assert all(row["longest_tokens"] == 2048 for row in found["rows"])
     assert found["summary"]["compared"]["1"]["times_longer"] == 1
@@ -79,7 +78,7 @@ def test_copies_are_hidden_where_they_lie_under_kernels(monkeypatch):
 def test_a_device_that_is_not_there_holds_no_more_for_twice_the_tokens_and_computes_what_arithmetic_says():
     """Of attention a forward is 2 matmuls of half the scores, a backward 5; of the block's weights the forward is computed twice."""
     script = str(BENCHMARKS / "gpu" / "long_context.py")
-    sizes = ["--device", "fake", "--lengths", "16384", "32768", "--chunks", "2048", "--layers", "1", "--json", "--methods", "recompute"]
+    sizes = ["--device", "fake", "--lengths", "16384", "32768", "--chunks", "4096", "--layers", "1", "--json", "--methods", "recompute"]
     command = [sys.executable, "-W", "ignore", script, *sizes, "stream kv-offload"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,23 +1,14 @@
 """The benchmark against other systems runs, measures every layout and finds that all systems train the same."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from conftest import Report
 
-ROOT = Path(__file__).parents[2]
 LAYOUTS = {"dp2", "dp2.z1", "dp2.z2", "dp2.z3", "tp2", "pp2", "pp2:3-1", "u2", "ring2"}
 
 
 @pytest.fixture(scope="module")
-def report() -> dict:
-    run = subprocess.run(
-        [sys.executable, "benchmarks/static.py", "--quick", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=180
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+def report(report_of: Report) -> dict:
+    return report_of("static", "--quick")
 
 
 def test_every_layout_and_peer_is_measured(report: dict) -> None:
