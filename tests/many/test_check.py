@@ -1,14 +1,14 @@
 """`longshift check`: on which processes and devices it runs, and what becomes of layouts that are not numbers yet."""
 
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from longshift import cli
 from longshift.config import parse_config
 from longshift.dist.fork import SpawnedWorld
 from longshift.dist.world import World
@@ -33,22 +33,35 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_check(place: Path, *arguments: str) -> tuple[dict, str]:
-    """What the command prints, on a machine that shows no GPU and was not measured."""
-    command = [sys.executable, "-m", "longshift.cli", "check", "run.yaml", "--json", *arguments]
-    given = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HOME": str(place)}
-    done = subprocess.run(command, cwd=place, env=given, capture_output=True, text=True, check=False)
-    return json.loads(done.stdout), done.stderr
+@pytest.fixture
+def run_check(worlds, place, monkeypatch, capsys) -> Callable[..., tuple[dict, str]]:
+    """run_check(*arguments): what the command prints, on a machine that shows no GPU and was not measured."""
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HOME", str(place))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    def run(*arguments: str) -> tuple[dict, str]:
+        monkeypatch.setattr(sys, "argv", ["longshift", "check", "run.yaml", "--json", *arguments])
+        with pytest.raises(SystemExit, match="0"):
+            cli.main()
+        out, err = capsys.readouterr()
+        return json.loads(out), err
+
+    return run
 
 
-def test_a_chunk_that_is_not_chosen_yet_is_chosen_and_waits_in_the_runs_own_folder(place):
+def test_a_chunk_that_is_not_chosen_yet_is_chosen(run_check, place):
     (place / "tier").mkdir()
-    found, said = run_check(place, "--against", "chunk-auto.disk", "stream.folder=tier")
+    found, said = run_check("--against", "chunk-auto.disk", "stream.folder=tier")
     assert [row["layout"] for row in found["rows"]] == ["dp1", "chunk512.disk"]
     assert "chunk-auto.disk: chunks of 512: " in said
     assert found["loss"] < 1e-12
     assert found["grad"] < 1e-12
     assert found["leaked_positions"] == 0
+
+
+def test_a_layout_that_is_checked_waits_in_the_runs_own_folder(place):
+    (place / "tier").mkdir()
     text = CONFIG.format(place=place, max_len=512)
     own, given = (check_run.trial_of(World.alone(), text + folder, "scratch") for folder in ("", f"stream: {{folder: {place}/tier}}"))
     assert (own["stream_folder"], given["stream_folder"]) == ("scratch", f"{place}/tier")
@@ -57,14 +70,15 @@ def test_a_chunk_that_is_not_chosen_yet_is_chosen_and_waits_in_the_runs_own_fold
 
 
 @pytest.mark.parametrize("layout", ["dp2.tp2.z3", "pp2.chunk128.disk"])
-def test_a_step_is_recorded_beside_what_was_predicted_of_it(place, layout):
-    found, _ = run_check(place, "--timeline", f"layout={layout}")
+def test_a_step_is_recorded_beside_what_was_predicted_of_it(run_check, layout):
+    found, _ = run_check("--timeline", f"layout={layout}")
     assert found["within"]
     assert [rank["rank"] for rank in found["ranks"]] == list(range(Layout.parse(layout).world))
     assert all(0.98 <= rank["ratio"] <= 1 and rank["operations"] > 20 for rank in found["ranks"])
     assert all(row["same"] and row["recorded"] <= row["predicted"] for row in found["differences"])
 
 
+@pytest.mark.usefixtures("worlds")  # so that it runs while this process may fork
 def test_bytes_that_nobody_predicted_are_told(place, monkeypatch):
     """A rank keeps 64 MiB more than its program says."""
     kept, native = [], check_run.build_player
