@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Worlds
 
 from longshift import cli
 from longshift.config import parse_config
@@ -20,21 +21,27 @@ from longshift.train.check_run import _in_proportion, check, timeline
 
 CONFIG = """
 model: {{preset: tiny-llama}}
-data: {{train: [{{path: {place}/text.txt}}], max_len: {max_len}, overlong: split, cache: {place}/cache}}
+data:
+  train: [{{path: {place}/text.txt}}]
+  tokenizer: {place}/tokenizer.json
+  max_len: {max_len}
+  overlong: split
+  cache: {place}/cache
 train: {{tokens_per_step: 256, steps: 1, lr: 1e-3, precision: float32}}
 save: {{dir: {place}/run}}
 """
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text(Path(__file__).with_name("text.txt").read_text())
+def place(worlds: Worlds, tmp_path: Path) -> Path:
+    """A text, a tokenizer for it and a config."""
+    worlds(1).call("checkpoints:make_data", place=str(tmp_path))
     (tmp_path / "run.yaml").write_text(CONFIG.format(place=tmp_path, max_len=512))
     return tmp_path
 
 
 @pytest.fixture
-def run_check(worlds, place, monkeypatch, capsys) -> Callable[..., tuple[dict, str]]:
+def run_check(place, monkeypatch, capsys) -> Callable[..., tuple[dict, str]]:
     """run_check(*arguments): what the command prints, on a machine that shows no GPU and was not measured."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("HOME", str(place))
@@ -60,13 +67,20 @@ def test_a_chunk_that_is_not_chosen_yet_is_chosen(run_check, place):
     assert found["leaked_positions"] == 0
 
 
-def test_a_layout_that_is_checked_waits_in_the_runs_own_folder(place):
-    (place / "tier").mkdir()
-    text = CONFIG.format(place=place, max_len=512)
-    own, given = (check_run.trial_of(World.alone(), text + folder, "scratch") for folder in ("", f"stream: {{folder: {place}/tier}}"))
-    assert (own["stream_folder"], given["stream_folder"]) == ("scratch", f"{place}/tier")
-    _, player = build(Trial.from_json(given), [Layout.parse("chunk64.disk")], World.alone())
-    assert [str(runner.tier.folder) for runner in player.runners.values() if runner.tier] == [f"{place}/tier"]
+def waits_in(world: World, config: str) -> tuple[str, list[str]]:
+    """The folder that a config's trial names for its tier, and those of the tiers that are made for it."""
+    trial = Trial.from_json(check_run.trial_of(world, config, "scratch"))
+    _, player = build(trial, [Layout.parse("chunk64.disk")], world)
+    return trial.stream_folder or "", [str(runner.tier.folder) for runner in player.runners.values() if runner.tier]
+
+
+def test_a_layout_that_is_checked_waits_in_the_runs_own_folder(worlds, place):
+    tier = f"{place}/tier"
+    Path(tier).mkdir()
+    text = CONFIG.format(place=place, max_len=512) + f"stream: {{folder: {tier}}}"
+    assert worlds(1).call("test_check:waits_in", config=text) == [[tier, [tier]]]
+    (trial,) = worlds(1).call("longshift.train.check_run:trial_of", config=CONFIG.format(place=place, max_len=512), scratch="scratch")
+    assert trial["stream_folder"] == "scratch"
 
 
 @pytest.mark.parametrize("layout", ["dp2.tp2.z3", "pp2.chunk128.disk"])
@@ -78,7 +92,6 @@ def test_a_step_is_recorded_beside_what_was_predicted_of_it(run_check, layout):
     assert all(row["same"] and row["recorded"] <= row["predicted"] for row in found["differences"])
 
 
-@pytest.mark.usefixtures("worlds")  # so that it runs while this process may fork
 def test_bytes_that_nobody_predicted_are_told(place, monkeypatch):
     """A rank keeps 64 MiB more than its program says."""
     kept, native = [], check_run.build_player
