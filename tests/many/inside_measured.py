@@ -35,7 +35,7 @@ from longshift.step.chunked import ChunkedPacks, _Play
 from longshift.step.compose import LayoutOps, prepare
 from longshift.step.runner import loss_of_rows
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "gpu"))  # last: a script there has the name of one above
 
 from fake_device import fake_device  # pyright: ignore[reportMissingImports]
 
