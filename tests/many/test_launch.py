@@ -307,6 +307,9 @@ def test_a_collective_fails_after_the_runs_own_timeout(folder):
         """
 import time, torch
 from longshift.dist.world import World
+(folder / f"ready-{rank}").touch()  # ranks have no longer than that to join each other, either: they begin together
+while len(list(folder.glob("ready-*"))) < 2:
+    time.sleep(0.01)
 world = World.from_environment(1.5)
 world.prepare([(0, 1)])
 world.everyone.all_reduce(torch.ones(1))
