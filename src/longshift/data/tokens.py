@@ -51,8 +51,7 @@ class TokenCache:
     """Documents of a corpus as tokens.
 
     `lengths` int64 [documents], end of text included; `vocab` and `eos` of the tokenizer; `largest_id` the largest token id that
-    occurs, first in document `largest_document`; `fingerprint` of the tokens, `tokenizer_fingerprint` of what made them; `skipped`
-    (path, reason) of each file that gave none.
+    occurs, first in document `largest_document`; `fingerprint` of the tokens; `skipped` (path, reason) of each file that gave none.
     """
 
     folder: Path
@@ -62,7 +61,6 @@ class TokenCache:
     largest_id: int
     largest_document: int
     fingerprint: str
-    tokenizer_fingerprint: str
     files: tuple[CachedFile, ...]
     skipped: tuple[tuple[str, str], ...]
     _offsets: np.ndarray
@@ -89,7 +87,6 @@ class TokenCache:
             largest_id=body["largest_id"],
             largest_document=body["largest_document"],
             fingerprint=_digest(body["tokenizer"], body["sha256"]),
-            tokenizer_fingerprint=body["tokenizer"],
             files=tuple(CachedFile(f["path"], f["format"], end - n, n) for f, n, end in zip(body["files"], counts, accumulate(counts))),
             skipped=tuple((path, why) for path, why in body["skipped"]),
             _offsets=offsets,
