@@ -9,7 +9,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from longshift.data.sources import Source, Text, files, read
+from longshift.config import Source
+from longshift.data.sources import Text, files, read
 from longshift.errors import DataError
 from longshift.files import publish
 

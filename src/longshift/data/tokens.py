@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from longshift.data.sources import File, Skipped, Source, Text, files, read, unchanged
+from longshift.config import Source
+from longshift.data.sources import File, Skipped, Text, files, read, unchanged
 from longshift.data.tokenizer import Tokenizer
 from longshift.errors import DataError
 from longshift.files import publish
