@@ -56,8 +56,6 @@ def parse_size(value: object) -> object:
 
 
 def _parse_layout(value: object) -> "Layout | tuple[Edge, ...]":
-    if isinstance(value, Layout):
-        return value
     try:
         if isinstance(value, str):
             return Layout.parse(value)
@@ -71,8 +69,6 @@ def _parse_layout(value: object) -> "Layout | tuple[Edge, ...]":
 
 
 def _parse_edge(item: object) -> Edge:
-    if isinstance(item, Edge):
-        return item
     keys = ("upto", "use")
     if not isinstance(item, dict):
         raise UsageError(f"{item!r}: a group has the keys upto and use, as in {{upto: 4K, use: dp4}}")
