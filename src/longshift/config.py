@@ -31,7 +31,7 @@ from longshift.layout import legal
 from longshift.layout.layout import UNITS, Layout, format_size
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
-from longshift.spec.families import PRESETS, read_spec
+from longshift.spec.families import preset, read_spec
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import SwitchOptions
@@ -135,8 +135,6 @@ class ModelConfig(Section):
     def _one_of(self) -> "ModelConfig":
         if (self.preset is None) == (self.path is None):
             raise ValueError("name exactly one of preset and path, as in model: {preset: tiny-llama}")
-        if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f"preset {self.preset!r} does not exist{did_you_mean(self.preset, PRESETS)}")
         if self.preset is not None and self.init == "pretrained":
             raise ValueError("a preset has no pretrained weights; leave init out, or give a model path")
         try:
@@ -148,7 +146,7 @@ class ModelConfig(Section):
     @cached_property
     def spec(self) -> ModelSpec:
         """The model in numbers."""
-        return PRESETS[self.preset or ""] if self.path is None else read_spec(Path(self.path))
+        return preset(self.preset or "") if self.path is None else read_spec(Path(self.path))
 
 
 class Source(Section):
