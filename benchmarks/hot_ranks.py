@@ -17,6 +17,7 @@ import psutil
 import torch
 from common import GIVE_BACK, give_freed_memory_back
 
+from longshift.config import Source
 from longshift.data.batch import StepBatch, document_from_ids
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
@@ -38,8 +39,7 @@ Pairs = list[tuple[list[int], list[int]]]  # ids and labels of each document
 def documents(world: World, vocab: int, quick: bool, lengths: str | None, shrink: float, tokens: int, steps: int, seed: int) -> list[Pairs]:
     """Of each step: texts of the standard library, or of lengths that a file lists, cut to 1/shrink of at most REAL_LONGEST tokens and down
     to multiples of STEP."""
-    from longshift.data.sources import Source  # here: it starts threads, and the process that forks the ranks must have none
-    from longshift.data.tokenizer import project_tokenizer
+    from longshift.data.tokenizer import project_tokenizer  # here: it starts threads, and the process that forks the ranks must have none
     from longshift.data.tokens import build as build_cache
 
     source = Source(path=f"{sysconfig.get_path('stdlib')}/[a-d]*.py") if quick else Source(corpus="python")

@@ -44,29 +44,23 @@ app = App(
 )
 
 Json = Annotated[bool, Parameter(name="--json", negative="", help="print JSON")]
+File = Annotated[Path, Parameter(help="the run's config file")]
 Overrides = Annotated[str, Parameter(help="changes to the config, as in train.lr=2e-5")]
 
 
 @app.command
 def init(
-    model: str = "tiny-llama",
+    model: Annotated[str, Parameter(help="a preset, or a Hugging Face folder on this machine")] = "tiny-llama",
     /,
     *,
-    data: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
-    to: Path | None = None,
+    data: Annotated[
+        tuple[str, ...],
+        Parameter(consume_multiple=True, negative="", help="files, folders or patterns of text; the standard library's sources if none"),
+    ] = (),
+    to: Annotated[Path | None, Parameter(help="the file to write; standard output if not given")] = None,
     json: Json = False,
 ) -> None:
-    """Write a commented starter config.
-
-    Parameters
-    ----------
-    model
-        A preset, or a Hugging Face folder on this machine.
-    data
-        Files, folders or patterns of text; the standard library's sources if none.
-    to
-        The file to write; standard output if not given.
-    """
+    """Write a commented starter config."""
     text = starter(model, data)
     if to is not None:
         try:
@@ -86,30 +80,22 @@ def init(
 
 @app.command
 def train(
-    config: Path, /, *overrides: Overrides, resume: bool = False, explain: bool = False, trace: Path | None = None, json: Json = False
+    config: File,
+    /,
+    *overrides: Overrides,
+    resume: Annotated[bool, Parameter(help="continue from the newest checkpoint in save.dir")] = False,
+    explain: Annotated[bool, Parameter(help="say what a step will insert, prune, move and need, and stop")] = False,
+    trace: Annotated[Path | None, Parameter(help="a file for what rank 0 plays in its first step, to open in ui.perfetto.dev")] = None,
+    json: Json = False,
 ) -> None:
-    """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment.
-
-    Parameters
-    ----------
-    config
-        The run's config file.
-    resume
-        Continue from the newest checkpoint in save.dir.
-    explain
-        Say what a step will insert, prune, move and need, and stop.
-    trace
-        A file for what rank 0 plays in its first step, beside what was predicted of it: open it in ui.perfetto.dev.
-    """
-    run = load_config(config, overrides)
-    run = _with_chunks(run)
+    """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment."""
+    run = _with_chunks(load_config(config, overrides))
     if explain:
         per_node = _per_node(run.world)
         found = explain_run(run, per_node, profile_of_host(per_node, -(-run.world // per_node)), has_gpu())
         print(jsonlib.dumps(found.to_json()) if json else found)
         return
-    if trace is not None:
-        trace = _trace_file(trace)
+    trace = None if trace is None else _trace_file(trace)
     rank, world = _place()
     for edge in run.edges if world is not None else ():
         legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len))
@@ -154,14 +140,8 @@ def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, jso
 
 
 @app.command
-def data(config: Path, /, *overrides: Overrides, json: Json = False) -> None:
-    """Show documents, tokens, a length histogram and what each cap would lose.
-
-    Parameters
-    ----------
-    config
-        The run's config file.
-    """
+def data(config: File, /, *overrides: Overrides, json: Json = False) -> None:
+    """Show documents, tokens, a length histogram and what each cap would lose."""
     run = load_config(config, overrides)
     from longshift.train.corpus import survey
 
@@ -179,20 +159,18 @@ def data(config: Path, /, *overrides: Overrides, json: Json = False) -> None:
 
 
 @app.command
-def check(config: Path, /, *overrides: Overrides, against: str | None = None, timeline: bool = False, json: Json = False) -> None:
+def check(
+    config: File,
+    /,
+    *overrides: Overrides,
+    against: Annotated[str | None, Parameter(help="the other layout, such as dp2.tp2")] = None,
+    timeline: Annotated[bool, Parameter(help="compare memory, by rank, and the operations after which it differs most")] = False,
+    json: Json = False,
+) -> None:
     """Compute the same batch under the config's layout, or its groups of lengths, and another layout: loss, gradients, documents that leak.
 
     On the GPUs that are visible, a rank each, else on the CPU. With --timeline, play the run's first step and compare its memory with what
     was predicted; the exit code is 1 where the recorded peak of a rank is not within 98 % to 100 % of the predicted one.
-
-    Parameters
-    ----------
-    config
-        The run's config file.
-    against
-        The other layout, such as dp2.tp2.
-    timeline
-        Say what was recorded and what was predicted, by rank, and after which operations they differ most.
     """
     if timeline == (against is not None):
         raise UsageError("check needs --against LAYOUT or --timeline, one of them")
@@ -245,16 +223,14 @@ def _check_timeline(run: Config, json: bool) -> None:
 
 
 @app.command
-def export(run: Path, /, *, to: Path, json: Json = False) -> None:
-    """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer.
-
-    Parameters
-    ----------
-    run
-        The run folder.
-    to
-        The folder to make.
-    """
+def export(
+    run: Annotated[Path, Parameter(help="the run folder")],
+    /,
+    *,
+    to: Annotated[Path, Parameter(help="the folder to make")],
+    json: Json = False,
+) -> None:
+    """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer."""
     config = read_config(run)
     from longshift.train.export import export as write
 
@@ -268,26 +244,17 @@ def export(run: Path, /, *, to: Path, json: Json = False) -> None:
 @app.command
 def profile(
     *,
-    quick: bool = False,
-    fresh: bool = False,
-    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
-    html: Path | None = None,
+    quick: Annotated[bool, Parameter(help="fewer sizes, in less than half the time")] = False,
+    fresh: Annotated[bool, Parameter(help="measure again what an earlier profile of the same hardware and software has")] = False,
+    output: Annotated[
+        Path | None, Parameter(name=["--output", "-o"], help="a file for the profile, which commands that plan take as a machine")
+    ] = None,
+    html: Annotated[Path | None, Parameter(help="a file for plots of matmul, attention, copies, links and disk")] = None,
     json: Json = False,
 ) -> None:
     """Measure this machine: matmul, attention, links, copies, disk. What was measured before is shown again.
 
     On several GPUs, or under torchrun, all ranks measure together.
-
-    Parameters
-    ----------
-    quick
-        Fewer sizes, in less than half the time.
-    fresh
-        Measure even where hardware, driver, torch and threads are those of an earlier profile.
-    output
-        A file for the profile, which commands that plan take as a machine.
-    html
-        A file for two plots: rates of matmul and attention, and what copies, links and disk carry.
     """
     from longshift.profile.run import measure_here
 
@@ -362,15 +329,7 @@ def _trace_file(trace: Path) -> Path:
     return trace.absolute()
 
 
-def _run(
-    run: Config,
-    folder: RunFolder,
-    rank: int,
-    resume: bool,
-    json: bool,
-    stop: Callable[[], bool],
-    trace: Path | None = None,
-) -> None:
+def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None) -> None:
     """This process's rank; rank 0 shows the steps."""
     from longshift.api import run_rank
 

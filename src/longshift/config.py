@@ -31,7 +31,7 @@ from longshift.layout import legal
 from longshift.layout.layout import UNITS, Layout, format_size
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
-from longshift.spec.families import PRESETS, read_spec
+from longshift.spec.families import preset, read_spec
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import SwitchOptions
@@ -56,8 +56,6 @@ def parse_size(value: object) -> object:
 
 
 def _parse_layout(value: object) -> "Layout | tuple[Edge, ...]":
-    if isinstance(value, Layout):
-        return value
     try:
         if isinstance(value, str):
             return Layout.parse(value)
@@ -71,8 +69,6 @@ def _parse_layout(value: object) -> "Layout | tuple[Edge, ...]":
 
 
 def _parse_edge(item: object) -> Edge:
-    if isinstance(item, Edge):
-        return item
     keys = ("upto", "use")
     if not isinstance(item, dict):
         raise UsageError(f"{item!r}: a group has the keys upto and use, as in {{upto: 4K, use: dp4}}")
@@ -139,8 +135,6 @@ class ModelConfig(Section):
     def _one_of(self) -> "ModelConfig":
         if (self.preset is None) == (self.path is None):
             raise ValueError("name exactly one of preset and path, as in model: {preset: tiny-llama}")
-        if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f"preset {self.preset!r} does not exist{did_you_mean(self.preset, PRESETS)}")
         if self.preset is not None and self.init == "pretrained":
             raise ValueError("a preset has no pretrained weights; leave init out, or give a model path")
         try:
@@ -152,7 +146,7 @@ class ModelConfig(Section):
     @cached_property
     def spec(self) -> ModelSpec:
         """The model in numbers."""
-        return PRESETS[self.preset or ""] if self.path is None else read_spec(Path(self.path))
+        return preset(self.preset or "") if self.path is None else read_spec(Path(self.path))
 
 
 class Source(Section):

@@ -1,7 +1,6 @@
 """Files that are on the disk when we say so, and folders that appear whole or not at all."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,9 @@ def publish(target: Path, fill: Callable[[Path], None]) -> None:
     Raises OSError (disk full, no permission) and what `fill` raises; then nothing is left behind.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".building", dir=target.parent))
-    try:
+    with tempfile.TemporaryDirectory(".building", f"{target.name}.", target.parent, ignore_cleanup_errors=True) as aside:
+        building = Path(aside, target.name)  # inside, as the temporary folder itself is for its owner only
+        building.mkdir()
         fill(building)
         for path in [*building.iterdir(), building]:
             sync(path)
@@ -24,9 +24,7 @@ def publish(target: Path, fill: Callable[[Path], None]) -> None:
         except OSError:
             if not target.is_dir():
                 raise
-        sync(target.parent)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    sync(target.parent)
 
 
 def sync(path: Path) -> None:

@@ -78,10 +78,8 @@ def kernels(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: 
 
 
 def by_reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    q, k, v, grad = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v, grad))
     out, lse = reference(q, k, v, causal, scale)
-    found = (out, lse, *reference_backward(grad, q, k, v, out, lse, causal, scale))
-    return tuple(t.squeeze(0).transpose(0, 1) for t in found)
+    return out, lse, *reference_backward(grad, q, k, v, out, lse, causal, scale)
 
 
 SHAPES = [

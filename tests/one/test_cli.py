@@ -103,7 +103,7 @@ def without_torch(line: str) -> subprocess.CompletedProcess:
     ("line", "code", "says"),
     [
         ("--help", 0, "Write a commented starter config"),
-        ("train --help", 0, "Continue from the newest checkpoint"),
+        ("train --help", 0, "continue from the newest checkpoint"),
         ("train {place}/run.yaml train.lrr=1", 2, "train.lrr: no such key; did you mean 'lr'?"),
         ("train {place}/run.yaml layout=pp9", 2, "at most pp4"),
         ("train {place}/run.yaml --explain layout=dp2.z1", 0, "one global norm, one clip, one AdamW, at home"),

@@ -1,17 +1,67 @@
 """Pipeline orders: complete, free of deadlock, with the papers' bubbles and memory."""
 
 from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
 
 from longshift.layout.layout import Layout
-from longshift.schedule.pipeline import Event, events, in_flight, makespan_s, receives, sends, timeline
+from longshift.schedule.pipeline import Event, Transfer, events, receives, sends
 
 CASES = [Layout(pp=p, order="gpipe") for p in (1, 2, 3, 4, 5, 8)] + [
     Layout(pp=p, virtual=v) for p in (1, 2, 3, 4, 5, 8) for v in range(1, 5)
 ]
 MICROS = range(1, 21)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An event with its start and end."""
+
+    event: Event
+    start_s: float
+    end_s: float
+
+
+def in_flight(order: Sequence[Event]) -> int:
+    """The most forwards that wait for their backward at any time: the activations a coordinate keeps, in model chunks."""
+    now = most = 0
+    for event in order:
+        now += 1 if event.kind == "forward" else -1
+        most = max(most, now)
+    return most
+
+
+def timeline(layout: Layout, orders: Sequence[Sequence[Event]], seconds: Callable[[int, Event], float]) -> tuple[tuple[Timed, ...], ...]:
+    """When each event of each coordinate runs, if transfers take no time and `seconds(coord, event)` is what an event takes.
+
+    `orders` holds one event list a coordinate. Raises RuntimeError where all unfinished coordinates wait: a deadlock.
+    """
+    done: list[list[Timed]] = [[] for _ in orders]
+    arrived: dict[Transfer | None, float] = {None: 0.0}  # an event that receives nothing can start at once
+    progress = True
+    while progress:
+        progress = False
+        for coord, order in enumerate(orders):
+            for event in order[len(done[coord]) :]:
+                waited_for = receives(layout, coord, event)
+                if waited_for not in arrived:
+                    break
+                start = max(arrived[waited_for], done[coord][-1].end_s if done[coord] else 0.0)
+                done[coord].append(Timed(event, start, start + seconds(coord, event)))
+                arrived.setdefault(sends(layout, coord, event), done[coord][-1].end_s)
+                progress = True
+    stuck = [f"coordinate {c} waits at {order[len(d)]}" for c, (order, d) in enumerate(zip(orders, done)) if len(d) < len(order)]
+    if stuck:
+        raise RuntimeError(f"pipeline {layout}: deadlock: {'; '.join(stuck)}")
+    return tuple(map(tuple, done))
+
+
+def makespan_s(times: Sequence[Sequence[Timed]]) -> float:
+    """When the last event ends."""
+    return max((row[-1].end_s for row in times if row), default=0.0)
 
 
 @cache

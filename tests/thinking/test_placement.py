@@ -6,9 +6,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshift.layout.layout import Layout
+from longshift.layout.layout import Coord, Layout
 from longshift.layout.legal import faults
-from longshift.layout.placement import _grouped, buckets, buckets_of, heaviest, local_boxes, moving_unit, pieces_of, stages_of, units_on
+from longshift.layout.placement import _grouped, buckets, buckets_of, local_boxes, moving_unit, pieces_of, stages_of, units_on
 from longshift.spec.model import ModelSpec
 
 SPECS = [
@@ -73,9 +73,10 @@ def test_shares_of_buckets(spec: ModelSpec, layout: Layout):
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(SPECS), layouts)
-def test_no_rank_is_heavier_than_the_heaviest(spec: ModelSpec, layout: Layout):
+def test_no_rank_is_heavier_than_the_first_of_its_stage_and_tensor_coordinate(spec: ModelSpec, layout: Layout):
     layout = possible(spec, layout)
-    heavy = {(at.pp, at.tp): units_on(spec, layout, rank) for rank in heaviest(layout) if (at := layout.coord(rank))}
+    firsts = (Coord(tp, 0, 0, 0, pp) for pp in range(layout.pp) for tp in range(layout.tp))
+    heavy = {(at.pp, at.tp): units_on(spec, layout, layout.rank(at)) for at in firsts}
     for rank in range(layout.world):
         at = layout.coord(rank)
         for unit, most in zip(units_on(spec, layout, rank), heavy[at.pp, at.tp], strict=True):

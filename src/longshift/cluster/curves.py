@@ -66,13 +66,6 @@ class Curve:
         """Sizes of every crossing, in the order of `seconds`."""
         return list(product(*(axis.sizes for axis in self.axes)))
 
-    def inside(self, *sizes: float | np.ndarray) -> np.ndarray:
-        """Whether these sizes lie where the curve was measured."""
-        found = np.asarray(True)
-        for axis, size in zip(self.axes, self._sizes(sizes), strict=True):
-            found = found & (size >= axis.sizes[0]) & (size <= axis.sizes[-1])
-        return found
-
     def __call__(self, *sizes: float | np.ndarray, beyond: bool = False) -> np.ndarray:
         """Seconds at these sizes, one argument an axis, numbers or arrays that broadcast. Raises UsageError outside the measured range
         unless `beyond`."""

@@ -130,7 +130,7 @@ def decode(body: dict[str, Any]) -> Cluster:
         "device": lambda value: Device(**value),
         "disk": lambda value: None if value is None else Disk(**value),
         "links": lambda value: {level: Link(**link) for level, link in value.items()},
-        "curves": lambda value: {name: decode_curve(curve) for name, curve in value.items()},
+        "curves": decode_curves,
         "backends": lambda value: tuple(Backend(**backend) for backend in value),
     }
     found = Cluster(**{key: made.get(key, lambda value: value)(value) for key, value in body.items()})
@@ -138,10 +138,13 @@ def decode(body: dict[str, Any]) -> Cluster:
     return found
 
 
-def decode_curve(value: dict[str, Any]) -> Curve:
-    """A curve from JSON values."""
-    axes = tuple(Axis(**{**axis, "sizes": tuple(axis["sizes"])}) for axis in value["axes"])
-    return Curve(axes, tuple(value["seconds"]), tuple(value["spread"]))
+def decode_curves(values: Mapping[str, dict[str, Any]]) -> dict[str, Curve]:
+    """Curves by name, from JSON values."""
+    found = {}
+    for name, value in values.items():
+        axes = tuple(Axis(**{**axis, "sizes": tuple(axis["sizes"])}) for axis in value["axes"])
+        found[name] = Curve(axes, tuple(value["seconds"]), tuple(value["spread"]))
+    return found
 
 
 def constants(found: Cluster) -> dict[str, float]:

@@ -67,18 +67,11 @@ class Batches:
         tokens_per_step: int,
         max_len: int,
         overlong: Overlong | None = None,
-        vocab: int | None = None,
     ) -> None:
         """Documents of at most `max_len` tokens; `overlong` says what becomes of longer ones and may be None when there are none.
-        `vocab` is the model's vocabulary. Raises DataError for documents that are too long without a policy or hold a token outside
-        the vocabulary, UsageError for sizes that cannot work."""
+        Raises DataError for documents that are too long without a policy, UsageError for sizes that cannot work."""
         if tokens_per_step < 1:
             raise UsageError(f"train.tokens_per_step is {tokens_per_step}; a step needs at least 1 token")
-        if vocab is not None and cache.largest_id >= vocab:
-            raise DataError(
-                f"{cache.where(cache.largest_document)}: this document holds token id {cache.largest_id}, but the model's "
-                f"vocabulary has {vocab} tokens (ids 0 to {vocab - 1}); use the model's own tokenizer"
-            )
         longest = int(cache.lengths.argmax())
         too_long = bool(cache.lengths[longest] > max_len)
         if too_long and overlong is None:

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, load_from_disk
 
-from longshift.errors import DataError, UsageError, nearest
+from longshift.config import Source
+from longshift.errors import DataError, nearest
 
 Format = Literal["jsonl", "parquet", "text", "dataset", "python"]
 
@@ -26,22 +27,6 @@ _SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 _LINE_LIMIT_BYTES = 1 << 30
 _ROWS = 1024
-
-
-@dataclass(frozen=True)
-class Source:
-    """One entry of `data.train`: a path (`*`, `?`, `[...]`, `**` as in a shell) whose records hold the text in field `text`, or a
-    corpus. Raises UsageError unless exactly one is given."""
-
-    path: str | None = None
-    corpus: str | None = None
-    text: str = "text"
-
-    def __post_init__(self) -> None:
-        if (self.path is None) == (self.corpus is None):
-            raise UsageError("a data source has either a path or a corpus: {path: ./books/*.jsonl, text: text} or {corpus: python}")
-        if self.corpus not in (None, "python"):
-            raise UsageError(f"corpus {self.corpus!r} is not known; did you mean {{corpus: python}}?")
 
 
 @dataclass(frozen=True)
@@ -72,8 +57,8 @@ class Skipped:
 
 
 def files(source: Source) -> tuple[File, ...]:
-    """The files of a source, sorted by path. Raises DataError when there are none, naming what does exist, and for a match that is neither
-    a file nor a folder on the way to one: nothing is left out silently."""
+    """The files of a source, sorted by path; `*`, `?`, `[...]` and `**` in it mean what they do in a shell. Raises DataError when there are
+    none, naming what does exist, and for a match that is neither a file nor a folder on the way to one: nothing is left out silently."""
     if source.path is None:
         return tuple(_file(path, "python", "") for path in _library())
     pattern = os.path.expanduser(source.path)

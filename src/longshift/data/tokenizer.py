@@ -9,26 +9,26 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from longshift.data.sources import Source, Text, files, read
+from longshift.config import Source
+from longshift.data.sources import Text, files, read
 from longshift.errors import DataError
 from longshift.files import publish
 
 END_OF_TEXT = "<|endoftext|>"
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
     """A tokenizer that closes every document.
 
-    `eos` the end-of-text id; `vocab` the largest id plus one; `files` what an exported model folder carries along; `fingerprint`
+    `eos` the end-of-text id; `vocab` the largest id plus one; `file` its `tokenizer.json`; `fingerprint`
     SHA-256 of `tokenizer.json` and the end-of-text id: tokenizers of equal fingerprint make equal tokens.
     """
 
     core: tokenizers.Tokenizer
     eos: int
     vocab: int
-    files: tuple[Path, ...]
+    file: Path
     fingerprint: str
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -37,14 +37,11 @@ class Tokenizer:
         close = [] if self.core.encode("").ids[-1:] == [self.eos] else [self.eos]
         return [encoding.ids + close for encoding in self.core.encode_batch_fast(list(texts))]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.core.decode(list(ids), skip_special_tokens=False)
-
     def check_model(self, vocab: int) -> None:
         """Raises DataError when a model with this vocabulary cannot embed every id."""
         if self.vocab > vocab:
             raise DataError(
-                f"{self.files[0]}: the tokenizer's largest id is {self.vocab - 1}, but the model's vocabulary has {vocab} tokens "
+                f"{self.file}: the tokenizer's largest id is {self.vocab - 1}, but the model's vocabulary has {vocab} tokens "
                 f"(ids 0 to {vocab - 1}); use the model's own tokenizer, or set the model's vocab to {self.vocab}"
             )
 
@@ -63,9 +60,8 @@ def load(path: Path | str) -> Tokenizer:
     core.no_truncation()
     core.no_padding()
     eos = _end_of_text(core, at)
-    carried = (at, *(at.parent / name for name in _FILES if name != at.name and (at.parent / name).exists()))
     fingerprint = hashlib.sha256(data + f"\n{eos}".encode()).hexdigest()
-    return Tokenizer(core, eos, max(core.get_vocab().values()) + 1, carried, fingerprint)
+    return Tokenizer(core, eos, max(core.get_vocab().values()) + 1, at, fingerprint)
 
 
 def project_tokenizer(cache: Path | str, vocab: int = 4096) -> Tokenizer:

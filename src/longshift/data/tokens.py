@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from longshift.data.sources import File, Skipped, Source, Text, files, read, unchanged
+from longshift.config import Source
+from longshift.data.sources import File, Skipped, Text, files, read, unchanged
 from longshift.data.tokenizer import Tokenizer
 from longshift.errors import DataError
 from longshift.files import publish
@@ -33,7 +34,6 @@ Progress = Callable[[int, int], None]  # bytes of the sources done, bytes in all
 FILES = ("tokens.bin", "offsets.bin")
 _FORMAT = 1
 _BATCH_CHARACTERS = 4 << 20
-_READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,12 @@ class CachedFile:
 class TokenCache:
     """Documents of a corpus as tokens.
 
-    `lengths` int64 [documents], end of text included; `vocab` and `eos` of the tokenizer; `largest_id` the largest token id that
-    occurs, first in document `largest_document`; `fingerprint` of the tokens, `tokenizer_fingerprint` of what made them; `skipped`
-    (path, reason) of each file that gave none.
+    `lengths` int64 [documents], end of text included; `fingerprint` of the tokens; `skipped` (path, reason) of each file that gave none.
     """
 
     folder: Path
     lengths: np.ndarray
-    vocab: int
-    eos: int
-    largest_id: int
-    largest_document: int
     fingerprint: str
-    tokenizer_fingerprint: str
     files: tuple[CachedFile, ...]
     skipped: tuple[tuple[str, str], ...]
     _offsets: np.ndarray
@@ -84,12 +77,7 @@ class TokenCache:
         return cls(
             folder=folder,
             lengths=np.diff(offsets).astype(np.int64, copy=False),
-            vocab=body["vocab"],
-            eos=body["eos"],
-            largest_id=body["largest_id"],
-            largest_document=body["largest_document"],
             fingerprint=_digest(body["tokenizer"], body["sha256"]),
-            tokenizer_fingerprint=body["tokenizer"],
             files=tuple(CachedFile(f["path"], f["format"], end - n, n) for f, n, end in zip(body["files"], counts, accumulate(counts))),
             skipped=tuple((path, why) for path, why in body["skipped"]),
             _offsets=offsets,
@@ -151,17 +139,13 @@ def _write(inputs: Sequence[File], tokenizer: Tokenizer, folder: Path, progress:
     dtype = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
     nothing = len(tokenizer.encode([""])[0])
     lengths: list[int] = []
-    largest, largest_document = -1, 0
     counts, skipped = [0] * len(inputs), []
     with open(folder / "tokens.bin", "wb") as out:
         for batch in _batches(_texts(inputs, skipped, progress)):
             for (nth, text), ids in zip(batch, tokenizer.encode([text.text for _, text in batch])):
                 if len(ids) == nothing:
                     raise DataError(f"{text.where}: the tokenizer finds no token in this text of {len(text.text)} characters")
-                tokens = np.array(ids, dtype)
-                out.write(tokens.tobytes())
-                if (top := int(tokens.max())) > largest:
-                    largest, largest_document = top, len(lengths)
+                out.write(np.array(ids, dtype).tobytes())
                 lengths.append(len(ids))
                 counts[nth] += 1
     if not lengths:
@@ -172,10 +156,6 @@ def _write(inputs: Sequence[File], tokenizer: Tokenizer, folder: Path, progress:
         "dtype": dtype.str,
         "documents": len(lengths),
         "tokens": sum(lengths),
-        "vocab": tokenizer.vocab,
-        "eos": tokenizer.eos,
-        "largest_id": largest,
-        "largest_document": largest_document,
         "tokenizer": tokenizer.fingerprint,
         "sha256": {name: _sha256(folder / name) for name in FILES},
         "files": [{**asdict(file), "documents": count} for file, count in zip(inputs, counts)],
@@ -252,11 +232,8 @@ def _again(folder: Path) -> str:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(*values: object) -> str:

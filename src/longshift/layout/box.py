@@ -1,6 +1,7 @@
 """Box: a half-open hyper-rectangle of a tensor, in the tensor's global coordinates. The algebra of everything that moves."""
 
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True, order=True)
@@ -20,10 +21,7 @@ class Box:
 
     @property
     def elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= max(size, 0)
-        return count
+        return prod(max(size, 0) for size in self.shape)
 
     def __bool__(self) -> bool:
         return self.elements > 0

@@ -22,7 +22,7 @@ from functools import cache
 from itertools import pairwise
 
 from longshift.layout.box import Box
-from longshift.layout.layout import Coord, Layout
+from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Param, Part, share
 
 
@@ -207,12 +207,6 @@ def units_on(spec: ModelSpec, layout: Layout, rank: int) -> tuple[UnitOnRank, ..
         )
         for unit, boxes in sorted(mine.items())
     )
-
-
-def heaviest(layout: Layout) -> tuple[int, ...]:
-    """The first rank of every stage and tensor-parallel coordinate. No other of theirs keeps or computes with more, of any unit: the first
-    holders of a bucket have the larger shares."""
-    return tuple(layout.rank(Coord(tp, 0, 0, 0, pp)) for pp in range(layout.pp) for tp in range(layout.tp))
 
 
 def assemble(box: Box, local: Iterable[Box], dim: int | None) -> tuple[slice, ...]:

@@ -1,11 +1,10 @@
 """Hugging Face model folders: `config.json`, safetensors weights (one file, or shards with an index), tokenizer files.
 
-Reading is lazy, box by box: a rank reads no byte of a weight that it does not hold. Writing is atomic: a temporary folder beside
-the target, fsynced, then renamed. Nothing here opens a pickle.
+Reading is lazy, box by box: a rank reads no byte of a weight that it does not hold. What is written appears whole or not at all. Nothing
+here opens a pickle.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longshift.errors import CheckpointError
-from longshift.files import sync
+from longshift.files import publish
 from longshift.layout.box import Box
 from longshift.spec.families import to_hugging_face
 from longshift.spec.model import ModelSpec
@@ -124,19 +123,15 @@ def write_folder(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty; export to another folder, or remove it: rm -r {folder}")
-    scratch = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
-    try:
-        scratch.mkdir(parents=True)
+
+    def fill(scratch: Path) -> None:
         _write_weights(scratch, spec, iter(tensors), dtype, max_shard_bytes)
         _write_config(scratch, spec, dtype, tokenizer_from)
-        for path in (*scratch.iterdir(), scratch):
-            sync(path)
-        scratch.replace(folder)
-        sync(folder.parent)
+
+    try:
+        publish(folder, fill)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {folder}: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _write_weights(folder: Path, spec: ModelSpec, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, limit: int) -> None:

@@ -95,17 +95,17 @@ def probe(kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, h
     grad, q, k, v = _inputs(TOKENS, 2 * TOKENS, heads, dtype, device)
     scale, part = heads.width**-0.5, slice(TOKENS)
     own, exact = (grad, q, k[part], v[part]), [t.double() for t in (grad, q, k, v)]
-    whole = _math(exact[1], exact[2], exact[3], False, scale)
-    diagonal = _math(exact[1], exact[2][part], exact[3][part], True, scale)
+    whole = reference(exact[1], exact[2], exact[3], False, scale)
+    diagonal = reference(exact[1], exact[2][part], exact[3][part], True, scale)
     try:
         out, lse = kernel.forward(*own[1:], True, scale)
         forward_error = _error([out], [diagonal[0]])
         has_lse = lse is not None and lse.shape == diagonal[1].shape and _error([lse], [diagonal[1]]) < WRONG
-        expected = _math_backward(exact[0], exact[1], exact[2][part], exact[3][part], *diagonal, True, scale)
+        expected = reference_backward(exact[0], exact[1], exact[2][part], exact[3][part], *diagonal, True, scale)
         backward_error = _error(gradients(kernel, *own, True, scale)(), expected)
         global_lse = False
         if kernel.backward and lse is not None and has_lse:
-            expected = _math_backward(exact[0], exact[1], exact[2][part], exact[3][part], *whole, False, scale)
+            expected = reference_backward(exact[0], exact[1], exact[2][part], exact[3][part], *whole, False, scale)
             taken = kernel.backward(*own, whole[0].to(dtype), whole[1].to(lse.dtype), False, scale)
             global_lse = _error(taken, expected) < WRONG
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as fault:
@@ -203,7 +203,7 @@ def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def batched(*tensors: Tensor) -> Any:
-    """[T, N, H] -> [1, N, T, H]"""
+    """[T, N, H] -> [1, N, T, H]; [T, N] -> [1, N, T]"""
     return [t.transpose(0, 1).unsqueeze(0) for t in tensors]
 
 
@@ -213,44 +213,42 @@ def flat(t: Tensor) -> Tensor:
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """On a GPU 16-bit numbers only have a fused kernel; others go by the definition, which is slow."""
-    q, k, v = batched(q, k, v)
     if q.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*batched(q, k, v), 0.0, causal, scale=scale)
     elif q.dtype in (torch.float16, torch.bfloat16):
-        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+        out, lse = aten._scaled_dot_product_flash_attention(*batched(q, k, v), 0.0, causal, False, scale=scale)[:2]
     else:
-        out, lse = reference(q, k, v, causal, scale)
+        return reference(q, k, v, causal, scale)
     return flat(out), flat(lse)
 
 
 def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
+    if q.device.type != "cpu" and q.dtype not in (torch.float16, torch.bfloat16):
+        return reference_backward(grad, q, k, v, out, lse, causal, scale)
+    *given, lse = batched(grad, q, k, v, out, lse)
     if q.device.type == "cpu":
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
-    elif q.dtype in (torch.float16, torch.bfloat16):
-        seed = torch.empty(0, dtype=torch.uint64, device=q.device)
-        grads = aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed, scale=scale
-        )
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
     else:
-        grads = reference_backward(grad, q, k, v, out, lse, causal, scale)
+        seed = torch.empty(0, dtype=torch.uint64, device=q.device)
+        none = (None, None, q.shape[0], k.shape[0], 0.0)  # no lengths
+        grads = aten._scaled_dot_product_flash_attention_backward(*given, lse.contiguous(), *none, causal, seed, seed, scale=scale)
     return [flat(g) for g in grads[:3]]
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, [1, N, T, H], some rows at a time."""
+    """Attention by its definition, some rows at a time."""
+    q, k, v = batched(q, k, v)
     keys, values, outs, lses = _per_query_head(k, q), _per_query_head(v, q), [], []
     for first, rows in _rows(q, k):
         scores = _scores(q[:, :, rows], keys, causal, scale, first)
         lses.append(scores.logsumexp(-1))
         outs.append((scores - lses[-1].unsqueeze(-1)).exp() @ values)
-    return torch.cat(outs, 2), torch.cat(lses, 2)
+    return flat(torch.cat(outs, 2)), flat(torch.cat(lses, 2))
 
 
-def reference_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def reference_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
     """Gradients by their definition, for a global `out` and `lse`."""
+    grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
     keys, values, dqs, dk, dv = _per_query_head(k, q), _per_query_head(v, q), [], torch.zeros_like(k), torch.zeros_like(v)
     groups = (1, k.shape[1], q.shape[1] // k.shape[1], k.shape[2], k.shape[3])
     for first, rows in _rows(q, k):
@@ -260,7 +258,7 @@ def reference_backward(
         dqs.append(ds @ keys)
         dk += (ds.mT @ own).view(groups).sum(2)
         dv += (p.mT @ given).view(groups).sum(2)
-    return torch.cat(dqs, 2), dk, dv
+    return [flat(t) for t in (torch.cat(dqs, 2), dk, dv)]
 
 
 def _rows(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:
@@ -279,17 +277,6 @@ def _scores(q: Tensor, keys: Tensor, causal: bool, scale: float, first: int) -> 
 
 def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
     return k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-
-
-def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    q, k, v = batched(q, k, v)
-    out, lse = reference(q, k, v, causal, scale)
-    return flat(out), flat(lse)
-
-
-def _math_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    grad, q, k, v, out = batched(grad, q, k, v, out)
-    return [flat(t) for t in reference_backward(grad, q, k, v, out, lse.transpose(0, 1).unsqueeze(0), causal, scale)]
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -338,7 +325,7 @@ TILED = Kernel("tiled", tiled.forward, tiled.backward, tiled.fold, tiled.add)
 BY_SIZE = replace(TILED, name="tiled or flash", rest=FLASH, takes=_large)
 CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward, rest=FLASH, takes=_recurring, repeats="never")  # torch asks it for nothing
 VARLEN = Kernel("varlen", _varlen, _varlen_backward, repeats="asked")  # as flash
-MATH = Kernel("math", _math, _math_backward, most_scores=MOST_SCORES, repeats="asked")  # cuBLAS, with a workspace of its own a stream
+MATH = Kernel("math", reference, reference_backward, most_scores=MOST_SCORES, repeats="asked")  # cuBLAS, a workspace a stream
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:

@@ -19,8 +19,8 @@ FEWEST, MOST = 3, 15  # rounds
 SHORT_S = 2e-3  # operations that are shorter are repeated inside one timing
 LONG_S = 0.05  # the same where cores are shared or capped: several periods of the kernel's scheduler, to see what is sustained
 
-Run = Callable[[], float | None]
-"""One operation; the seconds that it took where it times itself, as one must that waits for something else first."""
+Run = Callable[[], object]
+"""One operation. A float that it returns is the seconds that it took: it times itself, as one must that waits for something else first."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ class Bench:
         self.wait()
         started, own_s = time.perf_counter(), []
         for _ in range(count):
-            took = run()
-            if took is not None:
+            if isinstance(took := run(), float):
                 own_s.append(took)
         self.wait()
         return statistics.median(own_s) if own_s else (time.perf_counter() - started) / count

@@ -19,7 +19,7 @@ import torch
 
 from longshift.cluster.cluster import SHARES, Cluster, Device, Disk, Link
 from longshift.cluster.curves import Curve
-from longshift.cluster.files import constants, decode, decode_curve, encode, fingerprint, load, save
+from longshift.cluster.files import constants, decode, decode_curves, encode, fingerprint, load, save
 from longshift.cluster.host import CACHE, core_count, core_quota
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World, launched
@@ -64,7 +64,7 @@ def obtain(world: World, per_node: int, quick: bool, fresh: bool, tell: Callable
     same."""
     if world.size % per_node:
         raise UsageError(f"{world.size} ranks do not fill nodes of {per_node}; start as many on each node")
-    known = None if fresh else cached(world, per_node, quick, cache, tell)
+    known = None if fresh else kept(world.device, world.size // per_node, per_node, quick, cache, tell)
     if all(world.gather_text("known" if known else "")) and known:
         tell(f"measured before; kept in {cache_file(known.facts, cache)}")
         return known
@@ -73,11 +73,6 @@ def obtain(world: World, per_node: int, quick: bool, fresh: bool, tell: Callable
 
 def cache_file(facts: Mapping[str, object], cache: Path) -> Path:
     return cache.expanduser() / "profiles" / f"{fingerprint(facts)}.json"
-
-
-def cached(world: World, per_node: int, quick: bool, cache: Path, tell: Callable[[str], None]) -> Cluster | None:
-    """`kept` for this world."""
-    return kept(world.device, world.size // per_node, per_node, quick, cache, tell)
 
 
 def kept(device: torch.device, nodes: int, per_node: int, quick: bool, cache: Path, tell: Callable[[str], None]) -> Cluster | None:
@@ -154,16 +149,12 @@ def merge(ranks: list[Cluster]) -> Cluster:
 def _collectives(world: World, per_node: int, quick: bool, budget_s: float) -> dict[str, Curve]:
     arguments = {"quick": quick, "budget_s": budget_s}
     if world.size > 1:
-        return _decoded(time_links.collectives(world, per_node, **arguments))
+        return decode_curves(time_links.collectives(world, per_node, **arguments))
     cores = min(8, core_count())
     if world.device.type == "cuda" or cores == 1:
         return {}
     with ForkedWorld(cores) as forked:
-        return _decoded(forked.call("longshift.profile.time_links:collectives", 300.0, per_node=cores, **arguments)[0])
-
-
-def _decoded(curves: dict[str, dict]) -> dict[str, Curve]:
-    return {name: decode_curve(curve) for name, curve in curves.items()}
+        return decode_curves(forked.call("longshift.profile.time_links:collectives", 300.0, per_node=cores, **arguments)[0])
 
 
 def _cluster(world: World, per_node: int, facts: dict, curves: dict[str, Curve], cores: float, folder: Path) -> Cluster:

@@ -12,7 +12,6 @@ from longshift.cluster.cluster import Backend, Heads, attention_flops
 from longshift.cluster.curves import Axis, Curve
 from longshift.model.kernels import CUDNN, FLASH, MATH, TILED, VARLEN, Kernel, gradients, probe
 from longshift.profile.bench import Bench, Plan, Run
-from longshift.profile.flex import flex
 from longshift.profile.time_compute import DTYPES, noise
 
 HEADS = (Heads(8, 2, 64), Heads(32, 8, 128))
@@ -33,7 +32,7 @@ def dtypes(device: torch.device) -> dict[str, torch.dtype]:
 def tried(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
     """All kernels that are worth a measurement."""
     own = (TILED,) if device.type == "cpu" and dtype == torch.bfloat16 else ()
-    return FLASH, *own, CUDNN, VARLEN, flex(device), MATH
+    return FLASH, *own, CUDNN, VARLEN, MATH
 
 
 def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[str, Curve]]:
@@ -92,10 +91,5 @@ class _Piece:
         grad, q, k, v = (t[:n] for t, n in zip(self.inputs, (queries, queries, keys, keys)))
         scale = q.shape[-1] ** -0.5
         if self.back:
-            backward = gradients(self.kernel, grad, q, k, v, self.causal, scale)
-            return lambda: _none(backward())
-        return lambda: _none(self.kernel.forward(q, k, v, self.causal, scale))
-
-
-def _none(_: object) -> None:
-    """What ran did not time itself."""
+            return gradients(self.kernel, grad, q, k, v, self.causal, scale)
+        return lambda: self.kernel.forward(q, k, v, self.causal, scale)

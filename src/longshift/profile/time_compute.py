@@ -37,7 +37,7 @@ def matmuls(bench: Bench, budget_s: float) -> dict[str, Curve]:
         def prepare(m: int, k: int, n: int) -> Run:
             operands = x[: m * k].view(m, k), w[: n * k].view(n, k).t()
             into = out[: m * n].view(m, n)
-            return lambda: _done(torch.mm(*operands, out=into))
+            return lambda: torch.mm(*operands, out=into)
 
         return Plan(axes, prepare)
 
@@ -53,7 +53,7 @@ def elementwise(bench: Bench, budget_s: float) -> dict[str, Curve]:
 
         def prepare(moved_bytes: int) -> Run:
             count = max(1, moved_bytes // 3 // dtype.itemsize)
-            return lambda: _done(torch.add(a[:count], b[:count], out=c[:count]))
+            return lambda: torch.add(a[:count], b[:count], out=c[:count])
 
         return Plan((Axis("bytes", sizes),), prepare)
 
@@ -89,7 +89,3 @@ def noise(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Normal numbers; a run of them, over and over, where that saves time: power and speed do not depend on more."""
     some = torch.randn(min(count, 2**20), generator=torch.Generator().manual_seed(count)).to(dtype)
     return some.repeat(math.ceil(count / len(some)))[:count].to(device)
-
-
-def _done(_: Tensor) -> None:
-    """What ran did not time itself."""

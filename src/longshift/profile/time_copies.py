@@ -30,7 +30,7 @@ def copies(bench: Bench, budget_s: float) -> dict[str, Curve]:
     axes, largest = (Axis("bytes", sizes),), max(sizes)
     if bench.device.type == "cpu":
         source, target = (noise(largest, torch.uint8, bench.device) for _ in range(2))
-        return bench.curves({"copy host": Plan(axes, lambda size: _copy(target[:size], source[:size]))}, budget_s)
+        return bench.curves({"copy host": Plan(axes, _copier(target, source))}, budget_s)
     here = torch.empty(largest, dtype=torch.uint8, device=bench.device)
     plans = {}
     arena = Arena(largest)
@@ -97,14 +97,7 @@ class _Beside:
 
 
 def _copier(target: Tensor, source: Tensor) -> Callable[[int], Run]:
-    return lambda size: _copy(target[:size], source[:size])
-
-
-def _copy(target: Tensor, source: Tensor) -> Run:
-    def run() -> None:
-        target.copy_(source, non_blocking=True)
-
-    return run
+    return lambda size: lambda: target[:size].copy_(source[:size], non_blocking=True)
 
 
 def _touched(size: int) -> Tensor:

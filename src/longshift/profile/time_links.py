@@ -4,7 +4,6 @@ At the level `node` groups are consecutive ranks of one node; at `network`, rank
 size run at once, as they do in training. A collective takes as long as its slowest rank.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -113,10 +112,6 @@ def _operation(operation: str, group: Group, size_bytes: int, device: torch.devi
     }[operation]
 
 
-def _forget(_: object) -> None:
-    """What came is not needed."""
-
-
 def _rounds(world: World, runs: list[tuple[Group, Callable[[], None]]], budget_s: float) -> list[list[float]]:
     """Seconds of each operation in every round, of the slowest rank."""
     first = []
@@ -149,4 +144,4 @@ def _wait(world: World) -> None:
 
 def _slowest(world: World, mine: list[list[float]]) -> list[list[float]]:
     """Of the ranks, at every place."""
-    return np.max([json.loads(text) for text in world.gather_text(json.dumps(mine))], axis=0).tolist()
+    return world.everyone.all_reduce(torch.tensor(mine, dtype=torch.float64, device=world.device), torch.distributed.ReduceOp.MAX).tolist()

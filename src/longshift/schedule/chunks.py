@@ -163,13 +163,12 @@ def sizes(
     wide = max(4, compute_bytes)
     row, head = spec.width * compute_bytes, spec.head_width * compute_bytes
     per_token = {  # of attention's tokens, those of all Ulysses ranks
-        **dict.fromkeys(("q", "do"), queries * head),
-        **{
-            "kv": 2 * keys * head,
-            "o": queries * (head + wide),
-            "dq": queries * spec.head_width * wide,
-            "dkv": 2 * keys * spec.head_width * wide,
-        },
+        "q": queries * head,
+        "do": queries * head,
+        "kv": 2 * keys * head,
+        "o": queries * (head + wide),
+        "dq": queries * spec.head_width * wide,
+        "dkv": 2 * keys * spec.head_width * wide,
     }
     found: dict[str, list[int]] = {name: [order.local_tokens * size for order in orders] for name, size in per_token.items()}
     shared = layout.ulysses * layout.tp
@@ -220,9 +219,9 @@ class _List:
             self.store(("o", c))
         self.free(("x", c), ("o", c))
 
-    def project(self, c: int, graph: bool) -> None:
-        """x_c to q_c and kv_c, with what their backward needs."""
-        writes = [("q", c), ("kv", c)]
+    def project(self, c: int, graph: bool, heads: bool = True) -> None:
+        """x_c to q_c and kv_c, with what their backward needs; without `heads`, to that alone."""
+        writes = [("q", c), ("kv", c)] if heads else []
         kept = [("graph", c)] if graph else []
         if not self.policy.sent:
             self.compute("qkv", c, [("x", c)], kept + writes)
@@ -310,12 +309,7 @@ class _List:
                     self.free(("q", i), ("do", i), ("o", i), ("dq", i))
             self.free(("q", j), ("do", j), ("o", j), ("kv", j))
             self.need(("x", j), ("dr", j))
-            if self.policy.sent:
-                self.compute("qkv", j, [("x", j)], [("graph", j), ("qkv", j)])
-                self.send("to_heads", j, [("qkv", j)], [("exchange", j)])
-                self.free(("qkv", j))
-            else:
-                self.compute("qkv", j, [("x", j)], [("graph", j)])
+            self.project(j, graph=True, heads=False)
             self.qkv_back(j)
             self.drop(*((n, j) for n in ("x", "o", "dy", "dr")))
             self.drop(*((n, j) for n in ("q", "do", "dq") if (n, j) in self.stored))
@@ -448,11 +442,9 @@ def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> tupl
     found: list[tuple[float, float]] = []
     for event, after in zip(events, dependencies(events)):
         lane = LANES.get(event.kind)
-        start = max((found[number][1] for number in after), default=0.0)
-        if lane is None:
-            found.append((start, start))
-            continue
-        start = max(start, free_at.get(lane, 0.0))
-        free_at[lane] = start + seconds(event)
-        found.append((start, free_at[lane]))
+        start = end = max((found[number][1] for number in after), default=0.0)
+        if lane:
+            start = max(start, free_at.get(lane, 0.0))
+            end = free_at[lane] = start + seconds(event)
+        found.append((start, end))
     return tuple(found)

@@ -21,8 +21,8 @@ from functools import lru_cache
 from typing import Any
 
 from longshift.layout.loss_rows import loss_rows
-from longshift.layout.placement import local_boxes
-from longshift.schedule.abstract import Shape, Tensor, backward, recorded
+from longshift.layout.placement import local_boxes, local_shape
+from longshift.schedule.abstract import Tensor, backward, recorded
 from longshift.schedule.inside_ops import SizedOps, layer_norm, linear, look_up, rms_norm
 from longshift.schedule.inside_rank import Inside, Micro, Part, Place, Rank, Turn
 from longshift.schedule.seams import BlockSeams
@@ -91,7 +91,8 @@ class SizedUnit:
 
     def __init__(self, rank: Rank, unit: int):
         self.rank, self.spec = rank, rank.spec
-        self.weights = {p.role: rank.new(_shape(rank.place, p)).leaf() for p in rank.spec.of_unit(unit)}
+        layout, tp = rank.place.layout, rank.place.at.tp
+        self.weights = {p.role: rank.new(local_shape(p, local_boxes(p, layout, tp))).leaf() for p in rank.spec.of_unit(unit)}
 
     def grads(self) -> int:
         return sum(w.grad.storage.size for w in self.weights.values() if w.grad)
@@ -131,11 +132,3 @@ class SizedBlock(BlockSeams, SizedUnit):
 class SizedHead(SizedUnit):
     def logits(self, x_TD: Tensor, ops: "SizedOps") -> Tensor:
         return self.linear(ops.enter(self.norm_of(x_TD, "norm")), "embed" if self.spec.tied else "head")
-
-
-def _shape(place: Place, param: Any) -> Shape:
-    boxes = local_boxes(param, place.layout, place.at.tp)
-    shape = list(boxes[0].shape)
-    if param.dim is not None:
-        shape[param.dim] = sum(box.shape[param.dim] for box in boxes)
-    return tuple(shape)

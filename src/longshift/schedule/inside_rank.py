@@ -5,6 +5,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
 from longshift.layout.heads import own_heads
@@ -189,13 +190,6 @@ class SizedGroup:
         fused = own.new((sum(t.shape[0] for t in flat),))
         del flat
         self.count(fused.bytes)
-        sizes = [_elements(shape) for i, shape in enumerate(shapes) if i != self.index]
+        sizes = [prod(shape) for i, shape in enumerate(shapes) if i != self.index]
         out = own.new((sum(sizes),))
         return [own if i == self.index else Tensor(out.storage, shape, own.itemsize) for i, shape in enumerate(shapes)]
-
-
-def _elements(shape: Shape) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

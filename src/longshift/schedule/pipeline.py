@@ -20,7 +20,6 @@ the order of the next multiple of p without the events of the micro-batches that
 micro-batch only, so an order without deadlock stays without when whole micro-batches are left out.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,15 +50,6 @@ class Transfer:
     source: int
     target: int
     tag: int
-
-
-@dataclass(frozen=True)
-class Timed:
-    """An event with its start and end."""
-
-    event: Event
-    start_s: float
-    end_s: float
 
 
 def events(layout: Layout, pp_coord: int, micros: int) -> tuple[Event, ...]:
@@ -97,42 +87,3 @@ def _transfer(layout: Layout, event: Event, source: int, target: int) -> Transfe
     if not (0 <= source < stages and 0 <= target < stages):
         return None
     return Transfer(source, target, tag=(event.micro * stages + target) * 2 + (event.kind == "backward"))
-
-
-def in_flight(order: Sequence[Event]) -> int:
-    """The most forwards that wait for their backward at any time: the activations a coordinate keeps, in model chunks."""
-    now = most = 0
-    for event in order:
-        now += 1 if event.kind == "forward" else -1
-        most = max(most, now)
-    return most
-
-
-def timeline(layout: Layout, orders: Sequence[Sequence[Event]], seconds: Callable[[int, Event], float]) -> tuple[tuple[Timed, ...], ...]:
-    """When each event of each coordinate runs, if transfers take no time and `seconds(coord, event)` is what an event takes.
-
-    `orders` holds one event list a coordinate. Raises RuntimeError where all unfinished coordinates wait: a deadlock.
-    """
-    done: list[list[Timed]] = [[] for _ in orders]
-    arrived: dict[Transfer | None, float] = {None: 0.0}  # an event that receives nothing can start at once
-    progress = True
-    while progress:
-        progress = False
-        for coord, order in enumerate(orders):
-            for event in order[len(done[coord]) :]:
-                waited_for = receives(layout, coord, event)
-                if waited_for not in arrived:
-                    break
-                start = max(arrived[waited_for], done[coord][-1].end_s if done[coord] else 0.0)
-                done[coord].append(Timed(event, start, start + seconds(coord, event)))
-                arrived.setdefault(sends(layout, coord, event), done[coord][-1].end_s)
-                progress = True
-    stuck = [f"coordinate {c} waits at {order[len(d)]}" for c, (order, d) in enumerate(zip(orders, done)) if len(d) < len(order)]
-    if stuck:
-        raise RuntimeError(f"pipeline {layout}: deadlock: {'; '.join(stuck)}")
-    return tuple(map(tuple, done))
-
-
-def makespan_s(times: Sequence[Sequence[Timed]]) -> float:
-    """When the last event ends."""
-    return max((row[-1].end_s for row in times if row), default=0.0)

@@ -102,9 +102,9 @@ def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
 
 
 def preset(name: str) -> ModelSpec:
-    """A model by name. Raises UsageError with the nearest names."""
+    """A model by name. Raises UsageError with the nearest name."""
     if name not in PRESETS:
-        raise UsageError(f"model preset {name!r} does not exist{did_you_mean(name, PRESETS, 3, 0.5)}")
+        raise UsageError(f"preset {name!r} does not exist{did_you_mean(name, PRESETS)}")
     return PRESETS[name]
 
 
@@ -133,16 +133,16 @@ class _Reader:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A positive whole number, required where there is no default."""
-        if default is None and self.config.get(key) is None:
-            self.fault(key, None, "is required")
-        return self.value(key, default or 1, lambda v: type(v) is int and v > 0, "must be a positive whole number")
+        return self._positive(key, default, (int,), "must be a positive whole number")
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number, required where there is no default."""
+        return self._positive(key, default, (int, float), "must be a positive number")
+
+    def _positive(self, key: str, default: Any, kinds: tuple[type, ...], why: str) -> Any:
+        """Required where there is no default."""
         if default is None and self.config.get(key) is None:
             self.fault(key, None, "is required")
-        return self.value(key, default or 1.0, lambda v: type(v) in (int, float) and v > 0, "must be a positive number")
+        return self.value(key, default or 1, lambda v: type(v) in kinds and v > 0, why)
 
     def flag(self, key: str, default: bool) -> bool:
         return self.value(key, default, lambda v: isinstance(v, bool), "must be true or false")
@@ -307,16 +307,10 @@ _GPT2_SHAPE: Mapping[str, Any] = {
 
 def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
     rope = spec.rope or Rope()
-    scaling: dict[str, Any] | None = None
-    if rope.scaling:
-        scaling = {"rope_type": rope.scaling, "factor": rope.factor}
+    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor} if rope.scaling else {}
     if rope.scaling == "llama3":
-        scaling = {
-            **(scaling or {}),
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_positions,
-        }
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        scaling["original_max_position_embeddings"] = rope.original_positions
     config = {
         "hidden_size": spec.width,
         "num_hidden_layers": spec.layers,
@@ -329,7 +323,7 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
         "hidden_act": _LLAMA_NAME[spec.activation],
         "attention_dropout": 0.0,
         "rope_theta": rope.theta,
-        "rope_scaling": scaling,
+        "rope_scaling": scaling or None,
     }
     if spec.family in ("llama", "qwen3"):
         config["attention_bias"] = spec.qkv_bias

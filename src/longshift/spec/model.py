@@ -13,6 +13,7 @@ Letters: T tokens, D model width, N query heads, K key/value heads, H head width
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 
@@ -73,10 +74,7 @@ class Param:
 
     @property
     def elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)

@@ -201,8 +201,7 @@ class DiskTier(Tier):
 
     def recycle(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            leaving = self.leaving.get(tensor.data_ptr())
-            self.spare.setdefault((tensor.shape, tensor.dtype), []).append((tensor, leaving))
+            self.spare.setdefault((tensor.shape, tensor.dtype), []).append((tensor, self.leaving.get(tensor.data_ptr())))
 
     def drop(self, key: Key) -> None:
         stored = self.objects.pop(key)
@@ -273,8 +272,7 @@ class DiskTier(Tier):
         """In a thread."""
         written, crc, start = stored.written.result(), 0, stored.start
         for tensor in tensors:
-            view = _bytes_of(tensor)
-            rest = view
+            view = rest = _bytes_of(tensor)
             while rest:
                 done = os.preadv(self.file.fileno(), [rest], start)
                 if not done:
@@ -300,8 +298,7 @@ class Arena:
             self._runtime.cudaHostUnregister(self.bytes.data_ptr())
             self._pinned = False
 
-    def __del__(self) -> None:
-        self.release()
+    __del__ = release
 
 
 @dataclass
@@ -437,7 +434,7 @@ def tier_of(offload: str, device: torch.device, folder: Path, checked: bool) -> 
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.nbytes for t in tensors)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -448,11 +445,6 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def _slices(memory: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _slices(memory: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Pieces of `memory`, bytes, one after another, as large as the tensors."""
-    found, start = [], 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        found.append(memory[start : start + size])
-        start += size
-    return found
+    return memory[: _bytes(tensors)].split([t.nbytes for t in tensors])

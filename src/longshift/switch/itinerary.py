@@ -124,7 +124,7 @@ class Itinerary:
             sources = [self.source(layouts[some[-1]]) for some in members.values()]
             first = [self._seconds(None, cut) for cut in members]
             hop = [[self._seconds(source, cut) for cut in members] for source in sources]
-            visited = visiting_order(first, hop, [0.0] * len(members))
+            visited = visiting_order(first, hop)
             nodes = list(members.values())
             self._orders[layouts] = tuple(index for node in visited for index in nodes[node])
         return self._orders[layouts]

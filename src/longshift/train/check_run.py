@@ -117,7 +117,7 @@ def trial_of(world: World, config: str, scratch: str) -> dict:
     edges = [0]
     for edge in run.edges[:-1]:
         edges.append(max(math.ceil(edge.upto * share), edges[-1] + 1))
-    batches = Batches(cache, run.train.seed, run.train.tokens_per_step, run.data.max_len, run.data.overlong, run.spec.vocab)
+    batches = Batches(cache, run.train.seed, run.train.tokens_per_step, run.data.max_len, run.data.overlong)
     batch = batches.at(0)
     documents = list(batch.documents)
     for _ in range(STEPS - 1):

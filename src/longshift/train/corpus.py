@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longshift.config import Config
-from longshift.data import sources, tokenizer, tokens
+from longshift.data import tokenizer, tokens
 from longshift.errors import DataError, LongshiftError
 from longshift.workload.lengths import cap_loss, histogram, quantiles
 
@@ -34,8 +34,7 @@ def open_corpus(
     """The tokenizer, and the token cache of `data.train`, made now if it is not there; `verify` as in `TokenCache.open`. Raises
     DataError."""
     found = open_tokenizer(config)
-    asked = [sources.Source(source.path, source.corpus, source.text) for source in config.data.train]
-    return found, tokens.build(asked, found, Path(config.data.cache), progress, verify)
+    return found, tokens.build(config.data.train, found, Path(config.data.cache), progress, verify)
 
 
 def open_on_ranks(config: Config, world: "World") -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:

@@ -22,5 +22,5 @@ def export(config: Config, run: Path, to: Path, dtype: str = "float32") -> None:
     if tokenizer.fingerprint != Facts.of(saved).fingerprints.tokenizer:
         raise CheckpointError(f"the tokenizer changed since {saved.folder} was written; an export with it would be useless")
     whole = ((p.name, saved.read("master", p.name, Box.whole(p.shape))) for p in config.spec.params)
-    carried = Path(config.model.path) if config.model.path else tokenizer.files[0]
+    carried = Path(config.model.path) if config.model.path else tokenizer.file
     write_folder(to, config.spec, whole, getattr(torch, FORMATS[dtype].compute), carried)

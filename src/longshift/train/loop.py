@@ -156,7 +156,7 @@ def _initial(config: Config, dtype: torch.dtype) -> Source:
 def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
     tokenizer, cache = open_on_ranks(config, world)
     train, data = config.train, config.data
-    batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, config.spec.vocab)
+    batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong)
     return batches, Fingerprints(tokenizer=tokenizer.fingerprint, data=batches.fingerprint)
 
 

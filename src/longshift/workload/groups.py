@@ -9,7 +9,7 @@ layout only its replicas have a say in this. A group without documents does not 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from longshift.spec.model import ModelSpec
 from longshift.workload.packs import cost, pack, shares
 
 MOST_EXACT = 14  # nodes: some 10 ms of dynamic programming; every further node doubles them
-MOST_IMPROVED = 8  # orders that local search starts from
 
 
 @dataclass(frozen=True)
@@ -98,79 +97,41 @@ def _group(lo: int, edge: Edge, members: Sequence[int], lengths: Sequence[int], 
     return LengthGroup(lo, edge.upto, edge.use, tuple(packs), tuple(dealt), costs)
 
 
-def visiting_order(first: Sequence[float], hop: Sequence[Sequence[float]], last: Sequence[float]) -> tuple[int, ...]:
+def visiting_order(first: Sequence[float], hop: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """The order of visiting n nodes whose switches cost least together; of equal orders the lexicographically least.
 
-    `first[i]`: from home to node i. `hop[i][j]`: from i to j, with home's help. `last[i]`: from i back to home, beyond what every node's
-    gradients cost anyway (zeros where nothing depends on who is last). Exact for up to MOST_EXACT nodes; beyond, a good order, the same on
-    every rank and never worse than going to the nearest node next, from whichever first node that is best.
+    `first[i]`: from home to node i. `hop[i][j]`: from i to j, with home's help. The way back costs nothing: gradients of every node go home
+    in any order. Exact for up to MOST_EXACT nodes; beyond, the best of the orders that go to the nearest node next.
     """
-    n = len(first)
-    costs = np.zeros((n + 1, n + 1))  # node n is home
-    costs[:n, :n], costs[n, :n], costs[:n, n] = np.reshape(np.array(hop, float), (n, n)), first, last
-    return _best_order(costs) if n <= MOST_EXACT else _good_order(costs)
+    begin, hops = np.array(first, float), np.reshape(np.array(hop, float), (len(first), len(first)))
+    if len(begin) <= MOST_EXACT:
+        return _best_order(begin, hops)
+    orders = [_nearest_next(start, hops) for start in range(len(begin))]
+    return min(orders, key=lambda order: (begin[order[0]] + sum(hops[step] for step in pairwise(order)), order))
 
 
-def _best_order(costs: np.ndarray) -> tuple[int, ...]:
+def _best_order(begin: np.ndarray, hops: np.ndarray) -> tuple[int, ...]:
     """Dynamic programming over subsets (Held, Karp 1962), 2^n n^2 steps: of every set of nodes and every one of them to be visited first,
-    the least cost until home."""
-    n = len(costs) - 1
+    the least cost."""
+    n = len(begin)
     sets, least = np.arange(1 << n), np.full((1 << n, n), np.inf)
-    least[1 << np.arange(n), np.arange(n)] = costs[:n, n]
+    least[1 << np.arange(n), np.arange(n)] = 0.0
     sizes = sum((sets >> i & 1 for i in range(n)), np.zeros_like(sets))
     for size in range(2, n + 1):
         for i in range(n):
             some = sets[(sizes == size) & (sets >> i & 1 == 1)]
-            least[some, i] = (costs[i, :n] + least[some ^ 1 << i]).min(1)
-    order, left, at = [], (1 << n) - 1, n
+            least[some, i] = (hops[i] + least[some ^ 1 << i]).min(1)
+    order, left, costs = [], (1 << n) - 1, begin
     while left:
-        at = int((costs[at, :n] + least[left]).argmin())
+        at = int((costs + least[left]).argmin())
         order.append(at)
-        left ^= 1 << at
+        left, costs = left ^ 1 << at, hops[at]
     return tuple(order)
 
 
-def _good_order(costs: np.ndarray) -> tuple[int, ...]:
-    """The best of nearest-neighbour orders from every first node, the cheapest of them improved."""
-    n = len(costs) - 1
-    found = sorted((_length(order, costs), order) for order in (_nearest_next(start, costs) for start in range(n)))
-    better = [_improved(order, costs) for _, order in found[:MOST_IMPROVED]]
-    return min(found + [(_length(order, costs), order) for order in better])[1]
-
-
-def _nearest_next(start: int, costs: np.ndarray) -> tuple[int, ...]:
-    order, left = [start], [node for node in range(len(costs) - 1) if node != start]
+def _nearest_next(start: int, hops: np.ndarray) -> tuple[int, ...]:
+    order, left = [start], [node for node in range(len(hops)) if node != start]
     while left:
-        order.append(min(left, key=lambda node: (costs[order[-1], node], node)))
+        order.append(min(left, key=lambda node: (hops[order[-1], node], node)))
         left.remove(order[-1])
     return tuple(order)
-
-
-def _length(order: Sequence[int], costs: np.ndarray) -> float:
-    home = len(costs) - 1
-    return sum(float(costs[a, b]) for a, b in pairwise((home, *order, home)))
-
-
-def _improved(order: tuple[int, ...], costs: np.ndarray) -> tuple[int, ...]:
-    """Local search: while the order gets cheaper by it, the best of all exchanges of two neighbouring runs of nodes (or-opt) and of all
-    reversals of one run (2-opt)."""
-    home = len(costs) - 1
-    way = np.array((home, *order, home))
-    i, j, k = np.array(list(combinations(range(1, home + 2), 3))).T  # runs way[i:j], way[j:k]
-    first, after = np.array(list(combinations(range(1, home + 2), 2))).T  # a run way[first:after]
-    while True:
-        steps = costs[way[:-1], way[1:]]
-        exchanged = costs[way[i - 1], way[j]] + costs[way[k - 1], way[i]] + costs[way[j - 1], way[k]]
-        exchanged -= steps[i - 1] + steps[j - 1] + steps[k - 1]
-        more = np.concatenate(([0.0], (costs[way[1:], way[:-1]] - steps).cumsum()))  # of walking every step up to here backwards
-        turned = costs[way[first - 1], way[after - 1]] + costs[way[first], way[after]] + more[after - 1] - more[first]
-        turned -= steps[first - 1] + steps[after - 1]
-        least, tolerance = min(exchanged.min(), turned.min()), 1e-9 * steps.sum()
-        if least >= -tolerance:
-            return tuple(map(int, way[1:-1]))
-        if exchanged.min() == least:
-            a, b, c = (int(edge[exchanged.argmin()]) for edge in (i, j, k))
-            way = np.concatenate((way[:a], way[b:c], way[a:b], way[c:]))
-        else:
-            a, b = (int(edge[turned.argmin()]) for edge in (first, after))
-            way = np.concatenate((way[:a], way[a:b][::-1], way[b:]))
