@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from common import arguments, publish, say
 from ledger_ranks import from_few, predict, row_of
@@ -201,7 +202,7 @@ def play(some: Iterable[Case]) -> list[dict]:
     return rows
 
 
-def script(name: str, *words: str) -> object:
+def script(name: str, *words: str) -> Any:
     """What a script of this folder prints, in a process of its own."""
     command = [sys.executable, "-W", "ignore", Path(__file__).with_name(name), *words]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
@@ -222,7 +223,7 @@ def main() -> int:
     if not args.only:
         summary["admission_s"] = script("ledger_admission.py", *(["--quick"] if args.quick else []))
     if args.caps:
-        summary["caps"] = script("ledger_caps.py", str(args.caps))
+        summary |= script("ledger_caps.py", str(args.caps))["summary"]
     faults = wrong(rows)
     for fault in faults:
         say(fault)

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from common import publish
+
 from longshift.explain import shape_of
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
@@ -164,7 +166,7 @@ def main() -> None:
         with groups(1):
             pass
     except OSError as fault:
-        print(json.dumps({"control_groups": str(fault)}))
+        publish("ledger_caps", {"cap_layouts": 0, "control_groups": str(fault)}, [], as_json=True)
         return
     rows = []
     for case in layouts(int(sys.argv[1])):
@@ -172,7 +174,7 @@ def main() -> None:
             rows.append(played(*case, factor))
             print(rows[-1], file=sys.stderr, flush=True)
     survived, refused = (sum(row["as_expected"] for row in rows if row["factor"] == factor) for factor in (ROOMY, TIGHT))
-    print(json.dumps({"layouts": len(rows) // 2, "survived": survived, "refused": refused, "rows": rows}))
+    publish("ledger_caps", {"cap_layouts": len(rows) // 2, "cap_survived": survived, "cap_refused": refused}, rows, as_json=True)
 
 
 if __name__ == "__main__":
