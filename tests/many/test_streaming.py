@@ -19,7 +19,8 @@ from longshift.data.batch import StepBatch
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
-from longshift.schedule.chunks import Event, dependencies
+from longshift.schedule.chunk_times import dependencies
+from longshift.schedule.chunks import Event
 from longshift.spec.formats import PrecisionName
 from longshift.state.home import Home
 from longshift.step.chunked import ChunkedPacks, _Play

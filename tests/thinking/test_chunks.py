@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshift.schedule.chunks import LANES, Buffer, Event, Policy, Sizes, alone, backward, cut, dependencies, forward, reach, timeline
+from longshift.schedule.chunk_times import LANES, dependencies, timeline
+from longshift.schedule.chunks import Buffer, Event, Policy, Sizes, alone, backward, cut, forward, reach
 
 NAMES = ["x", "y", "q", "kv", "o", "dy", "dx", "do", "dq", "dkv", "dr", "qkv", "graph", "exchange", "dqkv", "o_tokens", "do_tokens"]
 SEEDS = st.integers(0, 10**6)

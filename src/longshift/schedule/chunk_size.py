@@ -1,6 +1,6 @@
 """The chunk of a streamed layout, from what a machine does in how many seconds: the smallest power of two for which
 
-    transfers hide        the lists of a block, played by the simulator (`chunks.timeline`), take little longer than without transfers
+    transfers hide        the lists of a block, played by the simulator (`chunk_times.timeline`), take little longer than without transfers
     kernels are efficient attention of a chunk to a chunk reaches nearly the best rate of any chunk
     it fits               on the device: what the ledger says of a whole step (`program.needs`)
 
@@ -16,7 +16,7 @@ from longshift.cluster.cluster import Cluster, Heads, attention_flops
 from longshift.layout import legal
 from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
-from longshift.schedule import chunks
+from longshift.schedule import chunk_times
 from longshift.schedule.chunks import Event
 from longshift.schedule.streamed import Lists, lists_of
 from longshift.spec.formats import FORMATS
@@ -127,7 +127,7 @@ def _seconds(made: Lists, spec: ModelSpec, layout: Layout, machine: Machine, mov
         return known[what]
 
     def until(events: Sequence[Event]) -> float:
-        played = zip(events, chunks.timeline(events, seconds))
+        played = zip(events, chunk_times.timeline(events, seconds))
         return max((end for event, (_, end) in played if event.kind in ("compute", "send")), default=0.0)
 
     return until(made.of["forward"]) + until(made.of["backward"])

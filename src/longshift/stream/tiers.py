@@ -41,8 +41,7 @@ UNDER_WAY = 4  # puts to a GPU's host: [Note: pace]
 
 @dataclass
 class Moved:
-    """What a tier has done. Mutable. Bytes of puts and fetches, seconds for which computing waited for either and for which at least one
-    copy was under way, the most it has held."""
+    """What a tier has done. Mutable. `waited_s`: computing waited for a copy; `copying_s`: at least one copy was under way."""
 
     put_bytes: int = 0
     fetched_bytes: int = 0
