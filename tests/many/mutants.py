@@ -474,7 +474,7 @@ def ring_piece_off_by_one(patch: Patch) -> None:
 
 def ring_last_step_dropped(patch: Patch) -> None:
     """The keys that arrive last are not attended to."""
-    _ring_pairs(patch, lambda order, mine, theirs, found: () if (mine - theirs) % len(order.spans) == len(order.spans) - 1 else found)
+    _ring_pairs(patch, lambda order, mine, theirs, found: () if (mine - theirs) % len(order.runs) == len(order.runs) - 1 else found)
 
 
 def ring_keys_for_values(patch: Patch) -> None:

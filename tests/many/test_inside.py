@@ -17,7 +17,7 @@ from longshift.schedule.abstract import Tensor, recorded
 from longshift.schedule.chunks import Buffer, cut, reach
 from longshift.schedule.inside_rank import Inside, Place, Transport
 from longshift.schedule.sequence import token_order
-from longshift.schedule.streamed import lists_of
+from longshift.schedule.streamed import lists
 
 LAYOUTS = ("dp1", "tp2", "u2", "ring2", "u2.tp2", "ring2.tp2", "tp3", "u3", "ring3")
 CHUNKED = ("chunk600", "chunk600.kv-offload.fpdt", "tp2.chunk800.keep-input", "u2.chunk600", "u2.chunk500.fpdt", "ring2.chunk600")
@@ -88,13 +88,13 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
     """Of every event of a chunked pack: peak within [0.98, 1], bytes left, sent and freed exactly as the buffers' sizes say."""
     parsed = Layout.parse(layout)
     place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype])
-    lists = lists_of(SPECS[spec], parsed, place.at, LENGTHS, BYTES[dtype])
-    sees = reach(cut(LENGTHS, parsed.chunk))
+    chunks = cut(LENGTHS, parsed.chunk)
+    made, sees = lists(SPECS[spec], parsed, place.at, chunks, BYTES[dtype], 1), reach(chunks)
     known: dict[Buffer, int] = {}
     gradients = 0
     owed = 0  # by consecutive frees: graph and exchange share storages
     for found in measured:
-        event = lists.of[found["turn"]][found["number"]]
+        event = made.of[found["turn"]][found["number"]]
         said = f"{found['turn']} {event.kind} {event.name} {event.chunk} {event.keys}"
         if owed and event.kind != "free":
             yield f"{said}: before it, {-owed} bytes more were freed than said"
@@ -108,7 +108,7 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
         elif event.kind == "free":
             owed += found["left"] + known.pop(event.object)
         elif event.kind in ("compute", "send"):
-            told = inside_chunk.of_event(place, lists.orders, sees, event)
+            told = inside_chunk.of_event(place, made.orders, sees, event)
             before = dict(known)
             chunks = dict((*event.reads, *event.writes))
             known |= {(name, chunks[name]): size for name, size in told.buffers.items()}

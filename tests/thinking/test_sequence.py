@@ -43,7 +43,7 @@ def test_positions_are_offsets_inside_the_document(lengths, ring, multiple):
 @given(packs, rings, multiples)
 def test_coordinates_hold_equally_many_tokens_up_to_one_and_padding_is_the_least(lengths, ring, multiple):
     order = token_order(lengths, ring, multiple)
-    held = [sum(r.length for r in order.runs(i) if r.document != PADDING) for i in range(ring)]
+    held = [sum(r.length for r in order.runs[i] if r.document != PADDING) for i in range(ring)]
     assert max(held) - min(held) <= 1
     assert order.local_tokens % multiple == 0
     assert 0 <= order.local_tokens - max(held) < multiple
@@ -53,13 +53,13 @@ def test_coordinates_hold_equally_many_tokens_up_to_one_and_padding_is_the_least
 def test_runs_are_maximal_and_those_of_other_coordinates_lie_wholly_before_or_after(lengths, ring, multiple):
     order = token_order(lengths, ring, multiple)
     for i in range(ring):
-        runs = order.runs(i)
+        runs = order.runs[i]
         assert all(run.length > 0 for run in runs)
         for a, b in pairwise(runs):
             assert a.document != b.document or a.start + a.length < b.start
         for mine in runs:
             for j in set(range(ring)) - {i}:
-                for other in order.runs(j):
+                for other in order.runs[j]:
                     if mine.document == other.document != PADDING:
                         assert mine.start + mine.length <= other.start or other.start + other.length <= mine.start
 
@@ -69,7 +69,7 @@ def test_causal_work_of_long_documents_is_even(lengths, ring):
     order = token_order(lengths, ring, 1)
     work = np.zeros((len(lengths), ring))
     for i in range(ring):
-        for run in order.runs(i):
+        for run in order.runs[i]:
             if run.document != PADDING:
                 work[run.document, i] += run.length * (run.start + (run.length + 1) / 2)  # sum of position + 1
     assert np.allclose(work.sum(1), [n * (n + 1) / 2 for n in lengths])
@@ -85,20 +85,20 @@ def test_contiguous_halves_would_fail_the_balance():
 
 def test_one_coordinate_holds_one_run_a_document():
     order = token_order([5, 0, 3], 1, 4)
-    assert order.runs(0) == (Run(0, 0, 5), Run(2, 0, 3))
-    assert token_order([5, 4], 1, 4).runs(0) == (Run(0, 0, 5), Run(1, 0, 4), Run(PADDING, 0, 3))
+    assert order.runs[0] == (Run(0, 0, 5), Run(2, 0, 3))
+    assert token_order([5, 4], 1, 4).runs[0] == (Run(0, 0, 5), Run(1, 0, 4), Run(PADDING, 0, 3))
     assert token_order([5, 4], 1, 4).positions(0).tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
 
 
 def test_the_zigzag_of_the_docstring():
     order = token_order([8, 4], 2, 1)
-    assert order.runs(0) == (Run(0, 0, 2), Run(0, 6, 2), Run(1, 0, 1), Run(1, 3, 1))
-    assert order.runs(1) == (Run(0, 2, 4), Run(1, 1, 2))
+    assert order.runs[0] == (Run(0, 0, 2), Run(0, 6, 2), Run(1, 0, 1), Run(1, 3, 1))
+    assert order.runs[1] == (Run(0, 2, 4), Run(1, 1, 2))
     assert order.index(1).tolist() == [2, 3, 4, 5, 9, 10]
 
 
 def test_remainders_are_dealt_on_from_document_to_document():
-    held = [sum(r.length for r in token_order([1] * 8, 4, 1).runs(i)) for i in range(4)]
+    held = [sum(r.length for r in token_order([1] * 8, 4, 1).runs[i]) for i in range(4)]
     assert held == [2, 2, 2, 2]
 
 

@@ -62,7 +62,7 @@ def micro_batch(
     order = token_order([len(d.ids) for d in documents], layout.ring, layout.ulysses * layout.tp)
     index, positions = order.index(at.ring), order.positions(at.ring)
     if starts is not None:
-        runs = order.runs(at.ring)
+        runs = order.runs[at.ring]
         positions += np.repeat([0 if run.document == PADDING else starts[run.document] for run in runs], [run.length for run in runs])
     tokens = np.where(index >= 0, np.concatenate([d.ids for d in documents])[index], 0)
     labels = np.where(index >= 0, np.concatenate([d.labels for d in documents])[index], IGNORE)

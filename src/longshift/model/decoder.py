@@ -67,7 +67,7 @@ class Ops:
     def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch) -> Tensor:
         """Attention of every document to itself: [T, N, H]."""
         q, k, v = self.to_heads(q_TNH, k_TKH, v_TKH)
-        lengths = tuple(run.length for run in micro.order.runs(0))
+        lengths = tuple(run.length for run in micro.order.runs[0])
         return self.to_tokens(PackedAttention.apply(q, k, v, lengths, self.attention))  # pyright: ignore[reportArgumentType]
 
     def to_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -178,11 +178,8 @@ class Decoder(nn.Module):
         return self
 
     def forward(self, micro: MicroBatch, ops: Ops) -> Tensor:
-        x = None
-        for unit in self.units:
-            x = unit(x, micro, ops)
-        assert x is not None
-        return x
+        """The sum of the target tokens' cross-entropies."""
+        return ops.loss(self.logits(micro, ops), micro.labels_T)
 
     def logits(self, micro: MicroBatch, ops: Ops) -> Tensor:
         x = None

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Sequence
 
-from longshift.layout.heads import own_heads, tensor_heads
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_rows
 from longshift.program.book import Account, Held, Place
@@ -276,10 +275,9 @@ class HeldChunked(HeldPacks):
         del self.cuts[micro], self.micros[micro]
 
     def lists(self, micro: int) -> Lists:
-        cut, how = self.cuts[micro], (self.spec, self.layout, self.view.at)
+        cut = self.cuts[micro]
         if cut not in self.known:
-            heads = len(tensor_heads(*how)[0])
-            self.known[cut] = lists(self.spec, self.layout, cut, heads, own_heads(*how), self.compute_bytes, self.account.ahead)
+            self.known[cut] = lists(self.spec, self.layout, self.view.at, cut, self.compute_bytes, self.account.ahead)
         return self.known[cut]
 
     def tokens(self, micro: int) -> int:

@@ -9,7 +9,7 @@ MOST_CHUNKS chunks, in which attention is shorter than later: again no less than
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from longshift.cluster.cluster import Cluster, Heads, attention_flops
@@ -18,7 +18,7 @@ from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
 from longshift.schedule import chunk_times
 from longshift.schedule.chunks import Event
-from longshift.schedule.streamed import Lists, lists_of
+from longshift.schedule.streamed import Lists, lists
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
 
@@ -64,7 +64,7 @@ def choose(
     rates = [_rate(spec, layout, tokens, machine) for tokens in sizes]
     fitting: list[Candidate] = []
     for tokens, rate in zip(sizes, rates):
-        one = _candidate(spec, layout, tokens, longest, rate / max(rates), machine, bytes_of, ahead)
+        one = Candidate(tokens, _hidden(spec, layout, tokens, longest, machine, ahead), rate / max(rates), bytes_of(tokens))
         if one.bytes > machine.free_bytes:  # larger ones need more
             break
         fitting.append(one)
@@ -90,24 +90,11 @@ def _reason(one: Candidate, machine: Machine, why: str) -> str:
     return f"{why}: {one.hidden:.0%} of a block's time is computing, attention at {one.efficient:.0%} of its best rate, {room}"
 
 
-def _candidate(
-    spec: ModelSpec,
-    layout: Layout,
-    tokens: int,
-    longest: int,
-    efficient: float,
-    machine: Machine,
-    bytes_of: Callable[[int], int],
-    ahead: int,
-) -> Candidate:
-    made = _lists(spec, layout, tokens, min(longest, MOST_CHUNKS * tokens), machine, ahead)
-    with_, without = (_seconds(made, spec, layout, machine, moving) for moving in (True, False))
-    return Candidate(tokens, without / with_, efficient, bytes_of(tokens))
-
-
-def _lists(spec: ModelSpec, layout: Layout, tokens: int, document: int, machine: Machine, ahead: int) -> Lists:
-    """Of rank 0, which has no fewer heads than another."""
-    return lists_of(spec, replace(layout, chunk=tokens), layout.coord(0), [document], FORMATS[machine.dtype].compute_bytes, ahead)
+def _hidden(spec: ModelSpec, layout: Layout, tokens: int, longest: int, machine: Machine, ahead: int) -> float:
+    """Seconds without transfers over seconds with them, on rank 0, which has no fewer heads than another."""
+    cut = chunks.cut([min(longest, MOST_CHUNKS * tokens)], tokens)
+    made = lists(spec, layout, layout.coord(0), cut, FORMATS[machine.dtype].compute_bytes, ahead)
+    return _seconds(made, spec, layout, machine, moving=False) / _seconds(made, spec, layout, machine, moving=True)
 
 
 def _seconds(made: Lists, spec: ModelSpec, layout: Layout, machine: Machine, moving: bool) -> float:

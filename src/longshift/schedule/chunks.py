@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
-from longshift.layout.layout import Keep, Layout, Schedule, Where
+from longshift.layout.heads import own_heads, tensor_heads
+from longshift.layout.layout import Coord, Keep, Layout, Schedule, Where
 from longshift.schedule.sequence import Run, TokenOrder, token_order
 from longshift.spec.model import ModelSpec
 
@@ -152,11 +153,9 @@ def alone(
     return made.finished()
 
 
-def sizes(
-    spec: ModelSpec, layout: Layout, orders: Sequence[TokenOrder], heads: int, own_heads: tuple[int, int], compute_bytes: int
-) -> Sizes:
-    """Bytes on a rank that has `heads` query heads of tensor parallelism and attends with `own_heads` query and key/value heads."""
-    queries, keys = own_heads
+def sizes(spec: ModelSpec, layout: Layout, at: Coord, orders: Sequence[TokenOrder], compute_bytes: int) -> Sizes:
+    """Bytes on the rank that stands at `at`."""
+    heads, (queries, keys) = len(tensor_heads(spec, layout, at)[0]), own_heads(spec, layout, at)
     wide = max(4, compute_bytes)
     row, head = spec.width * compute_bytes, spec.head_width * compute_bytes
     per_token = {  # of attention's tokens, those of all Ulysses ranks

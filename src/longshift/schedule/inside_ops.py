@@ -101,7 +101,7 @@ class SizedOps:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, micro: Micro) -> Tensor:
         if self.ring.size == 1:
             q, k, v = self.to_heads(q, k, v)
-            return self.to_tokens(packed_attention(self.rank, q, k, v, [run.length for run in micro.order.runs(0)]))
+            return self.to_tokens(packed_attention(self.rank, q, k, v, [run.length for run in micro.order.runs[0]]))
         qkv = self.to_heads(q, k, v)
         return self.to_tokens(ring_attention(self.rank, *qkv, micro.order, self.ring))
 

@@ -40,19 +40,15 @@ class Run:
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Where each token of one pack lies. `spans[i]`: ring coordinate i's runs in local order, padding last, `local_tokens` in all.
+    """Where each token of one pack lies. `runs[i]`: ring coordinate i's, maximal, in local order, padding last, `local_tokens` in all.
 
     Two runs of one document never overlap: the keys of one lie wholly before or wholly after the queries of the other, so that only
     a run with itself needs a causal mask.
     """
 
     lengths: tuple[int, ...]
-    spans: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[Run, ...], ...]
     local_tokens: int
-
-    def runs(self, ring: int) -> tuple[Run, ...]:
-        """Maximal runs of ring coordinate `ring`; neighbouring pieces of a document are one run, empty ones none."""
-        return self.spans[ring]
 
     def index(self, ring: int) -> np.ndarray:
         """int64 [local_tokens]: the global index of each local token, PADDING (-1) where there is none."""
@@ -61,12 +57,12 @@ class TokenOrder:
             np.full(run.length, PADDING, np.int64)
             if run.document == PADDING
             else np.arange(starts[run.document] + run.start, starts[run.document] + run.start + run.length, dtype=np.int64)
-            for run in self.spans[ring]
+            for run in self.runs[ring]
         )
 
     def positions(self, ring: int) -> np.ndarray:
         """int64 [local_tokens]: each local token's position in its document, counting from 0 in the padding too."""
-        return _concatenate(np.arange(run.start, run.start + run.length, dtype=np.int64) for run in self.spans[ring])
+        return _concatenate(np.arange(run.start, run.start + run.length, dtype=np.int64) for run in self.runs[ring])
 
 
 def token_order(lengths: Sequence[int], ring: int, multiple: int) -> TokenOrder:
@@ -94,10 +90,10 @@ def token_order(lengths: Sequence[int], ring: int, multiple: int) -> TokenOrder:
 def pairs(order: TokenOrder, mine: int, theirs: int) -> tuple[Pair, ...]:
     """What ring coordinate `mine` computes with the keys of `theirs`: rectangles of local tokens, and the causal diagonal with its own."""
     if mine == theirs:
-        return tuple((at, at, True) for _, at, _ in _documents(order.runs(mine)))
-    keys = {document: (at.start, runs) for document, at, runs in _documents(order.runs(theirs))}
+        return tuple((at, at, True) for _, at, _ in _documents(order.runs[mine]))
+    keys = {document: (at.start, runs) for document, at, runs in _documents(order.runs[theirs])}
     found = []
-    for document, at, runs in _documents(order.runs(mine)):
+    for document, at, runs in _documents(order.runs[mine]):
         if document == PADDING or document not in keys:
             continue
         start = at.start
@@ -118,7 +114,7 @@ def pairs(order: TokenOrder, mine: int, theirs: int) -> tuple[Pair, ...]:
 
 def span(order: TokenOrder, coord: int, document: int) -> slice | None:
     """A document's local tokens on a ring coordinate; None where there are none."""
-    return next((at for found, at, _ in _documents(order.runs(coord)) if found == document), None)
+    return next((at for found, at, _ in _documents(order.runs[coord]) if found == document), None)
 
 
 def _documents(runs: Sequence[Run]) -> Iterator[tuple[int, slice, list[Run]]]:

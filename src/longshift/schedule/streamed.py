@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from longshift.layout.heads import own_heads, tensor_heads
 from longshift.layout.layout import Coord, Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.schedule import chunks
@@ -44,14 +43,12 @@ class Lists:
     of: Mapping[Turn, tuple[Event, ...]]
 
 
-def lists(
-    spec: ModelSpec, layout: Layout, cut: Sequence[Sequence[Run]], heads: int, own: tuple[int, int], compute_bytes: int, ahead: int
-) -> Lists:
-    """Of chunks `cut`, on a rank with `heads` query heads of tensor parallelism that attends with `own` query and key/value heads."""
+def lists(spec: ModelSpec, layout: Layout, at: Coord, cut: Sequence[Sequence[Run]], compute_bytes: int, ahead: int) -> Lists:
+    """Of chunks `cut`, on the rank that stands at `at`."""
     orders, sees, count = chunks.orders(cut, layout), chunks.reach(cut), len(cut)
     policy = Policy(layout.schedule, layout.keep, layout.kv, ahead, sent=(layout.ulysses - 1) / layout.ulysses)
     from_x = replace(policy, keep="input")
-    sizes = chunks.sizes(spec, layout, orders, heads, own, compute_bytes)
+    sizes = chunks.sizes(spec, layout, at, orders, compute_bytes)
     blocks = [loss_blocks(spec, order.local_tokens // (layout.ulysses * layout.tp)) for order in orders]
     found: dict[Turn, tuple[Event, ...]] = {
         "embed": chunks.alone("embed", None, "y", count, ahead, sizes),
@@ -68,12 +65,6 @@ def lists(
             "backward from x": chunks.backward(sees, from_x, sizes),
         }
     return Lists(orders, sizes, found)
-
-
-def lists_of(spec: ModelSpec, layout: Layout, at: Coord, lengths: Sequence[int], compute_bytes: int, ahead: int = 1) -> Lists:
-    """Of a pack of documents of these lengths, on the rank that stands at `at`."""
-    heads, own = len(tensor_heads(spec, layout, at)[0]), own_heads(spec, layout, at)
-    return lists(spec, layout, chunks.cut(lengths, layout.chunk), heads, own, compute_bytes, ahead)
 
 
 def forward_turns(units: Sequence[int], layers: int, every: int) -> Iterator[tuple[int, Turn]]:

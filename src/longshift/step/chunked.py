@@ -23,7 +23,6 @@ from torch import Tensor
 
 from longshift.data.batch import Document
 from longshift.data.micro import ChunkedPack
-from longshift.layout.heads import own_heads
 from longshift.model.decoder import Head
 from longshift.parallel import ring
 from longshift.program.operations import Op
@@ -46,8 +45,8 @@ class ChunkedPacks(Runner):
         self.loaded: dict[int, ChunkedPack] = {}
         self.watch: Callable[[Event], object] | None = None
         self.recorder: Recorder | None = None
-        how = len(self.ops.heads), own_heads(self.spec, self.layout, self.at), self.precision.compute.itemsize, ahead
-        self._lists = lru_cache(maxsize=4)(lambda cut: lists(self.spec, self.layout, cut, *how))
+        compute_bytes = self.precision.compute.itemsize
+        self._lists = lru_cache(maxsize=4)(lambda cut: lists(self.spec, self.layout, self.at, cut, compute_bytes, ahead))
 
     def lists(self, pack: ChunkedPack) -> Lists:
         return self._lists(pack.chunks)
