@@ -16,7 +16,7 @@ from longshift.cluster.cluster import Cluster, Heads, attention_flops
 from longshift.layout import legal
 from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
-from longshift.schedule import chunk_times
+from longshift.schedule import chunk_times, chunks
 from longshift.schedule.chunks import Event
 from longshift.schedule.streamed import Lists, lists
 from longshift.spec.formats import FORMATS
