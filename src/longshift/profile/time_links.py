@@ -5,7 +5,6 @@ size run at once, as they do in training. A collective takes as long as its slow
 """
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -85,8 +84,7 @@ def _largest(world: World, group: Group, longest_s: float) -> int:
     while size < LARGEST_BYTES:
         run = _operation("send", group, size, world.device)
         run()
-        seconds = _time(world, group, run, 1)
-        if world.everyone.all_reduce(torch.tensor([seconds], device=world.device), torch.distributed.ReduceOp.MAX).item() > longest_s:
+        if _slowest(world, [[_time(world, group, run, 1)]])[0][0] > longest_s:
             break
         size <<= 2
     return size
@@ -129,17 +127,10 @@ def _rounds(world: World, runs: list[tuple[Group, Callable[[], None]]], budget_s
 def _time(world: World, group: Group, run: Callable[[], None], count: int) -> float:
     """Seconds of one, begun together."""
     group.all_reduce(torch.zeros(1, device=world.device))
-    _wait(world)
-    started = time.perf_counter()
+    started = world.now()
     for _ in range(count):
         run()
-    _wait(world)
-    return (time.perf_counter() - started) / count
-
-
-def _wait(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    return (world.now() - started) / count
 
 
 def _slowest(world: World, mine: list[list[float]]) -> list[list[float]]:
