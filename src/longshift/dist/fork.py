@@ -22,7 +22,7 @@ import torch._dynamo  # torch.optim imports it at first use: 1.5 s in every rank
 import torch.distributed as dist
 
 from longshift import errors
-from longshift.dist.world import TIMEOUT, World, end_with_parent, keep_freed_memory, stay_on_loopback
+from longshift.dist.world import TIMEOUT, World, check_gpus, end_with_parent, keep_freed_memory, stay_on_loopback
 from longshift.errors import LongshiftError, PeerError, UsageError
 
 GRACE_S = 2.0  # after one rank's error, how long to wait for the others', among which may be the cause
@@ -134,11 +134,8 @@ class SpawnedWorld(ForkedWorld):
         super().__init__(size)
         self.device = device
         self._children: list[subprocess.Popen] = []
-        if device == "cuda" and size > torch.cuda.device_count():
-            raise UsageError(
-                f"{size} ranks need a GPU each, and this machine has {torch.cuda.device_count()}: name a layout of fewer ranks, or set "
-                "CUDA_VISIBLE_DEVICES= to compute on the CPU"
-            )
+        if device == "cuda":
+            check_gpus(size)
 
     def close(self) -> None:
         super().close()

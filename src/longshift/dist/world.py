@@ -73,6 +73,16 @@ def own_device() -> torch.device:
     return torch.device("cuda", min(local, count - 1))
 
 
+def check_gpus(ranks: int) -> None:
+    """Raise UsageError where the machine has GPUs, but not one for each rank."""
+    count = torch.cuda.device_count()
+    if 0 < count < ranks:
+        raise UsageError(
+            f"{ranks} ranks need a GPU each, and this machine has {count}: name a layout of fewer ranks, or set CUDA_VISIBLE_DEVICES= to "
+            "compute on the CPU"
+        )
+
+
 class World:
     """This process among its peers. Mutable: it remembers the groups it has made. `per_node`: ranks on each machine; `timeout`: after which
     a collective of those groups fails."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -26,7 +25,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
+from longshift.cluster.host import core_count
+from longshift.dist.world import check_gpus
+from longshift.errors import LongshiftError, OutOfMemoryError, PeerError
 from longshift.train.interrupt import stopping
 from longshift.train.run_folder import RunFolder, as_error, clear_causes, read_causes, root_cause
 
@@ -70,11 +71,7 @@ def launch(command: Sequence[str], world: int, folder: RunFolder, say: Callable[
     The first Ctrl-C or SIGTERM goes on to the ranks, which finish their step and save; the second ends them. `say` shows a line to the
     person. Raises UsageError where there are fewer GPUs than ranks; the LongshiftError of the rank that failed first; KeyboardInterrupt
     when the ranks were ended before they could save."""
-    if 0 < torch.cuda.device_count() < world:
-        raise UsageError(
-            f"{world} ranks need a GPU each, and this machine has {torch.cuda.device_count()}: name a layout of fewer ranks, or set "
-            "CUDA_VISIBLE_DEVICES= to train on the CPU"
-        )
+    check_gpus(world)
     clear_causes(folder)
     _quiet(logging.getLogger("torch.distributed.elastic"))
     store = _loopback_store()
@@ -113,12 +110,11 @@ def _loopback_store() -> TCPStore:
 def _worker_environment(store: TCPStore, world: int) -> dict[str, str]:
     """What the ranks find in their environment, beside their place, which the agent tells them."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    cores = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1
     return {
         "LONGSHIFT_STORE": f"{HOST}:{store.port}",
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
-        "OMP_NUM_THREADS": str(max(1, cores // world)),
+        "OMP_NUM_THREADS": str(max(1, core_count() // world)),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",  # of the agent; the others are ours
     }
 
