@@ -76,7 +76,6 @@ class Attention:
     ) -> Sequence[Tensor]:
         """Gradients (dq, dk, dv) of a piece, as in `add`."""
         kernel = self.kernel.of(q_TNH, k_SKH, causal)
-        assert kernel.backward is not None, f"{kernel.name} cannot go back through a piece"
         return kernel.backward(grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, causal, self.scale)
 
 

@@ -38,14 +38,14 @@ Add = Callable[..., None]  # (dq, dk, dv, grad, q, k, v, out, lse, causal, scale
 
 @dataclass(frozen=True)
 class Kernel:
-    """`backward(grad, q, k, v, out, lse, causal, scale)`: None where only autograd can go back through `forward`. `fold` and `add`: as
-    `forward` and `backward`, on sums that grow from piece to piece, where a kernel does better than to merge what those two return.
-    `rest`: another kernel for the pieces that this one does not take. `repeats`: whether its backward on a GPU gives the same bits every
-    time: always, where torch is asked for deterministic algorithms, or never; on a CPU every kernel does, for a number of threads."""
+    """`fold` and `add`: as `forward` and `backward`, on sums that grow from piece to piece, where a kernel does better than to merge what
+    those two return. `rest`: another kernel for the pieces that this one does not take. `repeats`: whether its backward on a GPU gives the
+    same bits every time: always, where torch is asked for deterministic algorithms, or never; on a CPU every kernel does, for a number of
+    threads."""
 
     name: str
     forward: Forward
-    backward: Backward | None
+    backward: Backward
     fold: Fold | None = None
     add: Add | None = None
     most_scores: int = 2**62  # query heads x queries x keys that fit in memory
@@ -93,21 +93,20 @@ def copy_each(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 def probe(kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, heads: Heads = HEADS) -> Backend:
     """Run a kernel on small inputs against its definition in float64. `name` of the dtype."""
     grad, q, k, v = _inputs(TOKENS, 2 * TOKENS, heads, dtype, device)
-    scale, part = heads.width**-0.5, slice(TOKENS)
-    own, exact = (grad, q, k[part], v[part]), [t.double() for t in (grad, q, k, v)]
-    whole = reference(exact[1], exact[2], exact[3], False, scale)
-    diagonal = reference(exact[1], exact[2][part], exact[3][part], True, scale)
+    own, scale = (grad, q, k[:TOKENS], v[:TOKENS]), heads.width**-0.5
+    exact = grad.double(), q.double(), k[:TOKENS].double(), v[:TOKENS].double()
+    whole = reference(exact[1], k.double(), v.double(), False, scale)
+    diagonal = reference(*exact[1:], True, scale)
     try:
         out, lse = kernel.forward(*own[1:], True, scale)
         forward_error = _error([out], [diagonal[0]])
-        has_lse = lse is not None and lse.shape == diagonal[1].shape and _error([lse], [diagonal[1]]) < WRONG
-        expected = reference_backward(exact[0], exact[1], exact[2][part], exact[3][part], *diagonal, True, scale)
-        backward_error = _error(gradients(kernel, *own, True, scale)(), expected)
+        has_lse = lse.shape == diagonal[1].shape and _error([lse], [diagonal[1]]) < WRONG
+        found = kernel.backward(*own, out, lse, True, scale)
+        backward_error = _error(found, reference_backward(*exact, *diagonal, True, scale))
         global_lse = False
-        if kernel.backward and lse is not None and has_lse:
-            expected = reference_backward(exact[0], exact[1], exact[2][part], exact[3][part], *whole, False, scale)
-            taken = kernel.backward(*own, whole[0].to(dtype), whole[1].to(lse.dtype), False, scale)
-            global_lse = _error(taken, expected) < WRONG
+        if has_lse:
+            found = kernel.backward(*own, whole[0].to(dtype), whole[1].to(lse.dtype), False, scale)
+            global_lse = _error(found, reference_backward(*exact, *whole, False, scale)) < WRONG
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as fault:
         reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
         return Backend(kernel.name, name, why_not=reason.split(". ")[0].rstrip("."))
@@ -118,14 +117,7 @@ def probe(kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, h
 
 def gradients(kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Callable[[], Sequence[Tensor]]:
     """What computes (dq, dk, dv), forward done."""
-    if kernel.backward is not None:
-        out, lse = kernel.forward(q, k, v, causal, scale)
-        assert lse is not None, f"{kernel.name} has a backward of its own, but no log-sum-exp"
-        backward = kernel.backward
-        return lambda: backward(grad, q, k, v, out, lse, causal, scale)
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    out, _ = kernel.forward(*leaves, causal, scale)
-    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    return partial(kernel.backward, grad, q, k, v, *kernel.forward(q, k, v, causal, scale), causal, scale)
 
 
 def choose(
