@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from ledger_ranks import Counted, apart, predict, row_of, traced
+from ledger_ranks import Counted, apart, predict, row_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longshift.data.batch import Document, StepBatch
@@ -79,7 +79,7 @@ def weigh(text: str, lengths: tuple[int, ...], rank: int, trace: bool = False) -
                 held.restart()
                 counted.restart()
                 if trace:
-                    player.play = traced(player, lambda: after.append(held.now[NAME]))
+                    player.after = lambda op: after.append(held.now[NAME])
                 train_step(state, StepBatch(documents, sum(lengths), 0, 1), player)
                 found = {"measured": held.most[NAME], "sent": counted.told()}
             for runner in player.runners.values():
