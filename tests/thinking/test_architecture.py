@@ -377,3 +377,19 @@ def test_operations_that_are_no_questions_about_the_layout_are_allowed():
     table = TABLE % ("self._b(op) if op.visit else None", "if op.number == 0 and self.tier is not None: pass")
     assert list(layouts_in_the_player({PLAYER: table})) == []
     assert len(list(_called_from_the_table(ast.parse(table)))) == 4  # the lambda, what names _b, _b, _c
+
+
+def test_what_scripts_and_tests_import_is_there():
+    """What benchmarks and tests import by name from the package, and from each other, has that name: they are run by hand, or late."""
+    root = Path(__file__).parents[2]
+    files = {path: path.read_text() for folder in ("src", "benchmarks", "tests") for path in (root / folder).rglob("*.py")}
+    missing = []
+    for path, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                place = node.module.replace(".", "/")
+                near = [path.parent / f"{place}.py", root / "src" / f"{place}.py", root / "benchmarks" / f"{place}.py"]
+                if source := next((files[one] for one in near if one in files), None):
+                    known = set(re.findall(r"\w+", source))
+                    missing += [f"{path.relative_to(root)}:{node.lineno}: {a.name}" for a in node.names if a.name not in known]
+    assert not missing
