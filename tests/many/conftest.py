@@ -7,25 +7,20 @@ pass in this process.
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from forked import DEADLINE_S, Report, Truth, Worlds
 
 import longshift.train.check  # noqa: F401  (forked ranks need what they call to be imported)
 from longshift.dist.fork import ForkedWorld
 from longshift.train.check import Trial
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-DEADLINE_S = 120.0  # for a case of a second: the machine may be busy
-
-Worlds = Callable[[int], ForkedWorld]
-Truth = Callable[[Trial], str]
-Report = Callable[..., dict]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

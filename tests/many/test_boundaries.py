@@ -1,7 +1,7 @@
 """What a pipeline keeps of what it sends."""
 
 import pytest
-from conftest import DEADLINE_S, Worlds
+from forked import DEADLINE_S, Worlds
 
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Rope

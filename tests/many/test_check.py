@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Worlds
+from forked import Worlds
 
 from longshift import cli
 from longshift.config import parse_config

@@ -1,7 +1,7 @@
 """The two benchmarks of hot switching run, and their numbers hang together."""
 
 import pytest
-from conftest import Report
+from forked import Report
 from hot_ranks import stratified
 from hot_switch import in_papers_family, padded
 

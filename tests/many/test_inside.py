@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import DEADLINE_S, Worlds
+from forked import DEADLINE_S, Worlds
 from inside_measured import LENGTHS, PARTS, SPECS, TURNS
 
 from longshift.layout.layout import Layout

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from conftest import DEADLINE_S, Worlds
+from forked import DEADLINE_S, Worlds
 from ledger import QUICK, Case, rows_of, wrong
 
 from longshift.program.book import Account

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Report
+from forked import Report
 
 import longshift
 

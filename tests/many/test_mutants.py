@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from conftest import DEADLINE_S, Truth, Worlds
+from forked import DEADLINE_S, Truth, Worlds
 from mutants import CASES, Case
 from parity import EDGES, LIMIT, largest, trial_of
 

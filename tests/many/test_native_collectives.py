@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import DEADLINE_S, Truth, Worlds
+from forked import DEADLINE_S, Truth, Worlds
 from parity import EDGES, KINDS, LIMIT, largest, trial_of
 from torch import Tensor
 

@@ -7,7 +7,7 @@ takes minutes and is marked `long`.
 import json
 
 import pytest
-from conftest import DEADLINE_S, Truth, Worlds
+from forked import DEADLINE_S, Truth, Worlds
 from parity import EDGES, FAMILIES, KINDS, LIMIT, STEPS, largest, layouts_of, main, trial_of
 
 from longshift.layout.layout import Layout

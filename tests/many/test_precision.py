@@ -13,7 +13,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import DEADLINE_S, Truth, Worlds
+from forked import DEADLINE_S, Truth, Worlds
 from parity import KINDS, largest, trial_of
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 """The benchmark against other systems runs, measures every layout and finds that all systems train the same."""
 
 import pytest
-from conftest import Report
+from forked import Report
 
 LAYOUTS = {"dp2", "dp2.z1", "dp2.z2", "dp2.z3", "tp2", "pp2", "pp2:3-1", "u2", "ring2"}
 

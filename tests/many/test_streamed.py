@@ -1,7 +1,7 @@
 """What a streamed layout is said to put, fetch and keep waiting is what it does."""
 
 import pytest
-from conftest import DEADLINE_S, Worlds
+from forked import DEADLINE_S, Worlds
 
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Rope

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import DEADLINE_S, Worlds
+from forked import DEADLINE_S, Worlds
 from parity import FAMILIES
 from streams import foreseen
 from test_precision import bits, state_bits

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import DEADLINE_S, Worlds
+from forked import DEADLINE_S, Worlds
 from parity import uneven_lengths
 
 from longshift.dist.fork import ForkedWorld

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DEADLINE_S, Worlds
+from forked import DEADLINE_S, Worlds
 from mutants import mistaken
 from parity import FAMILIES, LAYOUTS, MORE, trial_of
 from torch import Tensor

@@ -1,0 +1,12 @@
+"""What tests of many ranks share besides fixtures: how long a call may take, and the types of what the fixtures give."""
+
+from collections.abc import Callable
+
+from longshift.dist.fork import ForkedWorld
+from longshift.train.check import Trial
+
+DEADLINE_S = 120.0  # for a case of a second: the machine may be busy
+
+Worlds = Callable[[int], ForkedWorld]
+Truth = Callable[[Trial], str]
+Report = Callable[..., dict]
