@@ -6,8 +6,11 @@ import resource
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -240,7 +243,7 @@ class SlowDisk(DiskTier):
         if delay_s:
             self.open.set()
 
-    def _write(self, start: int, tensors: tuple[Tensor, ...]) -> int:
+    def _write(self, start: int, tensors: list[Tensor]) -> int:
         time.sleep(self.delay_s)
         assert self.open.wait(20)
         return super()._write(start, tensors)
@@ -280,6 +283,23 @@ def test_only_so_many_bytes_are_on_their_way_out(tmp_path: Path, bound: int, exp
     assert most == expected
     assert all(same(tier.fetch(number)()[0], drawn(4000, torch.uint8, number)) for number in range(9))
     tier.close()
+
+
+class LatePool(ThreadPoolExecutor):
+    """Keeps what it was given to do, as any pool does for a moment after the future has ended."""
+
+    def submit(self, function: Callable, *arguments: Any) -> Future:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.given = (*getattr(self, "given", ()), arguments)
+        return super().submit(function, *arguments)
+
+
+def test_what_is_written_and_no_longer_kept_is_gone_at_once(disk: DiskTier):
+    disk.writers = LatePool(1)
+    made = [drawn(4000, torch.uint8, number) for number in range(tiers.WRITES + 1)]
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in made]
+    for number in range(len(made)):
+        disk.put(number, made.pop(0))
+    assert [storage() is None for storage in storages] == [True] + [False] * tiers.WRITES
 
 
 def reuse(tier: DiskTier) -> bool:

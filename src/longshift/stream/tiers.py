@@ -175,7 +175,7 @@ class DiskTier(Tier):
         size = _bytes(tensors)
         self._room_for(size)
         start = self._extent(size)
-        written = self.writers.submit(self._copy, self._write, start, tensors)
+        written = self.writers.submit(self._copy, self._write, start, [*tensors])
         if self.watch:
             self.watch(written)
         self.leaving |= {tensor.data_ptr(): written for tensor in tensors}
@@ -249,11 +249,11 @@ class DiskTier(Tier):
         with self.copying:
             return way(*arguments)
 
-    def _write(self, start: int, tensors: Tensors) -> int:
-        """In a thread. Returns the CRC, or 0."""
+    def _write(self, start: int, tensors: list[Tensor]) -> int:
+        """In a thread. Returns the CRC, or 0. The list is empty then: a pool keeps its arguments for a moment after the future has ended."""
         crc = 0
-        for tensor in tensors:
-            view = _bytes_of(tensor)
+        while tensors:
+            view = _bytes_of(tensors.pop(0))
             crc = zlib.crc32(view, crc) if self.checked else 0
             while view:
                 try:
