@@ -250,7 +250,7 @@ class DiskTier(Tier):
             return way(*arguments)
 
     def _write(self, start: int, tensors: list[Tensor]) -> int:
-        """In a thread. Returns the CRC, or 0. The list is empty then: a pool keeps its arguments for a moment after the future has ended."""
+        """In a thread. Returns the CRC, or 0. The list is empty then: a pool keeps its arguments for a moment after a future has ended."""
         crc = 0
         while tensors:
             view = _bytes_of(tensors.pop(0))
