@@ -7,8 +7,8 @@ import pytest
 from longshift.cluster.cluster import Link
 from longshift.cluster.files import preset as machine_preset
 from longshift.layout.layout import AUTO, Layout
-from longshift.schedule import chunk_size
-from longshift.schedule.chunk_size import EFFICIENT, HIDDEN, SMALLEST, Machine, choose, powers
+from longshift.planner import chunk_size
+from longshift.planner.chunk_size import EFFICIENT, HIDDEN, SMALLEST, Machine, choose, powers
 from longshift.spec.model import ModelSpec, Rope
 
 SPEC = ModelSpec("llama", 128256, 4096, 32, 32, 8, 128, 14336, 1 << 24, rope=Rope())  # Llama-3 8B

@@ -7,7 +7,7 @@
     pp2.v2             interleaved 1F1B with two model chunks a rank
     dp4.recompute-full
     u4.chunk64K.host   streamed: 64K tokens of a pack at one time, all else in host memory (`schedule.chunks`)
-    chunk-auto.host    the same, with a chunk chosen for this machine (`schedule.chunk_size`)
+    chunk-auto.host    the same, with a chunk chosen for this machine (`planner.chunk_size`)
     chunk64K.every4.host   of every four blocks only the first one's input waits (`schedule.streamed`)
 
 `tp` varies fastest over ranks, then `ulysses`, `ring`, `dp`, `pp`: the axes that move most bytes sit closest together.

@@ -14,9 +14,9 @@ from longshift.dist.world import launched
 from longshift.errors import UsageError
 from longshift.explain import shape_of
 from longshift.layout.layout import AUTO, Layout, format_size
+from longshift.planner.chunk_size import Machine, choose, powers
 from longshift.profile.run import kept
 from longshift.program.needs import most, needs
-from longshift.schedule.chunk_size import Machine, choose, powers
 from longshift.workload.groups import Edge
 
 DEFAULTS = {"cpu": 4 << 10, "cuda": 64 << 10}  # tokens, where nothing was measured

@@ -8,7 +8,7 @@ Norms and other elementwise work are not counted, which leaves transfers less to
 MOST_CHUNKS chunks, in which attention is shorter than later: again no less than is needed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,9 +16,9 @@ from longshift.cluster.cluster import Cluster, Heads, attention_flops
 from longshift.layout import legal
 from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
-from longshift.schedule import chunk_times, chunks
-from longshift.schedule.chunks import Event
-from longshift.schedule.streamed import Lists, lists
+from longshift.schedule import chunks
+from longshift.schedule.streamed import lists
+from longshift.simulate.chunk_seconds import ChunkSeconds
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
 
@@ -94,72 +94,17 @@ def _hidden(spec: ModelSpec, layout: Layout, tokens: int, longest: int, machine:
     """Seconds without transfers over seconds with them, on rank 0, which has no fewer heads than another."""
     cut = chunks.cut([min(longest, MOST_CHUNKS * tokens)], tokens)
     made = lists(spec, layout, layout.coord(0), cut, FORMATS[machine.dtype].compute_bytes, ahead)
-    return _seconds(made, spec, layout, machine, moving=False) / _seconds(made, spec, layout, machine, moving=True)
 
+    def seconds(moving: bool) -> float:
+        """Of a block's forward and backward, each until its last operation: stores go on beside the next block."""
+        rank = ChunkSeconds(spec, layout, machine.cluster, machine.dtype, machine.device_is_host, moving)
+        return rank.turn(made, "forward")[0] + rank.turn(made, "backward")[0]
 
-def _seconds(made: Lists, spec: ModelSpec, layout: Layout, machine: Machine, moving: bool) -> float:
-    """Of a block's forward and backward, each until its last operation: stores go on beside the next block. Without `moving`, tiers take
-    none."""
-    known: dict[tuple, float] = {}
-
-    def seconds(event: Event) -> float:
-        queries = made.orders[event.chunk].local_tokens
-        keys = made.orders[event.keys].local_tokens if event.keys >= 0 else 0
-        what = event.kind, event.name, event.bytes, queries, keys, event.chunk == event.keys
-        if what not in known:
-            if event.kind in ("fetch", "store"):
-                known[what] = _moving(event, layout, machine) if moving else 0.0
-            else:
-                known[what] = _computing(event, queries, keys, spec, layout, machine)
-        return known[what]
-
-    def until(events: Sequence[Event]) -> float:
-        played = zip(events, chunk_times.timeline(events, seconds))
-        return max((end for event, (_, end) in played if event.kind in ("compute", "send")), default=0.0)
-
-    return until(made.of["forward"]) + until(made.of["backward"])
-
-
-def _moving(event: Event, layout: Layout, machine: Machine) -> float:
-    """The disk is one for all ranks of a node."""
-    cluster = machine.cluster
-    if layout.offload == "device" or (layout.offload == "host" and machine.device_is_host):
-        return 0.0
-    if layout.offload == "host":
-        way = "to_device" if event.kind == "fetch" else "to_host"
-        return float(cluster.copy_s(f"{way} pinned both", event.bytes, beyond=True))
-    ranks = layout.world / cluster.nodes
-    return ranks * float(cluster.disk_s("read" if event.kind == "fetch" else "write", event.bytes, depth=1, mode="plain", beyond=True))
-
-
-def _computing(event: Event, queries: int, keys: int, spec: ModelSpec, layout: Layout, machine: Machine) -> float:
-    """`queries`, `keys`: tokens of a ring rank."""
-    cluster, dtype = machine.cluster, machine.dtype
-    if event.kind == "send":
-        return float(cluster.collective_s("all_to_all", event.bytes, layout.ulysses, "node", beyond=True))
-    if event.name.startswith("attend"):
-        direction, diagonal = DIRECTIONS[event.name == "attend_back"], event.chunk == event.keys
-        heads = _heads(spec, layout)
-        if diagonal and layout.ring == 1:
-            return float(cluster.attention_s(queries, keys, heads, dtype, direction, causal=True, beyond=True))
-        part = 0.5 if diagonal else 1.0
-        return part * float(cluster.attention_s(queries, keys * layout.ring, heads, dtype, direction, beyond=True))
-    rows, width, inner = queries / layout.ulysses, spec.width, spec.heads * spec.head_width / layout.tp
-    if event.name.startswith("qkv"):
-        shapes = [(width, inner + 2 * spec.kv_heads * spec.head_width / layout.tp)]
-    else:
-        ffn = spec.ffn / layout.tp
-        shapes = [(inner, width), *[(width, ffn)] * (2 if spec.gated else 1), (ffn, width)]
-    times = {"qkv": 1, "tail": 1, "tail_back": 3, "qkv_back": 2}[event.name]
-    return times * sum(float(cluster.matmul_s(rows, k, n, dtype, beyond=True)) for k, n in shapes)
+    return seconds(moving=False) / seconds(moving=True)
 
 
 def _rate(spec: ModelSpec, layout: Layout, tokens: int, machine: Machine) -> float:
     """Of attention of a chunk to a chunk, forward and backward, in FLOP/s."""
-    heads, sizes = _heads(spec, layout), (tokens / layout.ring, tokens)
+    heads, sizes = Heads(*own_heads(spec, layout, layout.coord(0)), spec.head_width), (tokens / layout.ring, tokens)
     flops = sum(float(attention_flops(*sizes, heads, way, causal=False)) for way in DIRECTIONS)
     return flops / sum(float(machine.cluster.attention_s(*sizes, heads, machine.dtype, way, beyond=True)) for way in DIRECTIONS)
-
-
-def _heads(spec: ModelSpec, layout: Layout) -> Heads:
-    return Heads(*own_heads(spec, layout, layout.coord(0)), spec.head_width)
