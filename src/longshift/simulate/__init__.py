@@ -1,1 +1,1 @@
-"""Seconds of a step without a machine: what operations cost, and a clock that plays programs on lanes."""
+"""What a step takes, without running it: seconds of operations, of a step in closed form, and their calibration."""

@@ -1,0 +1,80 @@
+"""Seconds of a collective on a fabric of nodes: numbers or arrays that broadcast.
+
+A node has one network card a device. A group with r ranks on each of its nodes leaves a node through r cards at once: 16 ranks over two
+nodes of 8 have 8 cards each way. Groups of the same kind that share a node have the other cards, so that each group has its own.
+
+    ring (all_gather, reduce_scatter; all_reduce is both)   bytes (n-1)/n through every rank, and through the cards of every node
+    all_to_all                                              each rank's bytes to other nodes through its own card, the rest inside
+    send                                                    one card, or the link inside a node
+
+A message waits at every hop of a ring: n - nodes hops inside and nodes - 1 between them, and a collective begins once.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from longshift.cluster.cluster import Cluster, Number, Operation
+
+# Seconds before the first hop. nccl-tests on 8 H200 (DistCA repository): all-gathers of 8 to 16 MB take 27, 39 and 48 us more than
+# their bytes on 2, 4 and 8 ranks, which is 20 us and 3.4 us a hop, and 3.4 us is NCCL's own figure for NVLink.
+BEGIN_S = 20e-6
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """Links of a cluster as numbers or arrays. Rates in bytes/s one way per device, as reached; latencies in seconds a hop."""
+
+    per_node: Number
+    node_bytes_per_s: Number
+    node_latency_s: Number
+    network_bytes_per_s: Number
+    network_latency_s: Number
+    begin_s: Number = BEGIN_S
+
+    def collective_s(self, operation: Operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
+        """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node. bytes: see `cluster.cluster`."""
+        size_bytes, ranks = np.asarray(size_bytes, dtype=float), np.asarray(ranks, dtype=float)
+        inside = np.minimum(ranks_per_node, ranks)
+        nodes = np.ceil(ranks / inside)
+        if operation == "send":
+            rate = np.where(nodes > 1, np.minimum(self.network_bytes_per_s, self.node_bytes_per_s), self.node_bytes_per_s)
+            latency_s = np.where(nodes > 1, self.network_latency_s, self.node_latency_s)
+            return np.asarray(np.where(ranks > 1, self.begin_s + latency_s + size_bytes / rate, 0.0))
+        hops_s = (ranks - nodes) * self.node_latency_s + (nodes - 1) * self.network_latency_s
+        if operation == "all_to_all":
+            between_s = size_bytes * (ranks - inside) / ranks / self.network_bytes_per_s
+            wire_s = np.maximum(between_s, size_bytes * (inside - 1) / ranks / self.node_bytes_per_s)
+        else:
+            cards = np.where(nodes > 1, inside * self.network_bytes_per_s, np.inf)
+            wire_s = size_bytes * (ranks - 1) / ranks / np.minimum(self.node_bytes_per_s, cards)
+        times = 2 if operation == "all_reduce" else 1
+        return np.asarray(np.where(ranks > 1, self.begin_s + times * (hops_s + wire_s), 0.0))
+
+
+def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
+    """The fabric of a cluster's constants; `node` and `network` are shares of what its links reach."""
+    inside, between = cluster.links["node"], cluster.links.get("network", cluster.links["node"])
+    between_share = cluster.shares["network link"] if "network" in cluster.links else cluster.shares["node link"]
+    return Fabric(
+        cluster.devices_per_node,
+        inside.bytes_per_s * cluster.shares["node link"] * node,
+        inside.latency_s,
+        between.bytes_per_s * between_share * network,
+        between.latency_s,
+    )
+
+
+def collective_s(cluster: Cluster, operation: Operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
+    """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node: from curves where the cluster was measured, else by its
+    constants."""
+    inside = np.minimum(ranks_per_node, ranks)
+    names = {level: f"{operation} {level}" for level in ("node", "network")}
+    if not cluster.curves or names["node"] not in cluster.curves:
+        return fabric(cluster).collective_s(operation, size_bytes, ranks, ranks_per_node)
+    ranks, size_bytes = np.asarray(ranks, dtype=float), np.maximum(np.asarray(size_bytes, dtype=float), 1.0)
+    found = cluster.curves[names["node"]](np.maximum(ranks, 2), size_bytes, beyond=True)
+    if names["network"] in cluster.curves:
+        between = cluster.curves[names["network"]](np.maximum(ranks, 2), size_bytes / inside, beyond=True)
+        found = np.where(inside < ranks, np.maximum(found, between), found)
+    return np.asarray(np.where(ranks > 1, found, 0.0))

@@ -1,0 +1,255 @@
+"""Closed form: seconds of one training step, for arrays of candidates at once.
+
+A rank computes m micro-batches on the slowest stage, waits while a pipeline fills and drains, moves weights and gradients, and updates:
+
+    step = m * slot + (other stages' slots) / v + stall + messages + gather + reduce + optimizer + wait
+
+slot: forward, recomputation and backward of a stage's units with what their traffic exposes. p stages of v chunks; m % p micro-batches left
+over stall an interleaved order by (p - m % p) (v - 1) / v backwards, since a group of p is what keeps its chunks apart. Even stages take
+what the replay of `schedule.pipeline` takes; of uneven ones this is an upper bound.
+
+What traffic is hidden under is the trainer's habit (`cost.Habits`), never a fitted share of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from longshift.cluster.cluster import Number
+from longshift.simulate.cost import RECOMPUTE, Cost, Mesh, Sizes, Work
+
+# In the order of a table. All are seconds that a step shows; what is hidden under computation is in Forecast.hidden.
+PARTS = (
+    *("matmul", "attention", "elementwise", "launch", "recompute", "head", "tp", "ulysses", "ring", "gather", "reduce", "bubble"),
+    *("messages", "optimizer", "wait"),
+)
+# Bytes an owned weight: Adam reads and writes master and moments in float32, reads the gradient twice (norm, update), writes the copy.
+UPDATE_BYTES = 34.0
+# Relative half-width that holds 80 % of the errors of benchmarks/published.py: sources it was not fitted to, and after three of their rows.
+BAND, BAND_CALIBRATED = 0.25, 0.10
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Layouts and what a step has for each, numbers or arrays that broadcast. `recompute`: codes of `cost.RECOMPUTE`. `micros`: micro-batches
+    of a replica. `tokens`, `pairs`: of a pack, the causal pairs being the sum of n^2/2 over its documents.
+    """
+
+    tp: Number
+    ulysses: Number
+    ring: Number
+    dp: Number
+    pp: Number
+    virtual: Number
+    zero: Number
+    recompute: Number
+    micros: Number
+    tokens: Number
+    pairs: Number
+
+    @property
+    def ranks(self) -> Number:
+        return np.asarray(self.tp) * self.ulysses * self.ring * self.dp * self.pp
+
+    def take(self, index: np.ndarray | slice) -> "Candidates":
+        """Some of the candidates; numbers stay."""
+        return Candidates(*(value[index] if np.ndim(value := getattr(self, f.name)) else value for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of one step by part (PARTS), and traffic that is hidden under computation by its part. `band`: relative half-width."""
+
+    parts: Mapping[str, np.ndarray]
+    hidden: Mapping[str, np.ndarray]
+    band: float = BAND
+
+    @property
+    def total(self) -> np.ndarray:
+        """Seconds of the step."""
+        return sum((self.parts[name] for name in PARTS), np.zeros(()))
+
+
+def closed_form(cost: Cost, at: Candidates) -> Forecast:
+    """Seconds of one step of each candidate."""
+    tp, ulysses, ring, dp, pp, virtual, zero = map(np.asarray, (at.tp, at.ulysses, at.ring, at.dp, at.pp, at.virtual, at.zero))
+    micros, sizes, habits, launch_s = np.asarray(at.micros, dtype=float), cost.sizes, cost.habits, cost.rates.launch_s
+    mesh = Mesh(tp, ulysses, ring)
+    forward, again, backward = _block(cost, mesh, at)
+    blocks = virtual * np.ceil(sizes.layers / (pp * virtual))  # of the slowest stage
+    held = _held(cost, at, blocks)
+
+    shown = {name: work.compute_s(launch_s) for name, work in (("forward", forward), ("again", again), ("backward", backward))}
+    works = forward + again + backward
+    tensor_s, tensor_hidden_s = _tensor(cost, mesh, works)
+    ring_s, ring_hidden_s = _ring(cost, (forward, again, backward))
+    gather_slot_s, gather_hidden_s = _gathered(cost, held, zero, shown)
+    reduce_slot_s, reduce_slot_hidden_s = _reduced(cost, held, zero, gather_slot_s[1], shown)
+    block_s = sum(shown.values()) + tensor_s + works.ulysses_s + ring_s + gather_slot_s[0] + reduce_slot_s
+
+    head = cost.head(mesh, at.tokens)
+    embeddings = cost.embeddings(mesh, at.tokens, False).times(2)
+    ends = [np.maximum(work.device_s, work.kernels * launch_s) + work.tensor_s for work in (head, embeddings)]
+    ends_s = np.where(pp > 1, np.maximum(*ends), ends[0] + ends[1])
+    slot_s = blocks * block_s + ends_s
+    others_s = np.maximum(0.0, sizes.layers * block_s + ends[0] + ends[1] - slot_s)
+    left = micros % pp
+    stall_s = np.where((virtual > 1) & (left > 0), (pp - left) * (virtual - 1) / virtual * blocks * shown["backward"], 0.0)
+    bubble_s = np.where(pp > 1, others_s / virtual + stall_s, 0.0)
+
+    message_s = _message_s(cost, at)
+    messages = 2 * np.where(np.asarray(habits.messages_hidden) == 1, pp - 1.0, micros * virtual + pp - 1)
+    messages_s = np.where(pp > 1, messages * message_s * cost.rates.constants.messages, 0.0)
+
+    once_gather_s, once_reduce_s = held.once(zero)
+    first_s, last_s = blocks * shown["forward"], (blocks - 1) * (shown["again"] + shown["backward"])
+    gather_once_s = np.where(np.asarray(habits.gather_hidden) == 1, np.maximum(0.0, once_gather_s - first_s), once_gather_s)
+    least_s = once_reduce_s / np.maximum(blocks, 1)
+    reduce_once_s = np.where(np.asarray(habits.reduce_hidden) == 1, np.maximum(least_s, once_reduce_s - last_s), once_reduce_s)
+
+    owned = held.elements / np.where(zero >= 1, held.ranks, 1)
+    optimizer_s = cost.rates.elementwise_s(owned * UPDATE_BYTES * cost.rates.constants.update) + cost.rates.constants.begin_s
+    per_step = micros * blocks
+    plain = forward + backward
+    launched_s = shown["forward"] + shown["backward"] - plain.device_s
+    parts = {
+        "matmul": per_step * plain.matmul_s,
+        "attention": per_step * plain.attention_s,
+        "elementwise": per_step * plain.elementwise_s,
+        "launch": per_step * launched_s,
+        "recompute": per_step * shown["again"],
+        "head": micros * ends_s,
+        "tp": per_step * tensor_s,
+        "ulysses": per_step * works.ulysses_s,
+        "ring": per_step * ring_s,
+        "gather": per_step * gather_slot_s[0] + gather_once_s,
+        "reduce": per_step * reduce_slot_s + reduce_once_s,
+        "bubble": bubble_s,
+        "messages": messages_s,
+        "optimizer": optimizer_s,
+    }
+    parts["wait"] = cost.rates.constants.jitter * np.log2(np.maximum(at.ranks, 1)) * sum(parts.values())
+    hidden = {
+        "tp": per_step * tensor_hidden_s,
+        "ring": per_step * ring_hidden_s,
+        "gather": per_step * gather_hidden_s + once_gather_s - gather_once_s,
+        "reduce": per_step * reduce_slot_hidden_s + once_reduce_s - reduce_once_s,
+    }
+    shape = np.broadcast_shapes(*(np.shape(part) for part in parts.values()))
+    return Forecast(*({name: np.broadcast_to(part, shape) for name, part in some.items()} for some in (parts, hidden)))
+
+
+def _block(cost: Cost, mesh: Mesh, at: Candidates) -> tuple[Work, Work, Work]:
+    """Work of a block: forward, computed again, backward."""
+    halves = ("attention half", "mlp half")
+    attention, mlp = (cost.forward(half, mesh, at.tokens, at.pairs) for half in halves)
+    backward = cost.backward(halves[0], mesh, at.tokens, at.pairs) + cost.backward(halves[1], mesh, at.tokens, at.pairs)
+    code = np.asarray(at.recompute)
+    full, keeps = code >= RECOMPUTE.index("full"), code == RECOMPUTE.index("full.keep-output")
+    again = attention.times(full | (code == RECOMPUTE.index("attention"))) + mlp.times(full)
+    kept = Work(attention_s=-attention.attention_s * keeps, ring_s=-attention.ring_s * keeps)
+    again = again + kept
+    if np.any(code == RECOMPUTE.index("selective")):
+        again = again + cost.again_inside(mesh, at.tokens, at.pairs).times(code == RECOMPUTE.index("selective"))
+    return attention + mlp, again, backward
+
+
+def _tensor(cost: Cost, mesh: Mesh, works: Work) -> tuple[np.ndarray, np.ndarray]:
+    """Tensor traffic of a block that shows, and that is hidden: asynchronous, all but the first of tp pieces travel under matmuls."""
+    whole_s = np.asarray(works.tensor_s)
+    under_s = np.minimum(whole_s * (1 - 1 / np.asarray(mesh.tp)), works.matmul_s) * (np.asarray(cost.habits.tensor_hidden) == 1)
+    return whole_s - under_s, under_s
+
+
+def _ring(cost: Cost, works: tuple[Work, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Ring traffic of a block that shows, and that is hidden under attention."""
+    whole_s = [np.asarray(work.ring_s) for work in works]
+    under_s = [np.minimum(ring_s, work.attention_s) * (np.asarray(cost.habits.ring_hidden) == 1) for ring_s, work in zip(whole_s, works)]
+    return np.asarray(sum(whole_s) - sum(under_s)), np.asarray(sum(under_s))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Weights of the fullest rank. `ranks` share them, `shard` of these own parts of one copy. Seconds to gather and to sum a block and all."""
+
+    elements: Number
+    blocks: Number
+    ranks: Number
+    gather_s: np.ndarray
+    scatter_s: np.ndarray
+    all_reduce_s: np.ndarray
+    ends: Number  # weights of embeddings and head over those of a block
+
+    def once(self, zero: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Gathered and reduced once a step, seconds: ZeRO 1 and 2 gather, 0 and 1 reduce; 3 does the ends of the model only."""
+        units = self.blocks + self.ends
+        gather_s = np.where((zero == 1) | (zero == 2), units, np.where(zero == 3, self.ends, 0.0)) * self.gather_s
+        reduce_s = np.where(zero == 0, units * self.all_reduce_s, np.where(zero == 1, units, self.ends) * self.scatter_s)
+        return gather_s, reduce_s
+
+
+def _held(cost: Cost, at: Candidates, blocks: np.ndarray) -> _Held:
+    sizes, habits = cost.sizes, cost.habits
+    ranks = np.asarray(at.dp) * at.ulysses * at.ring
+    shard = np.where(np.asarray(habits.shard_group) > 0, np.minimum(habits.shard_group, ranks), ranks)
+    ends = np.where(np.asarray(at.pp) > 1, 1.0, 2.0 - sizes.tied) * sizes.head_elements / sizes.block_elements
+    per_node = np.maximum(1, cost.rates.fabric.per_node / np.asarray(at.tp))
+    elements = sizes.block_elements / np.asarray(at.tp)
+    gradient_bytes = elements * habits.gradient_bytes
+    collective_s = cost.rates.collective_s
+    gather_s = collective_s("all_gather", elements * cost.rates.element_bytes, shard, per_node)
+    scatter_s = collective_s("reduce_scatter", gradient_bytes, shard, per_node)
+    across, across_per_node = ranks / shard, np.maximum(1, per_node / shard)
+    scatter_s = scatter_s + np.where(shard < ranks, collective_s("all_reduce", gradient_bytes / shard, across, across_per_node), 0.0)
+    all_reduce_s = collective_s("all_reduce", gradient_bytes, ranks, per_node)
+    return _Held(elements * (blocks + ends), blocks, ranks, gather_s, scatter_s, all_reduce_s, ends)
+
+
+def _gathered(
+    cost: Cost, held: _Held, zero: np.ndarray, shown: Mapping[str, np.ndarray]
+) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+    """ZeRO-3 gathers of a block in its forward and its backward: seconds that show (both; traffic of the backward), and that are hidden under
+    the block before."""
+    gather_s = np.where(zero == 3, held.gather_s, 0.0)
+    ahead = np.asarray(cost.habits.gather_hidden) == 1
+    forward_s = np.where(ahead, np.maximum(0.0, gather_s - shown["forward"]), gather_s)
+    backward_s = np.where(ahead, np.maximum(0.0, gather_s - shown["again"] - shown["backward"]), gather_s)
+    return (forward_s + backward_s, gather_s), 2 * gather_s - forward_s - backward_s
+
+
+def _reduced(
+    cost: Cost, held: _Held, zero: np.ndarray, gather_s: np.ndarray, shown: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Reductions of a block after each of its backwards (ZeRO 2 and 3), seconds that show and that are hidden; a gather of the backward has the
+    links first."""
+    reduce_s = np.where(zero >= 2, held.scatter_s, 0.0)
+    under_s = shown["again"] + shown["backward"]
+    free_s = np.maximum(0.0, under_s - np.where(np.asarray(cost.habits.gather_hidden) == 1, gather_s, 0.0))
+    exposed_s = np.where(np.asarray(cost.habits.reduce_hidden) == 1, np.maximum(0.0, reduce_s - free_s), reduce_s)
+    return exposed_s, reduce_s - exposed_s
+
+
+def _message_s(cost: Cost, at: Candidates) -> np.ndarray:
+    """Seconds of one boundary activation to the next stage; tensor-parallel ranks each send a share where they hold one."""
+    sharers = np.where(np.asarray(cost.habits.sequence_parallel) == 1, at.tp, 1)
+    rows = np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring) / sharers
+    stage_ranks = np.asarray(at.ranks) / at.pp
+    per_node = np.where(stage_ranks < cost.rates.fabric.per_node, 2, 1)
+    return cost.rates.collective_s("send", rows * cost.sizes.width * cost.rates.element_bytes, 2, per_node)
+
+
+def model_flops(sizes: Sizes, tokens: Number, pairs: Number, parameters: Number) -> dict[str, np.ndarray]:
+    """FLOP of one step of `tokens` with so many causal `pairs`, in each convention of the field that divides by seconds and peak to an MFU.
+    `parameters`: all weights, tied ones once."""
+    tokens, pairs = np.asarray(tokens, dtype=float), np.asarray(pairs, dtype=float)
+    weights = sizes.layers * sizes.block_elements
+    scores = 12.0 * sizes.layers * sizes.inner * pairs
+    with_head = 6.0 * (weights + sizes.head_elements) * tokens
+    return {
+        "6N": 6.0 * parameters * tokens,
+        "6N blocks": 6.0 * weights * tokens,
+        "causal": with_head + scores,
+        "full square": with_head + 2 * scores,
+        "with recompute": (8.0 * weights + 6.0 * sizes.head_elements) * tokens + 2 * scores * 4 / 3,
+    }

@@ -1,0 +1,300 @@
+"""Cost: what one turn of a unit takes on one rank, from the model's sizes, the mesh and the tokens; numbers or arrays that broadcast.
+
+A turn is a list of operations: matmuls, attention, elementwise bytes, launches. Each matmul and attention takes the longer of its arithmetic
+and its memory traffic; a turn takes the longer of their sum and of its launches. What travels between ranks during a turn is said apart,
+so that who puts turns on lanes overlaps it as the runtime does.
+
+    forward    qkv [T, D, A+2B]  attention  o [T, A, D]   gate, up [T, D, F]  down [T, F, D]     each 1/tp, T of one rank of u and ring
+    backward   each matmul twice: its input's gradient and its weight's; attention 2.5 times
+
+Letters: T tokens, D model width, A query heads * head width, B key/value heads * head width, F feed-forward width, V vocabulary.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import numpy as np
+
+from longshift.cluster.cluster import Number
+from longshift.simulate.rates import Rates
+from longshift.spec.model import ModelSpec
+
+Half = Literal["attention half", "mlp half"]
+UnitKind = Literal["embeddings", "block", "head"]
+
+RECOMPUTE = ("none", "selective", "attention", "full", "full.keep-output")  # codes: positions here
+
+# Elements read and written by the elementwise operations of a block's forward, as multiples of D, A and F a token: norms (read, write, and a
+# float32 copy), residual sums (two reads, a write), rotary angles and head layouts, activation and gate. Compiled: fused into one kernel
+# between two matmuls. Backward: read the input again and write its gradient.
+EAGER = {"wide": 14.0, "inner": 8.0, "gated": 5.0, "plain": 3.0}
+COMPILED = {"wide": 9.0, "inner": 5.0, "gated": 3.0, "plain": 2.0}
+BACKWARD = 1.6
+# Bytes a score of unfused attention: the product's write, masked softmax, dropout with its mask, the product's read; and their gradients.
+SCORE_BYTES = {"forward": 13.0, "backward": 18.0}
+LOGIT_BYTES = 26.0  # bf16 product, float32 copy, log-softmax, its gradient in float32 and bf16: reads and writes, forward and backward
+KERNELS = {"eager": 30.0, "compiled": 14.0, "unfused": 5.0}  # launches of a block's forward; backward twice as many
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What a trainer does; numbers 0 to 1 or arrays of them. The letters of the field: z for ZeRO, SP for sequence parallel.
+
+    `flash`: attention in one kernel. `compiled`: elementwise operations fused. `sequence_parallel`: tensor-parallel ranks share the tokens of
+    norms and residuals. `tensor_hidden`: tensor traffic under the matmuls that make it (asynchronous tp). `gather_hidden`: ZeRO-3 gathers one
+    unit ahead, else before each. `reduce_hidden`: gradients travel under the backward that makes them. `messages_hidden`: a stage computes
+    while its messages travel. `ring_hidden`: keys and values travel under attention. `gradient_bytes`: of an element that is reduced.
+    `selective_matmuls`: share of a block's matmuls that recompute selective computes again beside attention. `shard_group`: ranks that share
+    one copy under ZeRO-3 (hybrid sharding); 0: all. `resident_weights`: ZeRO 0 has its weights already, without a gather.
+    """
+
+    flash: Number = 1.0
+    compiled: Number = 0.0
+    sequence_parallel: Number = 1.0
+    tensor_hidden: Number = 0.0
+    gather_hidden: Number = 1.0
+    reduce_hidden: Number = 1.0
+    messages_hidden: Number = 0.0
+    ring_hidden: Number = 1.0
+    gradient_bytes: Number = 4.0
+    selective_matmuls: Number = 0.0
+    selective_attention: Number = 1.0
+    shard_group: Number = 0.0
+
+
+# Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32; receives
+# are posted one event ahead and sends are awaited pp events later (`program.turns`), so messages travel beside computation.
+LONGSHIFT = Habits(messages_hidden=1.0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model in numbers or arrays of them. `inner`: query heads * head width; `keys`: key/value heads * head width; `gated`, `tied`: 0 or 1."""
+
+    layers: Number
+    width: Number
+    heads: Number
+    inner: Number
+    keys: Number
+    ffn: Number
+    vocab: Number
+    gated: Number
+    tied: Number
+
+    @property
+    def block_elements(self) -> Number:
+        """Weights of a block's matmuls."""
+        return self.width * (2 * self.inner + 2 * self.keys + (2 + self.gated) * self.ffn)
+
+    @property
+    def head_elements(self) -> Number:
+        return self.width * self.vocab
+
+
+def sizes(spec: ModelSpec) -> Sizes:
+    """Sizes of a model."""
+    inner, keys = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
+    return Sizes(spec.layers, spec.width, spec.heads, inner, keys, spec.ffn, spec.vocab, float(spec.gated), float(spec.tied))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks that share a pack, and devices of a node."""
+
+    tp: Number = 1
+    ulysses: Number = 1
+    ring: Number = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one turn on one rank, by kind; `kernels`: launches. `tensor_s`, `ulysses_s`, `ring_s`: traffic during the turn."""
+
+    matmul_s: Number = 0.0
+    attention_s: Number = 0.0
+    elementwise_s: Number = 0.0
+    kernels: Number = 0.0
+    tensor_s: Number = 0.0
+    ulysses_s: Number = 0.0
+    ring_s: Number = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, factor: Number) -> "Work":
+        return Work(*(getattr(self, f.name) * factor for f in fields(self)))
+
+    @property
+    def device_s(self) -> Number:
+        """Seconds that the device computes."""
+        return self.matmul_s + self.attention_s + self.elementwise_s
+
+    def compute_s(self, launch_s: Number) -> np.ndarray:
+        """Seconds without traffic: the longer of the device's work and of its launches."""
+        return np.maximum(self.device_s, np.asarray(self.kernels) * launch_s)
+
+    def exposed_s(self, launch_s: Number) -> np.ndarray:
+        """Seconds in Longshift: tensor and Ulysses traffic exposed, ring under attention."""
+        return self.compute_s(launch_s) + self.tensor_s + self.ulysses_s + np.maximum(0.0, np.asarray(self.ring_s) - self.attention_s)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of turns of one model on one kind of device under one trainer's habits."""
+
+    sizes: Sizes
+    rates: Rates
+    habits: Habits = LONGSHIFT
+
+    def turn(
+        self,
+        kind: UnitKind,
+        turn: str,
+        part: str,
+        mesh: Mesh,
+        tokens: Number,
+        pairs: Number,
+        recompute: Number = 0,
+        loss_blocks: Number = 1,
+    ) -> Work:
+        """Of a `compute` operation of `program.operations`: its turn and part, on a pack of so many `tokens` with so many causal `pairs` (sum of
+        n^2/2 over documents), both over all ranks that share it. A loss turn has 1/`loss_blocks` of the tokens. `recompute`: a code of
+        RECOMPUTE."""
+        if kind == "embeddings":
+            return self.embeddings(mesh, tokens, turn == "backward")
+        if kind == "head":
+            return self.head(mesh, np.asarray(tokens) / loss_blocks)
+        halves: tuple[Half, ...] = ("attention half", "mlp half") if part not in ("attention half", "mlp half") else (part,)
+        found = Work()
+        for half in halves:
+            if turn == "backward":
+                found = found + self.backward(half, mesh, tokens, pairs)
+                if half == "attention half":
+                    found = found + self.again_inside(mesh, tokens, pairs).times(np.asarray(recompute) == RECOMPUTE.index("selective"))
+            else:
+                found = found + self.forward(half, mesh, tokens, pairs, attends=not (turn == "again" and part == "block with output"))
+        return found
+
+    def forward(self, half: Half, mesh: Mesh, tokens: Number, pairs: Number, attends: bool = True) -> Work:
+        """Of half a block, forward. `attends` False: all but attention itself."""
+        s, rows = self.sizes, _rows(mesh, tokens)
+        tensor_s = self._tensor_s(mesh, rows)
+        if half == "mlp half":
+            matmul_s = self._matmuls_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp) + self._matmuls_s(rows, s.ffn / mesh.tp, s.width)
+            return Work(matmul_s, 0.0, self._elementwise_s(mesh, rows, half), self._kernels(half), tensor_s)
+        matmul_s = self._matmuls_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp)
+        matmul_s = matmul_s + self._matmuls_s(rows, s.inner / mesh.tp, s.width)
+        attention_s = self.attention_s(mesh, tokens, pairs, False) if attends else 0.0
+        ring_s = self._ring_s(mesh, tokens, False) if attends else 0.0
+        elementwise_s = self._elementwise_s(mesh, rows, half)
+        return Work(matmul_s, attention_s, elementwise_s, self._kernels(half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
+
+    def backward(self, half: Half, mesh: Mesh, tokens: Number, pairs: Number) -> Work:
+        """Of half a block, backward: gradients of inputs and of weights."""
+        s, rows = self.sizes, _rows(mesh, tokens)
+        elementwise_s, tensor_s = BACKWARD * self._elementwise_s(mesh, rows, half), self._tensor_s(mesh, rows)
+        if half == "mlp half":
+            matmul_s = self._gradients_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp) + self._gradients_s(rows, s.ffn / mesh.tp, s.width)
+            return Work(matmul_s, 0.0, elementwise_s, 2 * self._kernels(half), tensor_s)
+        matmul_s = self._gradients_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp)
+        matmul_s = matmul_s + self._gradients_s(rows, s.inner / mesh.tp, s.width)
+        attention_s, ring_s = self.attention_s(mesh, tokens, pairs, True), self._ring_s(mesh, tokens, True)
+        return Work(matmul_s, attention_s, elementwise_s, 2 * self._kernels(half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
+
+    def again_inside(self, mesh: Mesh, tokens: Number, pairs: Number) -> Work:
+        """What recompute selective adds to a block's backward: attention, or where the habit says so, a share of the matmuls."""
+        whole = self.forward("attention half", mesh, tokens, pairs) + self.forward("mlp half", mesh, tokens, pairs)
+        share, attends = self.habits.selective_matmuls, self.habits.selective_attention
+        return Work(
+            whole.matmul_s * share, whole.attention_s * attends, whole.elementwise_s * (np.asarray(share) > 0), whole.kernels * share
+        )
+
+    def attention_s(self, mesh: Mesh, tokens: Number, pairs: Number, backward: bool) -> np.ndarray:
+        """Seconds of a rank's attention: its heads of tp and Ulysses, its queries of the ring, in as many pieces as keys arrive in."""
+        s, h, r = self.sizes, self.habits, self.rates
+        heads = s.heads / (np.asarray(mesh.tp) * mesh.ulysses)
+        own_rows, own_pairs, width = np.asarray(tokens) / mesh.ring, np.asarray(pairs) / mesh.ring, s.inner / s.heads
+        flash_s = r.attention_s(own_rows * (1 + np.asarray(mesh.ring)) / 2, own_pairs, heads, width, backward)
+        if np.all(np.asarray(h.flash) == 1):
+            return flash_s
+        way = "backward" if backward else "forward"
+        flops = (8.0 if backward else 4.0) * heads * width * 2 * own_pairs
+        slowed = 1 + r.constants.ramp / width
+        unfused_s = flops * slowed / r.matmul_flops_per_s
+        unfused_s = unfused_s + heads * 2 * own_pairs * SCORE_BYTES[way] * r.constants.scores / r.memory_bytes_per_s
+        return np.where(np.asarray(h.flash) == 1, flash_s, unfused_s)
+
+    def embeddings(self, mesh: Mesh, tokens: Number, backward: bool) -> Work:
+        """Of the embeddings' turn: rows read and written; tensor-parallel ranks sum what each found."""
+        rows = _rows(mesh, tokens)
+        moved_bytes = 4.0 * self.rates.element_bytes * rows * self.sizes.width
+        return Work(0.0, 0.0, self.rates.elementwise_s(moved_bytes), 6.0, self._tensor_s(mesh, rows) / 2)
+
+    def head(self, mesh: Mesh, tokens: Number) -> Work:
+        """Of the head's loss turn on so many tokens: final norm, logits, cross entropy, and their backward."""
+        s, rows = self.sizes, _rows(mesh, tokens)
+        columns = s.vocab / np.asarray(mesh.tp)
+        matmul_s = self._matmuls_s(rows, s.width, columns) + self._gradients_s(rows, s.width, columns)
+        moved_bytes = rows * (columns * LOGIT_BYTES * self.rates.constants.loss + 8.0 * s.width * self.rates.element_bytes)
+        return Work(matmul_s, 0.0, self.rates.elementwise_s(moved_bytes), 20.0, self._tensor_s(mesh, rows))
+
+    def _matmuls_s(self, rows: Number, k: Number, n: Number) -> np.ndarray:
+        return self.rates.matmul_s(rows, k, n)
+
+    def _gradients_s(self, rows: Number, k: Number, n: Number) -> np.ndarray:
+        return self.rates.matmul_s(rows, n, k) + self.rates.matmul_s(k, rows, n)
+
+    def _keys(self, mesh: Mesh) -> Number:
+        """Key/value width over all tensor-parallel ranks: each has at least one head."""
+        return np.maximum(self.sizes.keys, self.sizes.inner / self.sizes.heads * np.asarray(mesh.tp))
+
+    def _elementwise_s(self, mesh: Mesh, rows: Number, half: Half) -> np.ndarray:
+        s, h, c = self.sizes, self.habits, self.rates.constants
+        wide_ranks = np.where(np.asarray(h.sequence_parallel) == 1, mesh.tp, 1)
+
+        def elements(passes: dict[str, float]) -> Number:
+            wide = passes["wide"] / 2 * s.width / wide_ranks
+            if half == "attention half":
+                return wide + passes["inner"] * (s.inner + s.keys) / 2 / mesh.tp
+            return wide + (s.gated * passes["gated"] + (1 - s.gated) * passes["plain"]) * s.ffn / mesh.tp
+
+        moved = np.where(np.asarray(h.compiled) == 1, c.compiled * elements(COMPILED), c.eager * elements(EAGER))
+        return self.rates.elementwise_s(moved * rows * self.rates.element_bytes)
+
+    def _kernels(self, half: Half) -> Number:
+        h = self.habits
+        found = np.where(np.asarray(h.compiled) == 1, KERNELS["compiled"], KERNELS["eager"]) / 2
+        return found + (1 - np.asarray(h.flash)) * KERNELS["unfused"] if half == "attention half" else found
+
+    def _tensor_s(self, mesh: Mesh, rows: Number) -> np.ndarray:
+        """An all-gather and a reduce-scatter, or an all-reduce, of a residual stream."""
+        size_bytes, per_node = rows * self.sizes.width * self.rates.element_bytes, self.rates.fabric.per_node
+        split = 2 * self.rates.collective_s("all_gather", size_bytes, mesh.tp, per_node)
+        if np.all(np.asarray(self.habits.sequence_parallel) == 1):
+            return split
+        whole = self.rates.collective_s("all_reduce", size_bytes, mesh.tp, per_node)
+        return np.where(np.asarray(self.habits.sequence_parallel) == 1, split, whole)
+
+    def _ulysses_s(self, mesh: Mesh, rows: Number) -> np.ndarray:
+        """All-to-alls of queries, keys, values and outputs of `parallel.ulysses`."""
+        if np.all(np.asarray(mesh.ulysses) == 1):
+            return np.zeros(())
+        per_node = np.maximum(1, self.rates.fabric.per_node / np.asarray(mesh.tp))
+        size_bytes = rows * (2 * self.sizes.inner + 2 * self._keys(mesh)) / mesh.tp * self.rates.element_bytes
+        return self.rates.collective_s("all_to_all", size_bytes, mesh.ulysses, per_node)
+
+    def _ring_s(self, mesh: Mesh, tokens: Number, backward: bool) -> np.ndarray:
+        """Keys and values round the ring; backward their gradients in float32 behind them: bytes as in `parallel.ring`."""
+        if np.all(np.asarray(mesh.ring) == 1):
+            return np.zeros(())
+        inside = np.asarray(mesh.tp) * mesh.ulysses
+        elements = 2 * np.asarray(tokens) / mesh.ring * self._keys(mesh) / inside
+        per_node = np.maximum(1, self.rates.fabric.per_node / inside)
+        hops = np.asarray(mesh.ring) - 1
+        found = hops * self.rates.collective_s("send", elements * self.rates.element_bytes, mesh.ring, per_node)
+        return found + mesh.ring * self.rates.collective_s("send", elements * 4, mesh.ring, per_node) if backward else found
+
+
+def _rows(mesh: Mesh, tokens: Number) -> np.ndarray:
+    """Tokens of a rank in linear layers."""
+    return np.asarray(tokens, dtype=float) / (np.asarray(mesh.ulysses) * mesh.ring)

@@ -1,0 +1,140 @@
+"""Rates: how long one operation takes on one device of a cluster, as numbers or arrays that broadcast.
+
+A cluster that was measured answers from its curves. Else its constants do, and what a step reaches of them (`Constants`):
+
+    matmul [m, k] @ [k, n]   tiles of 128 x 256, a last wave of tiles that is not full, a start before the first k; or its bytes
+    attention                pairs of tokens, and rows as if each saw EXTRA_PAIRS more: short documents reach less
+    elementwise              bytes
+
+Letters: m rows, k summed, n columns.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from longshift.cluster.cluster import Cluster, Heads, Number
+from longshift.cluster.network import Fabric, collective_s, fabric
+from longshift.spec.formats import FORMATS
+
+TILE = (128, 256)  # rows and columns of an output tile: cuBLAS's and CUTLASS's largest common ones
+# H100, compute-attn-megatron.csv of the DistCA repository: 50 % of the rate of 32K-token documents at 512 tokens, 69 at 1K, 79 at 2K, 83 at
+# 4K. That is n / (n + 512), so a causal row costs 256 pairs more than it has.
+EXTRA_PAIRS = 256.0
+MULTIPROCESSORS = 108.0  # where a cluster does not say: A100's
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a training step reaches of the figures of a cluster, and what a cluster does not say.
+
+    `matmul`, `attention`, `memory`, `node`, `network`: shares of the rate that the operation reaches alone. `launch`: times the cluster's
+    launch_s. `ramp`: summed elements that a matmul's start is worth. `tail`: waves of tiles lost at a matmul's end. `eager`, `compiled`:
+    bytes of elementwise operations over those counted in `cost`. `scores`, `loss`, `update`: the same of unfused attention scores,
+    of logits, and of the optimizer. `jitter`: share of a step that ranks wait for the slowest, for each doubling of ranks. `messages`:
+    seconds of a pipeline's message over those of its bytes. `begin`: seconds of a step outside all of this.
+    """
+
+    matmul: Number = 1.0
+    attention: Number = 1.0
+    memory: Number = 1.0
+    node: Number = 1.0
+    network: Number = 1.0
+    launch: Number = 2.5
+    ramp: Number = 256.0
+    tail: Number = 0.4
+    eager: Number = 1.0
+    compiled: Number = 1.0
+    scores: Number = 1.0
+    loss: Number = 1.0
+    update: Number = 1.0
+    jitter: Number = 0.004
+    messages: Number = 1.0
+    begin_s: Number = 0.005
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a device as a step reaches them, in FLOP/s and bytes/s; seconds of one launch. `cluster`: where curves come from, in
+    `dtype`."""
+
+    matmul_flops_per_s: Number
+    forward_flops_per_s: Number
+    backward_flops_per_s: Number
+    memory_bytes_per_s: Number
+    launch_s: Number
+    multiprocessors: Number
+    fabric: Fabric
+    constants: Constants
+    element_bytes: Number = 2
+    cluster: Cluster | None = None
+    dtype: str = "bf16"
+
+    def matmul_s(self, m: Number, k: Number, n: Number) -> np.ndarray:
+        """Seconds of [m, k] @ [k, n], without its launch."""
+        if self.cluster is not None:
+            return self.cluster.matmul_s(np.maximum(m, 1), k, n, self.dtype, beyond=True)
+        tiles = np.ceil(np.asarray(m) / TILE[0]) * np.ceil(np.asarray(n) / TILE[1])
+        tiles = tiles + self.constants.tail * self.multiprocessors
+        compute_s = 2.0 * TILE[0] * TILE[1] * (k + self.constants.ramp) * tiles / self.matmul_flops_per_s
+        return np.maximum(compute_s, self.element_bytes * (m * k + k * n + m * n) / self.memory_bytes_per_s)
+
+    def attention_s(self, rows: Number, pairs: Number, heads: Number, width: Number, backward: bool) -> np.ndarray:
+        """Seconds of attention of `rows` queries to `pairs` (query, key) pairs in each of `heads` heads of `width`."""
+        if self.cluster is not None:
+            return self._measured_attention_s(rows, pairs, heads, width, backward)
+        flops = (10.0 if backward else 4.0) * heads * width * (pairs + EXTRA_PAIRS * np.asarray(rows, dtype=float))
+        return flops / (self.backward_flops_per_s if backward else self.forward_flops_per_s)
+
+    def elementwise_s(self, moved_bytes: Number) -> np.ndarray:
+        """Seconds of operations that read and write so many bytes, without their launches."""
+        if self.cluster is not None and f"elementwise {self.dtype}" in self.cluster.curves:
+            return self.cluster.elementwise_s(np.maximum(moved_bytes, 1.0), self.dtype, beyond=True)
+        return np.asarray(moved_bytes) / self.memory_bytes_per_s
+
+    def collective_s(self, operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
+        """Seconds of a collective; see `cluster.network`."""
+        if self.cluster is not None:
+            return collective_s(self.cluster, operation, size_bytes, ranks, ranks_per_node)
+        return self.fabric.collective_s(operation, size_bytes, ranks, ranks_per_node)
+
+    def _measured_attention_s(self, rows: Number, pairs: Number, heads: Number, width: Number, backward: bool) -> np.ndarray:
+        """Of documents whose causal pairs a row are these: the curve of one such document, as often as it fits."""
+        assert self.cluster is not None
+        length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(rows, 1.0), 1.0)
+        direction, known = ("backward" if backward else "forward"), self._heads()
+        at = min(known, key=lambda one: abs(np.log(one.width / np.mean(width)))) if known else Heads(1, 1, 64)
+        one_s = self.cluster.attention_s(length, length, at, self.dtype, direction, causal=True, beyond=True)
+        return one_s * np.asarray(rows) / length * (heads * width / (at.query * at.width))
+
+    def _heads(self) -> list[Heads]:
+        assert self.cluster is not None
+        names = (name.split() for name in self.cluster.curves if name.startswith("attention"))
+        return sorted({Heads.parse(words[5]) for words in names}, key=str)
+
+
+def rates(cluster: Cluster, dtype: str = "bf16", constants: Constants | None = None) -> Rates:
+    """Rates of a device of `cluster`."""
+    reached = constants or Constants()
+    device, shares = cluster.device, cluster.shares
+    peak = device.flops_per_s[dtype]
+    if cluster.curves:
+        reached = replace(reached, launch=1.0)
+    found = fabric(cluster)
+    return Rates(
+        peak * shares["matmul"] * reached.matmul,
+        peak * shares["attention forward"] * reached.attention,
+        peak * shares["attention backward"] * reached.attention,
+        device.memory_bytes_per_s * shares["memory"] * reached.memory,
+        device.launch_s * reached.launch,
+        float(cluster.facts.get("multiprocessors", MULTIPROCESSORS)),
+        replace(
+            found,
+            node_bytes_per_s=found.node_bytes_per_s * reached.node,
+            network_bytes_per_s=found.network_bytes_per_s * reached.network,
+        ),
+        reached,
+        FORMATS[dtype].compute_bytes,
+        cluster if cluster.curves else None,
+        dtype,
+    )
