@@ -29,7 +29,7 @@ class Constants:
     """What a training step reaches of the figures of a cluster, and what a cluster does not say.
 
     `matmul`, `attention`, `memory`, `node`, `network`: shares of the rate that the operation reaches alone. `launch`: times the cluster's
-    launch_s. `ramp`: summed elements that a matmul's start is worth. `tail`: waves of tiles lost at a matmul's end. `eager`, `compiled`:
+    launch_s. `power`: peak TFLOP/s a watt at which the power limit halves the clock. `ramp`: summed elements that a matmul's start is worth. `tail`: waves of tiles lost at a matmul's end. `eager`, `compiled`:
     bytes of elementwise operations over those counted in `cost`. `scores`, `loss`, `update`: the same of unfused attention scores,
     of logits, and of the optimizer. `jitter`: share of a step that ranks wait for the slowest, for each doubling of ranks. `messages`:
     seconds of a pipeline's message over those of its bytes. `begin`: seconds of a step outside all of this.
@@ -41,6 +41,7 @@ class Constants:
     node: Number = 1.0
     network: Number = 1.0
     launch: Number = 2.5
+    power: Number = 4.0
     ramp: Number = 256.0
     tail: Number = 0.4
     eager: Number = 1.0
@@ -113,11 +114,16 @@ class Rates:
         return sorted({Heads.parse(words[5]) for words in names}, key=str)
 
 
+def clock(flops_per_s: Number, watts: Number | None, power: Number) -> Number:
+    """Share of the clock that a device keeps in long dense arithmetic under its power limit."""
+    return 1.0 if watts is None else 1.0 / (1.0 + flops_per_s / 1e12 / watts / power)
+
+
 def rates(cluster: Cluster, dtype: str = "bf16", constants: Constants | None = None) -> Rates:
     """Rates of a device of `cluster`."""
     reached = constants or Constants()
     device, shares = cluster.device, cluster.shares
-    peak = device.flops_per_s[dtype]
+    peak = device.flops_per_s[dtype] * clock(device.flops_per_s[dtype], cluster.facts.get("watts"), reached.power)
     if cluster.curves:
         reached = replace(reached, launch=1.0)
     found = fabric(cluster)
