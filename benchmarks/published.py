@@ -16,14 +16,14 @@ import sys
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from longshift.cluster.files import preset
 from longshift.cluster.network import Fabric, fabric
-from longshift.simulate.calibrate import FREE, calibrate, fit, moved
+from longshift.simulate.calibrate import calibrate, fit
 from longshift.simulate.closed import Candidates, Forecast, closed_form
 from longshift.simulate.cost import Cost, Habits, Sizes
 from longshift.simulate.rates import MULTIPROCESSORS, Constants, Rates, clock
@@ -37,7 +37,7 @@ VOCABULARY = 51200  # where a row has none: GPT-2's, padded as Megatron-LM pads 
 NATIVE_GAIN = 1.65
 CHOICES = 20  # of the K rows
 APART = 0.05
-SWEEP_PAIRS = 100  # a group with as many pairs of the same model and devices is a sweep
+SWEEP_ROWS = 10  # layouts of one model, batch and number of devices that make a sweep
 
 
 @dataclass(frozen=True)
@@ -144,3 +144,126 @@ def read(rows: Sequence[dict[str, str]]) -> Rows:
         "network_latency_s": np.array([float(link.network_latency_s) for link in links]),
     }
     return Rows(sizes, habits, candidates, device, number("step_time_s"))
+
+
+def weights(groups: Sequence[str]) -> np.ndarray:
+    """Of each row: a group counts by the square root of its rows."""
+    count = Counter(groups)
+    return np.array([count[group] ** -0.5 for group in groups])
+
+
+def fitted(rows: Sequence[dict[str, str]]) -> Constants:
+    """Constants fitted to rows."""
+    made = read(rows)
+    return fit(lambda constants: made.predict(constants).total, made.measured_s, Constants(), weights=weights([row["source"] for row in rows]))
+
+
+def left_out(rows: Sequence[dict[str, str]]) -> list[tuple[np.ndarray, Forecast]]:
+    """Of each source: its rows' numbers, and their forecast by constants fitted to all other sources."""
+    found = []
+    for source in dict.fromkeys(row["source"] for row in rows):
+        own = np.array([index for index, row in enumerate(rows) if row["source"] == source])
+        constants = fitted([row for row in rows if row["source"] != source])
+        found.append((own, read([rows[index] for index in own]).predict(constants)))
+    return found
+
+
+def after(forecast: Forecast, measured_s: np.ndarray, count: int, choices: int) -> np.ndarray:
+    """Predicted over measured seconds of the rows left when `count` of them calibrate, over seeded choices: (choices, rows left)."""
+    found = []
+    for seed in range(choices):
+        order = np.random.default_rng(seed).permutation(len(measured_s))
+        seen, rest = order[:count], order[count:]
+        correction = calibrate({name: part[seen] for name, part in forecast.parts.items()}, measured_s[seen])
+        found.append(correction.total({name: part[rest] for name, part in forecast.parts.items()}) / measured_s[rest])
+    return np.array(found)
+
+
+def ranking(rows: Sequence[dict[str, str]], predicted_s: np.ndarray, measured_s: np.ndarray) -> dict:
+    """Of layouts of the same model, devices and batch: pairs more than APART from each other that are in the right order; and what choosing
+    the first, or the best of the first three, loses, on average over such sweeps."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        what = ("source", "gpu", "gpus", "layers", "hidden", "ffn", "seq", "global_batch", "precision")
+        groups.setdefault(tuple(row[name] for name in what), []).append(index)
+    pairs, right, first, three = 0, 0, [], []
+    for members in groups.values():
+        ours, theirs = predicted_s[members], measured_s[members]
+        apart = np.log(theirs[:, None] / theirs[None, :]) > APART
+        if len(members) < SWEEP_ROWS:
+            continue
+        pairs, right = pairs + int(apart.sum()), right + int((apart & (ours[:, None] > ours[None, :])).sum())
+        order = np.argsort(ours, kind="stable")
+        first.append(theirs[order[0]] / theirs.min() - 1)
+        three.append(theirs[order[:3]].min() / theirs.min() - 1)
+    mean = float(np.mean(first)) if first else 0.0
+    return {
+        "pairs": pairs,
+        "pairs_right": right / pairs if pairs else 1.0,
+        "regret_first": mean,
+        "regret_best_of_3": float(np.mean(three)) if three else 0.0,
+        "regrets_first": [float(one) for one in first],
+        "regrets_best_of_3": [float(one) for one in three],
+    }
+
+
+def summary(errors: np.ndarray) -> dict[str, float]:
+    return {"rows": int(errors.shape[-1]), "median": float(np.median(errors)), "mean": float(np.mean(errors)), "p90": float(np.quantile(errors, 0.9))}
+
+
+def judge(table: Sequence[dict[str, str]], count: int, choices: int) -> dict:
+    """Everything that the script reports of a table."""
+    skipped = Counter(found for row in table if (found := reason(row)))
+    rows = [row for row in table if not reason(row)]
+    asked = sum(bool(row["step_time_s"]) and row["precision"] in ("", "bf16", "fp16") for row in table)
+    measured_s = np.array([float(row["step_time_s"]) for row in rows])
+    predicted_s, raw, calibrated, by_source = np.zeros(len(rows)), np.zeros(len(rows)), [], {}
+    for own, forecast in left_out(rows):
+        predicted_s[own] = forecast.total
+        raw[own] = np.abs(predicted_s[own] / measured_s[own] - 1)
+        found = by_source.setdefault(rows[own[0]]["source"], {"raw": summary(raw[own])})
+        if len(own) > count:
+            errors = np.abs(after(forecast, measured_s[own], count, choices) - 1)
+            found["calibrated"] = summary(errors)
+            calibrated.append((len(own), float(np.mean(errors))))
+    sizes = [number for number, _ in calibrated]
+    return {
+        "mean_raw": float(np.mean(raw)),
+        "mean_calibrated": float(np.average([error for _, error in calibrated], weights=sizes)) if calibrated else None,
+        "mean_raw_of_sources": float(np.mean([one["raw"]["mean"] for one in by_source.values()])),
+        "mean_calibrated_of_sources": float(np.mean([error for _, error in calibrated])) if calibrated else None,
+        "worst_raw_source": max(one["raw"]["mean"] for one in by_source.values()),
+        "worst_calibrated_source": max((error for _, error in calibrated), default=None),
+        "coverage": len(rows) / asked if asked else 0.0,
+        "skipped": dict(skipped),
+        **ranking(rows, predicted_s, measured_s),
+        "band": {"raw": float(np.quantile(raw, 0.8))},
+        "by_source": by_source,
+        "predicted_s": [float(one) for one in predicted_s],
+    }
+
+
+def main() -> None:
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--csv", type=Path, required=True, help="published measurements, a row each")
+    parser.add_argument("--calibrate", type=int, default=3, metavar="K", help="rows of a source that calibrate")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quick", action="store_true", help="two choices of the K rows instead of 20")
+    args = parser.parse_args()
+    with args.csv.open(newline="", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    found = judge(table, args.calibrate, 2 if args.quick else CHOICES)
+    if args.json:
+        json.dump(found, sys.stdout, indent=1)
+        print()
+        return
+    for source, one in found.pop("by_source").items():
+        words = [f"{name} median {part['median']:.3f} mean {part['mean']:.3f} p90 {part['p90']:.3f}" for name, part in one.items()]
+        print(f"{source[:44]:44s} {one['raw']['rows']:4d} rows  {'   '.join(words)}")
+    found.pop("predicted_s")
+    for name, value in found.items():
+        print(f"{name:28s} {value:.4f}" if isinstance(value, float) else f"{name:28s} {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -231,12 +231,13 @@ def _reduced(
 
 
 def _message_s(cost: Cost, at: Candidates) -> np.ndarray:
-    """Seconds of one boundary activation to the next stage; tensor-parallel ranks each send a share where they hold one."""
-    sharers = np.where(np.asarray(cost.habits.sequence_parallel) == 1, at.tp, 1)
-    rows = np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring) / sharers
-    stage_ranks = np.asarray(at.ranks) / at.pp
-    per_node = np.where(stage_ranks < cost.rates.fabric.per_node, 2, 1)
-    return cost.rates.collective_s("send", rows * cost.sizes.width * cost.rates.element_bytes, 2, per_node)
+    """Seconds of one boundary activation to the next stage: each tensor-parallel rank sends its share through its own card, and gathers the
+    others' where all of them need all (Megatron-LM's scatter-gather, arXiv 2104.04473)."""
+    collective_s, per_node = cost.rates.collective_s, cost.rates.fabric.per_node
+    size_bytes = np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring) * cost.sizes.width * cost.rates.element_bytes
+    near = np.where(np.asarray(at.ranks) / at.pp < per_node, 2, 1)
+    whole = np.where(np.asarray(cost.habits.sequence_parallel) == 1, 0.0, collective_s("all_gather", size_bytes, at.tp, per_node))
+    return collective_s("send", size_bytes / at.tp, 2, near) + whole
 
 
 def model_flops(sizes: Sizes, tokens: Number, pairs: Number, parameters: Number) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ TILE = (128, 256)  # rows and columns of an output tile: cuBLAS's and CUTLASS's 
 # H100, compute-attn-megatron.csv of the DistCA repository: 50 % of the rate of 32K-token documents at 512 tokens, 69 at 1K, 79 at 2K, 83 at
 # 4K. That is n / (n + 512), so a causal row costs 256 pairs more than it has.
 EXTRA_PAIRS = 256.0
+POWER_KNOWN = 312 / 400  # peak TFLOP/s a watt of an A100, whose share of matmuls was measured under its limit
 MULTIPROCESSORS = 108.0  # where a cluster does not say: A100's
 
 
@@ -41,7 +42,7 @@ class Constants:
     node: Number = 1.0
     network: Number = 1.0
     launch: Number = 2.5
-    power: Number = 4.0
+    power: Number = 2.0
     ramp: Number = 256.0
     tail: Number = 0.4
     eager: Number = 1.0
@@ -116,7 +117,7 @@ class Rates:
 
 def clock(flops_per_s: Number, watts: Number | None, power: Number) -> Number:
     """Share of the clock that a device keeps in long dense arithmetic under its power limit."""
-    return 1.0 if watts is None else 1.0 / (1.0 + flops_per_s / 1e12 / watts / power)
+    return 1.0 if watts is None else (1.0 + POWER_KNOWN / power) / (1.0 + flops_per_s / 1e12 / watts / power)
 
 
 def rates(cluster: Cluster, dtype: str = "bf16", constants: Constants | None = None) -> Rates:
