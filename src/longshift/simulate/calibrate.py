@@ -15,9 +15,11 @@ from longshift.simulate.rates import Constants
 # Constants that a fit may move, and how far: the width, in logarithms, of what is known of each beforehand.
 FREE: Mapping[str, float] = {
     "matmul": 0.1, "attention": 0.2, "memory": 0.1, "node": 0.25, "network": 0.25, "launch": 0.5, "power": 0.5, "ramp": 0.5, "tail": 0.5,
-    "eager": 0.3, "compiled": 0.3, "scores": 0.3, "loss": 0.3, "update": 0.5, "jitter": 0.7, "messages": 0.5, "begin_s": 0.5,
+    "eager": 0.3, "compiled": 0.3, "scores": 0.3, "loss": 0.3, "update": 0.5, "jitter": 0.7, "messages": 0.5, "crowd": 0.5, "begin_s": 0.5,
 }  # fmt: skip
 ERROR = 0.05  # logarithm: what a step's seconds differ by from one run to the next, and what no constant explains
+ERROR_OF_ONE = 0.1  # of steps of one source beside each other, of different layouts
+OUTLIER = 0.12  # logarithm: three times what repeats of a published measurement differ by, and more
 ROUNDS, STEP = 8, 1e-4
 
 
@@ -30,7 +32,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "data": ("gather", "reduce", "optimizer"),
     "pipeline": ("bubble", "messages"),
 }
-WIDTHS: Mapping[str, float] = {"all": 0.15, "device": 0.05, "inside": 0.3, "data": 0.3, "pipeline": 0.15}
+WIDTHS: Mapping[str, float] = {"all": 0.15, "device": 0.03, "inside": 0.15, "data": 0.15, "pipeline": 0.1}
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ class Correction:
     def moved(self, logs: Mapping[str, float]) -> "Correction":
         """This correction times the exponentials of `logs`."""
         return Correction({name: factor * float(np.exp(logs[name])) for name, factor in self.factors.items()})
+
+
+def bounded(error: np.ndarray) -> np.ndarray:
+    """Errors whose squares grow like a line beyond OUTLIER (Huber's loss): a step that no constant explains pulls no more than that."""
+    size = np.abs(error)
+    return np.where(size <= OUTLIER, error, np.sign(error) * np.sqrt(np.maximum(0.0, 2 * OUTLIER * size - OUTLIER**2)))
 
 
 def moved(constants: Constants, logs: Mapping[str, float]) -> Constants:
@@ -72,7 +80,7 @@ def fit(
     stride = 1.0
 
     def error(logs: np.ndarray) -> np.ndarray:
-        return root * np.log(predict(moved(prior, dict(zip(names, logs)))) / measured_s)
+        return root * bounded(np.log(predict(moved(prior, dict(zip(names, logs)))) / measured_s))
 
     for _ in range(ROUNDS):
         here = error(at)
@@ -103,7 +111,7 @@ def calibrate(parts: Mapping[str, np.ndarray], measured_s: np.ndarray) -> Correc
     springs, logs = np.diag([1 / WIDTHS[name] for name in names]), np.zeros(len(names))
 
     def error(at: np.ndarray) -> np.ndarray:
-        return np.log(known.moved(dict(zip(names, at))).total(parts) / measured_s) / ERROR
+        return bounded(np.log(known.moved(dict(zip(names, at))).total(parts) / measured_s)) / ERROR_OF_ONE
 
     for _ in range(ROUNDS):
         here = error(logs)

@@ -22,7 +22,7 @@ from longshift.simulate.cost import RECOMPUTE, Cost, Mesh, Sizes, Work
 # In the order of a table. All are seconds that a step shows; what is hidden under computation is in Forecast.hidden.
 PARTS = (
     *("matmul", "attention", "elementwise", "launch", "recompute", "head", "tp", "ulysses", "ring", "gather", "reduce", "bubble"),
-    *("messages", "optimizer", "wait"),
+    *("messages", "optimizer", "crowd", "wait"),
 )
 # Bytes an owned weight: Adam reads and writes master and moments in float32, reads the gradient twice (norm, update), writes the copy.
 UPDATE_BYTES = 34.0
@@ -129,13 +129,14 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
         "messages": messages_s,
         "optimizer": optimizer_s,
     }
-    parts["wait"] = cost.rates.constants.jitter * np.log2(np.maximum(at.ranks, 1)) * sum(parts.values())
     hidden = {
         "tp": per_step * tensor_hidden_s,
         "ring": per_step * ring_hidden_s,
         "gather": per_step * gather_hidden_s + once_gather_s - gather_once_s,
         "reduce": per_step * reduce_slot_hidden_s + once_reduce_s - reduce_once_s,
     }
+    parts["crowd"] = cost.rates.constants.crowd * sum(hidden.values())
+    parts["wait"] = cost.rates.constants.jitter * np.log2(np.maximum(at.ranks, 1)) * sum(parts.values())
     shape = np.broadcast_shapes(*(np.shape(part) for part in parts.values()))
     return Forecast(*({name: np.broadcast_to(part, shape) for name, part in some.items()} for some in (parts, hidden)))
 

@@ -33,7 +33,9 @@ class Constants:
     launch_s. `power`: peak TFLOP/s a watt at which the power limit halves the clock. `ramp`: summed elements that a matmul's start is worth. `tail`: waves of tiles lost at a matmul's end. `eager`, `compiled`:
     bytes of elementwise operations over those counted in `cost`. `scores`, `loss`, `update`: the same of unfused attention scores,
     of logits, and of the optimizer. `jitter`: share of a step that ranks wait for the slowest, for each doubling of ranks. `messages`:
-    seconds of a pipeline's message over those of its bytes. `begin`: seconds of a step outside all of this.
+    seconds of a pipeline's message over those of its bytes. `crowd`: share of hidden traffic's seconds that it takes from the computation
+    beside it, whose multiprocessors and memory it uses (Calculon's presets: 0.15 inside a node, 0.02 between). `begin_s`: of a step outside
+    all of this.
     """
 
     matmul: Number = 1.0
@@ -52,6 +54,7 @@ class Constants:
     update: Number = 1.0
     jitter: Number = 0.004
     messages: Number = 1.0
+    crowd: Number = 0.1
     begin_s: Number = 0.005
 
 
