@@ -22,7 +22,7 @@ from longshift.simulate.cost import RECOMPUTE, Cost, Mesh, Sizes, Work
 # In the order of a table. All are seconds that a step shows; what is hidden under computation is in Forecast.hidden.
 PARTS = (
     *("matmul", "attention", "elementwise", "launch", "recompute", "head", "tp", "ulysses", "ring", "gather", "reduce", "bubble"),
-    *("messages", "optimizer", "wait"),
+    *("messages", "optimizer", "crowd", "wait"),
 )
 # Bytes an owned weight: Adam reads and writes master and moments in float32, reads the gradient twice (norm, update), writes the copy.
 UPDATE_BYTES = 34.0
@@ -129,13 +129,14 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
         "messages": messages_s,
         "optimizer": optimizer_s,
     }
-    parts["wait"] = cost.rates.constants.jitter * np.log2(np.maximum(at.ranks, 1)) * sum(parts.values())
     hidden = {
         "tp": per_step * tensor_hidden_s,
         "ring": per_step * ring_hidden_s,
         "gather": per_step * gather_hidden_s + once_gather_s - gather_once_s,
         "reduce": per_step * reduce_slot_hidden_s + once_reduce_s - reduce_once_s,
     }
+    parts["crowd"] = cost.rates.constants.crowd * sum(hidden.values())
+    parts["wait"] = cost.rates.constants.jitter * np.log2(np.maximum(at.ranks, 1)) * sum(parts.values())
     shape = np.broadcast_shapes(*(np.shape(part) for part in parts.values()))
     return Forecast(*({name: np.broadcast_to(part, shape) for name, part in some.items()} for some in (parts, hidden)))
 
@@ -231,12 +232,13 @@ def _reduced(
 
 
 def _message_s(cost: Cost, at: Candidates) -> np.ndarray:
-    """Seconds of one boundary activation to the next stage; tensor-parallel ranks each send a share where they hold one."""
-    sharers = np.where(np.asarray(cost.habits.sequence_parallel) == 1, at.tp, 1)
-    rows = np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring) / sharers
-    stage_ranks = np.asarray(at.ranks) / at.pp
-    per_node = np.where(stage_ranks < cost.rates.fabric.per_node, 2, 1)
-    return cost.rates.collective_s("send", rows * cost.sizes.width * cost.rates.element_bytes, 2, per_node)
+    """Seconds of one boundary activation to the next stage: each tensor-parallel rank sends its share through its own card, and gathers the
+    others' where all of them need all (Megatron-LM's scatter-gather, arXiv 2104.04473)."""
+    collective_s, per_node = cost.rates.collective_s, cost.rates.fabric.per_node
+    size_bytes = np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring) * cost.sizes.width * cost.rates.element_bytes
+    near = np.where(np.asarray(at.ranks) / at.pp < per_node, 2, 1)
+    whole = np.where(np.asarray(cost.habits.sequence_parallel) == 1, 0.0, collective_s("all_gather", size_bytes, at.tp, per_node))
+    return collective_s("send", size_bytes / at.tp, 2, near) + whole
 
 
 def model_flops(sizes: Sizes, tokens: Number, pairs: Number, parameters: Number) -> dict[str, np.ndarray]:

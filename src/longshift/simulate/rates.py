@@ -21,6 +21,7 @@ TILE = (128, 256)  # rows and columns of an output tile: cuBLAS's and CUTLASS's 
 # H100, compute-attn-megatron.csv of the DistCA repository: 50 % of the rate of 32K-token documents at 512 tokens, 69 at 1K, 79 at 2K, 83 at
 # 4K. That is n / (n + 512), so a causal row costs 256 pairs more than it has.
 EXTRA_PAIRS = 256.0
+POWER_KNOWN = 312 / 400  # peak TFLOP/s a watt of an A100, whose share of matmuls was measured under its limit
 MULTIPROCESSORS = 108.0  # where a cluster does not say: A100's
 
 
@@ -29,10 +30,12 @@ class Constants:
     """What a training step reaches of the figures of a cluster, and what a cluster does not say.
 
     `matmul`, `attention`, `memory`, `node`, `network`: shares of the rate that the operation reaches alone. `launch`: times the cluster's
-    launch_s. `ramp`: summed elements that a matmul's start is worth. `tail`: waves of tiles lost at a matmul's end. `eager`, `compiled`:
+    launch_s. `power`: peak TFLOP/s a watt at which the power limit halves the clock. `ramp`: summed elements that a matmul's start is worth. `tail`: waves of tiles lost at a matmul's end. `eager`, `compiled`:
     bytes of elementwise operations over those counted in `cost`. `scores`, `loss`, `update`: the same of unfused attention scores,
     of logits, and of the optimizer. `jitter`: share of a step that ranks wait for the slowest, for each doubling of ranks. `messages`:
-    seconds of a pipeline's message over those of its bytes. `begin`: seconds of a step outside all of this.
+    seconds of a pipeline's message over those of its bytes. `crowd`: share of hidden traffic's seconds that it takes from the computation
+    beside it, whose multiprocessors and memory it uses (Calculon's presets: 0.15 inside a node, 0.02 between). `begin_s`: of a step outside
+    all of this.
     """
 
     matmul: Number = 1.0
@@ -41,6 +44,7 @@ class Constants:
     node: Number = 1.0
     network: Number = 1.0
     launch: Number = 2.5
+    power: Number = 2.0
     ramp: Number = 256.0
     tail: Number = 0.4
     eager: Number = 1.0
@@ -50,6 +54,7 @@ class Constants:
     update: Number = 1.0
     jitter: Number = 0.004
     messages: Number = 1.0
+    crowd: Number = 0.1
     begin_s: Number = 0.005
 
 
@@ -113,11 +118,16 @@ class Rates:
         return sorted({Heads.parse(words[5]) for words in names}, key=str)
 
 
+def clock(flops_per_s: Number, watts: Number | None, power: Number) -> Number:
+    """Share of the clock that a device keeps in long dense arithmetic under its power limit."""
+    return 1.0 if watts is None else (1.0 + POWER_KNOWN / power) / (1.0 + flops_per_s / 1e12 / watts / power)
+
+
 def rates(cluster: Cluster, dtype: str = "bf16", constants: Constants | None = None) -> Rates:
     """Rates of a device of `cluster`."""
     reached = constants or Constants()
     device, shares = cluster.device, cluster.shares
-    peak = device.flops_per_s[dtype]
+    peak = device.flops_per_s[dtype] * clock(device.flops_per_s[dtype], cluster.facts.get("watts"), reached.power)
     if cluster.curves:
         reached = replace(reached, launch=1.0)
     found = fabric(cluster)

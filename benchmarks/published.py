@@ -1,0 +1,269 @@
+"""Step seconds that others published, beside what the closed form predicts for them without having seen them.
+
+A CSV has one row a measurement, with the columns of a model, a cluster, a layout and `step_time_s`. `source` forms groups only: the constants
+are fitted to all other groups, then predict this one (raw), then at most five of them are fitted again to K rows of it and predict its
+other rows (calibrated; the mean over seeded choices of the K rows). No rule below reads `source`, `row_id` or `note`.
+
+What a row leaves empty is read so: precision fp16 (it runs at the rate of bf16); attention unfused on A100, flash on what came after; gradients
+are reduced in the format of fp16, in float32 for bf16 (Megatron-LM's rule); micro-batch 1; no recomputation; no overlap, ZeRO 0, but a
+distributed optimizer and one block a pipeline chunk where data-parallel and pipeline traffic are overlapped (which need them); recompute
+"selective" with a flash kernel computes every second matmul again (torchtitan), without one attention (Korthikanti et al.).
+"""
+
+import csv
+import json
+import sys
+from argparse import ArgumentParser
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from longshift.cluster.files import preset
+from longshift.cluster.network import Fabric, fabric
+from longshift.simulate.calibrate import calibrate, fit
+from longshift.simulate.closed import Candidates, Forecast, closed_form
+from longshift.simulate.cost import Cost, Habits, Sizes
+from longshift.simulate.rates import MULTIPROCESSORS, Constants, Rates, clock
+
+DEVICES = {
+    "A100": "a100-80", "A100-80GB-SXM": "a100-80", "H100-80GB-SXM": "h100", "H100-96GB-HBM2e-500W": "h100-96", "H200": "h200", "B200": "b200",
+}  # fmt: skip
+NEEDED = ("gpus", "layers", "hidden", "heads", "ffn", "seq", "global_batch", "tp", "pp", "dp")
+VOCABULARY = 51200  # where a row has none: GPT-2's, padded as Megatron-LM pads it
+# FlashAttention-3 (arXiv 2407.08608), long sequences: times FlashAttention-2, which presets have, forward and backward on H100.
+NATIVE_GAIN = (2.0, 1.75)
+CHOICES = 20  # of the K rows
+APART = 0.05
+SWEEP_ROWS = 10  # layouts of one model, batch and number of devices that make a sweep
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as arrays: what the closed form takes, and measured seconds."""
+
+    sizes: Sizes
+    habits: Habits
+    candidates: Candidates
+    device: dict[str, np.ndarray]
+    measured_s: np.ndarray
+
+    def predict(self, constants: Constants) -> Forecast:
+        """Seconds of every row."""
+        d, c = self.device, constants
+        found = Fabric(d["per_node"], d["node"] * c.node, d["node_latency_s"], d["network"] * c.network, d["network_latency_s"])
+        peak = d["peak"] * clock(d["peak"], d["watts"], c.power)
+        made = Rates(
+            peak * d["matmul"] * c.matmul,
+            peak * d["forward"] * c.attention,
+            peak * d["backward"] * c.attention,
+            d["memory"] * c.memory,
+            d["launch_s"] * c.launch,
+            d["multiprocessors"],
+            found,
+            c,
+        )
+        return closed_form(Cost(self.sizes, made, self.habits), self.candidates)
+
+
+def reason(row: dict[str, str]) -> str:
+    """Why a row is not predicted; empty where it is."""
+    if not row["step_time_s"]:
+        return "no step time"
+    if row["precision"] not in ("", "bf16", "fp16"):
+        return f"precision {row['precision']}"
+    if row["gpu"] not in DEVICES:
+        return f"no preset of {row['gpu']}"
+    missing = [name for name in NEEDED if not row[name]]
+    return f"no {', '.join(missing)}" if missing else ""
+
+
+def read(rows: Sequence[dict[str, str]]) -> Rows:
+    """Rows without a `reason` as arrays."""
+
+    def number(name: str, default: float = np.nan) -> np.ndarray:
+        return np.array([float(row[name]) if row[name] else default for row in rows])
+
+    def where(test) -> np.ndarray:
+        return np.array([float(bool(test(row))) for row in rows])
+
+    made = [preset(DEVICES[row["gpu"]]) for row in rows]
+    width, heads, tp, pp, dp = number("hidden"), number("heads"), number("tp"), number("pp"), number("dp")
+    ring, ulysses, layers = number("cp", 1), number("sp_ulysses", 1), number("layers")
+    overlap = [set(row["overlap"].split("+")) for row in rows]
+    overlapped = {name: np.array([float(name in one) for one in overlap]) for name in ("zero3", "tp", "dp", "pp")}
+    flash = where(lambda row: row["attn_impl"] != "unfused" and (row["attn_impl"] or not row["gpu"].startswith("A100")))
+    keys = number("kv_heads")
+    keys = np.where(np.isnan(keys), heads, keys)
+    gated = where(lambda row: "llama" in row["model"].lower())
+    sizes = Sizes(layers, width, heads, width, keys * width / heads, number("ffn"), number("vocab", VOCABULARY), gated, 1 - gated)
+    grad_bytes = number("grad_bytes")
+    grad_bytes = np.where(np.isnan(grad_bytes), np.where(where(lambda row: row["precision"] == "bf16") == 1, 4.0, 2.0), grad_bytes)
+    selective = where(lambda row: row["recompute"] == "selective")
+    habits = Habits(
+        flash=flash,
+        compiled=np.maximum(number("compiled", 0), where(lambda row: not row["attn_impl"].startswith("SDPA"))),
+        sequence_parallel=number("sequence_parallel", 0),
+        tensor_hidden=overlapped["tp"],
+        gather_hidden=overlapped["zero3"],
+        reduce_hidden=np.maximum(overlapped["zero3"], overlapped["dp"]),
+        messages_hidden=overlapped["pp"],
+        ring_hidden=1.0,
+        gradient_bytes=grad_bytes,
+        selective_matmuls=0.5 * selective * flash,
+        selective_attention=1 - flash,
+        shard_group=number("shard_group", 0),
+    )
+    zero, virtual, micro, seq = number("zero"), number("vpp"), number("micro_batch", 1), number("seq")
+    zero = np.where(np.isnan(zero), overlapped["dp"], zero)
+    virtual = np.where(np.isnan(virtual), np.where((overlapped["pp"] == 1) & (pp > 1), np.maximum(1, layers // pp), 1), virtual)
+    recompute = where(lambda row: row["recompute"] == "selective") + 3 * where(lambda row: row["recompute"] == "full")
+    micros = number("global_batch") / dp / micro
+    tokens = micro * seq
+    candidates = Candidates(tp, ulysses, ring, dp, pp, virtual, zero, recompute, micros, tokens, tokens * seq / 2)
+    native = where(lambda row: not row["gpu"].startswith("A100") and not row["attn_impl"].startswith("SDPA"))
+    gain = [1 + (faster - 1) * native for faster in NATIVE_GAIN]
+    links = [fabric(one) for one in made]
+    network = np.array([float(link.network_bytes_per_s) for link in links])
+    named = number("fabric_gb_s_per_gpu") * 1e9 * np.array([one.shares["network link"] for one in made])
+    device = {
+        "peak": np.array([one.device.flops_per_s["bf16"] for one in made]),
+        "matmul": np.array([one.shares["matmul"] for one in made]),
+        "forward": np.array([one.shares["attention forward"] for one in made]) * gain[0],
+        "backward": np.array([one.shares["attention backward"] for one in made]) * gain[1],
+        "memory": np.array([one.device.memory_bytes_per_s * one.shares["memory"] for one in made]),
+        "launch_s": np.array([one.device.launch_s for one in made]),
+        "multiprocessors": np.array([float(one.facts.get("multiprocessors", MULTIPROCESSORS)) for one in made]),
+        "watts": np.array([float(one.facts["watts"]) for one in made]),
+        "per_node": number("gpus_per_node", 8),
+        "node": np.array([float(link.node_bytes_per_s) for link in links]),
+        "node_latency_s": np.array([float(link.node_latency_s) for link in links]),
+        "network": np.where(np.isnan(named), network, named),
+        "network_latency_s": np.array([float(link.network_latency_s) for link in links]),
+    }
+    return Rows(sizes, habits, candidates, device, number("step_time_s"))
+
+
+def weights(groups: Sequence[str]) -> np.ndarray:
+    """Of each row: a group counts by the square root of its rows."""
+    count = Counter(groups)
+    return np.array([count[group] ** -0.5 for group in groups])
+
+
+def fitted(rows: Sequence[dict[str, str]]) -> Constants:
+    """Constants fitted to rows."""
+    made = read(rows)
+    return fit(lambda constants: made.predict(constants).total, made.measured_s, Constants(), weights=weights([row["source"] for row in rows]))
+
+
+def left_out(rows: Sequence[dict[str, str]]) -> list[tuple[np.ndarray, Forecast]]:
+    """Of each source: its rows' numbers, and their forecast by constants fitted to all other sources."""
+    found = []
+    for source in dict.fromkeys(row["source"] for row in rows):
+        own = np.array([index for index, row in enumerate(rows) if row["source"] == source])
+        constants = fitted([row for row in rows if row["source"] != source])
+        found.append((own, read([rows[index] for index in own]).predict(constants)))
+    return found
+
+
+def after(forecast: Forecast, measured_s: np.ndarray, count: int, choices: int) -> np.ndarray:
+    """Predicted over measured seconds of the rows left when `count` of them calibrate, over seeded choices: (choices, rows left)."""
+    found = []
+    for seed in range(choices):
+        order = np.random.default_rng(seed).permutation(len(measured_s))
+        seen, rest = order[:count], order[count:]
+        correction = calibrate({name: part[seen] for name, part in forecast.parts.items()}, measured_s[seen])
+        found.append(correction.total({name: part[rest] for name, part in forecast.parts.items()}) / measured_s[rest])
+    return np.array(found)
+
+
+def ranking(rows: Sequence[dict[str, str]], predicted_s: np.ndarray, measured_s: np.ndarray) -> dict:
+    """Of layouts of the same model, devices and batch: pairs more than APART from each other that are in the right order; and what choosing
+    the first, or the best of the first three, loses, on average over such sweeps."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        what = ("source", "gpu", "gpus", "layers", "hidden", "ffn", "seq", "global_batch", "precision")
+        groups.setdefault(tuple(row[name] for name in what), []).append(index)
+    pairs, right, first, three = 0, 0, [], []
+    for members in groups.values():
+        ours, theirs = predicted_s[members], measured_s[members]
+        apart = np.log(theirs[:, None] / theirs[None, :]) > APART
+        if len(members) < SWEEP_ROWS:
+            continue
+        pairs, right = pairs + int(apart.sum()), right + int((apart & (ours[:, None] > ours[None, :])).sum())
+        order = np.argsort(ours, kind="stable")
+        first.append(theirs[order[0]] / theirs.min() - 1)
+        three.append(theirs[order[:3]].min() / theirs.min() - 1)
+    mean = float(np.mean(first)) if first else 0.0
+    return {
+        "pairs": pairs,
+        "pairs_right": right / pairs if pairs else 1.0,
+        "regret_first": mean,
+        "regret_best_of_3": float(np.mean(three)) if three else 0.0,
+        "regrets_first": [float(one) for one in first],
+        "regrets_best_of_3": [float(one) for one in three],
+    }
+
+
+def summary(errors: np.ndarray) -> dict[str, float]:
+    return {"rows": int(errors.shape[-1]), "median": float(np.median(errors)), "mean": float(np.mean(errors)), "p90": float(np.quantile(errors, 0.9))}
+
+
+def judge(table: Sequence[dict[str, str]], count: int, choices: int) -> dict:
+    """Everything that the script reports of a table."""
+    skipped = Counter(found for row in table if (found := reason(row)))
+    rows = [row for row in table if not reason(row)]
+    asked = sum(bool(row["step_time_s"]) and row["precision"] in ("", "bf16", "fp16") for row in table)
+    measured_s = np.array([float(row["step_time_s"]) for row in rows])
+    predicted_s, raw, calibrated, by_source = np.zeros(len(rows)), np.zeros(len(rows)), [], {}
+    for own, forecast in left_out(rows):
+        predicted_s[own] = forecast.total
+        raw[own] = np.abs(predicted_s[own] / measured_s[own] - 1)
+        found = by_source.setdefault(rows[own[0]]["source"], {"raw": summary(raw[own])})
+        if len(own) > count:
+            errors = np.abs(after(forecast, measured_s[own], count, choices) - 1)
+            found["calibrated"] = summary(errors)
+            calibrated.append((len(own), float(np.mean(errors))))
+    sizes = [number for number, _ in calibrated]
+    return {
+        "mean_raw": float(np.mean(raw)),
+        "mean_calibrated": float(np.average([error for _, error in calibrated], weights=sizes)) if calibrated else None,
+        "mean_raw_of_sources": float(np.mean([one["raw"]["mean"] for one in by_source.values()])),
+        "mean_calibrated_of_sources": float(np.mean([error for _, error in calibrated])) if calibrated else None,
+        "worst_raw_source": max(one["raw"]["mean"] for one in by_source.values()),
+        "worst_calibrated_source": max((error for _, error in calibrated), default=None),
+        "coverage": len(rows) / asked if asked else 0.0,
+        "skipped": dict(skipped),
+        **ranking(rows, predicted_s, measured_s),
+        "band": {"raw": float(np.quantile(raw, 0.8))},
+        "by_source": by_source,
+        "predicted_s": [float(one) for one in predicted_s],
+    }
+
+
+def main() -> None:
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--csv", type=Path, required=True, help="published measurements, a row each")
+    parser.add_argument("--calibrate", type=int, default=3, metavar="K", help="rows of a source that calibrate")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quick", action="store_true", help="two choices of the K rows instead of 20")
+    args = parser.parse_args()
+    with args.csv.open(newline="", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    found = judge(table, args.calibrate, 2 if args.quick else CHOICES)
+    if args.json:
+        json.dump(found, sys.stdout, indent=1)
+        print()
+        return
+    for source, one in found.pop("by_source").items():
+        words = [f"{name} median {part['median']:.3f} mean {part['mean']:.3f} p90 {part['p90']:.3f}" for name, part in one.items()]
+        print(f"{source[:44]:44s} {one['raw']['rows']:4d} rows  {'   '.join(words)}")
+    found.pop("predicted_s")
+    for name, value in found.items():
+        print(f"{name:28s} {value:.4f}" if isinstance(value, float) else f"{name:28s} {value}")
+
+
+if __name__ == "__main__":
+    main()
