@@ -22,7 +22,7 @@ from longshift.program.turns import Visit, visit_of
 from longshift.schedule import chunks
 from longshift.schedule.streamed import lists
 from longshift.simulate.chunk_seconds import ChunkSeconds
-from longshift.simulate.cost import RECOMPUTE, Cost, Mesh
+from longshift.simulate.cost import RECOMPUTE, Cost, Mesh, UnitKind
 from longshift.simulate.lanes import Begin, End, Timed, play
 from longshift.spec.formats import FORMATS
 from longshift.switch.traffic import seconds_by_exchange
@@ -117,32 +117,31 @@ class Clock:
     def pack_s(self, layout: Layout, pack: Sequence[int]) -> float:
         """Seconds of a block's forward and backward on a pack."""
         turns = ("forward", "backward")
-        return sum(seconds for turn in turns for _, seconds in self.turn(layout, tuple(pack), 1, Op("compute", turn=turn, part="block")))
+        return sum(seconds for turn in turns for _, seconds in self.turn(layout, tuple(pack), 1, "block", turn, "block"))
 
-    def turn(self, layout: Layout, pack: tuple[int, ...], blocks: int, op: Op) -> list[tuple[str, float]]:
+    def turn(self, layout: Layout, pack: tuple[int, ...], blocks: int, kind: UnitKind, turn: str, part: str) -> list[tuple[str, float]]:
         """Seconds of a turn of a unit on a pack, by lane, in a row; `blocks` of rows of a loss. The ring goes on under attention."""
-        kind = "embeddings" if op.unit == 0 else "head" if op.unit > self.spec.layers else "block"
-        key = layout, pack, blocks, kind, op.turn, op.part
+        key = layout, pack, blocks, kind, turn, part
         if key not in self.turns:
-            self.turns[key] = self._chunked(layout, pack, op) if layout.chunk else self._whole(layout, pack, blocks, kind, op)
+            self.turns[key] = self._chunked(layout, pack, turn) if layout.chunk else self._whole(*key)
         return self.turns[key]
 
-    def _whole(self, layout: Layout, pack: tuple[int, ...], blocks: int, kind: str, op: Op) -> list[tuple[str, float]]:
+    def _whole(self, layout: Layout, pack: tuple[int, ...], blocks: int, kind: UnitKind, turn: str, part: str) -> list[tuple[str, float]]:
         lengths = pack or (1,)
         mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
         code = RECOMPUTE.index(layout.recompute + ".keep-output" * layout.keep_output)
         tokens, pairs = sum(lengths), sum(n * n for n in lengths) / 2
-        work = self.cost.turn(kind, op.turn, op.part, mesh, tokens, pairs, code, blocks)  # pyright: ignore[reportArgumentType]
+        work = self.cost.turn(kind, turn, part, mesh, tokens, pairs, code, blocks)
         computes, attention = float(work.compute_s(self.rates.launch_s)), float(work.attention_s)
         under = min(attention, computes) if float(work.ring_s) else 0.0
         found = [("compute", computes - under), ("tp", float(work.tensor_s)), ("ulysses", float(work.ulysses_s))]
         return [*found, ("attention", under), ("ring", float(work.ring_s))]
 
-    def _chunked(self, layout: Layout, pack: tuple[int, ...], op: Op) -> list[tuple[str, float]]:
+    def _chunked(self, layout: Layout, pack: tuple[int, ...], turn: str) -> list[tuple[str, float]]:
         """Until the turn's last operation, or as long as its busiest lane is busy: the lanes of a turn are not those of the next."""
         cut = chunks.cut(list(pack) or [1], layout.chunk)
         made = lists(self.spec, layout, layout.coord(0), cut, FORMATS[self.dtype].compute_bytes, self.shape.ahead)
-        return [("compute", max(ChunkSeconds(self.spec, layout, self.cluster, self.dtype, self.on_cpu).turn(made, op.turn)))]  # pyright: ignore[reportArgumentType]
+        return [("compute", max(ChunkSeconds(self.spec, layout, self.cluster, self.dtype, self.on_cpu).turn(made, turn)))]  # pyright: ignore[reportArgumentType]
 
     def collective_s(self, layout: Layout, kind: str, sent_bytes: int) -> float:
         """Seconds of a gather or a reduction in which a rank sends so many bytes. Its members share one cut of the weights."""
@@ -254,7 +253,8 @@ class _Stage:
 
     def _turn(self, op: Op) -> Iterator[Begin | End]:
         blocks = self.visits[op.visit].loss_blocks[op.micro] if op.turn == "loss" and not self.layout.chunk else 1
-        times = dict(self.clock.turn(self.layout, self.packs[op.micro], blocks, op))
+        kind: UnitKind = "embeddings" if op.unit == 0 else "head" if op.unit > self.clock.spec.layers else "block"
+        times = dict(self.clock.turn(self.layout, self.packs[op.micro], blocks, kind, op.turn, op.part))
         ring_s, attention_s = times.pop("ring", 0.0), times.pop("attention", 0.0)
         for lane, seconds in times.items():
             yield from self._alone(lane, str(op), seconds)
