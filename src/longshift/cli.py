@@ -98,7 +98,7 @@ def train(
     trace = None if trace is None else _trace_file(trace)
     rank, world = _place()
     for edge in run.edges if world is not None else ():
-        legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len))
+        legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack)
     folder = prepare(run, resume, rank)
     if world is not None or run.world == 1:
         # torchrun ends the others by SIGTERM when one rank fails, a scheduler a rank that is alone when its time is over
@@ -199,7 +199,7 @@ def check(
 def _check_timeline(run: Config, json: bool) -> None:
     """Exits with code 1 where what was recorded is not what was predicted."""
     for edge in run.edges:
-        legal.check(run.spec, edge.use, None, min(edge.upto, run.data.max_len))
+        legal.check(run.spec, edge.use, None, min(edge.upto, run.data.max_len), edge.pack)
     _open_corpus(run, verify=False)
     from longshift.dist.world import own_device
     from longshift.train.check_run import timeline as played

@@ -154,6 +154,12 @@ sve: {dir: x}
         ("layout=[dp4]", "'dp4': a group has the keys upto and use"),
         ("layout=[{upto: 4K, use: dp4, us: 1}]", "us: no such key of a group; did you mean 'use'?"),
         ("layout=[{use: dp4}]", "a group needs upto"),
+        ("layout=[{upto: 4K, use: dp4, pack: 2K}]", "pack 2K of upto 4K (dp4) does not hold the group's longest document; write pack: 4K"),
+        ("layout=[{upto: 4K, use: dp4, pack: 0}]", "pack: 0 is not a number of tokens"),
+        ("layout=[{upto: 4K, use: dp4, pack: true}]", "pack: True is not a number of tokens"),
+        ("layout=[{upto: 4K, use: dp4, pack: 8.3K}]", "pack: '8.3K' is"),
+        ("layout=[{upto: 4K, use: dp4, packs: 8K}]", "packs: no such key of a group; did you mean 'pack'?"),
+        ("layout=[{upto: 4K, use: dp4.chunk8, pack: 1M}]", "in packs of 1048576 of 131072, whose pairs are too many"),
         ("layout=[{upto: 1.5, use: dp4}]", "upto: 1.5 is not a number of tokens"),
         ("layout=[{upto: 4K, use: dq4}]", "'dq4' is not a layout word"),
         ("layout=[{upto: 4K, use: tp4}, {upto: 1K, use: dp4}]", "upto 1024 (dp4) comes after 4096 (tp4)"),
@@ -180,7 +186,17 @@ def test_groups_of_lengths_read_back():
     with pytest.raises(UsageError, match="pack_tokens is for a single layout"):
         parse_config(GOOD, [groups, "train.pack_tokens=8K"])
     static = parse_config(GOOD, ["train.pack_tokens=8K"])
-    assert [(edge.upto, str(edge.use)) for edge in static.edges] == [(8192, "dp2.tp2")]
+    assert [(edge.upto, str(edge.use), edge.pack) for edge in static.edges] == [(4096, "dp2.tp2", 8192)]
+    assert [edge.pack for edge in parse_config(GOOD).edges] == [4096]
+
+
+def test_a_group_has_a_pack_of_its_own():
+    config = parse_config(GOOD, ["layout=[{upto: 1K, use: dp4, pack: 16K}, {upto: 4K, use: tp4}]"])
+    assert [(edge.upto, edge.pack) for edge in config.edges] == [(1024, 16384), (4096, 4096)]
+    assert parse_config(config.to_yaml()) == config
+    assert config.to_yaml().count("pack:") == 1
+    one = parse_config(GOOD, ["layout=[{upto: 4K, use: dp4, pack: 8K}]"])
+    assert one.edges == parse_config(GOOD, ["layout=dp4", "train.pack_tokens=8K"]).edges
 
 
 @pytest.mark.parametrize("text", ["", "- a", "just text"])
