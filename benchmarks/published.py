@@ -155,7 +155,9 @@ def weights(groups: Sequence[str]) -> np.ndarray:
 def fitted(rows: Sequence[dict[str, str]]) -> Constants:
     """Constants fitted to rows."""
     made = read(rows)
-    return fit(lambda constants: made.predict(constants).total, made.measured_s, Constants(), weights=weights([row["source"] for row in rows]))
+    return fit(
+        lambda constants: made.predict(constants).total, made.measured_s, Constants(), weights=weights([row["source"] for row in rows])
+    )
 
 
 def left_out(rows: Sequence[dict[str, str]]) -> list[tuple[np.ndarray, Forecast]]:
@@ -208,7 +210,12 @@ def ranking(rows: Sequence[dict[str, str]], predicted_s: np.ndarray, measured_s:
 
 
 def summary(errors: np.ndarray) -> dict[str, float]:
-    return {"rows": int(errors.shape[-1]), "median": float(np.median(errors)), "mean": float(np.mean(errors)), "p90": float(np.quantile(errors, 0.9))}
+    return {
+        "rows": int(errors.shape[-1]),
+        "median": float(np.median(errors)),
+        "mean": float(np.mean(errors)),
+        "p90": float(np.quantile(errors, 0.9)),
+    }
 
 
 def judge(table: Sequence[dict[str, str]], count: int, choices: int) -> dict:

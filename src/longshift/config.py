@@ -29,6 +29,7 @@ from pydantic import (
 from longshift.errors import UsageError, did_you_mean
 from longshift.layout import legal
 from longshift.layout.layout import UNITS, Layout, format_size, parse_size
+from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.families import preset, read_spec
@@ -40,20 +41,24 @@ from longshift.workload import waits
 from longshift.workload.groups import Edge, parse_edges
 
 
-def _parse_layout(value: object) -> "Layout | tuple[Edge, ...]":
+def _parse_layout(value: object) -> "Layout | tuple[Edge, ...] | AutoLayout":
     try:
+        if value == "auto" or isinstance(value, dict):
+            return AutoLayout.parse(value)
         if isinstance(value, str):
             return Layout.parse(value)
         if isinstance(value, list | tuple):
             return parse_edges(value)
     except UsageError as fault:
         raise ValueError(str(fault).removeprefix("layout: ")) from None
-    raise ValueError("one layout as text, such as dp2.tp2, or groups of lengths, such as [{upto: 4K, use: dp4}, {upto: 32K, use: u4}]")
+    raise ValueError("auto, one layout such as dp2.tp2, or groups of lengths, such as [{upto: 4K, use: dp4}, {upto: 32K, use: u4}]")
 
 
-def _layout_out(value: "Layout | tuple[Edge, ...]") -> object:
+def _layout_out(value: "Layout | tuple[Edge, ...] | AutoLayout") -> object:
     if isinstance(value, Layout):
         return str(value)
+    if isinstance(value, AutoLayout):
+        return value.to_json()
     return [edge.told() for edge in value]
 
 
@@ -77,7 +82,7 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, strict=True)]
 Number = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, strict=True)]
 PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
-Layouts = Annotated[Layout | tuple[Edge, ...], PlainValidator(_parse_layout), PlainSerializer(_layout_out)]
+Layouts = Annotated[Layout | tuple[Edge, ...] | AutoLayout, PlainValidator(_parse_layout), PlainSerializer(_layout_out)]
 
 
 class Section(BaseModel):
@@ -242,7 +247,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _groups_hold_all(self) -> "Config":
-        if isinstance(self.layout, Layout):
+        if self.train.pack_tokens is not None and isinstance(self.layout, AutoLayout):
+            raise ValueError("train.pack_tokens is for a single layout, and layout: auto chooses packs: leave pack_tokens out")
+        if isinstance(self.layout, Layout | AutoLayout):
             return self
         longest, last = format_size(self.data.max_len), self.layout[-1]
         if last.upto < self.data.max_len:
@@ -265,7 +272,9 @@ class Config(Section):
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """The groups of lengths; a single layout is one group."""
+        """The groups of lengths; a single layout is one group. Raises UsageError while `layout: auto` has not been chosen."""
+        if isinstance(self.layout, AutoLayout):
+            raise UsageError("layout: auto is chosen before ranks start: longshift plan CONFIG --emit FILE writes it down")
         return (Edge(self.data.max_len, self.layout, self.pack_tokens),) if isinstance(self.layout, Layout) else self.layout
 
     @property
@@ -330,7 +339,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config")
         faults += [_describe(error, places, name) for error in found if error["type"] != "default_factory_not_called"]
     else:
         place = places.get(("layout",), name)
-        for edge in config.edges:
+        for edge in () if isinstance(config.layout, AutoLayout) else config.edges:
             at = "layout" if isinstance(config.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
             longest = min(edge.upto, config.data.max_len)
             faults += [f"{place}: {at}: {fault}" for fault in legal.faults(config.spec, edge.use, None, longest, edge.pack)]

@@ -1,6 +1,7 @@
 """The config: read once, refused whole. Every fault is named with its file, line and key, all of them at once."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from longshift.config import Config, load_config, parse_config, parse_size
 from longshift.errors import UsageError
 from longshift.layout.layout import UNITS, Layout, format_size
+from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.starter import starter
 
@@ -261,3 +263,27 @@ def test_every_key_of_the_config_is_in_the_resolved_one():
         section = field.annotation
         keys = set(getattr(section, "model_fields", {}))
         assert not keys or set(written[name]) == keys
+
+
+@pytest.mark.parametrize("asked", ["auto", "{auto: {}}", "{auto: {ranks: 4, tp: [1, 2], z: 3}}"])
+def test_a_layout_that_is_chosen_later(asked: str):
+    config = parse_config(GOOD.replace("dp2.tp2", asked))
+    assert isinstance(config.layout, AutoLayout)
+    assert parse_config(config.to_yaml()) == config
+    with pytest.raises(UsageError, match="chosen before ranks start"):
+        _ = config.edges
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("{auto: {tpp: 2}}", "did you mean 'tp'"),
+        ("{auto: {tp: two}}", "write a number or a list of numbers"),
+        ("{auto: {ranks: [2, 4]}}", "ranks: one number"),
+        ("{auto: 4}", "write what is fixed"),
+        ("{automatic: {}}", "write layout: auto"),
+    ],
+)
+def test_what_is_asked_of_a_plan_is_checked(asked: str, said: str):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        parse_config(GOOD.replace("dp2.tp2", asked))
