@@ -32,10 +32,10 @@ class AutoLayout:
             if word not in known:
                 raise UsageError(f"auto: {word}: nothing that can be fixed{did_you_mean(str(word), known)}")
         fixed = tuple((word, _numbers(word, asked[word])) for word in DEGREES if word in asked)
-        ranks = _numbers("ranks", asked["ranks"]) if "ranks" in asked else (None,)
+        ranks = _numbers("ranks", asked["ranks"]) if "ranks" in asked else ()
         if len(ranks) > 1:
             raise UsageError(f"auto: ranks: one number, not {asked['ranks']!r}")
-        return cls(ranks[0], fixed)
+        return cls(next(iter(ranks), None), fixed)
 
     def to_json(self) -> Any:
         """What `parse` reads."""
