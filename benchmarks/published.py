@@ -1,13 +1,14 @@
 """Step seconds that others published, beside what the closed form predicts for them without having seen them.
 
-A CSV has one row a measurement, with the columns of a model, a cluster, a layout and `step_time_s`. `source` forms groups only: the constants
-are fitted to all other groups, then predict this one (raw), then at most five of them are fitted again to K rows of it and predict its
-other rows (calibrated; the mean over seeded choices of the K rows). No rule below reads `source`, `row_id` or `note`.
+A CSV has one row a measurement, with the columns of a model, a cluster, a layout and `step_time_s`. `source` forms groups only: constants
+are fitted to all other groups and predict this one (raw), then five factors are fitted to K rows of it and predict its other rows (calibrated;
+the mean over seeded choices of the K rows). No rule below reads `source`, `row_id` or `note`.
 
-What a row leaves empty is read so: precision fp16 (it runs at the rate of bf16); attention unfused on A100, flash on what came after; gradients
-are reduced in the format of fp16, in float32 for bf16 (Megatron-LM's rule); micro-batch 1; no recomputation; no overlap, ZeRO 0, but a
-distributed optimizer and one block a pipeline chunk where data-parallel and pipeline traffic are overlapped (which need them); recompute
-"selective" with a flash kernel computes every second matmul again (torchtitan), without one attention (Korthikanti et al.).
+What a row leaves empty is read so: precision fp16 (it runs at the rate of bf16); attention unfused on A100, flash on what came after;
+gradients are reduced in their own format for fp16, in float32 for bf16 (Megatron-LM's rule); micro-batch 1; no recomputation; no overlap,
+ZeRO 0, but a distributed optimizer and one block a pipeline chunk where data-parallel and pipeline traffic are overlapped, which need them.
+Recompute "selective" computes every second matmul again with a flash kernel (torchtitan), attention without one (Korthikanti et al.).
+Elementwise operations are fused by a compiler or by the kernels of Megatron-LM and Transformer Engine, not around torch's own attention.
 """
 
 import csv
@@ -29,7 +30,8 @@ from longshift.simulate.cost import Cost, Habits, Sizes
 from longshift.simulate.rates import MULTIPROCESSORS, Constants, Rates, clock
 
 DEVICES = {
-    "A100": "a100-80", "A100-80GB-SXM": "a100-80", "H100-80GB-SXM": "h100", "H100-96GB-HBM2e-500W": "h100-96", "H200": "h200", "B200": "b200",
+    "A100": "a100-80", "A100-80GB-SXM": "a100-80", "H100-80GB-SXM": "h100", "H100-96GB-HBM2e-500W": "h100-96",
+    "H200": "h200", "B200": "b200",
 }  # fmt: skip
 NEEDED = ("gpus", "layers", "hidden", "heads", "ffn", "seq", "global_batch", "tp", "pp", "dp")
 VOCABULARY = 51200  # where a row has none: GPT-2's, padded as Megatron-LM pads it
@@ -135,8 +137,8 @@ def read(rows: Sequence[dict[str, str]]) -> Rows:
         "backward": np.array([one.shares["attention backward"] for one in made]) * gain[1],
         "memory": np.array([one.device.memory_bytes_per_s * one.shares["memory"] for one in made]),
         "launch_s": np.array([one.device.launch_s for one in made]),
-        "multiprocessors": np.array([float(one.facts.get("multiprocessors", MULTIPROCESSORS)) for one in made]),
-        "watts": np.array([float(one.facts["watts"]) for one in made]),
+        "multiprocessors": np.array([one.device.multiprocessors or MULTIPROCESSORS for one in made]),
+        "watts": np.array([one.device.watts for one in made]),
         "per_node": number("gpus_per_node", 8),
         "node": np.array([float(link.node_bytes_per_s) for link in links]),
         "node_latency_s": np.array([float(link.node_latency_s) for link in links]),
@@ -155,7 +157,9 @@ def weights(groups: Sequence[str]) -> np.ndarray:
 def fitted(rows: Sequence[dict[str, str]]) -> Constants:
     """Constants fitted to rows."""
     made = read(rows)
-    return fit(lambda constants: made.predict(constants).total, made.measured_s, Constants(), weights=weights([row["source"] for row in rows]))
+    return fit(
+        lambda constants: made.predict(constants).total, made.measured_s, Constants(), weights=weights([row["source"] for row in rows])
+    )
 
 
 def left_out(rows: Sequence[dict[str, str]]) -> list[tuple[np.ndarray, Forecast]]:
@@ -208,7 +212,12 @@ def ranking(rows: Sequence[dict[str, str]], predicted_s: np.ndarray, measured_s:
 
 
 def summary(errors: np.ndarray) -> dict[str, float]:
-    return {"rows": int(errors.shape[-1]), "median": float(np.median(errors)), "mean": float(np.mean(errors)), "p90": float(np.quantile(errors, 0.9))}
+    return {
+        "rows": int(errors.shape[-1]),
+        "median": float(np.median(errors)),
+        "mean": float(np.mean(errors)),
+        "p90": float(np.quantile(errors, 0.9)),
+    }
 
 
 def judge(table: Sequence[dict[str, str]], count: int, choices: int) -> dict:
@@ -217,7 +226,7 @@ def judge(table: Sequence[dict[str, str]], count: int, choices: int) -> dict:
     rows = [row for row in table if not reason(row)]
     asked = sum(bool(row["step_time_s"]) and row["precision"] in ("", "bf16", "fp16") for row in table)
     measured_s = np.array([float(row["step_time_s"]) for row in rows])
-    predicted_s, raw, calibrated, by_source = np.zeros(len(rows)), np.zeros(len(rows)), [], {}
+    predicted_s, raw, calibrated, spread, by_source = np.zeros(len(rows)), np.zeros(len(rows)), [], [], {}
     for own, forecast in left_out(rows):
         predicted_s[own] = forecast.total
         raw[own] = np.abs(predicted_s[own] / measured_s[own] - 1)
@@ -225,6 +234,7 @@ def judge(table: Sequence[dict[str, str]], count: int, choices: int) -> dict:
         if len(own) > count:
             errors = np.abs(after(forecast, measured_s[own], count, choices) - 1)
             found["calibrated"] = summary(errors)
+            spread.append(errors.ravel())
             calibrated.append((len(own), float(np.mean(errors))))
     sizes = [number for number, _ in calibrated]
     return {
@@ -237,7 +247,8 @@ def judge(table: Sequence[dict[str, str]], count: int, choices: int) -> dict:
         "coverage": len(rows) / asked if asked else 0.0,
         "skipped": dict(skipped),
         **ranking(rows, predicted_s, measured_s),
-        "band": {"raw": float(np.quantile(raw, 0.8))},
+        "constants": {name: float(value) for name, value in vars(fitted(rows)).items()},
+        "band": {"raw": float(np.quantile(raw, 0.8)), "calibrated": float(np.quantile(np.concatenate(spread), 0.8)) if spread else None},
         "by_source": by_source,
         "predicted_s": [float(one) for one in predicted_s],
     }

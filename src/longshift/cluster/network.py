@@ -66,8 +66,8 @@ def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
 
 
 def collective_s(cluster: Cluster, operation: Operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
-    """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node: from curves where the cluster was measured, else by its
-    constants."""
+    """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node: from curves where the cluster has them, else from
+    its constants."""
     inside = np.minimum(ranks_per_node, ranks)
     names = {level: f"{operation} {level}" for level in ("node", "network")}
     if not cluster.curves or names["node"] not in cluster.curves:

@@ -4,9 +4,9 @@ A rank computes m micro-batches on the slowest stage, waits while a pipeline fil
 
     step = m * slot + (other stages' slots) / v + stall + messages + gather + reduce + optimizer + wait
 
-slot: forward, recomputation and backward of a stage's units with what their traffic exposes. p stages of v chunks; m % p micro-batches left
-over stall an interleaved order by (p - m % p) (v - 1) / v backwards, since a group of p is what keeps its chunks apart. Even stages take
-what the replay of `schedule.pipeline` takes; of uneven ones this is an upper bound.
+slot: forward, recomputation and backward of a stage's units with what their traffic exposes; p stages of v chunks; stall: see `stalled_s`.
+For even stages this is what a replay of `schedule.pipeline` takes (exactly where p divides m or v is 1, else within 3 %); for uneven ones
+it is an upper bound.
 
 What traffic is hidden under is the trainer's habit (`cost.Habits`), never a fitted share of it.
 """
@@ -26,14 +26,15 @@ PARTS = (
 )
 # Bytes an owned weight: Adam reads and writes master and moments in float32, reads the gradient twice (norm, update), writes the copy.
 UPDATE_BYTES = 34.0
-# Relative half-width that holds 80 % of the errors of benchmarks/published.py: sources it was not fitted to, and after three of their rows.
-BAND, BAND_CALIBRATED = 0.25, 0.10
+# Relative half-widths that hold 80 % of the errors of benchmarks/published.py: of sources to which constants were not fitted, and after
+# three of their rows.
+BAND, BAND_CALIBRATED = 0.12, 0.10
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Layouts and what a step has for each, numbers or arrays that broadcast. `recompute`: codes of `cost.RECOMPUTE`. `micros`: micro-batches
-    of a replica. `tokens`, `pairs`: of a pack, the causal pairs being the sum of n^2/2 over its documents.
+    """Layouts and what a step has for each, numbers or arrays that broadcast. `recompute`: codes of `cost.RECOMPUTE`. `micros`:
+    micro-batches of a replica. `tokens`, `pairs`: of a pack, the causal pairs being the sum of n^2/2 over its documents.
     """
 
     tp: Number
@@ -73,9 +74,8 @@ class Forecast:
 
 def closed_form(cost: Cost, at: Candidates) -> Forecast:
     """Seconds of one step of each candidate."""
-    tp, ulysses, ring, dp, pp, virtual, zero = map(np.asarray, (at.tp, at.ulysses, at.ring, at.dp, at.pp, at.virtual, at.zero))
-    micros, sizes, habits, launch_s = np.asarray(at.micros, dtype=float), cost.sizes, cost.habits, cost.rates.launch_s
-    mesh = Mesh(tp, ulysses, ring)
+    pp, virtual, zero, micros = (np.asarray(value, dtype=float) for value in (at.pp, at.virtual, at.zero, at.micros))
+    sizes, habits, launch_s, mesh = cost.sizes, cost.habits, cost.rates.launch_s, Mesh(at.tp, at.ulysses, at.ring)
     forward, again, backward = _block(cost, mesh, at)
     blocks = virtual * np.ceil(sizes.layers / (pp * virtual))  # of the slowest stage
     held = _held(cost, at, blocks)
@@ -91,11 +91,11 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     head = cost.head(mesh, at.tokens)
     embeddings = cost.embeddings(mesh, at.tokens, False).times(2)
     ends = [np.maximum(work.device_s, work.kernels * launch_s) + work.tensor_s for work in (head, embeddings)]
-    ends_s = np.where(pp > 1, np.maximum(*ends), ends[0] + ends[1])
+    fewer = virtual * np.floor(sizes.layers / (pp * virtual)) - blocks  # of the last stage, which has the head
+    ends_s = np.where(pp > 1, np.maximum(ends[1], ends[0] + fewer * block_s), ends[0] + ends[1])
     slot_s = blocks * block_s + ends_s
     others_s = np.maximum(0.0, sizes.layers * block_s + ends[0] + ends[1] - slot_s)
-    left = micros % pp
-    stall_s = np.where((virtual > 1) & (left > 0), (pp - left) * (virtual - 1) / virtual * blocks * shown["backward"], 0.0)
+    stall_s = stalled_s(micros, pp, virtual, *(blocks * block_s * side / sum(shown.values()) for side in _sides(shown)))
     bubble_s = np.where(pp > 1, others_s / virtual + stall_s, 0.0)
 
     message_s = _message_s(cost, at)
@@ -138,7 +138,21 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     parts["crowd"] = cost.rates.constants.crowd * sum(hidden.values())
     parts["wait"] = cost.rates.constants.jitter * np.log2(np.maximum(at.ranks, 1)) * sum(parts.values())
     shape = np.broadcast_shapes(*(np.shape(part) for part in parts.values()))
-    return Forecast(*({name: np.broadcast_to(part, shape) for name, part in some.items()} for some in (parts, hidden)))
+    whole, under = ({name: np.broadcast_to(part, shape) for name, part in some.items()} for some in (parts, hidden))
+    return Forecast(whole, under)
+
+
+def stalled_s(micros: Number, pp: Number, virtual: Number, forward_s: Number, backward_s: Number) -> np.ndarray:
+    """Seconds that an interleaved order loses where pp does not divide its micro-batches, each of which a stage computes in `forward_s` and
+    `backward_s`: the chunks of a group that is not full wait for each other. Where full groups come first, they fill its forward's gaps."""
+    micros, pp, virtual = np.asarray(micros, dtype=float), np.asarray(pp), np.asarray(virtual)
+    left = micros % pp
+    alone_s = np.where(micros < pp, forward_s, 0.0)
+    return np.where((virtual > 1) & (left > 0), (pp - left) * (virtual - 1) / virtual * (backward_s + alone_s), 0.0)
+
+
+def _sides(shown: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return shown["forward"], shown["again"] + shown["backward"]
 
 
 def _block(cost: Cost, mesh: Mesh, at: Candidates) -> tuple[Work, Work, Work]:
@@ -171,8 +185,8 @@ def _ring(cost: Cost, works: tuple[Work, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Weights of the fullest rank. `ranks` share them, `shard` of these own parts of one copy. Seconds to gather and to sum a block and all."""
+class _Shares:
+    """Weights of the fullest rank, which `ranks` hold or share. Seconds to gather a block, and to sum it to its owners and to all."""
 
     elements: Number
     blocks: Number
@@ -190,7 +204,7 @@ class _Held:
         return gather_s, reduce_s
 
 
-def _held(cost: Cost, at: Candidates, blocks: np.ndarray) -> _Held:
+def _held(cost: Cost, at: Candidates, blocks: np.ndarray) -> _Shares:
     sizes, habits = cost.sizes, cost.habits
     ranks = np.asarray(at.dp) * at.ulysses * at.ring
     shard = np.where(np.asarray(habits.shard_group) > 0, np.minimum(habits.shard_group, ranks), ranks)
@@ -204,14 +218,14 @@ def _held(cost: Cost, at: Candidates, blocks: np.ndarray) -> _Held:
     across, across_per_node = ranks / shard, np.maximum(1, per_node / shard)
     scatter_s = scatter_s + np.where(shard < ranks, collective_s("all_reduce", gradient_bytes / shard, across, across_per_node), 0.0)
     all_reduce_s = collective_s("all_reduce", gradient_bytes, ranks, per_node)
-    return _Held(elements * (blocks + ends), blocks, ranks, gather_s, scatter_s, all_reduce_s, ends)
+    return _Shares(elements * (blocks + ends), blocks, ranks, gather_s, scatter_s, all_reduce_s, ends)
 
 
 def _gathered(
-    cost: Cost, held: _Held, zero: np.ndarray, shown: Mapping[str, np.ndarray]
+    cost: Cost, held: _Shares, zero: np.ndarray, shown: Mapping[str, np.ndarray]
 ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-    """ZeRO-3 gathers of a block in its forward and its backward: seconds that show (both; traffic of the backward), and that are hidden under
-    the block before."""
+    """ZeRO-3 gathers of a block in its forward and its backward: seconds that show (both; traffic of the backward), and seconds that are
+    hidden under the block before."""
     gather_s = np.where(zero == 3, held.gather_s, 0.0)
     ahead = np.asarray(cost.habits.gather_hidden) == 1
     forward_s = np.where(ahead, np.maximum(0.0, gather_s - shown["forward"]), gather_s)
@@ -220,10 +234,10 @@ def _gathered(
 
 
 def _reduced(
-    cost: Cost, held: _Held, zero: np.ndarray, gather_s: np.ndarray, shown: Mapping[str, np.ndarray]
+    cost: Cost, held: _Shares, zero: np.ndarray, gather_s: np.ndarray, shown: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Reductions of a block after each of its backwards (ZeRO 2 and 3), seconds that show and that are hidden; a gather of the backward has the
-    links first."""
+    """Reductions of a block after each of its backwards (ZeRO 2 and 3): seconds that show and seconds that are hidden. A gather of the
+    backward has the links first."""
     reduce_s = np.where(zero >= 2, held.scatter_s, 0.0)
     under_s = shown["again"] + shown["backward"]
     free_s = np.maximum(0.0, under_s - np.where(np.asarray(cost.habits.gather_hidden) == 1, gather_s, 0.0))
@@ -253,5 +267,10 @@ def model_flops(sizes: Sizes, tokens: Number, pairs: Number, parameters: Number)
         "6N blocks": 6.0 * weights * tokens,
         "causal": with_head + scores,
         "full square": with_head + 2 * scores,
-        "with recompute": (8.0 * weights + 6.0 * sizes.head_elements) * tokens + 2 * scores * 4 / 3,
+        "full square, recomputed": (8.0 * weights + 6.0 * sizes.head_elements) * tokens + 2 * scores * 4 / 3,
     }
+
+
+def mfu(flops: Mapping[str, np.ndarray], seconds: Number, ranks: Number, peak_flops_per_s: float) -> dict[str, np.ndarray]:
+    """Model FLOP/s over the devices' peak, by the conventions of `model_flops`."""
+    return {name: value / (np.asarray(seconds) * ranks * peak_flops_per_s) for name, value in flops.items()}
