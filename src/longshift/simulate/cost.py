@@ -140,8 +140,9 @@ class Work:
         return np.maximum(self.device_s, np.asarray(self.kernels) * launch_s)
 
     def exposed_s(self, launch_s: Number) -> np.ndarray:
-        """Seconds in Longshift: tensor and Ulysses traffic exposed, ring under attention."""
-        return self.compute_s(launch_s) + self.tensor_s + self.ulysses_s + np.maximum(0.0, np.asarray(self.ring_s) - self.attention_s)
+        """Seconds in Longshift: tensor and Ulysses traffic exposed, ring under attention, or what the launches take if that is longer."""
+        busy_s = self.device_s + self.tensor_s + self.ulysses_s + np.maximum(0.0, np.asarray(self.ring_s) - self.attention_s)
+        return np.maximum(busy_s, np.asarray(self.kernels) * launch_s)
 
 
 @dataclass(frozen=True)
