@@ -8,7 +8,8 @@ What a row leaves empty is read so: precision fp16 (it runs at the rate of bf16)
 gradients are reduced in their own format for fp16, in float32 for bf16 (Megatron-LM's rule); micro-batch 1; no recomputation; no overlap,
 ZeRO 0, but a distributed optimizer and one block a pipeline chunk where data-parallel and pipeline traffic are overlapped, which need them.
 Recompute "selective" computes every second matmul again with a flash kernel (torchtitan), attention without one (Korthikanti et al.).
-Elementwise operations are fused by a compiler or by the kernels of Megatron-LM and Transformer Engine, not around torch's own attention.
+Elementwise operations are fused by a compiler or by the kernels that come with Megatron-LM, Transformer Engine and FlashAttention-3, not
+where attention is torch's own or FlashAttention-2. A feed-forward that is not four times as wide as the model is gated; so is a Llama's.
 """
 
 import csv
@@ -31,12 +32,13 @@ from longshift.simulate.rates import FITTED, MULTIPROCESSORS, Constants, Rates, 
 
 DEVICES = (("a100", "40", "a100-40"), ("a100", "", "a100-80"), ("a800", "", "a800"), ("h100", "96", "h100-96"), ("h100", "", "h100"),
            ("h200", "", "h200"), ("b200", "", "b200"))  # fmt: skip  # what a name has, and the preset
-NEEDED = ("gpus", "layers", "hidden", "heads", "ffn", "seq", "global_batch", "tp", "pp", "dp")
+NEEDED = ("gpus", "layers", "hidden", "heads", "ffn", "seq", "global_batch", "tp", "pp")
 VOCABULARY = 51200  # where a row has none: GPT-2's, padded as Megatron-LM pads it
 # FlashAttention-3 (arXiv 2407.08608), long sequences: times FlashAttention-2, which presets have, forward and backward on H100.
 NATIVE_GAIN = (2.0, 1.75)
 LEAST_SOURCES = 3  # to fit constants to
 CHOICES = 20  # of the K rows
+SECOND = ("sdpa", "fa2", "attention-2", "flash2", "triton", "v2")
 KNOWN_RECOMPUTE = {"": 0} | {name: code for code, name in enumerate(RECOMPUTE)}
 APART = 0.05
 SWEEP_ROWS = 10  # layouts of one model, batch and number of devices that make a sweep
@@ -102,19 +104,21 @@ def read(rows: Sequence[dict[str, str]]) -> Rows:
     made = [preset(preset_of(row["gpu"])) for row in rows]
     width, heads, tp, pp, dp = number("hidden"), number("heads"), number("tp"), number("pp"), number("dp")
     ring, ulysses, layers = number("cp", 1), number("sp_ulysses", 1), number("layers")
+    dp = np.where(np.isnan(dp), number("gpus") / (tp * pp * ring * ulysses), dp)
     overlap = [set(row["overlap"].split("+")) for row in rows]
     overlapped = {name: np.array([float(name in one) for one in overlap]) for name in ("zero3", "tp", "dp", "pp")}
-    flash = where(lambda row: row["attn_impl"] != "unfused" and (row["attn_impl"] or not row["gpu"].startswith("A100")))
+    flash = where(lambda row: row["attn_impl"] != "unfused" and (row["attn_impl"] or not row["gpu"].startswith(("A100", "A800"))))
     keys = number("kv_heads")
     keys = np.where(np.isnan(keys), heads, keys)
-    gated = where(lambda row: "llama" in row["model"].lower())
+    gated = where(lambda row: "llama" in row["model"].lower() or float(row["ffn"]) != 4 * float(row["hidden"]))
+    second = where(lambda row: any(word in row["attn_impl"].lower() for word in SECOND))  # torch's own, FlashAttention-2
     sizes = Sizes(layers, width, heads, width, keys * width / heads, number("ffn"), number("vocab", VOCABULARY), gated, 1 - gated)
     grad_bytes = number("grad_bytes")
     grad_bytes = np.where(np.isnan(grad_bytes), np.where(where(lambda row: row["precision"] == "bf16") == 1, 4.0, 2.0), grad_bytes)
     selective = where(lambda row: row["recompute"] == "selective")
     habits = Habits(
         flash=flash,
-        compiled=np.maximum(number("compiled", 0), where(lambda row: not row["attn_impl"].startswith("SDPA"))),
+        compiled=np.maximum(number("compiled", 0), 1 - second),
         sequence_parallel=number("sequence_parallel", 0),
         tensor_hidden=overlapped["tp"],
         gather_hidden=overlapped["zero3"],
@@ -130,10 +134,10 @@ def read(rows: Sequence[dict[str, str]]) -> Rows:
     zero = np.where(np.isnan(zero), overlapped["dp"], zero)
     virtual = np.where(np.isnan(virtual), np.where((overlapped["pp"] == 1) & (pp > 1), np.maximum(1, layers // pp), 1), virtual)
     recompute = np.array([float(KNOWN_RECOMPUTE[row["recompute"]]) for row in rows])
-    micros = number("global_batch") / dp / micro
+    micros = np.maximum(1, number("global_batch") / dp / micro)
     tokens = micro * seq
     candidates = Candidates(tp, ulysses, ring, dp, pp, virtual, zero, recompute, micros, tokens, tokens * seq / 2)
-    native = where(lambda row: not row["gpu"].startswith("A100") and not row["attn_impl"].startswith("SDPA"))
+    native = (1 - second) * where(lambda row: not row["gpu"].startswith(("A100", "A800")))
     gain = [1 + (faster - 1) * native for faster in NATIVE_GAIN]
     links = [fabric(one) for one in made]
     network = np.array([float(link.network_bytes_per_s) for link in links])

@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from longshift.cluster import files, network
 from longshift.cluster.cluster import Heads
 from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
+from longshift.program.operations import Op
+from longshift.program.turns import parts_of
 from longshift.schedule.pipeline import events
 from longshift.simulate.calibrate import Correction, calibrate, fit, moved
 from longshift.simulate.closed import PARTS, Candidates, closed_form, mfu, model_flops, stalled_s
-from longshift.simulate.cost import LONGSHIFT, RECOMPUTE, Cost, Mesh, sizes
+from longshift.simulate.cost import LONGSHIFT, RECOMPUTE, Cost, Mesh, recompute_code, sizes
 from longshift.simulate.rates import Constants, rates
 from longshift.spec.families import preset
 
@@ -146,6 +149,33 @@ def test_simulate_turns_add_up_to_a_block():
     assert float(selective.attention_s) == pytest.approx(float(plain.attention_s + whole.attention_s))
     assert float(COST.turn("head", "loss", "", mesh, tokens, pairs).tensor_s) > 0
     assert float(whole.exposed_s(1e-6)) > float(whole.compute_s(1e-6)) > 0
+
+
+def test_simulate_operations_of_a_program_add_up_to_the_closed_form():
+    """One rank, one micro-batch: the compute operations of `program.turns` take what the closed form says, whatever is recomputed."""
+    for text in ("dp1", "recompute-selective", "recompute-attention", "recompute-full", "recompute-full.keep-output"):
+        layout = Layout.parse(text)
+        parts = parts_of(layout)
+        ops = [Op("compute", unit=0, turn=turn, part="embed") for turn in ("forward", "backward")]
+        ops += [Op("compute", unit=SPEC.layers + 1, turn="loss", number=block) for block in range(4)]
+        for unit in range(1, SPEC.layers + 1):
+            for part, graph in parts:
+                turns = ("forward", "backward") if graph else ("pass", "again", "backward")
+                ops += [Op("compute", unit=unit, turn=turn, part=part) for turn in turns]
+        found = sum(float(COST.compute(op, layout, 8192, ONE["pairs"], loss_blocks=4).device_s) for op in ops)
+        form = closed_form(COST, at(micros=1, recompute=recompute_code(layout))).parts
+        busy = sum(float(form[name]) for name in ("matmul", "attention", "elementwise", "recompute", "head"))
+        assert found == pytest.approx(busy, rel=0.02)  # a head in four blocks has smaller matmuls
+
+
+def test_simulate_closed_form_takes_two_microseconds_a_candidate():
+    count, rng = 65536, np.random.default_rng(0)
+    many = {name: rng.choice([1.0, 2.0, 4.0], count) for name in ONE} | {"tokens": rng.choice([8192.0, 32768.0], count)}
+    many |= {"pairs": many["tokens"] ** 2 / 2, "zero": rng.choice([0.0, 1, 2, 3], count)}
+    closed_form(COST, Candidates(**many))
+    began = time.process_time()
+    closed_form(COST, Candidates(**many))
+    assert (time.process_time() - began) / count < 2e-6
 
 
 def test_simulate_matmul_flops_of_a_block():

@@ -16,6 +16,8 @@ from typing import Literal
 import numpy as np
 
 from longshift.cluster.cluster import Number
+from longshift.layout.layout import Layout
+from longshift.program.operations import Op
 from longshift.simulate.rates import Rates
 from longshift.spec.model import ModelSpec
 
@@ -112,6 +114,11 @@ class Mesh:
     ring: Number = 1
 
 
+def recompute_code(layout: Layout) -> int:
+    """Where in RECOMPUTE a layout's recomputation stands."""
+    return RECOMPUTE.index(layout.recompute + ".keep-output" * layout.keep_output)
+
+
 @dataclass(frozen=True)
 class Work:
     """Seconds of one turn on one rank, by kind; `kernels`: launches. `tensor_s`, `ulysses_s`, `ring_s`: traffic during the turn."""
@@ -152,6 +159,12 @@ class Cost:
     sizes: Sizes
     rates: Rates
     habits: Habits = LONGSHIFT
+
+    def compute(self, op: Op, layout: Layout, tokens: Number, pairs: Number, loss_blocks: Number = 1) -> Work:
+        """Work of a `compute` operation of a step under `layout`; see `turn`. Equal turns of equal packs cost the same: ask once."""
+        kind: UnitKind = "embeddings" if op.unit == 0 else "head" if op.unit > self.sizes.layers else "block"
+        mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
+        return self.turn(kind, op.turn, op.part, mesh, tokens, pairs, recompute_code(layout), loss_blocks)
 
     def turn(
         self,

@@ -146,8 +146,8 @@ class Rates:
 
 
 def clock(flops_per_s: Number, watts: Number | None, power: Number) -> Number:
-    """Share of the clock that a device keeps in long dense arithmetic under its power limit."""
-    return 1.0 if watts is None else (1.0 + POWER_KNOWN / power) / (1.0 + flops_per_s / 1e12 / watts / power)
+    """Share of the clock that a device keeps in long dense arithmetic under its power limit, beside an A100."""
+    return 1.0 if watts is None else np.minimum(1.0, (1.0 + POWER_KNOWN / power) / (1.0 + flops_per_s / 1e12 / watts / power))
 
 
 def rates(cluster: Cluster, dtype: str = "bf16", constants: Constants | None = None) -> Rates:
