@@ -17,7 +17,7 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,9 @@ SECOND = ("sdpa", "fa2", "attention-2", "flash2", "triton", "v2")
 KNOWN_RECOMPUTE = {"": 0} | {name: code for code, name in enumerate(RECOMPUTE)}
 APART = 0.05
 SWEEP_ROWS = 10  # layouts of one model, batch and number of devices that make a sweep
+
+
+Row = dict[str, str]  # column to text
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def preset_of(name: str) -> str:
     return next((found for first, second, found in DEVICES if first in name and second in name and "pcie" not in name), "")
 
 
-def reason(row: dict[str, str]) -> str:
+def reason(row: Row) -> str:
     """Why a row is not predicted; empty where it is."""
     if not row["step_time_s"]:
         return "no step time"
@@ -92,57 +95,59 @@ def reason(row: dict[str, str]) -> str:
     return f"no {', '.join(missing)}" if missing else ""
 
 
-def read(rows: Sequence[dict[str, str]]) -> Rows:
-    """Rows without a `reason` as arrays."""
+def number(rows: Sequence[Row], name: str, default: float | np.ndarray = np.nan) -> np.ndarray:
+    """A column; `default` where it is empty."""
+    found = np.array([float(row[name]) if row[name] else np.nan for row in rows])
+    return np.where(np.isnan(found), default, found)
 
-    def number(name: str, default: float = np.nan) -> np.ndarray:
-        return np.array([float(row[name]) if row[name] else default for row in rows])
 
-    def where(test) -> np.ndarray:
-        return np.array([float(bool(test(row))) for row in rows])
+def where(rows: Sequence[Row], test: Callable[[Row], object]) -> np.ndarray:
+    """1 where `test` holds, else 0."""
+    return np.array([float(bool(test(row))) for row in rows])
 
-    made = [preset(preset_of(row["gpu"])) for row in rows]
-    width, heads, tp, pp, dp = number("hidden"), number("heads"), number("tp"), number("pp"), number("dp")
-    ring, ulysses, layers = number("cp", 1), number("sp_ulysses", 1), number("layers")
-    dp = np.where(np.isnan(dp), number("gpus") / (tp * pp * ring * ulysses), dp)
-    overlap = [set(row["overlap"].split("+")) for row in rows]
-    overlapped = {name: np.array([float(name in one) for one in overlap]) for name in ("zero3", "tp", "dp", "pp")}
-    flash = where(lambda row: row["attn_impl"] != "unfused" and (row["attn_impl"] or not row["gpu"].startswith(("A100", "A800"))))
-    keys = number("kv_heads")
-    keys = np.where(np.isnan(keys), heads, keys)
-    gated = where(lambda row: "llama" in row["model"].lower() or float(row["ffn"]) != 4 * float(row["hidden"]))
-    second = where(lambda row: any(word in row["attn_impl"].lower() for word in SECOND))  # torch's own, FlashAttention-2
-    sizes = Sizes(layers, width, heads, width, keys * width / heads, number("ffn"), number("vocab", VOCABULARY), gated, 1 - gated)
-    grad_bytes = number("grad_bytes")
-    grad_bytes = np.where(np.isnan(grad_bytes), np.where(where(lambda row: row["precision"] == "bf16") == 1, 4.0, 2.0), grad_bytes)
-    selective = where(lambda row: row["recompute"] == "selective")
-    habits = Habits(
+
+def ampere(row: Row) -> bool:
+    return row["gpu"].startswith(("A100", "A800"))
+
+
+def second(row: Row) -> bool:
+    """Whether attention is torch's own or FlashAttention-2."""
+    return any(word in row["attn_impl"].lower() for word in SECOND)
+
+
+def overlapped(rows: Sequence[Row], what: str) -> np.ndarray:
+    return where(rows, lambda row: what in row["overlap"].split("+"))
+
+
+def habits_of(rows: Sequence[Row]) -> Habits:
+    """What the trainer of each row does."""
+    flash = where(rows, lambda row: row["attn_impl"] != "unfused" and (row["attn_impl"] or not ampere(row)))
+    selective = where(rows, lambda row: row["recompute"] == "selective")
+    return Habits(
         flash=flash,
-        compiled=np.maximum(number("compiled", 0), 1 - second),
-        sequence_parallel=number("sequence_parallel", 0),
-        tensor_hidden=overlapped["tp"],
-        gather_hidden=overlapped["zero3"],
-        reduce_hidden=np.maximum(overlapped["zero3"], overlapped["dp"]),
-        messages_hidden=overlapped["pp"],
+        compiled=np.maximum(number(rows, "compiled", 0), where(rows, lambda row: not second(row))),
+        sequence_parallel=number(rows, "sequence_parallel", 0),
+        tensor_hidden=overlapped(rows, "tp"),
+        gather_hidden=overlapped(rows, "zero3"),
+        reduce_hidden=np.maximum(overlapped(rows, "zero3"), overlapped(rows, "dp")),
+        messages_hidden=overlapped(rows, "pp"),
         ring_hidden=1.0,
-        gradient_bytes=grad_bytes,
+        gradient_bytes=number(rows, "grad_bytes", 2 + 2 * where(rows, lambda row: row["precision"] == "bf16")),
         selective_matmuls=0.5 * selective * flash,
         selective_attention=1 - flash,
-        shard_group=number("shard_group", 0),
+        shard_group=number(rows, "shard_group", 0),
     )
-    zero, virtual, micro, seq = number("zero"), number("vpp"), number("micro_batch", 1), number("seq")
-    zero = np.where(np.isnan(zero), overlapped["dp"], zero)
-    virtual = np.where(np.isnan(virtual), np.where((overlapped["pp"] == 1) & (pp > 1), np.maximum(1, layers // pp), 1), virtual)
-    recompute = np.array([float(KNOWN_RECOMPUTE[row["recompute"]]) for row in rows])
-    micros = np.maximum(1, number("global_batch") / dp / micro)
-    tokens = micro * seq
-    candidates = Candidates(tp, ulysses, ring, dp, pp, virtual, zero, recompute, micros, tokens, tokens * seq / 2)
-    native = (1 - second) * where(lambda row: not row["gpu"].startswith(("A100", "A800")))
+
+
+def device_of(rows: Sequence[Row]) -> dict[str, np.ndarray]:
+    """Constants of each row's preset, and of its fabric where the row names one."""
+    made = [preset(preset_of(row["gpu"])) for row in rows]
+    native = where(rows, lambda row: not ampere(row) and not second(row))
     gain = [1 + (faster - 1) * native for faster in NATIVE_GAIN]
     links = [fabric(one) for one in made]
-    network = np.array([float(link.network_bytes_per_s) for link in links])
-    named = number("fabric_gb_s_per_gpu") * 1e9 * np.array([one.shares["network link"] for one in made])
-    device = {
+    share = np.array([one.shares["network link"] for one in made])
+    rate = np.array([one.links["network"].bytes_per_s / 1e9 for one in made])
+    return {
         "peak": np.array([one.device.flops_per_s["bf16"] for one in made]),
         "matmul": np.array([one.shares["matmul"] for one in made]),
         "forward": np.array([one.shares["attention forward"] for one in made]) * gain[0],
@@ -151,13 +156,28 @@ def read(rows: Sequence[dict[str, str]]) -> Rows:
         "launch_s": np.array([one.device.launch_s for one in made]),
         "multiprocessors": np.array([one.device.multiprocessors or MULTIPROCESSORS for one in made]),
         "watts": np.array([one.device.watts for one in made]),
-        "per_node": number("gpus_per_node", 8),
+        "per_node": number(rows, "gpus_per_node", 8),
         "node": np.array([float(link.node_bytes_per_s) for link in links]),
         "node_latency_s": np.array([float(link.node_latency_s) for link in links]),
-        "network": np.where(np.isnan(named), network, named),
+        "network": number(rows, "fabric_gb_s_per_gpu", rate) * 1e9 * share,
         "network_latency_s": np.array([float(link.network_latency_s) for link in links]),
     }
-    return Rows(sizes, habits, candidates, device, number("step_time_s"))
+
+
+def read(rows: Sequence[Row]) -> Rows:
+    """Rows without a `reason` as arrays."""
+    width, heads, tp, pp, layers = (number(rows, name) for name in ("hidden", "heads", "tp", "pp", "layers"))
+    ring, ulysses, seq = number(rows, "cp", 1), number(rows, "sp_ulysses", 1), number(rows, "seq")
+    dp, micro = number(rows, "dp", number(rows, "gpus") / (tp * pp * ring * ulysses)), number(rows, "micro_batch", 1)
+    gated = where(rows, lambda row: "llama" in row["model"].lower() or float(row["ffn"]) != 4 * float(row["hidden"]))
+    keys, vocabulary = number(rows, "kv_heads", heads) * width / heads, number(rows, "vocab", VOCABULARY)
+    sizes = Sizes(layers, width, heads, width, keys, number(rows, "ffn"), vocabulary, gated, 1 - gated)
+    virtual = number(rows, "vpp", np.where((overlapped(rows, "pp") == 1) & (pp > 1), np.maximum(1, layers // pp), 1))
+    zero, tokens = number(rows, "zero", overlapped(rows, "dp")), micro * seq
+    recompute = np.array([float(KNOWN_RECOMPUTE[row["recompute"]]) for row in rows])
+    micros = np.maximum(1, number(rows, "global_batch") / dp / micro)
+    candidates = Candidates(tp, ulysses, ring, dp, pp, virtual, zero, recompute, micros, tokens, tokens * seq / 2)
+    return Rows(sizes, habits_of(rows), candidates, device_of(rows), number(rows, "step_time_s"))
 
 
 def weights(groups: Sequence[str]) -> np.ndarray:
@@ -166,7 +186,7 @@ def weights(groups: Sequence[str]) -> np.ndarray:
     return np.array([count[group] ** -0.5 for group in groups])
 
 
-def fitted(rows: Sequence[dict[str, str]]) -> Constants:
+def fitted(rows: Sequence[Row]) -> Constants:
     """Constants fitted to rows."""
     made = read(rows)
     return fit(
@@ -174,7 +194,7 @@ def fitted(rows: Sequence[dict[str, str]]) -> Constants:
     )
 
 
-def left_out(rows: Sequence[dict[str, str]]) -> list[tuple[np.ndarray, Forecast]]:
+def left_out(rows: Sequence[Row]) -> list[tuple[np.ndarray, Forecast]]:
     """Of each source: its rows' numbers, and their forecast by constants fitted to all other sources; where these are few, by the
     constants that come with Longshift."""
     found = []
@@ -197,7 +217,7 @@ def after(forecast: Forecast, measured_s: np.ndarray, count: int, choices: int) 
     return np.array(found)
 
 
-def ranking(rows: Sequence[dict[str, str]], predicted_s: np.ndarray, measured_s: np.ndarray) -> dict:
+def ranking(rows: Sequence[Row], predicted_s: np.ndarray, measured_s: np.ndarray) -> dict:
     """Of layouts of the same model, devices and batch: pairs more than APART from each other that are in the right order; and what choosing
     the first, or the best of the first three, loses, on average over such sweeps."""
     groups: dict[tuple[str, ...], list[int]] = {}
@@ -234,7 +254,7 @@ def summary(errors: np.ndarray) -> dict[str, float]:
     }
 
 
-def judge(table: Sequence[dict[str, str]], count: int, choices: int) -> dict:
+def judge(table: Sequence[Row], count: int, choices: int) -> dict:
     """Everything that the script reports of a table. `predicted_s`: by the constants that come with Longshift, which were fitted to the
     published table. All errors are of `left_out_s`: by constants that were fitted to other sources."""
     skipped = Counter(found for row in table if (found := reason(row)))
