@@ -32,7 +32,7 @@ SHARES = ("matmul", "attention forward", "attention backward", "memory", "device
 @dataclass(frozen=True)
 class Device:
     """What one rank computes on. `flops_per_s`: dense peak by dtype. `launch_s`: least time between two operations. `cores`: processor
-    cores that the rank's own process gets, which on a CPU are the device."""
+    cores that the rank's own process gets, which on a CPU are the device. `watts`: the power limit. `multiprocessors`: of a GPU."""
 
     name: str
     kind: Literal["cpu", "cuda"]
@@ -41,6 +41,8 @@ class Device:
     flops_per_s: Mapping[str, float]
     launch_s: float
     cores: float | None = None
+    watts: float | None = None
+    multiprocessors: float | None = None
 
 
 @dataclass(frozen=True)

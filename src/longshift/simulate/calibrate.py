@@ -23,8 +23,8 @@ OUTLIER = 0.12  # logarithm: three times what repeats of a published measurement
 ROUNDS, STEP = 8, 1e-4
 
 
-# What `calibrate` moves: groups of parts of a forecast (`closed.PARTS`), all of them, and how far each can be off, as a logarithm: what five
-# published sources differ by from the constants fitted to the others.
+# What `calibrate` moves: groups of parts of a forecast (`closed.PARTS`), all of them first; and how far each can be off, as a logarithm:
+# what published sources differ by from the constants fitted to the others.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "all": PARTS,
     "device": ("matmul", "attention", "recompute", "head"),
