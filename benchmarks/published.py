@@ -27,15 +27,13 @@ from longshift.cluster.files import preset
 from longshift.cluster.network import Fabric, fabric
 from longshift.simulate.calibrate import calibrate, fit
 from longshift.simulate.closed import Candidates, Forecast, closed_form
-from longshift.simulate.cost import RECOMPUTE, Cost, Habits, Sizes
+from longshift.simulate.cost import FLASH3, RECOMPUTE, Cost, Habits, Sizes
 from longshift.simulate.rates import FITTED, MULTIPROCESSORS, Constants, Rates, clock
 
 DEVICES = (("a100", "40", "a100-40"), ("a100", "", "a100-80"), ("a800", "", "a800"), ("h100", "96", "h100-96"), ("h100", "", "h100"),
            ("h200", "", "h200"), ("b200", "", "b200"))  # fmt: skip  # what a name has, and the preset
 NEEDED = ("gpus", "layers", "hidden", "heads", "ffn", "seq", "global_batch", "tp", "pp")
 VOCABULARY = 51200  # where a row has none: GPT-2's, padded as Megatron-LM pads it
-# FlashAttention-3 (arXiv 2407.08608), long sequences: times FlashAttention-2, which presets have, forward and backward on H100.
-NATIVE_GAIN = (2.0, 1.75)
 LEAST_SOURCES = 3  # to fit constants to
 CHOICES = 20  # of the K rows
 SECOND = ("sdpa", "fa2", "attention-2", "flash2", "triton", "v2")
@@ -123,6 +121,7 @@ def habits_of(rows: Sequence[Row]) -> Habits:
     """What the trainer of each row does."""
     flash = where(rows, lambda row: row["attn_impl"] != "unfused" and (row["attn_impl"] or not ampere(row)))
     selective = where(rows, lambda row: row["recompute"] == "selective")
+    third = where(rows, lambda row: not ampere(row) and not second(row))
     return Habits(
         flash=flash,
         compiled=np.maximum(number(rows, "compiled", 0), where(rows, lambda row: not second(row))),
@@ -136,22 +135,21 @@ def habits_of(rows: Sequence[Row]) -> Habits:
         selective_matmuls=0.5 * selective * flash,
         selective_attention=1 - flash,
         shard_group=number(rows, "shard_group", 0),
+        **{name: 1 + (gain - 1) * third for name, gain in FLASH3.items()},
     )
 
 
 def device_of(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """Constants of each row's preset, and of its fabric where the row names one."""
     made = [preset(preset_of(row["gpu"])) for row in rows]
-    native = where(rows, lambda row: not ampere(row) and not second(row))
-    gain = [1 + (faster - 1) * native for faster in NATIVE_GAIN]
     links = [fabric(one) for one in made]
     share = np.array([one.shares["network link"] for one in made])
     rate = np.array([one.links["network"].bytes_per_s / 1e9 for one in made])
     return {
         "peak": np.array([one.device.flops_per_s["bf16"] for one in made]),
         "matmul": np.array([one.shares["matmul"] for one in made]),
-        "forward": np.array([one.shares["attention forward"] for one in made]) * gain[0],
-        "backward": np.array([one.shares["attention backward"] for one in made]) * gain[1],
+        "forward": np.array([one.shares["attention forward"] for one in made]),
+        "backward": np.array([one.shares["attention backward"] for one in made]),
         "memory": np.array([one.device.memory_bytes_per_s * one.shares["memory"] for one in made]),
         "launch_s": np.array([one.device.launch_s for one in made]),
         "multiprocessors": np.array([one.device.multiprocessors or MULTIPROCESSORS for one in made]),

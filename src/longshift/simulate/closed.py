@@ -81,12 +81,15 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     held = _held(cost, at, blocks)
 
     turns = {name: _turn(cost, mesh, work) for name, work in (("forward", forward), ("again", again), ("backward", backward))}
-    shown = {name: work.compute_s(launch_s) for name, work in (("forward", forward), ("again", again), ("backward", backward))}
+    free = {name: turn.free_s for name, turn in turns.items()}
     works = forward + again + backward
-    gather_slot_s, gather_hidden_s = _gathered(cost, held, zero, shown)
-    reduce_slot_s, reduce_slot_hidden_s = _reduced(cost, held, zero, gather_slot_s[1], shown)
-    moved_s = gather_slot_s[0] + reduce_slot_s
-    block_s = sum(turn.seconds for turn in turns.values()) + moved_s
+    # A block's gathers under the block before, forward and backward, then its reduction in what they leave.
+    gather_s, reduce_s = np.where(zero == 3, held.gather_s, 0.0), np.where(zero >= 2, held.scatter_s, 0.0)
+    forward_s, backward_s = free["forward"], free["again"] + free["backward"]
+    gathers = [_exposed(gather_s, window_s, habits.gather_hidden) for window_s in (forward_s, backward_s)]
+    reduced_s = _exposed(reduce_s, np.maximum(0.0, backward_s - gather_s), habits.reduce_hidden)
+    sides = (turns["forward"].seconds + gathers[0], turns["again"].seconds + turns["backward"].seconds + gathers[1] + reduced_s)
+    block_s = sides[0] + sides[1]
 
     head = cost.head(mesh, at.tokens)
     embeddings = cost.embeddings(mesh, at.tokens, False).times(2)
@@ -95,7 +98,6 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     ends_s = np.where(pp > 1, np.maximum(ends[1], ends[0] + fewer * block_s), ends[0] + ends[1])
     slot_s = blocks * block_s + ends_s
     others_s = np.maximum(0.0, sizes.layers * block_s + ends[0] + ends[1] - slot_s)
-    sides = (turns["forward"].seconds + moved_s / 2, turns["again"].seconds + turns["backward"].seconds + moved_s / 2)
     stall_s = stalled_s(micros, pp, virtual, *(blocks * side for side in sides))
     bubble_s = np.where(pp > 1, others_s / virtual + stall_s, 0.0)
 
@@ -104,10 +106,10 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     messages_s = np.where(pp > 1, messages * message_s * cost.rates.constants.messages, 0.0)
 
     once_gather_s, once_reduce_s = held.once(zero)
-    first_s, last_s = blocks * shown["forward"], (blocks - 1) * (shown["again"] + shown["backward"])
-    gather_once_s = np.where(np.asarray(habits.gather_hidden) == 1, np.maximum(0.0, once_gather_s - first_s), once_gather_s)
-    least_s = once_reduce_s / np.maximum(blocks, 1)
-    reduce_once_s = np.where(np.asarray(habits.reduce_hidden) == 1, np.maximum(least_s, once_reduce_s - last_s), once_reduce_s)
+    first_s = blocks * np.maximum(0.0, forward_s - gather_s)
+    last_s = (blocks - 1) * np.maximum(0.0, backward_s - gather_s - reduce_s)
+    gathered_once_s = _exposed(once_gather_s, first_s, habits.gather_hidden)
+    reduced_once_s = np.maximum(once_reduce_s / np.maximum(blocks, 1), _exposed(once_reduce_s, last_s, habits.reduce_hidden))
 
     owned = held.elements / np.where(zero >= 1, held.ranks, 1)
     optimizer_s = cost.rates.elementwise_s(owned * UPDATE_BYTES * cost.rates.constants.update) + cost.rates.constants.begin_s
@@ -125,8 +127,8 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
         "tp": per_step * tensor_s,
         "ulysses": per_step * works.ulysses_s,
         "ring": per_step * ring_s,
-        "gather": per_step * gather_slot_s[0] + gather_once_s,
-        "reduce": per_step * reduce_slot_s + reduce_once_s,
+        "gather": per_step * (gathers[0] + gathers[1]) + gathered_once_s,
+        "reduce": per_step * reduced_s + reduced_once_s,
         "bubble": bubble_s,
         "messages": messages_s,
         "optimizer": optimizer_s,
@@ -134,8 +136,8 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     hidden = {
         "tp": per_step * (works.tensor_s - tensor_s),
         "ring": per_step * (works.ring_s - ring_s),
-        "gather": per_step * gather_hidden_s + once_gather_s - gather_once_s,
-        "reduce": per_step * reduce_slot_hidden_s + once_reduce_s - reduce_once_s,
+        "gather": per_step * (2 * gather_s - gathers[0] - gathers[1]) + once_gather_s - gathered_once_s,
+        "reduce": per_step * (reduce_s - reduced_s) + once_reduce_s - reduced_once_s,
     }
     parts["crowd"] = cost.rates.constants.crowd * sum(hidden.values())
     parts["wait"] = cost.rates.constants.jitter * np.log2(np.maximum(at.ranks, 1)) * sum(parts.values())
@@ -170,12 +172,14 @@ def _block(cost: Cost, mesh: Mesh, at: Candidates) -> tuple[Work, Work, Work]:
 
 @dataclass(frozen=True)
 class _Shown:
-    """Seconds of one turn of a block: all, tensor and ring traffic that shows, and waiting for launches."""
+    """Seconds of one turn of a block: all, tensor and ring traffic that shows, waiting for launches, and those in which its own traffic
+    leaves the links free."""
 
     seconds: np.ndarray
     tensor_s: np.ndarray
     ring_s: np.ndarray
     launched_s: np.ndarray
+    free_s: np.ndarray
 
 
 def _turn(cost: Cost, mesh: Mesh, work: Work) -> _Shown:
@@ -187,7 +191,8 @@ def _turn(cost: Cost, mesh: Mesh, work: Work) -> _Shown:
     ring_s = ring_s - np.minimum(ring_s, work.attention_s) * (np.asarray(habits.ring_hidden) == 1)
     busy_s = work.device_s + tensor_s + work.ulysses_s + ring_s
     launched_s = np.maximum(0.0, np.asarray(work.kernels) * cost.rates.launch_s - busy_s)
-    return _Shown(busy_s + launched_s, tensor_s, ring_s, launched_s)
+    free_s = np.maximum(0.0, busy_s + launched_s - work.tensor_s - work.ulysses_s - work.ring_s)
+    return _Shown(busy_s + launched_s, tensor_s, ring_s, launched_s, free_s)
 
 
 @dataclass(frozen=True)
@@ -227,28 +232,9 @@ def _held(cost: Cost, at: Candidates, blocks: np.ndarray) -> _Shares:
     return _Shares(elements * (blocks + ends), blocks, ranks, gather_s, scatter_s, all_reduce_s, ends)
 
 
-def _gathered(
-    cost: Cost, held: _Shares, zero: np.ndarray, shown: Mapping[str, np.ndarray]
-) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-    """ZeRO-3 gathers of a block in its forward and its backward: seconds that show (both; traffic of the backward), and seconds that are
-    hidden under the block before."""
-    gather_s = np.where(zero == 3, held.gather_s, 0.0)
-    ahead = np.asarray(cost.habits.gather_hidden) == 1
-    forward_s = np.where(ahead, np.maximum(0.0, gather_s - shown["forward"]), gather_s)
-    backward_s = np.where(ahead, np.maximum(0.0, gather_s - shown["again"] - shown["backward"]), gather_s)
-    return (forward_s + backward_s, gather_s), 2 * gather_s - forward_s - backward_s
-
-
-def _reduced(
-    cost: Cost, held: _Shares, zero: np.ndarray, gather_s: np.ndarray, shown: Mapping[str, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Reductions of a block after each of its backwards (ZeRO 2 and 3): seconds that show and seconds that are hidden. A gather of the
-    backward has the links first."""
-    reduce_s = np.where(zero >= 2, held.scatter_s, 0.0)
-    under_s = shown["again"] + shown["backward"]
-    free_s = np.maximum(0.0, under_s - np.where(np.asarray(cost.habits.gather_hidden) == 1, gather_s, 0.0))
-    exposed_s = np.where(np.asarray(cost.habits.reduce_hidden) == 1, np.maximum(0.0, reduce_s - free_s), reduce_s)
-    return exposed_s, reduce_s - exposed_s
+def _exposed(traffic_s: np.ndarray, window_s: np.ndarray, hidden: Number) -> np.ndarray:
+    """Seconds of traffic that show where it travels in a window of computation, if it is `hidden` at all."""
+    return np.where(np.asarray(hidden) == 1, np.maximum(0.0, traffic_s - window_s), traffic_s)
 
 
 def _message_s(cost: Cost, at: Candidates) -> np.ndarray:

@@ -35,6 +35,9 @@ BACKWARD = 1.6
 # Bytes a score of unfused attention: the product's write, masked softmax, dropout with its mask, the product's read; and their gradients.
 SCORE_BYTES = {"forward": 13.0, "backward": 18.0}
 LOGIT_BYTES = 26.0  # bf16 product, float32 copy, log-softmax, its gradient in float32 and bf16: reads and writes, forward and backward
+# Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over FlashAttention-2, for long sequences
+# (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5 to 1.75 backward on H100).
+FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
 KERNELS = {"eager": 30.0, "compiled": 14.0, "unfused": 5.0}  # launches of a block's forward; backward twice as many
 
 
@@ -52,6 +55,7 @@ class Habits:
     ring_hidden          keys and values travel under attention
     gradient_bytes       of an element that is reduced
     selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
+    forward_gain, backward_gain               times the speed of a preset's attention kernel, FlashAttention-2 (as in FLASH3)
     shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
     """
 
@@ -66,6 +70,8 @@ class Habits:
     gradient_bytes: Number = 4.0
     selective_matmuls: Number = 0.0
     selective_attention: Number = 1.0
+    forward_gain: Number = 1.0
+    backward_gain: Number = 1.0
     shard_group: Number = 0.0
 
 
@@ -235,6 +241,7 @@ class Cost:
         heads = s.heads / (np.asarray(mesh.tp) * mesh.ulysses)
         own_rows, own_pairs, width = np.asarray(tokens) / mesh.ring, np.asarray(pairs) / mesh.ring, s.inner / s.heads
         flash_s = r.attention_s(own_rows * (1 + np.asarray(mesh.ring)) / 2, own_pairs, heads, width, backward)
+        flash_s = flash_s / (h.backward_gain if backward else h.forward_gain)
         if np.all(np.asarray(h.flash) == 1):
             return flash_s
         way = "backward" if backward else "forward"
