@@ -49,8 +49,8 @@ class Layouts:
 
     def candidates(self, micros: np.ndarray, tokens: np.ndarray | float, pairs: np.ndarray | float) -> Candidates:
         """With what a step has for each."""
-        numbers = [getattr(self, field.name) for field in fields(self)]
-        return Candidates(*numbers, micros, tokens, pairs)
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Candidates(**numbers, micros=micros, tokens=tokens, pairs=pairs)
 
 
 def layouts_of(spec: ModelSpec, world: int, fixed: Mapping[str, Sequence[int]]) -> tuple[Layouts, Counter[str]]:

@@ -41,6 +41,7 @@ A_BIN = 6  # layouts that are kept of a bin
 MOST_GROUPS = 4
 DRAWS = 4  # steps that are played
 PLAYED = 6  # choices of groups, and as many single layouts
+PARTS_OF_BUDGET = (1.0, 0.9, 0.8, 0.65)  # that layouts may take by their bounds: groups together need more than each
 HEADROOM = 0.94  # of a device's memory: an allocator rounds up and leaves holes
 CONTEXT_BYTES = 1 << 30  # of a GPU's memory, for CUDA's own and NCCL's
 CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, which are tried where nothing else fits
@@ -131,32 +132,43 @@ class _Search:
         self.draws = [tuple(task.lengths.draw(seed, task.tokens_per_step).tolist()) for seed in range(DRAWS)]
         self.ends = self._ends()
         self.bins = self._bins()
-        self.played: dict[tuple[Edge, ...], Way] = {}
+        self.weighed: dict[tuple[Edge, ...], tuple[Mapping[str, int], str]] = {}
+        self.part = 1.0
 
     def run(self) -> Choice:
+        candidates = 0
         every, refused = layouts_of(self.task.spec, self.task.world, self.task.fixed)
         self.tell(f"{len(every):,} layouts of {self.task.world} ranks")
-        kept, short = self._kept(every)
-        refused = refused + Counter({"more memory than there is, for any document": len(every) - kept[1]})
-        layouts = [every.layout(index) for index in kept[0]]
-        table = _Table(self, every.take(np.array(kept[0], int)), layouts) if layouts else None
-        groups: list[tuple[Edge, ...]] = []
-        context: list[tuple[Edge, ...]] = []
-        if table:
-            groups = table.best(range(len(layouts)), MOST_GROUPS, PLAYED) + table.best(range(len(layouts)), 1, PLAYED)
-            context = table.best([k for k, one in enumerate(layouts) if one.tp == one.pp == 1], MOST_GROUPS, 2)
-        if not any(edges[-1].upto == self.ends[-1] for edges in groups):
-            groups += self._streamed()
-        found = [self.play(edges) for edges in dict.fromkeys([*groups, *context])]
+        groups: dict[tuple[Edge, ...], None] = {}
+        fitting = 0
+        for self.part in PARTS_OF_BUDGET:
+            kept, possible = self._kept(every)
+            if self.part == PARTS_OF_BUDGET[0]:
+                refused = refused + Counter({"more memory than there is, for any document": len(every) - possible})
+                candidates = sum(refused.values()) + possible
+            if not kept:
+                break
+            layouts = [every.layout(index) for index in kept]
+            table = _Table(self, every.take(np.array(kept, int)), layouts)
+            context = [k for k, one in enumerate(layouts) if one.tp == one.pp == 1]
+            some = [*table.best(range(len(layouts)), MOST_GROUPS, PLAYED), *table.best(range(len(layouts)), 1, PLAYED)]
+            some += [*table.best(context, MOST_GROUPS, 2), *table.best(context, 1, 1)]
+            groups |= dict.fromkeys(some)
+            fitting += sum(self.weigh(edges)[0]["device"] <= self.task.budget_bytes for edges in dict.fromkeys(some))
+            if fitting >= PLAYED:
+                break
+        if not fitting:
+            groups |= dict.fromkeys(self._streamed())
+        found = [self.play(edges) for edges in groups]
         fitting = sorted((way for way in found if way.bytes["device"] <= self.task.budget_bytes), key=lambda way: (way.seconds, str(way)))
         lacking = [(way, int(way.bytes["device"] - self.task.budget_bytes)) for way in found if way not in fitting]
         return Choice(
             tuple(fitting),
             next((way for way in fitting if len(way.edges) == 1), None),
             next((way for way in fitting if all(edge.use.tp == edge.use.pp == 1 for edge in way.edges)), None),
-            tuple(sorted([*lacking, *short], key=lambda row: row[1])),
+            tuple(sorted(lacking, key=lambda row: row[1])),
             dict(refused),
-            sum(refused.values()) + kept[1],
+            candidates,
         )
 
     def shape(self, edges: tuple[Edge, ...]) -> StepShape:
@@ -164,22 +176,23 @@ class _Search:
         way = Itinerary(task.spec, edges, self.links, formats.compute_bytes, formats.home_bytes, task.switch)
         return StepShape(way, edges, formats, task.tokens_per_step, task.longest, task.ahead, task.windows)
 
+    def weigh(self, edges: tuple[Edge, ...]) -> tuple[Mapping[str, int], str]:
+        """Bytes that a rank needs at most, by place, and after which operation the device's peak is."""
+        if edges not in self.weighed:
+            needed = needs(self.shape(edges), edges, self.transport, not self.task.on_gpu)  # pyright: ignore[reportArgumentType]
+            by_place = {place: max(need.of(place) for need in needed) for place in ("device", "host", "disk")}
+            self.weighed[edges] = by_place, most(needed).device.op
+        return self.weighed[edges]
+
     def play(self, edges: tuple[Edge, ...]) -> Way:
         """Groups weighed by the ledger and, where they fit, played on the clock."""
-        if edges not in self.played:
-            shape, cpu = self.shape(edges), not self.task.on_gpu
-            needed = needs(shape, edges, self.transport, cpu)  # pyright: ignore[reportArgumentType]
-            worst = most(needed)
-            bytes_by_place = {place: max(need.of(place) for need in needed) for place in ("device", "host", "disk")}
-            fits = worst.device.total <= self.task.budget_bytes
-            clock = Clock(shape, self.task.cluster, self.cost, self.task.precision)
-            steps = [(self._step(clock, shape, lengths), lengths) for lengths in self.draws] if fits else []
-            seconds = float(np.mean([step.seconds for step, _ in steps])) if steps else np.inf
-            self.played[edges] = Way(edges, seconds, bytes_by_place, worst.device.op, tuple(steps))
-        return self.played[edges]
-
-    def _step(self, clock: Clock, shape: StepShape, lengths: tuple[int, ...]) -> StepTime:
-        return clock.step(in_visiting_order(shape, lengths))
+        by_place, peak = self.weigh(edges)
+        if by_place["device"] > self.task.budget_bytes:
+            return Way(edges, np.inf, by_place, peak, ())
+        shape = self.shape(edges)
+        clock = Clock(shape, self.task.cluster, self.cost, self.task.precision)
+        steps = [(clock.step(in_visiting_order(shape, lengths)), lengths) for lengths in self.draws]
+        return Way(edges, float(np.mean([step.seconds for step, _ in steps])), by_place, peak, tuple(steps))
 
     def _ends(self) -> list[int]:
         """Ends of bins: powers of two with documents between them, and the longest document."""
@@ -214,10 +227,10 @@ class _Search:
 
     def fits(self, some: Layouts, pack: int, micros: np.ndarray) -> np.ndarray:
         least = device_bytes(self.task.spec, some, np.full(len(some), float(pack)), micros, self.formats, self.transport)  # pyright: ignore[reportArgumentType]
-        return least <= self.task.budget_bytes
+        return least <= self.part * self.task.budget_bytes
 
-    def _kept(self, every: Layouts) -> tuple[tuple[list[int], int], list[tuple[Way, int]]]:
-        """Layouts that are among the fastest for a bin and may fit it, in order, and how many may fit any; the fastest that do not."""
+    def _kept(self, every: Layouts) -> tuple[list[int], int]:
+        """Layouts that are among the fastest for a bin and may fit it, and how many may fit any."""
         kept: dict[int, None] = {}
         any_fits = np.zeros(len(every), bool)
         everything = self.bins.sum(0)
@@ -231,7 +244,7 @@ class _Search:
                     some = every.take(index)
                     seconds = closed_form(self.cost, some.candidates(*(value[index] for value in load))).total
                     kept |= dict.fromkeys(index[np.argsort(seconds, kind="stable")[:A_BIN]].tolist())
-        return (list(kept), int(any_fits.sum())), []
+        return list(kept), int(any_fits.sum())
 
     def _streamed(self) -> list[tuple[Edge, ...]]:
         """Single streamed layouts, which need least: sequences over all ranks that heads allow."""
