@@ -12,96 +12,33 @@ single layout that was played.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from longshift.cluster.cluster import Cluster
 from longshift.layout import legal
 from longshift.layout.layout import Layout
 from longshift.planner.bounds import device_bytes
 from longshift.planner.meshes import Layouts, layouts_of
-from longshift.program.needs import StepShape, most, needs
-from longshift.program.step import Windows
-from longshift.simulate.clock import Clock, GroupPacks, StepTime
+from longshift.planner.replay import Replay, Task, Way, without_cuts
 from longshift.simulate.closed import closed_form
-from longshift.simulate.cost import Cost, sizes
-from longshift.simulate.rates import Constants, rates
-from longshift.spec.formats import FORMATS
-from longshift.spec.model import ModelSpec
-from longshift.switch.itinerary import Itinerary, SwitchOptions
-from longshift.switch.links import Links, links_of
-from longshift.workload.given import Lengths
-from longshift.workload.groups import Edge, length_groups
+from longshift.workload.groups import Edge
 
 SHORTEST = 512  # the least end of a bin, in tokens
 LARGEST_PACK = 1 << 16  # tokens, beyond which a pack of several documents gains nothing
 A_BIN = 6  # layouts that are kept of a bin
 MOST_GROUPS = 4
-DRAWS = 4  # steps that are played
 PLAYED = 6  # choices of groups, and as many single layouts
 PARTS_OF_BUDGET = (1.0, 0.9, 0.8, 0.65)  # that layouts may take by their bounds: groups together need more than each
-HEADROOM = 0.94  # of a device's memory: an allocator rounds up and leaves holes
-CONTEXT_BYTES = 1 << 30  # of a GPU's memory, for CUDA's own and NCCL's
 CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, which are tried where nothing else fits
 
 
 @dataclass(frozen=True)
-class Task:
-    """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that it
-    may have; `memory_bytes`: of a device; `constants`: of a calibration."""
-
-    spec: ModelSpec
-    cluster: Cluster
-    lengths: Lengths
-    tokens_per_step: int
-    precision: str
-    world: int
-    fixed: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    memory_bytes: float | None = None
-    constants: Constants | None = None
-    windows: Windows = Windows()  # noqa: RUF009  (frozen)
-    switch: SwitchOptions = SwitchOptions()  # noqa: RUF009  (frozen)
-    ahead: int = 1
-
-    @property
-    def longest(self) -> int:
-        return int(self.lengths.lengths[-1])
-
-    @property
-    def budget_bytes(self) -> float:
-        """Bytes of tensors that may lie on a device."""
-        total = self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
-        return total * HEADROOM - (CONTEXT_BYTES if self.on_gpu else 0)
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.cluster.device.kind == "cuda"
-
-
-@dataclass(frozen=True)
-class Way:
-    """Groups of lengths, weighed and played. `seconds`: of a step, the mean of the draws; `bytes`: that a rank needs at most, by place;
-    `steps`: the draws on the clock, and the lengths of their documents."""
-
-    edges: tuple[Edge, ...]
-    seconds: float
-    bytes: Mapping[str, int]
-    peak: str
-    steps: tuple[tuple[StepTime, tuple[int, ...]], ...] = field(repr=False)
-
-    def __str__(self) -> str:
-        if len(self.edges) == 1:
-            return str(self.edges[0].use)
-        return " > ".join(f"{edge.use} <= {edge.upto}" for edge in self.edges)
-
-
-@dataclass(frozen=True)
 class Choice:
-    """What a search found. `best`: None where nothing fits; `ways`: all that were played and fit, fastest first; `single`: the best of one
-    layout; `context_parallel`: the best of those whose layouts differ in Ulysses, ring and replicas only; `short`: ways that do not fit, with
-    the bytes that each lacks; `refused`: layouts by reason; `candidates`: how many layouts there were."""
+    """What a search found. `ways`: all that were played and fit, fastest first; `single`: the best of one layout; `context_parallel`: the
+    best of those whose layouts differ in Ulysses, ring and replicas only; `short`: ways that do not fit, with the bytes that each lacks;
+    `refused`: layouts by reason; `candidates`: how many layouts there were."""
 
     ways: tuple[Way, ...]
     single: Way | None
@@ -125,14 +62,10 @@ class _Search:
 
     def __init__(self, task: Task, tell: Callable[[str], None]):
         self.task, self.tell = task, tell
-        self.formats = FORMATS[task.precision]
-        self.transport = "nccl" if task.on_gpu else "gloo"
-        self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision, task.constants))
-        self.links: Links = links_of(task.cluster, task.cluster.devices_per_node, task.cluster.nodes)
-        self.draws = [tuple(task.lengths.draw(seed, task.tokens_per_step).tolist()) for seed in range(DRAWS)]
+        self.replay = Replay(task)
+        self.formats, self.transport, self.cost = self.replay.formats, self.replay.transport, self.replay.cost
         self.ends = self._ends()
         self.bins = self._bins()
-        self.weighed: dict[tuple[Edge, ...], tuple[Mapping[str, int], str]] = {}
         self.part = 1.0
 
     def run(self) -> Choice:
@@ -154,45 +87,21 @@ class _Search:
             some = [*table.best(range(len(layouts)), MOST_GROUPS, PLAYED), *table.best(range(len(layouts)), 1, PLAYED)]
             some += [*table.best(context, MOST_GROUPS, 2), *table.best(context, 1, 1)]
             groups |= dict.fromkeys(some)
-            fitting += sum(self.weigh(edges)[0]["device"] <= self.task.budget_bytes for edges in dict.fromkeys(some))
+            fitting += sum(self.replay.fits(edges) for edges in dict.fromkeys(some))
             if fitting >= PLAYED:
                 break
         if not fitting:
             groups |= dict.fromkeys(self._streamed())
-        found = [self.play(edges) for edges in groups]
-        fitting = sorted((way for way in found if way.bytes["device"] <= self.task.budget_bytes), key=lambda way: (way.seconds, str(way)))
-        lacking = [(way, int(way.bytes["device"] - self.task.budget_bytes)) for way in found if way not in fitting]
+        ways = self.replay.fastest(groups)
+        lacking = [self.replay.way(edges) for edges in groups if not self.replay.fits(edges)]
         return Choice(
-            tuple(fitting),
-            next((way for way in fitting if len(way.edges) == 1), None),
-            next((way for way in fitting if all(edge.use.tp == edge.use.pp == 1 for edge in way.edges)), None),
-            tuple(sorted(lacking, key=lambda row: row[1])),
+            tuple(ways),
+            next((way for way in ways if len(way.edges) == 1), None),
+            next((way for way in ways if without_cuts(way.edges)), None),
+            tuple(sorted(((way, int(way.bytes["device"] - self.task.budget_bytes)) for way in lacking), key=lambda row: row[1])),
             dict(refused),
             candidates,
         )
-
-    def shape(self, edges: tuple[Edge, ...]) -> StepShape:
-        task, formats = self.task, self.formats
-        way = Itinerary(task.spec, edges, self.links, formats.compute_bytes, formats.home_bytes, task.switch)
-        return StepShape(way, edges, formats, task.tokens_per_step, task.longest, task.ahead, task.windows)
-
-    def weigh(self, edges: tuple[Edge, ...]) -> tuple[Mapping[str, int], str]:
-        """Bytes that a rank needs at most, by place, and after which operation the device's peak is."""
-        if edges not in self.weighed:
-            needed = needs(self.shape(edges), edges, self.transport, not self.task.on_gpu)  # pyright: ignore[reportArgumentType]
-            by_place = {place: max(need.of(place) for need in needed) for place in ("device", "host", "disk")}
-            self.weighed[edges] = by_place, most(needed).device.op
-        return self.weighed[edges]
-
-    def play(self, edges: tuple[Edge, ...]) -> Way:
-        """Groups weighed by the ledger and, where they fit, played on the clock."""
-        by_place, peak = self.weigh(edges)
-        if by_place["device"] > self.task.budget_bytes:
-            return Way(edges, np.inf, by_place, peak, ())
-        shape = self.shape(edges)
-        clock = Clock(shape, self.task.cluster, self.cost, self.task.precision)
-        steps = [(clock.step(in_visiting_order(shape, lengths)), lengths) for lengths in self.draws]
-        return Way(edges, float(np.mean([step.seconds for step, _ in steps])), by_place, peak, tuple(steps))
 
     def _ends(self) -> list[int]:
         """Ends of bins: powers of two with documents between them, and the longest document."""
@@ -283,13 +192,13 @@ class _Table:
         cut = [(layout.tp, layout.pp, layout.virtual, layout.stages) for layout in (one, other)]
         if cut[0] == cut[1]:
             return 0.0
-        task, links = self.search.task, self.search.links
+        task, links = self.search.task, self.search.replay.links
         size = task.spec.parameters / (other.tp * other.pp) * (self.search.formats.compute_bytes + self.search.formats.home_bytes)
         return size / (links.inter_bytes_s if task.cluster.nodes > 1 else links.intra_bytes_s)
 
     def best(self, allowed: Sequence[int], groups: int, count: int) -> list[tuple[Edge, ...]]:
-        """The best `count` ways with at most so many groups, best first: dynamic programming over the bins' ends, the best few of each end and
-        last layout kept."""
+        """The best `count` ways with at most so many groups, best first: dynamic programming over the bins' ends, which keeps the best few
+        of each end and last layout."""
         allowed, size = list(allowed), len(self.ends)
         if not allowed:
             return []
@@ -313,19 +222,3 @@ class _Table:
     def _edges(self, way: Sequence[tuple[int, int]]) -> Iterator[Edge]:
         for (before, _), (end, k) in pairwise([(-1, -1), *way]):
             yield Edge(self.ends[end], self.layouts[k], int(self.pack[before + 1, end, k]))
-
-
-def in_visiting_order(shape: StepShape, lengths: Sequence[int]) -> list[GroupPacks]:
-    """The groups of a step of documents of these lengths, dealt and packed, as they are visited."""
-    groups = length_groups(lengths, shape.edges, shape.itinerary.spec)
-    found = []
-    for index in shape.itinerary.order(tuple(group.layout for group in groups)):
-        group = groups[index]
-        packs = [tuple(lengths[d] for d in pack) for pack in group.packs]
-        found.append(GroupPacks(group.layout, tuple(tuple(packs[p] for p in share) for share in group.shares)))
-    return found
-
-
-def with_more(task: Task, factor: int) -> Task:
-    """The task on a cluster of so many times as many nodes."""
-    return replace(task, cluster=replace(task.cluster, nodes=task.cluster.nodes * factor), world=task.world * factor)

@@ -8,67 +8,19 @@ What is compared is model FLOP/s, since steps have different documents. The firs
 are chosen, is not counted.
 """
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from longshift.config import Config
 from longshift.dist.world import World
 from longshift.files import rewrite
 from longshift.train.metrics import StepMetrics
+from longshift.train.plan_file import PlanFile, place
 
 STEPS = 4  # of a trial
 
 PlaySteps = Callable[[Config, bool, int | None], Iterator[StepMetrics]]  # config, whether to resume, after how many steps to save and end
-
-
-@dataclass(frozen=True)
-class PlanFile:
-    """A run's `plan.json`. `asked`: the config's `layout` as it was written; `choices`: layouts in the config's form, best first, all of
-    which are tried; `facts`: what the planner said; `rates`: model FLOP/s of those that were tried; `chosen`: the one that goes on."""
-
-    asked: Any
-    choices: tuple[Any, ...]
-    facts: Any = None
-    rates: tuple[float, ...] = ()
-    chosen: int | None = None
-
-    @property
-    def layout(self) -> Any:
-        """What the next step is computed with, in the config's form."""
-        return self.choices[len(self.rates) if self.chosen is None else self.chosen]
-
-    def after(self, rate: float) -> "PlanFile":
-        """With the rate of one more trial. The fastest is chosen after the last one."""
-        rates = (*self.rates, rate)
-        chosen = max(range(len(rates)), key=lambda number: (rates[number], -number)) if len(rates) == len(self.choices) else None
-        return replace(self, rates=rates, chosen=chosen)
-
-    def config(self, config: Config) -> Config:
-        """The config with the layout of the next step."""
-        return Config.model_validate(config.model_dump(mode="json") | {"layout": self.layout})
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> "PlanFile":
-        found = json.loads(text)
-        return cls(**found | {"choices": tuple(found["choices"]), "rates": tuple(found["rates"])})
-
-
-def place(run: Path) -> Path:
-    """The file of a run folder's plan."""
-    return run / "plan.json"
-
-
-def read(run: Path) -> PlanFile | None:
-    """The plan of a run folder; None where there is none."""
-    file = place(run)
-    return PlanFile.from_json(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
 def tried(config: Config, run: Path, resume: bool, world: World, play: PlaySteps) -> Iterator[StepMetrics]:
