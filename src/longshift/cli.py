@@ -111,7 +111,7 @@ def train(
         legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack)
     folder = prepare(run, resume, rank)
     if rank == 0:
-        keep(plan, folder.path)
+        keep(plan, folder.path, resume)
     if world is not None or run.world == 1:
         # torchrun ends the others by SIGTERM when one rank fails, a scheduler a rank that is alone when its time is over
         stop = Interrupt() if world is not None else Interrupt(signal.SIGTERM, say=_say)
@@ -235,18 +235,25 @@ def plan(
     lengths: Annotated[Path | None, Parameter(help="lengths, one a line, or a histogram .csv; the config's corpus if none")] = None,
     emit: Annotated[Path | None, Parameter(help="a file for the config with the best layouts")] = None,
     trace: Annotated[Path | None, Parameter(help="a file for a step as it is predicted, to open in ui.perfetto.dev")] = None,
+    html: Annotated[Path | None, Parameter(help="a file for plots of time, memory and the ways that were compared")] = None,
     json: Json = False,
 ) -> None:
     """Say which layouts are best for the documents on a cluster, what a step takes, and why not another. Needs no GPU.
 
     Exit code 2 where nothing fits, with the smallest change after which something would.
     """
-    run = load_config(config, overrides)
+    run, trace = load_config(config, overrides), None if trace is None else _trace_file(trace)
     cluster = named(on, fabric) if on else _this_machine(core_count())
     given = read_lengths(lengths) if lengths else Lengths.from_array(_open_corpus(run, verify=False).lengths)
     found = make_plan(task_of(run, cluster, given), (lambda line: None) if json else _say)
     if trace is not None and found.choice.best is not None:
-        write_trace(found.choice.best, _trace_file(trace))
+        write_trace(found.choice.best, trace)
+    if html is not None:
+        try:
+            from longshift.train.plan_plots import write_html
+        except ImportError:
+            raise UsageError("--html needs a package: pip install 'longshift[report]'") from None
+        write_html(found, html)
     if emit is not None:
         write_config(run, found, emit)
     if json:
