@@ -1,5 +1,5 @@
-"""A plan as plots in one HTML file that needs no network: where a step's seconds go, every way's seconds against its memory, what each group
-takes."""
+"""A plan as plots in one HTML file that needs no network: where a step's seconds go, what each group takes, and every way's seconds
+against its memory."""
 
 from pathlib import Path
 
