@@ -1,0 +1,149 @@
+"""Loads: seconds of a group of documents under layouts, in closed form; expected ones of a length distribution, and those of real draws.
+
+Expected, a step has the group with probability p = 1 - exp(-documents); where it has, the busiest replica has its share of the tokens, or one
+document where that is more, in packs that are not quite full. Of real draws every pack is known (`workload.packs`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from longshift.planner.meshes import Layouts, unevenness
+from longshift.simulate.closed import Candidates, closed_form
+from longshift.simulate.cost import Cost
+from longshift.spec.model import ModelSpec
+from longshift.workload.packs import pack, shares
+
+UNFILLED = 0.25  # of a document's length, that a pack leaves empty at its end
+EXCHANGE_OVERHEAD = 1.15  # a switch over what its links need at the least: exchanges wait for one another (docs: switch cost)
+
+
+def candidates(at: Layouts, micros: np.ndarray | float, tokens: np.ndarray | float, pairs: np.ndarray | float) -> Candidates:
+    """Layouts as `simulate.closed` takes them."""
+    return Candidates(at.tp, at.ulysses, at.ring, at.dp, at.pp, at.virtual, at.zero, at.recompute, micros, tokens, pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """Seconds of groups, arrays that were broadcast: `group` without the optimizer's, `optimizer`; `micros`, `tokens` of packs."""
+
+    group: np.ndarray
+    optimizer: np.ndarray
+    micros: np.ndarray
+    tokens: np.ndarray
+
+
+def present(documents: np.ndarray) -> np.ndarray:
+    """Share of steps that have a document of a group with so many on average."""
+    return -np.expm1(-np.asarray(documents, dtype=float))
+
+
+def expected(
+    cost: Cost, spec: ModelSpec, at: Layouts, capacity: np.ndarray, documents: np.ndarray, tokens: np.ndarray, squares: np.ndarray
+) -> Expected:
+    """Expected seconds a step of groups with so many `documents` of so many `tokens` and `squares` (sum of n^2), a step's means, under each
+    layout in packs of up to `capacity`. Arrays of one length."""
+    often = np.maximum(present(documents), 1e-9)
+    length = squares / np.maximum(tokens, 1e-9)  # of the document that a token is in
+    share = np.maximum(tokens / often / at.dp, np.minimum(length, tokens / often))
+    micros = np.maximum(1.0, np.ceil(share / (capacity - UNFILLED * length)))
+    of_pack = np.maximum(share / micros, 1.0)
+    found = closed_form(cost, candidates(at, micros, of_pack, of_pack * length / 2))
+    waiting = 1 + cost.rates.constants.jitter * np.log2(at.tp * at.ulysses * at.ring * at.dp * at.pp)
+    optimizer = found.parts["optimizer"] * waiting
+    group = (found.total - optimizer) * unevenness(spec, at)
+    return Expected(np.where(documents > 0, group * often, 0.0), optimizer, micros, of_pack)
+
+
+def switch_seconds(cost: Cost, at: Layouts, home_layers: float, ahead_bytes: float) -> np.ndarray:
+    """Seconds that entering each layout's cut takes and bringing its gradients home, float64 [candidates]: every rank gets its weights from
+    all others and gives sums back. A slice goes to a node once and is passed on inside it."""
+    sizes, fabric = cost.sizes, cost.rates.fabric
+    world = at.tp * at.ulysses * at.ring * at.dp * at.pp
+    wanted = (sizes.layers / at.pp * sizes.block_elements + home_layers * sizes.head_elements / at.pp) / at.tp
+    per_node = np.minimum(fabric.per_node, world)
+    nodes = np.ceil(world / per_node)
+    distinct = np.minimum(per_node, np.where(world / at.pp < per_node, at.tp * per_node * at.pp / world, at.tp)) / per_node
+
+    def moved_s(size_bytes: np.ndarray) -> np.ndarray:
+        inside = size_bytes * (per_node - 1) / per_node / fabric.node_bytes_per_s
+        between = size_bytes * distinct * (nodes - 1) / nodes / fabric.network_bytes_per_s
+        return np.maximum(inside, between) * EXCHANGE_OVERHEAD
+
+    weights = cost.rates.element_bytes * wanted
+    hidden = np.minimum(1.0, ahead_bytes / np.maximum(weights, 1.0))
+    return moved_s(weights) * (1 - hidden) + moved_s(cost.habits.gradient_bytes * wanted)
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """A group of some assignment: documents longer than `lo` and of up to `hi` tokens, in packs of up to `capacity` on `dp` replicas."""
+
+    lo: int
+    hi: int
+    capacity: int
+    dp: int
+
+
+def drawn(lengths: np.ndarray, counts: np.ndarray, tokens_per_step: float, draws: int, seed: int) -> list[np.ndarray]:
+    """Documents of some steps, drawn from the distribution until a step has its tokens; int64 [documents] each."""
+    rng = np.random.default_rng(seed)
+    share = np.cumsum(counts) / counts.sum()
+    mean = float(lengths @ counts) / float(counts.sum())
+    found = []
+    for _ in range(draws):
+        some = np.zeros(0, np.int64)
+        while some.sum() < tokens_per_step:
+            number = int(max(16, 1.2 * (tokens_per_step - some.sum()) / mean))
+            some = np.append(some, lengths[np.searchsorted(share, rng.random(number))])
+        found.append(some[: int(np.searchsorted(np.cumsum(some), tokens_per_step)) + 1])
+    return found
+
+
+def dealt(documents: np.ndarray, how: Dealing, spec: ModelSpec) -> list[list[tuple[int, float]]]:
+    """Packs of each replica as (tokens, pairs), dealt as `workload.groups` does; empty where the step has none of these documents."""
+    some = documents[(documents > how.lo) & (documents <= how.hi)]
+    if not len(some):
+        return []
+    linear, quadratic = spec.flops_per_token(0), spec.flops_per_token(0.5) - spec.flops_per_token(0)
+    costs = (some * (linear + quadratic * some)).tolist()
+    found = []
+    for share in shares(costs, how.dp):
+        own = some[list(share)].tolist()
+        packs = [[own[i] for i in one] for one in pack(own, how.capacity)]
+        found.append([(sum(one), sum(n * n for n in one) / 2) for one in packs])
+    return found
+
+
+def dealt_seconds(cost: Cost, spec: ModelSpec, at: Layouts, groups: Sequence[tuple[int, list[list[tuple[int, float]]]]]) -> np.ndarray:
+    """Seconds of groups of real steps without the optimizer's, float64 [groups]. A group: the index of its layout, and packs of replicas.
+    Replicas wait for the slowest at a group's end, under ZeRO-2 and 3 at every micro-batch."""
+    rows: list[tuple[int, int, int, int, int, float]] = []  # group, layout, replica, micro, tokens, pairs
+    for number, (layout, replicas) in enumerate(groups):
+        for replica, packs in enumerate(replicas):
+            rows += [(number, layout, replica, micro, *one) for micro, one in enumerate(packs)]
+    seconds = np.zeros(len(groups))
+    if not rows:
+        return seconds
+    group, layout, replica, micro, tokens, pairs = (np.array(column) for column in zip(*rows))
+    one, two = (closed_form(cost, candidates(at.take(layout), number, tokens.astype(float), pairs.astype(float))) for number in (1.0, 2.0))
+    worse = unevenness(spec, at.take(layout))
+    waiting = 1 + cost.rates.constants.jitter * np.log2(np.maximum(1, np.prod(at.take(layout).columns()[:, :5], 1)))
+    slot = (two.total - one.total) * worse
+    once = (one.total - one.parts["optimizer"] * waiting) * worse - slot
+    together = at.zero[layout] >= 2
+    for number in range(len(groups)):
+        mine = group == number
+        if not mine.any():
+            continue
+        key = micro[mine] if together[mine][0] else replica[mine]
+        if together[mine][0]:
+            longest = np.zeros(key.max() + 1)
+            np.maximum.at(longest, key, slot[mine])
+            seconds[number] = longest.sum()
+        else:
+            seconds[number] = np.bincount(key, slot[mine]).max()
+        seconds[number] += once[mine].mean()
+    return seconds
+
