@@ -1,4 +1,4 @@
-"""Choice: what a search found, as a value that says itself in lines and as JSON."""
+"""Shortlist: what a search found, as a value that says itself in lines and as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -57,8 +57,8 @@ class Rival:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a search found. `best` None: nothing fits. `mfu`: by convention; `band`: relative half-width of the seconds; `binding`: what the
+class Shortlist:
+    """What a search found. `best` None: nothing fits; `others`: the next best. `mfu`: by convention; `band`: relative half-width of the seconds; `binding`: what the
     choice is bound by; `changes`: the smallest that would make something fit, first the one that costs least."""
 
     devices: int
@@ -69,6 +69,7 @@ class Choice:
     best: Answer | None = None
     single: Answer | None = None
     context_parallel: Answer | None = None
+    others: tuple[Answer, ...] = ()
     band: float = 0.0
     mfu: Mapping[str, float] = field(default_factory=dict)
     rivals: tuple[Rival, ...] = ()
@@ -95,7 +96,9 @@ class Choice:
                 lines.append(f"{format_size(group.upto):<7}  {share}  {size}  {speed}  {group.layout}")
             low, high = (self.best.seconds * (1 + way * self.band) for way in (-1, 1))
             shown = ", ".join(f"{name} {value:.1%}" for name, value in self.mfu.items())
-            lines.append(f"step {self.best.seconds:.3f} s ({low:.3f} to {high:.3f}), switches {self.best.switch_seconds:.3f} s; MFU {shown}")
+            lines.append(
+                f"step {self.best.seconds:.3f} s ({low:.3f} to {high:.3f}), switches {self.best.switch_seconds:.3f} s; MFU {shown}"
+            )
             lines.append(self.binding)
             for name, answer in (("best single layout", self.single), ("context parallelism only", self.context_parallel)):
                 if answer is not None:

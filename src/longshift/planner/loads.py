@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longshift.planner.meshes import Layouts, unevenness
+from longshift.planner.enumerated import Meshes, unevenness
 from longshift.simulate.closed import Candidates, closed_form
 from longshift.simulate.cost import Cost
 from longshift.spec.model import ModelSpec
@@ -19,8 +19,8 @@ UNFILLED = 0.25  # of a document's length, that a pack leaves empty at its end
 EXCHANGE_OVERHEAD = 1.15  # a switch over what its links need at the least: exchanges wait for one another (docs: switch cost)
 
 
-def candidates(at: Layouts, micros: np.ndarray | float, tokens: np.ndarray | float, pairs: np.ndarray | float) -> Candidates:
-    """Layouts as `simulate.closed` takes them."""
+def candidates(at: Meshes, micros: np.ndarray | float, tokens: np.ndarray | float, pairs: np.ndarray | float) -> Candidates:
+    """Meshes as `simulate.closed` takes them."""
     return Candidates(at.tp, at.ulysses, at.ring, at.dp, at.pp, at.virtual, at.zero, at.recompute, micros, tokens, pairs)
 
 
@@ -39,24 +39,26 @@ def present(documents: np.ndarray) -> np.ndarray:
     return -np.expm1(-np.asarray(documents, dtype=float))
 
 
-def expected(
-    cost: Cost, spec: ModelSpec, at: Layouts, capacity: np.ndarray, documents: np.ndarray, tokens: np.ndarray, squares: np.ndarray
-) -> Expected:
-    """Expected seconds a step of groups with so many `documents` of so many `tokens` and `squares` (sum of n^2), a step's means, under each
-    layout in packs of up to `capacity`. Arrays of one length."""
+def expected(cost: Cost, spec: ModelSpec, at: Meshes, capacity: np.ndarray, load: tuple[np.ndarray, ...]) -> Expected:
+    """Expected seconds a step of groups under each layout in packs of up to `capacity`. `load`: a step's mean documents, tokens and squares (sum
+    of n^2) of each group, and its longest document. Arrays of one length."""
+    documents, tokens, squares, longest = load
     often = np.maximum(present(documents), 1e-9)
     length = squares / np.maximum(tokens, 1e-9)  # of the document that a token is in
-    share = np.maximum(tokens / often / at.dp, np.minimum(length, tokens / often))
-    micros = np.maximum(1.0, np.ceil(share / (capacity - UNFILLED * length)))
-    of_pack = np.maximum(share / micros, 1.0)
-    found = closed_form(cost, candidates(at, micros, of_pack, of_pack * length / 2))
+    share = tokens / often / at.dp
+    longest = np.maximum(longest, tokens / np.maximum(documents, 1e-9))
+    linear, quadratic = spec.flops_per_token(0), spec.flops_per_token(0.5) - spec.flops_per_token(0)
+    alone = longest * (linear + quadratic * longest) > share * (linear + quadratic * length)
+    micros = np.where(alone, 1.0, np.maximum(1.0, np.ceil(share / (capacity - UNFILLED * length))))
+    of_pack = np.maximum(np.where(alone, longest, share / micros), 1.0)
+    found = closed_form(cost, candidates(at, micros, of_pack, of_pack * np.where(alone, longest, length) / 2))
     waiting = 1 + cost.rates.constants.jitter * np.log2(at.tp * at.ulysses * at.ring * at.dp * at.pp)
     optimizer = found.parts["optimizer"] * waiting
     group = (found.total - optimizer) * unevenness(spec, at)
     return Expected(np.where(documents > 0, group * often, 0.0), optimizer, micros, of_pack)
 
 
-def switch_seconds(cost: Cost, at: Layouts, home_layers: float, ahead_bytes: float) -> np.ndarray:
+def switch_seconds(cost: Cost, at: Meshes, home_layers: float, ahead_bytes: float) -> np.ndarray:
     """Seconds that entering each layout's cut takes and bringing its gradients home, float64 [candidates]: every rank gets its weights from
     all others and gives sums back. A slice goes to a node once and is passed on inside it."""
     sizes, fabric = cost.sizes, cost.rates.fabric
@@ -116,34 +118,40 @@ def dealt(documents: np.ndarray, how: Dealing, spec: ModelSpec) -> list[list[tup
     return found
 
 
-def dealt_seconds(cost: Cost, spec: ModelSpec, at: Layouts, groups: Sequence[tuple[int, list[list[tuple[int, float]]]]]) -> np.ndarray:
+def dealt_seconds(cost: Cost, spec: ModelSpec, at: Meshes, groups: Sequence[tuple[int, list[list[tuple[int, float]]]]]) -> np.ndarray:
     """Seconds of groups of real steps without the optimizer's, float64 [groups]. A group: the index of its layout, and packs of replicas.
     Replicas wait for the slowest at a group's end, under ZeRO-2 and 3 at every micro-batch."""
-    rows: list[tuple[int, int, int, int, int, float]] = []  # group, layout, replica, micro, tokens, pairs
-    for number, (layout, replicas) in enumerate(groups):
+    rows: list[tuple[int, int, int, int, float]] = []  # group, replica, micro-batch, tokens, pairs
+    for number, (_, replicas) in enumerate(groups):
         for replica, packs in enumerate(replicas):
-            rows += [(number, layout, replica, micro, *one) for micro, one in enumerate(packs)]
+            rows += [(number, replica, micro, *one) for micro, one in enumerate(packs)]
     seconds = np.zeros(len(groups))
     if not rows:
         return seconds
-    group, layout, replica, micro, tokens, pairs = (np.array(column) for column in zip(*rows))
-    one, two = (closed_form(cost, candidates(at.take(layout), number, tokens.astype(float), pairs.astype(float))) for number in (1.0, 2.0))
-    worse = unevenness(spec, at.take(layout))
-    waiting = 1 + cost.rates.constants.jitter * np.log2(np.maximum(1, np.prod(at.take(layout).columns()[:, :5], 1)))
-    slot = (two.total - one.total) * worse
-    once = (one.total - one.parts["optimizer"] * waiting) * worse - slot
-    together = at.zero[layout] >= 2
-    for number in range(len(groups)):
-        mine = group == number
-        if not mine.any():
-            continue
-        key = micro[mine] if together[mine][0] else replica[mine]
-        if together[mine][0]:
-            longest = np.zeros(key.max() + 1)
-            np.maximum.at(longest, key, slot[mine])
-            seconds[number] = longest.sum()
-        else:
-            seconds[number] = np.bincount(key, slot[mine]).max()
-        seconds[number] += once[mine].mean()
+    group, replica, micro, tokens, pairs = (np.array(column) for column in zip(*rows))
+    layouts = at.take(np.array([layout for layout, _ in groups]))
+    slot_s = _slots(cost, layouts.take(group), tokens.astype(float), pairs.astype(float))
+    together = layouts.zero >= 2
+    # One after another: micro-batches of a replica, the longest replica counts; or, together, the longest micro-batch of each number.
+    key = np.where(together[group], micro, replica)
+    waits = np.zeros((len(groups), int(key.max()) + 1))
+    np.maximum.at(waits, (group[together[group]], key[together[group]]), slot_s[together[group]])
+    np.add.at(waits, (group[~together[group]], key[~together[group]]), slot_s[~together[group]])
+    busy_s = np.where(together, waits.sum(1), waits.max(1))
+
+    there = np.unique(group)
+    some, packs = layouts.take(there), np.bincount(group)[there]
+    mean = [np.bincount(group, values)[there] / packs for values in (tokens, pairs)]
+    micros = np.zeros(len(groups))
+    np.maximum.at(micros, group, micro + 1.0)
+    whole = closed_form(cost, candidates(some, micros[there], *mean))
+    waiting = 1 + cost.rates.constants.jitter * np.log2(np.prod(some.columns()[:, :5], 1))
+    beside_s = whole.total - whole.parts["optimizer"] * waiting - micros[there] * _slots(cost, some, *mean)
+    seconds[there] = (busy_s[there] + beside_s) * unevenness(spec, some)
     return seconds
 
+
+def _slots(cost: Cost, at: Meshes, tokens: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Seconds that one more micro-batch takes, in rounds of pp, which leave no interleaved order a rest."""
+    once, twice = (closed_form(cost, candidates(at, rounds * at.pp, tokens, pairs)).total for rounds in (1.0, 2.0))
+    return (twice - once) / at.pp

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longshift.planner.assign import Tally
-from longshift.planner.bounds import device_bytes, reserved
+from longshift.planner.enumerated import Meshes
+from longshift.planner.least_bytes import device_bytes, reserved
 from longshift.planner.loads import expected
-from longshift.planner.meshes import Layouts
 from longshift.simulate.cost import Cost
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
@@ -24,12 +24,12 @@ BEST_AT_KEY = 4  # meshes that survive at each key
 MESH = ("tp", "ulysses", "ring", "dp", "pp", "virtual")
 FAMILY = ("tp", "pp", "virtual", "order", "zero", "recompute")  # what context parallelism alone leaves as it is
 MOST_FAMILIES = 2
-STATICS = 64  # single layouts whose packs are chosen, too
+STATICS = 256  # single layouts whose packs are chosen, too
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is planned. `budget_bytes`: of a device."""
+    """What is planned. `budget_bytes`: of a device; `over`: families (codes of FAMILY) whose ledgers say more than their bounds, so many times."""
 
     spec: ModelSpec
     cost: Cost
@@ -37,20 +37,29 @@ class Problem:
     tally: Tally
     tokens_per_step: float
     budget_bytes: float
+    over: tuple[tuple[tuple[int, ...], float], ...] = ()
 
-    def bytes(self, at: Layouts, capacity: np.ndarray | float) -> np.ndarray:
+    def bound(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
         """Bytes that a device is asked for at the least in the largest step of packs of `capacity` tokens, float64 [candidates]."""
         return reserved(device_bytes(self.spec, at, FORMATS[self.precision], capacity, self.micros(at, capacity)))
 
-    def micros(self, at: Layouts, capacity: np.ndarray | float) -> np.ndarray:
+    def bytes(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
+        """The bound, and more for families that are known to need more."""
+        found = self.bound(at, capacity)
+        for family, times in self.over:
+            same = np.logical_and.reduce([getattr(at, name) == value for name, value in zip(FAMILY, family)])
+            found = np.where(same, found * times, found)
+        return found
+
+    def micros(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
         """Packs of a replica in that step, as `program.needs` takes them."""
         full = np.maximum(1, np.ceil(self.tokens_per_step / (np.asarray(capacity) * at.dp)))
         return np.where(at.order == 0, np.minimum(full, 2 * at.pp * at.virtual + 1), full).astype(np.int64)
 
-    def expected(self, at: Layouts, capacity: np.ndarray | float, i: np.ndarray | int, j: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
+    def expected(self, at: Meshes, capacity: np.ndarray | float, i: np.ndarray | int, j: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds a step of the documents between two edges of the tally, under each layout, without the optimizer's; and these."""
-        documents, tokens, squares = (np.broadcast_to(one, len(at)) for one in self.tally.between(i, j))
-        found = expected(self.cost, self.spec, at, np.broadcast_to(capacity, len(at)), documents, tokens, squares)
+        load = tuple(np.broadcast_to(one, len(at)) for one in (*self.tally.between(i, j), self.tally.longest[j]))
+        found = expected(self.cost, self.spec, at, np.broadcast_to(capacity, len(at)), load)
         return found.group, found.optimizer
 
 
@@ -73,7 +82,7 @@ def key_edges(edges: np.ndarray) -> np.ndarray:
     return np.array(keys[::-1])
 
 
-def compared(problem: Problem, at: Layouts) -> Compared:
+def compared(problem: Problem, at: Meshes) -> Compared:
     """Every candidate at every key length that it fits."""
     keys = key_edges(problem.tally.edges)
     seconds, fitting = np.full((len(at), len(keys)), np.inf), np.arange(len(at))
@@ -98,10 +107,18 @@ def compared(problem: Problem, at: Layouts) -> Compared:
     return Compared(keys, seconds, {f"weights, state and packs of {lengths[0]} tokens above the device's memory": short} if short else {})
 
 
-def best_static(problem: Problem, at: Layouts, found: Compared) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Single layouts that fit the longest documents, fastest first: their numbers, packs and expected seconds of a step."""
-    last, edges = int(found.keys[-1]), problem.tally.edges
-    longest = float(edges[-1])
+@dataclass(frozen=True, eq=False)
+class Statics:
+    """Single layouts that fit the longest documents, fastest first: numbers of candidates, packs, and seconds of a step as expected."""
+
+    numbers: np.ndarray
+    packs: np.ndarray
+    seconds: np.ndarray
+
+
+def best_static(problem: Problem, at: Meshes, found: Compared) -> Statics:
+    """The best single layouts."""
+    last, longest = int(found.keys[-1]), float(problem.tally.edges[-1])
     able = np.flatnonzero(np.isfinite(found.seconds[:, -1]))
     group, optimizer = problem.expected(at.take(able), longest, 0, last)
     order = np.argsort(group + optimizer, kind="stable")[:STATICS]
@@ -113,10 +130,10 @@ def best_static(problem: Problem, at: Layouts, found: Compared) -> tuple[np.ndar
         better = fits & (group + optimizer < seconds * (1 - 1e-6))
         seconds, packs = np.where(better, group + optimizer, seconds), np.where(better, capacity, packs)
     order = np.argsort(seconds, kind="stable")
-    return able[order], packs[order], seconds[order]
+    return Statics(able[order], packs[order].astype(np.int64), seconds[order])
 
 
-def survivors(at: Layouts, found: Compared, first: int) -> np.ndarray:
+def survivors(at: Meshes, found: Compared, first: int) -> np.ndarray:
     """Numbers of at most MOST_LAYOUTS candidates: candidate `first`, then the fastest meshes at each key length by turns."""
     usable = _sharded(at)
     mesh = _classes(at, MESH)
@@ -136,7 +153,7 @@ def survivors(at: Layouts, found: Compared, first: int) -> np.ndarray:
     return np.array(list(dict.fromkeys(kept))[:MOST_LAYOUTS])
 
 
-def families(at: Layouts, found: Compared) -> list[np.ndarray]:
+def families(at: Meshes, found: Compared) -> list[np.ndarray]:
     """Of the best families of candidates that differ in ring, Ulysses and dp alone: their fastest members at each key length."""
     usable, member = _sharded(at), _classes(at, FAMILY)
     number = int(member.max(initial=-1)) + 1
@@ -152,14 +169,14 @@ def families(at: Layouts, found: Compared) -> list[np.ndarray]:
     return result
 
 
-def _sharded(at: Layouts) -> np.ndarray:
+def _sharded(at: Meshes) -> np.ndarray:
     """Candidates whose state is sharded, where that is another one: in a step with several layouts every state is."""
     if not ((at.zero == 1) & (at.holders > 1)).any():
         return np.ones(len(at), bool)
     return (at.zero > 0) | (at.holders == 1)
 
 
-def _classes(at: Layouts, names: tuple[str, ...]) -> np.ndarray:
+def _classes(at: Meshes, names: tuple[str, ...]) -> np.ndarray:
     """A number for each candidate, equal for those that are equal in these."""
     code = np.zeros(len(at), np.int64)
     for name in names:
@@ -182,7 +199,7 @@ def _larger(length: float, doublings: int = 4) -> list[float]:
     return [float(first << n) for n in range(doublings)]
 
 
-def capacities(problem: Problem, at: Layouts, length: int, doublings: int = 10) -> np.ndarray:
+def capacities(problem: Problem, at: Meshes, length: int, doublings: int = 10) -> np.ndarray:
     """The largest pack of each layout, a power of two or `length`, that fits, float64 [candidates]; 0 where none does."""
     found = np.where(problem.bytes(at, float(length)) <= problem.budget_bytes, float(length), 0.0)
     for power in range(8, 8 + doublings + 8):
@@ -193,6 +210,6 @@ def capacities(problem: Problem, at: Layouts, length: int, doublings: int = 10) 
     return found
 
 
-def take_shared(at: Layouts) -> Layouts:
+def take_shared(at: Meshes) -> Meshes:
     """The layouts as a step with several of them takes them: states are sharded, ZeRO-1 at least, where ranks share them."""
     return replace(at, zero=np.where(at.holders > 1, np.maximum(at.zero, 1), at.zero))

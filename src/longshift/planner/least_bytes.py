@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longshift.layout.loss_rows import LEAST_ROWS
-from longshift.planner.meshes import ORDERS, Layouts
+from longshift.planner.enumerated import ORDERS, Meshes
 from longshift.simulate.cost import RECOMPUTE
 from longshift.spec.formats import Format
 from longshift.spec.model import ModelSpec
@@ -46,7 +46,7 @@ class Elements:
     own: np.ndarray
 
 
-def elements(spec: ModelSpec, at: Layouts, first: bool) -> Elements:
+def elements(spec: ModelSpec, at: Meshes, first: bool) -> Elements:
     """Weights on the first or the last pipeline coordinate."""
     cut, whole, keys = _weights(spec, spec.layers)
     replicated = np.maximum(1.0, at.tp / spec.kv_heads) if keys else 1.0
@@ -67,7 +67,7 @@ def elements(spec: ModelSpec, at: Layouts, first: bool) -> Elements:
     return Elements(blocks, block, all_here, own)
 
 
-def blocks_of(spec: ModelSpec, at: Layouts, first: bool) -> np.ndarray:
+def blocks_of(spec: ModelSpec, at: Meshes, first: bool) -> np.ndarray:
     """Blocks of the first or the last pipeline coordinate, all its model chunks."""
     each, extra = np.divmod(spec.layers, at.pp * at.virtual)
     stage = np.where(first, 0, at.pp - 1)
@@ -77,7 +77,7 @@ def blocks_of(spec: ModelSpec, at: Layouts, first: bool) -> np.ndarray:
     return found
 
 
-def in_flight(at: Layouts, micros: np.ndarray, first: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def in_flight(at: Meshes, micros: np.ndarray, first: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Packs whose forward is done when the first backward begins on a coordinate, in passes through one of its model chunks; whether as many
     are there again, and whether one is, when every unit has a sum of gradients."""
     coord = np.where(first, 0, at.pp - 1)
@@ -93,7 +93,7 @@ def in_flight(at: Layouts, micros: np.ndarray, first: bool) -> tuple[np.ndarray,
 
 
 def device_bytes(
-    spec: ModelSpec, at: Layouts, formats: Format, tokens: np.ndarray | float, micros: np.ndarray | float, home_bytes: float | None = None
+    spec: ModelSpec, at: Meshes, formats: Format, tokens: np.ndarray | float, micros: np.ndarray | float, home_bytes: float | None = None
 ) -> np.ndarray:
     """Bytes that the worst rank of each candidate needs at the least, float64 [candidates].
 
@@ -105,7 +105,7 @@ def device_bytes(
 
 def _of_stage(
     spec: ModelSpec,
-    at: Layouts,
+    at: Meshes,
     formats: Format,
     tokens: np.ndarray | float,
     micros: np.ndarray | float,
@@ -136,11 +136,16 @@ def _of_stage(
     one = np.minimum(passes, 1) * own.blocks / at.virtual * kept
     at_first = state + copies + full + turn
     at_last = state + copies + sums + np.where(again, full, one) + turn
+    # Under ZeRO-2 and 3 the sum of one block is reduced while the next block's gradients are added to theirs.
+    reducing = (2 * wide + small) * own.block * ((at.zero >= 2) & (at.holders > 1) & (own.blocks >= 2 * at.virtual))
+    at_sum = state + copies + np.where(once, np.where(at.zero >= 2, sums, 0.0), 0.0) + reducing
+    at_sum += np.maximum(0.0, np.where(again | ~once, full, one) - 2 * kept)
+    at_first = np.maximum(at_first, np.where(reducing > 0, at_sum, 0.0))
     at_end = state + sums_at_home + np.where(at.zero == 3, 0.0, copies)
     return np.maximum(np.maximum(at_first, at_end), np.where(once, at_last, 0.0))
 
 
-def _kept(spec: ModelSpec, at: Layouts, rows: np.ndarray) -> np.ndarray:
+def _kept(spec: ModelSpec, at: Meshes, rows: np.ndarray) -> np.ndarray:
     """Elements that a block keeps of a pack until its backward."""
     stream, attended = rows / at.tp * spec.width, rows / at.tp * spec.heads * spec.head_width
     found = _graph(spec, at, rows)
@@ -150,14 +155,14 @@ def _kept(spec: ModelSpec, at: Layouts, rows: np.ndarray) -> np.ndarray:
     return found
 
 
-def _graph(spec: ModelSpec, at: Layouts, rows: np.ndarray) -> np.ndarray:
+def _graph(spec: ModelSpec, at: Meshes, rows: np.ndarray) -> np.ndarray:
     """Elements of a block's graph with its input: x, normalized x, queries, keys, values and output of attention, x; and those of the MLP."""
     stream = rows / at.tp * spec.width
     inner, keys = rows / at.tp * spec.heads * spec.head_width, rows / at.tp * spec.kv_heads * spec.head_width
     return 2 * stream + rows * spec.width + 2 * inner + 2 * keys + _mlp_graph(spec, at, rows)
 
 
-def _mlp_graph(spec: ModelSpec, at: Layouts, rows: np.ndarray) -> np.ndarray:
+def _mlp_graph(spec: ModelSpec, at: Meshes, rows: np.ndarray) -> np.ndarray:
     """Elements of an MLP's graph without its input: normalized x, gate, up and their product, or up and its activation."""
     return rows * spec.width + (3 if spec.gated else 2) * rows / at.tp * spec.ffn
 

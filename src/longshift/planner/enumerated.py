@@ -24,7 +24,7 @@ Fixed = Mapping[str, Sequence[int | str]]
 
 
 @dataclass(frozen=True, eq=False)
-class Layouts:
+class Meshes:
     """Candidates as arrays of one length, int64. `order`, `recompute`: codes of ORDERS and of `simulate.cost.RECOMPUTE`."""
 
     tp: np.ndarray
@@ -40,9 +40,9 @@ class Layouts:
     def __len__(self) -> int:
         return len(self.tp)
 
-    def take(self, index: np.ndarray) -> "Layouts":
+    def take(self, index: np.ndarray) -> "Meshes":
         """Some of the candidates, by index or mask."""
-        return Layouts(*(getattr(self, f.name)[index] for f in fields(self)))
+        return Meshes(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def columns(self) -> np.ndarray:
         """int64 [candidates, 9], the fields in their order."""
@@ -61,12 +61,9 @@ class Layouts:
         return Layout(**one, order=order, recompute=recompute, keep_output=bool(keeps))  # pyright: ignore[reportArgumentType]
 
     @classmethod
-    def of(cls, layouts: Sequence[Layout]) -> "Layouts":
-        """Layouts of whole packs as candidates."""
-        rows = [
-            (*(getattr(one, name) for name in AXES), one.virtual, ORDERS.index(one.order), one.zero, _code(one))
-            for one in layouts
-        ]
+    def of(cls, layouts: Sequence[Layout]) -> "Meshes":
+        """Meshes of whole packs as candidates."""
+        rows = [(*(getattr(one, name) for name in AXES), one.virtual, ORDERS.index(one.order), one.zero, _code(one)) for one in layouts]
         return cls(*np.array(rows, np.int64).reshape(len(rows), 9).T)
 
 
@@ -74,7 +71,7 @@ class Layouts:
 class Enumerated:
     """The candidates that are possible. `refused`: number of the others by reason, each under its first one; `total`: of all."""
 
-    layouts: Layouts
+    meshes: Meshes
     refused: Mapping[str, int]
     total: int
 
@@ -90,7 +87,7 @@ def enumerate_layouts(spec: ModelSpec, world: int, fixed: Fixed | None = None) -
     policies = _product([choices[name] for name in ("virtual", "order", "zero", "recompute")])
     of_order = np.lexsort(meshes.T)
     whole = np.concatenate([np.repeat(meshes[of_order], len(policies), 0), np.tile(policies, (len(meshes), 1))], 1)
-    everything = Layouts(*np.ascontiguousarray(whole.T))
+    everything = Meshes(*np.ascontiguousarray(whole.T))
     possible, refused = np.ones(len(everything), bool), dict[str, int]()
     for reason, wrong in {**illegal(spec, everything), **_second_names(everything, choices)}.items():
         if count := int((wrong & possible).sum()):
@@ -99,7 +96,7 @@ def enumerate_layouts(spec: ModelSpec, world: int, fixed: Fixed | None = None) -
     return Enumerated(everything.take(possible), refused, len(everything))
 
 
-def illegal(spec: ModelSpec, at: Layouts) -> dict[str, np.ndarray]:
+def illegal(spec: ModelSpec, at: Meshes) -> dict[str, np.ndarray]:
     """Which candidates break each rule of `layout.legal`, bool [candidates] by reason."""
     stages = at.pp * at.virtual
     return {
@@ -113,7 +110,7 @@ def illegal(spec: ModelSpec, at: Layouts) -> dict[str, np.ndarray]:
     }
 
 
-def unevenness(spec: ModelSpec, at: Layouts) -> np.ndarray:
+def unevenness(spec: ModelSpec, at: Meshes) -> np.ndarray:
     """How much longer than the mean rank's the turn of the rank with most query heads takes, float64 [candidates]: 1 where they divide."""
     ranks = at.tp * at.ulysses
     return np.ceil(np.ceil(spec.heads / at.tp) / at.ulysses) * ranks / spec.heads
@@ -126,7 +123,7 @@ def _choices(world: int, fixed: Fixed) -> dict[str, np.ndarray]:
             raise UsageError(f"{name!r} is nothing that a plan chooses{did_you_mean(name, CHOICES)}")
     divisors = [n for n in range(1, int(world**0.5) + 1) if world % n == 0]
     divisors = sorted({*divisors, *(world // n for n in divisors)})
-    known: dict[str, Sequence[int | str]] = {name: divisors for name in AXES}
+    known: dict[str, Sequence[int | str]] = dict.fromkeys(AXES, divisors)
     known |= {"virtual": VIRTUAL, "order": ORDERS[:1], "zero": ZERO, "recompute": RECOMPUTE}
     words = {"order": ORDERS, "recompute": RECOMPUTE}
     found = {}
@@ -137,7 +134,7 @@ def _choices(world: int, fixed: Fixed) -> dict[str, np.ndarray]:
     return found
 
 
-def _second_names(at: Layouts, choices: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _second_names(at: Meshes, choices: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Candidates that are others, where these are among the choices."""
     least = int(choices["zero"].min())
     return {
