@@ -21,18 +21,19 @@ QUANTILES = 12  # edges that divide the tokens evenly, beside the powers of two
 
 @dataclass(frozen=True, eq=False)
 class Tally:
-    """Documents of one step by length, expected: `edges` ascending, int64 [E]; `documents`, `tokens`, `squares` (sum of n^2) of documents
-    of up to each edge, float64 [E + 1], the first 0; `longest`: the median length of a step's longest document among these."""
+    """Documents of one step by length, expected: `edges` ascending, int64 [E]; `documents`, `tokens`, `squares` (sum of n^2), `fourths` (of
+    n^4) of documents of up to each edge, float64 [E + 1], the first 0; `longest`: the median length of a step's longest document among these."""
 
     edges: np.ndarray
     documents: np.ndarray
     tokens: np.ndarray
     squares: np.ndarray
+    fourths: np.ndarray
     longest: np.ndarray
 
-    def between(self, i: np.ndarray | int, j: np.ndarray | int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Documents, tokens and squares of those longer than edge i - 1 and of up to edge j - 1; edge -1 is 0."""
-        return tuple(sums[j] - sums[i] for sums in (self.documents, self.tokens, self.squares))  # pyright: ignore[reportReturnType]
+    def between(self, i: np.ndarray | int, j: np.ndarray | int) -> tuple[np.ndarray, ...]:
+        """Documents, tokens, squares and fourths of those longer than edge i - 1 and of up to edge j - 1; edge -1 is 0."""
+        return tuple(sums[j] - sums[i] for sums in (self.documents, self.tokens, self.squares, self.fourths))
 
 
 def cut_at(lengths: np.ndarray, counts: np.ndarray, max_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -58,7 +59,7 @@ def tally(lengths: np.ndarray, counts: np.ndarray, tokens_per_step: float, max_l
     fresh[-1] = True
     edges, upto = edges[fresh][-MOST_EDGES:], upto[fresh][-MOST_EDGES:]
     scale = tokens_per_step / tokens[-1]
-    values = (counts, lengths * counts, lengths.astype(float) ** 2 * counts)
+    values = (counts, lengths * counts, lengths.astype(float) ** 2 * counts, lengths.astype(float) ** 4 * counts)
     sums = [np.append(0.0, np.cumsum(one)[upto - 1] * (upto > 0) * scale) for one in values]
     longer = np.searchsorted(np.cumsum(counts) * scale, sums[0] - np.log(2), side="right")
     return Tally(edges, *sums, longest=lengths[np.minimum(longer, len(lengths) - 1)].astype(float))

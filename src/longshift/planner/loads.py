@@ -40,9 +40,9 @@ def present(documents: np.ndarray) -> np.ndarray:
 
 
 def expected(cost: Cost, spec: ModelSpec, at: Meshes, capacity: np.ndarray, load: tuple[np.ndarray, ...]) -> Expected:
-    """Expected seconds a step of groups under each layout in packs of up to `capacity`. `load`: a step's mean documents, tokens and squares (sum
-    of n^2) of each group, and its longest document. Arrays of one length."""
-    documents, tokens, squares, longest = load
+    """Expected seconds a step of groups under each layout in packs of up to `capacity`. `load`: a step's mean documents, tokens, squares and
+    fourths (sums of n^2 and n^4) of each group, and its longest document. Arrays of one length."""
+    documents, tokens, squares, fourths, longest = load
     often = np.maximum(present(documents), 1e-9)
     length = squares / np.maximum(tokens, 1e-9)  # of the document that a token is in
     share = tokens / often / at.dp
@@ -54,7 +54,11 @@ def expected(cost: Cost, spec: ModelSpec, at: Meshes, capacity: np.ndarray, load
     found = closed_form(cost, candidates(at, micros, of_pack, of_pack * np.where(alone, longest, length) / 2))
     waiting = 1 + cost.rates.constants.jitter * np.log2(at.tp * at.ulysses * at.ring * at.dp * at.pp)
     optimizer = found.parts["optimizer"] * waiting
-    group = (found.total - optimizer) * unevenness(spec, at)
+    # Under ZeRO-2 and 3 every micro-batch waits for the dearest of dp packs: sqrt(2 ln dp) deviations above the mean, at most one document.
+    spread = np.sqrt(fourths / np.maximum(squares, 1e-9) / np.maximum(length * capacity, 1.0)) * np.sqrt(2 * np.log(at.dp))
+    flat = linear / quadratic
+    dearest = (flat + np.minimum(length * (1 + spread), np.minimum(longest, capacity))) / (flat + length)
+    group = (found.total - optimizer) * unevenness(spec, at) * np.where((at.zero >= 2) & (micros > 1), np.maximum(dearest, 1.0), 1.0)
     return Expected(np.where(documents > 0, group * often, 0.0), optimizer, micros, of_pack)
 
 

@@ -305,7 +305,7 @@ class _Comparison:
     def _answer(self, number: int, needed: Sequence[float]) -> Answer:
         sums, groups = self.problem.tally, []
         for (before, end, row, capacity), own, need in zip(self.proposals[number].groups, self.parts[number], needed):
-            documents, tokens, _ = sums.between(before, end)
+            documents, tokens, *_ = sums.between(before, end)
             shares = float(documents / sums.documents[-1]), float(tokens / sums.tokens[-1])
             speed = float(tokens) / own if own else 0.0
             groups.append(Chosen(self.edges[end], str(self.pool.layout(row)), capacity, *shares, own, speed, need))
