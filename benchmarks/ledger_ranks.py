@@ -22,7 +22,7 @@ from longshift.step.update import train_step
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
 from longshift.train.check import Trial, build, parse_layouts
-from longshift.workload.groups import Edge, length_groups
+from longshift.workload.groups import length_groups
 
 
 def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, trace: bool = False) -> dict[str, Any]:
@@ -54,8 +54,7 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
 @lru_cache(maxsize=4)
 def shape_of(trial: Trial, layouts: tuple[Layout, ...], per_node: int | None = None) -> StepShape:
     """What of a trial decides how large its steps are. As `longshift.train.check.build` makes it."""
-    formats, ends = FORMATS[trial.precision], (*trial.edges[: len(layouts) - 1], trial.capacity)
-    edges = tuple(Edge(upto, layout) for upto, layout in zip(ends, layouts))
+    formats, edges = FORMATS[trial.precision], tuple(trial.groups(layouts))
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
     links = assumed(per_node or layouts[0].world)
     itinerary = Itinerary(trial.spec, edges, links, formats.compute_bytes, formats.home_bytes, options)

@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,16 +20,25 @@ from rich.progress import Progress
 from rich.table import Table
 
 from longshift.cluster import files
-from longshift.cluster.host import has_gpu, profile_of_host
+from longshift.cluster.cluster import Cluster
+from longshift.cluster.host import core_count, has_gpu, profile_of_host
+from longshift.cluster.named import cluster as named
 from longshift.config import Config, load_config
 from longshift.errors import LongshiftError, UsageError
 from longshift.explain import explain as explain_run
+from longshift.forecast import plan as make_plan
+from longshift.forecast import task_of
 from longshift.layout import legal
-from longshift.layout.layout import AUTO, Layout, format_size
+from longshift.layout.layout import AUTO, Layout
+from longshift.planner.asked import AutoLayout
 from longshift.starter import starter
 from longshift.train.interrupt import Interrupt
 from longshift.train.metrics import Display, read_or_not, read_rows
+from longshift.train.plan_file import PlanFile
+from longshift.train.planned import chosen, keep, show, write_config, write_trace
+from longshift.train.printed import cap_table, length_table, peaks_and_differences
 from longshift.train.run_folder import RunFolder, prepare, read_asked, read_config, write_cause
+from longshift.workload.given import Lengths, read_lengths
 
 if TYPE_CHECKING:
     from longshift.data.tokens import TokenCache
@@ -89,7 +98,8 @@ def train(
     json: Json = False,
 ) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment."""
-    run = _with_chunks(load_config(config, overrides))
+    run, plan = _planned(load_config(config, overrides))
+    run = _with_chunks(run)
     if explain:
         per_node = _per_node(run.world)
         found = explain_run(run, per_node, profile_of_host(per_node, -(-run.world // per_node)), has_gpu())
@@ -98,8 +108,10 @@ def train(
     trace = None if trace is None else _trace_file(trace)
     rank, world = _place()
     for edge in run.edges if world is not None else ():
-        legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len))
+        legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack)
     folder = prepare(run, resume, rank)
+    if rank == 0:
+        keep(plan, folder.path)
     if world is not None or run.world == 1:
         # torchrun ends the others by SIGTERM when one rank fails, a scheduler a rank that is alone when its time is over
         stop = Interrupt() if world is not None else Interrupt(signal.SIGTERM, say=_say)
@@ -155,7 +167,7 @@ def data(config: File, /, *overrides: Overrides, json: Json = False) -> None:
     print(f"{found['documents']:,} documents, {found['tokens']:,} tokens; length {spread}")
     if reasons:
         print(f"skipped files: {', '.join(f'{n} {why}' for why, n in reasons.items())} (--json names them)")
-    console.print(_histogram(found["histogram"]), "", _caps(found["caps"], found["tokens"], run.data.max_len))
+    console.print(length_table(found["histogram"]), "", cap_table(found["caps"], found["tokens"], run.data.max_len))
 
 
 @app.command
@@ -199,7 +211,7 @@ def check(
 def _check_timeline(run: Config, json: bool) -> None:
     """Exits with code 1 where what was recorded is not what was predicted."""
     for edge in run.edges:
-        legal.check(run.spec, edge.use, None, min(edge.upto, run.data.max_len))
+        legal.check(run.spec, edge.use, None, min(edge.upto, run.data.max_len), edge.pack)
     _open_corpus(run, verify=False)
     from longshift.dist.world import own_device
     from longshift.train.check_run import timeline as played
@@ -208,18 +220,41 @@ def _check_timeline(run: Config, json: bool) -> None:
     if json:
         print(jsonlib.dumps(found))
     else:
-        peaks, rows = Table("rank", "operations", "peak recorded", "predicted", "ratio", box=None), Table(box=None)
-        for row in found["ranks"]:
-            sizes = (f"{row[what]:,}" for what in ("operations", "recorded", "predicted"))
-            peaks.add_row(str(row["rank"]), *sizes, f"{row['ratio']:.4f}" + ("" if row["within"] else "  differs"))
-        for name in ("rank", "no.", "bytes after", "recorded", "predicted", "difference", "alike"):
-            rows.add_column(name)
-        for row in found["differences"]:
-            sizes = row["recorded"] or 0, row["predicted"] or 0, row["difference"], row["alike"]
-            rows.add_row(str(row["rank"]), str(row["number"]), row["op"], *(f"{size:,}" for size in sizes))
-        Console(highlight=False).print(peaks, "", rows)
+        Console(highlight=False).print(*peaks_and_differences(found))
     if not found["within"]:
         sys.exit(1)
+
+
+@app.command
+def plan(
+    config: File,
+    /,
+    *overrides: Overrides,
+    on: Annotated[str | None, Parameter(help="64xH100, 2x8xh100, or a file of longshift profile -o; this machine if none")] = None,
+    fabric: Annotated[str | None, Parameter(help="what a node's network cards carry together, as in 400G")] = None,
+    lengths: Annotated[Path | None, Parameter(help="lengths, one a line, or a histogram .csv; the config's corpus if none")] = None,
+    emit: Annotated[Path | None, Parameter(help="a file for the config with the best layouts")] = None,
+    trace: Annotated[Path | None, Parameter(help="a file for a step as it is predicted, to open in ui.perfetto.dev")] = None,
+    json: Json = False,
+) -> None:
+    """Say which layouts are best for the documents on a cluster, what a step takes, and why not another. Needs no GPU.
+
+    Exit code 2 where nothing fits, with the smallest change after which something would.
+    """
+    run = load_config(config, overrides)
+    cluster = named(on, fabric) if on else _this_machine(core_count())
+    given = read_lengths(lengths) if lengths else Lengths.from_array(_open_corpus(run, verify=False).lengths)
+    found = make_plan(task_of(run, cluster, given), (lambda line: None) if json else _say)
+    if trace is not None and found.choice.best is not None:
+        write_trace(found.choice.best, _trace_file(trace))
+    if emit is not None:
+        write_config(run, found, emit)
+    if json:
+        print(jsonlib.dumps(found.to_json()))
+    else:
+        show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+    if found.choice.best is None:
+        sys.exit(UsageError.exit_code)
 
 
 @app.command
@@ -288,25 +323,22 @@ def _open_corpus(run: Config, verify: bool = True) -> "TokenCache":
         return open_corpus(run, lambda done, total: progress.update(task, completed=done, total=total), verify)[1]
 
 
-def _histogram(bins: Sequence[Mapping[str, int]]) -> Table:
-    """Share of documents and of tokens in each range of lengths."""
-    documents, tokens = (sum(bin[what] for bin in bins) for what in ("documents", "tokens"))
-    table = Table("length", "documents", "tokens", "share of tokens", box=None)
-    for bin in bins:
-        share = bin["tokens"] / tokens
-        bar = "█" * round(40 * share)
-        table.add_row(f"to {format_size(bin['high'])}", f"{bin['documents'] / documents:.1%}", f"{share:.1%}", bar)
-    return table
+def _planned(run: Config) -> tuple[Config, PlanFile | None]:
+    """With `layout: auto` chosen for this machine and the run's corpus, and the plan."""
+    if isinstance(run.layout, AutoLayout) and _place()[1] is not None:
+        raise UsageError("layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE")
+    return chosen(run, _this_machine, lambda: Lengths.from_array(_open_corpus(run).lengths), _say)
 
 
-def _caps(caps: Sequence[Mapping[str, int]], tokens: int, max_len: int) -> Table:
-    """What each cap on the length would cost under the three policies."""
-    table = Table("max_len", "longer documents", "split: pieces", "truncate: lost", "drop: lost", box=None)
-    for row in caps:
-        mark = " (this config)" if row["cap"] == max_len else ""
-        lost = (f"{row[f'{policy}_tokens'] / tokens:.1%}" for policy in ("truncate", "drop"))
-        table.add_row(format_size(row["cap"]) + mark, f"{row['documents']:,}", f"{row['split_pieces']:,}", *lost)
-    return table
+def _this_machine(ranks: int) -> Cluster:
+    """What is known of this machine: its profile; else it is measured now, quickly."""
+    found = profile_of_host(ranks) or profile_of_host(1)
+    if found is None:
+        _say("this machine was not measured; longshift profile --quick does now")
+        from longshift.profile.run import measure_here
+
+        found = measure_here(1, True, False, _say)
+    return found
 
 
 def _with_chunks(run: Config) -> Config:

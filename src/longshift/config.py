@@ -28,7 +28,8 @@ from pydantic import (
 
 from longshift.errors import UsageError, did_you_mean
 from longshift.layout import legal
-from longshift.layout.layout import UNITS, Layout, format_size
+from longshift.layout.layout import UNITS, Layout, format_size, parse_size
+from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.families import preset, read_spec
@@ -37,62 +38,28 @@ from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import SwitchOptions
 from longshift.switch.planners import Planner
 from longshift.workload import waits
-from longshift.workload.groups import Edge, check_edges
+from longshift.workload.groups import Edge, parse_edges
 
 
-def parse_size(value: object) -> object:
-    """`"4K"` to 4096; K, M and G are binary. What is not text passes through, for the type check that follows."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip()
-    unit = UNITS.get(text[-1:].upper(), 0)
+def _parse_layout(value: object) -> "Layout | tuple[Edge, ...] | AutoLayout":
     try:
-        size = float(text[:-1]) * unit if unit else float(text)
-    except ValueError:
-        size = 0.5
-    if not size.is_integer():
-        raise ValueError(f"{value!r} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are binary)")
-    return int(size)
-
-
-def _parse_layout(value: object) -> "Layout | tuple[Edge, ...]":
-    try:
+        if value == "auto" or isinstance(value, dict):
+            return AutoLayout.parse(value)
         if isinstance(value, str):
             return Layout.parse(value)
         if isinstance(value, list | tuple):
-            edges = tuple(_parse_edge(item) for item in value)
-            check_edges(edges)
-            return edges
+            return parse_edges(value)
     except UsageError as fault:
         raise ValueError(str(fault).removeprefix("layout: ")) from None
-    raise ValueError("one layout as text, such as dp2.tp2, or groups of lengths, such as [{upto: 4K, use: dp4}, {upto: 32K, use: u4}]")
+    raise ValueError("auto, one layout such as dp2.tp2, or groups of lengths, such as [{upto: 4K, use: dp4}, {upto: 32K, use: u4}]")
 
 
-def _parse_edge(item: object) -> Edge:
-    keys = ("upto", "use")
-    if not isinstance(item, dict):
-        raise UsageError(f"{item!r}: a group has the keys upto and use, as in {{upto: 4K, use: dp4}}")
-    for key in item:
-        if key not in keys:
-            raise UsageError(f"{key}: no such key of a group{did_you_mean(str(key), keys)}")
-    for key in keys:
-        if key not in item:
-            raise UsageError(f"{item}: a group needs {key}, as in {{upto: 4K, use: dp4}}")
-    try:
-        upto = parse_size(item["upto"])
-    except ValueError as fault:
-        raise UsageError(f"upto: {fault}") from None
-    if not isinstance(upto, int) or isinstance(upto, bool):
-        raise UsageError(f"upto: {upto!r} is not a number of tokens, such as 4K")
-    if not isinstance(item["use"], str):
-        raise UsageError(f"use: {item['use']!r} is not a layout, such as dp2.tp2")
-    return Edge(upto, Layout.parse(item["use"]))
-
-
-def _layout_out(value: "Layout | tuple[Edge, ...]") -> object:
+def _layout_out(value: "Layout | tuple[Edge, ...] | AutoLayout") -> object:
     if isinstance(value, Layout):
         return str(value)
-    return [{"upto": format_size(edge.upto), "use": str(edge.use)} for edge in value]
+    if isinstance(value, AutoLayout):
+        return value.to_json()
+    return [edge.told() for edge in value]
 
 
 def _absolute(value: object) -> object:
@@ -115,7 +82,7 @@ Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, strict=True)]
 Number = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, strict=True)]
 PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
-Layouts = Annotated[Layout | tuple[Edge, ...], PlainValidator(_parse_layout), PlainSerializer(_layout_out)]
+Layouts = Annotated[Layout | tuple[Edge, ...] | AutoLayout, PlainValidator(_parse_layout), PlainSerializer(_layout_out)]
 
 
 class Section(BaseModel):
@@ -280,7 +247,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _groups_hold_all(self) -> "Config":
-        if isinstance(self.layout, Layout):
+        if self.train.pack_tokens is not None and isinstance(self.layout, AutoLayout):
+            raise ValueError("train.pack_tokens is for a single layout, and layout: auto chooses packs: leave pack_tokens out")
+        if isinstance(self.layout, Layout | AutoLayout):
             return self
         longest, last = format_size(self.data.max_len), self.layout[-1]
         if last.upto < self.data.max_len:
@@ -289,7 +258,8 @@ class Config(Section):
                 f"write its upto: {longest}, or data.max_len={format_size(last.upto)}"
             )
         if self.train.pack_tokens is not None:
-            raise ValueError("train.pack_tokens is for a single layout; a group packs up to its upto: leave pack_tokens out")
+            pack = format_size(self.train.pack_tokens)
+            raise ValueError(f"train.pack_tokens is for a single layout; leave it out, or write pack: {pack} in a group")
         worlds = {edge.use.world for edge in self.layout}
         if len(worlds) > 1:
             each = ", ".join(f"{edge.use} has {edge.use.world}" for edge in self.layout)
@@ -302,8 +272,10 @@ class Config(Section):
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """The groups of lengths; a single layout is one group."""
-        return (Edge(self.pack_tokens, self.layout),) if isinstance(self.layout, Layout) else self.layout
+        """The groups of lengths; a single layout is one group. Raises UsageError while `layout: auto` has not been chosen."""
+        if isinstance(self.layout, AutoLayout):
+            raise UsageError("layout: auto is chosen before ranks start: longshift plan CONFIG --emit FILE writes it down")
+        return (Edge(self.data.max_len, self.layout, self.pack_tokens),) if isinstance(self.layout, Layout) else self.layout
 
     @property
     def world(self) -> int:
@@ -312,7 +284,7 @@ class Config(Section):
 
     @property
     def pack_tokens(self) -> int:
-        """Capacity of a pack in tokens."""
+        """Capacity of a single layout's packs in tokens."""
         return self.train.pack_tokens or self.data.max_len
 
     def timeout_s(self, device: str) -> float:
@@ -367,10 +339,10 @@ def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config")
         faults += [_describe(error, places, name) for error in found if error["type"] != "default_factory_not_called"]
     else:
         place = places.get(("layout",), name)
-        for edge in config.edges:
+        for edge in () if isinstance(config.layout, AutoLayout) else config.edges:
             at = "layout" if isinstance(config.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
             longest = min(edge.upto, config.data.max_len)
-            faults += [f"{place}: {at}: {fault}" for fault in legal.faults(config.spec, edge.use, None, longest)]
+            faults += [f"{place}: {at}: {fault}" for fault in legal.faults(config.spec, edge.use, None, longest, edge.pack)]
         if not faults:
             return config
     count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"

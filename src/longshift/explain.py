@@ -30,12 +30,14 @@ MOST_NAMES = 4  # of what is alive at a peak
 
 @dataclass(frozen=True)
 class Explained:
-    """One group of lengths. `weights` and `gradients` say how copies come and sums go; the traffic is that of a switch, None where fused
-    collectives do it; `pruned` what is not done because it is done. `need`: of the rank that needs most memory in a step of this group
-    alone; for one full pack `sent`: bytes out of that rank, by communicator, and `moved`: bytes into tiers and back."""
+    """One group of lengths. `upto`: its longest document, `pack`: the capacity of its packs, in tokens. `weights` and `gradients` say how
+    copies come and sums go; the traffic is that of a switch, None where fused collectives do it; `pruned` what is not done because it is
+    done. `need`: of the rank that needs most memory in a step of this group alone; for one full pack `sent`: bytes out of that rank, by
+    communicator, and `moved`: bytes into tiers and back."""
 
     layout: str
     upto: int
+    pack: int
     weights: str
     weights_traffic: Traffic | None
     sent: dict[str, int]
@@ -67,7 +69,8 @@ class Explanation:
         lines = [f"home is cut as {self.home}: every master weight, gradient sum and moment once; nodes of {self.links.per_node} ranks"]
         lines += [f"links: {self.links}"]
         for number, group in enumerate(self.groups, 1):
-            lines += ["", f"{number}. documents of up to {format_size(group.upto)} tokens: {group.layout}"]
+            packs = f", in packs of up to {format_size(group.pack)}" if group.pack != group.upto else ""
+            lines += ["", f"{number}. documents of up to {format_size(group.upto)} tokens{packs}: {group.layout}"]
             lines += [f"   weights    {group.weights}", *_moved(group.weights_traffic, self.links)]
             for name, what in INSERTED.items():
                 if size := group.sent.get(name):
@@ -128,7 +131,8 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
             pruned += ["no update: one at the end, at home", "no hand-over of gradients from layout to layout: each goes home once"]
         need = most(needs(shape, [edge], *where))
         pack = shape.of_one_pack(edge, need.rank, *where)
-        groups.append(Explained(str(edge.use), edge.upto, weights, coming, pack.sent, pack.moved, gradients, going, tuple(pruned), need))
+        told_of = weights, coming, pack.sent, pack.moved, gradients, going, tuple(pruned), need
+        groups.append(Explained(str(edge.use), edge.upto, edge.pack, *told_of))
     whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
     return Explanation(str(way.home), way.links, tuple(groups), whole)
 

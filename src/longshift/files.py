@@ -34,3 +34,10 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old text or the new, never a part."""
+    fresh = path.with_name(f".{path.name}-{os.getpid()}")
+    fresh.write_text(text, encoding="utf-8")
+    os.replace(fresh, path)

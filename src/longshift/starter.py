@@ -36,7 +36,7 @@ train:
 
 layout: {layout}                            # dp: replicas, tp: tensor, pp: pipeline, u and ring: sequence; z1 to z3: sharded state
 # layout:                                # or by length: the layout changes inside every step
-#   - {{upto: {short}, use: dp2}}
+#   - {{upto: {short}, use: dp2, pack: {max_len}}}   # in packs of up to so many tokens, of upto if not given
 #   - {{upto: {max_len}, use: tp2}}
 
 save: {{dir: runs/{name}, every: 50, keep: 3}}

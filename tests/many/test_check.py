@@ -83,6 +83,13 @@ def test_a_layout_that_is_checked_waits_in_the_runs_own_folder(worlds, place):
     assert trial["stream_folder"] == "scratch"
 
 
+def test_packs_are_checked_in_the_runs_own_proportion(worlds, place):
+    text = CONFIG.format(place=place, max_len=2048) + "layout: [{upto: 512, use: dp2, pack: 2K}, {upto: 2K, use: tp2}]"
+    (trial,) = worlds(1).call("longshift.train.check_run:trial_of", config=text, scratch="scratch")
+    groups = Trial.from_json(trial).groups([Layout(dp=2), Layout(tp=2)])
+    assert [(edge.upto, edge.pack) for edge in groups] == [(64, 256), (512, 512)]
+
+
 @pytest.mark.parametrize("layout", ["dp2.tp2.z3", "pp2.chunk128.disk"])
 def test_a_step_is_recorded_beside_what_was_predicted_of_it(run_check, layout):
     found, _ = run_check("--timeline", f"layout={layout}")

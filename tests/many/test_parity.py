@@ -94,6 +94,17 @@ def test_a_step_that_switches_is_one_process(
     assert all(largest(answer[kind] for answer in found) <= LIMIT for kind in KINDS), found
 
 
+@pytest.mark.parametrize(
+    ("family", "groups"), [("llama", "dp4 > dp2.tp2 > tp4"), ("llama-tied", "dp2 > pp2.chunk7.fpdt > u2.chunk24.disk")]
+)
+def test_groups_with_packs_of_their_own_are_one_process(worlds: Worlds, truth: Truth, family: str, groups: str):
+    trial = trial_of(family, SWITCHED_STEPS, edges=EDGES, packs=(31, 64))
+    world = worlds(Layout.parse(groups.split(" > ")[0]).world)
+    arguments = {"trial": trial.to_json(), "layout": groups, "path": truth(trial_of(family, SWITCHED_STEPS)), "per_node": 2}
+    found = world.call("longshift.train.check:compare", DEADLINE_S, **arguments)
+    assert all(largest(answer[kind] for answer in found) <= LIMIT for kind in KINDS), found
+
+
 @pytest.mark.parametrize(("family", "layout", "steps"), CASES)
 def test_a_layout_is_one_process(worlds: Worlds, truth: Truth, family: str, layout: str, steps: int):
     found = differences(worlds, truth, family, layout, steps)

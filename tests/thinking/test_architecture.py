@@ -18,7 +18,7 @@ import longshift
 
 THINKING = (
     *("errors", "files", "spec", "cluster", "layout", "workload", "schedule", "switch", "program", "simulate", "planner"),
-    *("config", "explain", "starter"),
+    *("config", "explain", "forecast", "starter"),
 )
 DOING = ("model", "dist", "data", "parallel", "stream", "state", "step", "train", "profile", "api")
 FRONT = ("longshift", "cli")  # the package itself, then the command line

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshift.cluster import files
+from longshift.cluster import files, named
 from longshift.cluster.cluster import OPERATIONS, Backend, Cluster, Device, Heads, Link, attention_flops, hops_and_wire_bytes
 from longshift.cluster.curves import Axis, Curve, monotone
 from longshift.errors import UsageError
@@ -212,7 +212,7 @@ def test_constants_answer_by_a_roofline():
     compute_s = 2 * 8192 * 4096 * 4096 / (989.4e12 * 0.8)
     assert h100.matmul_s(8192, 4096, 4096, "bf16") == pytest.approx(3.8e-6 + compute_s)
     assert h100.matmul_s(1, 4096, 4096, "bf16") == pytest.approx(3.8e-6 + 2 * (4096 + 4096**2 + 4096) / (3.35e12 * 0.867))
-    ring_s = 2 * 7 / 8 * 1e9 / (450e9 * 0.65)
+    ring_s = 2 * 7 / 8 * 1e9 / (450e9 * 0.817)
     assert h100.collective_s("all_reduce", 1e9, 8, "node") == pytest.approx(14 * 3.4e-6 + ring_s)
     assert h100.copy_s("to_device pinned", 64e9) == pytest.approx(1 / 0.856, rel=1e-4)
     full = h100.attention_s(8192, 8192, Heads(32, 8, 128), "bf16")
@@ -230,7 +230,7 @@ def test_a_file_gives_back_what_was_saved(tmp_path):
     files.save(small, file)
     assert files.load(file) == small
     assert files.load(file, small.facts) == small
-    assert files.cluster(str(file)) == small
+    assert named.cluster(str(file)) == small
     assert [path.name for path in file.parent.iterdir()] == ["small.json"]
 
 
@@ -309,10 +309,14 @@ def test_presets_are_those_the_project_promises():
 
 
 @pytest.mark.parametrize(
-    ("text", "shape"), [("H100", (1, 8)), ("8xH100", (1, 8)), ("2xh200", (1, 2)), ("64xA800", (8, 8)), ("16384xb200", (2048, 8))]
+    ("text", "shape"),
+    [
+        *(("H100", (1, 8)), ("8xH100", (1, 8)), ("2xh200", (1, 2)), ("64xA800", (8, 8)), ("16384xb200", (2048, 8))),
+        *(("2x8xh100", (2, 8)), ("3x4xA100-80", (3, 4)), ("64xa100-40", (8, 8)), ("1XB200", (1, 1)), ("h100-96", (1, 8))),
+    ],
 )
 def test_a_cluster_is_named_by_count_and_device(text, shape):
-    made = files.cluster(text)
+    made = named.cluster(text)
     assert (made.nodes, made.devices_per_node) == shape
     assert made.devices == shape[0] * shape[1]
 
@@ -321,11 +325,50 @@ def test_a_cluster_is_named_by_count_and_device(text, shape):
     ("text", "reason"),
     [
         ("12xH100", "12 devices do not fill nodes of 8; write 16xH100"),
-        ("0xH100", "do not fill"),
-        ("H10", "preset 'H10' does not exist; did you mean 'h100'"),
+        ("0xH100", "each at least 1"),
+        ("2x0xH100", "each at least 1"),
+        ("2x2x2xH100", "write devices, as in 64xH100, or nodes and devices of each, as in 8x8xH100"),
+        ("2x16xH100", "a node of H100 has 8 devices; write 32xH100"),
+        ("H10", "H10: no preset and no file; did you mean 'h100'"),
+        ("64xh1000", "did you mean 'h100'"),
+        ("64xA100", "A100 is a100-40 or a100-80; write 64xa100-40 or 64xa100-80"),
+        ("64", "no preset and no file; known: a100-40, "),
+        ("", "no preset and no file"),
         ("./none.json", "does not exist"),
     ],
 )
 def test_a_cluster_that_cannot_be_is_refused(text, reason):
     with pytest.raises(UsageError, match=reason):
-        files.cluster(text)
+        named.cluster(text)
+
+
+def test_a_fabric_is_shared_by_the_devices_of_a_node():
+    preset = files.preset("h100")
+    made = named.cluster("64xH100", "100G")
+    assert made.links["network"].bytes_per_s == 100e9 / 8 / 8
+    assert made.links["network"].latency_s == preset.links["network"].latency_s
+    assert made.links["node"] == preset.links["node"]
+    assert "100G a node" in made.sources["links.network.bytes_per_s"]
+    assert named.cluster("2x4xH100", "1.6t").links["network"].bytes_per_s == 1.6e12 / 8 / 4
+    slow, fast = (named.cluster("2x8xH100", text).collective_s("all_reduce", 1e9, 16, "network") for text in ("100G", "3.2T"))
+    assert slow > 10 * fast
+
+
+@pytest.mark.parametrize("text", ["100", "G", "100M", "0G", "-1G", "100 GB/s", "nanG", ""])
+def test_a_fabric_that_cannot_be_is_refused(text):
+    with pytest.raises(UsageError, match="bits a second of a node's network cards together, as in 400G"):
+        named.cluster("64xH100", text)
+
+
+def test_a_profile_is_named_by_its_file(tmp_path, monkeypatch):
+    small = sourced()
+    monkeypatch.chdir(tmp_path)
+    for name in ("here.json", "here", "h100"):
+        files.save(small, tmp_path / name)
+    assert named.cluster("here.json") == named.cluster("here") == named.cluster("./h100") == small
+    assert named.cluster("h100") == files.preset("h100")
+    with pytest.raises(UsageError, match=r"a profile says its own nodes and devices; write here\.json"):
+        named.cluster("2xhere.json")
+    (tmp_path / "here.json").write_text("{}")
+    with pytest.raises(UsageError, match="is not a profile"):
+        named.cluster("here.json")

@@ -1,6 +1,7 @@
 """The config: read once, refused whole. Every fault is named with its file, line and key, all of them at once."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from longshift.config import Config, load_config, parse_config, parse_size
 from longshift.errors import UsageError
 from longshift.layout.layout import UNITS, Layout, format_size
+from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.starter import starter
 
@@ -150,10 +152,16 @@ sve: {dir: x}
         ("data.train=[{}]", "exactly one of path and corpus"),
         ("data.tokenizer=/no/such", "tokenizer /no/such does not exist"),
         ("layout=[]", "layout: an empty list; name at least one group"),
-        ("layout=7", "one layout as text, such as dp2.tp2, or groups of lengths"),
+        ("layout=7", "auto, one layout such as dp2.tp2, or groups of lengths"),
         ("layout=[dp4]", "'dp4': a group has the keys upto and use"),
         ("layout=[{upto: 4K, use: dp4, us: 1}]", "us: no such key of a group; did you mean 'use'?"),
         ("layout=[{use: dp4}]", "a group needs upto"),
+        ("layout=[{upto: 4K, use: dp4, pack: 2K}]", "pack 2K of upto 4K (dp4) does not hold the group's longest document; write pack: 4K"),
+        ("layout=[{upto: 4K, use: dp4, pack: 0}]", "pack: 0 is not a number of tokens"),
+        ("layout=[{upto: 4K, use: dp4, pack: true}]", "pack: True is not a number of tokens"),
+        ("layout=[{upto: 4K, use: dp4, pack: 8.3K}]", "pack: '8.3K' is"),
+        ("layout=[{upto: 4K, use: dp4, packs: 8K}]", "packs: no such key of a group; did you mean 'pack'?"),
+        ("layout=[{upto: 4K, use: dp4.chunk8, pack: 1M}]", "in packs of 1048576 of 131072, whose pairs are too many"),
         ("layout=[{upto: 1.5, use: dp4}]", "upto: 1.5 is not a number of tokens"),
         ("layout=[{upto: 4K, use: dq4}]", "'dq4' is not a layout word"),
         ("layout=[{upto: 4K, use: tp4}, {upto: 1K, use: dp4}]", "upto 1024 (dp4) comes after 4096 (tp4)"),
@@ -180,7 +188,17 @@ def test_groups_of_lengths_read_back():
     with pytest.raises(UsageError, match="pack_tokens is for a single layout"):
         parse_config(GOOD, [groups, "train.pack_tokens=8K"])
     static = parse_config(GOOD, ["train.pack_tokens=8K"])
-    assert [(edge.upto, str(edge.use)) for edge in static.edges] == [(8192, "dp2.tp2")]
+    assert [(edge.upto, str(edge.use), edge.pack) for edge in static.edges] == [(4096, "dp2.tp2", 8192)]
+    assert [edge.pack for edge in parse_config(GOOD).edges] == [4096]
+
+
+def test_a_group_has_a_pack_of_its_own():
+    config = parse_config(GOOD, ["layout=[{upto: 1K, use: dp4, pack: 16K}, {upto: 4K, use: tp4}]"])
+    assert [(edge.upto, edge.pack) for edge in config.edges] == [(1024, 16384), (4096, 4096)]
+    assert parse_config(config.to_yaml()) == config
+    assert config.to_yaml().count("pack:") == 1
+    one = parse_config(GOOD, ["layout=[{upto: 4K, use: dp4, pack: 8K}]"])
+    assert one.edges == parse_config(GOOD, ["layout=dp4", "train.pack_tokens=8K"]).edges
 
 
 @pytest.mark.parametrize("text", ["", "- a", "just text"])
@@ -245,3 +263,27 @@ def test_every_key_of_the_config_is_in_the_resolved_one():
         section = field.annotation
         keys = set(getattr(section, "model_fields", {}))
         assert not keys or set(written[name]) == keys
+
+
+@pytest.mark.parametrize("asked", ["auto", "{auto: {}}", "{auto: {ranks: 4, tp: [1, 2], z: 3}}"])
+def test_a_layout_that_is_chosen_later(asked: str):
+    config = parse_config(GOOD.replace("dp2.tp2", asked))
+    assert isinstance(config.layout, AutoLayout)
+    assert parse_config(config.to_yaml()) == config
+    with pytest.raises(UsageError, match="chosen before ranks start"):
+        _ = config.edges
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("{auto: {tpp: 2}}", "did you mean 'tp'"),
+        ("{auto: {tp: two}}", "write a number or a list of numbers"),
+        ("{auto: {ranks: [2, 4]}}", "ranks: one number"),
+        ("{auto: 4}", "write what is fixed"),
+        ("{automatic: {}}", "write layout: auto"),
+    ],
+)
+def test_what_is_asked_of_a_plan_is_checked(asked: str, said: str):
+    with pytest.raises(UsageError, match=re.escape(said)):
+        parse_config(GOOD.replace("dp2.tp2", asked))

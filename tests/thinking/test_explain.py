@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from longshift.cluster.files import cluster
+from longshift.cluster.named import cluster
 from longshift.config import Config, parse_config
 from longshift.explain import explain, itinerary
 from longshift.layout.layout import Layout
@@ -80,6 +80,16 @@ def test_seconds_of_a_switch_are_said_where_links_are_known():
     alone = replace(machine, links={"node": machine.links["node"]})
     assert explain(config(GROUPS), 2, alone).links == unknown.links
     assert explain(config(GROUPS), 4, alone).links.origin == "published"
+
+
+def test_a_pack_of_its_own_is_said_and_weighed():
+    larger = GROUPS.replace("use: dp4", "use: dp4, pack: 1K")
+    found, plain = explain(config(larger)), explain(config(GROUPS))
+    assert "documents of up to 256 tokens, in packs of up to 1K: dp4" in str(found)
+    assert [(group.upto, group.pack) for group in found.groups if group.layout == "dp4"] == [(256, 1024)]
+    assert "documents of up to 256 tokens: dp4" in str(plain)
+    (more,), (less,) = ([group.need.device.total for group in one.groups if group.layout == "dp4"] for one in (found, plain))
+    assert more > less
 
 
 def many(names: list[str]) -> Config:

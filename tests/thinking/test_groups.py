@@ -1,7 +1,8 @@
 """Groups, packs, shares and their order: every document once, nothing dropped."""
 
 from collections import Counter
-from itertools import pairwise, permutations
+from dataclasses import replace
+from itertools import combinations, pairwise, permutations
 
 import numpy as np
 import pytest
@@ -18,8 +19,8 @@ SPEC = ModelSpec("llama", 257, 40, 5, 6, 2, 10, 37, 4096)
 LAYOUTS = [Layout.parse(text) for text in ("dp8", "dp4.tp2", "dp3", "u4", "pp2.dp2", "tp8")]
 
 lengths = st.lists(st.integers(1, 1000), max_size=80)
-edges = st.lists(st.tuples(st.integers(1, 1000), st.sampled_from(LAYOUTS)), max_size=5, unique_by=lambda e: e[0]).map(
-    lambda pairs: [Edge(*pair) for pair in sorted(pairs, key=lambda p: p[0]) if pair[0] < 1000] + [Edge(1000, LAYOUTS[-1])]
+edges = st.lists(st.tuples(st.integers(1, 999), st.sampled_from(LAYOUTS), st.integers(0, 2000)), max_size=5, unique_by=lambda e: e[0]).map(
+    lambda some: [Edge(upto, use, upto + more) for upto, use, more in sorted(some, key=lambda e: e[0])] + [Edge(1000, LAYOUTS[-1])]
 )
 
 
@@ -33,17 +34,20 @@ def test_every_document_is_in_one_pack_and_every_pack_in_one_share(sizes, at) ->
         assert len(group.shares) == group.layout.dp
         assert Counter(p for share in group.shares for p in share) == Counter(range(len(group.packs)))
         assert all(group.lo < sizes[i] <= group.hi for i in group.documents)
-        assert all(sum(sizes[i] for i in p) <= group.hi for p in group.packs)
+        (capacity,) = (edge.pack for edge in at if edge.upto == group.hi)
+        fill = [[sum(sizes[i] for i in group.packs[p]) for p in share] for share in group.shares]
+        assert all(tokens <= capacity for share in fill for tokens in share)
+        assert all(a + b > capacity for share in fill for a, b in combinations(share, 2)), "two packs that could have been one"
         assert group.costs == tuple(cost([sizes[i] for i in p], SPEC) for p in group.packs)
     assert [g.hi for g in groups] == sorted({next(e.upto for e in at if n <= e.upto) for n in sizes})
 
 
 @given(lengths, edges, st.randoms(use_true_random=False))
 def test_of_a_layout_only_its_replicas_have_a_say(sizes, at, random) -> None:
-    other = [Edge(edge.upto, random.choice(LAYOUTS)) for edge in at]
+    other = [replace(edge, use=random.choice(LAYOUTS)) for edge in at]
     ours, theirs = length_groups(sizes, at, SPEC), length_groups(sizes, other, SPEC)
     assert [(g.lo, g.hi, g.documents) for g in ours] == [(g.lo, g.hi, g.documents) for g in theirs]
-    alike = [Edge(edge.upto, Layout(tp=2, dp=edge.use.dp)) for edge in at]
+    alike = [replace(edge, use=Layout(tp=2, dp=edge.use.dp)) for edge in at]
     assert [(g.packs, g.shares, g.costs) for g in ours] == [(g.packs, g.shares, g.costs) for g in length_groups(sizes, alike, SPEC)]
 
 
@@ -76,9 +80,18 @@ def test_a_known_step() -> None:
     assert (long.lo, long.hi, long.packs, long.shares) == (20, 100, ((1,),), ((0,),))
 
 
+def test_a_pack_of_its_own_holds_more_documents() -> None:
+    at = [Edge(10, Layout(dp=2), 25), Edge(100, Layout(ulysses=4))]
+    short, long = length_groups([4, 90, 6, 10, 1, 5, 3, 10], at, SPEC)
+    assert (short.lo, short.hi, long.packs) == (0, 10, ((1,),))
+    assert short.packs == ((3, 2, 6), (7, 5, 0, 4))
+    assert short.shares == ((0,), (1,))
+
+
 @pytest.mark.parametrize(
     ("at", "words"),
     [
+        ([Edge(10, Layout(), 9)], "pack 9 of upto 10 .* write pack: 10 or more"),
         ([], "at least one group"),
         ([Edge(0, Layout())], "at least 1"),
         ([Edge(10, Layout()), Edge(10, Layout(dp=2))], "from short to long"),

@@ -25,6 +25,12 @@ def test_a_document_of_too_many_chunks():
     assert only_fault("dp2.chunk100.disk", max_tokens=10**6) == (
         "documents of 1000000 tokens are 10000 chunks of 100, whose pairs are too many: at most 1024, as in dp2.chunk1K.disk"
     )
+    (fault,) = faults(SPEC, Layout.parse("chunk64"), None, 2**14, 2**24)
+    assert fault == (
+        "documents of 16384 tokens are 256 chunks of 64, in packs of 16777216 of 262144, whose pairs are too many: at most 1024 x 1024, "
+        "as in chunk512"
+    )
+    assert faults(SPEC, Layout.parse("chunk512"), None, 2**14, 2**24) == ()
     assert faults(SPEC, Layout.parse("chunk1K"), None, 2**20) == faults(SPEC, Layout.parse("chunk-auto"), None, 2**30) == ()
 
 

@@ -31,7 +31,7 @@ def shape_of(*edges: Edge, tokens: int, longest: int = 0, ahead: int = 1) -> Ste
 def whole_step(run: StepShape):
     """The largest step, every chunk of it."""
     edges = [run.edges[i] for i in run.itinerary.order(tuple(edge.use for edge in run.edges))]
-    return largest_step(run, edges, [full_pack(edge.upto, run.longest) for edge in edges])
+    return largest_step(run, edges, [full_pack(edge.pack, min(edge.upto, run.longest)) for edge in edges])
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,24 @@ def test_a_step_has_as_many_packs_as_its_tokens_fill():
     run = replace(shape("dp2", 1024, 8192), longest=400)
     (visit,), (packs,) = whole_step(run)
     assert packs[0] == (400, 400, 224)
+    run = shape_of(Edge(256, Layout.parse("dp2"), 640), Edge(1024, Layout.parse("dp2")), tokens=2048)
+    (short, long), (packs, whole) = whole_step(run)
+    assert (packs, whole) == ([(256, 256, 128)] * 2, [(1024,)])
+    assert (short.micros, long.micros) == (2, 1)
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2.recompute-full", "u2.chunk64.host"])
+def test_a_larger_pack_needs_and_sends_more(text: str):
+    layout = Layout.parse(text)
+
+    def weighed(**pack: int) -> tuple[int, dict[str, int], dict[str, int]]:
+        run = shape_of(Edge(512, layout, **pack), Edge(2048, Layout.parse("tp2")), tokens=4096)
+        found = most(needs(run, run.edges[:1], "nccl", False))
+        one = run.of_one_pack(run.edges[0], found.rank, "nccl", False)
+        return sum(peak.total for peak in found.weighed.peaks.values()), one.sent, one.moved
+
+    (small, sent, moved), (same, *_), (large, more_sent, more_moved) = weighed(), weighed(pack=512), weighed(pack=2048)
+    assert small == same < large
+    kinds = "tp", "ulysses"
+    assert all(more_sent.get(kind, 0) == 4 * sent.get(kind, 0) for kind in kinds)
+    assert all(more_moved[way] == 4 * size for way, size in moved.items())

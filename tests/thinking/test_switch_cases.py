@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from longshift.cluster.cluster import Cluster
-from longshift.cluster.files import cluster, save
+from longshift.cluster.files import save
 from longshift.cluster.host import host_facts, profile_of_host
+from longshift.cluster.named import cluster
 from longshift.switch.links import Links, agreed, assumed, links_of
 from longshift.switch.placed import placed
 from longshift.switch.plan import switch_plan

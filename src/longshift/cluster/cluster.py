@@ -10,7 +10,7 @@ node's. bytes of a collective: the whole buffer, that a rank ends up with (all_g
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -25,13 +25,14 @@ Number = float | np.ndarray
 
 LEVELS = ("device", "node", "network")
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+COMPUTED = ("matmul", "attention", "elementwise")  # curves of what cores do
 SHARES = ("matmul", "attention forward", "attention backward", "memory", "device link", "node link", "network link")
 
 
 @dataclass(frozen=True)
 class Device:
     """What one rank computes on. `flops_per_s`: dense peak by dtype. `launch_s`: least time between two operations. `cores`: processor
-    cores that the rank's own process gets, which on a CPU are the device."""
+    cores that the rank's own process gets, which on a CPU are the device. `watts`: the power limit. `multiprocessors`: of a GPU."""
 
     name: str
     kind: Literal["cpu", "cuda"]
@@ -40,6 +41,8 @@ class Device:
     flops_per_s: Mapping[str, float]
     launch_s: float
     cores: float | None = None
+    watts: float | None = None
+    multiprocessors: float | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,23 @@ class Cluster:
     @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    def shared(self, ranks: int) -> "Cluster":
+        """The machine with `ranks` on each node. CPU ranks share the node's cores and memory: what was measured by fewer takes longer."""
+        if self.device.kind != "cpu" or ranks == self.devices_per_node:
+            return self
+        slower = ranks / self.devices_per_node
+        curves = {
+            name: replace(curve, seconds=tuple(slower * one for one in curve.seconds)) if name.split()[0] in COMPUTED else curve
+            for name, curve in self.curves.items()
+        }
+        device = replace(
+            self.device,
+            memory_bytes=self.device.memory_bytes / slower,
+            memory_bytes_per_s=self.device.memory_bytes_per_s / slower,
+            flops_per_s={dtype: rate / slower for dtype, rate in self.device.flops_per_s.items()},
+        )
+        return replace(self, devices_per_node=ranks, device=device, curves=curves)
 
     def matmul_s(self, m: Number, k: Number, n: Number, dtype: str, beyond: bool = False) -> np.ndarray:
         """Seconds of [m, k] @ [k, n]."""

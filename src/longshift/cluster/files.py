@@ -8,10 +8,9 @@ import hashlib
 import json
 import math
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,22 +21,6 @@ from longshift.errors import UsageError, did_you_mean
 
 FORMAT = "longshift cluster"
 VERSION = 1
-
-
-def cluster(text: str) -> Cluster:
-    """What a person names: a preset (`H100`: one node of them; `64xH100`: so many devices) or a file that `longshift profile` wrote.
-    Raises UsageError."""
-    match = re.fullmatch(r"(?:(\d+)x)?([\w-]+)", text)
-    if not match:
-        return load(Path(text))
-    made = preset(match[2])
-    if match[1] is None:
-        return made
-    count, per_node = int(match[1]), made.devices_per_node
-    if count < 1 or (count > per_node and count % per_node):
-        near = max(1, round(count / per_node)) * per_node
-        raise UsageError(f"{text}: {count} devices do not fill nodes of {per_node}; write {near}x{match[2]}")
-    return replace(made, nodes=max(1, count // per_node), devices_per_node=min(count, per_node))
 
 
 def presets() -> tuple[str, ...]:

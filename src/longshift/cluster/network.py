@@ -66,15 +66,18 @@ def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
 
 
 def collective_s(cluster: Cluster, operation: Operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
-    """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node: from curves where the cluster was measured, else by its
-    constants."""
+    """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node: from curves where the cluster has them, else from
+    its constants."""
     inside = np.minimum(ranks_per_node, ranks)
     names = {level: f"{operation} {level}" for level in ("node", "network")}
-    if not cluster.curves or names["node"] not in cluster.curves:
-        return fabric(cluster).collective_s(operation, size_bytes, ranks, ranks_per_node)
+    by_constants = fabric(cluster).collective_s(operation, size_bytes, ranks, ranks_per_node)
+    if names["node"] not in cluster.curves:
+        return by_constants
     ranks, size_bytes = np.asarray(ranks, dtype=float), np.maximum(np.asarray(size_bytes, dtype=float), 1.0)
     found = cluster.curves[names["node"]](np.maximum(ranks, 2), size_bytes, beyond=True)
     if names["network"] in cluster.curves:
         between = cluster.curves[names["network"]](np.maximum(ranks, 2), size_bytes / inside, beyond=True)
         found = np.where(inside < ranks, np.maximum(found, between), found)
+    elif "network" in cluster.links:
+        found = np.where(inside < ranks, np.maximum(found, by_constants), found)
     return np.asarray(np.where(ranks > 1, found, 0.0))

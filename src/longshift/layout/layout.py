@@ -210,6 +210,21 @@ class Layout:
         return tuple(chunks)
 
 
+def parse_size(value: object) -> object:
+    """`"4K"` to 4096; K, M and G are binary. What is not text passes through, for the type check that follows."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    unit = UNITS.get(text[-1:].upper(), 0)
+    try:
+        size = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        size = 0.5
+    if not size.is_integer():
+        raise ValueError(f"{value!r} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are binary)")
+    return int(size)
+
+
 def format_size(size: int) -> str:
     """`4096` to `"4K"`, where that loses nothing."""
     for letter, unit in reversed(UNITS.items()):

@@ -13,14 +13,17 @@ from longshift.errors import UsageError
 from longshift.layout.layout import AUTO, AXES, Layout
 from longshift.spec.model import ModelSpec, share
 
-MOST_CHUNKS = 1024  # of a document: the events of their pairs, half a million at this many, are lists in every rank
+MOST_CHUNKS = 1024  # of a document alone in its pack: the events of their pairs, half a million at this many, are lists in every rank
 _AXES = tuple(reversed(AXES))
 
 
-def faults(spec: ModelSpec, layout: Layout, world: int | None, max_tokens: int | None = None) -> tuple[str, ...]:
+def faults(
+    spec: ModelSpec, layout: Layout, world: int | None, max_tokens: int | None = None, pack_tokens: int | None = None
+) -> tuple[str, ...]:
     """All reasons, one line each; empty where the layout is possible.
 
-    `world`: ranks that are here, None where that is not known yet; `max_tokens`: the longest document after the over-length policy.
+    `world`: ranks that are here, None where that is not known yet; `max_tokens`: the longest document after the over-length policy;
+    `pack_tokens`: capacity of a pack, which is one such document where not given.
     """
     broken = tuple(_degrees(layout))
     if broken:
@@ -31,14 +34,14 @@ def faults(spec: ModelSpec, layout: Layout, world: int | None, max_tokens: int |
         *_ulysses(spec, layout),
         *_pipeline(spec, layout),
         *_streaming(layout),
-        *_chunks(layout, max_tokens),
+        *_chunks(layout, max_tokens, pack_tokens),
         *_length(spec, max_tokens),
     )
 
 
-def check(spec: ModelSpec, layout: Layout, world: int | None, max_tokens: int | None = None) -> None:
+def check(spec: ModelSpec, layout: Layout, world: int | None, max_tokens: int | None = None, pack_tokens: int | None = None) -> None:
     """Raise UsageError with all faults, if any."""
-    found = faults(spec, layout, world, max_tokens)
+    found = faults(spec, layout, world, max_tokens, pack_tokens)
     if found:
         raise UsageError("\n  ".join((f"layout {layout} is not possible here:", *found)))
 
@@ -158,12 +161,24 @@ def _streaming(layout: Layout) -> Iterator[str]:
         yield "kv-offload has nowhere to go: add host or disk"
 
 
-def _chunks(layout: Layout, max_tokens: int | None) -> Iterator[str]:
-    if layout.chunk > 0 and max_tokens is not None and (count := -(-max_tokens // layout.chunk)) > MOST_CHUNKS:
-        least = 1 << (-(-max_tokens // MOST_CHUNKS) - 1).bit_length()
-        text = replace(layout, chunk=least)
-        made = f"documents of {max_tokens} tokens are {count} chunks of {layout.chunk}"
-        yield f"{made}, whose pairs are too many: at most {MOST_CHUNKS}, as in {text}"
+def least_chunk(max_tokens: int, pack_tokens: int) -> int:
+    """The smallest power of two for which a pack of such documents has no more pairs of chunks than one document of MOST_CHUNKS."""
+    chunk = 1
+    while -(-max_tokens // chunk) * -(-pack_tokens // chunk) > MOST_CHUNKS**2:
+        chunk *= 2
+    return chunk
+
+
+def _chunks(layout: Layout, max_tokens: int | None, pack_tokens: int | None) -> Iterator[str]:
+    if layout.chunk <= 0 or max_tokens is None:
+        return
+    pack_tokens = max(max_tokens, pack_tokens or 0)
+    of_document, of_pack = -(-max_tokens // layout.chunk), -(-pack_tokens // layout.chunk)
+    if of_document * of_pack > MOST_CHUNKS**2:
+        text = replace(layout, chunk=least_chunk(max_tokens, pack_tokens))
+        many = f", in packs of {pack_tokens} of {of_pack}" if of_pack > of_document else ""
+        made = f"documents of {max_tokens} tokens are {of_document} chunks of {layout.chunk}{many}"
+        yield f"{made}, whose pairs are too many: at most {MOST_CHUNKS}{' x ' + str(MOST_CHUNKS) if many else ''}, as in {text}"
 
 
 def _length(spec: ModelSpec, max_tokens: int | None) -> Iterator[str]:

@@ -56,11 +56,12 @@ class Machine:
 
 
 def choose(
-    spec: ModelSpec, layout: Layout, longest: int, machine: Machine, bytes_of: Callable[[int], int], ahead: int = 1
+    spec: ModelSpec, layout: Layout, longest: int, machine: Machine, bytes_of: Callable[[int], int], ahead: int = 1, pack_tokens: int = 0
 ) -> tuple[int, str]:
-    """A chunk for documents of up to `longest` tokens, and why. `bytes_of(tokens)`: what a rank needs on its device with such chunks.
-    Raises UsageError for what the machine's profile does not know."""
-    sizes = powers(max(longest, layout.sequence), max(SMALLEST, layout.sequence, -(-longest // legal.MOST_CHUNKS)))
+    """A chunk for documents of up to `longest` tokens, and why. `bytes_of(tokens)`: what a rank needs on its device with such chunks;
+    `pack_tokens`: capacity of a pack, one such document where not given. Raises UsageError for what the machine's profile does not know."""
+    least = legal.least_chunk(longest, max(longest, pack_tokens))
+    sizes = powers(max(longest, layout.sequence), max(SMALLEST, layout.sequence, least))
     rates = [_rate(spec, layout, tokens, machine) for tokens in sizes]
     fitting: list[Candidate] = []
     for tokens, rate in zip(sizes, rates):

@@ -14,6 +14,7 @@ from longshift.dist.world import launched
 from longshift.errors import UsageError
 from longshift.explain import shape_of
 from longshift.layout.layout import AUTO, Layout, format_size
+from longshift.layout.legal import least_chunk
 from longshift.planner.chunk_size import Machine, choose, powers
 from longshift.profile.run import kept
 from longshift.program.needs import most, needs
@@ -39,7 +40,7 @@ def with_chunks(config: Config, tell: Callable[[str], None]) -> Config:
             tokens, why = _choice(config, edge, device, cluster)
             layout = replace(layout, chunk=tokens)
             tell(f"{edge.use}: chunks of {format_size(tokens)}: {why}")
-        edges.append(Edge(edge.upto, layout))
+        edges.append(replace(edge, use=layout))
     return config.model_copy(update={"layout": edges[0].use if isinstance(config.layout, Layout) else tuple(edges)})
 
 
@@ -49,10 +50,11 @@ def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster |
     if cluster is not None:
         machine = Machine(cluster, config.train.precision, device.type == "cpu", FREE_SHARE * _memory(config, device))
         try:
-            return choose(config.spec, edge.use, longest, machine, partial(_bytes, config, edge, device), config.stream.ahead)
+            return choose(config.spec, edge.use, longest, machine, partial(_bytes, config, edge, device), config.stream.ahead, edge.pack)
         except UsageError as unknown:
             fault = str(unknown)
-    return min(DEFAULTS[device.type], powers(longest)[-1]), f"a default, because {fault}"
+    least = least_chunk(longest, edge.pack)
+    return max(least, min(DEFAULTS[device.type], powers(longest)[-1])), f"a default, because {fault}"
 
 
 def _memory(config: Config, device: torch.device) -> int:
@@ -64,7 +66,7 @@ def _memory(config: Config, device: torch.device) -> int:
 
 def _bytes(config: Config, edge: Edge, device: torch.device, tokens: int) -> int:
     """What a rank needs on its device for a group with chunks of so many tokens."""
-    chosen = Edge(edge.upto, replace(edge.use, chunk=tokens))
+    chosen = replace(edge, use=replace(edge.use, chunk=tokens))
     layout = chosen.use if isinstance(config.layout, Layout) else tuple(chosen if one == edge else one for one in config.edges)
     shape = shape_of(config.model_copy(update={"layout": layout}))
     cpu = device.type == "cpu"

@@ -45,7 +45,7 @@ class StepShape:
 
     def weighed(self, edges: Sequence[Edge], rank: int, transport: Transport, host_is_device: bool) -> Weighed:
         """What a rank needs and sends in the largest step with documents for these groups, in visiting order."""
-        packs, small = zip(*(small_packs(edge.use, full_pack(edge.upto, self.longest)) for edge in edges))
+        packs, small = zip(*(small_packs(edge.use, full_pack(edge.pack, min(edge.upto, self.longest))) for edge in edges))
         steps = [largest_step(self, edges, [few[step % len(few)] for few in small]) for step in range(max(map(len, small)))]
         ledger = self.ledger(rank, transport, host_is_device)
         if len(steps) == 1:
@@ -89,7 +89,7 @@ def largest_step(shape: StepShape, edges: Sequence[Edge], packs: Sequence[Pack])
     spec, visits, micros = shape.itinerary.spec, [], []
     for edge, pack in zip(edges, packs):
         layout = edge.use
-        number = max(1, -(-shape.tokens // (edge.upto * layout.dp)))
+        number = max(1, -(-shape.tokens // (edge.pack * layout.dp)))
         if layout.order != "gpipe":
             number = min(number, 2 * layout.pp * layout.virtual + 1)
         micros.append([pack] * number)

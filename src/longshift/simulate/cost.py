@@ -1,8 +1,8 @@
 """Cost: what one turn of a unit takes on one rank, from the model's sizes, the mesh and the tokens; numbers or arrays that broadcast.
 
-A turn is a list of operations: matmuls, attention, elementwise bytes, launches. Each matmul and attention takes the longer of its arithmetic
-and its memory traffic; a turn takes the longer of their sum and of its launches. What travels between ranks during a turn is said apart,
-so that who puts turns on lanes overlaps it as the runtime does.
+A turn is a list of operations: matmuls, attention, elementwise bytes, launches. Each takes the longer of its arithmetic and its memory
+traffic; a turn takes the longer of their sum and of its launches. What travels between ranks during a turn is said apart, so that who puts
+turns on lanes overlaps it as the runtime does.
 
     forward    qkv [T, D, A+2B]  attention  o [T, A, D]   gate, up [T, D, F]  down [T, F, D]     each 1/tp, T of one rank of u and ring
     backward   each matmul twice: its input's gradient and its weight's; attention 2.5 times
@@ -16,6 +16,8 @@ from typing import Literal
 import numpy as np
 
 from longshift.cluster.cluster import Number
+from longshift.layout.layout import Layout
+from longshift.program.operations import Op
 from longshift.simulate.rates import Rates
 from longshift.spec.model import ModelSpec
 
@@ -24,8 +26,8 @@ UnitKind = Literal["embeddings", "block", "head"]
 
 RECOMPUTE = ("none", "selective", "attention", "full", "full.keep-output")  # codes: positions here
 
-# Elements read and written by the elementwise operations of a block's forward, as multiples of D, A and F a token: norms (read, write, and a
-# float32 copy), residual sums (two reads, a write), rotary angles and head layouts, activation and gate. Compiled: fused into one kernel
+# Elements read and written by the elementwise operations of a block's forward, as multiples of D, A and F a token: norms (read, write and
+# a float32 copy), residual sums (two reads, a write), rotary angles and head layouts, activation and gate. Compiled: fused into one kernel
 # between two matmuls. Backward: read the input again and write its gradient.
 EAGER = {"wide": 14.0, "inner": 8.0, "gated": 5.0, "plain": 3.0}
 COMPILED = {"wide": 9.0, "inner": 5.0, "gated": 3.0, "plain": 2.0}
@@ -33,19 +35,28 @@ BACKWARD = 1.6
 # Bytes a score of unfused attention: the product's write, masked softmax, dropout with its mask, the product's read; and their gradients.
 SCORE_BYTES = {"forward": 13.0, "backward": 18.0}
 LOGIT_BYTES = 26.0  # bf16 product, float32 copy, log-softmax, its gradient in float32 and bf16: reads and writes, forward and backward
+# Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over FlashAttention-2, for long sequences
+# (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5 to 1.75 backward on H100).
+FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
 KERNELS = {"eager": 30.0, "compiled": 14.0, "unfused": 5.0}  # launches of a block's forward; backward twice as many
 
 
 @dataclass(frozen=True)
 class Habits:
-    """What a trainer does; numbers 0 to 1 or arrays of them. The letters of the field: z for ZeRO, SP for sequence parallel.
+    """What a trainer does: 1 or 0, shares, or arrays of them.
 
-    `flash`: attention in one kernel. `compiled`: elementwise operations fused. `sequence_parallel`: tensor-parallel ranks share the tokens of
-    norms and residuals. `tensor_hidden`: tensor traffic under the matmuls that make it (asynchronous tp). `gather_hidden`: ZeRO-3 gathers one
-    unit ahead, else before each. `reduce_hidden`: gradients travel under the backward that makes them. `messages_hidden`: a stage computes
-    while its messages travel. `ring_hidden`: keys and values travel under attention. `gradient_bytes`: of an element that is reduced.
-    `selective_matmuls`: share of a block's matmuls that recompute selective computes again beside attention. `shard_group`: ranks that share
-    one copy under ZeRO-3 (hybrid sharding); 0: all. `resident_weights`: ZeRO 0 has its weights already, without a gather.
+    flash                attention in one kernel, else scores go through memory
+    compiled             elementwise operations between two matmuls are one kernel
+    sequence_parallel    tensor-parallel ranks share the tokens of norms and residuals
+    tensor_hidden        tensor traffic travels under the matmuls that make it (asynchronous tensor parallelism)
+    gather_hidden        weights are gathered one unit ahead, else before each
+    reduce_hidden        gradients travel under the backward that makes them
+    messages_hidden      a stage computes while its messages travel
+    ring_hidden          keys and values travel under attention
+    gradient_bytes       of an element that is reduced
+    selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
+    forward_gain, backward_gain               times the speed of a preset's attention kernel, FlashAttention-2 (as in FLASH3)
+    shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
     """
 
     flash: Number = 1.0
@@ -59,17 +70,20 @@ class Habits:
     gradient_bytes: Number = 4.0
     selective_matmuls: Number = 0.0
     selective_attention: Number = 1.0
+    forward_gain: Number = 1.0
+    backward_gain: Number = 1.0
     shard_group: Number = 0.0
 
 
-# Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32; receives
-# are posted one event ahead and sends are awaited pp events later (`program.turns`), so messages travel beside computation.
+# Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
+# Receives are posted one event ahead and sends are awaited pp events later (`program.turns`), so messages travel beside computation.
 LONGSHIFT = Habits(messages_hidden=1.0)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model in numbers or arrays of them. `inner`: query heads * head width; `keys`: key/value heads * head width; `gated`, `tied`: 0 or 1."""
+    """A model in numbers or arrays of them. `inner`: query heads * head width; `keys`: key/value heads * head width; `gated`, `tied`: 0
+    or 1."""
 
     layers: Number
     width: Number
@@ -99,11 +113,16 @@ def sizes(spec: ModelSpec) -> Sizes:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks that share a pack, and devices of a node."""
+    """Degrees of the axes that share a pack."""
 
     tp: Number = 1
     ulysses: Number = 1
     ring: Number = 1
+
+
+def recompute_code(layout: Layout) -> int:
+    """Where in RECOMPUTE a layout's recomputation stands."""
+    return RECOMPUTE.index(layout.recompute + ".keep-output" * layout.keep_output)
 
 
 @dataclass(frozen=True)
@@ -134,8 +153,9 @@ class Work:
         return np.maximum(self.device_s, np.asarray(self.kernels) * launch_s)
 
     def exposed_s(self, launch_s: Number) -> np.ndarray:
-        """Seconds in Longshift: tensor and Ulysses traffic exposed, ring under attention."""
-        return self.compute_s(launch_s) + self.tensor_s + self.ulysses_s + np.maximum(0.0, np.asarray(self.ring_s) - self.attention_s)
+        """Seconds in Longshift: tensor and Ulysses traffic exposed, ring under attention, or what the launches take if that is longer."""
+        busy_s = self.device_s + self.tensor_s + self.ulysses_s + np.maximum(0.0, np.asarray(self.ring_s) - self.attention_s)
+        return np.maximum(busy_s, np.asarray(self.kernels) * launch_s)
 
 
 @dataclass(frozen=True)
@@ -145,6 +165,12 @@ class Cost:
     sizes: Sizes
     rates: Rates
     habits: Habits = LONGSHIFT
+
+    def compute(self, op: Op, layout: Layout, tokens: Number, pairs: Number, loss_blocks: Number = 1) -> Work:
+        """Work of a `compute` operation of a step under `layout`; see `turn`. Equal turns of equal packs cost the same: ask once."""
+        kind: UnitKind = "embeddings" if op.unit == 0 else "head" if op.unit > self.sizes.layers else "block"
+        mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
+        return self.turn(kind, op.turn, op.part, mesh, tokens, pairs, recompute_code(layout), loss_blocks)
 
     def turn(
         self,
@@ -157,9 +183,9 @@ class Cost:
         recompute: Number = 0,
         loss_blocks: Number = 1,
     ) -> Work:
-        """Of a `compute` operation of `program.operations`: its turn and part, on a pack of so many `tokens` with so many causal `pairs` (sum of
-        n^2/2 over documents), both over all ranks that share it. A loss turn has 1/`loss_blocks` of the tokens. `recompute`: a code of
-        RECOMPUTE."""
+        """Work of a `compute` operation of `program.operations`, by its turn and part: on a pack of so many `tokens` with so many causal
+        `pairs` (sum of n^2/2 over documents), both over all ranks that share it. A loss turn has 1/`loss_blocks` of the tokens.
+        `recompute`: a code of RECOMPUTE."""
         if kind == "embeddings":
             return self.embeddings(mesh, tokens, turn == "backward")
         if kind == "head":
@@ -215,6 +241,7 @@ class Cost:
         heads = s.heads / (np.asarray(mesh.tp) * mesh.ulysses)
         own_rows, own_pairs, width = np.asarray(tokens) / mesh.ring, np.asarray(pairs) / mesh.ring, s.inner / s.heads
         flash_s = r.attention_s(own_rows * (1 + np.asarray(mesh.ring)) / 2, own_pairs, heads, width, backward)
+        flash_s = flash_s / (h.backward_gain if backward else h.forward_gain)
         if np.all(np.asarray(h.flash) == 1):
             return flash_s
         way = "backward" if backward else "forward"

@@ -21,18 +21,25 @@ TILE = (128, 256)  # rows and columns of an output tile: cuBLAS's and CUTLASS's 
 # H100, compute-attn-megatron.csv of the DistCA repository: 50 % of the rate of 32K-token documents at 512 tokens, 69 at 1K, 79 at 2K, 83 at
 # 4K. That is n / (n + 512), so a causal row costs 256 pairs more than it has.
 EXTRA_PAIRS = 256.0
+POWER_KNOWN = 312 / 400  # peak TFLOP/s a watt of an A100, whose share of matmuls was measured under its limit
 MULTIPROCESSORS = 108.0  # where a cluster does not say: A100's
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a training step reaches of the figures of a cluster, and what a cluster does not say.
+    """What a training step reaches of the figures of a cluster, and what a cluster does not say. As they stand: before any step was seen.
 
-    `matmul`, `attention`, `memory`, `node`, `network`: shares of the rate that the operation reaches alone. `launch`: times the cluster's
-    launch_s. `ramp`: summed elements that a matmul's start is worth. `tail`: waves of tiles lost at a matmul's end. `eager`, `compiled`:
-    bytes of elementwise operations over those counted in `cost`. `scores`, `loss`, `update`: the same of unfused attention scores,
-    of logits, and of the optimizer. `jitter`: share of a step that ranks wait for the slowest, for each doubling of ranks. `messages`:
-    seconds of a pipeline's message over those of its bytes. `begin`: seconds of a step outside all of this.
+    matmul, attention, memory, node, network    shares of the rate that the operation reaches alone
+    launch                                      times the cluster's launch_s: Python and its dispatcher
+    power                                       peak TFLOP/s a watt at which the power limit halves the clock
+    ramp, tail                                  summed elements that a matmul's start is worth; waves of tiles lost at its end
+    eager, compiled, scores, loss, update       bytes over those that `cost` counts: of elementwise operations, not fused and fused, of
+                                                unfused attention scores, of logits, of the optimizer
+    jitter                                      share of a step that ranks wait for the slowest, for each doubling of ranks
+    messages                                    seconds of a pipeline's messages over those of their bytes
+    crowd                                       share of hidden traffic's seconds that it takes from the computation beside it, whose
+                                                multiprocessors and memory it uses (Calculon's presets: 0.15 inside a node, 0.02 between)
+    begin_s                                     seconds of a step outside all of this
     """
 
     matmul: Number = 1.0
@@ -41,6 +48,7 @@ class Constants:
     node: Number = 1.0
     network: Number = 1.0
     launch: Number = 2.5
+    power: Number = 2.0
     ramp: Number = 256.0
     tail: Number = 0.4
     eager: Number = 1.0
@@ -50,7 +58,31 @@ class Constants:
     update: Number = 1.0
     jitter: Number = 0.004
     messages: Number = 1.0
+    crowd: Number = 0.1
     begin_s: Number = 0.005
+
+
+# Fitted to 174 published rows of seven sources by benchmarks/published.py, which prints them.
+FITTED = Constants(
+    matmul=1.036,
+    attention=1.083,
+    memory=1.02,
+    node=1.088,
+    network=1.124,
+    launch=2.538,
+    power=1.066,
+    ramp=197.8,
+    tail=0.6571,
+    eager=1.102,
+    compiled=0.8463,
+    scores=0.8635,
+    loss=1.003,
+    update=1.101,
+    jitter=0.003404,
+    messages=0.8501,
+    crowd=0.1933,
+    begin_s=0.005629,
+)
 
 
 @dataclass(frozen=True)
@@ -113,11 +145,16 @@ class Rates:
         return sorted({Heads.parse(words[5]) for words in names}, key=str)
 
 
+def clock(flops_per_s: Number, watts: Number | None, power: Number) -> Number:
+    """Share of the clock that a device keeps in long dense arithmetic under its power limit, beside an A100."""
+    return 1.0 if watts is None else np.minimum(1.0, (1.0 + POWER_KNOWN / power) / (1.0 + flops_per_s / 1e12 / watts / power))
+
+
 def rates(cluster: Cluster, dtype: str = "bf16", constants: Constants | None = None) -> Rates:
     """Rates of a device of `cluster`."""
-    reached = constants or Constants()
+    reached = constants or FITTED
     device, shares = cluster.device, cluster.shares
-    peak = device.flops_per_s[dtype]
+    peak = device.flops_per_s[dtype] * clock(device.flops_per_s[dtype], device.watts, reached.power)
     if cluster.curves:
         reached = replace(reached, launch=1.0)
     found = fabric(cluster)
@@ -127,7 +164,7 @@ def rates(cluster: Cluster, dtype: str = "bf16", constants: Constants | None = N
         peak * shares["attention backward"] * reached.attention,
         device.memory_bytes_per_s * shares["memory"] * reached.memory,
         device.launch_s * reached.launch,
-        float(cluster.facts.get("multiprocessors", MULTIPROCESSORS)),
+        device.multiprocessors or MULTIPROCESSORS,
         replace(
             found,
             node_bytes_per_s=found.node_bytes_per_s * reached.node,

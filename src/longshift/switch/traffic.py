@@ -40,18 +40,16 @@ def traffic(plan: Plan) -> Traffic:
     """What a plan puts on the links. Of a device's links to its node and to other nodes, one way each, the busiest sets the time."""
     pairs, links = plan.bytes_by_pair, plan.links
     played = _by_round(plan)
-    overlapped = np.zeros((plan.exchanges, *played.shape[2:]), np.int64)
-    for number in range(plan.rounds):
-        overlapped[number : number + plan.buckets] += played[:, number]
+    overlapped = _by_exchange(plan, played)
     starts = np.arange(0, plan.world, links.per_node)
     by_node = np.add.reduceat(np.add.reduceat(pairs, starts, 0), starts, 1)
     return Traffic(
         max_received_bytes=int(pairs.sum(0).max()),
         inter_node_bytes=int(by_node.sum() - by_node.trace()),
         intra_node_bytes=int(by_node.trace()),
-        bound_s=_seconds(played.sum((0, 1))[None], replace(links, latency_s=0.0)),
-        overlapped_s=_seconds(overlapped, links),
-        in_order_s=_seconds(played.reshape(-1, *played.shape[2:]), links),
+        bound_s=float(_seconds(played.sum((0, 1))[None], replace(links, latency_s=0.0)).sum()),
+        overlapped_s=float(_seconds(overlapped, links).sum()),
+        in_order_s=float(_seconds(played.reshape(-1, *played.shape[2:]), links).sum()),
         by_node=tuple(tuple(map(int, row)) for row in by_node),
     )
 
@@ -78,10 +76,23 @@ def least_s(held: Placed, wanted: Placed, links: Links, itemsize: int) -> float:
     return max(float(near.max()) / links.intra_bytes_s, float((far / devices).max()) / links.inter_bytes_s)
 
 
-def _seconds(loads: np.ndarray, links: Links) -> float:
-    """Seconds of exchanges one after another, int64 [exchanges, 4, world]; one that moves nothing takes no time."""
+def seconds_by_exchange(plan: Plan) -> list[float]:
+    """Seconds of each exchange of a plan, one after another as in `Traffic.overlapped_s`."""
+    return _seconds(_by_exchange(plan, _by_round(plan)), plan.links).tolist()
+
+
+def _seconds(loads: np.ndarray, links: Links) -> np.ndarray:
+    """Seconds of each exchange, int64 [exchanges, 4, world]; one that moves nothing takes no time."""
     rates = np.array((links.intra_bytes_s, links.intra_bytes_s, links.inter_bytes_s, links.inter_bytes_s))
-    return float((loads.max(2) / rates).max(1).sum()) + links.latency_s * int(loads.any((1, 2)).sum())
+    return (loads.max(2) / rates).max(1) + links.latency_s * loads.any((1, 2))
+
+
+def _by_exchange(plan: Plan, played: np.ndarray) -> np.ndarray:
+    """Bytes of every exchange, each a bucket's first round with later rounds of the buckets before: int64 [exchanges, 4, world]."""
+    found = np.zeros((plan.exchanges, *played.shape[2:]), np.int64)
+    for number in range(plan.rounds):
+        found[number : number + plan.buckets] += played[:, number]
+    return found
 
 
 def _by_round(plan: Plan) -> np.ndarray:

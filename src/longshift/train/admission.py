@@ -38,7 +38,7 @@ def _lacking(config: Config, world: World, run: Path, room: int, process: int) -
         yield (
             f"rank {need.rank} needs {need.device.total / 2**30:.2f} GiB for tensors, in {need.device.op} ({alive}), besides "
             f"{process / 2**30:.2f} GiB that the process has, and there are {room / 2**30:.2f} GiB for it; recompute-full, more tp, u or "
-            "ring, z3, chunks, a smaller upto or train.pack_tokens take less"
+            "ring, z3, chunks, a smaller upto, pack or train.pack_tokens take less"
         )
     waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
     for edge in config.edges:

@@ -44,7 +44,8 @@ KINDS = ("grad-first", "grad-last", "master", *MOMENTS)
 class Trial:
     """What is trained, how, and on what; without a layout. `lengths`: documents of each step, their tokens drawn from `seed`, or `given`:
     (ids, labels) of each document of each step. `folder`: a model folder to start from, else weights are drawn. `edges`: the lengths up to
-    which each group but the last goes, where there are several; then how switches are planned. `ahead`: of streamed layouts;
+    which each group but the last goes, where there are several; `packs`: capacities of their packs, their edges where not given, as
+    `capacity` is the last group's; then how switches are planned. `ahead`: of streamed layouts;
     `stream_folder`: where their disk tier is, the system's temporary folder where not given."""
 
     spec: ModelSpec
@@ -61,6 +62,7 @@ class Trial:
     given: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], ...] = ()
     folder: str | None = None
     edges: tuple[int, ...] = ()
+    packs: tuple[int, ...] = ()
     planner: Planner = "fan_out"
     bucket_bytes: int = 32 << 20
     ahead_bytes: int = 256 << 20
@@ -105,6 +107,12 @@ class Trial:
         targets = sum(int((d.labels != IGNORE).sum()) for d in documents)
         return StepBatch(tuple(documents), targets, 0, len(documents))
 
+    def groups(self, layouts: Sequence[Layout]) -> list[Edge]:
+        """The groups of these layouts, from short documents to long."""
+        before = len(layouts) - 1
+        ends, packs = ((*some[:before], self.capacity) for some in (self.edges, self.packs or self.edges))
+        return [Edge(*each) for each in zip(ends, layouts, packs)]
+
     def to_json(self) -> dict:
         return asdict(self)
 
@@ -113,7 +121,7 @@ class Trial:
         spec = dict(value["spec"])
         spec["rope"] = Rope(**spec["rope"]) if spec["rope"] else None
         rest = {k: v for k, v in value.items() if k != "spec"}
-        rest |= {"lengths": tuple(map(tuple, value["lengths"])), "betas": tuple(value["betas"]), "edges": tuple(value["edges"])}
+        rest |= {"lengths": tuple(map(tuple, value["lengths"]))} | {name: tuple(value[name]) for name in ("betas", "edges", "packs")}
         return cls(ModelSpec(**spec), **rest)
 
 
@@ -184,8 +192,7 @@ def write_reference(world: World, trial: dict, path: str) -> float:
 def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layout | None = None) -> tuple[State, Player]:
     """State and player of a trial under layouts, from short documents to long, home cut as another one cuts it where that is given."""
     precision = Precision.of(trial.precision)
-    ends = (*trial.edges[: len(layouts) - 1], trial.capacity)
-    edges = [Edge(upto, layout) for upto, layout in zip(ends, layouts)]
+    edges = trial.groups(layouts)
     home_cut = home_cut or home_layout(edges)
     home = Home(trial.spec, buckets(trial.spec, home_cut), world.rank, precision.home, world.device, trial.source())
     optimizer = Optimizer(home, trial.betas, trial.eps, trial.weight_decay)

@@ -114,9 +114,10 @@ def trial_of(world: World, config: str, scratch: str) -> dict:
     _, cache = open_corpus(run)
     longest = min(run.data.max_len, LONGEST)
     share = longest / run.data.max_len
-    edges = [0]
+    edges, packs = [0], list[int]()
     for edge in run.edges[:-1]:
         edges.append(max(math.ceil(edge.upto * share), edges[-1] + 1))
+        packs.append(max(math.ceil(edge.pack * share), edges[-1]))
     batches = Batches(cache, run.train.seed, run.train.tokens_per_step, run.data.max_len, run.data.overlong)
     batch = batches.at(0)
     documents = list(batch.documents)
@@ -133,6 +134,7 @@ def trial_of(world: World, config: str, scratch: str) -> dict:
     options = {"planner": run.switch.planner, "bucket_bytes": run.switch.bucket, "ahead_bytes": run.switch.ahead}
     folder = run.model.path if run.model.init == "pretrained" else None
     how = {"capacity": 2 * longest, "seed": run.train.seed, "warmup": 0, "folder": folder, "edges": tuple(edges[1:])}
+    how["packs"] = tuple(packs)
     how["stream_folder"] = run.stream.folder or scratch
     return Trial(run.spec, (), given=(tuple(step),), **how, **options).to_json()  # pyright: ignore[reportArgumentType]
 

@@ -32,6 +32,7 @@ from longshift.train.corpus import open_on_ranks
 from longshift.train.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, expect
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
+from longshift.train.trials import tried
 
 
 def train(
@@ -44,7 +45,12 @@ def train(
         be_deterministic()
     world = World.from_environment(config.timeout_s(own_device().type))
     with Timeline(world.device) if trace and world.rank == 0 else nullcontext() as timeline:
-        yield from _steps(config, run, resume, stop, world, timeline, trace)
+        traced = [(timeline, trace)]  # the first step of all
+
+        def play(config: Config, resume: bool, most: int | None) -> Iterator[StepMetrics]:
+            return _steps(config, run, resume, stop, world, most, *(traced.pop() if traced else (None, None)))
+
+        yield from tried(config, run, resume, world, play)
     world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
     world.close()
 
@@ -55,10 +61,11 @@ def _steps(
     resume: bool,
     stop: Callable[[], bool],
     world: World,
-    timeline: Timeline | None = None,
-    trace: Path | None = None,
+    most: int | None,
+    timeline: Timeline | None,
+    trace: Path | None,
 ) -> Iterator[StepMetrics]:
-    """The steps of `train`. `timeline`: records the first step, for `trace`, and is closed after it."""
+    """The steps of `train`, at most so many. `timeline`: records the first step, for `trace`, and is closed after it."""
     admit(config, world, run)
     batches, fingerprints = open_data(config, world)
     start, state, facts = _begin(config, world, fingerprints, run if resume else None)
@@ -74,7 +81,8 @@ def _steps(
     if timeline:
         player.record(recorder)
         timeline.watch(player)
-    for step in range(start + 1, config.train.steps + 1):
+    last = config.train.steps if most is None else min(config.train.steps, start + most)
+    for step in range(start + 1, last + 1):
         began = world.now()
         batch = batches.at(state.cursor)
         try:
@@ -88,14 +96,14 @@ def _steps(
             timeline.close()
             write(trace, world.rank, timeline.played, predicted(player), recorder)
             timeline = None
-        most, stopping = _most(world, _memory_bytes(world), stop())
+        memory_bytes, stopping = _most(world, _memory_bytes(world), stop())
         try:
-            yield _metrics(config, step, batch, outcome, seconds, most, _groups(player))
+            yield _metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player))
         except GeneratorExit:  # the caller leaves; among others it would wait for them here
             if world.size > 1:
                 raise
             stopping = True
-        if stopping or step == config.train.steps or step % config.save.every == 0:
+        if stopping or step == last or step % config.save.every == 0:
             kept = Facts.now(config, state, fingerprints, attention).model_dump()
             save(run, step, state.optimizer.state(), kept, world, config.save.keep)
         if stopping:

@@ -30,6 +30,7 @@ import psutil
 from longshift import errors
 from longshift.config import Config, parse_config
 from longshift.errors import LongshiftError, PeerError, UsageError
+from longshift.files import rewrite
 from longshift.train.metrics import read_rows
 
 
@@ -106,7 +107,7 @@ def prepare(config: Config, resume: bool, rank: int = 0) -> RunFolder:
             f"{folder.shown} holds a run that ended at step {folder.steps_done()}, before its first checkpoint; "
             f"remove it with: rm -r {folder.shown}  or start another with save.dir=..."
         )
-    _replace(folder.asked, config.to_yaml())
+    rewrite(folder.asked, config.to_yaml())
     if not resume:
         adopt(folder, config)
     return folder
@@ -114,8 +115,8 @@ def prepare(config: Config, resume: bool, rank: int = 0) -> RunFolder:
 
 def adopt(folder: RunFolder, config: Config) -> None:
     """Have the run go on with this config. By the machine that it stands beside, which is written first, `prepare` knows it as a run's."""
-    _replace(folder.env, json.dumps(describe_machine(), indent=2) + "\n")
-    _replace(folder.config, config.to_yaml())
+    rewrite(folder.env, json.dumps(describe_machine(), indent=2) + "\n")
+    rewrite(folder.config, config.to_yaml())
     folder.asked.unlink(missing_ok=True)
 
 
@@ -212,7 +213,7 @@ def write_cause(folder: RunFolder, rank: int, error: BaseException) -> Cause:
     message = str(error) if known else f"{type(error).__name__}: {error}"
     cause = Cause(rank, type(error).__name__, message, error.exit_code if known else LongshiftError.exit_code, time.time(), trace)
     folder.errors.mkdir(exist_ok=True)
-    _replace(folder.errors / f"rank-{rank}.json", json.dumps(asdict(cause), indent=2) + "\n")
+    rewrite(folder.errors / f"rank-{rank}.json", json.dumps(asdict(cause), indent=2) + "\n")
     return cause
 
 
@@ -260,10 +261,3 @@ def _silent(rank: int, code: int) -> Cause:
     name = signal.Signals(-code).name
     hint = "; the kernel does this when memory runs out (see dmesg)" if name == "SIGKILL" else ""
     return Cause(rank, "Signal", f"rank {rank} was ended by {name}{hint}", PeerError.exit_code, 0.0)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new, never a part."""
-    fresh = path.with_name(f".{path.name}-{os.getpid()}")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)

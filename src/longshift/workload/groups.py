@@ -1,6 +1,6 @@
 """One step's documents by length: which layout computes them, in which packs, on which replica, and which layout comes first.
 
-    documents ─ by length ─> groups (lo, hi] ─ by cost ─> shares of the layout's replicas ─ best fit ─> packs of up to hi tokens
+    documents ─ by length ─> groups (lo, hi] ─ by cost ─> shares of the layout's replicas ─ best fit ─> packs of up to `pack` tokens
 
 Every document is in one pack of one group. Documents are dealt, not packs: they are smaller, so the shares come out nearly equal. Of a
 layout only its replicas have a say in this. A group without documents does not exist: its layout is not visited.
@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from longshift.errors import UsageError
-from longshift.layout.layout import Layout
+from longshift.errors import UsageError, did_you_mean
+from longshift.layout.layout import Layout, format_size, parse_size
 from longshift.spec.model import ModelSpec
 from longshift.workload.packs import cost, pack, shares
 
@@ -23,10 +23,20 @@ MOST_EXACT = 14  # nodes: some 10 ms of dynamic programming; every further node 
 
 @dataclass(frozen=True)
 class Edge:
-    """Documents of up to `upto` tokens, and longer than the edge before, are computed under `use`. A line of the config's `layout:`."""
+    """Documents of up to `upto` tokens, and longer than the edge before, are computed under `use`, in packs of up to `pack` tokens, which
+    is `upto` where it is not given. A line of the config's `layout:`."""
 
     upto: int
     use: Layout
+    pack: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pack", self.pack or self.upto)
+
+    def told(self) -> dict[str, str]:
+        """The line that `parse_edges` reads."""
+        pack = {"pack": format_size(self.pack)} if self.pack != self.upto else {}
+        return {"upto": format_size(self.upto), "use": str(self.use)} | pack
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,41 @@ class LengthGroup:
         return sum(loads) / len(loads) / max(loads)
 
 
+def parse_edges(items: Sequence[object]) -> tuple[Edge, ...]:
+    """The groups that a config's `layout:` lists, as in [{upto: 1K, use: dp8, pack: 16K}, {upto: 32K, use: tp8}]. Raises UsageError."""
+    edges = tuple(_parse_edge(item) for item in items)
+    check_edges(edges)
+    return edges
+
+
+def _parse_edge(item: object) -> Edge:
+    needed = ("upto", "use")
+    if not isinstance(item, dict):
+        raise UsageError(f"{item!r}: a group has the keys upto and use, as in {{upto: 4K, use: dp4}}")
+    for key in item:
+        if key not in (known := (*needed, "pack")):
+            raise UsageError(f"{key}: no such key of a group{did_you_mean(str(key), known)}")
+    for key in needed:
+        if key not in item:
+            raise UsageError(f"{item}: a group needs {key}, as in {{upto: 4K, use: dp4}}")
+    if not isinstance(item["use"], str):
+        raise UsageError(f"use: {item['use']!r} is not a layout, such as dp2.tp2")
+    pack = _tokens("pack", item["pack"]) if "pack" in item else 0
+    return Edge(_tokens("upto", item["upto"]), Layout.parse(item["use"]), pack)
+
+
+def _tokens(key: str, value: object) -> int:
+    try:
+        size = parse_size(value)
+    except ValueError as fault:
+        raise UsageError(f"{key}: {fault}") from None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UsageError(f"{key}: {value!r} is not a number of tokens, such as 4K")
+    return size
+
+
 def check_edges(edges: Sequence[Edge]) -> None:
-    """Raise UsageError unless the edges ascend and there is one."""
+    """Raise UsageError unless the edges ascend, there is one, and every pack holds its group's longest document."""
     if not edges:
         raise UsageError("layout: an empty list; name at least one group, as in layout: [{upto: 4K, use: dp4}]")
     for before, after in pairwise(edges):
@@ -66,6 +109,11 @@ def check_edges(edges: Sequence[Edge]) -> None:
             raise UsageError(f"layout: {wrong}; groups go from short to long")
     if edges[0].upto < 1:
         raise UsageError(f"layout: upto {edges[0].upto} ({edges[0].use}) holds no document; it is at least 1")
+    for edge in edges:
+        if edge.pack < edge.upto:
+            pack, upto = format_size(edge.pack), format_size(edge.upto)
+            wrong = f"pack {pack} of upto {upto} ({edge.use}) does not hold the group's longest document"
+            raise UsageError(f"layout: {wrong}; write pack: {upto} or more, or leave it out")
 
 
 def length_groups(lengths: Sequence[int], edges: Sequence[Edge], spec: ModelSpec) -> tuple[LengthGroup, ...]:
@@ -91,7 +139,7 @@ def _group(lo: int, edge: Edge, members: Sequence[int], lengths: Sequence[int], 
     for share in shares([cost([lengths[m]], spec) for m in members], edge.use.dp):
         own = [members[i] for i in share]
         first = len(packs)
-        packs += [tuple(own[i] for i in packed) for packed in pack([lengths[m] for m in own], edge.upto)]
+        packs += [tuple(own[i] for i in packed) for packed in pack([lengths[m] for m in own], edge.pack)]
         dealt.append(tuple(range(first, len(packs))))
     costs = tuple(cost([lengths[i] for i in documents], spec) for documents in packs)
     return LengthGroup(lo, edge.upto, edge.use, tuple(packs), tuple(dealt), costs)

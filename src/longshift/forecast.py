@@ -1,0 +1,224 @@
+"""What `longshift plan` says: the best layouts for a run's documents on a cluster, what a step takes, and why not another way."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from longshift.cluster.cluster import Cluster
+from longshift.config import Config
+from longshift.errors import UsageError
+from longshift.layout.layout import format_size
+from longshift.planner.asked import AutoLayout
+from longshift.planner.replay import Task, Way, in_visiting_order
+from longshift.planner.search import Choice, search
+from longshift.program.needs import StepShape
+from longshift.simulate.clock import Clock, StepTime
+from longshift.simulate.closed import BAND, mfu, model_flops
+from longshift.simulate.cost import Cost, sizes
+from longshift.simulate.rates import Constants, rates
+from longshift.workload.given import Lengths
+from longshift.workload.lengths import spans
+
+RIVALS = 5  # other ways that are told
+LANES = ("compute", "attention", "tp", "ulysses", "ring", "gather", "reduce", "switch", "tier in", "tier out")
+
+
+def cut(lengths: Lengths, config: Config) -> Lengths:
+    """The lengths of a corpus as the run cuts them. Raises UsageError where some are too long and the config does not say what to do."""
+    longest, policy = config.data.max_len, config.data.overlong
+    if int(lengths.lengths[-1]) <= longest:
+        return lengths
+    if policy is None:
+        most, limit = f"{int(lengths.lengths[-1]):,}", format_size(longest)
+        raise UsageError(
+            f"data: documents have up to {most} tokens and data.max_len is {limit}; write data.overlong: split, or truncate, drop"
+        )
+    pieces = spans(lengths.lengths, longest, policy)
+    sizes_, counts = pieces.stop - pieces.start, lengths.counts[pieces.document]
+    if not len(sizes_):
+        raise UsageError(f"data.overlong: drop leaves no document of at most {format_size(longest)} tokens; write data.overlong: split")
+    known, where = np.unique(sizes_, return_inverse=True)
+    return Lengths(known, np.bincount(where, counts).astype(np.int64))
+
+
+def on_cluster(cluster: Cluster, world: int) -> Cluster:
+    """The cluster with as many nodes as so many ranks need; CPU ranks share the machine that was measured."""
+    if cluster.device.kind == "cpu":
+        return cluster.shared(-(-world // cluster.nodes))
+    per_node = min(world, cluster.devices_per_node)
+    return replace(cluster, nodes=-(-world // per_node), devices_per_node=per_node)
+
+
+def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: float | None = None) -> Task:
+    """What is planned for a config whose layout is chosen on a cluster."""
+    asked = config.layout if isinstance(config.layout, AutoLayout) else AutoLayout(config.world)
+    world = asked.ranks or cluster.devices
+    return Task(
+        spec=config.spec,
+        cluster=on_cluster(cluster, world),
+        lengths=cut(lengths, config),
+        tokens_per_step=config.train.tokens_per_step,
+        precision=config.train.precision,
+        world=world,
+        fixed=dict(asked.fixed),
+        memory_bytes=memory_bytes,
+        windows=config.window.options,
+        switch=config.switch.options,
+        ahead=config.stream.ahead,
+    )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan: what was asked and what was found."""
+
+    task: Task
+    choice: Choice
+
+    def layout(self, way: Way) -> Any:
+        """A way in the form of the config's `layout`."""
+        last = way.edges[-1]
+        if len(way.edges) == 1 and last.pack == last.upto:
+            return str(last.use)
+        return [edge.told() for edge in way.edges]
+
+    def groups(self, way: Way) -> list[dict[str, Any]]:
+        """What each group of a way has and takes, of the mean step, in the order of lengths."""
+        rows: dict[Any, dict[str, Any]] = {}
+        for edge in way.edges:
+            row = {"upto": edge.upto, "layout": str(edge.use), "pack": edge.pack, "documents": 0.0, "tokens": 0.0, "seconds": 0.0}
+            rows[edge.upto] = row
+        low = [0, *(edge.upto for edge in way.edges)]
+        for step, lengths in way.steps:
+            for first, edge in zip(low, way.edges):
+                own = [n for n in lengths if first < n <= edge.upto]
+                rows[edge.upto]["documents"] += len(own) / len(way.steps)
+                rows[edge.upto]["tokens"] += sum(own) / len(way.steps)
+            visited = in_visiting_order(way.shape, lengths)
+            for group, start, stop in zip(visited, step.starts, [*step.starts[1:], step.seconds]):
+                longest = max(max(pack, default=1) for replica in group.replicas for pack in replica)
+                edge = next(edge for edge in way.edges if longest <= edge.upto)
+                rows[edge.upto]["seconds"] += (stop - start) / len(way.steps)
+        return [row | {"tokens_per_s": row["tokens"] / row["seconds"] if row["seconds"] else 0.0} for row in rows.values()]
+
+    @cached_property
+    def flops(self) -> dict[str, float]:
+        """Model FLOP of a mean step, by convention."""
+        task = self.task
+        lengths, counts = task.lengths.lengths.astype(float), task.lengths.counts.astype(float)
+        scale = task.tokens_per_step / (lengths @ counts)
+        found = model_flops(sizes(task.spec), task.tokens_per_step, scale * float(lengths**2 @ counts) / 2, task.spec.parameters)
+        return {name: float(value) for name, value in found.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """All that is told, for machines."""
+        task, best = self.task, self.choice.best
+        device = task.cluster.device
+        found: dict[str, Any] = {
+            "cluster": {"name": task.cluster.name, "nodes": task.cluster.nodes, "devices_per_node": task.cluster.devices_per_node},
+            "ranks": task.world,
+            "tokens_per_step": task.tokens_per_step,
+            "documents": task.lengths.documents,
+            "longest": task.longest,
+            "candidates": self.choice.candidates,
+            "refused": dict(self.choice.refused),
+            "budget_bytes": int(task.budget_bytes),
+            "fits": best is not None,
+            "short": [{"way": self.layout(way), "bytes": lack} for way, lack in self.choice.short[:RIVALS]],
+        }
+        if best is None:
+            return found
+        peak = device.flops_per_s.get("bf16" if task.precision in ("bf16", "fp16") else "float32", 0.0)
+        return found | {
+            "best": self._told(best) | {"groups": self.groups(best), "lanes": self.lanes(best)},
+            "mfu": {n: float(v) for n, v in mfu({n: np.asarray(f) for n, f in self.flops.items()}, best.seconds, task.world, peak).items()},
+            "single": self._told(self.choice.single) if self.choice.single else None,
+            "context_parallel": self._told(self.choice.context_parallel) if self.choice.context_parallel else None,
+            "rivals": [self._told(way) | {"times": way.seconds / best.seconds} for way in self.choice.ways[1 : 1 + RIVALS]],
+        }
+
+    def _told(self, way: Way) -> dict[str, Any]:
+        seconds = {"seconds": way.seconds, "least_s": way.seconds * (1 - BAND), "most_s": way.seconds * (1 + BAND)}
+        return {"layout": self.layout(way), **seconds, "bytes": dict(way.bytes), "peak": way.peak}
+
+    def lanes(self, way: Way) -> dict[str, float]:
+        """Seconds in which each lane of the busiest stage does something, of the mean step."""
+        found = {lane: float(np.mean([step.busy_s(lane) for step, _ in way.steps])) for lane in LANES}
+        return {lane: seconds for lane, seconds in found.items() if seconds}
+
+    def lines(self) -> Iterator[str]:
+        """Sentences about the choice, after the table of its groups."""
+        task, choice, best = self.task, self.choice, self.choice.best
+        if best is None:
+            yield f"nothing fits in {_gib(task.budget_bytes)} a device"
+            for way, lack in choice.short[:RIVALS]:
+                yield f"  {way}: {_gib(lack)} short, at {way.peak}"
+            yield from self.changes()
+            return
+        left = task.budget_bytes - best.bytes["device"]
+        yield f"a step takes {best.seconds:.3g} s ({best.seconds * (1 - BAND):.3g} to {best.seconds * (1 + BAND):.3g}), on the clock"
+        yield f"a device needs {_gib(best.bytes['device'])}: {_gib(left)} left; most at {best.peak}"
+        single, context = choice.single, choice.context_parallel
+        if single is not None and single is not best:
+            yield f"the best single layout, {single}, takes {single.seconds / best.seconds:.2f} times as long"
+        if context is not None and context not in (best, single):
+            yield f"the best without tensor and pipeline parallelism, {context}, takes {context.seconds / best.seconds:.2f} times as long"
+        for way in choice.ways[1 : 1 + RIVALS]:
+            yield f"  {way}: {way.seconds / best.seconds - 1:+.1%}"
+        for way, lack in choice.short[:RIVALS]:
+            yield f"  {way}: {_gib(lack)} short"
+        refused = ", ".join(f"{count:,} {reason}" for reason, count in choice.refused.items())
+        yield f"{choice.candidates:,} layouts; refused: {refused or 'none'}"
+
+    def changes(self) -> Iterator[str]:
+        """The smallest changes after which something would fit."""
+        task = self.task
+        for factor in (2, 4, 8, 16):
+            if task.on_gpu and search(replace(task, cluster=_more(task.cluster, factor), world=task.world * factor)).best:
+                yield f"it would fit on {factor * task.world} devices"
+                break
+        longest = task.longest // 2
+        while longest >= 1024:
+            lengths = task.lengths.lengths
+            shorter = np.unique(np.minimum(lengths, longest), return_inverse=True)
+            cut_lengths = Lengths(shorter[0], np.bincount(shorter[1], task.lengths.counts).astype(np.int64))
+            if search(replace(task, lengths=cut_lengths)).best:
+                yield f"it would fit with data.max_len={format_size(longest)}"
+                return
+            longest //= 2
+
+
+def _more(cluster: Cluster, factor: int) -> Cluster:
+    return replace(cluster, nodes=cluster.nodes * factor)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def plan(task: Task, tell: Callable[[str], None] = lambda line: None) -> Planned:
+    """The plan of a task. `tell`: what is being done."""
+    return Planned(task, search(task, tell))
+
+
+class RunForecast:
+    """The steps of a run on a cluster. Mutable: its clock keeps what it has computed. `constants`: what a step reaches of the cluster's
+    figures, where they were calibrated."""
+
+    def __init__(self, config: Config, cluster: Cluster, shape: StepShape, constants: Constants | None = None):
+        self.shape = shape
+        cost = Cost(sizes(config.spec), rates(cluster, config.train.precision, constants))
+        self.clock = Clock(shape, cluster, cost, config.train.precision)
+
+    def step(self, lengths: Sequence[int]) -> StepTime:
+        """A step of documents of these lengths."""
+        return self.clock.step(in_visiting_order(self.shape, lengths))
+
+
+def with_layout(config: Config, layout: Any) -> Config:
+    """The config with a layout in the config's form."""
+    written: Mapping[str, Any] = config.model_dump(mode="json")
+    return Config.model_validate({**written, "layout": layout})

@@ -1,0 +1,153 @@
+"""Ways to train, weighed by the ledger and played on the clock: what the ranks of a run need at the most, and what its steps take.
+
+Steps are real draws: documents as a run draws them, dealt and packed as a run does.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from longshift.cluster.cluster import Cluster
+from longshift.program.needs import StepShape, most, needs
+from longshift.program.step import Windows
+from longshift.simulate.clock import Clock, GroupPacks, StepTime
+from longshift.simulate.cost import Cost, sizes
+from longshift.simulate.rates import Constants, rates
+from longshift.spec.formats import FORMATS
+from longshift.spec.model import ModelSpec
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import links_of
+from longshift.workload.given import Lengths
+from longshift.workload.groups import Edge, length_groups
+
+DRAWS = 4  # steps that are played
+FINALISTS = 4  # ways that all of them are played with
+HEADROOM = 0.94  # of a device's memory: an allocator rounds up and leaves holes
+CONTEXT_BYTES = 1 << 30  # of a GPU's memory, for CUDA's own and NCCL's
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
+    it may have; `memory_bytes`: of a device; `constants`: of a calibration."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    lengths: Lengths
+    tokens_per_step: int
+    precision: str
+    world: int
+    fixed: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    memory_bytes: float | None = None
+    constants: Constants | None = None
+    windows: Windows = Windows()  # noqa: RUF009  (frozen)
+    switch: SwitchOptions = SwitchOptions()  # noqa: RUF009  (frozen)
+    ahead: int = 1
+
+    @property
+    def longest(self) -> int:
+        return int(self.lengths.lengths[-1])
+
+    @property
+    def budget_bytes(self) -> float:
+        """Bytes of tensors that may lie on a device."""
+        total = self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
+        return total * HEADROOM - (CONTEXT_BYTES if self.on_gpu else 0)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.cluster.device.kind == "cuda"
+
+
+@dataclass(frozen=True)
+class Way:
+    """Groups of lengths, weighed and played. `seconds`: of a step, the mean of the draws; `bytes`: that a rank needs at most, by place;
+    `peak`: the operation after which the device's is; `shape`: of the run's steps; `steps`: the draws on the clock, and the lengths of
+    their documents."""
+
+    edges: tuple[Edge, ...]
+    seconds: float
+    bytes: Mapping[str, int]
+    peak: str
+    shape: StepShape = field(repr=False)
+    steps: tuple[tuple[StepTime, tuple[int, ...]], ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        if len(self.edges) == 1:
+            return str(self.edges[0].use)
+        return " > ".join(f"{edge.use} <= {edge.upto}" for edge in self.edges)
+
+
+class Replay:
+    """Weighs and plays the ways of a task. Mutable: it keeps what it has weighed and played."""
+
+    def __init__(self, task: Task):
+        self.task = task
+        self.formats = FORMATS[task.precision]
+        self.transport = "nccl" if task.on_gpu else "gloo"
+        self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision, task.constants))
+        self.links = links_of(task.cluster, task.cluster.devices_per_node, task.cluster.nodes)
+        self.draws = [tuple(task.lengths.draw(seed, task.tokens_per_step).tolist()) for seed in range(DRAWS)]
+        self.weighed: dict[tuple[Edge, ...], tuple[Mapping[str, int], str]] = {}
+        self.clocks: dict[tuple[Edge, ...], Clock] = {}
+        self.steps: dict[tuple[Edge, ...], dict[int, StepTime]] = {}
+
+    def shape(self, edges: tuple[Edge, ...]) -> StepShape:
+        task, formats = self.task, self.formats
+        way = Itinerary(task.spec, edges, self.links, formats.compute_bytes, formats.home_bytes, task.switch)
+        return StepShape(way, edges, formats, task.tokens_per_step, task.longest, task.ahead, task.windows)
+
+    def weigh(self, edges: tuple[Edge, ...]) -> tuple[Mapping[str, int], str]:
+        """Bytes that a rank needs at most, by place, and after which operation the device's peak is."""
+        if edges not in self.weighed:
+            needed = needs(self.shape(edges), edges, self.transport, not self.task.on_gpu)  # pyright: ignore[reportArgumentType]
+            by_place = {place: max(need.of(place) for need in needed) for place in ("device", "host", "disk")}
+            self.weighed[edges] = by_place, most(needed).device.op
+        return self.weighed[edges]
+
+    def fits(self, edges: tuple[Edge, ...]) -> bool:
+        """Whether a device's memory holds what the ledger says."""
+        return self.weigh(edges)[0]["device"] <= self.task.budget_bytes
+
+    def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
+        """Those that fit, fastest first. All are played on the first draw; on the others the first FINALISTS, the best single layout and the
+        best without tensor and pipeline parallelism. The rest are taken to be as much slower as on the first draw."""
+        fitting = [edges for edges in dict.fromkeys(ways) if self.fits(edges)]
+        first = sorted(fitting, key=lambda edges: (self.second(edges, 0), str(edges)))
+        kinds = (first, [edges for edges in first if len(edges) == 1], [edges for edges in first if without_cuts(edges)])
+        finalists = [edges for some, most in zip(kinds, (FINALISTS, 1, 1)) for edges in some[:most]]
+        means = {edges: float(np.mean([self.second(edges, draw) for draw in range(DRAWS)])) for edges in finalists}
+        scale = means[first[0]] / self.second(first[0], 0) if first else 1.0
+        found = [self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first]
+        return sorted(found, key=lambda way: (way.seconds, way.edges not in means, str(way)))
+
+    def second(self, edges: tuple[Edge, ...], draw: int) -> float:
+        """Seconds of a draw's step."""
+        if edges not in self.clocks:
+            self.clocks[edges] = Clock(self.shape(edges), self.task.cluster, self.cost, self.task.precision)
+        steps, clock = self.steps.setdefault(edges, {}), self.clocks[edges]
+        if draw not in steps:
+            steps[draw] = clock.step(in_visiting_order(clock.shape, self.draws[draw]))
+        return steps[draw].seconds
+
+    def way(self, edges: tuple[Edge, ...], seconds: float = np.inf) -> Way:
+        """What is known of a way."""
+        steps = tuple((step, self.draws[draw]) for draw, step in sorted(self.steps.get(edges, {}).items()))
+        return Way(edges, seconds, *self.weigh(edges), self.shape(edges), steps)
+
+
+def without_cuts(edges: Sequence[Edge]) -> bool:
+    """Whether the layouts differ in Ulysses, ring and replicas only: what context parallelism alone can choose."""
+    return all(edge.use.tp == edge.use.pp == 1 for edge in edges)
+
+
+def in_visiting_order(shape: StepShape, lengths: Sequence[int]) -> list[GroupPacks]:
+    """The groups of a step of documents of these lengths, dealt and packed, as they are visited."""
+    groups = length_groups(lengths, shape.edges, shape.itinerary.spec)
+    found = []
+    for index in shape.itinerary.order(tuple(group.layout for group in groups)):
+        group = groups[index]
+        packs = [tuple(lengths[d] for d in pack) for pack in group.packs]
+        found.append(GroupPacks(group.layout, tuple(tuple(packs[p] for p in share) for share in group.shares)))
+    return found

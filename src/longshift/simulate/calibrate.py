@@ -1,0 +1,121 @@
+"""Calibration: constants fitted to measured steps, pulled towards what was known before.
+
+Least squares on the logarithm of predicted over measured seconds, by Gauss-Newton with differences. A constant's logarithm is held to its
+prior by a spring of its own width, so that what the steps do not show stays where it was.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from longshift.simulate.closed import PARTS
+from longshift.simulate.rates import Constants
+
+# Constants that a fit may move, and how far: the width, in logarithms, of what is known of each beforehand.
+FREE: Mapping[str, float] = {
+    "matmul": 0.1, "attention": 0.2, "memory": 0.1, "node": 0.25, "network": 0.25, "launch": 0.5, "power": 0.5, "ramp": 0.5, "tail": 0.5,
+    "eager": 0.3, "compiled": 0.3, "scores": 0.3, "loss": 0.3, "update": 0.5, "jitter": 0.7, "messages": 0.5, "crowd": 0.5, "begin_s": 0.5,
+}  # fmt: skip
+ERROR = 0.05  # logarithm: what a step's seconds differ by from one run to the next, and what no constant explains
+ERROR_OF_ONE = 0.1  # of steps of one source beside each other, of different layouts
+OUTLIER = 0.12  # logarithm: three times what repeats of a published measurement differ by, and more
+ROUNDS, STEP = 8, 1e-4
+
+
+# What `calibrate` moves: groups of parts of a forecast (`closed.PARTS`), all of them first; and how far each can be off, as a logarithm:
+# what published sources differ by from the constants fitted to the others.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "all": PARTS,
+    "device": ("matmul", "attention", "recompute", "head"),
+    "inside": ("tp", "ulysses", "ring"),
+    "data": ("gather", "reduce", "optimizer"),
+    "pipeline": ("bubble", "messages"),
+}
+WIDTHS: Mapping[str, float] = {"all": 0.15, "device": 0.03, "inside": 0.15, "data": 0.15, "pipeline": 0.1}
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Factors on groups of parts, by the names in GROUPS; 1 where there is none."""
+
+    factors: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(GROUPS, 1.0))
+
+    def total(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Seconds of steps with these parts, corrected."""
+        found = np.zeros(())
+        for part, seconds in parts.items():
+            factor = float(np.prod([self.factors[name] for name, members in GROUPS.items() if part in members]))
+            found = found + factor * np.asarray(seconds)
+        return found
+
+    def moved(self, logs: Mapping[str, float]) -> "Correction":
+        """This correction times the exponentials of `logs`."""
+        return Correction({name: factor * float(np.exp(logs[name])) for name, factor in self.factors.items()})
+
+
+def bounded(error: np.ndarray) -> np.ndarray:
+    """Errors whose squares grow like a line beyond OUTLIER (Huber's loss): a step that no constant explains pulls no more than that."""
+    size = np.abs(error)
+    return np.where(size <= OUTLIER, error, np.sign(error) * np.sqrt(np.maximum(0.0, 2 * OUTLIER * size - OUTLIER**2)))
+
+
+def moved(constants: Constants, logs: Mapping[str, float]) -> Constants:
+    """Constants times the exponentials of `logs`."""
+    return replace(constants, **{name: getattr(constants, name) * float(np.exp(value)) for name, value in logs.items()})
+
+
+def fit(
+    predict: Callable[[Constants], np.ndarray],
+    measured_s: np.ndarray,
+    prior: Constants,
+    widths: Mapping[str, float] = FREE,
+    weights: np.ndarray | None = None,
+) -> Constants:
+    """Constants for which `predict` (seconds of each step) is nearest to `measured_s`. `weights`: of each step in the sum of squares."""
+    names, measured_s = tuple(widths), np.asarray(measured_s, dtype=float)
+    root = np.sqrt(np.ones_like(measured_s) if weights is None else weights) / ERROR
+    springs = np.diag([1 / widths[name] for name in names])
+    at, best = np.zeros(len(names)), np.inf
+    stride = 1.0
+
+    def error(logs: np.ndarray) -> np.ndarray:
+        return root * bounded(np.log(predict(moved(prior, dict(zip(names, logs)))) / measured_s))
+
+    for _ in range(ROUNDS):
+        here = error(at)
+        slopes = np.stack([(error(at + STEP * one) - here) / STEP for one in np.eye(len(names))], axis=1)
+        left, right = np.vstack([slopes, springs]), np.concatenate([-here, -springs @ at])
+        change = np.linalg.lstsq(left, right, rcond=None)[0]
+        best, stride = float(here @ here + np.sum((springs @ at) ** 2)), 1.0
+        while stride > 0.05:
+            to = at + stride * change
+            after = error(to)
+            if float(after @ after + np.sum((springs @ to) ** 2)) <= best:
+                break
+            stride /= 2
+        at = at + stride * change if stride > 0.05 else at
+        if np.max(np.abs(change)) < 1e-3:
+            break
+    return moved(prior, dict(zip(names, at)))
+
+
+def calibrate(parts: Mapping[str, np.ndarray], measured_s: np.ndarray) -> Correction:
+    """The correction for which forecasts with these parts (seconds by part, an array over steps) are nearest to `measured_s`; of no steps,
+    none. Deterministic."""
+    known = Correction()
+    measured_s = np.asarray(measured_s, dtype=float)
+    if not measured_s.size:
+        return known
+    names = tuple(GROUPS)
+    springs, logs = np.diag([1 / WIDTHS[name] for name in names]), np.zeros(len(names))
+
+    def error(at: np.ndarray) -> np.ndarray:
+        return bounded(np.log(known.moved(dict(zip(names, at))).total(parts) / measured_s)) / ERROR_OF_ONE
+
+    for _ in range(ROUNDS):
+        here = error(logs)
+        slopes = np.stack([(error(logs + STEP * one) - here) / STEP for one in np.eye(len(names))], axis=1)
+        left, right = np.vstack([slopes, springs]), np.concatenate([-here, -springs @ logs])
+        logs = logs + np.linalg.lstsq(left, right, rcond=None)[0]
+    return known.moved(dict(zip(names, logs)))

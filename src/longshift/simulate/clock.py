@@ -1,0 +1,280 @@
+"""The clock: a step's programs played on lanes. When each operation begins and ends, and so how long the step takes.
+
+The operations are `program.step`'s, the bytes that they send and move the ledger's, their seconds `simulate.cost`'s. One rank plays for
+all that are like it: in a length group, one of each stage of the replica with most to do. Ranks wait for each other where a group ends: an
+exchange of a switch joins them there.
+
+What overlaps is what the program overlaps: gathers, reductions, messages, exchanges and copies go on in their lanes from where they are
+begun until they are awaited, and share a link where they use the same. Inside a turn, tensor parallelism and Ulysses are waited for, and
+the ring passes keys under attention. On CPUs a collective takes the cores that computing takes.
+"""
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from longshift.cluster.cluster import Cluster
+from longshift.layout.layout import Coord, Layout
+from longshift.program.ledger import Ledger, Weighed
+from longshift.program.needs import StepShape
+from longshift.program.operations import AWAITED, LANES, Op
+from longshift.program.turns import Visit, visit_of
+from longshift.schedule import chunks
+from longshift.schedule.streamed import lists
+from longshift.simulate.chunk_seconds import ChunkSeconds
+from longshift.simulate.cost import RECOMPUTE, Cost, Mesh, UnitKind
+from longshift.simulate.lanes import Begin, End, Timed, play
+from longshift.spec.formats import FORMATS
+from longshift.switch.traffic import seconds_by_exchange
+
+MOVES = {"gather": "all_gather", "reduce": "reduce_scatter"}
+MOMENTS = 7  # reads and writes of an element at home in an update: gradient, master and moments in, master and moments out, a copy
+
+Packs = tuple[tuple[int, ...], ...]  # lengths of the documents of each micro-batch
+
+
+@dataclass(frozen=True)
+class GroupPacks:
+    """A length group of a step: its layout, and the micro-batches of each replica."""
+
+    layout: Layout
+    replicas: tuple[Packs, ...]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step on the clock. `starts`: seconds at which each visit begins; `played`: by visit, every piece of work of one rank of each stage,
+    its times from the visit's start on; `weighed`: memory and traffic of the ranks that were played."""
+
+    seconds: float
+    starts: tuple[float, ...]
+    played: tuple[tuple[Timed, ...], ...] = field(repr=False)
+    weighed: dict[int, Weighed] = field(repr=False)
+
+    def busy_s(self, lane: str) -> float:
+        """Seconds in which a lane does something, of each visit's busiest stage, of all visits."""
+        total = 0.0
+        for pieces in self.played:
+            by_stage = dict.fromkeys(range(1 + max((piece.rank for piece in pieces), default=0)), 0.0)
+            for piece in pieces:
+                if piece.lane == lane:
+                    by_stage[piece.rank] += piece.end - piece.start
+            total += max(by_stage.values(), default=0.0)
+        return total
+
+
+class _Moved:
+    """An operation, bytes that the ledger saw it send, by communicator, and move, by direction; `elements` that it adds or updates."""
+
+    __slots__ = ("elements", "moved", "op", "sent")
+
+    def __init__(self, op: Op, sent: Counter[str], moved: Counter[str], elements: int):
+        self.op, self.sent, self.moved, self.elements = op, sent, moved, elements
+
+
+class Clock:
+    """Plays steps of a run on a cluster's rates. Mutable: it keeps what it has computed."""
+
+    def __init__(self, shape: StepShape, cluster: Cluster, cost: Cost, dtype: str):
+        self.shape, self.cluster, self.cost, self.dtype = shape, cluster, cost, dtype
+        self.on_cpu = cluster.device.kind == "cpu"
+        self.spec, self.rates = shape.itinerary.spec, cost.rates
+        self.per_node = int(self.rates.fabric.per_node)
+        self.turns: dict[tuple, list[tuple[str, float]]] = {}
+        self.exchanges: dict[int, list[float]] = {}
+
+    def step(self, groups: Sequence[GroupPacks]) -> StepTime:
+        """A step that visits these groups, in this order."""
+        packs = [self.dearest(group) for group in groups]
+        visits = tuple(visit_of(self.spec, group.layout, own) for group, own in zip(groups, packs))
+        now, starts, played = 0.0, [], []
+        seen: dict[int, list[list[_Moved]]] = {}
+        weighed: dict[int, Weighed] = {}
+        for number, group in enumerate(groups):
+            layout = group.layout
+            stages = [layout.rank(Coord(0, 0, 0, 0, stage)) for stage in range(layout.pp)]
+            for rank in stages:
+                if rank not in seen:
+                    ledger = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu)
+                    seen[rank], weighed[rank] = _weigh(ledger, visits, packs)
+            pieces = play(
+                [list(_Stage(self, layout, stage, visits, packs[number]).actions(seen[rank][number])) for stage, rank in enumerate(stages)]
+            )
+            starts.append(now)
+            played.append(tuple(pieces))
+            now += max((piece.end for piece in pieces), default=0.0)
+        return StepTime(now, tuple(starts), tuple(played), weighed)
+
+    def dearest(self, group: GroupPacks) -> Packs:
+        """The packs of the replica with most to do. Under ZeRO-3 replicas gather unit by unit together, so that each micro-batch is the
+        dearest of all replicas'."""
+        count = max(map(len, group.replicas))
+        full = [replica + ((),) * (count - len(replica)) for replica in group.replicas]
+        if group.layout.zero == 3:
+            return tuple(max(some, key=lambda pack: self.pack_s(group.layout, pack)) for some in zip(*full))
+        return max(full, key=lambda replica: sum(self.pack_s(group.layout, pack) for pack in replica))
+
+    def pack_s(self, layout: Layout, pack: Sequence[int]) -> float:
+        """Seconds of a block's forward and backward on a pack."""
+        turns = ("forward", "backward")
+        return sum(seconds for turn in turns for _, seconds in self.turn(layout, tuple(pack), 1, "block", turn, "block"))
+
+    def turn(self, layout: Layout, pack: tuple[int, ...], blocks: int, kind: UnitKind, turn: str, part: str) -> list[tuple[str, float]]:
+        """Seconds of a turn of a unit on a pack, by lane, in a row; `blocks` of rows of a loss. The ring goes on under attention."""
+        key = layout, pack, blocks, kind, turn, part
+        if key not in self.turns:
+            self.turns[key] = self._chunked(layout, pack, turn) if layout.chunk else self._whole(*key)
+        return self.turns[key]
+
+    def _whole(self, layout: Layout, pack: tuple[int, ...], blocks: int, kind: UnitKind, turn: str, part: str) -> list[tuple[str, float]]:
+        lengths = pack or (1,)
+        mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
+        code = RECOMPUTE.index(layout.recompute + ".keep-output" * layout.keep_output)
+        tokens, pairs = sum(lengths), sum(n * n for n in lengths) / 2
+        work = self.cost.turn(kind, turn, part, mesh, tokens, pairs, code, blocks)
+        computes, attention = float(work.compute_s(self.rates.launch_s)), float(work.attention_s)
+        under = min(attention, computes) if float(work.ring_s) else 0.0
+        found = [("compute", computes - under), ("tp", float(work.tensor_s)), ("ulysses", float(work.ulysses_s))]
+        return [*found, ("attention", under), ("ring", float(work.ring_s))]
+
+    def _chunked(self, layout: Layout, pack: tuple[int, ...], turn: str) -> list[tuple[str, float]]:
+        """Until the turn's last operation, or as long as its busiest lane is busy: the lanes of a turn are not those of the next."""
+        cut = chunks.cut(list(pack) or [1], layout.chunk)
+        made = lists(self.spec, layout, layout.coord(0), cut, FORMATS[self.dtype].compute_bytes, self.shape.ahead)
+        return [("compute", max(ChunkSeconds(self.spec, layout, self.cluster, self.dtype, self.on_cpu).turn(made, turn)))]  # pyright: ignore[reportArgumentType]
+
+    def collective_s(self, layout: Layout, kind: str, sent_bytes: int) -> float:
+        """Seconds of a gather or a reduction in which a rank sends so many bytes. Its members share one cut of the weights."""
+        holders = layout.dp * layout.ulysses * layout.ring
+        if holders == 1 or not sent_bytes:
+            return 0.0
+        per_node = max(1, self.per_node // layout.tp)
+        return float(self.rates.collective_s(MOVES[kind], sent_bytes * holders / (holders - 1), holders, per_node))  # pyright: ignore[reportArgumentType]
+
+    def message_s(self, layout: Layout, stage: int, peer: int, sent_bytes: int) -> float:
+        """Seconds of a message between stages."""
+        ranks = layout.world // layout.pp
+        together = abs(stage - peer) * ranks < self.per_node and stage * ranks // self.per_node == peer * ranks // self.per_node
+        return float(self.rates.collective_s("send", sent_bytes, 2, 2 if together else 1))
+
+    def copy_s(self, layout: Layout, moved_bytes: int, way: str) -> float:
+        """Seconds of a copy between a device and its tier: "out" or "in". The disk is one for all ranks of a node."""
+        if not moved_bytes:
+            return 0.0
+        if layout.offload == "host":
+            return float(self.cluster.copy_s("to_host pinned both" if way == "out" else "to_device pinned both", moved_bytes, beyond=True))
+        ranks = min(layout.world, self.per_node)
+        return ranks * float(self.cluster.disk_s("write" if way == "out" else "read", moved_bytes, depth=1, mode="plain", beyond=True))
+
+    def exchange_s(self, visits: Sequence[Visit], op: Op) -> float:
+        """Seconds of one exchange of a switch, on the busiest link of any rank."""
+        itinerary = self.shape.itinerary
+        cut = itinerary.cuts[visits[op.visit].layout]
+        if op.way == "sums":
+            plan = itinerary.sums(cut)
+        else:
+            before = visits[op.visit - 1].layout if op.visit else None
+            plan = itinerary.weights(None if before is None else itinerary.source(before), cut)
+        if id(plan) not in self.exchanges:
+            self.exchanges[id(plan)] = seconds_by_exchange(plan)
+        return self.exchanges[id(plan)][op.number]
+
+
+def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Packs]) -> tuple[list[list[_Moved]], Weighed]:
+    """The operations of a rank's step by visit, norm and update with the last one's, and what the ledger says of the step."""
+    found: list[list[_Moved]] = [[]]
+    sent, moved = Counter[str](), Counter[str]()
+
+    def after(op: Op) -> None:
+        nonlocal sent, moved
+        elements = 0
+        if op.kind == "accumulate":
+            elements = sum(ledger.copies[ledger.steps.views[visits[op.visit].layout].cut].units[op.unit].weights)
+        elif op.kind == "update":
+            elements = sum(size for _, size in ledger.shards)
+        found[-1].append(_Moved(op, ledger.account.sent - sent, ledger.account.moved - moved, elements))
+        sent, moved = Counter(ledger.account.sent), Counter(ledger.account.moved)
+        if op.kind == "leave" and op.visit < len(visits) - 1:
+            found.append([])
+
+    return found, ledger.play(visits, packs, after)
+
+
+class _Stage:
+    """What a rank of one stage does in a visit, as actions on lanes. Mutable while it is made."""
+
+    def __init__(self, clock: Clock, layout: Layout, stage: int, visits: Sequence[Visit], packs: Packs):
+        self.clock, self.layout, self.stage, self.visits, self.packs = clock, layout, stage, visits, packs
+        self.under_way: dict[tuple, deque[Hashable]] = {}
+        self.count = 0
+        nodes = layout.world > clock.per_node
+        inside = layout.tp * layout.ulysses * layout.ring * layout.dp <= clock.per_node
+        self.near, self.far = ("node",), ("network",) if nodes and not inside else ("node",)
+
+    def actions(self, moved: Sequence[_Moved]) -> Iterator[Begin | End]:
+        for one in moved:
+            op = one.op
+            if op.kind in AWAITED:
+                yield self._begin(one)
+            elif op.kind in AWAITED.values():
+                key = (op.kind, *op[1:])
+                if self.under_way.get(key):  # else it was begun in the visit before, and has ended
+                    yield End(self.under_way[key].popleft())
+            elif op.kind == "compute":
+                yield from self._turn(op)
+            elif op.kind in ("accumulate", "update"):
+                formats = self.clock.shape.formats
+                size = one.elements * (formats.compute_bytes + (2 if op.kind == "accumulate" else MOMENTS) * formats.home_bytes)
+                yield from self._alone("compute", str(op), float(self.clock.rates.elementwise_s(size)))
+            elif op.kind == "put":
+                yield self._piece(str(op), LANES["put"], self._copy_s(one, "out"), ("host out",))
+
+    def _begin(self, one: _Moved) -> Begin:
+        op, clock, everyone = one.op, self.clock, tuple(range(self.layout.pp))
+        sent_bytes = sum(one.sent.values())
+        ended = (AWAITED[op.kind], *op[1:])
+        if op.kind in ("gather", "reduce"):
+            made = self._piece(str(op), LANES[op.kind], clock.collective_s(self.layout, op.kind, sent_bytes), self.far)
+        elif op.kind in ("send", "receive"):
+            ends = min(self.stage, op.peer), max(self.stage, op.peer)
+            key = "message", op.visit, op.number
+            seconds = clock.message_s(self.layout, self.stage, op.peer, sent_bytes) if op.kind == "send" else 0.0
+            made = Begin(key, f"messages {op.way} {ends[0]}-{ends[1]}", seconds, self.uses(self.near), ends)
+        elif op.kind == "exchange":
+            key = "exchange", op.visit, op.way, op.number
+            made = Begin(key, LANES[op.kind], clock.exchange_s(self.visits, op), self.uses(self.far), everyone)
+        else:
+            made = self._piece(str(op), LANES[op.kind], self._copy_s(one, "in"), ("host in",))
+        self.under_way.setdefault(ended, deque()).append(made.key)
+        return made
+
+    def _copy_s(self, one: _Moved, way: str) -> float:
+        return self.clock.copy_s(self.layout, sum(one.moved.values()), way)
+
+    def _turn(self, op: Op) -> Iterator[Begin | End]:
+        blocks = self.visits[op.visit].loss_blocks[op.micro] if op.turn == "loss" and not self.layout.chunk else 1
+        kind: UnitKind = "embeddings" if op.unit == 0 else "head" if op.unit > self.clock.spec.layers else "block"
+        times = dict(self.clock.turn(self.layout, self.packs[op.micro], blocks, kind, op.turn, op.part))
+        ring_s, attention_s = times.pop("ring", 0.0), times.pop("attention", 0.0)
+        for lane, seconds in times.items():
+            yield from self._alone(lane, str(op), seconds)
+        if ring_s:
+            travels = self._piece(str(op), "ring", ring_s, self.near)
+            yield travels
+            yield from self._alone("compute", str(op), attention_s)
+            yield End(travels.key)
+
+    def _alone(self, lane: str, name: str, seconds: float) -> Iterator[Begin | End]:
+        """Begins a piece and waits for it."""
+        if seconds > 0:
+            made = self._piece(name, lane, seconds, () if lane == "compute" else self.near)
+            yield made
+            yield End(made.key)
+
+    def _piece(self, name: str, lane: str, seconds: float, uses: tuple[str, ...]) -> Begin:
+        self.count += 1
+        return Begin((name, self.stage, self.count), lane, seconds, self.uses(uses))
+
+    def uses(self, links: tuple[str, ...]) -> tuple[str, ...]:
+        """Resources of a piece of work. On CPUs what moves takes the cores that computing takes."""
+        return (*links, "cores") if self.clock.on_cpu or not links else links

@@ -1,0 +1,43 @@
+"""Tables that commands print."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from longshift.layout.layout import format_size
+
+
+def length_table(bins: Sequence[Mapping[str, int]]) -> Table:
+    """Share of documents and of tokens in each range of lengths."""
+    documents, tokens = (sum(bin[what] for bin in bins) for what in ("documents", "tokens"))
+    table = Table("length", "documents", "tokens", "share of tokens", box=None)
+    for bin in bins:
+        share = bin["tokens"] / tokens
+        bar = "█" * round(40 * share)
+        table.add_row(f"to {format_size(bin['high'])}", f"{bin['documents'] / documents:.1%}", f"{share:.1%}", bar)
+    return table
+
+
+def cap_table(caps: Sequence[Mapping[str, int]], tokens: int, max_len: int) -> Table:
+    """What each cap on the length would cost under the three policies."""
+    table = Table("max_len", "longer documents", "split: pieces", "truncate: lost", "drop: lost", box=None)
+    for row in caps:
+        mark = " (this config)" if row["cap"] == max_len else ""
+        lost = (f"{row[f'{policy}_tokens'] / tokens:.1%}" for policy in ("truncate", "drop"))
+        table.add_row(format_size(row["cap"]) + mark, f"{row['documents']:,}", f"{row['split_pieces']:,}", *lost)
+    return table
+
+
+def peaks_and_differences(found: Mapping[str, Any]) -> tuple[Table, str, Table]:
+    """Of a recorded step: peaks by rank, and the operations after which bytes differ most from what was predicted."""
+    peaks, rows = Table("rank", "operations", "peak recorded", "predicted", "ratio", box=None), Table(box=None)
+    for row in found["ranks"]:
+        sizes = (f"{row[what]:,}" for what in ("operations", "recorded", "predicted"))
+        peaks.add_row(str(row["rank"]), *sizes, f"{row['ratio']:.4f}" + ("" if row["within"] else "  differs"))
+    for name in ("rank", "no.", "bytes after", "recorded", "predicted", "difference", "alike"):
+        rows.add_column(name)
+    for row in found["differences"]:
+        sizes = row["recorded"] or 0, row["predicted"] or 0, row["difference"], row["alike"]
+        rows.add_row(str(row["rank"]), str(row["number"]), row["op"], *(f"{size:,}" for size in sizes))
+    return peaks, "", rows

@@ -1,0 +1,147 @@
+"""The clock: hand cases of lanes, pipelines that take what their papers say, and a step whose pieces add up."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshift.cluster import files
+from longshift.layout.layout import Layout
+from longshift.program.needs import StepShape
+from longshift.schedule import pipeline
+from longshift.simulate.clock import Clock, GroupPacks, StepTime
+from longshift.simulate.cost import Cost, sizes
+from longshift.simulate.lanes import Begin, End, Timed, play
+from longshift.simulate.rates import rates
+from longshift.spec import families
+from longshift.spec.formats import FORMATS
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import links_of
+from longshift.workload.groups import Edge
+
+
+def ends(pieces: list[Timed]) -> dict:
+    return {(piece.rank, piece.key): piece.end for piece in pieces}
+
+
+# Lanes
+
+
+def test_what_is_begun_goes_on_until_it_is_awaited():
+    found = ends(play([[Begin("gather", "gather", 3, ("link",)), Begin("one", "compute", 2, ("cores",)), End("one"), End("gather"),
+                        Begin("two", "compute", 2, ("cores",)), End("two")]]))  # fmt: skip
+    assert found == {(0, "one"): 2, (0, "gather"): 3, (0, "two"): 5}
+
+
+def test_a_lane_does_one_thing_at_a_time_in_order():
+    found = ends(play([[Begin("a", "link", 3, ()), Begin("b", "link", 1, ()), End("b")]]))
+    assert found == {(0, "a"): 3, (0, "b"): 4}
+
+
+def test_two_lanes_share_a_resource():
+    """Both run at half rate until the shorter has ended."""
+    found = ends(play([[Begin("a", "gather", 2, ("link",)), Begin("b", "reduce", 4, ("link",)), End("a"), End("b")]]))
+    assert found == {(0, "a"): 4, (0, "b"): 6}
+
+
+def test_a_message_starts_when_both_ranks_have_begun_it():
+    sender = [Begin("work", "compute", 5, ()), End("work"), Begin("m", "messages", 1, (), (0, 1)), End("m")]
+    receiver = [Begin("m", "messages", 0, (), (0, 1)), End("m"), Begin("after", "compute", 2, ()), End("after")]
+    assert ends(play([sender, receiver]))[1, "after"] == 8
+
+
+def test_ranks_that_wait_for_each_other_for_ever_are_named():
+    with pytest.raises(ValueError, match="rank 0 waits for ever for b"):
+        play([[Begin("a", "x", 1, (), (0, 1)), Begin("b", "y", 1, (), (0, 1)), End("b")], [Begin("a", "x", 1, (), (0, 1))]])
+
+
+@given(st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 9), st.sampled_from(["p", "q"])), min_size=1, max_size=12))
+def test_shared_work_is_never_faster_than_alone_nor_slower_than_one_after_another(rows):
+    actions = [Begin(number, lane, seconds, (used,)) for number, (lane, seconds, used) in enumerate(rows)]
+    last = max(piece.end for piece in play([[*actions, *(End(n) for n in range(len(rows)))]]))
+    busiest = max(sum(s for _, s, used in rows if used == name) for name in "pq")
+    assert busiest <= last + 1e-9
+    assert last <= sum(s for _, s, _ in rows) + 1e-9
+
+
+# Pipelines
+
+
+def played(text: str, micros: int, forward: float = 1, backward: float = 2, slow: tuple[int, float] = (-1, 1.0)) -> float:
+    """Seconds of a pipeline whose stages take so long for a micro-batch, in all their model chunks together."""
+    layout = Layout.parse(text)
+    lists = []
+    for stage in range(layout.pp):
+        actions = []
+        for number, event in enumerate(pipeline.events(layout, stage, micros)):
+            for moved, begins in ((pipeline.receives(layout, stage, event), True), (None, False)):
+                if moved is not None and begins:
+                    parties = moved.source % layout.pp, moved.target % layout.pp
+                    actions += [Begin(("m", moved.tag), f"m{moved.tag}", 0, (), parties), End(("m", moved.tag))]
+            seconds = (forward if event.kind == "forward" else backward) / layout.virtual * (slow[1] if stage == slow[0] else 1)
+            actions += [Begin((stage, number), "compute", seconds, ()), End((stage, number))]
+            moved = pipeline.sends(layout, stage, event)
+            if moved is not None:
+                actions.append(Begin(("m", moved.tag), f"m{moved.tag}", 0, (), (moved.source % layout.pp, moved.target % layout.pp)))
+        lists.append(actions)
+    return max(piece.end for piece in play(lists))
+
+
+@pytest.mark.parametrize(("text", "micros", "expected"), [("pp4", 8, 33), ("pp4.gpipe", 8, 33), ("pp4.v2", 8, 28.5), ("pp4.v2", 6, 24.5)])
+def test_pipelines_take_what_is_counted_by_hand(text: str, micros: int, expected: float):
+    assert played(text, micros) == expected
+
+
+def test_a_slow_stage_is_waited_for_by_all():
+    assert played("pp4", 8, slow=(0, 1.5)) == 40.5
+
+
+# A step
+
+
+def step_of(text: str, micros: int = 4, lengths: tuple[int, ...] = (4096, 4096), model: str = "llama-3-8b", on: str = "h100") -> StepTime:
+    return steps_of([(text, micros, lengths)], model, on)
+
+
+def steps_of(groups: list[tuple[str, int, tuple[int, ...]]], model: str = "llama-3-8b", on: str = "h100") -> StepTime:
+    spec, cluster, formats = families.preset(model), files.preset(on), FORMATS["bf16"]
+    edges = tuple(Edge(sum(lengths), Layout.parse(text)) for text, _, lengths in groups)
+    way = Itinerary(spec, edges, links_of(cluster, 8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
+    shape = StepShape(way, edges, formats, 1 << 16, max(max(lengths) for _, _, lengths in groups))
+    clock = Clock(shape, cluster, Cost(sizes(spec), rates(cluster)), "bf16")
+    return clock.step([GroupPacks(edge.use, ((lengths,) * micros,)) for edge, (_, micros, lengths) in zip(edges, groups)])
+
+
+def test_a_step_is_computed_all_the_time_where_nothing_travels():
+    found = step_of("dp1")
+    assert found.seconds == pytest.approx(found.busy_s("compute"))
+
+
+def test_tensor_traffic_is_waited_for_and_gathers_are_not():
+    tensor, gathered = step_of("tp8"), step_of("dp8.z3")
+    assert tensor.seconds == pytest.approx(tensor.busy_s("compute") + tensor.busy_s("tp"))
+    assert gathered.busy_s("gather") > 10 * (gathered.seconds - gathered.busy_s("compute")) > 0
+
+
+def test_a_slower_network_is_never_faster():
+    times = [step_of("ring8.z3", on=on).seconds for on in ("h200", "a100-80", "a800")]
+    assert all(one <= other for one, other in pairwise(times))
+
+
+def test_a_pipeline_waits_for_its_stages():
+    even, alone = step_of("pp4", 8), step_of("dp1", 8)
+    bubble = even.seconds / (alone.seconds / 4) - 1
+    assert 3 / 8 < bubble < 1  # the head makes the last stage slower
+
+
+def test_a_switch_takes_time_where_it_is_not_hidden():
+    groups = [("dp8", 2, (1024,) * 4), ("tp8", 2, (8192,))]
+    both = steps_of(groups)
+    assert len(both.starts) == 2
+    assert both.busy_s("switch") > 0
+    assert both.seconds > max(steps_of([one]).seconds for one in groups)
+
+
+def test_the_same_step_takes_the_same_time():
+    assert step_of("pp2.tp2.dp2.z2").seconds == step_of("pp2.tp2.dp2.z2").seconds

@@ -1,0 +1,338 @@
+"""Seconds of collectives, turns and steps: by hand, by a replay of the pipeline, scalar and vector, monotone; and the published rows."""
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshift.cluster import files, network
+from longshift.cluster.cluster import Heads
+from longshift.cluster.network import Fabric
+from longshift.layout.layout import Layout
+from longshift.program.operations import Op
+from longshift.program.turns import parts_of
+from longshift.schedule.pipeline import events
+from longshift.simulate.calibrate import Correction, calibrate, fit, moved
+from longshift.simulate.closed import PARTS, Candidates, closed_form, mfu, model_flops, stalled_s
+from longshift.simulate.cost import LONGSHIFT, RECOMPUTE, Cost, Mesh, recompute_code, sizes
+from longshift.simulate.rates import Constants, rates
+from longshift.spec.families import preset
+
+ROOT = Path(__file__).parents[2]
+PUBLISHED = ROOT / "benchmarks" / "published.py"
+SPEC = preset("llama-3-8b")
+COST = Cost(sizes(SPEC), rates(files.cluster("64xh100")))
+ONE = {"tp": 1, "ulysses": 1, "ring": 1, "dp": 1, "pp": 1, "virtual": 1, "zero": 0, "recompute": 0, "micros": 8}
+ONE |= {"tokens": 8192, "pairs": 8192**2 / 2}
+FABRIC = Fabric(per_node=8, node_bytes_per_s=100.0, node_latency_s=1.0, network_bytes_per_s=5.0, network_latency_s=10.0, begin_s=0.5)
+
+
+def at(**changes) -> Candidates:
+    return Candidates(**(ONE | changes))
+
+
+def seconds(cost: Cost = COST, **changes) -> float:
+    return float(closed_form(cost, at(**changes)).total)
+
+
+def collectives_by_hand(fabric: Fabric) -> list[str]:
+    """What is wrong with a fabric's collectives."""
+    cases = {
+        "all_reduce of 800 bytes on 8 of a node": (fabric.collective_s("all_reduce", 800.0, 8, 8), 0.5 + 2 * (7 + 700 / 100)),
+        "16 ranks leave two nodes through 8 cards each": (fabric.collective_s("all_gather", 1600.0, 16, 8), 0.5 + 14 + 10 + 1500 / 40),
+        "one rank a node has one card": (fabric.collective_s("all_gather", 400.0, 4, 1), 0.5 + 30 + 300 / 5),
+        "eight hops of a reduce_scatter": (fabric.collective_s("reduce_scatter", 0.0, 9, 1), 0.5 + 80),
+        "a send between nodes": (fabric.collective_s("send", 50.0, 2, 1), 0.5 + 10 + 10),
+        "an all_to_all inside": (fabric.collective_s("all_to_all", 400.0, 4, 4), 0.5 + 3 + 300 / 100),
+        "alone": (fabric.collective_s("all_reduce", 800.0, 1, 1), 0.0),
+    }
+    return [name for name, (ours, hand) in cases.items() if abs(float(ours) - hand) > 1e-9]
+
+
+def test_simulate_collectives_by_hand():
+    assert collectives_by_hand(FABRIC) == []
+
+
+@pytest.mark.parametrize("mutant", ["network cards not added up", "latency without ranks"])
+def test_simulate_mutants_of_collectives_die(mutant):
+    class Wrong(Fabric):
+        def collective_s(self, operation, size_bytes, ranks, ranks_per_node):
+            if mutant == "network cards not added up":
+                one_card = replace(FABRIC, network_bytes_per_s=FABRIC.network_bytes_per_s / np.minimum(ranks_per_node, ranks))
+                return one_card.collective_s(operation, size_bytes, ranks, ranks_per_node)
+            flat = replace(FABRIC, node_latency_s=0.0, network_latency_s=0.0)
+            return flat.collective_s(operation, size_bytes, ranks, ranks_per_node) + FABRIC.network_latency_s
+
+    assert collectives_by_hand(Wrong(8, 100.0, 1.0, 5.0, 10.0, 0.5))
+
+
+def test_simulate_collectives_of_h200_are_near_nccl_tests():
+    """Milliseconds of nccl_perf.csv (DistCA repository): all-gathers of 67 MB on 4 ranks and of 134 MB and 1.07 GB on 8."""
+    h200 = files.preset("h200")
+    for size_bytes, ranks, measured_s in ((67108864, 4, 166.9e-6), (134217728, 8, 354.7e-6), (1073741824, 8, 2589.3e-6)):
+        assert network.collective_s(h200, "all_gather", size_bytes, ranks, 8) == pytest.approx(measured_s, rel=0.1)
+
+
+def replay(text: str, micros: int, forward_s=lambda coord: 1.0, backward_s=lambda coord: 2.0) -> float:
+    """When the last event of a pipeline ends: `schedule.pipeline` on as many clocks as coordinates, messages free."""
+    layout = Layout.parse(text)
+    pp, virtual = layout.pp, layout.virtual
+    todo = [list(events(layout, coord, micros)) for coord in range(pp)]
+    clocks, ended = [0.0] * pp, {}
+    while any(todo):
+        for coord, queue in enumerate(todo):
+            while queue:
+                event, stage = queue[0], queue[0].chunk * pp + coord
+                up = event.kind == "forward"
+                needs = (event.kind, stage - 1 if up else stage + 1, event.micro)
+                if not up and stage == pp * virtual - 1:
+                    needs = ("forward", stage, event.micro)
+                if needs not in ended and not (up and stage == 0):
+                    break
+                took = (forward_s if up else backward_s)(coord) / virtual
+                clocks[coord] = max(clocks[coord], ended.get(needs, 0.0)) + took
+                ended[event.kind, stage, event.micro] = clocks[coord]
+                queue.pop(0)
+    return max(clocks)
+
+
+def bubbled(pp: int, virtual: int, micros: int) -> float:
+    """The closed form for stages of one second forward and two backward."""
+    return 3 * micros + 3 * (pp - 1) / virtual + float(stalled_s(micros, pp, virtual, 1.0, 2.0))
+
+
+def test_simulate_pipelines_by_hand():
+    assert replay("pp4", 8) == replay("pp4.gpipe", 8) == bubbled(4, 1, 8) == 33
+    assert replay("pp4.v2", 8) == bubbled(4, 2, 8) == 28.5
+    assert replay("pp4.v2", 6) == bubbled(4, 2, 6) == 24.5
+    slow = replay("pp4", 8, lambda coord: 1.5 if coord == 0 else 1.0, lambda coord: 3.0 if coord == 0 else 2.0)
+    assert slow == 40.5
+    assert slow <= 8 * 4.5 + 3 * 3 <= 1.12 * slow
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+@pytest.mark.parametrize("virtual", [1, 2, 3, 4])
+def test_simulate_bubble_is_that_of_the_replay(pp, virtual):
+    for micros in range(1, 3 * pp + 1):
+        real = replay(f"pp{pp}.v{virtual}", micros)
+        exact = virtual == 1 or micros % pp == 0 or micros < pp
+        assert bubbled(pp, virtual, micros) == pytest.approx(real, rel=1e-9 if exact else 0.03)
+
+
+def test_simulate_closed_form_has_the_bubble():
+    """Equal stages: what the step takes beyond its micro-batches is three stages' slots."""
+    found = closed_form(COST, at(pp=4, micros=8)).parts
+    busy = sum(found[name] for name in ("matmul", "attention", "elementwise", "launch", "recompute", "head"))
+    ends = float(busy - found["head"]) / 8 / 8  # seconds of a block
+    assert float(found["bubble"]) == pytest.approx(3 * 8 * ends, rel=0.1)
+    assert float(closed_form(COST, at(pp=1)).parts["bubble"]) == 0
+
+
+def test_simulate_turns_add_up_to_a_block():
+    mesh, tokens, pairs = Mesh(2, 1, 1), 8192, 8192**2 / 2
+    whole = COST.turn("block", "forward", "block", mesh, tokens, pairs)
+    halves = [COST.turn("block", "forward", half, mesh, tokens, pairs) for half in ("attention half", "mlp half")]
+    assert float(whole.device_s) == pytest.approx(sum(float(half.device_s) for half in halves))
+    again = COST.turn("block", "again", "block with output", mesh, tokens, pairs)
+    assert float(again.attention_s) == 0
+    assert float(again.matmul_s) == float(whole.matmul_s)
+    plain = COST.turn("block", "backward", "block", mesh, tokens, pairs)
+    selective = COST.turn("block", "backward", "block", mesh, tokens, pairs, RECOMPUTE.index("selective"))
+    assert float(selective.attention_s) == pytest.approx(float(plain.attention_s + whole.attention_s))
+    assert float(COST.turn("head", "loss", "", mesh, tokens, pairs).tensor_s) > 0
+    assert float(whole.exposed_s(1e-6)) > float(whole.compute_s(1e-6)) > 0
+
+
+def test_simulate_operations_of_a_program_add_up_to_the_closed_form():
+    """One rank, one micro-batch: the compute operations of `program.turns` take what the closed form says, whatever is recomputed."""
+    for text in ("dp1", "recompute-selective", "recompute-attention", "recompute-full", "recompute-full.keep-output"):
+        layout = Layout.parse(text)
+        parts = parts_of(layout)
+        ops = [Op("compute", unit=0, turn=turn, part="embed") for turn in ("forward", "backward")]
+        ops += [Op("compute", unit=SPEC.layers + 1, turn="loss", number=block) for block in range(4)]
+        for unit in range(1, SPEC.layers + 1):
+            for part, graph in parts:
+                turns = ("forward", "backward") if graph else ("pass", "again", "backward")
+                ops += [Op("compute", unit=unit, turn=turn, part=part) for turn in turns]
+        found = sum(float(COST.compute(op, layout, 8192, ONE["pairs"], loss_blocks=4).device_s) for op in ops)
+        form = closed_form(COST, at(micros=1, recompute=recompute_code(layout))).parts
+        busy = sum(float(form[name]) for name in ("matmul", "attention", "elementwise", "recompute", "head"))
+        assert found == pytest.approx(busy, rel=0.02)  # a head in four blocks has smaller matmuls
+
+
+def test_simulate_closed_form_takes_two_microseconds_a_candidate():
+    count, rng = 65536, np.random.default_rng(0)
+    many = {name: rng.choice([1.0, 2.0, 4.0], count) for name in ONE} | {"tokens": rng.choice([8192.0, 32768.0], count)}
+    many |= {"pairs": many["tokens"] ** 2 / 2, "zero": rng.choice([0.0, 1, 2, 3], count)}
+    closed_form(COST, Candidates(**many))
+    began = time.process_time()
+    closed_form(COST, Candidates(**many))
+    assert (time.process_time() - began) / count < 2e-6
+
+
+def test_simulate_matmul_flops_of_a_block():
+    """Without shape factors and memory, a block's forward and backward are six FLOP a weight and token."""
+    plain = replace(Constants(), ramp=0.0, tail=0.0)
+    made = replace(rates(files.preset("h100"), constants=plain), memory_bytes_per_s=1e30)
+    cost = Cost(sizes(SPEC), made)
+    work = cost.turn("block", "forward", "block", Mesh(), 8192, 1.0) + cost.turn("block", "backward", "block", Mesh(), 8192, 1.0)
+    weights = sum(p.elements for p in SPEC.of_unit(1) if len(p.shape) > 1)
+    assert float(work.matmul_s) == pytest.approx(6 * weights * 8192 / made.matmul_flops_per_s)
+
+
+def test_simulate_measured_cluster_answers_from_its_curves():
+    here = files.preset("cpu")
+    made = rates(here, "float32")
+    assert float(made.matmul_s(256, 256, 256)) == float(here.matmul_s(256, 256, 256, "float32", beyond=True))
+    one = here.attention_s(256, 256, next(iter({Heads.parse(n.split()[5]) for n in here.curves if n.startswith("attention")})), "float32",
+                           causal=True, beyond=True)  # fmt: skip
+    assert float(one) > 0
+    assert float(made.attention_s(512, 512**2 / 2, 4, 64, False)) > float(made.attention_s(256, 256**2 / 2, 4, 64, False))
+    small = Cost(sizes(preset("tiny-llama")), made)
+    assert seconds(small, tokens=1024, pairs=1024**2 / 2, dp=2, zero=1) > seconds(small, tokens=512, pairs=512**2 / 2, dp=2, zero=1) > 0
+
+
+LAYOUTS = st.fixed_dictionaries(
+    {
+        "tp": st.sampled_from([1, 2, 4, 8, 16]), "ulysses": st.sampled_from([1, 2]), "ring": st.sampled_from([1, 2, 4]),
+        "dp": st.sampled_from([1, 2, 8, 32]), "pp": st.sampled_from([1, 2, 4]), "virtual": st.sampled_from([1, 2]),
+        "zero": st.sampled_from([0, 1, 2, 3]), "recompute": st.sampled_from(range(len(RECOMPUTE))), "micros": st.integers(1, 16),
+        "tokens": st.sampled_from([1024, 8192, 65536]), "pairs": st.sampled_from([1024.0 * 512, 8192.0 * 4096]),
+    }
+)  # fmt: skip
+
+
+@given(st.lists(LAYOUTS, min_size=2, max_size=8))
+def test_simulate_scalar_is_vector(many):
+    arrays = Candidates(**{name: np.array([one[name] for one in many], dtype=float) for name in ONE})
+    together = closed_form(COST, arrays)
+    for index, one in enumerate(many):
+        alone = closed_form(COST, Candidates(**one))
+        assert float(alone.total) == pytest.approx(together.total[index], rel=1e-12)
+        assert float(closed_form(COST, arrays.take(slice(index, index + 1))).total[0]) == pytest.approx(float(alone.total), rel=1e-12)
+        assert set(alone.parts) == set(PARTS)
+        assert all(float(part) >= -1e-12 for part in [*alone.parts.values(), *alone.hidden.values()])
+
+
+@given(LAYOUTS, st.sampled_from(["device.memory_bytes_per_s", "flops", "node", "network"]), st.floats(1.0, 4.0))
+def test_simulate_faster_is_never_slower(layout, what, factor):
+    slow = files.cluster("64xh100")
+    device, links = slow.device, dict(slow.links)
+    if what == "flops":
+        device = replace(device, flops_per_s={name: value * factor for name, value in device.flops_per_s.items()})
+    elif what in links:
+        links[what] = replace(links[what], bytes_per_s=links[what].bytes_per_s * factor)
+    else:
+        device = replace(device, memory_bytes_per_s=device.memory_bytes_per_s * factor)
+    fast = replace(slow, device=device, links=links)
+    before, after = (seconds(Cost(sizes(SPEC), rates(one)), **layout) for one in (slow, fast))
+    assert after <= before * (1 + 1e-12)
+
+
+@given(LAYOUTS)
+def test_simulate_habits_that_overlap_are_never_slower(layout):
+    crowded = replace(COST, rates=replace(COST.rates, constants=replace(COST.rates.constants, crowd=0.0)))
+    for name in ("tensor_hidden", "gather_hidden", "reduce_hidden", "messages_hidden", "ring_hidden"):
+        off, on = (replace(crowded, habits=replace(LONGSHIFT, **{name: value})) for value in (0.0, 1.0))
+        assert seconds(on, **layout) <= seconds(off, **layout) * (1 + 1e-12)
+
+
+def test_simulate_more_recomputation_takes_longer():
+    found = [seconds(recompute=RECOMPUTE.index(name)) for name in ("none", "attention", "full")]
+    assert found == sorted(found)
+    assert seconds(recompute=RECOMPUTE.index("full.keep-output")) < found[-1]
+
+
+def test_simulate_model_flops_by_convention():
+    tokens, pairs = 8192.0, 8192.0**2 / 2
+    found = model_flops(sizes(SPEC), tokens, pairs, SPEC.parameters)
+    assert float(found["causal"]) == pytest.approx(tokens * SPEC.flops_per_token(8192 / 2), rel=1e-4)  # norms are not counted here
+    assert found["6N blocks"] < found["6N"] < found["causal"] < found["full square"] < found["full square, recomputed"]
+    assert float(mfu(found, 1.0, 8, 1e15)["causal"]) == pytest.approx(float(found["causal"]) / 8e15)
+
+
+def test_simulate_calibration_finds_factors_and_stays_near_the_prior():
+    rng = np.random.default_rng(0)
+    parts = {name: rng.uniform(0.1, 1.0, 40) for name in PARTS}
+    truth = Correction().moved({"all": 0.1, "device": 0.0, "inside": 0.2, "data": 0.0, "pipeline": 0.0})
+    found = calibrate(parts, truth.total(parts))
+    assert found.total(parts) == pytest.approx(truth.total(parts), rel=0.02)
+    assert calibrate(parts, np.zeros(0)).factors == Correction().factors
+    one = calibrate({name: part[:1] for name, part in parts.items()}, 3 * truth.total(parts)[:1])
+    assert 1 < one.factors["all"] < 3
+    assert len(found.factors) == 5
+
+
+def test_simulate_fit_recovers_constants():
+    arrays = Candidates(**(ONE | {"tp": np.array([1.0, 2, 4, 8, 8, 1]), "tokens": np.array([1024.0, 8192, 8192, 8192, 65536, 65536])}))
+
+    def predict(constants):
+        return closed_form(Cost(sizes(SPEC), rates(files.preset("a100-80"), constants=constants)), arrays).total
+
+    truth = moved(Constants(), {"matmul": -0.1, "node": -0.2})
+    found = fit(predict, predict(truth), Constants(), {"matmul": 0.2, "node": 0.4})
+    assert found.matmul == pytest.approx(truth.matmul, rel=0.02)
+    assert found.node == pytest.approx(truth.node, rel=0.05)
+
+
+EMPTY = ("kv_heads", "vocab", "cp", "sp_ulysses", "vpp", "zero", "attn_impl", "shard_group", "fabric_gb_s_per_gpu", "overlap")
+EMPTY += ("sequence_parallel", "compiled", "grad_bytes", "note")
+
+
+def small_table() -> list[dict[str, str]]:
+    """Rows of four made-up sources, 24 in all, and one without a step time."""
+    rows = []
+    for index in range(25):
+        tp, pp = 2 ** (index % 4), 2 ** (index // 4 % 2)
+        row = dict.fromkeys(EMPTY, "")
+        row |= {"source": f"s{index % 4}", "row_id": f"r{index}", "gpu": "A100-80GB-SXM" if index % 3 else "H100-80GB-SXM", "gpus": "64"}
+        row |= {"gpus_per_node": "8", "model": "GPT", "layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "32", "ffn": "16384"}
+        row |= {
+            "seq": "2048",
+            "global_batch": "512",
+            "micro_batch": str(1 + index % 3),
+            "tp": str(tp),
+            "pp": str(pp),
+            "dp": str(64 // tp // pp),
+        }
+        row |= {"precision": "bf16", "recompute": "full", "step_time_s": str(4 + tp / 4 + pp / 3 + index / 50) if index < 24 else ""}
+        rows.append(row)
+    return rows
+
+
+def judged(folder: Path, rows: list[dict[str, str]]) -> dict:
+    path = folder / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    words = [sys.executable, str(PUBLISHED), "--csv", str(path), "--calibrate", "3", "--json", "--quick"]
+    return json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def test_simulate_published_is_blind_to_names(tmp_path):
+    rows = small_table()
+    rng = np.random.default_rng(0)
+    other = [dict(row) for row in rows]
+    for row, index in zip(other, rng.permutation(len(rows))):
+        row |= {"source": rows[index]["source"], "row_id": rows[index]["row_id"], "note": f"x{index}"}
+    one, two = judged(tmp_path, rows), judged(tmp_path, other)
+    assert one["coverage"] == 1
+    assert one["skipped"] == {"no step time": 1}
+    assert {"mean_raw", "mean_calibrated", "pairs_right", "regret_first", "regret_best_of_3", "by_source"} <= set(one)
+    assert two["predicted_s"] == pytest.approx(one["predicted_s"], rel=1e-12)
+    renamed = judged(tmp_path, [row | {"source": "z" + row["source"], "row_id": "", "note": "s0"} for row in rows])
+    assert renamed["left_out_s"] == pytest.approx(one["left_out_s"], rel=1e-12)
+
+
+def test_simulate_constants_are_named_and_fitted():
+    assert {field.name for field in fields(Constants)} >= {"matmul", "network", "launch"}
+    assert rates(files.preset("h100")).constants != Constants()
