@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MOST_EDGES = 64
-MOST_GROUPS = 6  # of an assignment: each more is a switch more, and gains little (HotSPa's tables have 2 to 4)
+MOST_GROUPS = 6  # of an assignment
 SHORTEST_EDGE = 256  # tokens
 QUANTILES = 12  # edges that divide the tokens evenly, beside the powers of two
 
@@ -22,7 +22,8 @@ QUANTILES = 12  # edges that divide the tokens evenly, beside the powers of two
 @dataclass(frozen=True, eq=False)
 class Tally:
     """Documents of one step by length, expected: `edges` ascending, int64 [E]; `documents`, `tokens`, `squares` (sum of n^2), `fourths` (of
-    n^4) of documents of up to each edge, float64 [E + 1], the first 0; `longest`: the median length of a step's longest document among these."""
+    n^4) of documents of up to each edge, float64 [E + 1], the first 0; `longest`: the median length of a step's longest document among
+    these."""
 
     edges: np.ndarray
     documents: np.ndarray
@@ -47,7 +48,8 @@ def cut_at(lengths: np.ndarray, counts: np.ndarray, max_len: int) -> tuple[np.nd
 
 
 def tally(lengths: np.ndarray, counts: np.ndarray, tokens_per_step: float, max_len: int) -> Tally:
-    """Documents of a step by length: edges at powers of two and at quantiles of the tokens, the last one at max_len; none without a document."""
+    """Documents of a step by length: edges at powers of two and at quantiles of the tokens, the last one at max_len; none without a
+    document."""
     tokens = np.cumsum(lengths * counts)
     powers = 1 << np.arange((SHORTEST_EDGE - 1).bit_length(), max(SHORTEST_EDGE, max_len).bit_length())
     at = np.searchsorted(tokens, tokens[-1] * np.arange(1, QUANTILES) / QUANTILES)
@@ -79,9 +81,9 @@ def assignments(
 ) -> list[Assignment]:
     """The best assignments, cheapest first: the best of each number of groups and of each layout of the shortest group.
 
-    `cost`: float64 [E, E + 1, K], seconds of documents between edges i and j under layout k, inf where it cannot; `present`: [E, E + 1], how
-    often a step has such documents; `switch`: [K, K], seconds to enter layout l where k computes the next longer group; `last`: [K], seconds
-    that the longest group's layout adds. A step takes the sum of all. O(G E^2 K^2).
+    `cost`: float64 [E, E + 1, K], seconds of documents between edges i and j under layout k, inf where it cannot; `present`: [E, E + 1],
+    how often a step has such documents; `switch`: [K, K], seconds to enter layout l where k computes the next longer group; `last`: [K],
+    seconds that the longest group's layout adds. A step takes the sum of all. O(G E^2 K^2).
     """
     count, _, number = cost.shape
     least = cost[:, count, :] + (0.0 if last is None else last)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from longshift.layout.layout import format_size
+from longshift.layout.layout import Layout, format_size
+from longshift.workload.groups import Edge
 
 GIB = 2**30
 
@@ -34,6 +35,11 @@ class Answer:
     switch_seconds: float = 0.0
 
     @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The groups as a run takes them."""
+        return tuple(Edge(group.upto, Layout.parse(group.layout), group.pack) for group in self.groups)
+
+    @property
     def text(self) -> str:
         """`8K: dp2.tp4, 32K: tp8`, or the layout alone where there is one."""
         if len(self.groups) == 1:
@@ -58,8 +64,9 @@ class Rival:
 
 @dataclass(frozen=True)
 class Shortlist:
-    """What a search found. `best` None: nothing fits; `others`: the next best. `mfu`: by convention; `band`: relative half-width of the seconds; `binding`: what the
-    choice is bound by; `changes`: the smallest that would make something fit, first the one that costs least."""
+    """What a search found. `best` None: nothing fits; `others`: the next best. `mfu`: by convention; `band`: relative half-width of the
+    seconds; `binding`: what the choice is bound by; `changes`: the smallest that would make something fit, first the one that costs
+    least."""
 
     devices: int
     max_len: int

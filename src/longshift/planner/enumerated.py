@@ -1,7 +1,8 @@
 """Meshes: every layout of whole packs that a model and a world allow, as arrays; and why each of the others is refused.
 
-A candidate is a mesh (tp, ulysses, ring, dp, pp, virtual), an order of the pipeline and its policies (ZeRO, recomputation). The rules are those
-of `layout.legal`, on arrays. Beyond these a candidate is refused that is another one under a second name, or can never be better than it.
+A candidate is a mesh (tp, ulysses, ring, dp, pp, virtual), an order of the pipeline and its policies (ZeRO, recomputation). The rules are
+those of `layout.legal`, on arrays. Beyond these a candidate is refused that is another one under a second name, or can never be better
+than it.
 """
 
 from collections.abc import Mapping, Sequence

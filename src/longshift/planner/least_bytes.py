@@ -24,10 +24,10 @@ from longshift.spec.formats import Format
 from longshift.spec.model import ModelSpec
 
 MOMENTS = 2  # of Adam
-# What a process takes beside tensors: the driver's context with its kernels, and NCCL's buffers of a handful of communicators; DeepSpeed's and
-# Megatron's issues name 0.5 to 1.5 GiB. Memory that the allocator holds without a tensor: expandable segments, measured 2 to 6 %.
-CONTEXT_BYTES = 1.2 * 2**30
-ALLOCATOR_MARGIN = 0.05
+# Assumed, not measured here: what the driver's context and NCCL's buffers take, and memory that an allocator holds without a tensor. The same
+# as `planner.replay` leaves free.
+CONTEXT_BYTES = float(1 << 30)
+ALLOCATOR_MARGIN = 1 / 0.94 - 1
 
 
 def reserved(allocated_bytes: np.ndarray | float) -> np.ndarray:
@@ -37,8 +37,8 @@ def reserved(allocated_bytes: np.ndarray | float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Elements:
-    """Weights of one rank of a pipeline coordinate, in elements, arrays by candidate. `block`: of one block; `all`: of all units here; `own`: its
-    share of them where home is sharded."""
+    """Weights of one rank of a pipeline coordinate, in elements, arrays by candidate. `block`: of one block; `all`: of all units here;
+    `own`: its share of them where home is sharded."""
 
     blocks: np.ndarray
     block: np.ndarray
@@ -78,8 +78,8 @@ def blocks_of(spec: ModelSpec, at: Meshes, first: bool) -> np.ndarray:
 
 
 def in_flight(at: Meshes, micros: np.ndarray, first: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Packs whose forward is done when the first backward begins on a coordinate, in passes through one of its model chunks; whether as many
-    are there again, and whether one is, when every unit has a sum of gradients."""
+    """Packs whose forward is done when the first backward begins on a coordinate, in passes through one of its model chunks; whether as
+    many are there again, and whether one is, when every unit has a sum of gradients."""
     coord = np.where(first, 0, at.pp - 1)
     ahead = np.where(at.virtual == 1, at.pp - 1 - coord, 2 * (at.pp - 1 - coord) + (at.virtual - 1) * at.pp)
     summed = at.pp * (at.virtual - 1) + 1  # backwards after which each chunk has had one
@@ -97,8 +97,8 @@ def device_bytes(
 ) -> np.ndarray:
     """Bytes that the worst rank of each candidate needs at the least, float64 [candidates].
 
-    `tokens`: of a pack, on all ranks that share it; `micros`: packs of a replica; `home_bytes`: masters, moments and gradients that a device has
-    where another layout cuts home.
+    `tokens`: of a pack, on all ranks that share it; `micros`: packs of a replica; `home_bytes`: masters, moments and gradients that a
+    device has where another layout cuts home.
     """
     return np.maximum(*(_of_stage(spec, at, formats, tokens, micros, home_bytes, first) for first in (True, False)))
 
@@ -156,7 +156,8 @@ def _kept(spec: ModelSpec, at: Meshes, rows: np.ndarray) -> np.ndarray:
 
 
 def _graph(spec: ModelSpec, at: Meshes, rows: np.ndarray) -> np.ndarray:
-    """Elements of a block's graph with its input: x, normalized x, queries, keys, values and output of attention, x; and those of the MLP."""
+    """Elements of a block's graph with its input: x, normalized x, queries, keys, values and output of attention, x; and those of the
+    MLP."""
     stream = rows / at.tp * spec.width
     inner, keys = rows / at.tp * spec.heads * spec.head_width, rows / at.tp * spec.kv_heads * spec.head_width
     return 2 * stream + rows * spec.width + 2 * inner + 2 * keys + _mlp_graph(spec, at, rows)

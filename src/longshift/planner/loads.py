@@ -1,7 +1,7 @@
 """Loads: seconds of a group of documents under layouts, in closed form; expected ones of a length distribution, and those of real draws.
 
-Expected, a step has the group with probability p = 1 - exp(-documents); where it has, the busiest replica has its share of the tokens, or one
-document where that is more, in packs that are not quite full. Of real draws every pack is known (`workload.packs`).
+Expected, a step has the group with probability p = 1 - exp(-documents); where it has, the busiest replica has its share of the tokens, or
+one document where that is more, in packs that are not quite full. Of real draws every pack is known (`workload.packs`).
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,7 @@ from longshift.simulate.cost import Cost
 from longshift.spec.model import ModelSpec
 from longshift.workload.packs import pack, shares
 
-UNFILLED = 0.25  # of a document's length, that a pack leaves empty at its end
-EXCHANGE_OVERHEAD = 1.15  # a switch over what its links need at the least: exchanges wait for one another (docs: switch cost)
+UNFILLED = 0.25  # of a document's length, that a pack leaves empty at its end: assumed, and corrected by real draws
 
 
 def candidates(at: Meshes, micros: np.ndarray | float, tokens: np.ndarray | float, pairs: np.ndarray | float) -> Candidates:
@@ -40,8 +39,8 @@ def present(documents: np.ndarray) -> np.ndarray:
 
 
 def expected(cost: Cost, spec: ModelSpec, at: Meshes, capacity: np.ndarray, load: tuple[np.ndarray, ...]) -> Expected:
-    """Expected seconds a step of groups under each layout in packs of up to `capacity`. `load`: a step's mean documents, tokens, squares and
-    fourths (sums of n^2 and n^4) of each group, and its longest document. Arrays of one length."""
+    """Expected seconds a step of groups under each layout in packs of up to `capacity`. `load`: a step's mean documents, tokens, squares
+    and fourths (sums of n^2 and n^4) of each group, and its longest document. Arrays of one length."""
     documents, tokens, squares, fourths, longest = load
     often = np.maximum(present(documents), 1e-9)
     length = squares / np.maximum(tokens, 1e-9)  # of the document that a token is in
@@ -75,7 +74,7 @@ def switch_seconds(cost: Cost, at: Meshes, home_layers: float, ahead_bytes: floa
     def moved_s(size_bytes: np.ndarray) -> np.ndarray:
         inside = size_bytes * (per_node - 1) / per_node / fabric.node_bytes_per_s
         between = size_bytes * distinct * (nodes - 1) / nodes / fabric.network_bytes_per_s
-        return np.maximum(inside, between) * EXCHANGE_OVERHEAD
+        return np.maximum(inside, between)
 
     weights = cost.rates.element_bytes * wanted
     hidden = np.minimum(1.0, ahead_bytes / np.maximum(weights, 1.0))

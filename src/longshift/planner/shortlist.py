@@ -1,12 +1,13 @@
 """Shortlist: the few assignments of documents to layouts that take a step least time in closed form; and why not others.
 
-    candidates ─ rules ─> possible ─ bound ─> fit some length ─ best at each length ─> survivors ─ program ─> assignments ─ real draws ─> ledger
+    candidates ─ rules ─> possible ─ bound ─> fit some length ─ best at each length ─> survivors ─ program ─> assignments ─ real draws ─>
+    ledger
 
 The best single layouts of all candidates, and the best assignments that change ring, Ulysses and dp alone ("context parallelism only", what
 dynamic context parallelism of other systems can choose), are always among what is compared. A pure function of its arguments.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -63,7 +64,8 @@ def shortlist(
     """The best assignments for documents of these `lengths` (int64, ascending), so many of each (`counts`), on all devices of `cluster`.
 
     `fixed`: what a person decided, as {"tp": [1, 2, 4]}; `memory_bytes`: of a device, the cluster's where not given. Documents longer than
-    `max_len` are split. Where nothing fits, the shortlist says by how much and which changes would help, the smallest first. Raises UsageError.
+    `max_len` are split. Where nothing fits, the shortlist says by how much and which changes would help, the smallest first. Raises
+    UsageError.
     """
     lengths, counts = cut_at(np.asarray(lengths, np.int64), np.asarray(counts, np.int64), max_len)
     cost = Cost(sizes(spec), rates(cluster, precision, constants), habits)
@@ -107,8 +109,8 @@ def shortlist(
 
 
 class _Weigher:
-    """What the ledger says of single groups. Mutable: it keeps what it has weighed. `over`: by family, the ledger's bytes over the bound's where
-    these did not fit; `failures`: how often."""
+    """What the ledger says of single groups. Mutable: it keeps what it has weighed. `over`: by family, the ledger's bytes over the bound's
+    where these did not fit; `failures`: how often."""
 
     def __init__(self, spec: ModelSpec, cluster: Cluster, precision: str, tokens_per_step: int, budget_bytes: float):
         self.spec, self.formats, self.tokens, self.on_cpu = spec, FORMATS[precision], tokens_per_step, cluster.device.kind == "cpu"
@@ -118,8 +120,8 @@ class _Weigher:
         self.failures = 0
 
     def reserved(self, problem: Problem, at: Meshes, row: int, capacity: int, longest: int) -> float:
-        """Bytes of a device that the largest step with this group alone asks for, of the first and the last stage; of a layout whose family is
-        known to need more than its bound says, that much more without weighing it."""
+        """Bytes of a device that the largest step with this group alone asks for, of the first and the last stage; of a layout whose
+        family is known to need more than its bound says, that much more without weighing it."""
         one = at.take(np.array([row]))
         layout, family = one.layout(0), tuple(int(getattr(one, name)[0]) for name in FAMILY)
         bound = float(problem.bound(one, float(capacity))[0])

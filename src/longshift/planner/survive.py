@@ -1,7 +1,7 @@
 """Survivors: of all candidates those few that an assignment may need; at each of some lengths the fastest that fit.
 
-Lengths that are compared at are edges at least KEY_RATIO apart, the longest among them. At each, every candidate that fits packs of it gets the
-documents between it and the one before, in packs as small as they may be and as large as fits.
+Lengths that are compared at are edges at least KEY_RATIO apart, the longest among them. At each, every candidate that fits packs of it
+gets the documents between it and the one before, in packs as small as they may be and as large as fits.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,8 @@ STATICS = 256  # single layouts whose packs are chosen, too
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is planned. `budget_bytes`: of a device; `over`: families (codes of FAMILY) whose ledgers say more than their bounds, so many times."""
+    """What is planned. `budget_bytes`: of a device; `over`: families (codes of FAMILY) whose ledgers say more than their bounds, so many
+    times."""
 
     spec: ModelSpec
     cost: Cost
@@ -65,8 +66,8 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """Candidates at key lengths. `keys`: edges of the tally by number, 1 to E; `seconds`: float64 [candidates, keys], inf where one does not fit;
-    `refused`: number of those that fit none, by reason."""
+    """Candidates at key lengths. `keys`: edges of the tally by number, 1 to E; `seconds`: float64 [candidates, keys], inf where one does
+    not fit; `refused`: number of those that fit none, by reason."""
 
     keys: np.ndarray
     seconds: np.ndarray
