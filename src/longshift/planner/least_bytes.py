@@ -24,15 +24,15 @@ from longshift.spec.formats import Format
 from longshift.spec.model import ModelSpec
 
 MOMENTS = 2  # of Adam
-# Assumed, not measured here: what the driver's context and NCCL's buffers take, and memory that an allocator holds without a tensor. The same
-# as `planner.replay` leaves free.
+# Assumed, not measured here, and as `planner.replay` has them: what the driver's context and NCCL's buffers take, and the share of memory
+# that an allocator leaves no holes in.
 CONTEXT_BYTES = float(1 << 30)
-ALLOCATOR_MARGIN = 1 / 0.94 - 1
+FILLED = 0.94
 
 
-def reserved(allocated_bytes: np.ndarray | float) -> np.ndarray:
+def reserved(allocated_bytes: np.ndarray | float, on_cpu: bool = False) -> np.ndarray:
     """Bytes that a process takes of its device for tensors of so many."""
-    return np.asarray(allocated_bytes) * (1 + ALLOCATOR_MARGIN) + CONTEXT_BYTES
+    return (np.asarray(allocated_bytes) + (0.0 if on_cpu else CONTEXT_BYTES)) / FILLED
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,8 @@ def _of_stage(
 
     rows = np.asarray(tokens, dtype=float) / (at.ulysses * at.ring)
     kept, graph = small * _kept(spec, at, rows), small * _graph(spec, at, rows)
+    halves = at.recompute == RECOMPUTE.index("attention")  # one half at a time
+    graph = np.where(halves, graph - small * _mlp_graph(spec, at, rows), graph)
     passes, again, once = in_flight(at, micros, first)
     block_turn = np.maximum(graph, kept) - kept + 2 * small * rows / at.tp * spec.width + small * own.block / 2
     head = (not first) | (at.pp == 1)

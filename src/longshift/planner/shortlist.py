@@ -77,7 +77,7 @@ def shortlist(
     ledger = _Weigher(spec, cluster, precision, tokens_per_step, budget)
     found: list[dict[str, Answer]] = []
     for number in range(ROUNDS):
-        problem = Problem(spec, cost, precision, everything, tokens_per_step, budget, tuple(sorted(ledger.over.items())))
+        problem = Problem(spec, cost, precision, everything, tokens_per_step, budget, ledger.on_cpu, tuple(sorted(ledger.over.items())))
         at_keys = compared(problem, known.meshes)
         if number == 0:
             refused = {**known.refused, **at_keys.refused}
@@ -134,7 +134,7 @@ class _Weigher:
             shape = StepShape(way, edges, self.formats, self.tokens, longest)
             stages = {0, layout.world - layout.world // layout.pp}
             weighed = [shape.weighed(edges, rank, "gloo" if self.on_cpu else "nccl", self.on_cpu).device for rank in stages]
-            self.known[key] = float(reserved(max(weighed)))
+            self.known[key] = float(reserved(max(weighed), self.on_cpu))
             if self.known[key] > self.budget_bytes:
                 self.failures += 1
                 self.over[family] = max(self.over.get(family, 1.0), self.known[key] / bound)

@@ -38,11 +38,12 @@ class Problem:
     tally: Tally
     tokens_per_step: float
     budget_bytes: float
+    on_cpu: bool = False
     over: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     def bound(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
         """Bytes that a device is asked for at the least in the largest step of packs of `capacity` tokens, float64 [candidates]."""
-        return reserved(device_bytes(self.spec, at, FORMATS[self.precision], capacity, self.micros(at, capacity)))
+        return reserved(device_bytes(self.spec, at, FORMATS[self.precision], capacity, self.micros(at, capacity)), self.on_cpu)
 
     def bytes(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
         """The bound, and more for families that are known to need more."""
