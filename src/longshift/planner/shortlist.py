@@ -1,0 +1,318 @@
+"""Shortlist: the few assignments of documents to layouts that take a step least time in closed form; and why not others.
+
+    candidates ─ rules ─> possible ─ bound ─> fit some length ─ best at each length ─> survivors ─ program ─> assignments ─ real draws ─>
+    ledger
+
+The best single layouts of all candidates, and the best assignments that change ring, Ulysses and dp alone ("context parallelism only", what
+dynamic context parallelism of other systems can choose), are always among what is compared. A pure function of its arguments.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from longshift.cluster.cluster import Cluster
+from longshift.planner.assign import assignments, cut_at, tally
+from longshift.planner.chosen import Answer, Chosen, Rival, Shortlist
+from longshift.planner.enumerated import Fixed, Meshes, enumerate_layouts
+from longshift.planner.least_bytes import reserved
+from longshift.planner.loads import Dealing, dealt, dealt_seconds, drawn, present, switch_seconds
+from longshift.planner.remedies import binding, remedies, too_large
+from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_static, capacities, compared, families, survivors, take_shared
+from longshift.program.needs import StepShape
+from longshift.simulate.closed import BAND, model_flops
+from longshift.simulate.cost import LONGSHIFT, Cost, Habits, sizes
+from longshift.simulate.rates import Constants, rates
+from longshift.spec.formats import FORMATS
+from longshift.spec.model import ModelSpec
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import links_of
+from longshift.workload.groups import Edge
+
+MOST_DRAWS = 8
+MOST_DEALT = 12_000  # documents that are dealt in all draws: some 10 us each
+AHEAD_BYTES = float(SwitchOptions().ahead_bytes)
+HALVINGS = 3  # of a layout's largest packs, that are compared
+MOST_SINGLES = 8  # single layouts of different meshes that are dealt real draws
+ROUNDS = 3  # of a search: the next one knows which families of layouts need more than their bounds say
+TOLD = 5  # assignments that a shortlist names
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """An assignment: groups as (edge before, edge, row of the pool of layouts, capacity of packs), edges by number from 0."""
+
+    groups: tuple[tuple[int, int, int, int], ...]
+
+
+def shortlist(
+    spec: ModelSpec,
+    cluster: Cluster,
+    lengths: np.ndarray,
+    counts: np.ndarray,
+    tokens_per_step: int,
+    max_len: int,
+    precision: str = "bf16",
+    fixed: Fixed | None = None,
+    memory_bytes: float | None = None,
+    habits: Habits = LONGSHIFT,
+    constants: Constants | None = None,
+    ahead_bytes: float = AHEAD_BYTES,
+    seed: int = 0,
+) -> Shortlist:
+    """The best assignments for documents of these `lengths` (int64, ascending), so many of each (`counts`), on all devices of `cluster`.
+
+    `fixed`: what a person decided, as {"tp": [1, 2, 4]}; `memory_bytes`: of a device, the cluster's where not given. Documents longer than
+    `max_len` are split. Where nothing fits, the shortlist says by how much and which changes would help, the smallest first. Raises
+    UsageError.
+    """
+    lengths, counts = cut_at(np.asarray(lengths, np.int64), np.asarray(counts, np.int64), max_len)
+    cost = Cost(sizes(spec), rates(cluster, precision, constants), habits)
+    budget = float(cluster.device.memory_bytes if memory_bytes is None else memory_bytes)
+    known = enumerate_layouts(spec, cluster.devices, fixed)
+    everything = tally(lengths, counts, tokens_per_step, max_len)
+    told = {"devices": cluster.devices, "max_len": max_len, "budget_bytes": budget, "candidates": known.total}
+    refused: Mapping[str, int] = known.refused
+    ledger = _Weigher(spec, cluster, precision, tokens_per_step, budget)
+    found: list[dict[str, Answer]] = []
+    for number in range(ROUNDS):
+        problem = Problem(spec, cost, precision, everything, tokens_per_step, budget, ledger.on_cpu, tuple(sorted(ledger.over.items())))
+        at_keys = compared(problem, known.meshes)
+        if number == 0:
+            refused = {**known.refused, **at_keys.refused}
+        if not np.isfinite(at_keys.seconds[:, -1]).any():
+            break
+        made, before = _Comparison(problem, known.meshes, at_keys, lengths, counts, ahead_bytes, seed), ledger.failures
+        found.append(made.answers(ledger))
+        if ledger.failures == before:
+            break
+    answers = {name: min((one[name] for one in found if name in one), key=lambda answer: answer.seconds) for one in found for name in one}
+    if "best" not in answers:
+        need, changes = remedies(problem, cluster, known.meshes, fixed or {})
+        return Shortlist(**told, refused=refused, binding=need, changes=changes)
+    best = min(answers.values(), key=lambda answer: answer.seconds)
+    flops = model_flops(cost.sizes, everything.tokens[-1], everything.squares[-1] / 2, spec.parameters)
+    peak = cluster.device.flops_per_s[precision] * cluster.devices
+    return Shortlist(
+        **told,
+        refused=refused,
+        best=best,
+        single=answers.get("single"),
+        context_parallel=answers.get("context parallel"),
+        others=made.others(best),
+        band=BAND,
+        mfu={name: float(value / (best.seconds * peak)) for name, value in flops.items()},
+        rivals=(*made.rivals(), *too_large(problem, known.meshes, at_keys, made.statics)),
+        binding=binding(budget, best),
+    )
+
+
+class _Weigher:
+    """What the ledger says of single groups. Mutable: it keeps what it has weighed. `over`: by family, the ledger's bytes over the bound's
+    where these did not fit; `failures`: how often."""
+
+    def __init__(self, spec: ModelSpec, cluster: Cluster, precision: str, tokens_per_step: int, budget_bytes: float):
+        self.spec, self.formats, self.tokens, self.on_cpu = spec, FORMATS[precision], tokens_per_step, cluster.device.kind == "cpu"
+        self.links, self.budget_bytes = links_of(cluster, cluster.devices_per_node, cluster.nodes), budget_bytes
+        self.known: dict[tuple[str, int, int], float] = {}
+        self.over: dict[tuple[int, ...], float] = {}
+        self.failures = 0
+
+    def reserved(self, problem: Problem, at: Meshes, row: int, capacity: int, longest: int) -> float:
+        """Bytes of a device that the largest step with this group alone asks for, of the first and the last stage; of a layout whose
+        family is known to need more than its bound says, that much more without weighing it."""
+        one = at.take(np.array([row]))
+        layout, family = one.layout(0), tuple(int(getattr(one, name)[0]) for name in FAMILY)
+        bound = float(problem.bound(one, float(capacity))[0])
+        key = str(layout), capacity, longest
+        if key not in self.known:
+            if bound * self.over.get(family, 1.0) > self.budget_bytes:
+                return bound * self.over.get(family, 1.0)
+            edges = (Edge(capacity, layout),)
+            way = Itinerary(self.spec, edges, self.links, self.formats.compute_bytes, self.formats.home_bytes, SwitchOptions())
+            shape = StepShape(way, edges, self.formats, self.tokens, longest)
+            stages = {0, layout.world - layout.world // layout.pp}
+            weighed = [shape.weighed(edges, rank, "gloo" if self.on_cpu else "nccl", self.on_cpu).device for rank in stages]
+            self.known[key] = float(reserved(max(weighed), self.on_cpu))
+            if self.known[key] > self.budget_bytes:
+                self.failures += 1
+                self.over[family] = max(self.over.get(family, 1.0), self.known[key] / bound)
+        return self.known[key]
+
+
+class _Comparison:
+    """Assignments on real draws, within one budget for the bound. Mutable while it is made."""
+
+    def __init__(
+        self, problem: Problem, at: Meshes, found: Compared, lengths: np.ndarray, counts: np.ndarray, ahead_bytes: float, seed: int
+    ):
+        self.problem, self.at = problem, at
+        self.statics = best_static(problem, at, found)
+        self.edges = (0, *map(int, problem.tally.edges))
+        alike = families(at, found)
+        numbers = np.unique(np.concatenate([survivors(at, found, int(self.statics.numbers[0])), *alike]))
+        singles = self._singles()
+        self.pool = _joined(take_shared(at.take(numbers)), at.take(self.statics.numbers[singles]))
+        rows = {int(number): row for row, number in enumerate(numbers)}
+        self.switch_s = switch_seconds(problem.cost, self.pool, 2.0 - problem.spec.tied, ahead_bytes)
+        last = len(self.edges) - 1
+        _, self.optimizer_s = problem.expected(self.pool, float(self.edges[-1]), 0, last)
+        some = [Proposal(((0, last, len(numbers) + n, int(self.statics.packs[single])),)) for n, single in enumerate(singles)]
+        some += self._proposals(np.arange(len(numbers)))
+        for family in alike:
+            some += self._proposals(np.array([rows[int(number)] for number in family]))[:3]
+        self.proposals = list(dict.fromkeys(some))
+        self.seconds, self.parts = self._on_draws(lengths, counts, seed)
+
+    def answers(self, ledger: _Weigher) -> dict[str, Answer]:
+        """The best, the best single layout, and the best that changes context parallelism alone, of those that the ledger lets through."""
+        order = [int(n) for n in np.argsort(self.seconds, kind="stable")]
+        kinds = {
+            "best": order,
+            "single": [n for n in order if len(self.proposals[n].groups) == 1],
+            "context parallel": [n for n in order if self._context_parallel(self.proposals[n])],
+        }
+        found = {}
+        for name, some in kinds.items():
+            for number in some:
+                groups = self.proposals[number].groups
+                needed = [ledger.reserved(self.problem, self.pool, row, pack, self.edges[end]) for _, end, row, pack in groups]
+                if max(needed) <= self.problem.budget_bytes:
+                    found[name] = self._answer(number, needed)
+                    break
+        return found
+
+    def others(self, best: Answer) -> tuple[Answer, ...]:
+        """The next best assignments, with what their bounds say of memory."""
+        found = []
+        for number in map(int, np.argsort(self.seconds, kind="stable")):
+            needed = [
+                float(self.problem.bytes(self.pool.take(np.array([row])), float(pack))[0])
+                for _, _, row, pack in self.proposals[number].groups
+            ]
+            answer = self._answer(number, needed)
+            if answer.text != best.text and max(needed) <= self.problem.budget_bytes:
+                found.append(answer)
+        return tuple(found[:TOLD])
+
+    def rivals(self) -> tuple[Rival, ...]:
+        """The best single layouts of other meshes than the best one's, by what they are expected to take."""
+        first = self.statics.seconds[0]
+        meshes = np.stack([getattr(self.at, name)[self.statics.numbers] for name in MESH], 1)
+        _, places = np.unique(meshes, axis=0, return_index=True)
+        some = np.sort(places)[1:MOST_SINGLES]
+        return tuple(
+            Rival(str(self.at.layout(int(self.statics.numbers[n]))), float(self.statics.seconds[n] / first - 1), 0.0) for n in some
+        )
+
+    def _singles(self) -> list[int]:
+        """Of the best single layouts, the best one of each mesh and the best one of each family, by place in `statics`."""
+        places = set[int]()
+        for names in (MESH, FAMILY):
+            kinds = np.stack([getattr(self.at, name)[self.statics.numbers] for name in names], 1)
+            _, first = np.unique(kinds, axis=0, return_index=True)
+            places |= set(np.sort(first)[:MOST_SINGLES].tolist())
+        return sorted(places)
+
+    def _proposals(self, rows: np.ndarray) -> list[Proposal]:
+        """The best assignments to these rows of the pool as expected."""
+        cost, packs, often = self._table(rows)
+        found = assignments(cost, often, self._hops(rows), self.optimizer_s[rows])
+        return [
+            Proposal(
+                tuple(
+                    (before, end, int(rows[k]), int(packs[before, end, k])) for before, end, k in zip((0, *one.ends), one.ends, one.layouts)
+                )
+            )
+            for one in found
+        ]
+
+    def _table(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Expected seconds of documents between two edges under each layout, [E, E + 1, K], in the packs that take least; these packs; and
+        how often a step has such documents, [E, E + 1]."""
+        problem, some, count = self.problem, self.pool.take(rows), len(self.edges) - 1
+        i, j = np.triu_indices(count + 1, 1)
+        often = np.zeros((count, count + 1))
+        often[i, j] = present(problem.tally.between(i, j)[0])
+        cost, packs = np.full((count, count + 1, len(rows)), np.inf), np.zeros((count, count + 1, len(rows)), np.int64)
+        largest = capacities(problem, some, self.edges[-1])
+        k, i, j = np.tile(np.arange(len(rows)), len(i)), np.repeat(i, len(rows)), np.repeat(j, len(rows))
+        edge, most = np.array(self.edges, float)[j], largest[k]
+        least = 2.0 ** np.ceil(np.log2(edge))
+        least = np.where(least <= most, least, edge)
+        tried = np.zeros(len(k))
+        for halving in range(HALVINGS, -1, -1):
+            capacity = np.maximum(least, most / 2.0**halving)
+            able = np.flatnonzero((capacity <= most) & (capacity > tried))
+            tried[able] = capacity[able]
+            seconds, _ = problem.expected(some.take(k[able]), capacity[able], i[able], j[able])
+            where = i[able], j[able], k[able]
+            better = ~(seconds >= cost[where] * (1 - 1e-6))
+            cost[where] = np.where(better, seconds, cost[where])
+            packs[where] = np.where(better, capacity[able].astype(np.int64), packs[where])
+        return cost, packs, often
+
+    def _hops(self, rows: np.ndarray) -> np.ndarray:
+        """Seconds to enter each of these layouts from each: 0 where they cut the model alike."""
+        cuts = np.stack([self.pool.tp, self.pool.pp, self.pool.virtual], 1)[rows]
+        return np.where((cuts[:, None] == cuts[None]).all(2), 0.0, self.switch_s[rows][None])
+
+    def _on_draws(self, lengths: np.ndarray, counts: np.ndarray, seed: int) -> tuple[np.ndarray, list[list[float]]]:
+        """Mean seconds of real steps under each proposal; and those of its groups and, last, of its switches."""
+        problem = self.problem
+        draws = int(np.clip(MOST_DEALT // max(1.0, problem.tally.documents[-1] * len(self.proposals)), 1, MOST_DRAWS))
+        steps = drawn(lengths, counts, problem.tokens_per_step, draws, seed)
+        numbers: dict[tuple[int, Dealing, int], int] = {}
+        known: dict[tuple[int, Dealing], list] = {}
+        work = []
+        for how, row in {(self._dealing(group), group[2]): None for proposal in self.proposals for group in proposal.groups}:
+            for draw, documents in enumerate(steps):
+                if (draw, how) not in known:
+                    known[draw, how] = dealt(documents, how, problem.spec)
+                numbers[draw, how, row] = len(work)
+                work.append((row, known[draw, how]))
+        of_group = dealt_seconds(problem.cost, problem.spec, self.pool, work)
+        seconds, parts = np.zeros(len(self.proposals)), []
+        for number, proposal in enumerate(self.proposals):
+            own = np.array([[of_group[numbers[d, self._dealing(g), g[2]]] for g in proposal.groups] for d in range(draws)])
+            there = [[bool(known[draw, self._dealing(group)]) for group in proposal.groups] for draw in range(draws)]
+            switched = float(np.mean([self._switched(proposal, some) for some in there]))
+            parts.append([*own.mean(0).tolist(), switched])
+            seconds[number] = own.sum(1).mean() + switched + self.optimizer_s[proposal.groups[-1][2]]
+        return seconds, parts
+
+    def _dealing(self, group: tuple[int, int, int, int]) -> Dealing:
+        before, end, row, capacity = group
+        return Dealing(self.edges[before], self.edges[end], capacity, int(self.pool.dp[row]))
+
+    def _switched(self, proposal: Proposal, there: Sequence[bool]) -> float:
+        """Seconds of the switches of a step with these of its groups: each cut but home's is entered once."""
+        cuts = {self._cut(proposal.groups[-1][2])}
+        seconds = 0.0
+        for (_, _, row, _), some in zip(proposal.groups, there):
+            if some and self._cut(row) not in cuts:
+                cuts.add(self._cut(row))
+                seconds += float(self.switch_s[row])
+        return seconds
+
+    def _cut(self, row: int) -> tuple[int, int, int]:
+        return int(self.pool.tp[row]), int(self.pool.pp[row]), int(self.pool.virtual[row])
+
+    def _context_parallel(self, proposal: Proposal) -> bool:
+        """Whether its layouts differ in ring, Ulysses and dp alone."""
+        rows = [row for _, _, row, _ in proposal.groups]
+        return all(len(set(getattr(self.pool, name)[rows].tolist())) == 1 for name in FAMILY)
+
+    def _answer(self, number: int, needed: Sequence[float]) -> Answer:
+        sums, groups = self.problem.tally, []
+        for (before, end, row, capacity), own, need in zip(self.proposals[number].groups, self.parts[number], needed):
+            documents, tokens, *_ = sums.between(before, end)
+            shares = float(documents / sums.documents[-1]), float(tokens / sums.tokens[-1])
+            speed = float(tokens) / own if own else 0.0
+            groups.append(Chosen(self.edges[end], str(self.pool.layout(row)), capacity, *shares, own, speed, need))
+        return Answer(tuple(groups), float(self.seconds[number]), self.parts[number][-1])
+
+
+def _joined(*some: Meshes) -> Meshes:
+    return Meshes(*(np.concatenate([getattr(one, f.name) for one in some]) for f in fields(Meshes)))

@@ -1,0 +1,217 @@
+"""Survivors: of all candidates those few that an assignment may need; at each of some lengths the fastest that fit.
+
+Lengths that are compared at are edges at least KEY_RATIO apart, the longest among them. At each, every candidate that fits packs of it
+gets the documents between it and the one before, in packs as small as they may be and as large as fits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from longshift.planner.assign import Tally
+from longshift.planner.enumerated import Meshes
+from longshift.planner.least_bytes import device_bytes, reserved
+from longshift.planner.loads import expected
+from longshift.simulate.cost import Cost
+from longshift.spec.formats import FORMATS
+from longshift.spec.model import ModelSpec
+
+MOST_LAYOUTS = 16  # that an assignment chooses among
+KEY_RATIO = 4
+MOST_KEYS = 6
+BEST_AT_KEY = 4  # meshes that survive at each key
+MESH = ("tp", "ulysses", "ring", "dp", "pp", "virtual")
+FAMILY = ("tp", "pp", "virtual", "order", "zero", "recompute")  # what context parallelism alone leaves as it is
+MOST_FAMILIES = 2
+STATICS = 256  # single layouts whose packs are chosen, too
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is planned. `budget_bytes`: of a device; `over`: families (codes of FAMILY) whose ledgers say more than their bounds, so many
+    times."""
+
+    spec: ModelSpec
+    cost: Cost
+    precision: str
+    tally: Tally
+    tokens_per_step: float
+    budget_bytes: float
+    on_cpu: bool = False
+    over: tuple[tuple[tuple[int, ...], float], ...] = ()
+
+    def bound(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
+        """Bytes that a device is asked for at the least in the largest step of packs of `capacity` tokens, float64 [candidates]."""
+        return reserved(device_bytes(self.spec, at, FORMATS[self.precision], capacity, self.micros(at, capacity)), self.on_cpu)
+
+    def bytes(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
+        """The bound, and more for families that are known to need more."""
+        found = self.bound(at, capacity)
+        for family, times in self.over:
+            same = np.logical_and.reduce([getattr(at, name) == value for name, value in zip(FAMILY, family)])
+            found = np.where(same, found * times, found)
+        return found
+
+    def micros(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
+        """Packs of a replica in that step, as `program.needs` takes them."""
+        full = np.maximum(1, np.ceil(self.tokens_per_step / (np.asarray(capacity) * at.dp)))
+        return np.where(at.order == 0, np.minimum(full, 2 * at.pp * at.virtual + 1), full).astype(np.int64)
+
+    def expected(self, at: Meshes, capacity: np.ndarray | float, i: np.ndarray | int, j: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds a step of the documents between two edges of the tally, under each layout, without the optimizer's; and these."""
+        load = tuple(np.broadcast_to(one, len(at)) for one in (*self.tally.between(i, j), self.tally.longest[j]))
+        found = expected(self.cost, self.spec, at, np.broadcast_to(capacity, len(at)), load)
+        return found.group, found.optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """Candidates at key lengths. `keys`: edges of the tally by number, 1 to E; `seconds`: float64 [candidates, keys], inf where one does
+    not fit; `refused`: number of those that fit none, by reason."""
+
+    keys: np.ndarray
+    seconds: np.ndarray
+    refused: Mapping[str, int]
+
+
+def key_edges(edges: np.ndarray) -> np.ndarray:
+    """Numbers, 1 to E, of the edges that candidates are compared at, ascending."""
+    keys = [len(edges)]
+    for number in range(len(edges) - 1, 0, -1):
+        if edges[number - 1] * KEY_RATIO <= edges[keys[-1] - 1] and len(keys) < MOST_KEYS:
+            keys.append(number)
+    return np.array(keys[::-1])
+
+
+def compared(problem: Problem, at: Meshes) -> Compared:
+    """Every candidate at every key length that it fits."""
+    keys = key_edges(problem.tally.edges)
+    seconds, fitting = np.full((len(at), len(keys)), np.inf), np.arange(len(at))
+    largest = np.zeros(len(at))
+    lengths = problem.tally.edges[keys - 1]
+    fits = np.zeros((len(at), len(keys)), bool)
+    for key, length in enumerate(lengths):
+        fitting = fitting[problem.bytes(at.take(fitting), float(length)) <= problem.budget_bytes]
+        fits[fitting, key] = True
+        largest[fitting] = length
+    for key, length in enumerate(lengths):
+        some = np.flatnonzero(fits[:, key])
+        before = keys[key - 1] if key else 0
+        one = at.take(some)
+        least, _ = problem.expected(one, float(length), before, keys[key])
+        larger = largest[some] > length
+        if larger.any():
+            other, _ = problem.expected(one.take(larger), largest[some][larger], before, keys[key])
+            least[larger] = np.minimum(least[larger], other)
+        seconds[some, key] = least
+    short = int((~fits[:, 0]).sum())
+    return Compared(keys, seconds, {f"weights, state and packs of {lengths[0]} tokens above the device's memory": short} if short else {})
+
+
+@dataclass(frozen=True, eq=False)
+class Statics:
+    """Single layouts that fit the longest documents, fastest first: numbers of candidates, packs, and seconds of a step as expected."""
+
+    numbers: np.ndarray
+    packs: np.ndarray
+    seconds: np.ndarray
+
+
+def best_static(problem: Problem, at: Meshes, found: Compared) -> Statics:
+    """The best single layouts."""
+    last, longest = int(found.keys[-1]), float(problem.tally.edges[-1])
+    able = np.flatnonzero(np.isfinite(found.seconds[:, -1]))
+    group, optimizer = problem.expected(at.take(able), longest, 0, last)
+    order = np.argsort(group + optimizer, kind="stable")[:STATICS]
+    able, seconds, packs = able[order], (group + optimizer)[order], np.full(len(order), longest)
+    for capacity in _larger(longest):
+        one = at.take(able)
+        fits = problem.bytes(one, capacity) <= problem.budget_bytes
+        group, optimizer = problem.expected(one, capacity, 0, last)
+        better = fits & (group + optimizer < seconds * (1 - 1e-6))
+        seconds, packs = np.where(better, group + optimizer, seconds), np.where(better, capacity, packs)
+    order = np.argsort(seconds, kind="stable")
+    return Statics(able[order], packs[order].astype(np.int64), seconds[order])
+
+
+def survivors(at: Meshes, found: Compared, first: int) -> np.ndarray:
+    """Numbers of at most MOST_LAYOUTS candidates: candidate `first`, then the fastest meshes at each key length by turns."""
+    usable = _sharded(at)
+    mesh = _classes(at, MESH)
+    ranked = []
+    for key in range(len(found.keys)):
+        seconds = np.where(usable, found.seconds[:, key], np.inf)
+        few = _smallest(seconds, 64 * BEST_AT_KEY)
+        seen, some = set[int](), list[int]()
+        for number in few:
+            if int(mesh[number]) not in seen and len(some) < BEST_AT_KEY:
+                seen.add(int(mesh[number]))
+                some.append(int(number))
+        ranked.append(some)
+    kept = [first]
+    for place in range(BEST_AT_KEY):
+        kept += [some[place] for some in reversed(ranked) if len(some) > place]
+    return np.array(list(dict.fromkeys(kept))[:MOST_LAYOUTS])
+
+
+def families(at: Meshes, found: Compared) -> list[np.ndarray]:
+    """Of the best families of candidates that differ in ring, Ulysses and dp alone: their fastest members at each key length."""
+    usable, member = _sharded(at), _classes(at, FAMILY)
+    number = int(member.max(initial=-1)) + 1
+    best = np.full((number, len(found.keys)), np.inf)
+    for key in range(len(found.keys)):
+        np.minimum.at(best[:, key], member[usable], found.seconds[usable, key])
+    total = best.sum(1)
+    result = []
+    for family in _smallest(total, MOST_FAMILIES):
+        mine = np.flatnonzero((member == family) & usable)
+        some = {int(mine[np.argmin(found.seconds[mine, key])]) for key in range(len(found.keys))}
+        result.append(np.array(sorted(some)))
+    return result
+
+
+def _sharded(at: Meshes) -> np.ndarray:
+    """Candidates whose state is sharded, where that is another one: in a step with several layouts every state is."""
+    if not ((at.zero == 1) & (at.holders > 1)).any():
+        return np.ones(len(at), bool)
+    return (at.zero > 0) | (at.holders == 1)
+
+
+def _classes(at: Meshes, names: tuple[str, ...]) -> np.ndarray:
+    """A number for each candidate, equal for those that are equal in these."""
+    code = np.zeros(len(at), np.int64)
+    for name in names:
+        values, where = np.unique(getattr(at, name), return_inverse=True)
+        code = code * len(values) + where
+    return np.unique(code, return_inverse=True)[1]
+
+
+def _smallest(values: np.ndarray, most: int) -> np.ndarray:
+    """Indices of the smallest finite values, ascending, the first of equal ones first."""
+    able = np.flatnonzero(np.isfinite(values))
+    if len(able) > 8 * most:
+        able = able[values[able] <= np.partition(values[able], most - 1)[most - 1]]
+    return able[np.argsort(values[able], kind="stable")][:most]
+
+
+def _larger(length: float, doublings: int = 4) -> list[float]:
+    """Powers of two above a length."""
+    first = 1 << int(length).bit_length()
+    return [float(first << n) for n in range(doublings)]
+
+
+def capacities(problem: Problem, at: Meshes, length: int, doublings: int = 10) -> np.ndarray:
+    """The largest pack of each layout, a power of two or `length`, that fits, float64 [candidates]; 0 where none does."""
+    found = np.where(problem.bytes(at, float(length)) <= problem.budget_bytes, float(length), 0.0)
+    for power in range(8, 8 + doublings + 8):
+        capacity = float(1 << power)
+        if capacity > problem.tokens_per_step:
+            break
+        found = np.where(problem.bytes(at, capacity) <= problem.budget_bytes, np.maximum(found, capacity), found)
+    return found
+
+
+def take_shared(at: Meshes) -> Meshes:
+    """The layouts as a step with several of them takes them: states are sharded, ZeRO-1 at least, where ranks share them."""
+    return replace(at, zero=np.where(at.holders > 1, np.maximum(at.zero, 1), at.zero))

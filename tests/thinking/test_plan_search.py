@@ -1,0 +1,296 @@
+"""The shortlist of a plan: every candidate counted, the bound below the ledger, the program as good as trying everything, no choice worse
+than the best single layout."""
+
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, pairwise, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longshift.cluster.named import cluster
+from longshift.errors import UsageError
+from longshift.layout.layout import Layout
+from longshift.layout.legal import faults
+from longshift.planner import least_bytes
+from longshift.planner.assign import assignments, cut_at, tally
+from longshift.planner.chosen import Shortlist
+from longshift.planner.enumerated import AXES, Meshes, enumerate_layouts, illegal
+from longshift.planner.least_bytes import device_bytes
+from longshift.planner.loads import Dealing, dealt
+from longshift.planner.shortlist import shortlist
+from longshift.program.needs import StepShape, most, needs
+from longshift.spec.formats import FORMATS
+from longshift.spec.model import ModelSpec, Rope
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import assumed
+from longshift.workload.groups import Edge, length_groups
+from longshift.workload.lengths import spans
+
+ODD = ModelSpec("llama", 1009, 64, 5, 6, 3, 16, 176, 1 << 16, rope=Rope())
+SMALL = ModelSpec("llama", 32000, 1024, 8, 16, 4, 64, 2816, 1 << 17, rope=Rope())
+TIED = replace(SMALL, tied=True)
+LARGE = ModelSpec("llama", 128256, 4096, 32, 32, 8, 128, 14336, 1 << 17, rope=Rope())
+GIB = 1 << 30
+
+
+def some_lengths(seed: int = 0, documents: int = 20000, longest: int = 1 << 15) -> tuple[np.ndarray, np.ndarray]:
+    drawn = np.random.default_rng(seed).lognormal(6.5, 1.65, documents)
+    return np.unique(np.clip(drawn, 8, longest).astype(np.int64), return_counts=True)
+
+
+@cache
+def found_on(devices: str = "8xH100", gib: float = 80, longest: int = 1 << 15, seed: int = 0, **fixed: tuple) -> Shortlist:
+    lengths, counts = some_lengths(seed)
+    return shortlist(LARGE, cluster(devices), lengths, counts, 1 << 20, longest, fixed=fixed, memory_bytes=gib * GIB)
+
+
+# --- candidates ---
+
+
+@pytest.mark.parametrize("spec", [ODD, SMALL, TIED])
+@pytest.mark.parametrize("world", [1, 6, 8, 12, 16])
+def test_plan_rules_are_those_of_layouts(spec: ModelSpec, world: int):
+    known = enumerate_layouts(spec, world)
+    assert sum(known.refused.values()) + len(known.meshes) == known.total
+    assert len(np.unique(known.meshes.columns(), axis=0)) == len(known.meshes)
+    rng = random.Random(world)
+    degrees = [n for n in range(1, world + 1) if world % n == 0]
+    some = [
+        Layout(*(rng.choice(degrees) for _ in AXES), virtual=rng.choice([1, 2, 4]), order=rng.choice(["1f1b", "gpipe"])) for _ in range(400)
+    ]
+    wrong = np.logical_or.reduce(list(illegal(spec, Meshes.of(some)).values()))
+    assert wrong.tolist() == [bool(faults(spec, layout, layout.world)) for layout in some]
+    for index in rng.choices(range(len(known.meshes)), k=50):
+        layout = known.meshes.layout(index)
+        assert faults(spec, layout, world) == ()
+        assert Meshes.of([layout]).columns().tolist() == [known.meshes.columns()[index].tolist()]
+
+
+def test_plan_keeps_to_what_is_fixed():
+    known = enumerate_layouts(SMALL, 8, {"tp": [1, 2], "recompute": ["full"], "zero": [1]}).meshes
+    assert set(known.tp.tolist()) == {1, 2}
+    assert {known.layout(index).recompute for index in range(len(known))} == {"full"}
+    with pytest.raises(UsageError, match="'tensor' is nothing that a plan chooses"):
+        enumerate_layouts(SMALL, 8, {"tensor": [1]})
+    with pytest.raises(UsageError, match="ful"):
+        enumerate_layouts(SMALL, 8, {"recompute": ["ful"]})
+
+
+# --- the bound ---
+
+
+def ledger_bytes(spec: ModelSpec, layout: Layout, pack: int, micros: int, precision: str, transport: str) -> float:
+    edges, formats = (Edge(pack, layout),), FORMATS[precision]
+    way = Itinerary(spec, edges, assumed(8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
+    shape = StepShape(way, edges, formats, pack * layout.dp * micros, pack)
+    return most(needs(shape, edges, transport, transport == "gloo")).device.total  # pyright: ignore[reportArgumentType]
+
+
+def of_bound(seeds: range) -> list[float]:
+    """The bound over what the ledger says, of random layouts."""
+    found = []
+    for seed in seeds:
+        rng = random.Random(seed)
+        spec = rng.choice([ODD, SMALL, TIED, LARGE])
+        known = enumerate_layouts(spec, rng.choice([1, 2, 4, 8]), {"order": ["1f1b", "gpipe"]}).meshes
+        index = rng.randrange(len(known))
+        layout, pack, micros = known.layout(index), rng.choice([256, 1024, 4096, 8192]), rng.choice([1, 2, 5, 9])
+        precision, transport = rng.choice(["bf16", "bf16", "bf16", "float32"]), rng.choice(["nccl", "nccl", "gloo"])
+        few = micros if layout.order == "gpipe" else min(micros, 2 * layout.pp * layout.virtual + 1)
+        bound = device_bytes(spec, known.take(np.array([index])), FORMATS[precision], pack, few)[0]
+        found.append(bound / ledger_bytes(spec, layout, pack, micros, precision, transport))
+    return found
+
+
+def test_plan_bound_is_never_above_the_ledger_and_near_it():
+    found = of_bound(range(120))
+    assert max(found) <= 1
+    assert np.median(found) > 0.9
+
+
+def test_plan_bound_counts_packs_in_flight(monkeypatch: pytest.MonkeyPatch):
+    """Mutants: one pack in flight on every stage, and all of them."""
+    layout = Layout.parse("pp4.dp2.z1")
+    at, small = Meshes.of([layout]), FORMATS["bf16"]
+
+    def ratio() -> float:
+        return float(device_bytes(SMALL, at, small, 8192, 9)[0] / ledger_bytes(SMALL, layout, 8192, 9, "bf16", "nccl"))
+
+    assert 0.9 < ratio() <= 1
+    one = np.ones(1, np.int64)
+    monkeypatch.setattr(least_bytes, "in_flight", lambda at, micros, first: (one, one > 0, one > 0))
+    assert ratio() < 0.75
+    monkeypatch.setattr(least_bytes, "in_flight", lambda at, micros, first: (micros, one > 0, one > 0))
+    assert ratio() > 1
+
+
+# --- the program over edges and layouts ---
+
+
+def random_case(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+    edges, layouts, groups = (int(rng.integers(1, most)) for most in (5, 4, 4))
+    cost = np.full((edges, edges + 1, layouts), np.inf)
+    for i, j in combinations(range(edges + 1), 2):
+        cost[i, j] = np.where(rng.random(layouts) < 0.8, rng.random(layouts) * (j - i), np.inf)
+    switch = np.where(np.eye(layouts, dtype=bool), 0.0, rng.random((layouts, layouts)) * 0.3)
+    return cost, rng.random((edges, edges + 1)), switch, rng.random(layouts) * 0.1, groups
+
+
+def brute(cost: np.ndarray, present: np.ndarray, switch: np.ndarray, last: np.ndarray, groups: int) -> float:
+    """The least seconds of every assignment, tried one by one."""
+    edges, _, layouts = cost.shape
+    least = np.inf
+    for count in range(1, groups + 1):
+        for ends in combinations(range(1, edges), count - 1):
+            cuts = [0, *ends, edges]
+            for some in product(range(layouts), repeat=count):
+                seconds = sum(cost[i, j, k] for i, j, k in zip(cuts, cuts[1:], some)) + last[some[-1]]
+                seconds += sum(present[cuts[n], cuts[n + 1]] * switch[some[n + 1], some[n]] for n in range(count - 1))
+                least = min(least, float(seconds))
+    return least
+
+
+def test_plan_program_equals_brute_force():
+    rng = np.random.default_rng(0)
+    for _ in range(1000):
+        case = random_case(rng)
+        found, least = assignments(*case), brute(*case)
+        assert bool(found) == np.isfinite(least)
+        if found:
+            cost, present, switch, last, _ = case
+            one = found[0]
+            cuts = (0, *one.ends)
+            seconds = sum(cost[i, j, k] for i, j, k in zip(cuts, one.ends, one.layouts)) + last[one.layouts[-1]]
+            for n in range(len(one.ends) - 1):
+                seconds += present[cuts[n], cuts[n + 1]] * switch[one.layouts[n + 1], one.layouts[n]]
+            assert one.seconds == pytest.approx(least, rel=1e-12) == seconds
+            assert [a.seconds for a in found] == sorted(a.seconds for a in found)
+
+
+def test_plan_program_with_more_layouts_is_never_worse():
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        cost, present, switch, last, groups = random_case(rng)
+        few = assignments(cost[:, :, :1], present, switch[:1, :1], last[:1], groups)
+        every = assignments(cost, present, switch, last, groups)
+        assert not few or every[0].seconds <= few[0].seconds + 1e-12
+
+
+# --- lengths, packs ---
+
+
+def test_plan_splits_and_tallies_all_tokens():
+    rng = np.random.default_rng(2)
+    given = rng.integers(1, 5000, 300)
+    lengths, counts = cut_at(*np.unique(given, return_counts=True), max_len=700)
+    cut = spans(given, 700, "split")
+    pieces = cut.stop - cut.start
+    expected = dict(zip(*np.unique(pieces, return_counts=True)))
+    # `spans` gives an end-of-text token that would be alone to no piece; both count documents alike.
+    assert counts.sum() == len(pieces)
+    assert abs(int(lengths @ counts) - int(pieces.sum())) <= len(given)
+    assert max(expected) == lengths[-1] == 700
+    found = tally(lengths, counts, 10_000, 700)
+    assert found.tokens[-1] == pytest.approx(10_000)
+    assert found.edges[-1] == 700
+    assert (np.diff(found.edges) > 0).all()
+    assert found.documents[-1] == pytest.approx(10_000 * counts.sum() / (lengths @ counts))
+
+
+def test_plan_deals_packs_as_the_workload_does():
+    documents = np.random.default_rng(3).integers(1, 4000, 200)
+    edges = [Edge(1024, Layout.parse("dp4"), 4096), Edge(4096, Layout.parse("dp2.u2"), 8192)]
+    groups = length_groups(documents.tolist(), edges, SMALL)
+    for group, edge in zip(groups, edges):
+        found = dealt(documents, Dealing(group.lo, group.hi, edge.pack, group.layout.dp), SMALL)
+        tokens = [[sum(int(documents[d]) for d in group.packs[p]) for p in share] for share in group.shares]
+        assert [[one[0] for one in packs] for packs in found] == tokens
+
+
+# --- the whole ---
+
+
+@pytest.mark.parametrize("gib", [40, 60, 80, 141])
+@pytest.mark.parametrize("devices", ["8xH100", "32xH100"])
+def test_plan_is_never_worse_than_the_best_single_layout(gib: float, devices: str):
+    found = found_on(devices, gib)
+    assert found.best is not None
+    for other in (found.single, found.context_parallel, *found.others):
+        assert other is not None
+        assert found.best.seconds <= other.seconds
+    assert sum(found.best.groups[n].tokens for n in range(len(found.best.groups))) == pytest.approx(1)
+    assert all(group.device_bytes <= gib * GIB for group in found.best.groups)
+    for edge in found.best.edges:
+        assert faults(LARGE, edge.use, found.devices, edge.upto) == ()
+        assert edge.pack >= edge.upto
+
+
+def test_plan_with_more_memory_or_faster_links_is_not_slower():
+    """Candidates are pruned, so this holds to a percent, not to the last bit."""
+    seconds = [answer.seconds for gib in (40, 60, 80, 141) if (answer := found_on("8xH100", gib).best)]
+    assert all(after <= before * 1.01 for before, after in pairwise(seconds))
+    lengths, counts = some_lengths()
+    slow = cluster("32xH100")
+    links = {**slow.links, "network": replace(slow.links["network"], bytes_per_s=4 * slow.links["network"].bytes_per_s)}
+    one, other = (shortlist(LARGE, some, lengths, counts, 1 << 20, 1 << 15).best for some in (slow, replace(slow, links=links)))
+    assert one
+    assert other
+    assert other.seconds <= one.seconds * 1.01
+
+
+def test_plan_of_fewer_candidates_is_not_faster():
+    free = found_on().best
+    for fixed in ({"tp": (1, 2)}, {"pp": (2,)}, {"zero": (1,)}, {"recompute": ("full",)}):
+        narrow = found_on(**fixed).best
+        assert free
+        assert narrow is None or free.seconds <= narrow.seconds * 1.01
+
+
+def test_plan_of_a_permuted_corpus_is_equal():
+    drawn = np.repeat(*some_lengths(5, 3000))
+    np.random.default_rng(0).shuffle(drawn)
+    found = [
+        shortlist(LARGE, cluster("8xH100"), *np.unique(some, return_counts=True), 1 << 20, 1 << 15).to_json()
+        for some in (drawn, drawn[::-1])
+    ]
+    assert found[0] == found[1]
+
+
+def test_plan_is_equal_in_every_process():
+    lines = ("import sys, json", f"sys.path.insert(0, {str(Path(__file__).parent)!r})", "import test_plan_search as t")
+    program = "; ".join((*lines, "print(json.dumps(t.found_on().to_json(), sort_keys=True))"))
+    texts = []
+    for seed in ("0", "1"):
+        where = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
+        texts.append(subprocess.run([sys.executable, "-c", program], env=where, capture_output=True, check=True).stdout)
+    assert texts[0] == texts[1]
+    assert json.loads(texts[0]) == json.loads(json.dumps(found_on().to_json()))
+
+
+def test_plan_says_what_would_fit_where_nothing_does():
+    found = found_on("8xH100", 20, 1 << 15)
+    assert not found.fits
+    assert found.best is None
+    assert "GiB" in found.binding
+    assert any("data.max_len" in change or "devices" in change for change in found.changes)
+    fixed = found_on("8xH100", 40, 1 << 15, tp=(1,), ulysses=(1,), ring=(1,), recompute=("none",))
+    assert not fixed.fits
+    assert any(change.startswith("leave") for change in fixed.changes)
+    for some in (found, fixed):
+        json.dumps(some.to_json())
+        assert "nothing fits" in str(some)
+
+
+def test_plan_counts_every_candidate_and_names_rivals():
+    found = found_on()
+    assert found.candidates == enumerate_layouts(LARGE, 8).total
+    assert all(count > 0 for count in found.refused.values())
+    assert any("GiB short" in str(rival) for rival in found.rivals)
+    assert any("%" in str(rival) for rival in found.rivals)
+    assert "step" in str(found)
