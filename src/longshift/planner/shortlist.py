@@ -35,6 +35,8 @@ MOST_DEALT = 12_000  # documents that are dealt in all draws: some 10 us each
 AHEAD_BYTES = float(SwitchOptions().ahead_bytes)
 HALVINGS = 3  # of a layout's largest packs, that are compared
 MOST_SINGLES = 8  # single layouts of different meshes that are dealt real draws
+WORTH = 0.01  # of a step's seconds, that another round may gain
+KINDS = ("best", "single", "context parallel")
 ROUNDS = 3  # of a search: the next one knows which families of layouts need more than their bounds say
 TOLD = 5  # assignments that a shortlist names
 
@@ -83,9 +85,9 @@ def shortlist(
             refused = {**known.refused, **at_keys.refused}
         if not np.isfinite(at_keys.seconds[:, -1]).any():
             break
-        made, before = _Comparison(problem, known.meshes, at_keys, lengths, counts, ahead_bytes, seed), ledger.failures
+        made = _Comparison(problem, known.meshes, at_keys, lengths, counts, ahead_bytes, seed)
         found.append(made.answers(ledger))
-        if ledger.failures == before:
+        if len(found[-1]) == len(KINDS) and found[-1]["best"].seconds <= made.seconds.min() * (1 + WORTH):
             break
     answers = {name: min((one[name] for one in found if name in one), key=lambda answer: answer.seconds) for one in found for name in one}
     if "best" not in answers:
@@ -110,14 +112,13 @@ def shortlist(
 
 class _Weigher:
     """What the ledger says of single groups. Mutable: it keeps what it has weighed. `over`: by family, the ledger's bytes over the bound's
-    where these did not fit; `failures`: how often."""
+    where these did not fit."""
 
     def __init__(self, spec: ModelSpec, cluster: Cluster, precision: str, tokens_per_step: int, budget_bytes: float):
         self.spec, self.formats, self.tokens, self.on_cpu = spec, FORMATS[precision], tokens_per_step, cluster.device.kind == "cpu"
         self.links, self.budget_bytes = links_of(cluster, cluster.devices_per_node, cluster.nodes), budget_bytes
         self.known: dict[tuple[str, int, int], float] = {}
         self.over: dict[tuple[int, ...], float] = {}
-        self.failures = 0
 
     def reserved(self, problem: Problem, at: Meshes, row: int, capacity: int, longest: int) -> float:
         """Bytes of a device that the largest step with this group alone asks for, of the first and the last stage; of a layout whose
@@ -136,7 +137,6 @@ class _Weigher:
             weighed = [shape.weighed(edges, rank, "gloo" if self.on_cpu else "nccl", self.on_cpu).device for rank in stages]
             self.known[key] = float(reserved(max(weighed), self.on_cpu))
             if self.known[key] > self.budget_bytes:
-                self.failures += 1
                 self.over[family] = max(self.over.get(family, 1.0), self.known[key] / bound)
         return self.known[key]
 
@@ -168,13 +168,10 @@ class _Comparison:
     def answers(self, ledger: _Weigher) -> dict[str, Answer]:
         """The best, the best single layout, and the best that changes context parallelism alone, of those that the ledger lets through."""
         order = [int(n) for n in np.argsort(self.seconds, kind="stable")]
-        kinds = {
-            "best": order,
-            "single": [n for n in order if len(self.proposals[n].groups) == 1],
-            "context parallel": [n for n in order if self._context_parallel(self.proposals[n])],
-        }
+        singles = [n for n in order if len(self.proposals[n].groups) == 1]
+        alike = [n for n in order if self._context_parallel(self.proposals[n])]
         found = {}
-        for name, some in kinds.items():
+        for name, some in zip(KINDS, (order, singles, alike)):
             for number in some:
                 groups = self.proposals[number].groups
                 needed = [ledger.reserved(self.problem, self.pool, row, pack, self.edges[end]) for _, end, row, pack in groups]
