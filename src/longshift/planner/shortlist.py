@@ -125,9 +125,9 @@ class _Weigher:
         family is known to need more than its bound says, that much more without weighing it."""
         one = at.take(np.array([row]))
         layout, family = one.layout(0), tuple(int(getattr(one, name)[0]) for name in FAMILY)
-        bound = float(problem.bound(one, float(capacity))[0])
         key = str(layout), capacity, longest
         if key not in self.known:
+            bound = float(problem.bound(one, float(capacity))[0])
             if bound * self.over.get(family, 1.0) > self.budget_bytes:
                 return bound * self.over.get(family, 1.0)
             edges = (Edge(capacity, layout),)
@@ -158,6 +158,7 @@ class _Comparison:
         self.switch_s = switch_seconds(problem.cost, self.pool, 2.0 - problem.spec.tied, ahead_bytes)
         last = len(self.edges) - 1
         _, self.optimizer_s = problem.expected(self.pool, float(self.edges[-1]), 0, last)
+        self.table = self._table(np.arange(len(numbers)))
         some = [Proposal(((0, last, len(numbers) + n, int(self.statics.packs[single])),)) for n, single in enumerate(singles)]
         some += self._proposals(np.arange(len(numbers)))
         for family in alike:
@@ -184,14 +185,14 @@ class _Comparison:
         """The next best assignments, with what their bounds say of memory."""
         found = []
         for number in map(int, np.argsort(self.seconds, kind="stable")):
-            needed = [
-                float(self.problem.bytes(self.pool.take(np.array([row])), float(pack))[0])
-                for _, _, row, pack in self.proposals[number].groups
-            ]
-            answer = self._answer(number, needed)
-            if answer.text != best.text and max(needed) <= self.problem.budget_bytes:
+            _, _, rows, packs = map(np.array, zip(*self.proposals[number].groups))
+            needed = self.problem.bytes(self.pool.take(rows), packs.astype(float))
+            answer = self._answer(number, needed.tolist())
+            if answer.text != best.text and answer.seconds >= best.seconds and needed.max() <= self.problem.budget_bytes:
                 found.append(answer)
-        return tuple(found[:TOLD])
+            if len(found) == TOLD:
+                break
+        return tuple(found)
 
     def rivals(self) -> tuple[Rival, ...]:
         """The best single layouts of other meshes than the best one's, by what they are expected to take."""
@@ -214,12 +215,13 @@ class _Comparison:
 
     def _proposals(self, rows: np.ndarray) -> list[Proposal]:
         """The best assignments to these rows of the pool as expected."""
-        cost, packs, often = self._table(rows)
-        found = assignments(cost, often, self._hops(rows), self.optimizer_s[rows])
+        cost, packs, often = self.table
+        found = assignments(cost[:, :, rows], often, self._hops(rows), self.optimizer_s[rows])
         return [
             Proposal(
                 tuple(
-                    (before, end, int(rows[k]), int(packs[before, end, k])) for before, end, k in zip((0, *one.ends), one.ends, one.layouts)
+                    (before, end, int(rows[k]), int(packs[before, end, rows[k]]))
+                    for before, end, k in zip((0, *one.ends), one.ends, one.layouts)
                 )
             )
             for one in found
