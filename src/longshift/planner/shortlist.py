@@ -183,12 +183,13 @@ class _Comparison:
 
     def others(self, best: Answer) -> tuple[Answer, ...]:
         """The next best assignments, with what their bounds say of memory."""
-        found = []
+        found, seen = [], {best.edges}
         for number in map(int, np.argsort(self.seconds, kind="stable")):
             _, _, rows, packs = map(np.array, zip(*self.proposals[number].groups))
             needed = self.problem.bytes(self.pool.take(rows), packs.astype(float))
             answer = self._answer(number, needed.tolist())
-            if answer.text != best.text and answer.seconds >= best.seconds and needed.max() <= self.problem.budget_bytes:
+            if answer.edges not in seen and answer.seconds >= best.seconds and needed.max() <= self.problem.budget_bytes:
+                seen.add(answer.edges)
                 found.append(answer)
             if len(found) == TOLD:
                 break
@@ -214,18 +215,18 @@ class _Comparison:
         return sorted(places)
 
     def _proposals(self, rows: np.ndarray) -> list[Proposal]:
-        """The best assignments to these rows of the pool as expected."""
+        """The best assignments to these rows of the pool as expected. Neighbours with one layout and equal packs are one group."""
         cost, packs, often = self.table
-        found = assignments(cost[:, :, rows], often, self._hops(rows), self.optimizer_s[rows])
-        return [
-            Proposal(
-                tuple(
-                    (before, end, int(rows[k]), int(packs[before, end, rows[k]]))
-                    for before, end, k in zip((0, *one.ends), one.ends, one.layouts)
-                )
-            )
-            for one in found
-        ]
+        found = []
+        for one in assignments(cost[:, :, rows], often, self._hops(rows), self.optimizer_s[rows]):
+            groups: list[tuple[int, int, int, int]] = []
+            for before, end, k in zip((0, *one.ends), one.ends, one.layouts):
+                row, capacity = int(rows[k]), int(packs[before, end, rows[k]])
+                if groups and groups[-1][2:] == (row, capacity):
+                    before = groups.pop()[0]
+                groups.append((before, end, row, capacity))
+            found.append(Proposal(tuple(groups)))
+        return found
 
     def _table(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Expected seconds of documents between two edges under each layout, [E, E + 1, K], in the packs that take least; these packs; and
