@@ -35,6 +35,8 @@ MOST_DEALT = 12_000  # documents that are dealt in all draws: some 10 us each
 AHEAD_BYTES = float(SwitchOptions().ahead_bytes)
 HALVINGS = 3  # of a layout's largest packs, that are compared
 MOST_SINGLES = 8  # single layouts of different meshes that are dealt real draws
+WORTH = 0.01  # of a step's seconds, that another round may gain
+KINDS = ("best", "single", "context parallel")
 ROUNDS = 3  # of a search: the next one knows which families of layouts need more than their bounds say
 TOLD = 5  # assignments that a shortlist names
 
@@ -83,9 +85,9 @@ def shortlist(
             refused = {**known.refused, **at_keys.refused}
         if not np.isfinite(at_keys.seconds[:, -1]).any():
             break
-        made, before = _Comparison(problem, known.meshes, at_keys, lengths, counts, ahead_bytes, seed), ledger.failures
+        made = _Comparison(problem, known.meshes, at_keys, lengths, counts, ahead_bytes, seed)
         found.append(made.answers(ledger))
-        if ledger.failures == before:
+        if len(found[-1]) == len(KINDS) and found[-1]["best"].seconds <= made.seconds.min() * (1 + WORTH):
             break
     answers = {name: min((one[name] for one in found if name in one), key=lambda answer: answer.seconds) for one in found for name in one}
     if "best" not in answers:
@@ -110,23 +112,22 @@ def shortlist(
 
 class _Weigher:
     """What the ledger says of single groups. Mutable: it keeps what it has weighed. `over`: by family, the ledger's bytes over the bound's
-    where these did not fit; `failures`: how often."""
+    where these did not fit."""
 
     def __init__(self, spec: ModelSpec, cluster: Cluster, precision: str, tokens_per_step: int, budget_bytes: float):
         self.spec, self.formats, self.tokens, self.on_cpu = spec, FORMATS[precision], tokens_per_step, cluster.device.kind == "cpu"
         self.links, self.budget_bytes = links_of(cluster, cluster.devices_per_node, cluster.nodes), budget_bytes
         self.known: dict[tuple[str, int, int], float] = {}
         self.over: dict[tuple[int, ...], float] = {}
-        self.failures = 0
 
     def reserved(self, problem: Problem, at: Meshes, row: int, capacity: int, longest: int) -> float:
         """Bytes of a device that the largest step with this group alone asks for, of the first and the last stage; of a layout whose
         family is known to need more than its bound says, that much more without weighing it."""
         one = at.take(np.array([row]))
         layout, family = one.layout(0), tuple(int(getattr(one, name)[0]) for name in FAMILY)
-        bound = float(problem.bound(one, float(capacity))[0])
         key = str(layout), capacity, longest
         if key not in self.known:
+            bound = float(problem.bound(one, float(capacity))[0])
             if bound * self.over.get(family, 1.0) > self.budget_bytes:
                 return bound * self.over.get(family, 1.0)
             edges = (Edge(capacity, layout),)
@@ -136,7 +137,6 @@ class _Weigher:
             weighed = [shape.weighed(edges, rank, "gloo" if self.on_cpu else "nccl", self.on_cpu).device for rank in stages]
             self.known[key] = float(reserved(max(weighed), self.on_cpu))
             if self.known[key] > self.budget_bytes:
-                self.failures += 1
                 self.over[family] = max(self.over.get(family, 1.0), self.known[key] / bound)
         return self.known[key]
 
@@ -158,6 +158,7 @@ class _Comparison:
         self.switch_s = switch_seconds(problem.cost, self.pool, 2.0 - problem.spec.tied, ahead_bytes)
         last = len(self.edges) - 1
         _, self.optimizer_s = problem.expected(self.pool, float(self.edges[-1]), 0, last)
+        self.table = self._table(np.arange(len(numbers)))
         some = [Proposal(((0, last, len(numbers) + n, int(self.statics.packs[single])),)) for n, single in enumerate(singles)]
         some += self._proposals(np.arange(len(numbers)))
         for family in alike:
@@ -168,13 +169,10 @@ class _Comparison:
     def answers(self, ledger: _Weigher) -> dict[str, Answer]:
         """The best, the best single layout, and the best that changes context parallelism alone, of those that the ledger lets through."""
         order = [int(n) for n in np.argsort(self.seconds, kind="stable")]
-        kinds = {
-            "best": order,
-            "single": [n for n in order if len(self.proposals[n].groups) == 1],
-            "context parallel": [n for n in order if self._context_parallel(self.proposals[n])],
-        }
+        singles = [n for n in order if len(self.proposals[n].groups) == 1]
+        alike = [n for n in order if self._context_parallel(self.proposals[n])]
         found = {}
-        for name, some in kinds.items():
+        for name, some in zip(KINDS, (order, singles, alike)):
             for number in some:
                 groups = self.proposals[number].groups
                 needed = [ledger.reserved(self.problem, self.pool, row, pack, self.edges[end]) for _, end, row, pack in groups]
@@ -185,16 +183,17 @@ class _Comparison:
 
     def others(self, best: Answer) -> tuple[Answer, ...]:
         """The next best assignments, with what their bounds say of memory."""
-        found = []
+        found, seen = [], {best.edges}
         for number in map(int, np.argsort(self.seconds, kind="stable")):
-            needed = [
-                float(self.problem.bytes(self.pool.take(np.array([row])), float(pack))[0])
-                for _, _, row, pack in self.proposals[number].groups
-            ]
-            answer = self._answer(number, needed)
-            if answer.text != best.text and max(needed) <= self.problem.budget_bytes:
+            _, _, rows, packs = map(np.array, zip(*self.proposals[number].groups))
+            needed = self.problem.bytes(self.pool.take(rows), packs.astype(float))
+            answer = self._answer(number, needed.tolist())
+            if answer.edges not in seen and answer.seconds >= best.seconds and needed.max() <= self.problem.budget_bytes:
+                seen.add(answer.edges)
                 found.append(answer)
-        return tuple(found[:TOLD])
+            if len(found) == TOLD:
+                break
+        return tuple(found)
 
     def rivals(self) -> tuple[Rival, ...]:
         """The best single layouts of other meshes than the best one's, by what they are expected to take."""
@@ -216,17 +215,18 @@ class _Comparison:
         return sorted(places)
 
     def _proposals(self, rows: np.ndarray) -> list[Proposal]:
-        """The best assignments to these rows of the pool as expected."""
-        cost, packs, often = self._table(rows)
-        found = assignments(cost, often, self._hops(rows), self.optimizer_s[rows])
-        return [
-            Proposal(
-                tuple(
-                    (before, end, int(rows[k]), int(packs[before, end, k])) for before, end, k in zip((0, *one.ends), one.ends, one.layouts)
-                )
-            )
-            for one in found
-        ]
+        """The best assignments to these rows of the pool as expected. Neighbours with one layout and equal packs are one group."""
+        cost, packs, often = self.table
+        found = []
+        for one in assignments(cost[:, :, rows], often, self._hops(rows), self.optimizer_s[rows]):
+            groups: list[tuple[int, int, int, int]] = []
+            for before, end, k in zip((0, *one.ends), one.ends, one.layouts):
+                row, capacity = int(rows[k]), int(packs[before, end, rows[k]])
+                if groups and groups[-1][2:] == (row, capacity):
+                    before = groups.pop()[0]
+                groups.append((before, end, row, capacity))
+            found.append(Proposal(tuple(groups)))
+        return found
 
     def _table(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Expected seconds of documents between two edges under each layout, [E, E + 1, K], in the packs that take least; these packs; and

@@ -24,7 +24,7 @@ BEST_AT_KEY = 4  # meshes that survive at each key
 MESH = ("tp", "ulysses", "ring", "dp", "pp", "virtual")
 FAMILY = ("tp", "pp", "virtual", "order", "zero", "recompute")  # what context parallelism alone leaves as it is
 MOST_FAMILIES = 2
-STATICS = 256  # single layouts whose packs are chosen, too
+STATICS = 128  # single layouts whose packs are chosen, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,19 +195,17 @@ def _smallest(values: np.ndarray, most: int) -> np.ndarray:
     return able[np.argsort(values[able], kind="stable")][:most]
 
 
-def _larger(length: float, doublings: int = 4) -> list[float]:
+def _larger(length: float, doublings: int = 2) -> list[float]:
     """Powers of two above a length."""
     first = 1 << int(length).bit_length()
     return [float(first << n) for n in range(doublings)]
 
 
-def capacities(problem: Problem, at: Meshes, length: int, doublings: int = 10) -> np.ndarray:
+def capacities(problem: Problem, at: Meshes, length: int, doublings: int = 12) -> np.ndarray:
     """The largest pack of each layout, a power of two or `length`, that fits, float64 [candidates]; 0 where none does."""
     found = np.where(problem.bytes(at, float(length)) <= problem.budget_bytes, float(length), 0.0)
-    for power in range(8, 8 + doublings + 8):
-        capacity = float(1 << power)
-        if capacity > problem.tokens_per_step:
-            break
+    powers = [float(1 << n) for n in range(8, int(problem.tokens_per_step).bit_length())]
+    for capacity in powers[-doublings:]:
         found = np.where(problem.bytes(at, capacity) <= problem.budget_bytes, np.maximum(found, capacity), found)
     return found
 

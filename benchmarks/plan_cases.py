@@ -1,0 +1,64 @@
+"""One search of a plan in a process of its own, which imports no torch: `plan_cases.py NAME` prints what it took as one line of JSON."""
+
+import json
+import sys
+import time
+
+BEGAN = time.process_time()
+
+import numpy as np  # noqa: E402
+from switch_cases import peak_mib  # noqa: E402
+
+from longshift.cluster.named import cluster  # noqa: E402
+from longshift.planner.shortlist import shortlist  # noqa: E402
+from longshift.spec.families import preset  # noqa: E402
+from longshift.spec.model import ModelSpec, Rope  # noqa: E402
+
+IMPORT_S = time.process_time() - BEGAN
+
+LLAMA_405B = ModelSpec("llama", 128256, 16384, 126, 128, 8, 128, 53248, 1 << 17, rope=Rope())  # arXiv 2407.21783, table 3
+# Lengths of the HotSPa paper's GitHub, as fitted to its table 3: lognormal(6.5, 1.65).
+MU, SIGMA = 6.5, 1.65
+CASES = {  # model, cluster, tokens of a step, longest document, documents
+    "8B on 8": ("llama-3-8b", "8xH100", 1 << 20, 1 << 15, 200_000),
+    "8B on 64": ("llama-3-8b", "64xH100", 1 << 22, 1 << 17, 200_000),
+    "70B on 512": ("llama-3-70b", "512xH100", 1 << 22, 1 << 15, 200_000),
+    "405B on 16,384": ("405B", "16384xH100", 1 << 24, 1 << 17, 200_000),
+    "a million lengths": ("llama-3-8b", "8xH100", 1 << 20, 1 << 15, 0),
+}
+
+
+def lengths_of(documents: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths ascending and documents of each; where `documents` is 0, a million different lengths, one document each."""
+    if not documents:
+        return np.arange(8, 1_000_008), np.ones(1_000_000, np.int64)
+    drawn = np.random.default_rng(0).lognormal(MU, SIGMA, documents)
+    return np.unique(np.clip(drawn, 8, longest).astype(np.int64), return_counts=True)
+
+
+def row(name: str) -> dict:
+    """What a search takes: processor seconds after import, and the process's largest resident size."""
+    model, devices, tokens, longest, documents = CASES[name]
+    spec = LLAMA_405B if model == "405B" else preset(model)
+    lengths, counts = lengths_of(documents, longest)
+    on = cluster(devices)
+    began = time.process_time()
+    found = shortlist(spec, on, lengths, counts, tokens, longest)
+    seconds = time.process_time() - began
+    best = {"step_s": found.best.seconds, "best": found.best.text} if found.best else {}
+    single = {"single_s": found.single.seconds} if found.single else {}
+    return {
+        "case": name,
+        "seconds": seconds,
+        "candidates": found.candidates,
+        "refused": dict(found.refused),
+        "peak_mib": peak_mib(),
+        "import_s": IMPORT_S,
+        "torch": "torch" in sys.modules,
+        **best,
+        **single,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(row(sys.argv[1])))
