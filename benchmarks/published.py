@@ -14,7 +14,6 @@ where attention is torch's own or FlashAttention-2. A feed-forward that is not f
 
 import csv
 import json
-import sys
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -352,27 +352,6 @@ def computed(report: Mapping) -> str:
     return f"Computed on {report['date']} at commit `{commit[:7]}`."
 
 
-def plan_choice() -> str:
-    """Measured and predicted seconds of layouts on two ranks."""
-    report = result("plan_choice")
-    rows = [
-        (
-            f"`{row['layout']}`",
-            f"{row['measured_s']:.2f} ± {row['spread'] / 2:.0%}",
-            f"{row['predicted_s']:.2f}",
-            f"{row['raw']:+.0%}",
-            f"{row['calibrated']:+.0%}",
-        )
-        for row in report["rows"]
-    ]
-    head = ("layout", "measured s", "on the clock", "error", "times one factor of three runs")
-    found = report["summary"]
-    raw, after, worst, first, best = (f"{value:.1%}" for value in found.values())
-    errors = f"Median error {raw} as it is; times the factor {after}, worst {worst}."
-    regret = f"The layout that the clock puts first takes {first} longer than the fastest, the best of its first three {best}."
-    return f"{source(report)}\n\n{lines(head, rows)}\n\n{errors} {regret}"
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
     "long-context": by_length,
     "long-context-others": others,
@@ -388,7 +367,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "static": static,
     "ledger": ledger,
     "published": published,
-    "plan_choice": plan_choice,
     "machine-profile": machine_profile,
 }
 
