@@ -158,9 +158,14 @@ class _Comparison:
         self.switch_s = switch_seconds(problem.cost, self.pool, 2.0 - problem.spec.tied, ahead_bytes)
         last = len(self.edges) - 1
         _, self.optimizer_s = problem.expected(self.pool, float(self.edges[-1]), 0, last)
+        # Gradients that have come home from one cut lie there while another one's groups are computed.
+        spec, formats = problem.spec, FORMATS[problem.precision]
+        world = int(np.prod(self.pool.columns()[0, :5]))
+        self.more_bytes = float(reserved(formats.home_bytes * spec.parameters / world, on_cpu=True))
         self.table = self._table(np.arange(len(numbers)))
         some = [Proposal(((0, last, len(numbers) + n, int(self.statics.packs[single])),)) for n, single in enumerate(singles)]
-        some += self._proposals(np.arange(len(numbers)))
+        every = np.arange(len(numbers))
+        some += self._proposals(every) + self._proposals(every, self.more_bytes)
         for family in alike:
             some += self._proposals(np.array([rows[int(number)] for number in family]))[:3]
         self.proposals = list(dict.fromkeys(some))
@@ -174,19 +179,31 @@ class _Comparison:
         found = {}
         for name, some in zip(KINDS, (order, singles, alike)):
             for number in some:
-                groups = self.proposals[number].groups
-                needed = [ledger.reserved(self.problem, self.pool, row, pack, self.edges[end]) for _, end, row, pack in groups]
-                if max(needed) <= self.problem.budget_bytes:
+                if (needed := self._needed(number, ledger)) is not None:
                     found[name] = self._answer(number, needed)
                     break
         return found
+
+    def _needed(self, number: int, ledger: _Weigher) -> list[float] | None:
+        """Bytes of a device for each group of a proposal; None where one does not fit. Those whose bounds leave much are weighed last."""
+        groups, problem = self.proposals[number].groups, self.problem
+        more = self.more_bytes if len({self._cut(row) for _, _, row, _ in groups}) > 1 else 0.0
+        bounds = [float(problem.bytes(self.pool.take(np.array([row])), float(pack))[0]) for _, _, row, pack in groups]
+        found = dict[int, float]()
+        for place in sorted(range(len(groups)), key=lambda n: -bounds[n]):
+            _, end, row, pack = groups[place]
+            found[place] = ledger.reserved(problem, self.pool, row, pack, self.edges[end]) + more
+            if found[place] > problem.budget_bytes:
+                return None
+        return [found[place] for place in range(len(groups))]
 
     def others(self, best: Answer) -> tuple[Answer, ...]:
         """The next best assignments, with what their bounds say of memory."""
         found, seen = [], {best.edges}
         for number in map(int, np.argsort(self.seconds, kind="stable")):
             _, _, rows, packs = map(np.array, zip(*self.proposals[number].groups))
-            needed = self.problem.bytes(self.pool.take(rows), packs.astype(float))
+            more = self.more_bytes if len({self._cut(row) for row in rows}) > 1 else 0.0
+            needed = self.problem.bytes(self.pool.take(rows), packs.astype(float)) + more
             answer = self._answer(number, needed.tolist())
             if answer.edges not in seen and answer.seconds >= best.seconds and needed.max() <= self.problem.budget_bytes:
                 seen.add(answer.edges)
@@ -214,9 +231,15 @@ class _Comparison:
             places |= set(np.sort(first)[:MOST_SINGLES].tolist())
         return sorted(places)
 
-    def _proposals(self, rows: np.ndarray) -> list[Proposal]:
-        """The best assignments to these rows of the pool as expected. Neighbours with one layout and equal packs are one group."""
+    def _proposals(self, rows: np.ndarray, more_bytes: float = 0.0) -> list[Proposal]:
+        """The best assignments to these rows of the pool as expected, of groups that leave so many bytes of a device. Neighbours with one
+        layout and equal packs are one group."""
         cost, packs, often = self.table
+        if more_bytes:
+            i, j, k = np.nonzero(np.isfinite(cost))
+            needed = self.problem.bytes(self.pool.take(k), packs[i, j, k].astype(float)) + more_bytes
+            cost = cost.copy()
+            cost[i, j, k] = np.where(needed <= self.problem.budget_bytes, cost[i, j, k], np.inf)
         found = []
         for one in assignments(cost[:, :, rows], often, self._hops(rows), self.optimizer_s[rows]):
             groups: list[tuple[int, int, int, int]] = []
