@@ -8,7 +8,7 @@ dynamic context parallelism of other systems can choose), are always among what 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from longshift.planner.enumerated import Fixed, Meshes, enumerate_layouts
 from longshift.planner.least_bytes import reserved
 from longshift.planner.loads import Dealing, dealt, dealt_seconds, drawn, present, switch_seconds
 from longshift.planner.remedies import binding, remedies, too_large
+from longshift.planner.streaming import Streamed, streamed
 from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_static, capacities, compared, families, survivors, take_shared
 from longshift.program.needs import StepShape
 from longshift.simulate.closed import BAND, model_flops
@@ -92,10 +93,31 @@ def shortlist(
     answers = {name: min((one[name] for one in found if name in one), key=lambda answer: answer.seconds) for one in found for name in one}
     if "best" not in answers:
         need, changes = remedies(problem, cluster, known.meshes, fixed or {})
-        return Shortlist(**told, refused=refused, binding=need, changes=changes)
+        none = Shortlist(**told, refused=refused, binding=need, changes=changes)
+        shorter = _longest_whole(problem, at_keys)
+        more = float(reserved(FORMATS[precision].home_bytes * spec.parameters / cluster.devices, on_cpu=True)) if shorter else 0.0
+        one = streamed(problem, cluster, known.meshes, shorter, more)
+        if one is None:
+            return none
+        answers["best"] = answers["single"] = _streamed_answer(problem, one, 0)
+        if shorter:
+            upto, tokens = int(everything.edges[shorter - 1]), int(everything.tokens[shorter])
+            short = lengths <= upto
+            under = (precision, fixed, budget - more, habits, constants, ahead_bytes, seed)
+            part = shortlist(spec, cluster, lengths[short], counts[short], tokens, upto, *under).best
+            if part is not None:
+                both = _both(problem, part, _streamed_answer(problem, one, shorter), shorter)
+                answers["best"] = min(both, answers["best"], key=lambda answer: answer.seconds)
+        return replace(
+            none,
+            best=answers["best"],
+            single=answers["single"],
+            band=BAND,
+            mfu=_mfu(problem, cluster, answers["best"].seconds),
+            binding=f"streamed, as {need}",
+            changes=(),
+        )
     best = min(answers.values(), key=lambda answer: answer.seconds)
-    flops = model_flops(cost.sizes, everything.tokens[-1], everything.squares[-1] / 2, spec.parameters)
-    peak = cluster.device.flops_per_s[precision] * cluster.devices
     return Shortlist(
         **told,
         refused=refused,
@@ -104,10 +126,43 @@ def shortlist(
         context_parallel=answers.get("context parallel"),
         others=made.others(best),
         band=BAND,
-        mfu={name: float(value / (best.seconds * peak)) for name, value in flops.items()},
+        mfu=_mfu(problem, cluster, best.seconds),
         rivals=(*made.rivals(), *too_large(problem, known.meshes, at_keys, made.statics)),
         binding=binding(budget, best),
     )
+
+
+def _mfu(problem: Problem, cluster: Cluster, seconds: float) -> dict[str, float]:
+    """Model FLOP of a step over what the devices could do in so many seconds, by convention."""
+    sums = problem.tally
+    flops = model_flops(problem.cost.sizes, sums.tokens[-1], sums.squares[-1] / 2, problem.spec.parameters)
+    peak = cluster.device.flops_per_s[problem.precision] * cluster.devices
+    return {name: float(value / (seconds * peak)) for name, value in flops.items()}
+
+
+def _longest_whole(problem: Problem, found: Compared) -> int:
+    """The longest key length, as a number of its edge, that some layout of whole packs fits; 0 where there is none."""
+    able = np.isfinite(found.seconds).any(0) & (problem.tally.documents[found.keys] > 0)
+    return int(found.keys[able].max(initial=0))
+
+
+def _streamed_answer(problem: Problem, one: Streamed, before: int) -> Answer:
+    """A streamed layout for all documents longer than edge `before`."""
+    seconds = one.seconds(problem, before)
+    sums, count = problem.tally, len(problem.tally.edges)
+    documents, tokens, *_ = sums.between(before, count)
+    shares = float(documents / sums.documents[-1]), float(tokens / sums.tokens[-1])
+    longest = int(sums.edges[-1])
+    told = seconds, float(tokens) / seconds, one.device_bytes, one.host_bytes, one.disk_bytes
+    return Answer((Chosen(longest, str(one.layout), longest, *shares, *told),), seconds)
+
+
+def _both(problem: Problem, short: Answer, long: Answer, edge: int) -> Answer:
+    """Groups of whole packs for documents of up to an edge, and the streamed group of longer ones."""
+    documents = float(problem.tally.documents[edge] / problem.tally.documents[-1])
+    tokens = float(problem.tally.tokens[edge] / problem.tally.tokens[-1])
+    groups = tuple(replace(one, documents=one.documents * documents, tokens=one.tokens * tokens) for one in short.groups)
+    return Answer((*groups, *long.groups), short.seconds + long.seconds, short.switch_seconds)
 
 
 class _Weigher:
