@@ -337,7 +337,8 @@ class _Comparison:
         return np.where((cuts[:, None] == cuts[None]).all(2), 0.0, self.switch_s[rows][None])
 
     def _on_draws(self, lengths: np.ndarray, counts: np.ndarray, seed: int) -> tuple[np.ndarray, list[list[float]]]:
-        """Mean seconds of real steps under each proposal; and those of its groups and, last, of its switches."""
+        """Mean seconds of real steps under each proposal; and those of its groups and, last, of its switches. Groups that no draw has count
+        as expected."""
         problem = self.problem
         draws = int(np.clip(MOST_DEALT // max(1.0, problem.tally.documents[-1] * len(self.proposals)), 1, MOST_DRAWS))
         steps = drawn(lengths, counts, problem.tokens_per_step, draws, seed)
@@ -356,9 +357,15 @@ class _Comparison:
             own = np.array([[of_group[numbers[d, self._dealing(g), g[2]]] for g in proposal.groups] for d in range(draws)])
             there = [[bool(known[draw, self._dealing(group)]) for group in proposal.groups] for draw in range(draws)]
             switched = float(np.mean([self._switched(proposal, some) for some in there]))
-            parts.append([*own.mean(0).tolist(), switched])
-            seconds[number] = own.sum(1).mean() + switched + self.optimizer_s[proposal.groups[-1][2]]
+            of_groups = np.where(np.any(there, 0), own.mean(0), [self._expected(group) for group in proposal.groups])
+            parts.append([*of_groups.tolist(), switched])
+            seconds[number] = of_groups.sum() + switched + self.optimizer_s[proposal.groups[-1][2]]
         return seconds, parts
+
+    def _expected(self, group: tuple[int, int, int, int]) -> float:
+        """Seconds of a group as expected: what counts where its documents are so rare that no draw has one."""
+        before, end, row, capacity = group
+        return float(self.problem.expected(self.pool.take(np.array([row])), float(capacity), before, end)[0][0])
 
     def _dealing(self, group: tuple[int, int, int, int]) -> Dealing:
         before, end, row, capacity = group
