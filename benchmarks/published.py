@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from common import commit, machine, versions
 
 from longshift.cluster.files import preset
 from longshift.cluster.network import Fabric, fabric
@@ -301,8 +302,8 @@ def main() -> None:
         table = list(csv.DictReader(file))
     found = judge(table, args.calibrate, 2 if args.quick else CHOICES)
     if args.json:
-        json.dump(found, sys.stdout, indent=1)
-        print()
+        facts = {"benchmark": "published", "machine": machine(), "versions": versions(), "commit": commit()}
+        print(json.dumps(facts | found))
         return
     for source, one in found.pop("by_source").items():
         words = [f"{name} median {part['median']:.3f} mean {part['mean']:.3f} p90 {part['p90']:.3f}" for name, part in one.items()]

@@ -330,6 +330,49 @@ def machine_profile() -> str:
     return f"{source(report)} {said}\n\n{lines(('family', 'quick', 'full'), cells)}"
 
 
+def published() -> str:
+    """Errors of predicted seconds by source, and what a planner would lose by them."""
+    report = result("published")
+    rows = []
+    for name, found in sorted(report["by_source"].items(), key=lambda one: -one[1]["raw"]["rows"]):
+        after = found.get("calibrated")
+        shown = (f"{part['median']:.1%}, {part['mean']:.1%}" if part else "" for part in (found["raw"], after))
+        rows.append((" ".join(name.split()[:4]).rstrip(":;"), found["raw"]["rows"], *shown))
+    rows.append(("all", sum(row[1] for row in rows), f"mean {report['mean_raw']:.1%}", f"mean {report['mean_calibrated']:.1%}"))
+    head = ("source", "steps", "median, mean error", "after three of its steps")
+    right, first, best = (f"{report[name]:.1%}" for name in ("pairs_right", "regret_first", "regret_best_of_3"))
+    pairs = f"Of {report['pairs']:,} pairs of one model and cluster that differ by more than 5 %, {right} are in the right order."
+    regret = f"The layout that comes first takes {first} longer than the best on average, the best of three {best}."
+    return f"{computed(report)}\n\n{lines(head, rows)}\n\n{pairs} {regret}"
+
+
+def computed(report: Mapping) -> str:
+    """A sentence: at which commit it was computed."""
+    commit = (report.get("commit") or "").partition("+")[0]
+    return f"Computed on {report['date']} at commit `{commit[:7]}`."
+
+
+def plan_choice() -> str:
+    """Measured and predicted seconds of layouts on two ranks."""
+    report = result("plan_choice")
+    rows = [
+        (
+            f"`{row['layout']}`",
+            f"{row['measured_s']:.2f} ± {row['spread'] / 2:.0%}",
+            f"{row['predicted_s']:.2f}",
+            f"{row['raw']:+.0%}",
+            f"{row['calibrated']:+.0%}",
+        )
+        for row in report["rows"]
+    ]
+    head = ("layout", "measured s", "on the clock", "error", "times one factor of three runs")
+    found = report["summary"]
+    raw, after, worst, first, best = (f"{value:.1%}" for value in found.values())
+    errors = f"Median error {raw} as it is; times the factor {after}, worst {worst}."
+    regret = f"The layout that the clock puts first takes {first} longer than the fastest, the best of its first three {best}."
+    return f"{source(report)}\n\n{lines(head, rows)}\n\n{errors} {regret}"
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "long-context": by_length,
     "long-context-others": others,
@@ -344,6 +387,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "switch-cost": switches,
     "static": static,
     "ledger": ledger,
+    "published": published,
+    "plan_choice": plan_choice,
     "machine-profile": machine_profile,
 }
 

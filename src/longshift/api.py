@@ -21,6 +21,7 @@ from longshift import errors
 from longshift.config import Config
 from longshift.errors import LongshiftError
 from longshift.layout.layout import AUTO
+from longshift.planner.asked import AutoLayout
 from longshift.train.metrics import MetricsLog, StepMetrics
 from longshift.train.run_folder import RunFolder, prepare
 
@@ -32,6 +33,9 @@ def train(config: Config, *, resume: bool = False) -> Iterator[StepMetrics]:
     processes; leaving the loop early lets them finish the step and save. Raises LongshiftError."""
     from longshift.dist.world import launched, own_rank
 
+    if isinstance(config.layout, AutoLayout):
+        yield from _run_workers(config, resume)
+        return
     if any(edge.use.chunk == AUTO for edge in config.edges):
         from longshift.profile.choose import with_chunks
 

@@ -32,11 +32,12 @@ from longshift.layout import legal
 from longshift.layout.layout import AUTO, Layout
 from longshift.planner.asked import AutoLayout
 from longshift.starter import starter
+from longshift.stream.trace import writable
 from longshift.train.interrupt import Interrupt
-from longshift.train.metrics import Display, read_or_not, read_rows
+from longshift.train.metrics import Display, read_or_not
 from longshift.train.plan_file import PlanFile
 from longshift.train.planned import chosen, keep, show, write_config, write_trace
-from longshift.train.printed import cap_table, length_table, peaks_and_differences
+from longshift.train.printed import cap_table, farewell, length_table, peaks_and_differences
 from longshift.train.run_folder import RunFolder, prepare, read_asked, read_config, write_cause
 from longshift.workload.given import Lengths, read_lengths
 
@@ -105,13 +106,13 @@ def train(
         found = explain_run(run, per_node, profile_of_host(per_node, -(-run.world // per_node)), has_gpu())
         print(jsonlib.dumps(found.to_json()) if json else found)
         return
-    trace = None if trace is None else _trace_file(trace)
+    trace = None if trace is None else writable(trace)
     rank, world = _place()
     for edge in run.edges if world is not None else ():
         legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack)
     folder = prepare(run, resume, rank)
     if rank == 0:
-        keep(plan, folder.path)
+        keep(plan, folder.path, resume)
     if world is not None or run.world == 1:
         # torchrun ends the others by SIGTERM when one rank fails, a scheduler a rank that is alone when its time is over
         stop = Interrupt() if world is not None else Interrupt(signal.SIGTERM, say=_say)
@@ -126,7 +127,7 @@ def train(
     finished = True
     if rank == 0:
         with read_or_not():
-            finished = _farewell(run, folder, json)
+            finished = farewell(run, folder, json)
     if world is not None:
         _leave(0)
     if not finished:
@@ -235,18 +236,25 @@ def plan(
     lengths: Annotated[Path | None, Parameter(help="lengths, one a line, or a histogram .csv; the config's corpus if none")] = None,
     emit: Annotated[Path | None, Parameter(help="a file for the config with the best layouts")] = None,
     trace: Annotated[Path | None, Parameter(help="a file for a step as it is predicted, to open in ui.perfetto.dev")] = None,
+    html: Annotated[Path | None, Parameter(help="a file for plots of time, memory and the ways that were compared")] = None,
     json: Json = False,
 ) -> None:
     """Say which layouts are best for the documents on a cluster, what a step takes, and why not another. Needs no GPU.
 
     Exit code 2 where nothing fits, with the smallest change after which something would.
     """
-    run = load_config(config, overrides)
+    run, trace = load_config(config, overrides), None if trace is None else writable(trace)
     cluster = named(on, fabric) if on else _this_machine(core_count())
     given = read_lengths(lengths) if lengths else Lengths.from_array(_open_corpus(run, verify=False).lengths)
     found = make_plan(task_of(run, cluster, given), (lambda line: None) if json else _say)
     if trace is not None and found.choice.best is not None:
-        write_trace(found.choice.best, _trace_file(trace))
+        write_trace(found.choice.best, trace)
+    if html is not None:
+        try:
+            from longshift.train.plan_plots import write_html
+        except ImportError:
+            raise UsageError("--html needs a package: pip install 'longshift[report]'") from None
+        write_html(found, html)
     if emit is not None:
         write_config(run, found, emit)
     if json:
@@ -350,17 +358,6 @@ def _with_chunks(run: Config) -> Config:
     return with_chunks(run, _say)
 
 
-def _trace_file(trace: Path) -> Path:
-    """Made absolute. Raises UsageError where it cannot be written."""
-    if not trace.absolute().parent.is_dir() or trace.is_dir():
-        raise UsageError(f"--trace {trace}: name a file in a folder that exists")
-    if trace.exists() and trace.suffix != ".json":
-        raise UsageError(f"--trace {trace} is there already; only files that end in .json are written over")
-    if not os.access(trace if trace.exists() else trace.absolute().parent, os.W_OK):
-        raise UsageError(f"--trace {trace} cannot be written")
-    return trace.absolute()
-
-
 def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None) -> None:
     """This process's rank; rank 0 shows the steps."""
     from longshift.api import run_rank
@@ -385,23 +382,6 @@ def _run_told(run: Config, folder: RunFolder, rank: int, *how: Any) -> None:
         if error is fault:
             raise
         raise error from fault
-
-
-def _farewell(run: Config, folder: RunFolder, json: bool) -> bool:
-    """Where the run is, and what can be done with it. Whether it is finished."""
-    rows = read_rows(folder.metrics)
-    done, first, last = (rows[-1]["step"], rows[0]["loss"], rows[-1]["loss"]) if rows else (0, float("nan"), float("nan"))
-    finished = done >= run.train.steps
-    resume = folder.resume_command + (f" train.steps={2 * done}" if finished else "")
-    if json:
-        facts = {"run": str(folder.path), "steps": done, "finished": finished, "export": folder.export_command, "resume": resume}
-        print(jsonlib.dumps(facts), flush=True)
-        return finished
-    how = "finished" if finished else "stopped"
-    print(f"run     {folder.shown}: {how} at step {done} of {run.train.steps}, loss {first:.3f} -> {last:.3f}")
-    print(f"export  {folder.export_command}")
-    print(f"resume  {resume}", flush=True)
-    return finished
 
 
 def _leave(code: int) -> None:

@@ -123,10 +123,11 @@ class Planned:
             "tokens_per_step": task.tokens_per_step,
             "documents": task.lengths.documents,
             "longest": task.longest,
-            "candidates": self.choice.candidates,
-            "refused": dict(self.choice.refused),
+            "candidates": self.choice.shortlist.candidates,
+            "refused": dict(self.choice.shortlist.refused),
             "budget_bytes": int(task.budget_bytes),
             "fits": best is not None,
+            "changes": list(self.choice.shortlist.changes),
             "short": [{"way": self.layout(way), "bytes": lack} for way, lack in self.choice.short[:RIVALS]],
         }
         if best is None:
@@ -156,7 +157,7 @@ class Planned:
             yield f"nothing fits in {_gib(task.budget_bytes)} a device"
             for way, lack in choice.short[:RIVALS]:
                 yield f"  {way}: {_gib(lack)} short, at {way.peak}"
-            yield from self.changes()
+            yield from choice.shortlist.changes
             return
         left = task.budget_bytes - best.bytes["device"]
         yield f"a step takes {best.seconds:.3g} s ({best.seconds * (1 - BAND):.3g} to {best.seconds * (1 + BAND):.3g}), on the clock"
@@ -170,29 +171,11 @@ class Planned:
             yield f"  {way}: {way.seconds / best.seconds - 1:+.1%}"
         for way, lack in choice.short[:RIVALS]:
             yield f"  {way}: {_gib(lack)} short"
-        refused = ", ".join(f"{count:,} {reason}" for reason, count in choice.refused.items())
-        yield f"{choice.candidates:,} layouts; refused: {refused or 'none'}"
-
-    def changes(self) -> Iterator[str]:
-        """The smallest changes after which something would fit."""
-        task = self.task
-        for factor in (2, 4, 8, 16):
-            if task.on_gpu and search(replace(task, cluster=_more(task.cluster, factor), world=task.world * factor)).best:
-                yield f"it would fit on {factor * task.world} devices"
-                break
-        longest = task.longest // 2
-        while longest >= 1024:
-            lengths = task.lengths.lengths
-            shorter = np.unique(np.minimum(lengths, longest), return_inverse=True)
-            cut_lengths = Lengths(shorter[0], np.bincount(shorter[1], task.lengths.counts).astype(np.int64))
-            if search(replace(task, lengths=cut_lengths)).best:
-                yield f"it would fit with data.max_len={format_size(longest)}"
-                return
-            longest //= 2
-
-
-def _more(cluster: Cluster, factor: int) -> Cluster:
-    return replace(cluster, nodes=cluster.nodes * factor)
+        for rival in choice.shortlist.rivals:
+            yield f"  {rival} (closed form)"
+        yield f"{choice.shortlist.candidates:,} layouts were compared"
+        for reason, count in choice.shortlist.refused.items():
+            yield f"  {count:,} refused: {reason}"
 
 
 def _gib(size: float) -> str:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshift.cluster import files, network
+from longshift.cluster import files, named, network
 from longshift.cluster.cluster import Heads
 from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
@@ -29,7 +29,7 @@ from longshift.spec.families import preset
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "benchmarks" / "published.py"
 SPEC = preset("llama-3-8b")
-COST = Cost(sizes(SPEC), rates(files.cluster("64xh100")))
+COST = Cost(sizes(SPEC), rates(named.cluster("64xh100")))
 ONE = {"tp": 1, "ulysses": 1, "ring": 1, "dp": 1, "pp": 1, "virtual": 1, "zero": 0, "recompute": 0, "micros": 8}
 ONE |= {"tokens": 8192, "pairs": 8192**2 / 2}
 FABRIC = Fabric(per_node=8, node_bytes_per_s=100.0, node_latency_s=1.0, network_bytes_per_s=5.0, network_latency_s=10.0, begin_s=0.5)
@@ -224,7 +224,7 @@ def test_simulate_scalar_is_vector(many):
 
 @given(LAYOUTS, st.sampled_from(["device.memory_bytes_per_s", "flops", "node", "network"]), st.floats(1.0, 4.0))
 def test_simulate_faster_is_never_slower(layout, what, factor):
-    slow = files.cluster("64xh100")
+    slow = named.cluster("64xh100")
     device, links = slow.device, dict(slow.links)
     if what == "flops":
         device = replace(device, flops_per_s={name: value * factor for name, value in device.flops_per_s.items()})

@@ -111,8 +111,8 @@ class Replay:
         return self.weigh(edges)[0]["device"] <= self.task.budget_bytes
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
-        """Those that fit, fastest first. All are played on the first draw; on the others the first FINALISTS, the best single layout and the
-        best without tensor and pipeline parallelism. The rest are taken to be as much slower as on the first draw."""
+        """Those that fit, fastest first. All are played on the first draw; on the others the first FINALISTS, the best single layout and
+        the best without tensor and pipeline parallelism. The rest are taken to be as much slower as on the first draw."""
         fitting = [edges for edges in dict.fromkeys(ways) if self.fits(edges)]
         first = sorted(fitting, key=lambda edges: (self.second(edges, 0), str(edges)))
         kinds = (first, [edges for edges in first if len(edges) == 1], [edges for edges in first if without_cuts(edges)])

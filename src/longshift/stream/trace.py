@@ -6,6 +6,7 @@ lanes of that name. Where copies are a GPU's, these are the times of its host: w
 """
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -81,6 +82,17 @@ def save(path: Path, events: Iterable[dict[str, Any]]) -> None:
         path.write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}), encoding="utf-8")
     except OSError as fault:
         raise UsageError(f"the trace {path} cannot be written: {fault.strerror}") from None
+
+
+def writable(trace: Path) -> Path:
+    """Made absolute. Raises UsageError where it cannot be written."""
+    if not trace.absolute().parent.is_dir() or trace.is_dir():
+        raise UsageError(f"--trace {trace}: name a file in a folder that exists")
+    if trace.exists() and trace.suffix != ".json":
+        raise UsageError(f"--trace {trace} is there already; only files that end in .json are written over")
+    if not os.access(trace if trace.exists() else trace.absolute().parent, os.W_OK):
+        raise UsageError(f"--trace {trace} cannot be written")
+    return trace.absolute()
 
 
 def origin(spans: Iterable[Span]) -> float:

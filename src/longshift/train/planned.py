@@ -45,10 +45,12 @@ def chosen(config: Config, cluster: Callable[[int], Cluster], lengths: Callable[
     return with_layout(config, file.layout), file
 
 
-def keep(file: PlanFile | None, run: Path) -> None:
-    """Write a plan into a run's folder."""
+def keep(file: PlanFile | None, run: Path, resume: bool) -> None:
+    """Write a plan into a run's folder; a run that begins without one takes away what another has left there."""
     if file is not None:
         rewrite(place(run), file.to_json())
+    elif not resume:
+        place(run).unlink(missing_ok=True)
 
 
 def show(found: Planned, console: Console) -> None:

@@ -1,11 +1,15 @@
-"""Tables that commands print."""
+"""What commands print."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
+from longshift.config import Config
 from longshift.layout.layout import format_size
+from longshift.train.metrics import read_rows
+from longshift.train.run_folder import RunFolder
 
 
 def length_table(bins: Sequence[Mapping[str, int]]) -> Table:
@@ -41,3 +45,20 @@ def peaks_and_differences(found: Mapping[str, Any]) -> tuple[Table, str, Table]:
         sizes = row["recorded"] or 0, row["predicted"] or 0, row["difference"], row["alike"]
         rows.add_row(str(row["rank"]), str(row["number"]), row["op"], *(f"{size:,}" for size in sizes))
     return peaks, "", rows
+
+
+def farewell(run: Config, folder: RunFolder, as_json: bool) -> bool:
+    """Where the run is, and what can be done with it. Whether it is finished."""
+    rows = read_rows(folder.metrics)
+    done, first, last = (rows[-1]["step"], rows[0]["loss"], rows[-1]["loss"]) if rows else (0, float("nan"), float("nan"))
+    finished = done >= run.train.steps
+    resume = folder.resume_command + (f" train.steps={2 * done}" if finished else "")
+    if as_json:
+        facts = {"run": str(folder.path), "steps": done, "finished": finished, "export": folder.export_command, "resume": resume}
+        print(json.dumps(facts), flush=True)
+        return finished
+    how = "finished" if finished else "stopped"
+    print(f"run     {folder.shown}: {how} at step {done} of {run.train.steps}, loss {first:.3f} -> {last:.3f}")
+    print(f"export  {folder.export_command}")
+    print(f"resume  {resume}", flush=True)
+    return finished

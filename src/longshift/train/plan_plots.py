@@ -1,0 +1,45 @@
+"""A plan as plots in one HTML file that needs no network: where a step's seconds go, what each group takes, and every way's seconds
+against its memory."""
+
+from pathlib import Path
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from longshift.errors import UsageError
+from longshift.forecast import Planned
+from longshift.layout.layout import format_size
+
+GIB = 2**30
+
+
+def write_html(found: Planned, file: Path) -> None:
+    """Raises UsageError where the file cannot be written."""
+    task, choice, best = found.task, found.choice, found.choice.best
+    titles = ("seconds of the busiest stage, by lane", "seconds and tokens of each group", "ways: seconds against GiB a device")
+    figure = make_subplots(rows=3, cols=1, subplot_titles=titles, vertical_spacing=0.1, specs=[[{}], [{"secondary_y": True}], [{}]])
+    if best is not None:
+        for lane, seconds in found.lanes(best).items():
+            figure.add_trace(go.Bar(x=[seconds], y=["step"], orientation="h", name=lane), row=1, col=1)
+        rows = found.groups(best)
+        names = [f"up to {format_size(row['upto'])}: {row['layout']}, packs of {format_size(row['pack'])}" for row in rows]
+        figure.add_trace(go.Bar(x=names, y=[row["seconds"] for row in rows], name="seconds"), row=2, col=1)
+        tokens = go.Scatter(x=names, y=[row["tokens"] for row in rows], mode="markers", name="tokens", marker={"size": 12})
+        figure.add_trace(tokens, row=2, col=1, secondary_y=True)
+    for name, ways in (
+        ("single layouts", [w for w in choice.ways if len(w.edges) == 1]),
+        ("groups", [w for w in choice.ways if len(w.edges) > 1]),
+    ):
+        x, y, text = [w.bytes["device"] / GIB for w in ways], [w.seconds for w in ways], [str(w).replace("<", "&lt;") for w in ways]
+        figure.add_trace(
+            go.Scatter(x=x, y=y, text=text, mode="markers", name=name, hovertemplate="%{text}<br>%{x:.1f} GiB, %{y:.3g} s"), row=3, col=1
+        )
+    figure.add_vline(x=task.budget_bytes / GIB, line_dash="dash", row=3, col=1)  # pyright: ignore[reportArgumentType]
+    figure.update_xaxes(title="GiB a device", row=3, col=1)
+    figure.update_yaxes(title="seconds a step", row=3, col=1)
+    where = f"{task.cluster.nodes} x {task.cluster.devices_per_node} {task.cluster.name}"
+    figure.update_layout(title=f"longshift plan: {where}", barmode="stack", height=1200, template="plotly_white")
+    try:
+        file.write_text(figure.to_html(include_plotlyjs=True), encoding="utf-8")
+    except OSError as fault:
+        raise UsageError(f"{file} cannot be written: {fault.strerror}") from None

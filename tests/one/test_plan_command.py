@@ -1,0 +1,147 @@
+"""`longshift plan` and `layout: auto` as a person meets them: what is said, what is written, what is refused, what is chosen again."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longshift.config import load_config
+from longshift.data.tokenizer import train as train_tokenizer
+from longshift.layout.layout import Layout
+from longshift.train.metrics import read_rows
+from longshift.train.plan_file import PlanFile, place
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONFIG = """\
+model: {{preset: {model}}}
+data:
+  train: [{{path: {folder}/*.txt}}]
+  tokenizer: {folder}/tokenizer.json
+  max_len: 64
+  overlong: split
+  cache: {folder}/cache
+train: {{tokens_per_step: 256, steps: 12, lr: 1e-3, precision: float32}}
+layout: {layout}
+save: {{dir: {folder}/run, every: 100}}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory):
+    """A home folder of the tests' own: this machine's profile is measured there, once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+def longshift(line: str, torch: bool = True) -> subprocess.CompletedProcess:
+    """Run a command line in a process of its own; without `torch`, exit code 99 says that it was imported."""
+    script = "import os, sys, atexit\nfrom longshift.cli import main\n"
+    script += "" if torch else "atexit.register(lambda: 'torch' in sys.modules and os._exit(99))\n"
+    return subprocess.run([sys.executable, "-c", script + "main()", *shlex.split(line)], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    text = Path(re.__file__).read_text()
+    for n in range(8):
+        (tmp_path / f"{n}.txt").write_text(text[500 * n : 500 * n + 50 * (n + 1)])
+    train_tokenizer(iter([text]), 300).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "run.yaml").write_text(CONFIG.format(folder=tmp_path, model="tiny-llama", layout="{auto: {ranks: 2}}"))
+    return tmp_path
+
+
+PLAN = f"plan {EXAMPLES}/auto.yaml --on 8xH100 --lengths {EXAMPLES}/lengths/github.csv train.tokens_per_step=256K"
+
+
+def test_plan_says_and_writes_what_is_best_without_torch(tmp_path):
+    done = longshift(f"{PLAN} --json --trace {tmp_path}/trace.json --emit {tmp_path}/best.yaml", torch=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    best = found["best"]
+    assert found["fits"]
+    assert best["least_s"] < best["seconds"] < best["most_s"]
+    assert best["seconds"] <= min(found["single"]["seconds"], found["context_parallel"]["seconds"])
+    assert best["bytes"]["device"] <= found["budget_bytes"] < 80e9
+    assert sum(found["refused"].values()) < found["candidates"]
+    assert sum(row["tokens"] for row in best["groups"]) >= found["tokens_per_step"]
+    assert sum(row["seconds"] for row in best["groups"]) == pytest.approx(best["seconds"])
+    config = load_config(tmp_path / "best.yaml")
+    assert config.model_dump(mode="json")["layout"] == best["layout"]
+    assert config.world == 8
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    computed = [event["dur"] for event in trace if event["ph"] == "X" and event["name"].startswith("compute")]
+    assert 0.5 * best["seconds"] < sum(computed) / 1e6 < 9 * best["seconds"]
+
+
+def test_what_is_fixed_is_kept():
+    found = json.loads(longshift(f"{PLAN} --json 'layout={{auto: {{tp: 4, pp: 2}}}}'").stdout)
+    layouts = [found["best"]["layout"], *(way["layout"] for way in found["rivals"])]
+    texts = [one if isinstance(one, str) else one[-1]["use"] for one in layouts]
+    assert all((layout.tp, layout.pp) == (4, 2) for layout in map(Layout.parse, texts))
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        (f"plan {EXAMPLES}/auto.yaml --on 64xh10", 2, "did you mean 'h100'"),
+        (f"plan {EXAMPLES}/auto.yaml --on 8xH100 --fabric fast", 2, "write the bits a second"),
+        (f"plan {EXAMPLES}/auto.yaml --on 8xH100 --lengths none.csv", 2, "none.csv does not exist"),
+        (f"{PLAN} --trace /nowhere/t.json", 2, "name a file in a folder that exists"),
+        (f"{PLAN.replace('8x', '2x')} model.preset=llama-3-70b data.max_len=2K", 2, "devices: "),
+    ],
+)
+def test_what_cannot_be_planned_is_said(line, code, said):
+    done = longshift(line)
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_auto_trains_the_best_few_and_goes_on_with_the_fastest(folder):
+    """Losses are those of one process: whatever was tried, the steps are the run's own."""
+    done = longshift(f"train {folder}/run.yaml")
+    assert done.returncode == 0, done.stderr
+    plan = PlanFile.from_json(place(folder / "run").read_text())
+    assert plan.asked == {"auto": {"ranks": 2}}
+    assert len(plan.rates) == len(plan.choices)
+    assert plan.chosen == max(range(len(plan.rates)), key=plan.rates.__getitem__)
+    rows = read_rows(folder / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    (folder / "alone.yaml").write_text(CONFIG.format(folder=folder, model="tiny-llama", layout="dp1"))
+    assert longshift(f"train {folder}/alone.yaml save.dir={folder}/alone").returncode == 0
+    alone = [row["loss"] for row in read_rows(folder / "alone" / "metrics.jsonl")]
+    assert [row["loss"] for row in rows] == pytest.approx(alone, rel=1e-5)
+    again = longshift(f"train {folder}/run.yaml --resume train.steps=13")
+    assert again.returncode == 0, again.stderr
+    assert "as " + str(place(folder / "run")) in again.stderr
+    assert PlanFile.from_json(place(folder / "run").read_text()) == plan
+
+
+def test_a_run_that_was_stopped_in_a_trial_goes_on_with_its_plan(folder):
+    assert longshift(f"train {folder}/run.yaml train.steps=6").returncode == 0
+    stopped = PlanFile.from_json(place(folder / "run").read_text())
+    assert (len(stopped.rates), stopped.chosen) == (1, None)
+    assert longshift(f"train {folder}/run.yaml --resume train.steps=13").returncode == 0
+    ended = PlanFile.from_json(place(folder / "run").read_text())
+    assert ended.choices == stopped.choices
+    assert ended.rates[0] == stopped.rates[0]
+
+
+def test_a_plan_that_another_run_left_is_not_followed(folder):
+    (folder / "run").mkdir()
+    place(folder / "run").write_text(PlanFile("auto", ("dp1", "dp1.recompute-full")).to_json())
+    assert longshift(f"train {folder}/run.yaml layout=dp1 train.steps=1").returncode == 0
+    assert not place(folder / "run").exists()
+
+
+def test_a_damaged_plan_is_refused(folder):
+    (folder / "run").mkdir()
+    place(folder / "run").write_text("{")
+    done = longshift(f"train {folder}/run.yaml")
+    assert done.returncode == 4
+    assert "remove it" in done.stderr
