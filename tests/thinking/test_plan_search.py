@@ -316,3 +316,16 @@ def test_plan_counts_groups_that_no_draw_has():
     found = shortlist(LARGE, cluster("8xH100"), lengths, counts, 1 << 16, 1 << 17)
     assert found.best
     assert all(group.seconds > 0 for group in found.best.groups)
+
+
+def test_plan_scale_is_measured():
+    """A busy machine takes longer; the benchmark's bounds are for a quiet one."""
+    script = Path(__file__).parents[2] / "benchmarks" / "plan_scale.py"
+    run = subprocess.run([sys.executable, script, "--quick", "--json"], capture_output=True, text=True, timeout=120, check=True)
+    summary = json.loads(run.stdout)["summary"]
+    assert not summary["torch"]
+    for name, most_s in (("8B on 8", 0.3), ("a million lengths", 1.0)):
+        case = summary["cases"][name]
+        assert case["seconds"] <= 4 * most_s
+        assert case["peak_mib"] <= 512
+        assert case["candidates"] > sum(case["refused"].values()) > 0
