@@ -8,7 +8,7 @@ dynamic context parallelism of other systems can choose), are always among what 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from longshift.planner.enumerated import Fixed, Meshes, enumerate_layouts
 from longshift.planner.least_bytes import reserved
 from longshift.planner.loads import Dealing, dealt, dealt_seconds, drawn, present, switch_seconds
 from longshift.planner.remedies import binding, remedies, too_large
+from longshift.planner.streaming import Streamed, streamed
 from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_static, capacities, compared, families, survivors, take_shared
 from longshift.program.needs import StepShape
 from longshift.simulate.closed import BAND, model_flops
@@ -92,10 +93,31 @@ def shortlist(
     answers = {name: min((one[name] for one in found if name in one), key=lambda answer: answer.seconds) for one in found for name in one}
     if "best" not in answers:
         need, changes = remedies(problem, cluster, known.meshes, fixed or {})
-        return Shortlist(**told, refused=refused, binding=need, changes=changes)
+        none = Shortlist(**told, refused=refused, binding=need, changes=changes)
+        shorter = _longest_whole(problem, at_keys)
+        more = float(reserved(FORMATS[precision].home_bytes * spec.parameters / cluster.devices, on_cpu=True)) if shorter else 0.0
+        one = streamed(problem, cluster, known.meshes, shorter, more)
+        if one is None:
+            return none
+        answers["best"] = answers["single"] = _streamed_answer(problem, one, 0)
+        if shorter:
+            upto, tokens = int(everything.edges[shorter - 1]), int(everything.tokens[shorter])
+            short = lengths <= upto
+            under = (precision, fixed, budget - more, habits, constants, ahead_bytes, seed)
+            part = shortlist(spec, cluster, lengths[short], counts[short], tokens, upto, *under).best
+            if part is not None:
+                both = _both(problem, part, _streamed_answer(problem, one, shorter), shorter)
+                answers["best"] = min(both, answers["best"], key=lambda answer: answer.seconds)
+        return replace(
+            none,
+            best=answers["best"],
+            single=answers["single"],
+            band=BAND,
+            mfu=_mfu(problem, cluster, answers["best"].seconds),
+            binding=f"streamed, as {need}",
+            changes=(),
+        )
     best = min(answers.values(), key=lambda answer: answer.seconds)
-    flops = model_flops(cost.sizes, everything.tokens[-1], everything.squares[-1] / 2, spec.parameters)
-    peak = cluster.device.flops_per_s[precision] * cluster.devices
     return Shortlist(
         **told,
         refused=refused,
@@ -104,10 +126,43 @@ def shortlist(
         context_parallel=answers.get("context parallel"),
         others=made.others(best),
         band=BAND,
-        mfu={name: float(value / (best.seconds * peak)) for name, value in flops.items()},
+        mfu=_mfu(problem, cluster, best.seconds),
         rivals=(*made.rivals(), *too_large(problem, known.meshes, at_keys, made.statics)),
         binding=binding(budget, best),
     )
+
+
+def _mfu(problem: Problem, cluster: Cluster, seconds: float) -> dict[str, float]:
+    """Model FLOP of a step over what the devices could do in so many seconds, by convention."""
+    sums = problem.tally
+    flops = model_flops(problem.cost.sizes, sums.tokens[-1], sums.squares[-1] / 2, problem.spec.parameters)
+    peak = cluster.device.flops_per_s[problem.precision] * cluster.devices
+    return {name: float(value / (seconds * peak)) for name, value in flops.items()}
+
+
+def _longest_whole(problem: Problem, found: Compared) -> int:
+    """The longest key length, as a number of its edge, that some layout of whole packs fits; 0 where there is none."""
+    able = np.isfinite(found.seconds).any(0) & (problem.tally.documents[found.keys] > 0)
+    return int(found.keys[able].max(initial=0))
+
+
+def _streamed_answer(problem: Problem, one: Streamed, before: int) -> Answer:
+    """A streamed layout for all documents longer than edge `before`."""
+    seconds = one.seconds(problem, before)
+    sums, count = problem.tally, len(problem.tally.edges)
+    documents, tokens, *_ = sums.between(before, count)
+    shares = float(documents / sums.documents[-1]), float(tokens / sums.tokens[-1])
+    longest = int(sums.edges[-1])
+    told = seconds, float(tokens) / seconds, one.device_bytes, one.host_bytes, one.disk_bytes
+    return Answer((Chosen(longest, str(one.layout), longest, *shares, *told),), seconds)
+
+
+def _both(problem: Problem, short: Answer, long: Answer, edge: int) -> Answer:
+    """Groups of whole packs for documents of up to an edge, and the streamed group of longer ones."""
+    documents = float(problem.tally.documents[edge] / problem.tally.documents[-1])
+    tokens = float(problem.tally.tokens[edge] / problem.tally.tokens[-1])
+    groups = tuple(replace(one, documents=one.documents * documents, tokens=one.tokens * tokens) for one in short.groups)
+    return Answer((*groups, *long.groups), short.seconds + long.seconds, short.switch_seconds)
 
 
 class _Weigher:
@@ -158,9 +213,14 @@ class _Comparison:
         self.switch_s = switch_seconds(problem.cost, self.pool, 2.0 - problem.spec.tied, ahead_bytes)
         last = len(self.edges) - 1
         _, self.optimizer_s = problem.expected(self.pool, float(self.edges[-1]), 0, last)
+        # Gradients that have come home from one cut lie there while another one's groups are computed.
+        spec, formats = problem.spec, FORMATS[problem.precision]
+        world = int(np.prod(self.pool.columns()[0, :5]))
+        self.more_bytes = float(reserved(formats.home_bytes * spec.parameters / world, on_cpu=True))
         self.table = self._table(np.arange(len(numbers)))
         some = [Proposal(((0, last, len(numbers) + n, int(self.statics.packs[single])),)) for n, single in enumerate(singles)]
-        some += self._proposals(np.arange(len(numbers)))
+        every = np.arange(len(numbers))
+        some += self._proposals(every) + self._proposals(every, self.more_bytes)
         for family in alike:
             some += self._proposals(np.array([rows[int(number)] for number in family]))[:3]
         self.proposals = list(dict.fromkeys(some))
@@ -174,19 +234,31 @@ class _Comparison:
         found = {}
         for name, some in zip(KINDS, (order, singles, alike)):
             for number in some:
-                groups = self.proposals[number].groups
-                needed = [ledger.reserved(self.problem, self.pool, row, pack, self.edges[end]) for _, end, row, pack in groups]
-                if max(needed) <= self.problem.budget_bytes:
+                if (needed := self._needed(number, ledger)) is not None:
                     found[name] = self._answer(number, needed)
                     break
         return found
+
+    def _needed(self, number: int, ledger: _Weigher) -> list[float] | None:
+        """Bytes of a device for each group of a proposal; None where one does not fit. Those whose bounds leave much are weighed last."""
+        groups, problem = self.proposals[number].groups, self.problem
+        more = self.more_bytes if len({self._cut(row) for _, _, row, _ in groups}) > 1 else 0.0
+        bounds = [float(problem.bytes(self.pool.take(np.array([row])), float(pack))[0]) for _, _, row, pack in groups]
+        found = dict[int, float]()
+        for place in sorted(range(len(groups)), key=lambda n: -bounds[n]):
+            _, end, row, pack = groups[place]
+            found[place] = ledger.reserved(problem, self.pool, row, pack, self.edges[end]) + more
+            if found[place] > problem.budget_bytes:
+                return None
+        return [found[place] for place in range(len(groups))]
 
     def others(self, best: Answer) -> tuple[Answer, ...]:
         """The next best assignments, with what their bounds say of memory."""
         found, seen = [], {best.edges}
         for number in map(int, np.argsort(self.seconds, kind="stable")):
             _, _, rows, packs = map(np.array, zip(*self.proposals[number].groups))
-            needed = self.problem.bytes(self.pool.take(rows), packs.astype(float))
+            more = self.more_bytes if len({self._cut(row) for row in rows}) > 1 else 0.0
+            needed = self.problem.bytes(self.pool.take(rows), packs.astype(float)) + more
             answer = self._answer(number, needed.tolist())
             if answer.edges not in seen and answer.seconds >= best.seconds and needed.max() <= self.problem.budget_bytes:
                 seen.add(answer.edges)
@@ -214,9 +286,15 @@ class _Comparison:
             places |= set(np.sort(first)[:MOST_SINGLES].tolist())
         return sorted(places)
 
-    def _proposals(self, rows: np.ndarray) -> list[Proposal]:
-        """The best assignments to these rows of the pool as expected. Neighbours with one layout and equal packs are one group."""
+    def _proposals(self, rows: np.ndarray, more_bytes: float = 0.0) -> list[Proposal]:
+        """The best assignments to these rows of the pool as expected, of groups that leave so many bytes of a device. Neighbours with one
+        layout and equal packs are one group."""
         cost, packs, often = self.table
+        if more_bytes:
+            i, j, k = np.nonzero(np.isfinite(cost))
+            needed = self.problem.bytes(self.pool.take(k), packs[i, j, k].astype(float)) + more_bytes
+            cost = cost.copy()
+            cost[i, j, k] = np.where(needed <= self.problem.budget_bytes, cost[i, j, k], np.inf)
         found = []
         for one in assignments(cost[:, :, rows], often, self._hops(rows), self.optimizer_s[rows]):
             groups: list[tuple[int, int, int, int]] = []
@@ -259,7 +337,8 @@ class _Comparison:
         return np.where((cuts[:, None] == cuts[None]).all(2), 0.0, self.switch_s[rows][None])
 
     def _on_draws(self, lengths: np.ndarray, counts: np.ndarray, seed: int) -> tuple[np.ndarray, list[list[float]]]:
-        """Mean seconds of real steps under each proposal; and those of its groups and, last, of its switches."""
+        """Mean seconds of real steps under each proposal; and those of its groups and, last, of its switches. Groups that no draw has count
+        as expected."""
         problem = self.problem
         draws = int(np.clip(MOST_DEALT // max(1.0, problem.tally.documents[-1] * len(self.proposals)), 1, MOST_DRAWS))
         steps = drawn(lengths, counts, problem.tokens_per_step, draws, seed)
@@ -278,9 +357,15 @@ class _Comparison:
             own = np.array([[of_group[numbers[d, self._dealing(g), g[2]]] for g in proposal.groups] for d in range(draws)])
             there = [[bool(known[draw, self._dealing(group)]) for group in proposal.groups] for draw in range(draws)]
             switched = float(np.mean([self._switched(proposal, some) for some in there]))
-            parts.append([*own.mean(0).tolist(), switched])
-            seconds[number] = own.sum(1).mean() + switched + self.optimizer_s[proposal.groups[-1][2]]
+            of_groups = np.where(np.any(there, 0), own.mean(0), [self._expected(group) for group in proposal.groups])
+            parts.append([*of_groups.tolist(), switched])
+            seconds[number] = of_groups.sum() + switched + self.optimizer_s[proposal.groups[-1][2]]
         return seconds, parts
+
+    def _expected(self, group: tuple[int, int, int, int]) -> float:
+        """Seconds of a group as expected: what counts where its documents are so rare that no draw has one."""
+        before, end, row, capacity = group
+        return float(self.problem.expected(self.pool.take(np.array([row])), float(capacity), before, end)[0][0])
 
     def _dealing(self, group: tuple[int, int, int, int]) -> Dealing:
         before, end, row, capacity = group

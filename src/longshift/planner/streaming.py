@@ -1,0 +1,80 @@
+"""Streaming: layouts in chunks for documents that no layout of whole packs holds (`schedule.chunks`).
+
+In closed form a streamed layout takes what the same mesh takes under recompute-full with kept outputs: its backward computes a block
+again from its input, but attention. What waits in tiers is taken to travel under that. So its seconds are a lower bound, and the clock has
+the last word.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from longshift.cluster.cluster import Cluster
+from longshift.layout import legal
+from longshift.layout.layout import Layout
+from longshift.planner.enumerated import Meshes
+from longshift.planner.least_bytes import reserved
+from longshift.planner.survive import Problem
+from longshift.program.needs import StepShape
+from longshift.simulate.cost import RECOMPUTE
+from longshift.spec.formats import FORMATS
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import links_of
+from longshift.workload.groups import Edge
+
+MOST_MESHES = 3  # that are weighed, fastest first
+CHUNKS = ((1 << 16, "device"), (1 << 16, "host"), (1 << 14, "host"), (1 << 14, "disk"))  # tokens and tier, in the order that they are tried
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """A streamed layout that fits: `mesh`, the candidate of whole packs that its seconds are taken from; bytes of a device, of its host's
+    memory and of disk."""
+
+    layout: Layout
+    mesh: Meshes
+    device_bytes: float
+    host_bytes: float
+    disk_bytes: float
+
+    def seconds(self, problem: Problem, before: int) -> float:
+        """Of a step as expected, for documents longer than edge `before` of the tally (0: all)."""
+        edges = problem.tally.edges
+        group, optimizer = problem.expected(self.mesh, float(edges[-1]), before, len(edges))
+        return float(group[0] + optimizer[0])
+
+
+def streamed(problem: Problem, cluster: Cluster, at: Meshes, before: int, more_bytes: float = 0.0) -> Streamed | None:
+    """The fastest mesh for documents longer than edge `before` of the tally (0: all), and chunks and tier with which the longest ones fit
+    and leave `more_bytes`; None where none is found."""
+    edges = problem.tally.edges
+    longest = int(edges[-1])
+    able = (at.pp == 1) & (at.recompute == RECOMPUTE.index("full.keep-output")) & ((at.zero == 3) | (at.holders == 1))
+    some = at.take(np.flatnonzero(able))
+    if not len(some):
+        return None
+    group, optimizer = problem.expected(some, float(longest), before, len(edges))
+    seconds = group + optimizer
+    for number in map(int, np.argsort(seconds, kind="stable")[:MOST_MESHES]):
+        whole = replace(some.layout(number), recompute="none", keep_output=False)
+        for chunk, tier in CHUNKS:
+            layout = replace(whole, chunk=chunk, offload=tier)
+            if chunk >= longest or legal.faults(problem.spec, layout, layout.world, longest):
+                continue
+            device, host, disk = _bytes(problem, cluster, layout, longest)
+            of_disk = cluster.disk.bytes if cluster.disk else 0.0
+            most = problem.budget_bytes - more_bytes, cluster.host_bytes / cluster.devices_per_node, of_disk / cluster.devices_per_node
+            if all(need <= limit for need, limit in zip((device, host, disk), most)):
+                return Streamed(layout, some.take(np.array([number])), device + more_bytes, host, disk)
+    return None
+
+
+def _bytes(problem: Problem, cluster: Cluster, layout: Layout, longest: int) -> tuple[float, float, float]:
+    """Bytes that the first rank needs in the largest step, by place."""
+    edges, formats = (Edge(longest, layout),), FORMATS[problem.precision]
+    links = links_of(cluster, cluster.devices_per_node, cluster.nodes)
+    way = Itinerary(problem.spec, edges, links, formats.compute_bytes, formats.home_bytes, SwitchOptions())
+    shape = StepShape(way, edges, formats, int(problem.tokens_per_step), longest)
+    peaks = shape.weighed(edges, 0, "gloo" if problem.on_cpu else "nccl", problem.on_cpu).peaks
+    device, host, disk = (float(peaks[place].total) if place in peaks else 0.0 for place in ("device", "host", "disk"))
+    return float(reserved(device, problem.on_cpu)), host, disk
