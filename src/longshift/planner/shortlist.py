@@ -359,7 +359,9 @@ class _Comparison:
             own = np.array([[of_group[numbers[d, self._dealing(g), g[2]]] for g in proposal.groups] for d in range(draws)])
             there = [[bool(known[draw, self._dealing(group)]) for group in proposal.groups] for draw in range(draws)]
             switched = float(np.mean([self._switched(proposal, some) for some in there]))
-            of_groups = np.where(np.any(there, 0), own.mean(0), [self._expected(group) for group in proposal.groups])
+            of_groups = own.mean(0)
+            for place in np.flatnonzero(~np.any(there, 0)):
+                of_groups[place] = self._expected(proposal.groups[place])
             parts.append([*of_groups.tolist(), switched])
             seconds[number] = of_groups.sum() + switched + self.optimizer_s[proposal.groups[-1][2]]
         return seconds, parts
