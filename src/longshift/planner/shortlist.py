@@ -127,7 +127,7 @@ def shortlist(
         others=made.others(best),
         band=BAND,
         mfu=_mfu(problem, cluster, best.seconds),
-        rivals=(*made.rivals(), *too_large(problem, known.meshes, at_keys, made.statics)),
+        rivals=(*(made.rivals(answers["single"]) if "single" in answers else ()), *too_large(problem, known.meshes, at_keys, made.statics)),
         binding=binding(budget, best),
     )
 
@@ -267,15 +267,17 @@ class _Comparison:
                 break
         return tuple(found)
 
-    def rivals(self) -> tuple[Rival, ...]:
-        """The best single layouts of other meshes than the best one's, by what they are expected to take."""
-        first = self.statics.seconds[0]
-        meshes = np.stack([getattr(self.at, name)[self.statics.numbers] for name in MESH], 1)
-        _, places = np.unique(meshes, axis=0, return_index=True)
-        some = np.sort(places)[1:MOST_SINGLES]
-        return tuple(
-            Rival(str(self.at.layout(int(self.statics.numbers[n]))), float(self.statics.seconds[n] / first - 1), 0.0) for n in some
-        )
+    def rivals(self, single: Answer) -> tuple[Rival, ...]:
+        """The next best single layouts, each of another mesh, and how much slower than the best one they are."""
+        found, own = dict[tuple, Rival](), tuple(getattr(single.edges[0].use, name) for name in MESH)
+        for number in map(int, np.argsort(self.seconds, kind="stable")):
+            if len(self.proposals[number].groups) == 1:
+                layout = self.pool.layout(self.proposals[number].groups[0][2])
+                mesh = tuple(getattr(layout, name) for name in MESH)
+                slower = float(self.seconds[number] / single.seconds - 1)
+                if slower >= 0 and mesh != own:
+                    found.setdefault(mesh, Rival(str(layout), slower, 0.0))
+        return tuple(found.values())[: MOST_SINGLES - 1]
 
     def _singles(self) -> list[int]:
         """Of the best single layouts, the best one of each mesh and the best one of each family, by place in `statics`."""
@@ -357,7 +359,9 @@ class _Comparison:
             own = np.array([[of_group[numbers[d, self._dealing(g), g[2]]] for g in proposal.groups] for d in range(draws)])
             there = [[bool(known[draw, self._dealing(group)]) for group in proposal.groups] for draw in range(draws)]
             switched = float(np.mean([self._switched(proposal, some) for some in there]))
-            of_groups = np.where(np.any(there, 0), own.mean(0), [self._expected(group) for group in proposal.groups])
+            of_groups = own.mean(0)
+            for place in np.flatnonzero(~np.any(there, 0)):
+                of_groups[place] = self._expected(proposal.groups[place])
             parts.append([*of_groups.tolist(), switched])
             seconds[number] = of_groups.sum() + switched + self.optimizer_s[proposal.groups[-1][2]]
         return seconds, parts
