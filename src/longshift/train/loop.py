@@ -61,9 +61,9 @@ def _steps(
     resume: bool,
     stop: Callable[[], bool],
     world: World,
-    most: int | None,
-    timeline: Timeline | None,
-    trace: Path | None,
+    most: int | None = None,
+    timeline: Timeline | None = None,
+    trace: Path | None = None,
 ) -> Iterator[StepMetrics]:
     """The steps of `train`, at most so many. `timeline`: records the first step, for `trace`, and is closed after it."""
     admit(config, world, run)
