@@ -12,7 +12,7 @@ import numpy as np
 
 from longshift.errors import UsageError, did_you_mean
 from longshift.layout.layout import Layout
-from longshift.simulate.cost import RECOMPUTE
+from longshift.simulate.cost import RECOMPUTE, recompute_code
 from longshift.spec.model import ModelSpec
 
 VIRTUAL = (1, 2, 4, 8)  # model chunks a pipeline rank: the bubble halves with each, and messages double
@@ -64,7 +64,9 @@ class Meshes:
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> "Meshes":
         """Meshes of whole packs as candidates."""
-        rows = [(*(getattr(one, name) for name in AXES), one.virtual, ORDERS.index(one.order), one.zero, _code(one)) for one in layouts]
+        rows = [
+            (*(getattr(one, name) for name in AXES), one.virtual, ORDERS.index(one.order), one.zero, recompute_code(one)) for one in layouts
+        ]
         return cls(*np.array(rows, np.int64).reshape(len(rows), 9).T)
 
 
@@ -147,7 +149,3 @@ def _second_names(at: Meshes, choices: Mapping[str, np.ndarray]) -> dict[str, np
 def _product(values: Sequence[np.ndarray]) -> np.ndarray:
     """int64 [combinations, values], the last varying fastest."""
     return np.stack([grid.reshape(-1) for grid in np.meshgrid(*values, indexing="ij")], 1)
-
-
-def _code(layout: Layout) -> int:
-    return RECOMPUTE.index(layout.recompute + ".keep-output" * layout.keep_output)

@@ -24,8 +24,7 @@ from longshift.spec.formats import Format
 from longshift.spec.model import ModelSpec
 
 MOMENTS = 2  # of Adam
-# Assumed, not measured here, and as `planner.replay` has them: what the driver's context and NCCL's buffers take, and the share of memory
-# that an allocator leaves no holes in.
+# Assumed, not measured: what the driver's context and NCCL's buffers take, and the share of memory that an allocator leaves no holes in.
 CONTEXT_BYTES = float(1 << 30)
 FILLED = 0.94
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from longshift.cluster.cluster import Cluster
+from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
@@ -23,8 +24,6 @@ from longshift.workload.groups import Edge, length_groups
 
 DRAWS = 4  # steps that are played
 FINALISTS = 4  # ways that all of them are played with
-HEADROOM = 0.94  # of a device's memory: an allocator rounds up and leaves holes
-CONTEXT_BYTES = 1 << 30  # of a GPU's memory, for CUDA's own and NCCL's
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Task:
     def budget_bytes(self) -> float:
         """Bytes of tensors that may lie on a device."""
         total = self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
-        return total * HEADROOM - (CONTEXT_BYTES if self.on_gpu else 0)
+        return total * FILLED - (CONTEXT_BYTES if self.on_gpu else 0)
 
     @property
     def on_gpu(self) -> bool:

@@ -22,13 +22,13 @@ from longshift.program.turns import Visit, visit_of
 from longshift.schedule import chunks
 from longshift.schedule.streamed import lists
 from longshift.simulate.chunk_seconds import ChunkSeconds
-from longshift.simulate.cost import RECOMPUTE, Cost, Mesh, UnitKind
+from longshift.simulate.closed import UPDATE_BYTES
+from longshift.simulate.cost import Cost, Mesh, UnitKind, recompute_code
 from longshift.simulate.lanes import Begin, End, Timed, play
 from longshift.spec.formats import FORMATS
 from longshift.switch.traffic import seconds_by_exchange
 
 MOVES = {"gather": "all_gather", "reduce": "reduce_scatter"}
-MOMENTS = 7  # reads and writes of an element at home in an update: gradient, master and moments in, master and moments out, a copy
 
 Packs = tuple[tuple[int, ...], ...]  # lengths of the documents of each micro-batch
 
@@ -129,7 +129,7 @@ class Clock:
     def _whole(self, layout: Layout, pack: tuple[int, ...], blocks: int, kind: UnitKind, turn: str, part: str) -> list[tuple[str, float]]:
         lengths = pack or (1,)
         mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
-        code = RECOMPUTE.index(layout.recompute + ".keep-output" * layout.keep_output)
+        code = recompute_code(layout)
         tokens, pairs = sum(lengths), sum(n * n for n in lengths) / 2
         work = self.cost.turn(kind, turn, part, mesh, tokens, pairs, code, blocks)
         computes, attention = float(work.compute_s(self.rates.launch_s)), float(work.attention_s)
@@ -223,9 +223,10 @@ class _Stage:
             elif op.kind == "compute":
                 yield from self._turn(op)
             elif op.kind in ("accumulate", "update"):
-                formats = self.clock.shape.formats
-                size = one.elements * (formats.compute_bytes + (2 if op.kind == "accumulate" else MOMENTS) * formats.home_bytes)
-                yield from self._alone("compute", str(op), float(self.clock.rates.elementwise_s(size)))
+                formats, rates = self.clock.shape.formats, self.clock.rates
+                of_sum = formats.compute_bytes + 2 * formats.home_bytes  # a gradient is read, a sum read and written
+                of_one = of_sum if op.kind == "accumulate" else UPDATE_BYTES * rates.constants.update
+                yield from self._alone("compute", str(op), float(rates.elementwise_s(one.elements * of_one)))
             elif op.kind == "put":
                 yield self._piece(str(op), LANES["put"], self._copy_s(one, "out"), ("host out",))
 
