@@ -1,5 +1,6 @@
 """The clock: hand cases of lanes, pipelines that take what their papers say, and a step whose pieces add up."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,9 +12,10 @@ from longshift.layout.layout import Layout
 from longshift.program.needs import StepShape
 from longshift.schedule import pipeline
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
-from longshift.simulate.cost import Cost, sizes
+from longshift.simulate.closed import Candidates, closed_form
+from longshift.simulate.cost import Cost, recompute_code, sizes
 from longshift.simulate.lanes import Begin, End, Timed, play
-from longshift.simulate.rates import rates
+from longshift.simulate.rates import FITTED, Constants, rates
 from longshift.spec import families
 from longshift.spec.formats import FORMATS
 from longshift.switch.itinerary import Itinerary, SwitchOptions
@@ -43,6 +45,14 @@ def test_two_lanes_share_a_resource():
     """Both run at half rate until the shorter has ended."""
     found = ends(play([[Begin("a", "gather", 2, ("link",)), Begin("b", "reduce", 4, ("link",)), End("a"), End("b")]]))
     assert found == {(0, "a"): 4, (0, "b"): 6}
+
+
+def test_traffic_crowds_what_computes_beside_it():
+    """Ten seconds of computing lose a quarter of their rate for four seconds, whether one piece or two share the link."""
+    for pieces in ([4.0], [2.0, 2.0]):
+        traffic = [Begin(f"move {n}", f"lane {n}", seconds, ("link",), (), ("cores",)) for n, seconds in enumerate(pieces)]
+        found = ends(play([[*traffic, Begin("compute", "compute", 10.0, ("cores",)), End("compute")]], crowd=0.25))
+        assert found[0, "compute"] == pytest.approx(11.0)
 
 
 def test_a_message_starts_when_both_ranks_have_begun_it():
@@ -100,16 +110,20 @@ def test_a_slow_stage_is_waited_for_by_all():
 # A step
 
 
-def step_of(text: str, micros: int = 4, lengths: tuple[int, ...] = (4096, 4096), model: str = "llama-3-8b", on: str = "h100") -> StepTime:
-    return steps_of([(text, micros, lengths)], model, on)
+# Ranks of equal speed, and nothing outside of what is played.
+IDEAL = replace(FITTED, jitter=0.0, crowd=0.0, begin_s=0.0)
 
 
-def steps_of(groups: list[tuple[str, int, tuple[int, ...]]], model: str = "llama-3-8b", on: str = "h100") -> StepTime:
-    spec, cluster, formats = families.preset(model), files.preset(on), FORMATS["bf16"]
+def step_of(text: str, micros: int = 4, lengths: tuple[int, ...] = (4096, 4096), on: str = "h100", reached: Constants = IDEAL) -> StepTime:
+    return steps_of([(text, micros, lengths)], on, reached)
+
+
+def steps_of(groups: list[tuple[str, int, tuple[int, ...]]], on: str = "h100", reached: Constants = IDEAL) -> StepTime:
+    spec, cluster, formats = families.preset("llama-3-8b"), files.preset(on), FORMATS["bf16"]
     edges = tuple(Edge(sum(lengths), Layout.parse(text)) for text, _, lengths in groups)
     way = Itinerary(spec, edges, links_of(cluster, 8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
     shape = StepShape(way, edges, formats, 1 << 16, max(max(lengths) for _, _, lengths in groups))
-    clock = Clock(shape, cluster, Cost(sizes(spec), rates(cluster)), "bf16")
+    clock = Clock(shape, cluster, Cost(sizes(spec), rates(cluster, constants=reached)), "bf16")
     return clock.step([GroupPacks(edge.use, ((lengths,) * micros,)) for edge, (_, micros, lengths) in zip(edges, groups)])
 
 
@@ -145,3 +159,15 @@ def test_a_switch_takes_time_where_it_is_not_hidden():
 
 def test_the_same_step_takes_the_same_time():
     assert step_of("pp2.tp2.dp2.z2").seconds == step_of("pp2.tp2.dp2.z2").seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["dp8", "dp8.z2", "dp8.z3", "tp8", "u8.z3", "ring8.z3", "pp4.dp2", "pp4.dp2.v2", "pp2.tp2.dp2.z2", "dp8.recompute-full"]
+)
+def test_closed_form_and_clock_agree(text: str):
+    """One description of the step in numbers that broadcast, one played operation by operation."""
+    layout, micros, lengths = Layout.parse(text), 4, (4096, 4096)
+    mesh = layout.tp, layout.ulysses, layout.ring, layout.dp, layout.pp, layout.virtual, layout.zero
+    at = Candidates(*mesh, recompute_code(layout), micros, sum(lengths), sum(n * n for n in lengths) / 2)
+    form = closed_form(Cost(sizes(families.preset("llama-3-8b")), rates(files.preset("h100"))), at)
+    assert float(form.total) == pytest.approx(step_of(text, micros, lengths, reached=FITTED).seconds, rel=0.05)

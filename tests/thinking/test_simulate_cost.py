@@ -17,7 +17,6 @@ from longshift.cluster import files, named, network
 from longshift.cluster.cluster import Heads
 from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
-from longshift.program.operations import Op
 from longshift.program.turns import parts_of
 from longshift.schedule.pipeline import events
 from longshift.simulate.calibrate import Correction, calibrate, fit, moved
@@ -154,18 +153,17 @@ def test_simulate_turns_add_up_to_a_block():
 def test_simulate_operations_of_a_program_add_up_to_the_closed_form():
     """One rank, one micro-batch: the compute operations of `program.turns` take what the closed form says, whatever is recomputed."""
     for text in ("dp1", "recompute-selective", "recompute-attention", "recompute-full", "recompute-full.keep-output"):
-        layout = Layout.parse(text)
-        parts = parts_of(layout)
-        ops = [Op("compute", unit=0, turn=turn, part="embed") for turn in ("forward", "backward")]
-        ops += [Op("compute", unit=SPEC.layers + 1, turn="loss", number=block) for block in range(4)]
-        for unit in range(1, SPEC.layers + 1):
-            for part, graph in parts:
-                turns = ("forward", "backward") if graph else ("pass", "again", "backward")
-                ops += [Op("compute", unit=unit, turn=turn, part=part) for turn in turns]
-        found = sum(float(COST.compute(op, layout, 8192, ONE["pairs"], loss_blocks=4).device_s) for op in ops)
-        form = closed_form(COST, at(micros=1, recompute=recompute_code(layout))).parts
+        layout, code = Layout.parse(text), recompute_code(Layout.parse(text))
+        turns = [("embeddings", turn, "embed") for turn in ("forward", "backward")] + [("head", "loss", "")] * 4
+        for part, graph in parts_of(layout) * SPEC.layers:
+            turns += [("block", turn, part) for turn in (("forward", "backward") if graph else ("pass", "again", "backward"))]
+        works = [COST.turn(*turn, Mesh(), 8192, ONE["pairs"], code, loss_blocks=4) for turn in turns]
+        works += [COST.accumulated(Mesh(), COST.sizes.block_elements)] * SPEC.layers + [
+            COST.accumulated(Mesh(), COST.sizes.head_elements)
+        ] * 2
+        form = closed_form(COST, at(micros=1, recompute=code)).parts
         busy = sum(float(form[name]) for name in ("matmul", "attention", "elementwise", "recompute", "head"))
-        assert found == pytest.approx(busy, rel=0.02)  # a head in four blocks has smaller matmuls
+        assert sum(float(work.device_s) for work in works) == pytest.approx(busy, rel=0.02)  # a head in four blocks has smaller matmuls
 
 
 def test_simulate_closed_form_takes_two_microseconds_a_candidate():

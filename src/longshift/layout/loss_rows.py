@@ -1,14 +1,22 @@
 """In how many blocks of rows the loss of a pack or chunk is computed, so that no logits tensor holds all of them."""
 
+import numpy as np
+
+from longshift.cluster.cluster import Number
 from longshift.spec.model import ModelSpec
 
 LEAST_ROWS = 1024  # fewer make small matmuls, and the head's weight gradient is added to its sum once for each
 
 
+def rows_at_once(rows: Number, width: Number, vocab: Number) -> np.ndarray:
+    """Of so many rows of a residual stream of this width, a pack's or a chunk's, how many have logits at one time, at the most: as many as
+    make them no larger than the rows are, but no fewer than LEAST_ROWS. Numbers or arrays that broadcast."""
+    return np.maximum(LEAST_ROWS, np.asarray(rows) * width // vocab)
+
+
 def loss_rows(spec: ModelSpec, rows: int) -> int:
-    """Of so many rows of the residual stream, a pack's or a chunk's, how many have logits at one time, at the most: as many as make them no
-    larger than the rows are, but no fewer than LEAST_ROWS."""
-    return max(LEAST_ROWS, rows * spec.width // spec.vocab)
+    """Rows that have logits at one time; see `rows_at_once`."""
+    return int(rows_at_once(rows, spec.width, spec.vocab))
 
 
 def loss_blocks(spec: ModelSpec, rows: int) -> int:

@@ -6,9 +6,11 @@ exchange of a switch joins them there.
 
 What overlaps is what the program overlaps: gathers, reductions, messages, exchanges and copies go on in their lanes from where they are
 begun until they are awaited, and share a link where they use the same. Inside a turn, tensor parallelism and Ulysses are waited for, and
-the ring passes keys under attention. On CPUs a collective takes the cores that computing takes.
+the ring passes keys under attention. On CPUs a collective takes the cores that computing takes; on GPUs it crowds them. Each visit ends
+with what ranks wait for the slowest of them.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +89,8 @@ class Clock:
         """A step that visits these groups, in this order."""
         packs = [self.dearest(group) for group in groups]
         visits = tuple(visit_of(self.spec, group.layout, own) for group, own in zip(groups, packs))
-        now, starts, played = 0.0, [], []
+        constants = self.rates.constants
+        now, starts, played = float(constants.begin_s), [], []
         seen: dict[int, list[list[_Moved]]] = {}
         weighed: dict[int, Weighed] = {}
         for number, group in enumerate(groups):
@@ -98,11 +101,12 @@ class Clock:
                     ledger = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu)
                     seen[rank], weighed[rank] = _weigh(ledger, visits, packs)
             pieces = play(
-                [list(_Stage(self, layout, stage, visits, packs[number]).actions(seen[rank][number])) for stage, rank in enumerate(stages)]
+                [list(_Stage(self, layout, stage, visits, packs[number]).actions(seen[rank][number])) for stage, rank in enumerate(stages)],
+                constants.crowd,  # pyright: ignore[reportArgumentType]
             )
             starts.append(now)
             played.append(tuple(pieces))
-            now += max((piece.end for piece in pieces), default=0.0)
+            now += max((piece.end for piece in pieces), default=0.0) * (1 + float(constants.jitter) * math.log2(layout.world))
         return StepTime(now, tuple(starts), tuple(played), weighed)
 
     def dearest(self, group: GroupPacks) -> Packs:
@@ -155,7 +159,7 @@ class Clock:
         """Seconds of a message between stages."""
         ranks = layout.world // layout.pp
         together = abs(stage - peer) * ranks < self.per_node and stage * ranks // self.per_node == peer * ranks // self.per_node
-        return float(self.rates.collective_s("send", sent_bytes, 2, 2 if together else 1))
+        return float(self.rates.constants.messages) * float(self.rates.collective_s("send", sent_bytes, 2, 2 if together else 1))
 
     def copy_s(self, layout: Layout, moved_bytes: int, way: str) -> float:
         """Seconds of a copy between a device and its tier: "out" or "in". The disk is one for all ranks of a node."""
@@ -243,7 +247,7 @@ class _Stage:
             made = Begin(key, f"messages {op.way} {ends[0]}-{ends[1]}", seconds, self.uses(self.near), ends)
         elif op.kind == "exchange":
             key = "exchange", op.visit, op.way, op.number
-            made = Begin(key, LANES[op.kind], clock.exchange_s(self.visits, op), self.uses(self.far), everyone)
+            made = Begin(key, LANES[op.kind], clock.exchange_s(self.visits, op), self.uses(self.far), everyone, self.crowds(self.far))
         else:
             made = self._piece(str(op), LANES[op.kind], self._copy_s(one, "in"), ("host in",))
         self.under_way.setdefault(ended, deque()).append(made.key)
@@ -274,8 +278,12 @@ class _Stage:
 
     def _piece(self, name: str, lane: str, seconds: float, uses: tuple[str, ...]) -> Begin:
         self.count += 1
-        return Begin((name, self.stage, self.count), lane, seconds, self.uses(uses))
+        return Begin((name, self.stage, self.count), lane, seconds, self.uses(uses), (), self.crowds(uses))
 
     def uses(self, links: tuple[str, ...]) -> tuple[str, ...]:
         """Resources of a piece of work. On CPUs what moves takes the cores that computing takes."""
         return (*links, "cores") if self.clock.on_cpu or not links else links
+
+    def crowds(self, links: tuple[str, ...]) -> tuple[str, ...]:
+        """Resources that a piece of work crowds: a collective of GPUs takes some of their multiprocessors and memory."""
+        return ("cores",) if not self.clock.on_cpu and links in (self.near, self.far) else ()

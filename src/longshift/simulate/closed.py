@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from longshift.cluster.cluster import Number
+from longshift.layout.loss_rows import rows_at_once
 from longshift.simulate.cost import RECOMPUTE, Cost, Mesh, Sizes, Work
 
 # In the order of a table. All are seconds that a step shows; what is hidden under computation is in Forecast.hidden.
@@ -91,8 +92,9 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     sides = (turns["forward"].seconds + gathers[0], turns["again"].seconds + turns["backward"].seconds + gathers[1] + reduced_s)
     block_s = sides[0] + sides[1]
 
-    head = cost.head(mesh, at.tokens)
-    embeddings = cost.embeddings(mesh, at.tokens, False).times(2)
+    summed, rows = cost.accumulated(mesh, sizes.head_elements), np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring * at.tp)
+    head = cost.head(mesh, at.tokens) + summed.times(np.ceil(rows / rows_at_once(rows, sizes.width, sizes.vocab)))
+    embeddings = cost.embeddings(mesh, at.tokens, False).times(2) + summed
     ends = [np.maximum(work.device_s, work.kernels * launch_s) + work.tensor_s for work in (head, embeddings)]
     fewer = virtual * np.floor(sizes.layers / (pp * virtual)) - blocks  # of the last stage, which has the head
     ends_s = np.where(pp > 1, np.maximum(ends[1], ends[0] + fewer * block_s), ends[0] + ends[1])
@@ -160,6 +162,7 @@ def _block(cost: Cost, mesh: Mesh, at: Candidates) -> tuple[Work, Work, Work]:
     halves = ("attention half", "mlp half")
     attention, mlp = (cost.forward(half, mesh, at.tokens, at.pairs) for half in halves)
     backward = cost.backward(halves[0], mesh, at.tokens, at.pairs) + cost.backward(halves[1], mesh, at.tokens, at.pairs)
+    backward = backward + cost.accumulated(mesh, cost.sizes.block_elements)
     code = np.asarray(at.recompute)
     full, keeps = code >= RECOMPUTE.index("full"), code == RECOMPUTE.index("full.keep-output")
     again = attention.times(full | (code == RECOMPUTE.index("attention"))) + mlp.times(full)

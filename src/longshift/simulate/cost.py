@@ -17,7 +17,6 @@ import numpy as np
 
 from longshift.cluster.cluster import Number
 from longshift.layout.layout import Layout
-from longshift.program.operations import Op
 from longshift.simulate.rates import Rates
 from longshift.spec.model import ModelSpec
 
@@ -54,6 +53,7 @@ class Habits:
     messages_hidden      a stage computes while its messages travel
     ring_hidden          keys and values travel under attention
     gradient_bytes       of an element that is reduced
+    accumulated          a micro-batch's gradients are added to their sum in a pass of its own, else where they are made
     selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
     forward_gain, backward_gain               times the speed of a preset's attention kernel, FlashAttention-2 (as in FLASH3)
     shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
@@ -68,6 +68,7 @@ class Habits:
     messages_hidden: Number = 0.0
     ring_hidden: Number = 1.0
     gradient_bytes: Number = 4.0
+    accumulated: Number = 0.0
     selective_matmuls: Number = 0.0
     selective_attention: Number = 1.0
     forward_gain: Number = 1.0
@@ -77,7 +78,8 @@ class Habits:
 
 # Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
 # Receives are posted one event ahead and sends are awaited pp events later (`program.turns`), so messages travel beside computation.
-LONGSHIFT = Habits(messages_hidden=1.0)
+# A micro-batch's gradients are added to float32 sums unit by unit.
+LONGSHIFT = Habits(messages_hidden=1.0, accumulated=1.0)
 
 
 @dataclass(frozen=True)
@@ -166,12 +168,6 @@ class Cost:
     rates: Rates
     habits: Habits = LONGSHIFT
 
-    def compute(self, op: Op, layout: Layout, tokens: Number, pairs: Number, loss_blocks: Number = 1) -> Work:
-        """Work of a `compute` operation of a step under `layout`; see `turn`. Equal turns of equal packs cost the same: ask once."""
-        kind: UnitKind = "embeddings" if op.unit == 0 else "head" if op.unit > self.sizes.layers else "block"
-        mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
-        return self.turn(kind, op.turn, op.part, mesh, tokens, pairs, recompute_code(layout), loss_blocks)
-
     def turn(
         self,
         kind: UnitKind,
@@ -256,6 +252,11 @@ class Cost:
         rows = _rows(mesh, tokens)
         moved_bytes = 4.0 * self.rates.element_bytes * rows * self.sizes.width
         return Work(0.0, 0.0, self.rates.elementwise_s(moved_bytes), 6.0, self._tensor_s(mesh, rows) / 2)
+
+    def accumulated(self, mesh: Mesh, elements: Number) -> Work:
+        """Of adding the gradients of a unit of so many weights to their sum: the gradient is read, the sum read and written."""
+        moved_bytes = np.asarray(elements) / mesh.tp * (self.rates.element_bytes + 2 * np.asarray(self.habits.gradient_bytes))
+        return Work(elementwise_s=self.habits.accumulated * self.rates.elementwise_s(moved_bytes))
 
     def head(self, mesh: Mesh, tokens: Number) -> Work:
         """Of the head's loss turn on so many tokens: final norm, logits, cross entropy, and their backward."""
