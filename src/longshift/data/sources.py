@@ -94,9 +94,11 @@ def unchanged(file: File) -> bool:
 
 def _library() -> list[str]:
     """The `.py` files of the standard library, by their path in it."""
-    root = Path(sysconfig.get_path("stdlib"))
-    inside = (path.relative_to(root) for path in root.rglob("*.py"))
-    return [str(root / path) for path in sorted(inside, key=lambda p: p.as_posix()) if not _NOT_LIBRARY & set(path.parts)]
+    root, found = sysconfig.get_path("stdlib"), []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
+        found += [os.path.join(folder, name) for name in names if name.endswith(".py") and name not in _NOT_LIBRARY]
+    return sorted(found, key=lambda path: Path(os.path.relpath(path, root)).as_posix())
 
 
 def _is_dataset(path: str) -> bool:

@@ -15,6 +15,8 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from longshift.cluster.cluster import Cluster
 from longshift.layout.layout import Coord, Layout
 from longshift.program.ledger import Ledger, Weighed
@@ -63,6 +65,11 @@ class StepTime:
                     by_stage[piece.rank] += piece.end - piece.start
             total += max(by_stage.values(), default=0.0)
         return total
+
+
+def _pairs(lengths: Sequence[int]) -> Iterator[float]:
+    """Causal pairs of tokens of each document."""
+    return (n * n / 2 for n in lengths)
 
 
 class _Moved:
@@ -114,14 +121,19 @@ class Clock:
         dearest of all replicas'."""
         count = max(map(len, group.replicas))
         full = [replica + ((),) * (count - len(replica)) for replica in group.replicas]
+        seconds = self.packs_s(group.layout, [pack for replica in full for pack in replica]).reshape(len(full), count)
         if group.layout.zero == 3:
-            return tuple(max(some, key=lambda pack: self.pack_s(group.layout, pack)) for some in zip(*full))
-        return max(full, key=lambda replica: sum(self.pack_s(group.layout, pack) for pack in replica))
+            return tuple(full[replica][micro] for micro, replica in enumerate(seconds.argmax(0)))
+        return full[int(seconds.sum(1).argmax())]
 
-    def pack_s(self, layout: Layout, pack: Sequence[int]) -> float:
-        """Seconds of a block's forward and backward on a pack."""
-        turns = ("forward", "backward")
-        return sum(seconds for turn in turns for _, seconds in self.turn(layout, tuple(pack), 1, "block", turn, "block"))
+    def packs_s(self, layout: Layout, packs: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """Seconds of a block's forward and backward on each pack."""
+        if layout.chunk:
+            return np.array([sum(s for turn in ("forward", "backward") for _, s in self._chunked(layout, pack, turn)) for pack in packs])
+        tokens, pairs = (np.array([sum(of(pack or (1,))) for pack in packs], float) for of in (iter, _pairs))
+        mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
+        works = [self.cost.turn("block", turn, "block", mesh, tokens, pairs, recompute_code(layout)) for turn in ("forward", "backward")]
+        return sum((np.asarray(work.exposed_s(self.rates.launch_s)) for work in works), np.zeros(len(packs)))
 
     def turn(self, layout: Layout, pack: tuple[int, ...], blocks: int, kind: UnitKind, turn: str, part: str) -> list[tuple[str, float]]:
         """Seconds of a turn of a unit on a pack, by lane, in a row; `blocks` of rows of a loss. The ring goes on under attention."""
@@ -134,7 +146,7 @@ class Clock:
         lengths = pack or (1,)
         mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
         code = recompute_code(layout)
-        tokens, pairs = sum(lengths), sum(n * n for n in lengths) / 2
+        tokens, pairs = sum(lengths), sum(_pairs(lengths))
         work = self.cost.turn(kind, turn, part, mesh, tokens, pairs, code, blocks)
         computes, attention = float(work.compute_s(self.rates.launch_s)), float(work.attention_s)
         under = min(attention, computes) if float(work.ring_s) else 0.0
