@@ -166,7 +166,7 @@ class Planned:
         if single is not None and single is not best:
             yield f"the best single layout, {single}, takes {single.seconds / best.seconds:.2f} times as long"
         if context is not None and context not in (best, single):
-            yield f"the best without tensor and pipeline parallelism, {context}, takes {context.seconds / best.seconds:.2f} times as long"
+            yield f"the best by context parallelism alone, {context}, takes {context.seconds / best.seconds:.2f} times as long"
         for way in choice.ways[1 : 1 + RIVALS]:
             yield f"  {way}: {way.seconds / best.seconds - 1:+.1%}"
         for way, lack in choice.short[:RIVALS]:

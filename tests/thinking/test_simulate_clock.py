@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,12 +120,17 @@ def step_of(text: str, micros: int = 4, lengths: tuple[int, ...] = (4096, 4096),
 
 
 def steps_of(groups: list[tuple[str, int, tuple[int, ...]]], on: str = "h100", reached: Constants = IDEAL) -> StepTime:
+    edges = [Edge(sum(lengths), Layout.parse(text)) for text, _, lengths in groups]
+    return clock_of(edges, on, reached).step(
+        [GroupPacks(edge.use, ((lengths,) * micros,)) for edge, (_, micros, lengths) in zip(edges, groups)]
+    )
+
+
+def clock_of(edges: list[Edge], on: str = "h100", reached: Constants = IDEAL) -> Clock:
     spec, cluster, formats = families.preset("llama-3-8b"), files.preset(on), FORMATS["bf16"]
-    edges = tuple(Edge(sum(lengths), Layout.parse(text)) for text, _, lengths in groups)
-    way = Itinerary(spec, edges, links_of(cluster, 8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
-    shape = StepShape(way, edges, formats, 1 << 16, max(max(lengths) for _, _, lengths in groups))
-    clock = Clock(shape, cluster, Cost(sizes(spec), rates(cluster, constants=reached)), "bf16")
-    return clock.step([GroupPacks(edge.use, ((lengths,) * micros,)) for edge, (_, micros, lengths) in zip(edges, groups)])
+    way = Itinerary(spec, tuple(edges), links_of(cluster, 8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
+    shape = StepShape(way, tuple(edges), formats, 1 << 16, edges[-1].upto)
+    return Clock(shape, cluster, Cost(sizes(spec), rates(cluster, constants=reached)), "bf16")
 
 
 def test_a_step_is_computed_all_the_time_where_nothing_travels():
@@ -171,3 +177,18 @@ def test_closed_form_and_clock_agree(text: str):
     at = Candidates(*mesh, recompute_code(layout), micros, sum(lengths), sum(n * n for n in lengths) / 2)
     form = closed_form(Cost(sizes(families.preset("llama-3-8b")), rates(files.preset("h100"))), at)
     assert float(form.total) == pytest.approx(step_of(text, micros, lengths, reached=FITTED).seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("text", ["pp2.dp4.z2", "pp4.dp2.v2", "dp8.z3"])
+def test_a_choice_of_many_micro_batches_stands_for_all(text: str, monkeypatch: pytest.MonkeyPatch):
+    """Sixty packs of documents of many lengths; an even choice of them is played, and all."""
+    draw = np.random.default_rng(0)
+    packs = tuple((length, 8192 - length) for length in draw.integers(64, 8128, 60).tolist())
+    groups = [GroupPacks(Layout.parse(text), (packs,))]
+    short = clock_of([Edge(8192, Layout.parse(text))]).step(groups)
+    monkeypatch.setattr("longshift.simulate.clock.LEAST_PLAYED", 1000)
+    whole = clock_of([Edge(8192, Layout.parse(text))]).step(groups)
+    assert max(short.shares) < 0.5
+    assert whole.shares == (1.0,)
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert short.busy_s("compute") == pytest.approx(whole.busy_s("compute"), rel=0.02)

@@ -111,10 +111,10 @@ class Replay:
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
         """Those that fit, fastest first. All are played on the first draw; on the others the first FINALISTS, the best single layout and
-        the best without tensor and pipeline parallelism. The rest are taken to be as much slower as on the first draw."""
+        the best of one cut of the weights. The rest are taken to be as much slower as on the first draw."""
         fitting = [edges for edges in dict.fromkeys(ways) if self.fits(edges)]
         first = sorted(fitting, key=lambda edges: (self.second(edges, 0), str(edges)))
-        kinds = (first, [edges for edges in first if len(edges) == 1], [edges for edges in first if without_cuts(edges)])
+        kinds = (first, [edges for edges in first if len(edges) == 1], [edges for edges in first if one_cut(edges)])
         finalists = [edges for some, most in zip(kinds, (FINALISTS, 1, 1)) for edges in some[:most]]
         means = {edges: float(np.mean([self.second(edges, draw) for draw in range(DRAWS)])) for edges in finalists}
         scale = means[first[0]] / self.second(first[0], 0) if first else 1.0
@@ -136,9 +136,9 @@ class Replay:
         return Way(edges, seconds, *self.weigh(edges), self.shape(edges), steps)
 
 
-def without_cuts(edges: Sequence[Edge]) -> bool:
-    """Whether the layouts differ in Ulysses, ring and replicas only: what context parallelism alone can choose."""
-    return all(edge.use.tp == edge.use.pp == 1 for edge in edges)
+def one_cut(edges: Sequence[Edge]) -> bool:
+    """Whether the layouts differ in Ulysses, ring and replicas alone: what context parallelism alone can choose."""
+    return len({(edge.use.tp, edge.use.pp, edge.use.virtual) for edge in edges}) == 1
 
 
 def in_visiting_order(shape: StepShape, lengths: Sequence[int]) -> list[GroupPacks]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from longshift.layout import legal
 from longshift.layout.layout import Layout
 from longshift.planner.chosen import Shortlist
-from longshift.planner.replay import Replay, Task, Way, without_cuts
+from longshift.planner.replay import Replay, Task, Way, one_cut
 from longshift.planner.shortlist import shortlist
 from longshift.workload.groups import Edge
 
@@ -25,9 +25,9 @@ CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, in tokens
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search found. `ways`: those that fit, fastest first; `single`: the best of one layout; `context_parallel`: the best without
-    tensor and pipeline parallelism; `short`: ways that do not fit, with the bytes that each lacks; `shortlist`: the first of them, which
-    counts and refuses layouts."""
+    """What a search found. `ways`: those that fit, fastest first; `single`: the best of one layout; `context_parallel`: the best whose
+    layouts differ in context parallelism alone; `short`: ways that do not fit, with the bytes that each lacks; `shortlist`: the first of
+    them, which counts and refuses layouts."""
 
     ways: tuple[Way, ...]
     single: Way | None
@@ -58,7 +58,7 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None) -> Choic
     return Choice(
         tuple(fastest),
         next((way for way in fastest if len(way.edges) == 1), None),
-        next((way for way in fastest if without_cuts(way.edges)), None),
+        next((way for way in fastest if one_cut(way.edges)), None),
         tuple(sorted(lacking, key=lambda row: row[1])),
         listed,
     )

@@ -1,6 +1,7 @@
 """Bytes by name and place, now and at the most."""
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -43,15 +44,15 @@ class Book:
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
         self.most: dict[str, int] = {}
-        self.by_name: dict[str, Counter[str]] = {}
+        self.by_name: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.peaks: dict[str, Peak] = {}
         self.moments: dict[Moment, dict[str, Peak]] | None = None
-        self.op = ""
+        self.told: Callable[[], str] = str
         self.number = 0
 
     def change(self, name: str, size: int, place: str) -> None:
         self.now[place] += size
-        self.by_name.setdefault(place, Counter())[name] += size
+        self.by_name[place][name] += size
         if size > 0 and self.now[place] > self.most.get(place, 0):
             self.most[place] = self.now[place]
 
@@ -59,9 +60,9 @@ class Book:
         """An operation needs so many bytes on the device, beyond what is there."""
         self.most["device"] = max(self.most.get("device", 0), self.now["device"] + size)
 
-    def begin(self, number: int, op: str) -> None:
-        """What follows is this operation's."""
-        self.number, self.op = number, op
+    def begin(self, number: int, told: Callable[[], str]) -> None:
+        """What follows is this operation's, which `told` names."""
+        self.number, self.told = number, told
 
     def settle(self, moment: tuple = ()) -> None:
         """Write down the peaks that the operation, or this moment of it, has raised."""
@@ -75,9 +76,9 @@ class Book:
         for place, most in self.most.items():
             known = peaks.get(place)
             if known is None or most > known.total:
-                rows = [(name, size) for name, size in self.by_name.get(place, Counter()).items() if size]
+                rows = [(name, size) for name, size in self.by_name[place].items() if size]
                 rows += [("gone when it ends", inside)] if (inside := most - self.now[place]) > 0 else []
-                peaks[place] = Peak(most, self.op, tuple(sorted(rows, key=lambda row: -row[1])))
+                peaks[place] = Peak(most, self.told(), tuple(sorted(rows, key=lambda row: -row[1])))
 
 
 @dataclass

@@ -8,6 +8,7 @@ and the process itself, come on top.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of
@@ -107,13 +108,17 @@ class Ledger:
             self.account.sent.clear()
             self.account.moved.clear()
             for number, op in enumerate(program):
-                under = f" under {visits[op.visit].layout}" if len(visits) > 1 and op.kind not in ("norm", "update") else ""
-                self.book.begin(number, f"{op}{under}")
+                self.book.begin(number, partial(self._told, op))
                 self.table[op.kind](op)
                 self.book.settle()
                 if after and step == steps - 1:
                     after(op)
         return Weighed(self.book.peaks, dict(self.account.sent), dict(self.account.moved))
+
+    def _told(self, op: Op) -> str:
+        """An operation, and under which layout, where there are several."""
+        whole = len(self.visits) == 1 or op.kind in ("norm", "update")
+        return str(op) if whole else f"{op} under {self.visits[op.visit].layout}"
 
     def _runner(self, op: Op) -> HeldPacks:
         return self.runners[self.visits[op.visit].layout]

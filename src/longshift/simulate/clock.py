@@ -8,10 +8,13 @@ What overlaps is what the program overlaps: gathers, reductions, messages, excha
 begun until they are awaited, and share a link where they use the same. Inside a turn, tensor parallelism and Ulysses are waited for, and
 the ring passes keys under attention. On CPUs a collective takes the cores that computing takes; on GPUs it crowds them. Each visit ends
 with what ranks wait for the slowest of them.
+
+Of many micro-batches, which a pipeline computes at an even pace once it is full, an even choice is played, and the seconds that the rest
+takes at that pace are added.
 """
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +22,7 @@ import numpy as np
 
 from longshift.cluster.cluster import Cluster
 from longshift.layout.layout import Coord, Layout
-from longshift.program.ledger import Ledger, Weighed
+from longshift.program.ledger import Ledger
 from longshift.program.needs import StepShape
 from longshift.program.operations import AWAITED, LANES, Op
 from longshift.program.turns import Visit, visit_of
@@ -32,6 +35,8 @@ from longshift.simulate.lanes import Begin, End, Timed, play
 from longshift.spec.formats import FORMATS
 from longshift.switch.traffic import seconds_by_exchange
 
+LEAST_PLAYED = 16  # micro-batches of a visit, and of a pipeline at least FILLS times its stages' chunks
+FILLS = 3
 MOVES = {"gather": "all_gather", "reduce": "reduce_scatter"}
 
 Packs = tuple[tuple[int, ...], ...]  # lengths of the documents of each micro-batch
@@ -48,22 +53,22 @@ class GroupPacks:
 @dataclass(frozen=True)
 class StepTime:
     """A step on the clock. `starts`: seconds at which each visit begins; `played`: by visit, every piece of work of one rank of each stage,
-    its times from the visit's start on; `weighed`: memory and traffic of the ranks that were played."""
+    its times from the visit's start on; `shares`: of what there is to compute in each visit, that was played."""
 
     seconds: float
     starts: tuple[float, ...]
     played: tuple[tuple[Timed, ...], ...] = field(repr=False)
-    weighed: dict[int, Weighed] = field(repr=False)
+    shares: tuple[float, ...]
 
     def busy_s(self, lane: str) -> float:
-        """Seconds in which a lane does something, of each visit's busiest stage, of all visits."""
+        """Seconds in which a lane does something, of each visit's busiest stage, of all visits; what was not played as what was."""
         total = 0.0
-        for pieces in self.played:
+        for pieces, share in zip(self.played, self.shares):
             by_stage = dict.fromkeys(range(1 + max((piece.rank for piece in pieces), default=0)), 0.0)
             for piece in pieces:
                 if piece.lane == lane:
                     by_stage[piece.rank] += piece.end - piece.start
-            total += max(by_stage.values(), default=0.0)
+            total += max(by_stage.values(), default=0.0) / share
         return total
 
 
@@ -73,11 +78,11 @@ def _pairs(lengths: Sequence[int]) -> Iterator[float]:
 
 
 class _Moved:
-    """An operation, bytes that the ledger saw it send, by communicator, and move, by direction; `elements` that it adds or updates."""
+    """An operation, bytes that the ledger saw it send and move; `elements` that it adds or updates."""
 
     __slots__ = ("elements", "moved", "op", "sent")
 
-    def __init__(self, op: Op, sent: Counter[str], moved: Counter[str], elements: int):
+    def __init__(self, op: Op, sent: int, moved: int, elements: int):
         self.op, self.sent, self.moved, self.elements = op, sent, moved, elements
 
 
@@ -91,30 +96,44 @@ class Clock:
         self.per_node = int(self.rates.fabric.per_node)
         self.turns: dict[tuple, list[tuple[str, float]]] = {}
         self.exchanges: dict[int, list[float]] = {}
+        self.paces: dict[Layout, float] = {}  # seconds of a visit for one of a block's on its packs
 
     def step(self, groups: Sequence[GroupPacks]) -> StepTime:
         """A step that visits these groups, in this order."""
         packs = [self.dearest(group) for group in groups]
-        visits = tuple(visit_of(self.spec, group.layout, own) for group, own in zip(groups, packs))
-        constants = self.rates.constants
-        now, starts, played = float(constants.begin_s), [], []
+        costs = [self.packs_s(group.layout, own) for group, own in zip(groups, packs)]
+        many, few = zip(*(_chosen(group.layout, cost) for group, cost in zip(groups, costs)))
+        layouts = [group.layout for group in groups]
+        played = self._played(layouts, [[own[n] for n in some] for own, some in zip(packs, many)])
+        ends = [max((piece.end for piece in pieces), default=0.0) for pieces in played]
+        if any(some != less and layout not in self.paces for layout, some, less in zip(layouts, many, few)):
+            fewer = self._played(layouts, [[own[n] for n in some] for own, some in zip(packs, few)])
+            for layout, cost, some, less, end, pieces in zip(layouts, costs, many, few, ends, fewer):
+                if some != less:
+                    more_s = end - max(piece.end for piece in pieces)
+                    self.paces[layout] = more_s / float(cost[list(some)].sum() - cost[list(less)].sum())
+        now, starts, shares = float(self.rates.constants.begin_s), [], []
+        for layout, cost, some, end in zip(layouts, costs, many, ends):
+            left = float(cost.sum() - cost[list(some)].sum())
+            starts.append(now)
+            shares.append(1 - left / float(cost.sum()))
+            now += (end + self.paces.get(layout, 0.0) * left) * (1 + float(self.rates.constants.jitter) * math.log2(layout.world))
+        return StepTime(float(now), tuple(starts), tuple(map(tuple, played)), tuple(shares))
+
+    def _played(self, layouts: Sequence[Layout], packs: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Timed]]:
+        """Pieces of work of one rank of each stage, by visit."""
+        visits = tuple(visit_of(self.spec, layout, own) for layout, own in zip(layouts, packs))
         seen: dict[int, list[list[_Moved]]] = {}
-        weighed: dict[int, Weighed] = {}
-        for number, group in enumerate(groups):
-            layout = group.layout
+        found = []
+        for number, (layout, own) in enumerate(zip(layouts, packs)):
             stages = [layout.rank(Coord(0, 0, 0, 0, stage)) for stage in range(layout.pp)]
             for rank in stages:
                 if rank not in seen:
                     ledger = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu)
-                    seen[rank], weighed[rank] = _weigh(ledger, visits, packs)
-            pieces = play(
-                [list(_Stage(self, layout, stage, visits, packs[number]).actions(seen[rank][number])) for stage, rank in enumerate(stages)],
-                constants.crowd,  # pyright: ignore[reportArgumentType]
-            )
-            starts.append(now)
-            played.append(tuple(pieces))
-            now += max((piece.end for piece in pieces), default=0.0) * (1 + float(constants.jitter) * math.log2(layout.world))
-        return StepTime(now, tuple(starts), tuple(played), weighed)
+                    seen[rank] = _weigh(ledger, visits, packs)
+            actions = [list(_Stage(self, layout, stage, visits, own).actions(seen[rank][number])) for stage, rank in enumerate(stages)]
+            found.append(play(actions, float(self.rates.constants.crowd)))
+        return found
 
     def dearest(self, group: GroupPacks) -> Packs:
         """The packs of the replica with most to do. Under ZeRO-3 replicas gather unit by unit together, so that each micro-batch is the
@@ -196,10 +215,23 @@ class Clock:
         return self.exchanges[id(plan)][op.number]
 
 
-def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Packs]) -> tuple[list[list[_Moved]], Weighed]:
-    """The operations of a rank's step by visit, norm and update with the last one's, and what the ledger says of the step."""
+def _chosen(layout: Layout, costs: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Micro-batches of a replica that are played, by number; and fewer of them, from which the pace is found. Both are even choices by
+    cost, and whole rounds of the stages fewer than all. Where there are not many, both are all of them."""
+    count, most = len(costs), max(LEAST_PLAYED, FILLS * layout.pp * layout.virtual)
+    many = count - layout.pp * -(-max(0, count - most) // layout.pp)
+    few = many - layout.pp * max(1, most // 2 // layout.pp)
+    if count == many or few < 1:
+        return tuple(range(count)), tuple(range(count))
+    order = np.argsort(costs, kind="stable")
+    many_, few_ = (tuple(sorted(order[((np.arange(n) + 0.5) * count / n).astype(int)].tolist())) for n in (many, few))
+    return many_, few_
+
+
+def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tuple[int, ...]]]) -> list[list[_Moved]]:
+    """The operations of a rank's step by visit, norm and update with the last one's, and what the ledger says of them."""
     found: list[list[_Moved]] = [[]]
-    sent, moved = Counter[str](), Counter[str]()
+    account, sent, moved = ledger.account, 0, 0
 
     def after(op: Op) -> None:
         nonlocal sent, moved
@@ -208,18 +240,19 @@ def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Packs]) -> t
             elements = sum(ledger.copies[ledger.steps.views[visits[op.visit].layout].cut].units[op.unit].weights)
         elif op.kind == "update":
             elements = sum(size for _, size in ledger.shards)
-        found[-1].append(_Moved(op, ledger.account.sent - sent, ledger.account.moved - moved, elements))
-        sent, moved = Counter(ledger.account.sent), Counter(ledger.account.moved)
+        before, sent, moved = (sent, moved), sum(account.sent.values()), sum(account.moved.values())
+        found[-1].append(_Moved(op, sent - before[0], moved - before[1], elements))
         if op.kind == "leave" and op.visit < len(visits) - 1:
             found.append([])
 
-    return found, ledger.play(visits, packs, after)
+    ledger.play(visits, packs, after)
+    return found
 
 
 class _Stage:
     """What a rank of one stage does in a visit, as actions on lanes. Mutable while it is made."""
 
-    def __init__(self, clock: Clock, layout: Layout, stage: int, visits: Sequence[Visit], packs: Packs):
+    def __init__(self, clock: Clock, layout: Layout, stage: int, visits: Sequence[Visit], packs: Sequence[tuple[int, ...]]):
         self.clock, self.layout, self.stage, self.visits, self.packs = clock, layout, stage, visits, packs
         self.under_way: dict[tuple, deque[Hashable]] = {}
         self.count = 0
@@ -242,16 +275,16 @@ class _Stage:
                 formats, rates = self.clock.shape.formats, self.clock.rates
                 of_sum = formats.compute_bytes + 2 * formats.home_bytes  # a gradient is read, a sum read and written
                 of_one = of_sum if op.kind == "accumulate" else UPDATE_BYTES * rates.constants.update
-                yield from self._alone("compute", str(op), float(rates.elementwise_s(one.elements * of_one)))
+                yield from self._alone("compute", op, float(rates.elementwise_s(one.elements * of_one)))
             elif op.kind == "put":
-                yield self._piece(str(op), LANES["put"], self._copy_s(one, "out"), ("host out",))
+                yield self._piece(op, LANES["put"], self._copy_s(one, "out"), ("host out",))
 
     def _begin(self, one: _Moved) -> Begin:
         op, clock, everyone = one.op, self.clock, tuple(range(self.layout.pp))
-        sent_bytes = sum(one.sent.values())
+        sent_bytes = one.sent
         ended = (AWAITED[op.kind], *op[1:])
         if op.kind in ("gather", "reduce"):
-            made = self._piece(str(op), LANES[op.kind], clock.collective_s(self.layout, op.kind, sent_bytes), self.far)
+            made = self._piece(op, LANES[op.kind], clock.collective_s(self.layout, op.kind, sent_bytes), self.far)
         elif op.kind in ("send", "receive"):
             ends = min(self.stage, op.peer), max(self.stage, op.peer)
             key = "message", op.visit, op.number
@@ -261,12 +294,12 @@ class _Stage:
             key = "exchange", op.visit, op.way, op.number
             made = Begin(key, LANES[op.kind], clock.exchange_s(self.visits, op), self.uses(self.far), everyone, self.crowds(self.far))
         else:
-            made = self._piece(str(op), LANES[op.kind], self._copy_s(one, "in"), ("host in",))
+            made = self._piece(op, LANES[op.kind], self._copy_s(one, "in"), ("host in",))
         self.under_way.setdefault(ended, deque()).append(made.key)
         return made
 
     def _copy_s(self, one: _Moved, way: str) -> float:
-        return self.clock.copy_s(self.layout, sum(one.moved.values()), way)
+        return self.clock.copy_s(self.layout, one.moved, way)
 
     def _turn(self, op: Op) -> Iterator[Begin | End]:
         blocks = self.visits[op.visit].loss_blocks[op.micro] if op.turn == "loss" and not self.layout.chunk else 1
@@ -274,21 +307,21 @@ class _Stage:
         times = dict(self.clock.turn(self.layout, self.packs[op.micro], blocks, kind, op.turn, op.part))
         ring_s, attention_s = times.pop("ring", 0.0), times.pop("attention", 0.0)
         for lane, seconds in times.items():
-            yield from self._alone(lane, str(op), seconds)
+            yield from self._alone(lane, op, seconds)
         if ring_s:
-            travels = self._piece(str(op), "ring", ring_s, self.near)
+            travels = self._piece(op, "ring", ring_s, self.near)
             yield travels
-            yield from self._alone("compute", str(op), attention_s)
+            yield from self._alone("compute", op, attention_s)
             yield End(travels.key)
 
-    def _alone(self, lane: str, name: str, seconds: float) -> Iterator[Begin | End]:
+    def _alone(self, lane: str, name: Op, seconds: float) -> Iterator[Begin | End]:
         """Begins a piece and waits for it."""
         if seconds > 0:
             made = self._piece(name, lane, seconds, () if lane == "compute" else self.near)
             yield made
             yield End(made.key)
 
-    def _piece(self, name: str, lane: str, seconds: float, uses: tuple[str, ...]) -> Begin:
+    def _piece(self, name: Op, lane: str, seconds: float, uses: tuple[str, ...]) -> Begin:
         self.count += 1
         return Begin((name, self.stage, self.count), lane, seconds, self.uses(uses), (), self.crowds(uses))
 
