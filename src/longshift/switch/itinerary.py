@@ -11,7 +11,7 @@ Home is cut as the longest group's layout would cut it, under ZeRO-1 at least: e
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
@@ -90,21 +90,16 @@ class Itinerary:
         self._hops: dict[tuple[Cut | None, Cut], float] = {}
         self._orders: dict[tuple[Layout, ...], tuple[int, ...]] = {}
 
-    @cached_property
-    def _rows(self) -> Placed:
-        """Home's rows on all ranks."""
-        return placed(self.spec, self.home, "rows")
-
     def weights(self, source: Cut | None, target: Cut) -> Plan:
         """The plan of the weights of `target`, from home and, where given, from what `source` holds."""
         if (source, target) not in self._weights:
-            self._weights[source, target] = self._plan(self._held(source), target, self._bytes[0])
+            self._weights[source, target] = self._plan(source, target, self._bytes[0])
         return self._weights[source, target]
 
     def sums(self, source: Cut) -> Plan:
         """The plan of the gradient sums of `source`, to home."""
         if source not in self._sums:
-            self._sums[source] = self._plan(self._rows, source, self._bytes[1]).reversed()
+            self._sums[source] = self._plan(None, source, self._bytes[1]).reversed()
         return self._sums[source]
 
     def source(self, layout: Layout) -> Cut | None:
@@ -137,14 +132,25 @@ class Itinerary:
             few = len(set(self.cuts.values())) <= MOST_PLANNED
             wanted = placed(self.spec, target.layout, target.side)
             self._hops[key] = (
-                traffic(self.weights(*key)).bound_s if few else least_s(self._held(key[0]), wanted, self.links, self._bytes[0])
+                traffic(self.weights(*key)).bound_s
+                if few
+                else least_s(_held(self.spec, self.home, key[0]), wanted, self.links, self._bytes[0])
             )
         return self._hops[key]
 
-    def _held(self, source: Cut | None) -> Placed:
-        """What home and `source` have."""
-        return together(self._rows, placed(self.spec, source.layout, source.side)) if source else self._rows
+    def _plan(self, source: Cut | None, target: Cut, itemsize: int) -> Plan:
+        return _plan(self.spec, self.home, source, target, self.links, itemsize, self.options.planner, self.options.bucket_bytes)
 
-    def _plan(self, held: Placed, target: Cut, itemsize: int) -> Plan:
-        wanted = turn_about(held, placed(self.spec, target.layout, target.side))
-        return switch_plan(held, wanted, self.links, itemsize, self.options.planner, self.options.bucket_bytes)
+
+def _held(spec: ModelSpec, home: Layout, source: Cut | None) -> Placed:
+    """What home and `source` have."""
+    rows = placed(spec, home, "rows")
+    return together(rows, placed(spec, source.layout, source.side)) if source else rows
+
+
+@lru_cache(maxsize=64)  # a planner asks for the same switches in many assignments
+def _plan(
+    spec: ModelSpec, home: Layout, source: Cut | None, target: Cut, links: Links, itemsize: int, planner: Planner, bucket_bytes: int
+) -> Plan:
+    held = _held(spec, home, source)
+    return switch_plan(held, turn_about(held, placed(spec, target.layout, target.side)), links, itemsize, planner, bucket_bytes)
