@@ -7,9 +7,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
-SECOND := $(wildcard tests/many/*_benchmark.py) $(patsubst %,tests/many/test_%.py,check inside launch) tests/one tests/thinking tests/gpu
+SECOND := $(wildcard tests/many/*_benchmark.py) $(patsubst %,tests/many/test_%.py,check inside launch pages) tests/one tests/thinking tests/gpu
 
-.PHONY: setup quickstart test test-all lint bench
+.PHONY: setup browser quickstart test test-all lint bench
 
 setup: $(READY)
 
@@ -17,6 +17,10 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
+
+# What opens pages in tests/many/test_pages.py, which are left out where there is none.
+browser:
+	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq chromium > /dev/null; } || echo "no chromium"
 
 quickstart: setup
 	$(BIN)/longshift train examples/quickstart.yaml save.dir=$(RUN)

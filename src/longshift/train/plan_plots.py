@@ -35,6 +35,9 @@ def write_html(found: Planned, file: Path) -> None:
             go.Scatter(x=x, y=y, text=text, mode="markers", name=name, hovertemplate="%{text}<br>%{x:.1f} GiB, %{y:.3g} s"), row=3, col=1
         )
     figure.add_vline(x=task.budget_bytes / GIB, line_dash="dash", row=3, col=1)  # pyright: ignore[reportArgumentType]
+    figure.update_xaxes(title="seconds", row=1, col=1)
+    figure.update_yaxes(title="seconds", rangemode="tozero", row=2, col=1, secondary_y=False)
+    figure.update_yaxes(title="tokens", rangemode="tozero", row=2, col=1, secondary_y=True)
     figure.update_xaxes(title="GiB a device", row=3, col=1)
     figure.update_yaxes(title="seconds a step", row=3, col=1)
     where = f"{task.cluster.nodes} x {task.cluster.devices_per_node} {task.cluster.name}"
