@@ -4,9 +4,9 @@ planner chooses under three budgets of memory beside the best single layout that
 This machine is profiled. Three corpora have the lengths of `examples/lengths` and of Python's library, SHRINK times shorter, as pieces of
 source text. Of each, every layout is a run of its own by `longshift train`, in an order drawn anew each round.
 
-steps     A row compares the median seconds of a run's steps with the clock's for the same documents: as they are (`raw`), and times one factor
-          that three runs give, one dp, one tp, one pp (`calibrated`). `regret_first`: how much longer the layout that the clock puts first
-          takes than the fastest one.
+steps     A row compares the median seconds of a run's steps with the clock's for the same documents: as they are (`raw`), and times one
+          factor that three runs give, one dp, one tp, one pp (`calibrated`). `regret_first`: how much longer the layout that the clock puts
+          first takes than the fastest one.
 memory    The peak of a run's fullest rank, and the ledger's with what the processes of the three calibrating runs have besides.
 budgets   The planner's first three ways for a budget are trained, as `layout: auto` does in its trials. `auto_over_best_static`: seconds of
           the fastest measured single layout whose peak was within the budget, over those of the fastest of the three;
@@ -65,7 +65,8 @@ save: {{dir: {run}, every: 1000}}
 
 @dataclass
 class Run:
-    """Steps of a layout on a corpus: measured seconds, the clock's; bytes of the fullest rank, and of its tensors by the ledger. Mutable."""
+    """Steps of a layout on a corpus: measured seconds and the clock's; bytes of the fullest rank, and of its tensors by the ledger.
+    Mutable."""
 
     measured: list[float] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import anchors
 import numpy as np
 from common import commit, machine, versions
 
@@ -290,13 +291,35 @@ def judge(table: Sequence[Row], count: int, choices: int) -> dict:
     }
 
 
+def publish_anchors(quick: bool, as_json: bool) -> None:
+    found = anchors.judge(with_search=not quick)
+    if as_json:
+        print(json.dumps({"benchmark": "anchors", "machine": machine(), "versions": versions(), "commit": commit()} | found))
+        return
+    for row in found["hotspa"]["rows"]:
+        print(f"HotSPa {row['law']:12s} {row['set']:7s} {row['published_s']:6.1f} s, here {row['predicted_s']:6.1f} s, {row['error']:+.1%}")
+    for row in found["talk"]["rows"]:
+        told = f"{row['strategy']:28s} {row['longest'] >> 10:5d}K {row['published_gib']:5.1f} GiB"
+        print(f"FPDT talk {told}, here {row['ledger_gib']:5.1f} GiB, {row['over']:+.0%}")
+    for row in found["llama3"]["rows"]:
+        told = f"{row['devices']:6d} devices, {row['length'] >> 10:4d}K: {row['layouts']['tp8.pp16']}"
+        print(f"Llama 3 405B {told} {row['tp8.pp16_over_best']:+.1%} over {row['layouts']['best']}; theirs {row['theirs_over_best']:+.1%}")
+    print({key: value for key, value in found["hotspa"].items() if key != "rows"})
+
+
 def main() -> None:
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--csv", type=Path, required=True, help="published measurements, a row each")
+    parser.add_argument("--csv", type=Path, help="published measurements, a row each")
+    parser.add_argument("--anchors", action="store_true", help="whole runs of papers and talks instead; see anchors.py")
     parser.add_argument("--calibrate", type=int, default=3, metavar="K", help="rows of a source that calibrate")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--quick", action="store_true", help="two choices of the K rows instead of 20")
     args = parser.parse_args()
+    if args.anchors:
+        publish_anchors(args.quick, args.json)
+        return
+    if args.csv is None:
+        parser.error("--csv FILE, or --anchors")
     with args.csv.open(newline="", encoding="utf-8") as file:
         table = list(csv.DictReader(file))
     found = judge(table, args.calibrate, 2 if args.quick else CHOICES)

@@ -12,14 +12,16 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import kept
+import plan_tables
+from kept import K, lines, result, size, source, sources
+
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-K, MIB = 1024, 2**20
 CHUNKED = ("fpdt", "stream")  # rungs
 METHODS = {  # names of long_context.py to words of layouts
     "recompute": "recompute-full",
@@ -35,45 +37,6 @@ METHODS = {  # names of long_context.py to words of layouts
     "stream on the device": "chunks, all on the device",
 }
 MACHINES = {("plain", 1): "one node of {} ranks", ("scale-model", 2): "2 nodes of {} ranks"}
-
-
-def result(benchmark: str, section: str | None = None) -> dict:
-    """A report that is kept."""
-    found = json.loads((RESULTS / f"{benchmark}.json").read_text())
-    return found if section is None else found["sections"][section]
-
-
-def source(report: Mapping) -> str:
-    """A sentence: when, at which commit and on what machine it was measured."""
-    words = ["Measured"]
-    if "date" in report:
-        words.append(f"on {report['date']}")
-    commit, changed, _ = (report.get("commit") or "").partition("+")
-    words.append(f"at commit `{commit[:7]}`{changed and ' with changes'}" if commit else "at a commit that was not recorded")
-    if "machine" in report:
-        facts = report["machine"]
-        cpu, plural = facts["cpu"].replace("(R)", ""), "s" * (facts["cores"] > 1)
-        gpus = ", ".join(facts["gpus"]) or "no GPU"
-        words.append(f"on {facts['cores']} core{plural} of an {cpu} with {facts['memory_gib']:.0f} GiB, {gpus}")
-    return f"{' '.join(words)}, torch {report['versions']['torch']}."
-
-
-def sources(reports: Mapping[str, Mapping]) -> str:
-    """A list of what was measured where, and why a section is older than the newest."""
-    alike: dict[str, list[str]] = {}
-    for name, report in reports.items():
-        alike.setdefault(f"{source(report)} {report.get('older', '')}".rstrip(), []).append(name)
-    return "\n".join(f"- {'; '.join(names)}: {sentence}" for sentence, names in alike.items())
-
-
-def lines(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table of Markdown."""
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows))
-
-
-def size(tokens: int) -> str:
-    """Tokens, as layouts write them."""
-    return f"{tokens // MIB}M" if tokens % MIB == 0 else f"{tokens // K}K"
 
 
 def by_length() -> str:
@@ -330,28 +293,6 @@ def machine_profile() -> str:
     return f"{source(report)} {said}\n\n{lines(('family', 'quick', 'full'), cells)}"
 
 
-def published() -> str:
-    """Errors of predicted seconds by source, and what a planner would lose by them."""
-    report = result("published")
-    rows = []
-    for name, found in sorted(report["by_source"].items(), key=lambda one: -one[1]["raw"]["rows"]):
-        after = found.get("calibrated")
-        shown = (f"{part['median']:.1%}, {part['mean']:.1%}" if part else "" for part in (found["raw"], after))
-        rows.append((" ".join(name.split()[:4]).rstrip(":;"), found["raw"]["rows"], *shown))
-    rows.append(("all", sum(row[1] for row in rows), f"mean {report['mean_raw']:.1%}", f"mean {report['mean_calibrated']:.1%}"))
-    head = ("source", "steps", "median, mean error", "after three of its steps")
-    right, first, best = (f"{report[name]:.1%}" for name in ("pairs_right", "regret_first", "regret_best_of_3"))
-    pairs = f"Of {report['pairs']:,} pairs of one model and cluster that differ by more than 5 %, {right} are in the right order."
-    regret = f"The layout that comes first takes {first} longer than the best on average, the best of three {best}."
-    return f"{computed(report)}\n\n{lines(head, rows)}\n\n{pairs} {regret}"
-
-
-def computed(report: Mapping) -> str:
-    """A sentence: at which commit it was computed."""
-    commit = (report.get("commit") or "").partition("+")[0]
-    return f"Computed on {report['date']} at commit `{commit[:7]}`."
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
     "long-context": by_length,
     "long-context-others": others,
@@ -366,7 +307,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "switch-cost": switches,
     "static": static,
     "ledger": ledger,
-    "published": published,
+    "published": plan_tables.published,
+    "anchors": plan_tables.anchors,
     "machine-profile": machine_profile,
 }
 
@@ -380,14 +322,14 @@ def keep(report: Path, section: str | None) -> None:
     """Put a report, with today's date, into its benchmark's file, or into a section of it."""
     printed = json.loads(report.read_text())
     benchmark = printed.pop("benchmark")
-    path = RESULTS / f"{benchmark.replace('/', '_')}.json"
+    path = kept.RESULTS / f"{benchmark.replace('/', '_')}.json"
     dated = {"date": time.strftime("%Y-%m-%d"), **printed}
     if section is None:
-        kept = {"benchmark": benchmark, **dated}
+        found = {"benchmark": benchmark, **dated}
     else:
-        kept = json.loads(path.read_text()) if path.exists() else {"benchmark": benchmark, "sections": {}}
-        kept["sections"][section] = dated
-    path.write_text(written(kept) + "\n")
+        found = json.loads(path.read_text()) if path.exists() else {"benchmark": benchmark, "sections": {}}
+        found["sections"][section] = dated
+    path.write_text(written(found) + "\n")
 
 
 def written(found: Mapping) -> str:

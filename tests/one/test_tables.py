@@ -41,7 +41,7 @@ def test_every_table_is_on_one_page():
 def test_a_report_is_kept_with_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str | None):
     printed = {"benchmark": "gpu/some", "commit": "1a2b", "summary": {"a": 1}, "rows": [{"x": 1}, {"x": 2}]}
     (tmp_path / "report.json").write_text(json.dumps(printed))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables.kept, "RESULTS", tmp_path)
     tables.keep(tmp_path / "report.json", section)
     found = tables.result("gpu_some", section)
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", found.pop("date"))

@@ -121,14 +121,18 @@ class Replay:
         found = [self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first]
         return sorted(found, key=lambda way: (way.seconds, way.edges not in means, str(way)))
 
-    def second(self, edges: tuple[Edge, ...], draw: int) -> float:
-        """Seconds of a draw's step."""
+    def step(self, edges: tuple[Edge, ...], draw: int) -> StepTime:
+        """A draw's step on the clock."""
         if edges not in self.clocks:
             self.clocks[edges] = Clock(self.shape(edges), self.task.cluster, self.cost, self.task.precision)
         steps, clock = self.steps.setdefault(edges, {}), self.clocks[edges]
         if draw not in steps:
             steps[draw] = clock.step(in_visiting_order(clock.shape, self.draws[draw]))
-        return steps[draw].seconds
+        return steps[draw]
+
+    def second(self, edges: tuple[Edge, ...], draw: int) -> float:
+        """Seconds of a draw's step."""
+        return self.step(edges, draw).seconds
 
     def way(self, edges: tuple[Edge, ...], seconds: float = np.inf) -> Way:
         """What is known of a way."""
