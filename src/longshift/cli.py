@@ -182,8 +182,9 @@ def check(
 ) -> None:
     """Compute the same batch under the config's layout, or its groups of lengths, and another layout: loss, gradients, documents that leak.
 
-    On the GPUs that are visible, a rank each, else on the CPU. With --timeline, play the run's first step and compare its memory with what
-    was predicted; the exit code is 1 where the recorded peak of a rank is not within 98 % to 100 % of the predicted one.
+    On the GPUs that are visible, a rank each, else on the CPU, in float64. The exit code is 1 where they differ from one process. With
+    --timeline, play the run's first step and compare its memory with what was predicted; the exit code is 1 where the recorded peak of a
+    rank is not within 98 % to 100 % of the predicted one.
     """
     if timeline == (against is not None):
         raise UsageError("check needs --against LAYOUT or --timeline, one of them")
@@ -201,12 +202,17 @@ def check(
     found = compare(run, [[edge.use for edge in run.edges], [edge.use]], own_device().type)
     if json:
         print(jsonlib.dumps(found))
-        return
+        sys.exit(0 if found["pass"] else 1)
     print(f"{found['documents']} documents, {found['tokens']:,} tokens; loss {found['reference_loss']:.4f} in {found['reference']}")
     table = Table(*found["rows"][0], box=None)
     for row in found["rows"]:
         table.add_row(*(f"{value:.1e}" if isinstance(value, float) else str(value) for value in row.values()))
     Console(highlight=False).print(table)
+    worst = f"loss {found['loss']:.1e}, gradients {found['grad']:.1e}, weights {found['weight']:.1e}"
+    leaked = f"{found['leaked_positions']} leaked positions"
+    print(f"{'PASS' if found['pass'] else 'FAIL'}: {worst}, {leaked}; the tolerance of float64 is {found['tolerance']:.0e}")
+    if not found["pass"]:
+        sys.exit(1)
 
 
 def _check_timeline(run: Config, json: bool) -> None:

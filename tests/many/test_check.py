@@ -3,8 +3,10 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
+import mutants
 import pytest
 import torch
 from forked import Worlds
@@ -13,11 +15,12 @@ from longshift import cli
 from longshift.config import parse_config
 from longshift.dist.fork import SpawnedWorld
 from longshift.dist.world import World
-from longshift.errors import UsageError
+from longshift.errors import OutOfMemoryError, UsageError
 from longshift.layout.layout import Layout
 from longshift.train import check_run
 from longshift.train.check import Trial, build
-from longshift.train.check_run import _in_proportion, check, timeline
+from longshift.train.check_run import CHUNKS, LEAST, LONGEST, Small, _in_proportion, check, timeline
+from longshift.workload.groups import length_groups
 
 CONFIG = """
 model: {{preset: tiny-llama}}
@@ -67,9 +70,14 @@ def test_a_chunk_that_is_not_chosen_yet_is_chosen(run_check, place):
     assert found["leaked_positions"] == 0
 
 
+def small_of(config: str, *ways: str) -> dict:
+    """A run made small, for ways to compute with layouts joined by " > "."""
+    return asdict(Small.of(parse_config(config), [[Layout.parse(word) for word in way.split(" > ")] for way in ways]))
+
+
 def waits_in(world: World, config: str) -> tuple[str, list[str]]:
     """The folder that a config's trial names for its tier, and those of the tiers that are made for it."""
-    trial = Trial.from_json(check_run.trial_of(world, config, "scratch"))
+    trial = Trial.from_json(check_run.trial_of(world, config, "scratch", small_of(config, "dp1")))
     _, player = build(trial, [Layout.parse("chunk64.disk")], world)
     return trial.stream_folder or "", [str(runner.tier.folder) for runner in player.runners.values() if runner.tier]
 
@@ -79,15 +87,62 @@ def test_a_layout_that_is_checked_waits_in_the_runs_own_folder(worlds, place):
     Path(tier).mkdir()
     text = CONFIG.format(place=place, max_len=512) + f"stream: {{folder: {tier}}}"
     assert worlds(1).call("test_check:waits_in", config=text) == [[tier, [tier]]]
-    (trial,) = worlds(1).call("longshift.train.check_run:trial_of", config=CONFIG.format(place=place, max_len=512), scratch="scratch")
+    text = CONFIG.format(place=place, max_len=512)
+    (trial,) = worlds(1).call("longshift.train.check_run:trial_of", config=text, scratch="scratch", small=small_of(text, "dp1"))
     assert trial["stream_folder"] == "scratch"
 
 
-def test_packs_are_checked_in_the_runs_own_proportion(worlds, place):
-    text = CONFIG.format(place=place, max_len=2048) + "layout: [{upto: 512, use: dp2, pack: 2K}, {upto: 2K, use: tp2}]"
-    (trial,) = worlds(1).call("longshift.train.check_run:trial_of", config=text, scratch="scratch")
-    groups = Trial.from_json(trial).groups([Layout(dp=2), Layout(tp=2)])
-    assert [(edge.upto, edge.pack) for edge in groups] == [(64, 256), (512, 512)]
+def test_every_part_of_every_layout_has_work(worlds, place):
+    """Groups, packs and chunks in the run's own proportion; of every group each replica gets several packs, with its longest document."""
+    text = CONFIG.format(place=place, max_len=2048) + "layout: [{upto: 512, use: dp4, pack: 2K}, {upto: 2K, use: dp2.pp2}]"
+    run = parse_config(text)
+    way = [edge.use for edge in run.edges]
+    small = small_of(text, "dp4 > dp2.pp2", "chunk2K.disk")
+    (trial,) = worlds(1).call("longshift.train.check_run:trial_of", config=text, scratch="scratch", small=small)
+    groups = Trial.from_json(trial).groups(way)
+    assert [(edge.upto, edge.pack) for edge in groups] == [(LONGEST // 4, LONGEST), (2 * LONGEST, 2 * LONGEST)]
+    lengths = [len(ids) for ids, _ in trial["given"][0]]
+    found = length_groups(lengths, groups, run.spec)
+    assert [max(lengths[d] for pack in group.packs for d in pack) for group in found] == [LONGEST // 4, LONGEST]
+    for group, micros in zip(found, (2, 3)):
+        assert all(len(share) >= micros for share in group.shares)
+    (chunked,) = Small.of(run, [[Layout.parse("chunk2K.disk")]]).layouts(run, [Layout.parse("chunk2K.disk")])
+    assert chunked.chunk == LONGEST // CHUNKS
+
+
+def test_sequences_that_many_ranks_share_are_long_enough(place):
+    run = parse_config(CONFIG.format(place=place, max_len=4096))
+    small = Small.of(run, [[Layout.parse("dp8.pp4.u4.ring16")]])
+    assert small.longest == LEAST * 64
+    assert Small.of(run, [[Layout.parse("dp16.pp4")]]).longest < LONGEST // 2
+
+
+MISTAKES = {  # a mutant of the product, and a layout that it is in
+    "uniform_attention_to_earlier_chunks": "chunk512.disk",
+    "never_gathered_again": "dp2.z3",
+    "stale_fetch": "chunk512.disk",
+    "ring_last_step_dropped": "ring2",
+    "average_for_sum": "dp2",
+    "ulysses_keys_for_values": "u2",
+}
+
+
+@pytest.mark.parametrize("mutant", MISTAKES)
+def test_a_mistake_of_the_product_fails(place, monkeypatch, capsys, mutant):
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HOME", str(place))
+    monkeypatch.setattr(sys, "argv", ["longshift", "check", "run.yaml", "--against", MISTAKES[mutant]])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with mutants.mistaken(mutant), pytest.raises(SystemExit, match="1"):
+        cli.main()
+    assert "FAIL: " in capsys.readouterr().out
+
+
+def test_a_model_without_room_is_refused_before_it_starts(place, monkeypatch):
+    config = CONFIG.format(place=place, max_len=512).replace("tiny-llama", "llama-3-70b")
+    monkeypatch.setattr(check_run, "ForkedWorld", None)
+    with pytest.raises(OutOfMemoryError, match=r"one process needs \d{4}\.\d GiB for tensors, and "):
+        check(parse_config(config), [[Layout.parse("tp2")]])
 
 
 @pytest.mark.parametrize("layout", ["dp2.tp2.z3", "pp2.chunk128.disk"])
@@ -110,9 +165,9 @@ def test_bytes_that_nobody_predicted_are_told(place, monkeypatch):
 
 
 def test_documents_are_cut_in_as_many_chunks_as_the_runs():
-    for text, max_len, chunk in (("chunk64K", 1 << 20, 16), ("chunk100", 1000, 26), ("u8.chunk8", 4096, 8), ("chunk64", 256, 64)):
-        assert _in_proportion(Layout.parse(text), max_len).chunk == chunk
-    assert _in_proportion(Layout.parse("dp2"), 1 << 20) == Layout.parse("dp2")
+    for text, max_len, chunk in (("chunk64K", 1 << 20, 16), ("chunk100", 1000, 26), ("u8.chunk8", 4096, 8), ("chunk2K", 2048, 64)):
+        assert _in_proportion(Layout.parse(text), 256, max_len).chunk == chunk
+    assert _in_proportion(Layout.parse("dp2"), 256, 1 << 20) == Layout.parse("dp2")
 
 
 class OnCpu(SpawnedWorld):
@@ -132,13 +187,13 @@ def test_with_a_gpu_ranks_are_spawned_and_the_reference_is_not_on_it(place, monk
     monkeypatch.setattr(check_run, "ForkedWorld", None)
     found = check(parse_config(CONFIG.format(place=place, max_len=32)), [[Layout.parse("dp2")]], "cuda")
     assert sorted(asked) == [(1, "cpu"), (2, "cuda")]
-    assert (found["loss"] < 1e-12, found["grad"] < 1e-12, found["leaked_positions"]) == (True, True, 0)
+    assert (found["loss"] < 1e-12, found["grad"] < 1e-12, found["leaked_positions"], found["pass"]) == (True, True, 0, True)
 
 
 def test_a_spawned_rank_tells_its_fault_and_ends_with_its_world():
     with SpawnedWorld(1) as world:
         with pytest.raises(UsageError, match="config is not YAML"):
-            world.call("longshift.train.check_run:trial_of", 300.0, config="{", scratch="")
+            world.call("longshift.train.check_run:trial_of", 300.0, config="{", scratch="", small={})
         assert world._pids == world._children == []
 
 

@@ -1,5 +1,9 @@
 """`longshift check`: a run's own model and documents under some layouts, against one process, in float64; and whether documents leak.
 
+The run is made small, all of it in proportion: the longest document, the edges of its groups, their packs and chunks. Then every part of
+every layout has work: every group, every replica several packs, every stage several micro-batches, every chunked layout documents of
+several chunks.
+
 A leak is a loss that depends on what it must not see. For some target positions, every token after the position and every token of every
 other document is replaced; the loss at the position must stay as it was.
 """
@@ -8,7 +12,8 @@ import math
 import tempfile
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -16,56 +21,119 @@ import numpy as np
 from longshift.config import Config, parse_config
 from longshift.data.batch import Batches, Document
 from longshift.dist.fork import ForkedWorld, SpawnedWorld
+from longshift.dist.memory import host_memory
 from longshift.dist.world import World
+from longshift.errors import OutOfMemoryError
 from longshift.layout.layout import Layout
 from longshift.model.loss import IGNORE
+from longshift.program.needs import StepShape, most, needs
+from longshift.spec.formats import FORMATS
 from longshift.step.player import Player
 from longshift.step.timeline import Timeline, predicted, rank_of, verdict
 from longshift.step.update import train_step
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import Links
 from longshift.train.check import Trial, build
 from longshift.train.corpus import open_corpus
 from longshift.train.loop import build_player, build_state, open_data
-from longshift.workload.groups import LengthGroup
+from longshift.workload.groups import Edge, LengthGroup
 
-MOST_TOKENS = 1024
-LONGEST = 256
-STEPS = 4  # from which documents are taken
+MOST_TOKENS = 8192  # of a group, where its documents need not be longer
+LONGEST = 128  # tokens of the longest document, at the most, and LEAST for each rank that shares its sequence
+LEAST = 8
+CHUNKS = 4  # of the longest document, at the least
+STEPS = 2  # in the second one, what was not brought up to date after the first shows
+MOST_READ = 64  # steps of the run from which documents are taken, at the most
+TOLERANCE = 1e-9  # relative: float64 rounds at 1e-16, and sums of a deep model's many terms differ by their order
 PROBES = 6
+PROBED_TOKENS = 512
 ROWS = 8  # of differences that are shown
 DEADLINE_S = 600.0
 
 
+@dataclass(frozen=True)
+class Small:
+    """A run made small. `longest`: tokens of its longest document; `edges`, `packs`: of its groups, from short documents to long;
+    `replicas` of a layout, and `micros` of each, at the most."""
+
+    longest: int
+    edges: tuple[int, ...]
+    packs: tuple[int, ...]
+    replicas: int
+    micros: int
+
+    @classmethod
+    def of(cls, config: Config, ways: Sequence[Sequence[Layout]]) -> "Small":
+        """A run in proportion, as long as all of these ways to compute need."""
+        layouts = [layout for way in ways for layout in way]
+        replicas = max(layout.dp for layout in layouts)
+        micros = max(layout.pp + 1 for layout in layouts)
+        sharing = max(layout.sequence * layout.tp for layout in layouts)
+        longest = max(LEAST * sharing, min(LONGEST, MOST_TOKENS // (2 * replicas * micros)))
+        longest = min(config.data.max_len, longest)
+        share, edges, packs = longest / config.data.max_len, [0], list[int]()
+        for edge in config.edges[:-1]:
+            edges.append(max(math.ceil(edge.upto * share), edges[-1] + 1))
+            packs.append(max(math.ceil(edge.pack * share), edges[-1]))
+        longest = max(longest, edges[-1] + 1)
+        return cls(longest, (*edges[1:], longest), (*packs, 2 * longest), replicas, micros)
+
+    def layouts(self, config: Config, way: Sequence[Layout]) -> list[Layout]:
+        """The layouts of a way with chunks that cut the longest documents of their groups as often as the run's own, CHUNKS times at the
+        least. A single layout computes all groups."""
+        ends = self.edges if len(way) > 1 else self.edges[-1:]
+        longest = [edge.upto for edge in config.edges] if len(way) > 1 else [config.data.max_len]
+        return [_in_proportion(layout, end, own) for layout, end, own in zip(way, ends, longest)]
+
+    def lengths(self) -> list[int]:
+        """Lengths of documents that give every replica `micros` packs of every group, the longest there may be among them."""
+        found, low = list[int](), 0
+        for edge, pack in zip(self.edges, self.packs):
+            own = [edge]
+            while sum(own) < self.replicas * self.micros * pack:
+                own += [low + 1 + (edge - low) // 2, edge, low + 1]
+            found, low = [*found, *own], edge
+        return found
+
+
 def check(config: Config, ways: Sequence[Sequence[Layout]], device: str = "cpu") -> dict:
     """Worst relative differences to one process, and leaked positions, over the ways to compute and for each: a layout, or those of the
-    config's groups. Works on documents of the run's first steps, shortened to at most LONGEST and in all about MOST_TOKENS tokens, with the
-    edges of the groups and the chunks in proportion, in processes on this machine: the reference on its CPU, the ways on devices of this
-    type. What waits on disk does so in stream.folder, where that is given. Raises LongshiftError."""
+    config's groups; and whether all are within TOLERANCE. Works on documents of the run's first steps, made small (`Small`), in processes
+    on this machine: the reference on its CPU, the ways on devices of this type. What waits on disk does so in stream.folder, where that
+    is given. Raises LongshiftError, OutOfMemoryError where there is no room for it."""
+    small = Small.of(config, ways)
+    texts = [" > ".join(map(str, small.layouts(config, way))) for way in ways]
+    _make_room(config, small, ways, device)
     worlds = [_ranks(layouts[0].world, device, device) for layouts in ways]
     with tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
         path = str(Path(scratch) / "truth.safetensors")
         with _ranks(1, "cpu", device) as alone:
-            (trial,) = alone.call("longshift.train.check_run:trial_of", DEADLINE_S, config=config.to_yaml(), scratch=scratch)
+            told = {"config": config.to_yaml(), "scratch": scratch, "small": asdict(small)}
+            (trial,) = alone.call("longshift.train.check_run:trial_of", DEADLINE_S, **told)
             (loss,) = alone.call("longshift.train.check:write_reference", DEADLINE_S, trial=trial, path=path)
         rows = []
-        for layouts, there in zip(ways, worlds):
-            text, small = " > ".join(map(str, layouts)), [str(_in_proportion(layout, config.data.max_len)) for layout in layouts]
+        for layouts, text, there in zip(ways, texts, worlds):
             with there as world:
-                found = world.call("longshift.train.check:compare", DEADLINE_S, path=path, trial=trial, layout=" > ".join(small))
+                found = world.call("longshift.train.check:compare", DEADLINE_S, path=path, trial=trial, layout=text)
                 leaks = [
                     world.call("longshift.train.check_run:leaks", DEADLINE_S, trial=trial, layout=layout)[0]
-                    for layout in dict.fromkeys(small)
+                    for layout in dict.fromkeys(text.split(" > "))
                 ]
-            worst = {kind: max(answer[kind] for answer in found) for kind in ("loss", "grad")}
-            rows.append({"layout": text, **worst, **{what: sum(leak[what] for leak in leaks) for what in leaks[0]}})
+            row = {"layout": " > ".join(map(str, layouts)), "as": text}
+            row |= {kind: max(answer[kind] for answer in found) for kind in ("loss", "grad", "weight")}
+            rows.append(row | {what: sum(leak[what] for leak in leaks) for what in leaks[0]})
+    worst = {kind: max((row[kind] for row in rows), key=lambda value: (math.isnan(value), value)) for kind in ("loss", "grad", "weight")}
+    leaked = sum(row["leaked_positions"] for row in rows)
     documents = trial["given"][0]
     return {
         "reference": "one process, float64",
         "documents": len(documents),
         "tokens": sum(len(ids) for ids, _ in documents),
         "reference_loss": loss,
-        "loss": max(row["loss"] for row in rows),
-        "grad": max(row["grad"] for row in rows),
-        "leaked_positions": sum(row["leaked_positions"] for row in rows),
+        **worst,
+        "leaked_positions": leaked,
+        "tolerance": TOLERANCE,
+        "pass": all(value <= TOLERANCE for value in worst.values()) and not leaked,
         "rows": rows,
     }
 
@@ -75,11 +143,32 @@ def _ranks(size: int, here: str, device: str) -> ForkedWorld:
     return ForkedWorld(size) if device == "cpu" else SpawnedWorld(size, here)
 
 
-def _in_proportion(layout: Layout, max_len: int) -> Layout:
-    """The layout with a chunk that cuts the shortened documents in as many as its own cuts the run's."""
-    if not layout.chunk or max_len <= LONGEST:
+def _in_proportion(layout: Layout, longest: int, of_run: int) -> Layout:
+    """The layout with a chunk that cuts the longest small document in as many as its own cuts the run's, and in CHUNKS at the least."""
+    if not layout.chunk:
         return layout
-    return replace(layout, chunk=max(layout.sequence, math.ceil(layout.chunk * LONGEST / max_len)))
+    chunk = min(math.ceil(layout.chunk * longest / of_run), longest // CHUNKS)
+    return replace(layout, chunk=max(layout.sequence, chunk))
+
+
+def _make_room(config: Config, small: Small, ways: Sequence[Sequence[Layout]], device: str) -> None:
+    """Raises OutOfMemoryError where this machine's memory does not hold the reference, or what the ranks of a way have together."""
+    asked: list[tuple[str, Sequence[Layout], int]] = [("one process", [Layout()], 1)]
+    if device == "cpu":
+        asked += [(" > ".join(map(str, way)), small.layouts(config, way), way[0].world) for way in ways]
+    free = host_memory()[1]
+    for name, layouts, ranks in asked:
+        ends, packs = (small.edges, small.packs) if len(layouts) > 1 else (small.edges[-1:], small.packs[-1:])
+        edges = tuple(Edge(*each) for each in zip(ends, layouts, packs))
+        links = Links(ranks, 1.0, 1.0)
+        way = Itinerary(config.spec, edges, links, 8, 8, SwitchOptions())
+        shape = StepShape(way, edges, FORMATS["float64"], sum(small.lengths()), small.longest)
+        need = ranks * most(needs(shape, edges, "gloo", True)).device.total
+        if need > free:
+            raise OutOfMemoryError(
+                f"check computes in float64 and without a GPU for its reference: {name} needs {need / 2**30:.1f} GiB for tensors, and "
+                f"{free / 2**30:.1f} GiB of this machine's memory are free; check a model of the same family with fewer layers"
+            )
 
 
 def timeline(config: Config, device: str = "cpu") -> dict:
@@ -107,42 +196,42 @@ def recorded(world: World, config: str, scratch: str) -> dict:
     return verdict(seen, predicted(player), ROWS)
 
 
-def trial_of(world: World, config: str, scratch: str) -> dict:
-    """One step of a run as a Trial, in JSON: documents of the first steps, shortened in proportion, one of every group if there is one.
-    `scratch`: where the disk tier is, unless the run names a folder."""
-    run = parse_config(config)
+def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
+    """STEPS steps of a run made small, as a Trial in JSON: their documents are pieces of the run's first ones. `scratch`: where the disk
+    tier is, unless the run names a folder."""
+    run, size = parse_config(config), Small(**small)
     _, cache = open_corpus(run)
-    longest = min(run.data.max_len, LONGEST)
-    share = longest / run.data.max_len
-    edges, packs = [0], list[int]()
-    for edge in run.edges[:-1]:
-        edges.append(max(math.ceil(edge.upto * share), edges[-1] + 1))
-        packs.append(max(math.ceil(edge.pack * share), edges[-1]))
     batches = Batches(cache, run.train.seed, run.train.tokens_per_step, run.data.max_len, run.data.overlong)
-    batch = batches.at(0)
-    documents = list(batch.documents)
-    for _ in range(STEPS - 1):
+    lengths, batch = size.lengths() * STEPS, batches.at(0)
+    ids, labels = [document.ids for document in batch.documents], [document.labels for document in batch.documents]
+    for _ in range(MOST_READ - 1):
+        if sum(map(len, ids)) >= sum(lengths):
+            break
         batch = batches.at(batch.next_cursor)
-        documents += batch.documents
-    documents = [_shorten(d, max(1, math.ceil(len(d.ids) * share))) for d in documents]
-    firsts = {bisect_left(edges, len(d.ids)): d for d in reversed(documents)}
-    step, tokens = [], 0
-    for document in (*firsts.values(), *(d for d in documents if not any(d is first for first in firsts.values()))):
-        if tokens < min(run.train.tokens_per_step, MOST_TOKENS):
-            step.append((tuple(document.ids.tolist()), tuple(document.labels.tolist())))
-            tokens += len(document.ids)
-    options = {"planner": run.switch.planner, "bucket_bytes": run.switch.bucket, "ahead_bytes": run.switch.ahead}
-    folder = run.model.path if run.model.init == "pretrained" else None
-    how = {"capacity": 2 * longest, "seed": run.train.seed, "warmup": 0, "folder": folder, "edges": tuple(edges[1:])}
-    how["packs"] = tuple(packs)
-    how["stream_folder"] = run.stream.folder or scratch
-    return Trial(run.spec, (), given=(tuple(step),), **how, **options).to_json()  # pyright: ignore[reportArgumentType]
-
-
-def _shorten(document: Document, length: int) -> Document:
-    labels = document.labels[:length].copy()
-    labels[-1] = IGNORE
-    return Document(document.ids[:length], labels)
+        ids += [document.ids for document in batch.documents]
+        labels += [document.labels for document in batch.documents]
+    all_ids, all_labels = (np.resize(np.concatenate(parts), sum(lengths)) for parts in (ids, labels))
+    documents = []
+    for length, end in zip(lengths, np.cumsum(lengths)):
+        own = all_labels[end - length : end].copy()
+        own[-1] = IGNORE
+        documents.append((tuple(all_ids[end - length : end].tolist()), tuple(own.tolist())))
+    count = len(documents) // STEPS
+    return Trial(
+        run.spec,
+        (),
+        given=tuple(tuple(documents[step * count : (step + 1) * count]) for step in range(STEPS)),
+        capacity=size.packs[-1],
+        seed=run.train.seed,
+        warmup=0,
+        folder=run.model.path if run.model.init == "pretrained" else None,
+        edges=tuple(size.edges[:-1]),
+        packs=tuple(size.packs[:-1]),
+        planner=run.switch.planner,
+        bucket_bytes=run.switch.bucket,
+        ahead_bytes=run.switch.ahead,
+        stream_folder=run.stream.folder or scratch,
+    ).to_json()
 
 
 def leaks(world: World, trial: dict, layout: str) -> dict[str, int]:
@@ -150,6 +239,7 @@ def leaks(world: World, trial: dict, layout: str) -> dict[str, int]:
     what = Trial.from_json(trial)
     _, player = build(what, [Layout.parse(layout)], world)
     documents = what.batches()[0].documents
+    documents = documents[: max(2, bisect_left(list(accumulate(len(d.ids) for d in documents)), PROBED_TOKENS))]
     random = np.random.default_rng(what.seed)
     targets = [(d, int(p)) for d, document in enumerate(documents) for p in np.flatnonzero(document.labels != IGNORE)]
     chosen = [targets[i] for i in np.linspace(0, len(targets) - 1, min(PROBES, len(targets))).astype(int)]
