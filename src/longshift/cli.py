@@ -266,6 +266,30 @@ def plan(
 
 
 @app.command
+def calibrate(
+    run: Annotated[Path, Parameter(help="the run folder")],
+    /,
+    *,
+    on: Annotated[str | None, Parameter(help="what it trained on: 8xH100, or a file of longshift profile -o; this machine if none")] = None,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="the file to write; RUN/cluster.json if none")] = None,
+    json: Json = False,
+) -> None:
+    """Fit what is known of a cluster to the steps of a run, finished or not, and write it for longshift plan --on."""
+    config = read_config(run)
+    cluster = named(on) if on else _this_machine(config.world)
+    from longshift.train.measured import calibrated
+
+    found, output = calibrated(run, config, cluster), output or run / "cluster.json"
+    files.save(found.cluster, output)
+    if json:
+        print(jsonlib.dumps(found.to_json() | {"file": str(output)}))
+        return
+    for line in found.lines():
+        print(line)
+    print(f"wrote {output}; plan by it with: longshift plan CONFIG --on {output}")
+
+
+@app.command
 def export(
     run: Annotated[Path, Parameter(help="the run folder")],
     /,
