@@ -54,11 +54,6 @@ def on_cluster(cluster: Cluster, world: int) -> Cluster:
     return replace(cluster, nodes=-(-world // per_node), devices_per_node=per_node)
 
 
-def band_of(cluster: Cluster) -> float:
-    """Relative half-width of the seconds that are predicted for a cluster."""
-    return BAND if cluster.calibration is None else cluster.calibration.band
-
-
 def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: float | None = None) -> Task:
     """What is planned for a config whose layout is chosen on a cluster."""
     asked = config.layout if isinstance(config.layout, AutoLayout) else AutoLayout(config.world)
@@ -88,7 +83,8 @@ class Planned:
     @property
     def band(self) -> float:
         """Relative half-width of its seconds."""
-        return band_of(self.task.cluster)
+        calibration = self.task.cluster.calibration
+        return BAND if calibration is None else calibration.band
 
     def layout(self, way: Way) -> Any:
         """A way in the form of the config's `layout`."""
@@ -207,13 +203,18 @@ class RunForecast:
 
     def __init__(self, config: Config, cluster: Cluster):
         cluster = on_cluster(cluster, config.world)
-        self.shape, self.band = shape_of(config, cluster.devices_per_node, cluster), band_of(cluster)
+        self.shape = shape_of(config, cluster.devices_per_node, cluster)
         cost = Cost(sizes(config.spec), rates(cluster, config.train.precision))
         self.clock = Clock(self.shape, cluster, cost, config.train.precision)
 
     def step(self, lengths: Sequence[int]) -> StepTime:
         """A step of documents of these lengths."""
         return self.clock.step(in_visiting_order(self.shape, lengths))
+
+
+def layout_text(layout: Any) -> str:
+    """A layout in the config's form, in one line."""
+    return layout if isinstance(layout, str) else " > ".join(f"{group['use']} <= {group['upto']}" for group in layout)
 
 
 def with_layout(config: Config, layout: Any) -> Config:

@@ -3,12 +3,12 @@
 Least squares on the logarithm of predicted over measured seconds, by Gauss-Newton with differences. A constant's logarithm is held to its
 prior by a spring of its own width, so that what the steps do not show stays where it was.
 
-Of a run (`by_steps`): the clock plays each step as the cluster stands and with each figure of it a little worse. The differences say what a
-step shows of a figure; those that show most are fitted, each step is predicted by what the others say, and the band is what holds these.
+Of a run (`by_steps`): the clock plays each step as the cluster stands, and with each figure of it a little worse. The differences say
+what a step shows of a figure. Those that show most are fitted, and each step is predicted by what the others say: these errors make a band.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -134,12 +134,11 @@ def calibrate(parts: Mapping[str, np.ndarray], measured_s: np.ndarray) -> Correc
 @dataclass(frozen=True)
 class StepFit:
     """What steps of a run say of a cluster. `constants`: as in `Cluster.moved`; `before`: measured over predicted seconds, less 1, of each
-    step on the cluster as it stands; `held_back`: the same of each step by what the others say; `band`: relative half-width."""
+    step on the cluster as it stands; `held_back`: the same of each step by what the others say."""
 
     constants: Mapping[str, float]
     before: np.ndarray
     held_back: np.ndarray
-    band: float
 
 
 @dataclass(frozen=True)
@@ -172,9 +171,16 @@ class _Shown:
         return {name: getattr(found, name) for name in self.parts}
 
 
+def band_of_errors(errors: Sequence[float] | np.ndarray) -> float:
+    """The relative half-width that a next step is in with probability HELD, where it is as likely as those of `errors` (measured over
+    predicted seconds, less 1; one or more) to be anywhere among them; never less than what repeats of a step differ by."""
+    rank = min(len(errors), math.ceil(HELD * (len(errors) + 1)))
+    return max(ERROR, float(np.sort(np.abs(errors))[rank - 1]))
+
+
 def by_steps(play: Callable[[Mapping[str, float]], np.ndarray], measured_s: np.ndarray) -> StepFit:
     """What steps that took `measured_s`, two or more, say. `play`: the clock's seconds of each step where figures of the cluster are so
-    many times what they are (`Cluster.moved`). The band is never less than what a step's seconds differ by from one run to the next."""
+    many times what they are (`Cluster.moved`)."""
     measured_s = np.asarray(measured_s, dtype=float)
     count, every = len(measured_s), np.ones(len(measured_s), dtype=bool)
     shown = _Shown.by(play, dict.fromkeys(MOVED, 1.0))
@@ -190,8 +196,7 @@ def by_steps(play: Callable[[Mapping[str, float]], np.ndarray], measured_s: np.n
         found = shown.fitted(measured_s, every)
     alone = np.eye(count, dtype=bool)
     held_back = np.array([float(measured_s[one] / shown.at(shown.fitted(measured_s, ~own))[one]) - 1 for one, own in enumerate(alone)])
-    rank = min(count, math.ceil(HELD * (count + 1)))  # of a next step among these: it is as likely to be anywhere
-    return StepFit(found, before, held_back, max(ERROR, float(np.sort(np.abs(held_back))[rank - 1])))
+    return StepFit(found, before, held_back)
 
 
 def _power(name: str) -> int:

@@ -85,16 +85,15 @@ def _steps(
         timeline.watch(player)
     last = config.train.steps if most is None else min(config.train.steps, start + most)
     for step in range(start + 1, last + 1):
-        batch = batches.at(state.cursor)
-        predicted_s = foretold.seconds(batch) if foretold and step > start + 1 else None
+        if foretold:
+            foretold.predict(batches, state.cursor)
         began = world.now()
+        batch = batches.at(state.cursor)
         try:
             outcome = train_step(state, batch, player)
         except NonFiniteError as fault:
             raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
         seconds = world.now() - began
-        if foretold:
-            foretold.took(seconds)
         if timeline and trace:
             player.record(None)
             player.after = None
@@ -102,11 +101,9 @@ def _steps(
             write(trace, world.rank, timeline.played, predicted(player), recorder)
             timeline = None
         memory_bytes, stopping = _most(world, _memory_bytes(world), stop())
-        metrics = _metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player))
-        if foretold and predicted_s is not None:
-            metrics = replace(metrics, predicted_seconds=predicted_s, band=foretold.band)
+        metrics = replace(_metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player)), first=step == start + 1)
         try:
-            yield replace(metrics, first=step == start + 1)
+            yield foretold.beside(metrics) if foretold else metrics
         except GeneratorExit:  # the caller leaves; among others it would wait for them here
             if world.size > 1:
                 raise

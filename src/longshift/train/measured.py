@@ -15,8 +15,8 @@ from longshift.config import Config
 from longshift.data.batch import Batches
 from longshift.dist.world import World
 from longshift.errors import UsageError
-from longshift.forecast import RunForecast, with_layout
-from longshift.simulate.calibrate import StepFit, by_steps
+from longshift.forecast import RunForecast, layout_text, with_layout
+from longshift.simulate.calibrate import StepFit, band_of_errors, by_steps
 from longshift.train.corpus import open_corpus
 from longshift.train.metrics import read_rows
 from longshift.train.run_folder import RunFolder
@@ -101,12 +101,13 @@ class Calibrated:
 def calibrated(run: Path, config: Config, profile: Cluster) -> Calibrated:
     """What the steps of a run folder say of the cluster that they ran on. Raises UsageError where they are too few."""
     steps, profile = measured(run, config), replace(profile, calibration=None)
-    layouts = {str(one.layout): with_layout(config, one.layout) for one in steps}
+    layouts = {layout_text(one.layout): with_layout(config, one.layout) for one in steps}
 
     def play(constants: Mapping[str, float]) -> np.ndarray:
         forecasts = {name: RunForecast(own, profile.moved(constants)) for name, own in layouts.items()}
-        return np.array([forecasts[str(one.layout)].step(one.lengths).seconds for one in steps])
+        return np.array([forecasts[layout_text(one.layout)].step(one.lengths).seconds for one in steps])
 
     fit = by_steps(play, np.array([one.seconds for one in steps]))
-    told = Calibration(fit.constants, fit.band, figures(profile), tuple(layouts), len(steps))
+    errors = tuple(fit.held_back.tolist())
+    told = Calibration(fit.constants, band_of_errors(errors), figures(profile), tuple(layouts), errors)
     return Calibrated(replace(profile, calibration=told), tuple(steps), fit)
