@@ -142,7 +142,7 @@ class StepFit:
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _StepParts:
     """What steps show of a cluster's figures: `seconds` of each step at `constants`, of which `parts` go with each figure."""
 
     constants: Mapping[str, float]
@@ -150,7 +150,7 @@ class _Shown:
     parts: Mapping[str, np.ndarray]
 
     @classmethod
-    def by(cls, play: Callable[[Mapping[str, float]], np.ndarray], constants: Mapping[str, float]) -> "_Shown":
+    def by(cls, play: Callable[[Mapping[str, float]], np.ndarray], constants: Mapping[str, float]) -> "_StepParts":
         seconds = play(constants)
         worse = {name: play({**constants, name: value * (1 + WORSE) ** _power(name)}) for name, value in constants.items()}
         return cls(constants, seconds, {name: (slower - seconds) / WORSE for name, slower in worse.items()})
@@ -183,7 +183,7 @@ def by_steps(play: Callable[[Mapping[str, float]], np.ndarray], measured_s: np.n
     many times what they are (`Cluster.moved`)."""
     measured_s = np.asarray(measured_s, dtype=float)
     count, every = len(measured_s), np.ones(len(measured_s), dtype=bool)
-    shown = _Shown.by(play, dict.fromkeys(MOVED, 1.0))
+    shown = _StepParts.by(play, dict.fromkeys(MOVED, 1.0))
     before = measured_s / shown.seconds - 1
     shares = {name: float(np.max(part / shown.seconds)) for name, part in shown.parts.items()}
     most = sorted((name for name in MOVED if shares[name] >= LEAST_SHARE), key=lambda name: -shares[name])[:MOST]
@@ -192,7 +192,7 @@ def by_steps(play: Callable[[Mapping[str, float]], np.ndarray], measured_s: np.n
     for _ in range(LOOKS - 1):
         if all(abs(np.log(found[name] / shown.constants[name])) < WORSE for name in most):
             break
-        shown = _Shown.by(play, found)
+        shown = _StepParts.by(play, found)
         found = shown.fitted(measured_s, every)
     alone = np.eye(count, dtype=bool)
     held_back = np.array([float(measured_s[one] / shown.at(shown.fitted(measured_s, ~own))[one]) - 1 for one, own in enumerate(alone)])
