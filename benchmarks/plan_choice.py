@@ -19,6 +19,7 @@ from longshift.cluster import files
 from longshift.cluster.cluster import Cluster
 from longshift.config import Config, parse_config
 from longshift.data.batch import Batches
+from longshift.explain import shape_of
 from longshift.forecast import RunForecast, on_cluster
 from longshift.train.corpus import open_corpus
 
@@ -51,7 +52,7 @@ def trained(config: Config, folder: Path) -> list[float]:
 
 def clocked(config: Config, cluster: Cluster) -> list[float]:
     """The clock's seconds for the same steps."""
-    forecast = RunForecast(config, cluster)
+    forecast = RunForecast(config, cluster, shape_of(config, cluster.devices_per_node, cluster))
     _, cache = open_corpus(config, verify=False)
     data, train = config.data, config.train
     batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong)

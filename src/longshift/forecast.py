@@ -15,6 +15,7 @@ from longshift.layout.layout import format_size
 from longshift.planner.asked import AutoLayout
 from longshift.planner.replay import Task, Way, in_visiting_order
 from longshift.planner.search import Choice, search
+from longshift.program.needs import StepShape
 from longshift.simulate.clock import Clock, StepTime
 from longshift.simulate.closed import BAND, mfu, model_flops
 from longshift.simulate.cost import Cost, sizes
@@ -199,11 +200,11 @@ def plan(task: Task, tell: Callable[[str], None] = lambda line: None) -> Planned
 
 
 class RunForecast:
-    """The steps of a run on a cluster. Mutable: its clock keeps what it has computed."""
+    """The steps of a run on a cluster. Mutable: its clock keeps what it has computed. `shape`: of the run's steps, where it is known."""
 
-    def __init__(self, config: Config, cluster: Cluster):
+    def __init__(self, config: Config, cluster: Cluster, shape: StepShape | None = None):
         cluster = on_cluster(cluster, config.world)
-        self.shape = shape_of(config, cluster.devices_per_node, cluster)
+        self.shape = shape or shape_of(config, cluster.devices_per_node, cluster)
         cost = Cost(sizes(config.spec), rates(cluster, config.train.precision))
         self.clock = Clock(self.shape, cluster, cost, config.train.precision)
 
