@@ -12,8 +12,9 @@ import pytest
 from longshift.config import load_config
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.layout.layout import Layout
-from longshift.simulate.calibrate import ERROR
+from longshift.simulate.calibrate import ERROR, band_of_errors
 from longshift.simulate.closed import BAND
+from longshift.train.foretold import RECENT
 from longshift.train.metrics import read_rows
 from longshift.train.plan_file import PlanFile, place
 
@@ -130,7 +131,7 @@ def test_auto_trains_the_best_few_and_goes_on_with_the_fastest(folder):
     assert plan.calibration.steps == trials - len(plan.choices)
     predicted = {row["step"]: row for row in rows if "predicted_seconds" in row}
     assert {trials + 2, 17} <= predicted.keys() <= {*range(trials + 2, 16), 17}
-    assert predicted[trials + 2]["band"] == plan.calibration.band
+    assert predicted[trials + 2]["band"] == band_of_errors(plan.calibration.errors[-RECENT:])
     assert all(0 < row["predicted_seconds"] < 60 and row["band"] >= ERROR for row in predicted.values())
 
 

@@ -68,8 +68,9 @@ def test_the_band_is_that_of_the_steps_before(config):
         assert told.predicted_seconds is not None
         assert told.predicted_seconds < 60
         bands.append(told.band)
-    assert bands[:4] == [pytest.approx(0.1)] * 4  # of the last twenty up to three are far off, then four
-    assert bands[4] > 1e3
+    assert bands[0] == pytest.approx(0.1)
+    assert bands[1] > 1e3  # one of the last eight was far off
+    assert bands[-1] > bands[1]
 
 
 def run_of(config: Config, folder: Path, steps: int, seconds=lambda step: 0.5) -> list[StepMetrics]:

@@ -21,7 +21,7 @@ from longshift.train.plan_file import place, read
 from longshift.train.run_folder import RunFolder
 
 SHARE = 0.01  # of the run's seconds, that predicting may take
-RECENT = 20  # steps that say how wide the band is
+RECENT = 8  # steps that say how wide the band is: few, so that it follows a machine that other work slows down
 
 
 class Foretold:
