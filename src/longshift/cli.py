@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from longshift.cluster import files
 from longshift.cluster.cluster import Cluster
@@ -37,7 +35,7 @@ from longshift.train.interrupt import Interrupt
 from longshift.train.metrics import Display, read_or_not
 from longshift.train.plan_file import PlanFile
 from longshift.train.planned import chosen, keep, show, write_config, write_trace
-from longshift.train.printed import cap_table, farewell, length_table, peaks_and_differences
+from longshift.train.printed import farewell, peaks_and_differences, show_check, show_corpus
 from longshift.train.run_folder import RunFolder, prepare, read_asked, read_config, write_cause
 from longshift.workload.given import Lengths, read_lengths
 
@@ -161,14 +159,8 @@ def data(config: File, /, *overrides: Overrides, json: Json = False) -> None:
     found = survey(_open_corpus(run), run.data.max_len)
     if json:
         print(jsonlib.dumps(found))
-        return
-    console = Console(highlight=False)
-    spread = ", ".join(f"{name} {tokens:,}" for name, tokens in found["quantiles"].items())
-    reasons = Counter(why for _, why in found["skipped"])
-    print(f"{found['documents']:,} documents, {found['tokens']:,} tokens; length {spread}")
-    if reasons:
-        print(f"skipped files: {', '.join(f'{n} {why}' for why, n in reasons.items())} (--json names them)")
-    console.print(length_table(found["histogram"]), "", cap_table(found["caps"], found["tokens"], run.data.max_len))
+    else:
+        show_corpus(found, run.data.max_len)
 
 
 @app.command
@@ -182,9 +174,8 @@ def check(
 ) -> None:
     """Compute the same batch under the config's layout, or its groups of lengths, and another layout: loss, gradients, documents that leak.
 
-    On the GPUs that are visible, a rank each, else on the CPU, in float64. The exit code is 1 where they differ from one process. With
-    --timeline, play the run's first step and compare its memory with what was predicted; the exit code is 1 where the recorded peak of a
-    rank is not within 98 % to 100 % of the predicted one.
+    In float64, on the GPUs that are visible, a rank each, else on the CPU. With --timeline, play the run's first step and compare its
+    memory with what was predicted. The exit code is 1 where a layout differs from one process, or a recorded peak from the predicted one.
     """
     if timeline == (against is not None):
         raise UsageError("check needs --against LAYOUT or --timeline, one of them")
@@ -202,17 +193,9 @@ def check(
     found = compare(run, [[edge.use for edge in run.edges], [edge.use]], own_device().type)
     if json:
         print(jsonlib.dumps(found))
-        sys.exit(0 if found["pass"] else 1)
-    print(f"{found['documents']} documents, {found['tokens']:,} tokens; loss {found['reference_loss']:.4f} in {found['reference']}")
-    table = Table(*found["rows"][0], box=None)
-    for row in found["rows"]:
-        table.add_row(*(f"{value:.1e}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(highlight=False).print(table)
-    worst = f"loss {found['loss']:.1e}, gradients {found['grad']:.1e}, weights {found['weight']:.1e}"
-    leaked = f"{found['leaked_positions']} leaked positions"
-    print(f"{'PASS' if found['pass'] else 'FAIL'}: {worst}, {leaked}; the tolerance of float64 is {found['tolerance']:.0e}")
-    if not found["pass"]:
-        sys.exit(1)
+    else:
+        show_check(found)
+    sys.exit(0 if found["pass"] else 1)
 
 
 def _check_timeline(run: Config, json: bool) -> None:
@@ -228,8 +211,7 @@ def _check_timeline(run: Config, json: bool) -> None:
         print(jsonlib.dumps(found))
     else:
         Console(highlight=False).print(*peaks_and_differences(found))
-    if not found["within"]:
-        sys.exit(1)
+    sys.exit(0 if found["within"] else 1)
 
 
 @app.command
@@ -272,6 +254,27 @@ def plan(
 
 
 @app.command
+def calibrate(
+    run: Annotated[Path, Parameter(help="the run folder")],
+    /,
+    *,
+    on: Annotated[str | None, Parameter(help="what it trained on: 8xH100, or a file of longshift profile -o; this machine if none")] = None,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="the file to write; RUN/cluster.json if none")] = None,
+    json: Json = False,
+) -> None:
+    """Fit what is known of a cluster to the steps of a run, finished or not, and write it for longshift plan --on."""
+    from longshift.train.measured import calibrated
+
+    config, output = read_config(run), output or run / "cluster.json"
+    found = calibrated(run, config, named(on) if on else _this_machine(config.world))
+    files.save(found.cluster, output)
+    if json:
+        print(jsonlib.dumps(found.to_json() | {"file": str(output)}))
+    else:
+        print(*found.lines(), f"wrote {output}; plan by it with: longshift plan CONFIG --on {output}", sep="\n")
+
+
+@app.command
 def export(
     run: Annotated[Path, Parameter(help="the run folder")],
     /,
@@ -305,6 +308,7 @@ def profile(
 
     On several GPUs, or under torchrun, all ranks measure together.
     """
+    from longshift.profile.report import show as show_profile
     from longshift.profile.run import measure_here
 
     rank, world = _place()
@@ -321,10 +325,8 @@ def profile(
         write_html(found, html)
     if json:
         print(jsonlib.dumps(files.encode(found)))
-        return
-    from longshift.profile.report import show
-
-    show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+    else:
+        show_profile(found, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
 
 
 def _open_corpus(run: Config, verify: bool = True) -> "TokenCache":
@@ -346,13 +348,12 @@ def _planned(run: Config) -> tuple[Config, PlanFile | None]:
 
 def _this_machine(ranks: int) -> Cluster:
     """What is known of this machine: its profile; else it is measured now, quickly."""
-    found = profile_of_host(ranks) or profile_of_host(1)
-    if found is None:
-        _say("this machine was not measured; longshift profile --quick does now")
-        from longshift.profile.run import measure_here
+    if found := profile_of_host(ranks) or profile_of_host(1):
+        return found
+    _say("this machine was not measured; longshift profile --quick does now")
+    from longshift.profile.run import measure_here
 
-        found = measure_here(1, True, False, _say)
-    return found
+    return measure_here(1, True, False, _say)
 
 
 def _with_chunks(run: Config) -> Config:
@@ -419,13 +420,12 @@ def _say(line: str) -> None:
 
 def main() -> None:
     """Entry point: run the command, turn its failure into one message and an exit code."""
-    as_json = "--json" in sys.argv
     try:
         with read_or_not():
             app(sys.argv[1:], exit_on_error=False, print_error=False)
     except (LongshiftError, CycloptsError) as fault:
         code = fault.exit_code if isinstance(fault, LongshiftError) else UsageError.exit_code
-        if as_json:
+        if "--json" in sys.argv:
             print(jsonlib.dumps({"error": str(fault), "kind": type(fault).__name__, "exit_code": code}))
         else:
             _say(str(fault))

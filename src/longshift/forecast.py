@@ -10,6 +10,7 @@ import numpy as np
 from longshift.cluster.cluster import Cluster
 from longshift.config import Config
 from longshift.errors import UsageError
+from longshift.explain import shape_of
 from longshift.layout.layout import format_size
 from longshift.planner.asked import AutoLayout
 from longshift.planner.replay import Task, Way, in_visiting_order
@@ -18,7 +19,7 @@ from longshift.program.needs import StepShape
 from longshift.simulate.clock import Clock, StepTime
 from longshift.simulate.closed import BAND, mfu, model_flops
 from longshift.simulate.cost import Cost, sizes
-from longshift.simulate.rates import Constants, rates
+from longshift.simulate.rates import rates
 from longshift.workload.given import Lengths
 from longshift.workload.lengths import spans
 
@@ -45,7 +46,9 @@ def cut(lengths: Lengths, config: Config) -> Lengths:
 
 
 def on_cluster(cluster: Cluster, world: int) -> Cluster:
-    """The cluster with as many nodes as so many ranks need; CPU ranks share the machine that was measured."""
+    """The cluster as so many ranks reach it: with as many nodes as they need, and by its calibration where there is one. CPU ranks share
+    the machine that was measured."""
+    cluster = cluster.calibrated
     if cluster.device.kind == "cpu":
         return cluster.shared(-(-world // cluster.nodes))
     per_node = min(world, cluster.devices_per_node)
@@ -78,6 +81,12 @@ class Planned:
     task: Task
     choice: Choice
 
+    @property
+    def band(self) -> float:
+        """Relative half-width of its seconds."""
+        calibration = self.task.cluster.calibration
+        return BAND if calibration is None else calibration.band
+
     def layout(self, way: Way) -> Any:
         """A way in the form of the config's `layout`."""
         last = way.edges[-1]
@@ -98,7 +107,7 @@ class Planned:
                 rows[edge.upto]["documents"] += len(own) / len(way.steps)
                 rows[edge.upto]["tokens"] += sum(own) / len(way.steps)
             visited = in_visiting_order(way.shape, lengths)
-            for group, start, stop in zip(visited, step.starts, [*step.starts[1:], step.seconds]):
+            for group, start, stop in zip(visited, [0.0, *step.starts[1:]], [*step.starts[1:], step.seconds]):
                 longest = max(max(pack, default=1) for replica in group.replicas for pack in replica)
                 edge = next(edge for edge in way.edges if longest <= edge.upto)
                 rows[edge.upto]["seconds"] += (stop - start) / len(way.steps)
@@ -142,7 +151,7 @@ class Planned:
         }
 
     def _told(self, way: Way) -> dict[str, Any]:
-        seconds = {"seconds": way.seconds, "least_s": way.seconds * (1 - BAND), "most_s": way.seconds * (1 + BAND)}
+        seconds = {"seconds": way.seconds, "least_s": way.seconds * (1 - self.band), "most_s": way.seconds * (1 + self.band)}
         return {"layout": self.layout(way), **seconds, "bytes": dict(way.bytes), "peak": way.peak}
 
     def lanes(self, way: Way) -> dict[str, float]:
@@ -160,7 +169,10 @@ class Planned:
             yield from choice.shortlist.changes
             return
         left = task.budget_bytes - best.bytes["device"]
-        yield f"a step takes {best.seconds:.3g} s ({best.seconds * (1 - BAND):.3g} to {best.seconds * (1 + BAND):.3g}), on the clock"
+        least_s, most_s = best.seconds * (1 - self.band), best.seconds * (1 + self.band)
+        told = task.cluster.calibration
+        by = f", calibrated by {told.steps} steps" if told else ""
+        yield f"a step takes {best.seconds:.3g} s ({least_s:.3g} to {most_s:.3g}), on the clock{by}"
         yield f"a device needs {_gib(best.bytes['device'])}: {_gib(left)} left; most at {best.peak}"
         single, context = choice.single, choice.context_parallel
         if single is not None and single is not best:
@@ -188,17 +200,22 @@ def plan(task: Task, tell: Callable[[str], None] = lambda line: None) -> Planned
 
 
 class RunForecast:
-    """The steps of a run on a cluster. Mutable: its clock keeps what it has computed. `constants`: what a step reaches of the cluster's
-    figures, where they were calibrated."""
+    """The steps of a run on a cluster. Mutable: its clock keeps what it has computed. `shape`: of the run's steps, where it is known."""
 
-    def __init__(self, config: Config, cluster: Cluster, shape: StepShape, constants: Constants | None = None):
-        self.shape = shape
-        cost = Cost(sizes(config.spec), rates(cluster, config.train.precision, constants))
-        self.clock = Clock(shape, cluster, cost, config.train.precision)
+    def __init__(self, config: Config, cluster: Cluster, shape: StepShape | None = None):
+        cluster = on_cluster(cluster, config.world)
+        self.shape = shape or shape_of(config, cluster.devices_per_node, cluster)
+        cost = Cost(sizes(config.spec), rates(cluster, config.train.precision))
+        self.clock = Clock(self.shape, cluster, cost, config.train.precision)
 
     def step(self, lengths: Sequence[int]) -> StepTime:
         """A step of documents of these lengths."""
         return self.clock.step(in_visiting_order(self.shape, lengths))
+
+
+def layout_text(layout: Any) -> str:
+    """A layout in the config's form, in one line."""
+    return layout if isinstance(layout, str) else " > ".join(f"{group['use']} <= {group['upto']}" for group in layout)
 
 
 def with_layout(config: Config, layout: Any) -> Config:

@@ -12,6 +12,9 @@ import pytest
 from longshift.config import load_config
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.layout.layout import Layout
+from longshift.simulate.calibrate import ERROR, band_of_errors
+from longshift.simulate.closed import BAND
+from longshift.train.foretold import RECENT
 from longshift.train.metrics import read_rows
 from longshift.train.plan_file import PlanFile, place
 
@@ -24,7 +27,7 @@ data:
   max_len: 64
   overlong: split
   cache: {folder}/cache
-train: {{tokens_per_step: 256, steps: 12, lr: 1e-3, precision: float32}}
+train: {{tokens_per_step: 256, steps: 15, lr: 1e-3, precision: float32}}
 layout: {layout}
 save: {{dir: {folder}/run, every: 100}}
 """
@@ -111,15 +114,57 @@ def test_auto_trains_the_best_few_and_goes_on_with_the_fastest(folder):
     assert len(plan.rates) == len(plan.choices)
     assert plan.chosen == max(range(len(plan.rates)), key=plan.rates.__getitem__)
     rows = read_rows(folder / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["step"] for row in rows] == list(range(1, 16))
     (folder / "alone.yaml").write_text(CONFIG.format(folder=folder, model="tiny-llama", layout="dp1"))
     assert longshift(f"train {folder}/alone.yaml save.dir={folder}/alone").returncode == 0
     alone = [row["loss"] for row in read_rows(folder / "alone" / "metrics.jsonl")]
     assert [row["loss"] for row in rows] == pytest.approx(alone, rel=1e-5)
-    again = longshift(f"train {folder}/run.yaml --resume train.steps=13")
+    again = longshift(f"train {folder}/run.yaml --resume train.steps=17")
     assert again.returncode == 0, again.stderr
     assert "as " + str(place(folder / "run")) in again.stderr
     assert PlanFile.from_json(place(folder / "run").read_text()) == plan
+    trials = 4 * len(plan.choices)
+    rows = read_rows(folder / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["first"]] == [*range(1, trials + 2, 4), 16]
+    assert [row["layout"] for row in rows] == [plan.choices[min(n // 4, 3)] if n < trials else plan.layout for n in range(17)]
+    assert plan.calibration is not None
+    assert plan.calibration.steps == trials - len(plan.choices)
+    predicted = {row["step"]: row for row in rows if "predicted_seconds" in row}
+    assert {trials + 2, 17} <= predicted.keys() <= {*range(trials + 2, 16), 17}
+    assert predicted[trials + 2]["band"] == band_of_errors(plan.calibration.errors[-RECENT:])
+    assert all(0 < row["predicted_seconds"] < 60 and row["band"] >= ERROR for row in predicted.values())
+
+
+def test_a_run_calibrates_the_cluster_that_a_plan_is_made_on(folder):
+    run = folder / "run"
+    done = longshift(f"train {folder}/run.yaml layout=dp2 train.steps=7")
+    assert done.returncode == 0, done.stderr
+    assert not any("predicted_seconds" in row for row in read_rows(run / "metrics.jsonl"))
+    done = longshift(f"calibrate {run} --json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [row["step"] for row in told["rows"]] == [2, 3, 4, 5, 6, 7]
+    assert told["layouts"] == ["dp2"]
+    assert told["file"] == str(run / "cluster.json")
+    plans = []
+    for on in ("", f"--on {run}/cluster.json"):
+        done = longshift(f"plan {folder}/run.yaml {on} --json 'layout={{auto: {{ranks: 2, dp: 2, z: 0}}}}'")
+        assert done.returncode == 0, done.stderr
+        plans.append(json.loads(done.stdout)["best"])
+    bands = [one["most_s"] / one["seconds"] - 1 for one in plans]
+    assert bands == pytest.approx([BAND, told["band"]])
+    assert plans[0]["seconds"] != pytest.approx(plans[1]["seconds"], rel=1e-3)
+    said = longshift(f"calibrate {run} -o {folder}/other.json").stdout
+    assert "with those of the other steps" in said
+    assert (folder / "other.json").exists()
+
+
+def test_too_short_a_run_is_refused(folder):
+    assert longshift(f"train {folder}/run.yaml layout=dp1 train.steps=3").returncode == 0
+    done = longshift(f"calibrate {folder}/run")
+    assert done.returncode == 2
+    assert "has 2 steps to calibrate by, and 4 are needed" in done.stderr
+    assert longshift(f"calibrate {folder}").returncode == 2
 
 
 def test_a_run_that_was_stopped_in_a_trial_goes_on_with_its_plan(folder):

@@ -500,7 +500,7 @@ def readme_blocks(kind: str) -> list[str]:
 def test_the_commands_of_the_readme_are_valid(tmp_path, monkeypatch):
     lines = [line.split(" #")[0].strip() for block in readme_blocks("") for line in block.splitlines()]
     commands = [line for line in lines if line.startswith("longshift ")]
-    assert {shlex.split(line)[1] for line in commands} == {"init", "data", "train", "check", "plan", "export"}
+    assert {shlex.split(line)[1] for line in commands} == {"init", "data", "train", "check", "plan", "calibrate", "export"}
     for line in commands:
         cli.app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
     targets = {shlex.split(line)[1] for line in lines if line.startswith("make ")}

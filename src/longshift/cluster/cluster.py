@@ -11,7 +11,7 @@ node's. bytes of a collective: the whole buffer, that a rank ends up with (all_g
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,7 +25,8 @@ Number = float | np.ndarray
 
 LEVELS = ("device", "node", "network")
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
-COMPUTED = ("matmul", "attention", "elementwise")  # curves of what cores do
+RATES = {"matmul": "matmul", "attention": "attention", "elementwise": "memory"}  # curves of what cores do, and the rates that they show
+MOVED = ("matmul", "attention", "memory", "node", "network", "launch")  # figures that a calibration may move
 SHARES = ("matmul", "attention forward", "attention backward", "memory", "device link", "node link", "network link")
 
 
@@ -101,9 +102,33 @@ class Backend:
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """What the steps of a run showed of a cluster. `constants`: what they reach of its figures, as in `Cluster.moved`; `band`: relative
+    half-width of a predicted step; `fingerprint`: of the figures (`files.figures`); `layouts`: of the run; `errors`: measured over
+    predicted seconds, less 1, of each step by what the others showed."""
+
+    constants: Mapping[str, float]
+    band: float
+    fingerprint: str
+    layouts: tuple[str, ...]
+    errors: tuple[float, ...]
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were."""
+        return len(self.errors)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Calibration":
+        """Of JSON values, as `dataclasses.asdict` makes them."""
+        return cls(**{**values, "layouts": tuple(values["layouts"]), "errors": tuple(values["errors"])})
+
+
+@dataclass(frozen=True)
 class Cluster:
     """`shares`: what part of a constant is reached, by the names in SHARES; 1 where the constants are measured. `sources`: where each
-    constant comes from, by its path, as in `device.launch_s`. `facts`: hardware and software that the numbers hold for."""
+    constant comes from, by its path, as in `device.launch_s`. `facts`: hardware and software that the numbers hold for. `calibration`: what
+    steps of a run reach of the other figures, in which it is not contained."""
 
     name: str
     origin: Literal["measured", "published"]
@@ -118,10 +143,31 @@ class Cluster:
     curves: Mapping[str, Curve] = field(default_factory=dict)
     backends: tuple[Backend, ...] = ()
     facts: Mapping[str, str | int | float] = field(default_factory=dict)
+    calibration: Calibration | None = None
 
     @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    @property
+    def calibrated(self) -> "Cluster":
+        """The machine with the figures that its calibration says, itself where there is none. The band stays; no constant is left to
+        apply."""
+        if self.calibration is None:
+            return self
+        return replace(self.moved(self.calibration.constants), calibration=replace(self.calibration, constants={}))
+
+    def moved(self, constants: Mapping[str, float]) -> "Cluster":
+        """The machine with other figures, by the names in MOVED: so many times the rates of matmul, attention, memory, node (links inside)
+        and network (links between), so many times the seconds of a launch."""
+        shares = {name: share * constants.get(name.split()[0], 1.0) for name, share in self.shares.items()}
+        curves = {}
+        for name, curve in self.curves.items():
+            words = name.split()
+            rate = constants.get(words[-1] if words[0] in OPERATIONS else RATES.get(words[0], ""), 1.0)
+            curves[name] = replace(curve, seconds=tuple(one / rate for one in curve.seconds))
+        device = replace(self.device, launch_s=self.device.launch_s * constants.get("launch", 1.0))
+        return replace(self, shares=shares, curves=curves, device=device)
 
     def shared(self, ranks: int) -> "Cluster":
         """The machine with `ranks` on each node. CPU ranks share the node's cores and memory: what was measured by fewer takes longer."""
@@ -129,7 +175,7 @@ class Cluster:
             return self
         slower = ranks / self.devices_per_node
         curves = {
-            name: replace(curve, seconds=tuple(slower * one for one in curve.seconds)) if name.split()[0] in COMPUTED else curve
+            name: replace(curve, seconds=tuple(slower * one for one in curve.seconds)) if name.split()[0] in RATES else curve
             for name, curve in self.curves.items()
         }
         device = replace(

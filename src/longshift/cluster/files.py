@@ -1,7 +1,8 @@
 """Clusters as JSON files: presets that come with Longshift, and profiles that it measured.
 
 A profile carries the SHA-256 of its contents and the fingerprint of the hardware and software it was measured on. A file that is not a
-profile, is damaged, or is of another machine than the one asked for, is refused with the reason.
+profile, is damaged, or is of another machine than the one asked for, is refused with the reason; so is one whose calibration is not of its
+own figures.
 """
 
 import hashlib
@@ -10,12 +11,12 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from longshift.cluster.cluster import LEVELS, SHARES, Backend, Cluster, Device, Disk, Link
+from longshift.cluster.cluster import LEVELS, MOVED, SHARES, Backend, Calibration, Cluster, Device, Disk, Link
 from longshift.cluster.curves import Axis, Curve
 from longshift.errors import UsageError, did_you_mean
 
@@ -41,6 +42,11 @@ def preset(name: str) -> Cluster:
 def fingerprint(facts: Mapping[str, object]) -> str:
     """Of hardware and software: equal facts, equal fingerprint."""
     return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def figures(profile: Cluster) -> str:
+    """Of what is known of a machine without its calibration: equal figures, equal fingerprint."""
+    return fingerprint(encode(replace(profile, calibration=None)))
 
 
 def load(path: Path, facts: Mapping[str, object] | None = None) -> Cluster:
@@ -83,6 +89,8 @@ def _digest(body: object) -> str:
 def encode(profile: Cluster) -> dict[str, Any]:
     """A cluster in JSON values."""
     body = asdict(profile)
+    if profile.calibration is None:
+        del body["calibration"]
     body["curves"] = {name: asdict(curve) for name, curve in sorted(profile.curves.items())}
     return json.loads(json.dumps(body))
 
@@ -102,9 +110,12 @@ def _read(text: str, name: str) -> Cluster:
     if document.get("origin") != "published" and digest != _digest(document):
         raise UsageError(f"{name} is damaged or was edited: its SHA-256 differs; measure again with: longshift profile --fresh")
     try:
-        return decode(document)
+        found = decode(document)
     except (UsageError, KeyError, TypeError, ValueError, AttributeError) as fault:
         raise UsageError(f"{name} is damaged: {type(fault).__name__}: {fault}") from None
+    if found.calibration is not None and found.calibration.fingerprint != figures(found):
+        raise UsageError(f"{name} has a calibration of other figures than its own; write it again with: longshift calibrate RUN -o {name}")
+    return found
 
 
 def decode(body: dict[str, Any]) -> Cluster:
@@ -115,6 +126,7 @@ def decode(body: dict[str, Any]) -> Cluster:
         "links": lambda value: {level: Link(**link) for level, link in value.items()},
         "curves": decode_curves,
         "backends": lambda value: tuple(Backend(**backend) for backend in value),
+        "calibration": Calibration.from_json,
     }
     found = Cluster(**{key: made.get(key, lambda value: value)(value) for key, value in body.items()})
     _check(found)
@@ -153,6 +165,10 @@ def _check(found: Cluster) -> None:
     wrong += [f"links.{level}" for level in found.links if level not in LEVELS]
     wrong += [f"shares.{name}" for name in SHARES if not 0 < found.shares.get(name, 0) <= 1]
     wrong += [name for name in ("nodes", "devices_per_node") if not (isinstance(getattr(found, name), int) and getattr(found, name) > 0)]
+    if found.calibration is not None:
+        told = {**found.calibration.constants, "band": found.calibration.band}
+        known = (*MOVED, "band")
+        wrong += [f"calibration.{name}" for name, value in told.items() if name not in known or not (math.isfinite(value) and value > 0)]
     wrong += ["origin"] if found.origin not in ("measured", "published") else []
     if wrong:
         raise ValueError(f"impossible: {', '.join(wrong)}")

@@ -14,7 +14,7 @@ from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
 from longshift.simulate.cost import Cost, sizes
-from longshift.simulate.rates import Constants, rates
+from longshift.simulate.rates import rates
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary, SwitchOptions
@@ -29,7 +29,7 @@ FINALISTS = 4  # ways that all of them are played with
 @dataclass(frozen=True)
 class Task:
     """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
-    it may have; `memory_bytes`: of a device; `constants`: of a calibration."""
+    it may have; `memory_bytes`: of a device."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -39,7 +39,6 @@ class Task:
     world: int
     fixed: Mapping[str, Sequence[int]] = field(default_factory=dict)
     memory_bytes: float | None = None
-    constants: Constants | None = None
     windows: Windows = Windows()  # noqa: RUF009  (frozen)
     switch: SwitchOptions = SwitchOptions()  # noqa: RUF009  (frozen)
     ahead: int = 1
@@ -85,7 +84,7 @@ class Replay:
         self.task = task
         self.formats = FORMATS[task.precision]
         self.transport = "nccl" if task.on_gpu else "gloo"
-        self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision, task.constants))
+        self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision))
         self.links = links_of(task.cluster, task.cluster.devices_per_node, task.cluster.nodes)
         self.draws = [tuple(task.lengths.draw(seed, task.tokens_per_step).tolist()) for seed in range(DRAWS)]
         self.weighed: dict[tuple[Edge, ...], tuple[Mapping[str, int], str]] = {}

@@ -77,7 +77,6 @@ def _listed(task: Task, part: float) -> Shortlist:
         task.precision,
         fixed={WORDS.get(word, word): numbers for word, numbers in task.fixed.items()},
         memory_bytes=part * total,
-        constants=task.constants,
         ahead_bytes=float(task.switch.ahead_bytes),
     )
 

@@ -2,13 +2,18 @@
 
 Least squares on the logarithm of predicted over measured seconds, by Gauss-Newton with differences. A constant's logarithm is held to its
 prior by a spring of its own width, so that what the steps do not show stays where it was.
+
+Of a run (`by_steps`): the clock plays each step as the cluster stands, and with each figure of it a little worse. The differences say
+what a step shows of a figure. Those that show most are fitted, and each step is predicted by what the others say: these errors make a band.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from longshift.cluster.cluster import MOVED
 from longshift.simulate.closed import PARTS
 from longshift.simulate.rates import Constants
 
@@ -21,6 +26,11 @@ ERROR = 0.05  # logarithm: what a step's seconds differ by from one run to the n
 ERROR_OF_ONE = 0.1  # of steps of one source beside each other, of different layouts
 OUTLIER = 0.12  # logarithm: three times what repeats of a published measurement differ by, and more
 ROUNDS, STEP = 8, 1e-4
+MOST = 5  # constants that steps of a run move
+LEAST_SHARE = 0.005  # of a step's seconds, that a figure must stand for
+WORSE = 0.05  # how much more time a figure is given to see what it stands for, and a change that is worth another look
+LOOKS = 3
+HELD = 0.8  # share of steps that were held back, which a band holds
 
 
 # What `calibrate` moves: groups of parts of a forecast (`closed.PARTS`), all of them first; and how far each can be off, as a logarithm:
@@ -119,3 +129,76 @@ def calibrate(parts: Mapping[str, np.ndarray], measured_s: np.ndarray) -> Correc
         left, right = np.vstack([slopes, springs]), np.concatenate([-here, -springs @ logs])
         logs = logs + np.linalg.lstsq(left, right, rcond=None)[0]
     return known.moved(dict(zip(names, logs)))
+
+
+@dataclass(frozen=True)
+class StepFit:
+    """What steps of a run say of a cluster. `constants`: as in `Cluster.moved`; `before`: measured over predicted seconds, less 1, of each
+    step on the cluster as it stands; `held_back`: the same of each step by what the others say."""
+
+    constants: Mapping[str, float]
+    before: np.ndarray
+    held_back: np.ndarray
+
+
+@dataclass(frozen=True)
+class _StepParts:
+    """What steps show of a cluster's figures: `seconds` of each step at `constants`, of which `parts` go with each figure."""
+
+    constants: Mapping[str, float]
+    seconds: np.ndarray
+    parts: Mapping[str, np.ndarray]
+
+    @classmethod
+    def by(cls, play: Callable[[Mapping[str, float]], np.ndarray], constants: Mapping[str, float]) -> "_StepParts":
+        seconds = play(constants)
+        worse = {name: play({**constants, name: value * (1 + WORSE) ** _power(name)}) for name, value in constants.items()}
+        return cls(constants, seconds, {name: (slower - seconds) / WORSE for name, slower in worse.items()})
+
+    def at(self, constants: Mapping[str, float]) -> np.ndarray:
+        """Seconds of each step."""
+        times = {name: (constants[name] / self.constants[name]) ** _power(name) for name in self.parts}
+        return self.seconds + sum((part * (times[name] - 1) for name, part in self.parts.items()), np.zeros(()))
+
+    def fitted(self, measured_s: np.ndarray, rows: np.ndarray) -> dict[str, float]:
+        """The constants by which some of the steps took what was measured."""
+        prior = Constants(**dict.fromkeys(MOVED, 1.0))
+
+        def predict(constants: Constants) -> np.ndarray:
+            return self.at({name: getattr(constants, name) for name in self.parts})[rows]
+
+        found = fit(predict, measured_s[rows], prior, {name: FREE[name] for name in self.parts})
+        return {name: getattr(found, name) for name in self.parts}
+
+
+def band_of_errors(errors: Sequence[float] | np.ndarray) -> float:
+    """The relative half-width that a next step is in with probability HELD, where it is as likely as those of `errors` (measured over
+    predicted seconds, less 1; one or more) to be anywhere among them; never less than what repeats of a step differ by."""
+    rank = min(len(errors), math.ceil(HELD * (len(errors) + 1)))
+    return max(ERROR, float(np.sort(np.abs(errors))[rank - 1]))
+
+
+def by_steps(play: Callable[[Mapping[str, float]], np.ndarray], measured_s: np.ndarray) -> StepFit:
+    """What steps that took `measured_s`, two or more, say. `play`: the clock's seconds of each step where figures of the cluster are so
+    many times what they are (`Cluster.moved`)."""
+    measured_s = np.asarray(measured_s, dtype=float)
+    count, every = len(measured_s), np.ones(len(measured_s), dtype=bool)
+    shown = _StepParts.by(play, dict.fromkeys(MOVED, 1.0))
+    before = measured_s / shown.seconds - 1
+    shares = {name: float(np.max(part / shown.seconds)) for name, part in shown.parts.items()}
+    most = sorted((name for name in MOVED if shares[name] >= LEAST_SHARE), key=lambda name: -shares[name])[:MOST]
+    shown = replace(shown, parts={name: shown.parts[name] for name in most}, constants=dict.fromkeys(most, 1.0))
+    found = shown.fitted(measured_s, every)
+    for _ in range(LOOKS - 1):
+        if all(abs(np.log(found[name] / shown.constants[name])) < WORSE for name in most):
+            break
+        shown = _StepParts.by(play, found)
+        found = shown.fitted(measured_s, every)
+    alone = np.eye(count, dtype=bool)
+    held_back = np.array([float(measured_s[one] / shown.at(shown.fitted(measured_s, ~own))[one]) - 1 for one, own in enumerate(alone)])
+    return StepFit(found, before, held_back)
+
+
+def _power(name: str) -> int:
+    """1 where a constant multiplies seconds, -1 where it multiplies a rate."""
+    return 1 if name == "launch" else -1

@@ -4,12 +4,12 @@ import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from longshift.cluster.host import profile_of_host
 from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.world import World, be_deterministic, own_device
@@ -30,6 +30,8 @@ from longshift.switch.links import agreed, links_of
 from longshift.train.admission import admit
 from longshift.train.corpus import open_on_ranks
 from longshift.train.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, expect
+from longshift.train.foretold import Foretold
+from longshift.train.measured import profile_here
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
 from longshift.train.trials import tried
@@ -77,12 +79,14 @@ def _steps(
     attention = ChosenKernel.of(player.kernel, world.device)
     if world.rank == 0 and (warning := changed_kernel(facts, attention)):
         print(f"longshift: {warning}", file=sys.stderr)
-    recorder = Recorder()
+    foretold, recorder = Foretold.of(run, config, world), Recorder()
     if timeline:
         player.record(recorder)
         timeline.watch(player)
     last = config.train.steps if most is None else min(config.train.steps, start + most)
     for step in range(start + 1, last + 1):
+        if foretold:
+            foretold.predict(batches, state.cursor)
         began = world.now()
         batch = batches.at(state.cursor)
         try:
@@ -97,8 +101,9 @@ def _steps(
             write(trace, world.rank, timeline.played, predicted(player), recorder)
             timeline = None
         memory_bytes, stopping = _most(world, _memory_bytes(world), stop())
+        metrics = replace(_metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player)), first=step == start + 1)
         try:
-            yield _metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player))
+            yield foretold.beside(metrics) if foretold else metrics
         except GeneratorExit:  # the caller leaves; among others it would wait for them here
             if world.size > 1:
                 raise
@@ -140,8 +145,7 @@ def build_state(config: Config, world: World, saved: Checkpoint | None = None, f
 
 def build_player(config: Config, world: World, state: State, run: Path) -> Player:
     """The player of a run's steps. `run`: the run's folder, for what waits on disk. Collective: ranks agree on links."""
-    nodes = -(-world.size // world.per_node)
-    links = links_of(profile_of_host(world.per_node, nodes, world.device.type), world.per_node, nodes)
+    links = links_of(profile_here(world), world.per_node, -(-world.size // world.per_node))
     return Player(
         config.spec,
         config.edges,
@@ -229,6 +233,7 @@ def _metrics(
         cursor=batch.next_cursor,
         skipped=outcome.skipped,
         groups=groups,
+        layout=config.model_dump(mode="json")["layout"],
     )
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -58,7 +58,9 @@ class StepMetrics:
     `loss` mean over the step's target tokens, in nats; `grad_norm` global, before clipping; `tokens` read, of which `target_tokens`
     are predicted; `seconds` wall time; `model_flops_per_s` forward and backward of the whole world, recomputation not counted;
     `memory_bytes` peak of the fullest rank; `cursor` documents drawn so far; `skipped` the update was left out (fp16 overflow); `groups`
-    where the layout changes with the length, and where one streams or offloads.
+    where the layout changes with the length, and where one streams or offloads; `layout` in the config's form; `first` of a process under
+    its layout, in which memory is allocated. On rank 0, of a run with a calibrated plan, also what the clock said before the step:
+    `predicted_seconds` and their `band`, a relative half-width.
     """
 
     step: int
@@ -75,10 +77,15 @@ class StepMetrics:
     cursor: int
     skipped: bool = False
     groups: tuple[GroupMetrics, ...] = ()
+    layout: Any = None
+    first: bool = False
+    predicted_seconds: float | None = None
+    band: float | None = None
 
     def to_json(self) -> str:
-        """One line of strict JSON; a number that is not finite becomes null."""
-        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+        """One line of strict JSON; a number that is not finite becomes null, and what is not known is left out."""
+        known = {k: v for k, v in asdict(self).items() if v is not None}
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
         return json.dumps(row, allow_nan=False)
 
     @classmethod
@@ -166,6 +173,8 @@ def describe(step: StepMetrics, steps: int) -> str:
         f"{step.memory_bytes / 2**20:.0f} MiB",
         f"ETA {_clock((steps - step.step) * step.seconds)}",
     ]
+    if step.predicted_seconds is not None and step.band is not None:
+        words.insert(-1, f"{step.seconds:.3g} s of {step.predicted_seconds:.3g} predicted, within {step.band:.0%}")
     if len(step.groups) > 1:
         exposed, hidden = (sum(getattr(g, f"switch_{what}_s") for g in step.groups) for what in ("exposed", "hidden"))
         by_group = ", ".join(f"{g.layout} {g.seconds:.2f} s" for g in step.groups)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from longshift.cluster.cluster import Calibration
 from longshift.config import Config
 from longshift.errors import CheckpointError
 from longshift.forecast import with_layout
@@ -13,13 +14,15 @@ from longshift.forecast import with_layout
 @dataclass(frozen=True)
 class PlanFile:
     """A run's `plan.json`. `asked`: the config's `layout` as it was written; `choices`: layouts in the config's form, best first, all of
-    which are tried; `facts`: what the planner said; `rates`: model FLOP/s of those that were tried; `chosen`: the one that goes on."""
+    which are tried; `facts`: what the planner said; `rates`: model FLOP/s of those that were tried; `chosen`: the one that goes on;
+    `calibration`: what the trials' steps showed of the machine."""
 
     asked: Any
     choices: tuple[Any, ...]
     facts: Any = None
     rates: tuple[float, ...] = ()
     chosen: int | None = None
+    calibration: Calibration | None = None
 
     @property
     def layout(self) -> Any:
@@ -42,7 +45,9 @@ class PlanFile:
     @classmethod
     def from_json(cls, text: str) -> "PlanFile":
         found = json.loads(text)
-        return cls(**found | {"choices": tuple(found["choices"]), "rates": tuple(found["rates"])})
+        calibration = found.get("calibration")
+        made = {"calibration": None if calibration is None else Calibration.from_json(calibration)}
+        return cls(**found | {"choices": tuple(found["choices"]), "rates": tuple(found["rates"])} | made)
 
 
 def place(run: Path) -> Path:

@@ -1,8 +1,7 @@
 """How `layout: auto` becomes layouts before the ranks start, and what `longshift plan` shows. Needs no torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +11,7 @@ from longshift.cluster.host import core_count
 from longshift.config import Config
 from longshift.errors import OutOfMemoryError, UsageError
 from longshift.files import rewrite
-from longshift.forecast import LANES, Planned, plan, task_of, with_layout
+from longshift.forecast import LANES, Planned, layout_text, plan, task_of, with_layout
 from longshift.layout.layout import format_size
 from longshift.planner.asked import AutoLayout
 from longshift.planner.replay import Way
@@ -41,7 +40,7 @@ def chosen(config: Config, cluster: Callable[[int], Cluster], lengths: Callable[
     choices = tuple(found.layout(way) for way in found.choice.ways[:TRIED])
     file = PlanFile(asked.to_json(), choices, found.to_json(), chosen=None if len(choices) > 1 else 0)
     for number, choice in enumerate(choices):
-        tell(f"layout: auto: {'first' if number == 0 else 'then'} {_short(choice)}, {found.choice.ways[number].seconds:.3g} s a step")
+        tell(f"layout: auto: {'first' if number == 0 else 'then'} {layout_text(choice)}, {found.choice.ways[number].seconds:.3g} s a step")
     return with_layout(config, file.layout), file
 
 
@@ -92,10 +91,3 @@ def write_trace(way: Way, path: Path) -> None:
     for stage, some in sorted(spans.items()):
         events += events_of(some, stage, f"stage {stage}, predicted", (*LANES, "messages"), 0.0)
     save(path, events)
-
-
-def _short(layout: Any) -> str:
-    if isinstance(layout, str):
-        return layout
-    groups: Sequence[dict[str, str]] = layout
-    return " > ".join(f"{group['use']} <= {group['upto']}" for group in groups)

@@ -1,15 +1,39 @@
 """What commands print."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from longshift.config import Config
 from longshift.layout.layout import format_size
 from longshift.train.metrics import read_rows
 from longshift.train.run_folder import RunFolder
+
+
+def show_corpus(found: Mapping[str, Any], max_len: int) -> None:
+    """Print what `survey` found."""
+    spread = ", ".join(f"{name} {tokens:,}" for name, tokens in found["quantiles"].items())
+    reasons = Counter(why for _, why in found["skipped"])
+    print(f"{found['documents']:,} documents, {found['tokens']:,} tokens; length {spread}")
+    if reasons:
+        print(f"skipped files: {', '.join(f'{n} {why}' for why, n in reasons.items())} (--json names them)")
+    Console(highlight=False).print(length_table(found["histogram"]), "", cap_table(found["caps"], found["tokens"], max_len))
+
+
+def show_check(found: Mapping[str, Any]) -> None:
+    """Print how layouts that computed the same batches differ, and the verdict."""
+    print(f"{found['documents']} documents, {found['tokens']:,} tokens; loss {found['reference_loss']:.4f} in {found['reference']}")
+    table = Table(*found["rows"][0], box=None)
+    for row in found["rows"]:
+        table.add_row(*(f"{value:.1e}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(highlight=False).print(table)
+    worst = f"loss {found['loss']:.1e}, gradients {found['grad']:.1e}, weights {found['weight']:.1e}"
+    leaked = f"{found['leaked_positions']} leaked positions"
+    print(f"{'PASS' if found['pass'] else 'FAIL'}: {worst}, {leaked}; the tolerance of float64 is {found['tolerance']:.0e}")
 
 
 def length_table(bins: Sequence[Mapping[str, int]]) -> Table:

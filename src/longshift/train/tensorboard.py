@@ -19,7 +19,7 @@ class TensorBoardLog:
         if self._writer is None:
             self._writer = SummaryWriter(str(self._folder), purge_step=step.step)
         for name, value in asdict(step).items():
-            if name not in ("step", "groups"):
+            if name not in ("step", "groups", "layout") and value is not None:
                 self._writer.add_scalar(name, value, step.step)
         for group in step.groups:
             for name, value in asdict(group).items():

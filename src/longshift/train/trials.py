@@ -5,16 +5,22 @@
     layout         0    │    1    │     2      │ the fastest; a checkpoint at each bar, which any layout loads
 
 What is compared is model FLOP/s, since steps have different documents. The first step of a trial, in which memory is allocated and kernels
-are chosen, is not counted.
+are chosen, is not counted. The others are steps of known layouts: they calibrate what is known of the machine, by which the steps that
+follow are predicted (`train.foretold`).
 """
 
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from longshift.cluster.cluster import Calibration
 from longshift.config import Config
 from longshift.dist.world import World
+from longshift.errors import UsageError
 from longshift.files import rewrite
+from longshift.train.measured import calibrated, profile_here
 from longshift.train.metrics import StepMetrics
 from longshift.train.plan_file import PlanFile, place
 
@@ -40,6 +46,16 @@ def tried(config: Config, run: Path, resume: bool, world: World, play: PlaySteps
             return
         plan = plan.after(float(world.gather_text(repr(median(rates[1:])))[0]))
         if world.rank == 0:
-            rewrite(file, plan.to_json())
+            rewrite(file, (plan if plan.chosen is None else replace(plan, calibration=_calibration(run, config, world))).to_json())
         resume = True
     yield from play(plan.config(config), resume, None)
+
+
+def _calibration(run: Path, config: Config, world: World) -> Calibration | None:
+    """What the steps of the trials say of this machine; None where it was not measured, and where they are too few, which is said."""
+    profile = profile_here(world)
+    try:
+        return None if profile is None else calibrated(run, config, profile).calibration
+    except UsageError as fault:
+        print(f"longshift: not calibrated: {fault}", file=sys.stderr)
+        return None

@@ -1,0 +1,148 @@
+"""Calibration of a cluster: what moves, what steps that the clock made with other figures say, what a file keeps, what a plan takes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from longshift.cluster import files
+from longshift.cluster.cluster import Calibration, Cluster
+from longshift.cluster.network import collective_s
+from longshift.config import parse_config
+from longshift.errors import UsageError
+from longshift.forecast import RunForecast, on_cluster, plan, task_of
+from longshift.simulate.calibrate import ERROR, MOST, band_of_errors, by_steps
+from longshift.simulate.closed import BAND
+from longshift.simulate.rates import rates
+from longshift.workload.given import Lengths
+
+LENGTHS = ((300, 900, 1500, 400) * 6, (2000,) * 9, (64, 128, 200, 32) * 40, (1000, 50, 70, 2000) * 5)
+CONFIG = """
+model: {{preset: {model}}}
+data: {{train: [{{corpus: python}}], max_len: 2K, overlong: split}}
+train: {{tokens_per_step: 16K, steps: 5, lr: 3e-4, precision: {precision}}}
+layout: {layout}
+save: {{dir: none}}
+"""
+CPU = ("cpu", "float32", "tiny-llama", ("dp2", "tp2", "u2"), LENGTHS)
+H100 = ("h100", "bf16", "llama-3-8b", ("dp8.z3", "tp8"), LENGTHS[:2])
+
+
+def player(preset: str, precision: str, model: str, layouts: tuple[str, ...], steps: tuple[tuple[int, ...], ...]):
+    """The clock's seconds of the same steps under each layout, on a preset's cluster where its figures are moved."""
+    cluster, configs = files.preset(preset), [parse_config(CONFIG.format(model=model, precision=precision, layout=one)) for one in layouts]
+
+    def play(constants):
+        forecasts = [RunForecast(config, cluster.moved(constants)) for config in configs]
+        return np.array([forecast.step(lengths).seconds for forecast in forecasts for lengths in steps])
+
+    return play
+
+
+@pytest.mark.parametrize("preset", ["cpu", "h100"])
+def test_a_figure_that_is_moved_moves_what_is_asked_of_it_and_nothing_else(preset):
+    cluster = files.preset(preset)
+    dtype, ranks = ("float32", cluster.devices_per_node) if preset == "cpu" else ("bf16", 8)
+
+    def asked(made: Cluster) -> dict[str, float]:
+        here = rates(made, dtype)
+        found = {
+            "matmul": here.matmul_s(4096, 1024, 1024),
+            "attention": here.attention_s(1024, 1024**2 / 2, 8, 64, False),
+            "memory": here.elementwise_s(1e7),
+            "launch": here.launch_s,
+            "node": collective_s(made, "all_gather", 1e9, ranks, ranks),
+            "host": made.copy_s("host" if preset == "cpu" else "to_device", 1e6, beyond=True),
+        }
+        return {name: float(seconds) for name, seconds in found.items()}
+
+    before = asked(cluster)
+    for name in before.keys() - {"host"}:
+        after = asked(cluster.moved({name: 2.0}))
+        assert after == pytest.approx(before | {name: before[name] * (2.0 if name == "launch" else 0.5)}, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("machine", "near", "shown"), [(CPU, 0.02, ("matmul", "attention")), (H100, 0.05, ("matmul", "node"))], ids=["cpu", "h100"]
+)
+def test_constants_of_steps_that_the_clock_made_are_found_again(machine, near, shown):
+    """As near as the pull of the profile lets so many steps come."""
+    play = player(*machine)
+    truth = {"matmul": 0.8, "attention": 0.6, "memory": 1.15, "node": 0.7, "launch": 1.4}
+    found = by_steps(play, play(truth))
+    assert len(found.constants) <= MOST
+    assert play(found.constants) == pytest.approx(play(truth), rel=near)
+    assert np.mean(np.abs(found.held_back)) < near < 0.1 < np.mean(np.abs(found.before))
+    assert band_of_errors(found.held_back) <= max(ERROR, 2 * near)
+    for name in shown:
+        assert found.constants[name] == pytest.approx(truth[name], rel=5 * near), found.constants
+
+
+def test_what_steps_do_not_show_stays_with_the_profile():
+    """Without the pull, the noise of steps moves constants that they hardly show, past what any machine can be off."""
+    play = player("cpu", "float32", "tiny-llama", ("dp2", "tp2"), LENGTHS)
+    noise = np.exp(np.random.default_rng(0).normal(0.0, 0.1, len(LENGTHS) * 2))
+    found = by_steps(play, play({"matmul": 0.8}) * noise)
+    assert found.constants["matmul"] == pytest.approx(0.8, rel=0.12)
+    assert {name: value for name, value in found.constants.items() if abs(np.log(value)) > 0.25 and name != "matmul"} == {}
+    assert band_of_errors(found.held_back) > ERROR
+
+
+def test_a_band_holds_four_of_five_steps_and_the_next_one_too():
+    assert band_of_errors([0.01, -0.02, 0.03]) == ERROR
+    assert band_of_errors([0.3, -0.1, 0.2, 0.1]) == 0.3  # of four the next is as likely to be the largest: the fifth of five
+    assert band_of_errors([0.1 * n * (-1) ** n for n in range(1, 10)]) == pytest.approx(0.8)
+    rng = np.random.default_rng(1)
+    held = [abs(step[-1]) <= band_of_errors(step[:-1]) for step in rng.normal(0.0, 0.3, (2000, 6))]
+    assert 0.8 < np.mean(held) < 0.86
+
+
+def calibrated(preset: str = "cpu", **constants: float) -> Cluster:
+    profile = files.preset(preset)
+    return replace(profile, calibration=Calibration(constants, 0.07, files.figures(profile), ("dp2", "tp2"), (0.01, -0.07)))
+
+
+def test_a_calibration_is_applied_once_and_leaves_its_band():
+    made = calibrated(matmul=0.5)
+    once = on_cluster(made, 2)
+    assert once == on_cluster(once, 2)
+    assert once.calibration is not None
+    assert (once.calibration.band, once.calibration.steps) == (0.07, 2)
+    raw = on_cluster(files.preset("cpu"), 2)
+    seconds = [float(rates(one, "float32").matmul_s(256, 256, 256)) for one in (once, raw)]
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+
+
+@pytest.mark.parametrize("preset", ["cpu", "h100"])
+def test_a_calibrated_file_gives_back_what_was_saved(tmp_path, preset):
+    made, file = calibrated(preset, matmul=0.9, launch=1.5), tmp_path / "cluster.json"
+    files.save(made, file)
+    assert files.load(file) == made
+    assert files.figures(made) == files.figures(files.preset(preset))
+    assert "calibration" not in files.encode(files.preset(preset))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"fingerprint": "another"}, "has a calibration of other figures than its own; write it again with"),
+        ({"constants": {"matmul": 0.0}}, "impossible: calibration.matmul"),
+        ({"constants": {"speed": 1.0}}, "impossible: calibration.speed"),
+        ({"band": float("nan")}, "impossible: calibration.band"),
+    ],
+)
+def test_a_calibration_that_is_not_the_files_own_is_refused(tmp_path, wrong, reason):
+    made, file = calibrated(matmul=0.9), tmp_path / "cluster.json"
+    assert made.calibration is not None
+    files.save(replace(made, calibration=replace(made.calibration, **wrong)), file)
+    with pytest.raises(UsageError, match=reason) as refusal:
+        files.load(file)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_a_plan_takes_the_seconds_and_the_band_of_a_calibrated_cluster():
+    config = parse_config(CONFIG.format(model="tiny-llama", precision="float32", layout="{auto: {ranks: 2, tp: 1, pp: 1, u: 1, ring: 1}}"))
+    lengths = Lengths.from_array(np.array(LENGTHS[0]))
+    told = [plan(task_of(config, cluster, lengths)).to_json()["best"] for cluster in (files.preset("cpu"), calibrated(matmul=0.5))]
+    assert [one["most_s"] / one["seconds"] - 1 for one in told] == pytest.approx([BAND, 0.07])
+    assert told[1]["seconds"] > 1.2 * told[0]["seconds"]
