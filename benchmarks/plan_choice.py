@@ -1,16 +1,15 @@
-"""Does a plan choose as a run does? Two plain ranks train under layouts and groups of lengths; the same steps on the clock; and what the
-planner chooses under three budgets of memory beside the best single layout that fits them.
+"""Does a plan choose as training does? Two plain ranks train under layouts and groups of lengths, interleaved; the same steps on the clock;
+and what the planner chooses under three budgets of memory beside the best single layout that fits them.
 
-This machine is profiled. Three corpora have the lengths of `examples/lengths` and of Python's library, SHRINK times shorter, as pieces of
-source text. Of each, every layout is a run of its own by `longshift train`, in an order drawn anew each round.
+This machine is profiled. Documents have the lengths of `examples/lengths` and of Python's library, SHRINK times shorter; their tokens are
+random. Every way to train has processes of its own, which sleep while others are measured; a round is a step of each, in its own order.
 
-steps     A row compares the median seconds of a run's steps with the clock's for the same documents: as they are (`raw`), and times one
-          factor that three runs give, one dp, one tp, one pp (`calibrated`). `regret_first`: how much longer the layout that the clock puts
-          first takes than the fastest one.
-memory    The peak of a run's fullest rank, and the ledger's with what the processes of the three calibrating runs have besides.
-budgets   The planner's first three ways for a budget are trained, as `layout: auto` does in its trials. `auto_over_best_static`: seconds of
-          the fastest measured single layout whose peak was within the budget, over those of the fastest of the three;
-          `auto_over_context_parallel`: of the best way by context parallelism alone.
+steps     `raw`: the clock's seconds over the measured ones, the median of all rounds; `calibrated`: times one factor that three ways give,
+          one dp, one tp, one pp. `regret_first`: how much longer the way that the clock puts first takes than the fastest one.
+memory    Peak of the fullest rank beyond what it began with, and the ledger's bytes with what the three calibrating ways had besides.
+budgets   The three ways that the planner would try for a budget are trained. Which of them is fastest, and which single layout of those
+          whose peak was within the budget, even rounds say; odd ones say the ratios: `auto_over_best_static`, seconds of that single layout over
+          those of that way, and `auto_over_context_parallel`, of the best way by context parallelism alone.
 """
 
 import json
@@ -19,234 +18,251 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from common import arguments, publish, say
+from plan_corpora import split
+from worlds import SleepingWorld
 
 from longshift.cluster import files
 from longshift.cluster.cluster import Cluster
-from longshift.config import Config, parse_config
-from longshift.data.batch import Batches
-from longshift.explain import shape_of
-from longshift.forecast import Planned, RunForecast, cut, on_cluster
-from longshift.planner.replay import Task, Way
+from longshift.forecast import on_cluster
+from longshift.layout.layout import Layout
+from longshift.planner.least_bytes import FILLED
+from longshift.planner.replay import Replay, Task, in_visiting_order
 from longshift.planner.search import search
-from longshift.program.needs import most, needs
-from longshift.train.corpus import open_corpus
+from longshift.simulate.clock import Clock
+from longshift.spec import families
+from longshift.train.check import Trial
 from longshift.workload.given import Lengths, read_lengths
+from longshift.workload.groups import Edge
 
+K = 1 << 10
+LONGEST, TOKENS = 2 * K, 8 * K
 SINGLE = (
     *("dp2", "dp2.z1", "dp2.z2", "dp2.z3", "tp2", "u2", "ring2", "pp2", "dp2.recompute-full", "tp2.recompute-full", "u2.z3"),
-    *("dp2.recompute-attention", "pp2.v2", "dp2.chunk1K.disk"),
+    *("dp2.recompute-attention", "pp2.v2", "u2.recompute-full"),
 )
 GROUPS = (
-    *("[{upto: 512, use: dp2, pack: 4K}, {upto: 4K, use: tp2}]", "[{upto: 1K, use: dp2}, {upto: 4K, use: u2}]"),
-    *("[{upto: 512, use: u2}, {upto: 4K, use: pp2}]", "[{upto: 256, use: dp2, pack: 1K}, {upto: 1K, use: u2}, {upto: 4K, use: tp2}]"),
+    ((256, "dp2", 2 * K), (2 * K, "tp2", 2 * K)),
+    ((512, "dp2", 512), (2 * K, "u2", 2 * K)),
+    ((256, "u2", 256), (2 * K, "pp2", 2 * K)),
+    ((128, "dp2", 512), (512, "u2", 512), (2 * K, "tp2", 2 * K)),
 )
 CALIBRATING = ("dp2", "tp2", "pp2")
 CORPORA = ("python", "wikipedia", "pretraining")
 LENGTHS = Path(__file__).parents[1] / "examples" / "lengths"
-SHRINK = 8
-DOCUMENTS = 4000
-CHARACTERS = 3.5  # of a token of source text
+SHRINK, STEP, CHARACTERS = 16, 32, 3.5  # lengths are multiples of STEP tokens: CPU matmuls keep code for every shape
 SHARES = (1.1, 0.8, 0.6)  # of what dp2's tensors need: budgets
-HOLES = 1.03  # of resident memory: what the C library's heap keeps between tensors
-CONFIG = """
-model: {{preset: tiny-llama}}
-data: {{train: [{{path: {folder}/corpus.jsonl, text: text}}], max_len: 4K, overlong: split, cache: {folder}/cache}}
-train: {{tokens_per_step: 16K, steps: {steps}, lr: 3e-4, precision: float32}}
-layout: {layout}
-save: {{dir: {run}, every: 1000}}
-"""
+HOLES = 1.05  # of resident memory: what the C library's heap keeps between tensors
+DEADLINE_S = 240.0
 
 
 @dataclass
-class Run:
-    """Steps of a layout on a corpus: measured seconds and the clock's; bytes of the fullest rank, and of its tensors by the ledger.
+class Way:
+    """Length groups that are trained: seconds of each round, measured and on the clock; bytes of the fullest rank, and the ledger's.
     Mutable."""
 
+    edges: tuple[Edge, ...]
+    world: SleepingWorld
     measured: list[float] = field(default_factory=list)
-    predicted: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
+    clock: list[float] = field(default_factory=list)
+    peak_bytes: float = 0.0
     ledger_bytes: int = 0
 
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.measured)
-
-    @property
-    def clock(self) -> float:
-        return statistics.median(self.predicted)
+    def __str__(self) -> str:
+        told = (f"{edge.use} <= {edge.upto}" + (f" in {edge.pack}" if edge.pack != edge.upto else "") for edge in self.edges)
+        return str(self.edges[0].use) if len(self.edges) == 1 and self.edges[0].pack == LONGEST else " > ".join(told)
 
 
 class Corpus:
-    """A corpus in a folder, and what was trained on it. Mutable."""
+    """A corpus, and what is trained on it. Mutable."""
 
-    def __init__(self, name: str, folder: Path, cluster: Cluster, steps: int):
-        self.name, self.folder, self.cluster, self.steps = name, folder, cluster, steps
-        self.runs: dict[str, Run] = {}
-        folder.mkdir()
-        lines = (json.dumps({"text": text}) for text in texts(name))
-        (folder / "corpus.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    def __init__(self, name: str, folder: Path, cluster: Cluster, rounds: int, worlds: ExitStack):
+        self.name, self.rounds, self.worlds = name, rounds, worlds
+        lengths = split(Lengths.from_array(rounded(own_lengths(name))), LONGEST)
+        self.task = Task(families.preset("tiny-llama"), cluster, lengths, TOKENS, "float32", 2)
+        self.steps = [lengths.draw(1000 + number, TOKENS).tolist() for number in range(rounds + 1)]
+        generator = np.random.default_rng(0)
+        given = [[document(generator, length, self.task.spec.vocab) for length in step] for step in self.steps]
+        self.path = folder / f"{name}.json"
+        self.path.write_text(json.dumps(given))
+        self.trial = json.dumps(Trial(self.task.spec, (), precision="float32", lr=1e-4).to_json())
+        self.replay = Replay(self.task)
+        self.ways: dict[tuple[Edge, ...], Way] = {}
 
-    def config(self, layout: str, run: str = "none") -> Config:
-        return parse_config(CONFIG.format(steps=self.steps, layout=layout, folder=self.folder, run=run))
+    def add(self, edges: tuple[Edge, ...]) -> Way:
+        """A way to train, measured with those that are there in the next rounds."""
+        if edges not in self.ways:
+            way = self.ways[edges] = Way(edges, self.worlds.enter_context(SleepingWorld(2)))
+            way.ledger_bytes = self.replay.weigh(edges)[0]["device"]
+            shape = self.replay.shape(edges)
+            clock = Clock(shape, self.task.cluster, self.replay.cost, "float32")
+            way.clock = [clock.step(in_visiting_order(shape, lengths)).seconds for lengths in self.steps[1:]]
+        return self.ways[edges]
 
-    def train(self, layout: str) -> Run:
-        """One more run of a layout; its first step is not counted."""
-        found = self.runs.setdefault(layout, Run())
-        with tempfile.TemporaryDirectory(dir=self.folder) as run:
-            config, file = self.config(layout, f"{run}/run"), Path(run, "run.yaml")
-            file.write_text(config.to_yaml(), encoding="utf-8")
-            command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json"]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rows = [row for row in map(json.loads, done.stdout.splitlines()) if "step" in row]
-        found.measured += [row["seconds"] for row in rows[1:]]
-        found.peak_bytes = max(found.peak_bytes, *(row["memory_bytes"] for row in rows))
-        if not found.predicted:
-            shape = shape_of(config, self.cluster.devices_per_node, self.cluster)
-            found.ledger_bytes = most(needs(shape, config.edges, "gloo", True)).device.total
-            forecast = RunForecast(config, self.cluster, shape)
-            found.predicted = [forecast.step(lengths).seconds for lengths in self.batches(config)][1:]
-        say(f"{self.name}, {layout}: {found.seconds:.3f} s, on the clock {found.clock:.3f} s, {found.peak_bytes >> 20} MiB")
-        return found
+    def train(self) -> None:
+        """A first step of every way, which is not counted, and all rounds, interleaved."""
+        ways = list(self.ways.values())
+        for number in range(self.rounds + 1):
+            for way in random.Random(number).sample(ways, len(ways)):
+                seconds = self.step(way, number)
+                if number:
+                    way.measured.append(seconds)
+            say(f"{self.name}, step {number}: {len(ways)} ways")
 
-    def batches(self, config: Config) -> Iterator[list[int]]:
-        """Lengths of the documents of the run's steps."""
-        data, train, (_, cache) = config.data, config.train, open_corpus(config, verify=False)
-        batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong)
-        cursor = batches.at(0).cursor
-        for _ in range(train.steps):
-            batch = batches.at(cursor)
-            yield [len(document.ids) for document in batch.documents]
-            cursor = batch.next_cursor
+    def step(self, way: Way, number: int) -> float:
+        edges = [(edge.upto, str(edge.use), edge.pack) for edge in way.edges]
+        told = {"edges": edges, "trial": self.trial, "path": str(self.path), "number": number}
+        found = way.world.call("plan_ranks:update", DEADLINE_S, **told)
+        way.peak_bytes = max(way.peak_bytes, *(rank["peak_bytes"] for rank in found))
+        return max(rank["seconds"] for rank in found)
 
-    def task(self, memory_bytes: int) -> Task:
-        """What is planned for this corpus and so many bytes of tensors."""
-        config = self.config("dp2")
-        lengths = cut(Lengths.from_array(open_corpus(config, verify=False)[1].lengths), config)
-        train = config.train
-        task = Task(config.spec, self.cluster, lengths, train.tokens_per_step, train.precision, 2)
-        return Task(**{**vars(task), "memory_bytes": memory_bytes * memory_bytes / task_budget(task, memory_bytes)})
+    def single(self, text: str) -> Way:
+        return self.ways[Edge(LONGEST, Layout.parse(text), LONGEST),]
 
     @property
-    def base_bytes(self) -> int:
-        """What processes have besides their tensors, as the calibrating runs show."""
-        return max(self.runs[layout].peak_bytes - self.runs[layout].ledger_bytes for layout in CALIBRATING)
+    def besides_bytes(self) -> float:
+        """What ranks have besides their tensors, as the calibrating ways show."""
+        return max(self.single(text).peak_bytes - self.single(text).ledger_bytes for text in CALIBRATING)
 
-    def forecast_bytes(self, run: Run) -> float:
-        return HOLES * (self.base_bytes + run.ledger_bytes)
+    def forecast_bytes(self, ledger_bytes: float) -> float:
+        return HOLES * (ledger_bytes + self.besides_bytes)
 
     def rows(self) -> list[dict]:
-        factor = statistics.geometric_mean(self.runs[layout].seconds / self.runs[layout].clock for layout in CALIBRATING)
+        over = {edges: statistics.median(np.divide(way.clock, way.measured)) for edges, way in self.ways.items()}
+        factor = statistics.geometric_mean(over[self.single(text).edges] for text in CALIBRATING)
         return [
             {
                 "corpus": self.name,
-                "layout": layout,
-                "measured_s": run.seconds,
-                "spread": (max(run.measured) - min(run.measured)) / run.seconds,
-                "predicted_s": run.clock,
-                "raw": run.clock / run.seconds - 1,
-                "calibrated": factor * run.clock / run.seconds - 1,
-                "peak_bytes": run.peak_bytes,
-                "forecast": self.forecast_bytes(run) / run.peak_bytes - 1,
-                "calibrates": layout in CALIBRATING,
+                "way": str(way),
+                "measured_s": statistics.median(way.measured),
+                "spread": (max(way.measured) - min(way.measured)) / statistics.median(way.measured),
+                "predicted_s": statistics.median(way.clock),
+                "raw": over[edges] - 1,
+                "calibrated": over[edges] / factor - 1,
+                "calibrates": str(way) in CALIBRATING,
+                "peak_bytes": way.peak_bytes,
+                "forecast": self.forecast_bytes(way.ledger_bytes) / way.peak_bytes - 1,
             }
-            for layout, run in self.runs.items()
+            for edges, way in self.ways.items()
         ]
 
-    def budget(self, share: float) -> dict:
-        """What the planner chooses for a share of what dp2's tensors need, trained."""
-        tensors = int(share * self.runs["dp2"].ledger_bytes)
-        limit = HOLES * (self.base_bytes + tensors)
-        found = Planned(task := self.task(tensors), search(task))
+    def chosen(self, share: float) -> tuple[int, list[tuple[Edge, ...]], tuple[Edge, ...] | None]:
+        """Bytes of tensors for a share of what dp2 needs; the planner's first three ways for them, and its best by context parallelism."""
+        tensors = int(share * self.single("dp2").ledger_bytes)
+        found = search(replace(self.task, memory_bytes=tensors / FILLED))
+        alike = found.context_parallel
+        return tensors, [way.edges for way in found.worth_trying(3)], alike.edges if alike else None
 
-        def written(way: Way) -> str:
-            layout = found.layout(way)
-            return layout if isinstance(layout, str) else json.dumps(layout)
-
-        tried = [written(way) for way in found.choice.ways[:3]]
-        alike = found.choice.context_parallel
-        for layout in [*tried, *([written(alike)] if alike else [])]:
-            if layout not in self.runs or layout not in SINGLE:
-                self.train(layout)
-        within = {layout: self.runs[layout].seconds for layout in SINGLE if layout in self.runs and self.runs[layout].peak_bytes <= limit}
-        auto = min(tried, key=lambda layout: self.runs[layout].seconds)
-        auto_s, best = self.runs[auto].seconds, min(within, key=within.__getitem__, default=None)
+    def judged(self, share: float, tensors: int, tried: Sequence[tuple[Edge, ...]], alike: tuple[Edge, ...] | None) -> dict:
+        limit = self.forecast_bytes(tensors)
+        within = [
+            way for text in SINGLE if (way := self.ways.get((Edge(LONGEST, Layout.parse(text), LONGEST),))) and way.peak_bytes <= limit
+        ]
+        auto = min((self.ways[edges] for edges in tried), key=even_s)
+        best = min(within, key=even_s, default=None)
         return {
             "corpus": self.name,
             "share": share,
             "tensors_bytes": tensors,
-            "tried": tried,
-            "auto": auto,
-            "auto_s": auto_s,
-            "best_static": best,
-            "auto_over_best_static": within[best] / auto_s if best else None,
-            "auto_over_context_parallel": self.runs[written(alike)].seconds / auto_s if alike else None,
-            "first_over_auto": self.runs[tried[0]].seconds / auto_s,
-            "most_of_limit": max(self.runs[layout].peak_bytes for layout in tried) / limit,
+            "tried": [str(self.ways[edges]) for edges in tried],
+            "auto": str(auto),
+            "best_static": str(best) if best else None,
+            "auto_over_best_static": over(best, auto) if best else None,
+            "auto_over_context_parallel": over(self.ways[alike], auto) if alike else None,
+            "first_over_auto": over(self.ways[tried[0]], auto),
+            "most_of_limit": max(self.ways[edges].peak_bytes for edges in tried) / limit,
         }
 
 
-def task_budget(task: Task, memory_bytes: int) -> float:
-    """Bytes of tensors that a plan for a device of so many bytes may have."""
-    return Task(**{**vars(task), "memory_bytes": memory_bytes}).budget_bytes
+def even_s(way: Way) -> float:
+    return statistics.median(way.measured[::2])
 
 
-def texts(name: str) -> Iterator[str]:
-    """Documents with the lengths of a corpus, SHRINK times shorter, as pieces of source text."""
-    library = sorted(Path(json.__file__).parents[1].glob("*.py"))
-    sizes = [len(path.read_text(encoding="utf-8", errors="replace")) for path in library]
-    blob = "".join(path.read_text(encoding="utf-8", errors="replace") for path in library)
-    random_ = np.random.default_rng(0)
+def over(one: Way, other: Way) -> float:
+    """Seconds of one way over those of another, in odd rounds."""
+    return 1.0 if one is other else float(statistics.median(np.divide(one.measured[1::2], other.measured[1::2])))
+
+
+def own_lengths(name: str) -> np.ndarray:
+    """Lengths of a corpus in tokens, SHRINK times shorter."""
     if name == "python":
-        lengths = random_.choice(np.array(sizes) / CHARACTERS, DOCUMENTS)
-    else:
-        found = read_lengths(LENGTHS / f"{name}.csv")
-        lengths = random_.choice(found.lengths, DOCUMENTS, p=found.counts / found.counts.sum())
-    for length in np.clip(lengths / SHRINK, 8, 1 << 13):
-        start = int(random_.integers(0, len(blob) - int(length * CHARACTERS) - 1))
-        yield blob[start : start + int(length * CHARACTERS)]
+        library = sorted(Path(json.__file__).parents[1].glob("*.py"))
+        return np.array([path.stat().st_size for path in library]) / CHARACTERS / SHRINK
+    found = read_lengths(LENGTHS / f"{name}.csv")
+    return np.random.default_rng(0).choice(found.lengths, 20_000, p=found.counts / found.counts.sum()) / SHRINK
+
+
+def rounded(lengths: np.ndarray) -> np.ndarray:
+    return np.maximum(STEP, np.rint(lengths / STEP) * STEP).astype(np.int64)
+
+
+def document(generator: np.random.Generator, length: int, vocab: int) -> tuple[list[int], list[int]]:
+    ids = generator.integers(0, vocab, length).tolist()
+    return ids, [*ids[1:], -100]
+
+
+def summary(corpora: Mapping[str, Corpus], rows: Sequence[dict], budgets: Sequence[dict]) -> dict:
+    judged = [row for row in rows if not row["calibrates"]]
+
+    def most(pick: Callable, name: str) -> float | None:
+        return pick((one[name] for one in budgets if one[name]), default=None)
+
+    regrets = {}
+    for name, corpus in corpora.items():
+        known = [corpus.ways[edges] for edges in list(corpus.ways)[: len(SINGLE) + len(GROUPS)]]
+        first, best = min(known, key=lambda way: statistics.median(way.clock)), min(known, key=even_s)
+        regrets[name] = over(first, best) - 1
+    return {
+        "median_raw": statistics.median(abs(row["raw"]) for row in rows),
+        "median_calibrated": statistics.median(abs(row["calibrated"]) for row in judged),
+        "worst_calibrated": max(abs(row["calibrated"]) for row in judged),
+        "regret_first": max(regrets.values()),
+        "memory_least": min(row["forecast"] for row in rows),
+        "memory_most": max(row["forecast"] for row in rows),
+        "auto_over_best_static": most(min, "auto_over_best_static"),
+        "auto_over_best_static_by_corpus": {
+            name: max(
+                (one["auto_over_best_static"] for one in budgets if one["corpus"] == name and one["auto_over_best_static"]), default=None
+            )
+            for name in corpora
+        },
+        "auto_over_context_parallel": most(min, "auto_over_context_parallel"),
+        "most_of_limit": most(max, "most_of_limit"),
+        "budgets": list(budgets),
+    }
 
 
 def main() -> None:
     args = arguments(__doc__ or "").parse_args()
-    names = CORPORA[1:2] if args.quick else CORPORA
-    layouts, steps = ([*CALIBRATING, GROUPS[0]], 3) if args.quick else ([*SINGLE, *GROUPS], 5)
-    rows, budgets, regrets = [], [], []
+    names, rounds = (CORPORA[1:2], 2) if args.quick else (CORPORA, 8)
+    singles, groups = (CALIBRATING, GROUPS[:1]) if args.quick else (SINGLE, GROUPS)
+    ways = [(Edge(LONGEST, Layout.parse(text), LONGEST),) for text in singles]
+    ways += [tuple(Edge(upto, Layout.parse(layout), pack) for upto, layout, pack in group) for group in groups]
+    rows, budgets, corpora = [], [], {}
     with tempfile.TemporaryDirectory() as scratch:
         profile = Path(scratch, "profile.json")
         command = [sys.executable, "-m", "longshift.cli", "profile", "--quick", "--fresh", "-o", str(profile)]
         subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
         cluster = on_cluster(files.load(profile), 2)
-        for number, name in enumerate(names):
-            corpus = Corpus(name, Path(scratch, name), cluster, steps)
-            for layout in random.Random(number).sample(layouts, len(layouts)):
-                corpus.train(layout)
-            least = min(run.seconds for run in corpus.runs.values())
-            regrets.append(min(corpus.runs.values(), key=lambda run: run.clock).seconds / least - 1)
-            budgets += [corpus.budget(share) for share in (SHARES[:1] if args.quick else SHARES)]
-            rows += corpus.rows()
-    judged = [row for row in rows if not row["calibrates"]]
-    static = [one["auto_over_best_static"] for one in budgets if one["auto_over_best_static"]]
-    alone = [one["auto_over_context_parallel"] for one in budgets if one["auto_over_context_parallel"]]
-    summary = {
-        "median_raw": statistics.median(abs(row["raw"]) for row in rows),
-        "median_calibrated": statistics.median(abs(row["calibrated"]) for row in judged),
-        "worst_calibrated": max(abs(row["calibrated"]) for row in judged),
-        "regret_first": max(regrets),
-        "memory_least": min(row["forecast"] for row in rows),
-        "memory_most": max(row["forecast"] for row in rows),
-        "auto_over_best_static_least": min(static),
-        "auto_over_best_static_most": max(static),
-        "auto_over_context_parallel_least": min(alone, default=None),
-        "most_of_limit": max(one["most_of_limit"] for one in budgets),
-        "budgets": budgets,
-    }
-    publish("plan_choice", summary, rows, args.json)
+        for name in names:
+            with ExitStack() as worlds:
+                corpus = corpora[name] = Corpus(name, Path(scratch), cluster, rounds, worlds)
+                for edges in ways:
+                    corpus.add(edges)
+                choices = [(share, *corpus.chosen(share)) for share in (SHARES[:1] if args.quick else SHARES)]
+                for _, _, tried, alike in choices:
+                    for edges in [*tried, *([alike] if alike else [])]:
+                        corpus.add(edges)
+                corpus.train()
+                budgets += [corpus.judged(*choice) for choice in choices]
+                rows += corpus.rows()
+    publish("plan_choice", summary(corpora, rows, budgets), rows, args.json)
 
 
 if __name__ == "__main__":

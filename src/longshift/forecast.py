@@ -183,8 +183,10 @@ class Planned:
             yield f"  {way}: {way.seconds / best.seconds - 1:+.1%}"
         for way, lack in choice.short[:RIVALS]:
             yield f"  {way}: {_gib(lack)} short"
+        played = {str(way.edges[0].use) for way in choice.ways if len(way.edges) == 1}
         for rival in choice.shortlist.rivals:
-            yield f"  {rival} (closed form)"
+            if rival.layout not in played:
+                yield f"  {rival} (closed form)"
         yield f"{choice.shortlist.candidates:,} layouts were compared"
         for reason, count in choice.shortlist.refused.items():
             yield f"  {count:,} refused: {reason}"

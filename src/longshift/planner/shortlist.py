@@ -253,19 +253,23 @@ class _Comparison:
         return [found[place] for place in range(len(groups))]
 
     def others(self, best: Answer) -> tuple[Answer, ...]:
-        """The next best assignments, with what their bounds say of memory."""
-        found, seen = [], {best.edges}
+        """The next best assignments, each of other meshes, with what their bounds say of memory."""
+        found, seen = [], {self._meshes(best)}
         for number in map(int, np.argsort(self.seconds, kind="stable")):
             _, _, rows, packs = map(np.array, zip(*self.proposals[number].groups))
             more = self.more_bytes if len({self._cut(row) for row in rows}) > 1 else 0.0
             needed = self.problem.bytes(self.pool.take(rows), packs.astype(float)) + more
             answer = self._answer(number, needed.tolist())
-            if answer.edges not in seen and answer.seconds >= best.seconds and needed.max() <= self.problem.budget_bytes:
-                seen.add(answer.edges)
+            if self._meshes(answer) not in seen and answer.seconds >= best.seconds and needed.max() <= self.problem.budget_bytes:
+                seen.add(self._meshes(answer))
                 found.append(answer)
             if len(found) == TOLD:
                 break
         return tuple(found)
+
+    @staticmethod
+    def _meshes(answer: Answer) -> frozenset[tuple[int, ...]]:
+        return frozenset(tuple(getattr(edge.use, name) for name in MESH) for edge in answer.edges)
 
     def rivals(self, single: Answer) -> tuple[Rival, ...]:
         """The next best single layouts, each of another mesh, and how much slower than the best one they are."""

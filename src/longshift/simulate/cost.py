@@ -304,12 +304,15 @@ class Cost:
         return np.where(np.asarray(self.habits.sequence_parallel) == 1, split, whole)
 
     def _ulysses_s(self, mesh: Mesh, rows: Number) -> np.ndarray:
-        """All-to-alls of queries, keys, values and outputs of `parallel.ulysses`."""
+        """All-to-alls of queries, keys, values and outputs of `parallel.ulysses`, and what is copied before and after each."""
         if np.all(np.asarray(mesh.ulysses) == 1):
             return np.zeros(())
-        per_node = np.maximum(1, self.rates.fabric.per_node / np.asarray(mesh.tp))
-        size_bytes = rows * (2 * self.sizes.inner + 2 * self._keys(mesh)) / mesh.tp * self.rates.element_bytes
-        return self.rates.collective_s("all_to_all", size_bytes, mesh.ulysses, per_node)
+        per_node, found = np.maximum(1, self.rates.fabric.per_node / np.asarray(mesh.tp)), np.zeros(())
+        for copies, elements in ((3, self.sizes.inner + 2 * self._keys(mesh)), (2, self.sizes.inner)):  # to heads, to tokens
+            size_bytes = rows * elements / mesh.tp * self.rates.element_bytes
+            copied_s = np.where(np.asarray(mesh.ulysses) > 1, self.rates.elementwise_s(2 * copies * size_bytes), 0.0)
+            found = found + copied_s + self.rates.collective_s("all_to_all", size_bytes, mesh.ulysses, per_node)
+        return found
 
     def _ring_s(self, mesh: Mesh, tokens: Number, backward: bool) -> np.ndarray:
         """Keys and values round the ring; backward their gradients in float32 behind them: bytes as in `parallel.ring`."""

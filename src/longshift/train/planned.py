@@ -37,10 +37,11 @@ def chosen(config: Config, cluster: Callable[[int], Cluster], lengths: Callable[
     found = plan(task_of(config, cluster(asked.ranks or core_count()), lengths()), tell)
     if found.choice.best is None:
         raise OutOfMemoryError("\n  ".join(["layout: auto:", *found.lines()]))
-    choices = tuple(found.layout(way) for way in found.choice.ways[:TRIED])
+    ways = found.choice.worth_trying(TRIED)
+    choices = tuple(found.layout(way) for way in ways)
     file = PlanFile(asked.to_json(), choices, found.to_json(), chosen=None if len(choices) > 1 else 0)
-    for number, choice in enumerate(choices):
-        tell(f"layout: auto: {'first' if number == 0 else 'then'} {layout_text(choice)}, {found.choice.ways[number].seconds:.3g} s a step")
+    for number, (choice, way) in enumerate(zip(choices, ways)):
+        tell(f"layout: auto: {'first' if number == 0 else 'then'} {layout_text(choice)}, {way.seconds:.3g} s a step")
     return with_layout(config, file.layout), file
 
 
