@@ -7,9 +7,9 @@ random. Every way to train has processes of its own, which sleep while others ar
 steps     `raw`: the clock's seconds over the measured ones, the median of all rounds; `calibrated`: times one factor that three ways give,
           one dp, one tp, one pp. `regret_first`: how much longer the way that the clock puts first takes than the fastest one.
 memory    Peak of the fullest rank beyond what it began with, and the ledger's bytes with what the three calibrating ways had besides.
-budgets   The three ways that the planner would try for a budget are trained. Which of them is fastest, and which single layout of those
-          whose peak was within the budget, even rounds say; odd ones say the ratios: `auto_over_best_static`, seconds of that single layout over
-          those of that way, and `auto_over_context_parallel`, of the best way by context parallelism alone.
+budgets   The three ways that the planner would try for a budget are trained. Even rounds say which of them is fastest, and which single
+          layout of those whose peak was within the budget. Odd rounds say the ratios: `auto_over_best_static`, seconds of that single
+          layout over those of that way, and `auto_over_context_parallel`, of the best way by context parallelism alone.
 """
 
 import json
