@@ -118,6 +118,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "max_window_layers": 36},
         **{"rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False},
     ),
+    "olmo-2-7b": _config(
+        *("olmo2", "Olmo2ForCausalLM", "4096 11008 32 32 32 100352 4096"),
+        **{"attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257, "pad_token_id": 100277, "rms_norm_eps": 1e-06},
+        **{"rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32"},
+        **{"transformers_version": "4.47.0.dev0"},
+    ),
+    "olmo-2-32b": _config(
+        *("olmo2", "Olmo2ForCausalLM", "5120 27648 64 40 8 100352 4096"),
+        **{"attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257, "pad_token_id": 100277, "rms_norm_eps": 1e-06},
+        **{"rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32"},
+    ),
     "gpt2": {
         **{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256},
         **{"embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2"},
@@ -143,6 +154,7 @@ def shrunk(name: str, layers: int = 2) -> dict[str, Any]:
     group = config["num_attention_heads"] // config["num_key_value_heads"]
     config |= {"num_hidden_layers": layers, "vocab_size": 257, "num_key_value_heads": 2, "num_attention_heads": 2 * group}
     config |= {"hidden_size": 16 * group, "intermediate_size": 40}
+    config |= {"pad_token_id": None} if "pad_token_id" in config else {}  # transformers keeps gradients of such a token from its embedding
     if "head_dim" in config:
         config["head_dim"] = 16
     if config.get("sliding_window"):

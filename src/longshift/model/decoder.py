@@ -78,6 +78,10 @@ class Ops:
         """Back from attention's heads to those of `q`."""
         return o_TNH
 
+    def all_sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks that hold the other heads, in place."""
+        return x
+
     def embed(self, weight_VD: Tensor, tokens_T: Tensor) -> Tensor:
         """Rows of the embedding, this rank's share of the tokens."""
         return F.embedding(tokens_T, weight_VD)
@@ -114,7 +118,7 @@ class Unit(nn.Module):
         """x normalized over its last dim: the residual stream's, or a head's."""
         if self.spec.norm == "layer":
             return F.layer_norm(x, x.shape[-1:], getattr(self, role), getattr(self, role + "_bias"), self.spec.norm_eps)
-        return RmsNorm.apply(x, getattr(self, role), self.spec.norm_eps)  # pyright: ignore[reportReturnType]
+        return RmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, x.shape[-1], alone)  # pyright: ignore[reportReturnType]
 
 
 class Embed(Unit):
@@ -131,6 +135,10 @@ class Block(BlockSeams, Unit):
     def rotate(self, x_TNH: Tensor, micro: MicroBatch) -> Tensor:
         assert micro.rotary is not None
         return Rotate.apply(x_TNH, *micro.rotary)  # pyright: ignore[reportReturnType]
+
+    def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: Ops) -> Tensor:
+        width = heads * self.spec.head_width
+        return RmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, width, ops.all_sum)  # pyright: ignore[reportReturnType]
 
     def activation(self, x: Tensor) -> Tensor:
         return activate(x, self.spec.activation)

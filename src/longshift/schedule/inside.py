@@ -122,6 +122,9 @@ class SizedBlock(BlockSeams, SizedUnit):
     def rotate(self, x: Tensor, micro: Micro) -> Tensor:
         return recorded(x.new(), (x,), lambda grad, *_: [grad.new()], micro.rotary)
 
+    def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: "SizedOps") -> Tensor:
+        return rms_norm(self.rank, x, self.weights[role], ops.all_sum)
+
     def activation(self, x: Tensor) -> Tensor:
         return recorded(x.new(), (x,), lambda grad, x: [grad.new()], (x,))
 

@@ -51,6 +51,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family("MistralForCausalLM", kv_heads=8, window="all"),
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, kv_heads=32, window="some"),
     "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, kv_heads=32, head_width=128, biases=("attention_bias",), window="some"),
+    "olmo2": Family("Olmo2ForCausalLM", {"qk_norm_whole": True, "norm_place": "after"}, norm_eps=1e-5, biases=("attention_bias",)),
     "gpt2": Family("GPT2LMHeadModel", _GPT2_ALWAYS, tied=True, norm_eps=1e-5),
 }
 _LLAMA_NAME = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
