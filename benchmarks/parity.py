@@ -60,12 +60,14 @@ _SIZES: Mapping = {
     **{"max_positions": 64, "init_std": 0.1},
 }
 
+GRANITE: Mapping = {"attention_scale": 0.7, "embed_scale": 3.0, "residual_scale": 0.6, "logit_divisor": 1.7}
 FAMILIES: Mapping[str, ModelSpec] = {
     "llama": replace(preset("tiny-llama"), **_SIZES),
     "llama-tied": replace(preset("tiny-llama"), **_SIZES, tied=True),
     "llama-6-heads": replace(preset("tiny-llama"), **_SIZES | {"heads": 6, "head_width": 4}),
     "gpt2": replace(preset("tiny-gpt2"), **_SIZES | {"kv_heads": 4}),
     "qwen3": replace(preset("tiny-qwen3"), **_SIZES, tied=False, qkv_bias=True),
+    "granite": replace(preset("tiny-llama"), **_SIZES, family="granite", tied=True, **GRANITE),
     "olmo2": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="olmo2", qk_norm_whole=True, norm_place="after"),
 }
 

@@ -129,6 +129,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257, "pad_token_id": 100277, "rms_norm_eps": 1e-06},
         **{"rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32"},
     ),
+    "granite-3.1-2b": _config(
+        *("granite", "GraniteForCausalLM", "2048 8192 40 32 8 49155 131072"),
+        **{"attention_bias": False, "attention_dropout": 0.1, "attention_multiplier": 0.015625, "bos_token_id": 0, "eos_token_id": 0},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 8.0, "mlp_bias": False, "pad_token_id": 0, "residual_multiplier": 0.22},
+        **{"rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 5000000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
+    ),
     "gpt2": {
         **{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256},
         **{"embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2"},
@@ -145,12 +151,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def shrunk(name: str, layers: int = 2) -> dict[str, Any]:
+def shrunk(name: str, layers: int = 4) -> dict[str, Any]:
     """The config `name` with few, narrow layers and 257 tokens: the same keys, query heads for a key/value head and shape of heads."""
     config = dict(PUBLISHED[name])
+    config |= {key: 0.0 for key in config if key.endswith(("pdrop", "dropout"))}
     if config["model_type"] == "gpt2":
-        dropout = {key: 0.0 for key in config if key.endswith("pdrop")}
-        return config | dropout | {"n_embd": 48, "n_head": 6, "n_layer": layers, "n_positions": 64, "vocab_size": 257}
+        return config | {"n_embd": 48, "n_head": 6, "n_layer": layers, "n_positions": 64, "vocab_size": 257}
     group = config["num_attention_heads"] // config["num_key_value_heads"]
     config |= {"num_hidden_layers": layers, "vocab_size": 257, "num_key_value_heads": 2, "num_attention_heads": 2 * group}
     config |= {"hidden_size": 16 * group, "intermediate_size": 40}

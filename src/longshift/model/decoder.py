@@ -19,7 +19,7 @@ from longshift.model.attention import Attention, PackedAttention, match_heads
 from longshift.model.functions import Gated, RmsNorm, Rotate, activate
 from longshift.model.kernels import FLASH, Kernel
 from longshift.model.loss import CrossEntropySum, alone
-from longshift.schedule.seams import BlockSeams
+from longshift.schedule.seams import BlockSeams, scaled
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.model import ModelSpec, Rope
 
@@ -46,7 +46,7 @@ class Ops:
 
     def __init__(self, spec: ModelSpec, kernel: Kernel = FLASH, again: bool = False):
         """`again`: of `model.attention.Attention`."""
-        self.spec, self.attention = spec, Attention(kernel, spec.head_width**-0.5, again)
+        self.spec, self.attention = spec, Attention(kernel, spec.score_scale, again)
         self.heads, self.kv_heads = range(spec.heads), range(spec.kv_heads)
         self.vocab_first = 0
 
@@ -125,7 +125,7 @@ class Embed(Unit):
     """Tokens to the residual stream."""
 
     def forward(self, x: None, micro: MicroBatch, ops: Ops) -> Tensor:
-        x_TD = ops.embed(self.embed, micro.tokens_T)
+        x_TD = scaled(ops.embed(self.embed, micro.tokens_T), self.spec.embed_scale)
         return x_TD + self.positions[micro.positions] if self.spec.learned_positions else x_TD
 
 
@@ -152,7 +152,7 @@ class Head(Unit):
 
     def logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
         weight = self.embed if self.spec.tied else self.head
-        return F.linear(ops.enter(self.norm_of(x_TD, "norm")), weight)
+        return F.linear(ops.enter(scaled(self.norm_of(x_TD, "norm"), 1.0 / self.spec.logit_divisor)), weight)
 
     def forward(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
         return ops.loss(self.logits(x_TD, ops), micro.labels_T)

@@ -6,7 +6,7 @@ A block has four seams, each callable on any run of tokens: `qkv`, `attend`, `ou
     x ─ norm ─ enter ─ q,k,v ─ attend ─ o ─ leave ─ + ─ norm ─ enter ─ up ─ act ─ down ─ leave ─ + ─
         token shard │     all tokens        │ token shard     │        all tokens      │
 
-Where norms stand after attention and MLP, they come after `leave` and before `+`.
+Where norms stand after attention and MLP, they come after `leave` and before `+`, and so does the scale of what is added.
 
 Calls are nested where a tensor is not needed again, so that a forward without a graph holds few at one time.
 """
@@ -14,6 +14,10 @@ Calls are nested where a tensor is not needed again, so that a forward without a
 from typing import Any
 
 from longshift.spec.model import ModelSpec
+
+
+def scaled(x: Any, scale: float) -> Any:
+    return x if scale == 1.0 else x * scale
 
 
 class BlockSeams:
@@ -53,7 +57,9 @@ class BlockSeams:
 
     def after(self, y_TD: Any, role: str) -> Any:
         """What is added to the residual stream of what attention or MLP gives."""
-        return self.norm_of(y_TD, role) if self.spec.norm_place == "after" else y_TD
+        if self.spec.norm_place == "after":
+            y_TD = self.norm_of(y_TD, role)
+        return scaled(y_TD, self.spec.residual_scale)
 
     def projected(self, h: Any, ops: Any) -> tuple[Any, Any, Any]:
         """Queries [T, N, H], keys and values [T, K, H] of the normalized residual stream."""

@@ -21,7 +21,8 @@ class Family:
 
     `kv_heads`, `head_width`, `tied`, `norm_eps`, `theta`: what keys that are absent mean; heads as many as query heads, and heads' width
     such that they fill the model's, where None. `biases`: which of the keys `attention_bias` and `mlp_bias` it has. `window`: whether
-    `sliding_window` is of all blocks, or of those that `layer_types` or `max_window_layers` name.
+    `sliding_window` is of all blocks, or of those that `layer_types` or `max_window_layers` name. `scales`: whether it has the keys of
+    _SCALES.
     """
 
     architecture: str
@@ -33,6 +34,7 @@ class Family:
     theta: float = 10000.0
     biases: tuple[str, ...] = ()
     window: Literal["all", "some"] | None = None
+    scales: bool = False
 
 
 _GPT2_ALWAYS: Mapping[str, Any] = {
@@ -52,7 +54,14 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, kv_heads=32, window="some"),
     "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, kv_heads=32, head_width=128, biases=("attention_bias",), window="some"),
     "olmo2": Family("Olmo2ForCausalLM", {"qk_norm_whole": True, "norm_place": "after"}, norm_eps=1e-5, biases=("attention_bias",)),
+    "granite": Family("GraniteForCausalLM", biases=("attention_bias", "mlp_bias"), scales=True),
     "gpt2": Family("GPT2LMHeadModel", _GPT2_ALWAYS, tied=True, norm_eps=1e-5),
+}
+_SCALES: Mapping[str, str] = {
+    "embedding_multiplier": "embed_scale",
+    "attention_multiplier": "attention_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_divisor",
 }
 _LLAMA_NAME = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _GPT2_NAME = {"silu": "silu", "gelu_tanh": "gelu_new"}
@@ -140,6 +149,7 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
         read.fault("head_dim", head_width, "rotary embeddings need an even head width")
     biases = {key: read.flag(key, False) for key in family.biases}
     attention_bias = biases.get("attention_bias", False)
+    scales = {name: float(read.number(key, 1.0)) for key, name in _SCALES.items()} if family.scales else {}
     _says_the_same(read, head_width)
     return {
         "vocab": read.size("vocab_size"),
@@ -159,6 +169,7 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
         "rope": _rope(read, family.theta),
         "sliding_window": _window(read, family, layers),
         "init_std": read.number("initializer_range", 0.02),
+        **scales,
     }
 
 
@@ -167,8 +178,9 @@ def _says_the_same(read: Reader, head_width: int) -> None:
     read.only(
         "query_pre_attn_scalar", head_width, f"supported: {head_width}, the head width; another scale of attention is not implemented"
     )
-    scale = head_width**-0.5
-    read.only("attention_multiplier", scale, f"supported: {scale}, of the head width; this family has no other scale of attention")
+    if "attention_multiplier" not in read.known:
+        scale = head_width**-0.5
+        read.only("attention_multiplier", scale, f"supported: {scale}, of the head width; this family has no other scale of attention")
     why = "needs blocks without rotary embedding, which this family has not"
     read.value("no_rope_layers", [], lambda v: isinstance(v, list) and all(v), why)
     if not read.config.get("no_rope_layers"):
@@ -296,6 +308,7 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
     }
     family = FAMILIES[spec.family]
     config |= {key: {"attention_bias": spec.out_bias, "mlp_bias": spec.mlp_bias}[key] for key in family.biases}
+    config |= {key: getattr(spec, name) for key, name in _SCALES.items()} if family.scales else {}
     if family.window == "all":
         config["sliding_window"] = spec.sliding_window
     elif family.window == "some":

@@ -105,6 +105,10 @@ class ModelSpec:
     rope: Rope | None = Rope()
     learned_positions: bool = False
     sliding_window: int | None = None
+    attention_scale: float | None = None  # what scores are multiplied with; 1 / sqrt(head width) where None
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
+    logit_divisor: float = 1.0
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -128,6 +132,11 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of weights, tied ones once."""
         return sum(p.elements for p in self.params)
+
+    @property
+    def score_scale(self) -> float:
+        """What scores of attention are multiplied with."""
+        return self.head_width**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
     def keys_stay_whole(self) -> bool:
