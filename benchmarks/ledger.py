@@ -37,6 +37,8 @@ FAMILIES = {
     "llama-tied": replace(_LLAMA, tied=True),
     "llama-5-heads": replace(_LLAMA, heads=5, kv_heads=5),
     "qwen3": replace(_LLAMA, family="qwen3", heads=4, kv_heads=1, qk_norm=True),
+    "granite": replace(_LLAMA, family="granite", attention_scale=0.1, embed_scale=12.0, residual_scale=0.22, logit_divisor=8.0),
+    "olmo2": replace(_LLAMA, family="olmo2", qk_norm_whole=True, norm_place="after"),
     "gpt2": ModelSpec(
         *("gpt2", 509, 64, 5, 5, 5, 16, 255, 4096, True, "layer", 1e-5, "gelu_tanh", False),
         **{"fused_qkv": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": None, "learned_positions": True},
@@ -157,6 +159,8 @@ QUICK = (
     Case("pp2.v2", "llama-tied", "bf16", FEW),
     Case("u2.chunk256.fpdt", "gpt2", lengths=FEW),
     Case("ring2.z1.recompute-full.disk", "qwen3", "bf16", FEW),
+    Case("dp2.z3", "granite", lengths=FEW),
+    Case("tp2", "olmo2", "bf16", FEW),
     Case("dp3.z2", "gpt2", "fp16", SHORT),
     Case("dp2.z2 > tp2", "qwen3", lengths=(*SHORT, 700)),
     Case("dp2 > tp2 > pp2", "llama-tied", "bf16", FEW),

@@ -44,6 +44,10 @@ SPECS = {
     "llama grouped": ModelSpec("llama", 61, 64, 1, 6, 2, 16, 97, 4096, rope=Rope(), tied=True),
     "llama biases": ModelSpec("llama", 1001, 64, 1, 4, 2, 16, 96, 4096, rope=Rope(), qkv_bias=True, out_bias=True, mlp_bias=True),
     "qwen3": ModelSpec("qwen3", 61, 64, 1, 4, 1, 16, 96, 4096, rope=Rope(), qk_norm=True),
+    "granite": ModelSpec(
+        "granite", 61, 64, 1, 4, 2, 16, 97, 4096, attention_scale=0.1, embed_scale=12.0, residual_scale=0.22, logit_divisor=8.0
+    ),
+    "olmo2": ModelSpec("olmo2", 61, 64, 1, 4, 2, 16, 97, 4096, rope=Rope(), qk_norm_whole=True, norm_place="after"),
     "gpt2": ModelSpec(
         *("gpt2", 61, 64, 1, 5, 5, 16, 128, 4096, True, "layer", 1e-5, "gelu_tanh", False),
         **{"fused_qkv": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": None, "learned_positions": True},

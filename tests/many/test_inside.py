@@ -25,7 +25,13 @@ CHUNKED += ("ring2.tp2.chunk900",)
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 FAKE = [
     {"spec": spec, "layout": layout, "rank": Layout.parse(layout).world // 2, "dtype": dtype}
-    for spec, dtype in (("llama", "bfloat16"), ("llama grouped", "bfloat16"), ("qwen3", "float32"), ("gpt2", "bfloat16"))
+    for spec, dtype in (
+        ("llama", "bfloat16"),
+        ("llama grouped", "bfloat16"),
+        ("qwen3", "float32"),
+        ("gpt2", "bfloat16"),
+        ("olmo2", "bfloat16"),
+    )
     for layout in LAYOUTS
 ]
 
@@ -124,7 +130,7 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
 
 @pytest.mark.parametrize("dtype", BYTES)
 @pytest.mark.parametrize("layout", CHUNKED)
-@pytest.mark.parametrize("spec", ["llama grouped", "qwen3", "gpt2"])
+@pytest.mark.parametrize("spec", ["llama grouped", "qwen3", "gpt2", "olmo2", "granite"])
 def test_events_of_chunks_hold_leave_and_send_what_is_said(worlds: Worlds, spec: str, layout: str, dtype: str):
     agree(worlds, "events", lambda found, rank: event_faults(found, spec, layout, rank, dtype), spec, layout, dtype)
 

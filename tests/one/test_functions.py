@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longshift.model.decoder import rotary_table
 from longshift.model.functions import Gated, RmsNorm, Rotate
+from longshift.model.loss import alone
 from longshift.spec.model import Rope
 
 EPS = 1e-6
@@ -34,8 +35,8 @@ def tables(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 # name -> (ours, its definition, shapes of the inputs that have gradients, other inputs by dtype)
 CASES = {
-    "norm": (lambda x, w: RmsNorm.apply(x, w, EPS), defined_norm, ((37, 48), (48,)), lambda dtype: ()),
-    "norm of heads": (lambda x, w: RmsNorm.apply(x, w, EPS), defined_norm, ((37, 3, 16), (16,)), lambda dtype: ()),
+    "norm": (lambda x, w: RmsNorm.apply(x, w, EPS, x.shape[-1], alone), defined_norm, ((37, 48), (48,)), lambda dtype: ()),
+    "norm of heads": (lambda x, w: RmsNorm.apply(x, w, EPS, x.shape[-1], alone), defined_norm, ((37, 3, 16), (16,)), lambda dtype: ()),
     "silu": (lambda g, u: Gated.apply(g, u, "silu"), lambda g, u: F.silu(g) * u, ((37, 48), (37, 48)), lambda dtype: ()),
     "gelu": (lambda g, u: Gated.apply(g, u, "gelu_tanh"), defined_gelu, ((37, 48), (37, 48)), lambda dtype: ()),
     "rotate": (Rotate.apply, defined_rotation, ((37, 3, 16),), lambda dtype: tables(37, dtype)),

@@ -1,24 +1,15 @@
-"""The decoder and its folders against transformers, for every family: logits, loss, every gradient; export and re-import.
-
-[Note: float64 against transformers] Its RMS norms and its loss compute in float32 whatever the model's dtype; a float64 comparison
-would then end at 1e-7. The norms are patched to stay in the model's dtype and the loss is taken from the logits. Its rotary angles are
-formed in float32, ours in float64: what it calls float is patched to be float64. Its attention is SDPA: the eager one takes its softmax in
-float32.
-"""
+"""The decoder and its folders against transformers, for every family: logits, loss, every gradient; export and re-import."""
 
 import json
 import resource
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from against_transformers import LENGTHS, documents, ours, random_model, read_all, theirs, worst
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -31,19 +22,12 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from longshift.data.batch import Document
-from longshift.data.micro import micro_batch
 from longshift.errors import CheckpointError
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout
-from longshift.model.decoder import Decoder, Ops, build_unit
+from longshift.model.decoder import Decoder, build_unit
 from longshift.model.huggingface import INDEX, WeightFolder, write_folder
-from longshift.model.loss import IGNORE
 from longshift.spec.families import PRESETS, from_hugging_face, read_spec
 from longshift.spec.model import ModelSpec
 
@@ -88,17 +72,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt2": GPT2Config(**GPT2_SIZES, n_inner=40),
     "gpt2-untied": GPT2Config(**GPT2_SIZES, tie_word_embeddings=False),
 }
-LENGTHS = (37, 1, 53, 2)
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-12}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Logits [T, V] of all documents end to end, the sum of their losses, gradients by canonical name."""
-
-    logits: torch.Tensor
-    loss: torch.Tensor
-    grads: dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -108,96 +82,22 @@ def folders(tmp_path_factory):
 
     @cache
     def folder(name: str) -> Path:
-        generator = torch.Generator().manual_seed(0)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(CONFIGS[name])
-        model = model.to_empty(device="cpu")
-        model.tie_weights()
-        for weight in model.parameters():
-            center, spread = (0.0, weight.shape[-1] ** -0.5) if weight.dim() > 1 else (1.0, 0.3)
-            weight.data.normal_(center, spread, generator=generator)
-        model.save_pretrained(root / name)
+        random_model(CONFIGS[name]).save_pretrained(root / name)
         return root / name
 
     return folder
 
 
-@pytest.fixture
-def norms_keep_their_dtype(monkeypatch):
-    def forward(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
-        monkeypatch.setattr(norm, "forward", forward)
-
-
-def documents() -> list[Document]:
-    rng = np.random.default_rng(0)
-    texts = [rng.integers(0, 257, n) for n in LENGTHS]
-    return [Document(ids, np.append(ids[1:], IGNORE)) for ids in texts]
-
-
-def read_all(folder: Path, dtype=None) -> tuple:
-    spec = read_spec(folder)
-    weights = WeightFolder(folder, spec)
-    return spec, {p.name: weights.read(p.name, Box.whole(p.shape)).to(dtype) for p in spec.params}
-
-
-def ours(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
-    spec, tensors = read_all(folder, dtype)
-    model, ops = Decoder(spec).load(tensors), Ops(spec)
-    micro = micro_batch(spec, docs, Layout(), 0, dtype, torch.device("cpu"))
-    loss = model(micro, ops)
-    loss.backward()
-    with torch.no_grad():
-        logits = model.logits(micro, ops)
-    return Outcome(logits, loss.detach(), gradients(model.weights().items()))
-
-
-def theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
-    """transformers, one document at a time."""
-    with patch.object(torch, "float", torch.float64), patch.object(torch.Tensor, "float", torch.Tensor.double):
-        return _theirs(folder, dtype, docs)
-
-
-def _theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").train()
-    logits, total = [], torch.zeros((), dtype=dtype)
-    for doc in docs:
-        out = model(input_ids=torch.from_numpy(doc.ids)[None]).logits[0]
-        total = total + F.cross_entropy(out, torch.from_numpy(doc.labels), ignore_index=IGNORE, reduction="sum")
-        logits.append(out.detach())
-    total.backward()
-    return Outcome(torch.cat(logits), total.detach(), gradients(model.named_parameters()))
-
-
-def gradients(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.Tensor]:
-    found = {name: weight.grad for name, weight in named}
-    assert all(grad is not None for grad in found.values())
-    return found  # pyright: ignore[reportReturnType]
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    assert b.norm() > 1e-6
-    return float((a - b).norm() / b.norm())
-
-
-def worst(mine: Outcome, reference: Outcome) -> dict[str, float]:
-    assert mine.grads.keys() == reference.grads.keys()
-    grads = {name: difference(mine.grads[name], grad) for name, grad in reference.grads.items()}
-    return {"logits": difference(mine.logits, reference.logits), "loss": difference(mine.loss, reference.loss), **grads}
-
-
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_loss_and_every_gradient_agree_document_by_document(name, dtype, folders, norms_keep_their_dtype):
+def test_logits_loss_and_every_gradient_agree_document_by_document(name, dtype, folders):
     found = worst(ours(folders(name), dtype, documents()), theirs(folders(name), dtype, documents()))
     wrong = {what: value for what, value in found.items() if not value < BOUND[dtype]}
     assert not wrong
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2"])
-def test_documents_run_together_are_noticed(name, folders, norms_keep_their_dtype):
+def test_documents_run_together_are_noticed(name, folders):
     """The mutant: one document instead of three, so that attention and positions run across."""
     docs = documents()[:1] + documents()[3:]
     merged = [Document(np.concatenate([d.ids for d in docs]), np.concatenate([d.labels for d in docs]))]

@@ -129,6 +129,14 @@ def test_small_feed_forward_and_vocabulary_bound_the_tensor_degree():
     assert ["vocabulary rows" in f for f in found] == [False, True]
 
 
+def test_a_norm_over_all_keys_wants_each_of_them_on_one_rank():
+    whole = replace(SPEC, qk_norm_whole=True)
+    assert "some of 2 key/value heads to two ranks" in only_fault("tp3", whole)
+    assert only_fault("tp6", whole).endswith("try tp2")
+    assert faults(whole, Layout(tp=2), 2) == faults(replace(whole, kv_heads=6), Layout(tp=6), 6) == ()
+    assert faults(replace(whole, kv_heads=6), Layout(tp=4), 4) == ()  # shares are uneven, but whole
+
+
 def test_degrees_below_one_are_refused_before_any_arithmetic():
     assert faults(SPEC, Layout(tp=0, dp=-1), 4) == ("dp is -1: a degree is at least 1", "tp is 0: a degree is at least 1")
     assert faults(SPEC, Layout(zero=4), 1) == ("zero is 4: it is 0, 1, 2 or 3",)

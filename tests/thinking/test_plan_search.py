@@ -53,7 +53,7 @@ def found_on(devices: str = "8xH100", gib: float = 80, longest: int = 1 << 15, s
 # --- candidates ---
 
 
-@pytest.mark.parametrize("spec", [ODD, SMALL, TIED])
+@pytest.mark.parametrize("spec", [ODD, SMALL, TIED, replace(SMALL, qk_norm_whole=True)])
 @pytest.mark.parametrize("world", [1, 6, 8, 12, 16])
 def test_plan_rules_are_those_of_layouts(spec: ModelSpec, world: int):
     known = enumerate_layouts(spec, world)

@@ -96,6 +96,10 @@ def _tensor(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     for count, what in ((spec.heads, "query heads"), (spec.ffn, "feed-forward columns"), (spec.vocab, "vocabulary rows")):
         if layout.tp > count:
             yield f"tp{layout.tp} shares {count} {what} among {layout.tp} ranks, which leaves some none: at most tp{count}"
+    keys = spec.kv_heads
+    if spec.keys_stay_whole and layout.tp <= spec.heads and keys % layout.tp:
+        works = max(tp for tp in range(1, layout.tp) if keys % tp == 0)
+        yield f"tp{layout.tp} gives some of {keys} key/value heads to two ranks, and the norm over all keys counts each once: try tp{works}"
 
 
 def _ulysses(spec: ModelSpec, layout: Layout) -> Iterator[str]:

@@ -19,7 +19,7 @@ from longshift.model.attention import Attention, PackedAttention, match_heads
 from longshift.model.functions import Gated, RmsNorm, Rotate, activate
 from longshift.model.kernels import FLASH, Kernel
 from longshift.model.loss import CrossEntropySum, alone
-from longshift.schedule.seams import BlockSeams
+from longshift.schedule.seams import BlockSeams, scaled
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.model import ModelSpec, Rope
 
@@ -46,7 +46,7 @@ class Ops:
 
     def __init__(self, spec: ModelSpec, kernel: Kernel = FLASH, again: bool = False):
         """`again`: of `model.attention.Attention`."""
-        self.spec, self.attention = spec, Attention(kernel, spec.head_width**-0.5, again)
+        self.spec, self.attention = spec, Attention(kernel, spec.score_scale, again)
         self.heads, self.kv_heads = range(spec.heads), range(spec.kv_heads)
         self.vocab_first = 0
 
@@ -77,6 +77,10 @@ class Ops:
     def to_tokens(self, o_TNH: Tensor) -> Tensor:
         """Back from attention's heads to those of `q`."""
         return o_TNH
+
+    def all_sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks that hold the other heads, in place."""
+        return x
 
     def embed(self, weight_VD: Tensor, tokens_T: Tensor) -> Tensor:
         """Rows of the embedding, this rank's share of the tokens."""
@@ -114,14 +118,14 @@ class Unit(nn.Module):
         """x normalized over its last dim: the residual stream's, or a head's."""
         if self.spec.norm == "layer":
             return F.layer_norm(x, x.shape[-1:], getattr(self, role), getattr(self, role + "_bias"), self.spec.norm_eps)
-        return RmsNorm.apply(x, getattr(self, role), self.spec.norm_eps)  # pyright: ignore[reportReturnType]
+        return RmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, x.shape[-1], alone)  # pyright: ignore[reportReturnType]
 
 
 class Embed(Unit):
     """Tokens to the residual stream."""
 
     def forward(self, x: None, micro: MicroBatch, ops: Ops) -> Tensor:
-        x_TD = ops.embed(self.embed, micro.tokens_T)
+        x_TD = scaled(ops.embed(self.embed, micro.tokens_T), self.spec.embed_scale)
         return x_TD + self.positions[micro.positions] if self.spec.learned_positions else x_TD
 
 
@@ -131,6 +135,10 @@ class Block(BlockSeams, Unit):
     def rotate(self, x_TNH: Tensor, micro: MicroBatch) -> Tensor:
         assert micro.rotary is not None
         return Rotate.apply(x_TNH, *micro.rotary)  # pyright: ignore[reportReturnType]
+
+    def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: Ops) -> Tensor:
+        width = heads * self.spec.head_width
+        return RmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, width, ops.all_sum)  # pyright: ignore[reportReturnType]
 
     def activation(self, x: Tensor) -> Tensor:
         return activate(x, self.spec.activation)
@@ -144,7 +152,7 @@ class Head(Unit):
 
     def logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
         weight = self.embed if self.spec.tied else self.head
-        return F.linear(ops.enter(self.norm_of(x_TD, "norm")), weight)
+        return F.linear(ops.enter(scaled(self.norm_of(x_TD, "norm"), 1.0 / self.spec.logit_divisor)), weight)
 
     def forward(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
         return ops.loss(self.logits(x_TD, ops), micro.labels_T)

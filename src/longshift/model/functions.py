@@ -5,9 +5,12 @@ the operations are written out, few and in place where nothing else sees the ten
 before (`schedule.inside` mirrors them, line by line).
 
     rms_norm   y = x r w,  r = 1 / sqrt(mean(x^2) + eps)         saves x, r    dx = r (g w - x r^2 mean(g w x))    dw = sum_t g x r
+               means over x, or over the slices of several ranks: [T] numbers travel
     gated      y = act(gate) up                                  saves gate, up
     rotate     y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin       saves nothing of x; backward turns the other way
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +20,18 @@ aten = torch.ops.aten
 
 
 class RmsNorm(torch.autograd.Function):
-    """apply(x [..., D], weight [D], eps) -> [..., D] of x's dtype; the mean and all sums in at least float32."""
+    """apply(x [..., D_i], weight [D_i], eps, width D, all_sum) -> [..., D_i] of x's dtype; the mean and all sums in at least float32.
+    `all_sum` adds up what the holders of the slices of x have."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, x: Tensor, weight: Tensor, eps: float, width: int, all_sum: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_()
+        rstd = all_sum(squares).div_(width).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
+        ctx.width, ctx.all_sum = width, all_sum
         return torch.mul(x, rstd, out=x.new_empty(x.shape)).mul_(weight)
 
     @staticmethod
@@ -33,9 +41,9 @@ class RmsNorm(torch.autograd.Function):
         g, x, r, w = grad.reshape(-1, width).to(rstd.dtype), x.reshape(-1, width), rstd.view(-1), weight.to(rstd.dtype)
         wide = g * x
         dw = torch.mv(wide.mT, r)
-        minus = torch.mv(wide, w).mul_(r).mul_(r).div_(-width).unsqueeze(-1)
+        minus = ctx.all_sum(torch.mv(wide, w)).mul_(r).mul_(r).div_(-ctx.width).unsqueeze(-1)
         torch.mul(g, w, out=wide).addcmul_(x, minus).mul_(r.unsqueeze(-1))
-        return wide.to(grad.dtype).view(shape), dw.to(weight.dtype), None
+        return wide.to(grad.dtype).view(shape), dw.to(weight.dtype), None, None, None
 
 
 class Gated(torch.autograd.Function):

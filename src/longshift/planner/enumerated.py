@@ -106,6 +106,7 @@ def illegal(spec: ModelSpec, at: Meshes) -> dict[str, np.ndarray]:
         f"tp above {spec.heads} query heads": at.tp > spec.heads,
         f"tp above {spec.ffn} feed-forward columns": at.tp > spec.ffn,
         f"tp above {spec.vocab} vocabulary rows": at.tp > spec.vocab,
+        f"tp that does not divide {spec.kv_heads} key/value heads": spec.keys_stay_whole & (spec.kv_heads % at.tp > 0),
         "ulysses above the query heads of a tensor-parallel rank": (at.tp <= spec.heads) & (spec.heads // at.tp < at.ulysses),
         "virtual stages without a pipeline": (at.virtual > 1) & (at.pp == 1),
         "virtual stages under gpipe": (at.virtual > 1) & (at.order == ORDERS.index("gpipe")),

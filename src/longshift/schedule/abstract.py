@@ -92,6 +92,9 @@ class Tensor:
 
         return recorded(self.new(), (self, other), back)
 
+    def __mul__(self, scale: float) -> "Tensor":
+        return recorded(self.new(), (self,), lambda grad: [grad.new()])
+
     def unflatten(self, dim: int, sizes: Shape) -> "Tensor":
         last = self.shape[-1]
         view = Tensor(self.storage, (*self.shape[:-1], last // sizes[-1], sizes[-1]), self.itemsize, self.whole)

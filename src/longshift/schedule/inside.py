@@ -25,7 +25,7 @@ from longshift.layout.placement import local_boxes, local_shape
 from longshift.schedule.abstract import Tensor, backward, recorded
 from longshift.schedule.inside_ops import SizedOps, layer_norm, linear, look_up, rms_norm
 from longshift.schedule.inside_rank import Inside, Micro, Part, Place, Rank, Turn
-from longshift.schedule.seams import BlockSeams
+from longshift.schedule.seams import BlockSeams, scaled
 from longshift.schedule.sequence import TokenOrder
 
 
@@ -114,13 +114,16 @@ class SizedUnit:
 
 class SizedEmbed(SizedUnit):
     def forward(self, x: None, micro: Micro, ops: "SizedOps") -> Tensor:
-        x_TD = ops.embed(self.weights["embed"], micro)
+        x_TD = scaled(ops.embed(self.weights["embed"], micro), self.spec.embed_scale)
         return x_TD + look_up(self.weights["positions"], x_TD.shape[0], micro) if self.spec.learned_positions else x_TD
 
 
 class SizedBlock(BlockSeams, SizedUnit):
     def rotate(self, x: Tensor, micro: Micro) -> Tensor:
         return recorded(x.new(), (x,), lambda grad, *_: [grad.new()], micro.rotary)
+
+    def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: "SizedOps") -> Tensor:
+        return rms_norm(self.rank, x, self.weights[role], ops.all_sum)
 
     def activation(self, x: Tensor) -> Tensor:
         return recorded(x.new(), (x,), lambda grad, x: [grad.new()], (x,))
@@ -131,4 +134,5 @@ class SizedBlock(BlockSeams, SizedUnit):
 
 class SizedHead(SizedUnit):
     def logits(self, x_TD: Tensor, ops: "SizedOps") -> Tensor:
-        return self.linear(ops.enter(self.norm_of(x_TD, "norm")), "embed" if self.spec.tied else "head")
+        h_TD = ops.enter(scaled(self.norm_of(x_TD, "norm"), 1.0 / self.spec.logit_divisor))
+        return self.linear(h_TD, "embed" if self.spec.tied else "head")

@@ -25,15 +25,20 @@ def linear(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, width: in
     return recorded(x.new((x.shape[0], width)), (x, weight, bias) if bias else (x, weight), back, (x, weight))
 
 
-def rms_norm(rank: Rank, x: Tensor, weight: Tensor) -> Tensor:
+def alone(x: Tensor) -> Tensor:
+    """`model.loss.alone`"""
+    return x
+
+
+def rms_norm(rank: Rank, x: Tensor, weight: Tensor, all_sum: Callable[[Tensor], Tensor] = alone) -> Tensor:
     wide, width = rank.place.wide, x.shape[-1]
-    rstd = x.new((*x.shape[:-1], 1), wide)
+    rstd = all_sum(x.new((*x.shape[:-1], 1), wide))
 
     def back(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> list[Tensor]:
         g, w = cast(grad.shaped(*grad.shape), wide), cast(weight, wide)
         product = g.new()
         dw = w.new()
-        minus = rstd.new()
+        minus = all_sum(rstd.new())
         return [cast(product, grad.itemsize), cast(dw, weight.itemsize)]
 
     return recorded(x.new(), (x, weight), back, (x, weight, rstd))
@@ -77,6 +82,9 @@ class SizedOps:
         if self.tp.size == 1:
             return x
         return recorded(self.tp.scatter_tokens(x), (x,), lambda grad: [self.tp.gather_tokens(grad)])
+
+    def all_sum(self, x: Tensor) -> Tensor:
+        return self.tp.all_reduced(x)
 
     def embed(self, weight_VD: Tensor, micro: Micro) -> Tensor:
         rank, tokens = self.rank, (self.rank.tokens_T,)

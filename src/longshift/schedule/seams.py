@@ -6,6 +6,8 @@ A block has four seams, each callable on any run of tokens: `qkv`, `attend`, `ou
     x ─ norm ─ enter ─ q,k,v ─ attend ─ o ─ leave ─ + ─ norm ─ enter ─ up ─ act ─ down ─ leave ─ + ─
         token shard │     all tokens        │ token shard     │        all tokens      │
 
+Where norms stand after attention and MLP, they come after `leave` and before `+`, and so does the scale of what is added.
+
 Calls are nested where a tensor is not needed again, so that a forward without a graph holds few at one time.
 """
 
@@ -14,11 +16,16 @@ from typing import Any
 from longshift.spec.model import ModelSpec
 
 
+def scaled(x: Any, scale: float) -> Any:
+    return x if scale == 1.0 else x * scale
+
+
 class BlockSeams:
     """A transformer block over primitives that a subclass has."""
 
     spec: ModelSpec
     norm_of: Any  # (x, role) -> x normalized over its last dim
+    norm_of_heads: Any  # (x, role, heads, ops) -> x normalized over these heads, of which its last dim has this rank's
     linear: Any  # (x, role, bias=True) -> x W^T + b
     plus_bias: Any  # (x, role) -> x, plus the bias of this role where there is one
     rotate: Any  # (x_TNH, micro) -> x with rotary embedding
@@ -26,7 +33,7 @@ class BlockSeams:
     gated: Any  # (gate, up) -> activation(gate) * up
 
     def qkv(self, x_TD: Any, micro: Any, ops: Any) -> tuple[Any, Any, Any]:
-        q, k, v = self.projected(ops.enter(self.norm_of(x_TD, "norm1")), ops)
+        q, k, v = self.projected(ops.enter(self.before(x_TD, "norm1")), ops)
         if self.spec.qk_norm:
             q = self.norm_of(q, "q_norm")
             k = self.norm_of(k, "k_norm")
@@ -39,10 +46,20 @@ class BlockSeams:
         return ops.attend(q, k, v, micro)
 
     def out(self, x_TD: Any, o_TNH: Any, ops: Any) -> Any:
-        return x_TD + self.row_linear(o_TNH.flatten(1), "o", ops)
+        return x_TD + self.after(self.row_linear(o_TNH.flatten(1), "o", ops), "norm1")
 
     def mlp(self, x_TD: Any, ops: Any) -> Any:
-        return x_TD + self.row_linear(self.hidden(ops.enter(self.norm_of(x_TD, "norm2"))), "down", ops)
+        return x_TD + self.after(self.row_linear(self.hidden(ops.enter(self.before(x_TD, "norm2"))), "down", ops), "norm2")
+
+    def before(self, x_TD: Any, role: str) -> Any:
+        """What attention or MLP takes of the residual stream."""
+        return self.norm_of(x_TD, role) if self.spec.norm_place == "before" else x_TD
+
+    def after(self, y_TD: Any, role: str) -> Any:
+        """What is added to the residual stream of what attention or MLP gives."""
+        if self.spec.norm_place == "after":
+            y_TD = self.norm_of(y_TD, role)
+        return scaled(y_TD, self.spec.residual_scale)
 
     def projected(self, h: Any, ops: Any) -> tuple[Any, Any, Any]:
         """Queries [T, N, H], keys and values [T, K, H] of the normalized residual stream."""
@@ -52,6 +69,9 @@ class BlockSeams:
             q, k, v = self.linear(h, "fused").split(sizes, -1)
         else:
             q, k, v = self.linear(h, "q"), self.linear(h, "k"), self.linear(h, "v")
+        if self.spec.qk_norm_whole:
+            q = self.norm_of_heads(q, "q_norm", self.spec.heads, ops)
+            k = self.norm_of_heads(k, "k_norm", self.spec.kv_heads, ops)
         return q.unflatten(-1, (-1, width)), k.unflatten(-1, (-1, width)), v.unflatten(-1, (-1, width))
 
     def hidden(self, h: Any) -> Any:

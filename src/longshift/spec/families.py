@@ -1,43 +1,70 @@
 """Model families: a Hugging Face `config.json` to a ModelSpec and back, and the presets.
 
-Every key of a config is read, or known to leave the function of the weights alone, or refused: nothing is skipped silently. Keys
-that are absent mean what transformers takes them to mean.
+A family is an entry of FAMILIES. Keys that are absent from a config mean what transformers takes them to mean.
 """
 
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from longshift.errors import UsageError, did_you_mean
+from longshift.spec.config_json import Reader
 from longshift.spec.model import ModelSpec, Rope
 
-ARCHITECTURE: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
+
+@dataclass(frozen=True)
+class Family:
+    """A model family in the words of transformers: its class, fields of ModelSpec that all its models have, and its keys.
+
+    `kv_heads`, `head_width`, `tied`, `norm_eps`, `theta`: what keys that are absent mean; heads as many as query heads, and heads' width
+    such that they fill the model's, where None. `biases`: which of the keys `attention_bias` and `mlp_bias` it has. `window`: whether
+    `sliding_window` is of all blocks, or of those that `layer_types` or `max_window_layers` name. `scales`: whether it has the keys of
+    _SCALES.
+    """
+
+    architecture: str
+    always: Mapping[str, Any] = field(default_factory=dict)
+    kv_heads: int | None = None
+    head_width: int | None = None
+    tied: bool = False
+    norm_eps: float = 1e-6
+    theta: float = 10000.0
+    biases: tuple[str, ...] = ()
+    window: Literal["all", "some"] | None = None
+    scales: bool = False
+
+
+_GPT2_ALWAYS: Mapping[str, Any] = {
+    "norm": "layer",
+    "gated": False,
+    "fused_qkv": True,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "rope": None,
+    "learned_positions": True,
 }
-_ACTIVATION = {"silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("LlamaForCausalLM", biases=("attention_bias", "mlp_bias")),
+    "mistral": Family("MistralForCausalLM", kv_heads=8, window="all"),
+    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True}, kv_heads=32, window="some"),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, kv_heads=32, head_width=128, biases=("attention_bias",), window="some"),
+    "olmo2": Family("Olmo2ForCausalLM", {"qk_norm_whole": True, "norm_place": "after"}, norm_eps=1e-5, biases=("attention_bias",)),
+    "granite": Family("GraniteForCausalLM", biases=("attention_bias", "mlp_bias"), scales=True),
+    "gpt2": Family("GPT2LMHeadModel", _GPT2_ALWAYS, tied=True, norm_eps=1e-5),
+}
+_SCALES: Mapping[str, str] = {
+    "embedding_multiplier": "embed_scale",
+    "attention_multiplier": "attention_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_divisor",
+}
 _LLAMA_NAME = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _GPT2_NAME = {"silu": "silu", "gelu_tanh": "gelu_new"}
-
-# Bookkeeping, text generation and classification: nothing that a forward pass to logits reads.
-# fmt: off
-_NOT_THE_FUNCTION = frozenset((
-    "_name_or_path", "_commit_hash", "_attn_implementation", "attn_implementation", "transformers_version", "torch_dtype", "dtype",
-    "use_cache", "use_bfloat16", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "tokenizer_class",
-    "decoder_start_token_id", "prefix", "pretraining_tp", "n_ctx", "reorder_and_upcast_attn", "gradient_checkpointing",
-    "torchscript", "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "finetuning_task",
-    "problem_type", "task_specific_params", "id2label", "label2id", "num_labels", "max_length", "min_length", "do_sample",
-    "early_stopping", "num_beams", "num_beam_groups", "num_return_sequences", "diversity_penalty", "temperature", "top_k", "top_p",
-    "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "bad_words_ids", "summary_type",
-    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-))
-# fmt: on
 
 
 def read_spec(folder: Path) -> ModelSpec:
@@ -59,24 +86,25 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
 
     Dropout that a config asks for is not applied here; a UserWarning says so.
     """
-    family = str(config.get("model_type"))
-    if family not in ARCHITECTURE:
-        hint = did_you_mean(family, ARCHITECTURE, otherwise="supported")
-        raise UsageError(f"{file}: model_type {family!r} is not a supported model family{hint}")
-    reader = _Reader(config)
+    name = str(config.get("model_type"))
+    if name not in FAMILIES:
+        hint = did_you_mean(name, FAMILIES, otherwise="supported")
+        raise UsageError(f"{file}: model_type {name!r} is not a supported model family{hint}")
+    reader, family = Reader(config), FAMILIES[name]
     reader.known |= {"model_type", "architectures"}
-    expected = (ARCHITECTURE[family], ARCHITECTURE[family].replace("ForCausalLM", "Model").replace("LMHeadModel", "Model"))
-    for name in config.get("architectures") or ():
-        if name not in expected:
-            reader.fault("architectures", name, f"supported for {family}: {' and '.join(expected)}")
-    values = _gpt2(reader) if family == "gpt2" else _llama_like(reader, family)
+    whole = family.architecture
+    expected = (whole, whole.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model"))
+    for asked in config.get("architectures") or ():
+        if asked not in expected:
+            reader.fault("architectures", asked, f"supported for {name}: {' and '.join(expected)}")
+    values = _gpt2(reader, family) if name == "gpt2" else _llama_like(reader, family)
     reader.refuse_the_rest()
     if reader.faults:
         raise UsageError(f"{file}:\n  " + "\n  ".join(reader.faults))
     if reader.dropout:
         asked = ", ".join(f"{key} {value}" for key, value in reader.dropout.items())
         warnings.warn(f"{file} asks for dropout ({asked}); training here applies none", stacklevel=2)
-    return ModelSpec(family=family, **values)
+    return ModelSpec(family=name, **{**family.always, **values})
 
 
 def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
@@ -86,7 +114,7 @@ def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
     Rotary fields use the keys of transformers 4, which version 5 and other readers of such folders understand too.
     """
     config = {
-        "architectures": [ARCHITECTURE[spec.family]],
+        "architectures": [FAMILIES[spec.family].architecture],
         "model_type": spec.family,
         "vocab_size": spec.vocab,
         "initializer_range": spec.init_std,
@@ -108,77 +136,21 @@ def preset(name: str) -> ModelSpec:
     return PRESETS[name]
 
 
-class _Reader:
-    """Takes typed values out of a config (mutable: it gathers what was asked for and what is wrong). A value that is refused is
-    replaced by a harmless one, so that all faults are found and raised together."""
-
-    def __init__(self, config: Mapping[str, Any], where: str = ""):
-        self.config, self.where = config, where
-        self.known: set[str] = set()
-        self.faults: list[str] = []
-        self.dropout: dict[str, float] = {}
-
-    def fault(self, key: str, value: object, why: str) -> None:
-        self.faults.append(f"{self.where}{key} = {value!r}: {why}")
-
-    def value(self, key: str, default: Any, good: Any, why: str) -> Any:
-        """`config[key]` if `good(value)`; absent or null means `default`."""
-        self.known.add(key)
-        value = self.config.get(key)
-        if value is None:
-            return default
-        if not good(value):
-            self.fault(key, value, why)
-            return default
-        return value
-
-    def size(self, key: str, default: int | None = None) -> int:
-        return self._positive(key, default, (int,), "must be a positive whole number")
-
-    def number(self, key: str, default: float | None = None) -> float:
-        return self._positive(key, default, (int, float), "must be a positive number")
-
-    def _positive(self, key: str, default: Any, kinds: tuple[type, ...], why: str) -> Any:
-        """Required where there is no default."""
-        if default is None and self.config.get(key) is None:
-            self.fault(key, None, "is required")
-        return self.value(key, default or 1, lambda v: type(v) in kinds and v > 0, why)
-
-    def flag(self, key: str, default: bool) -> bool:
-        return self.value(key, default, lambda v: isinstance(v, bool), "must be true or false")
-
-    def only(self, key: str, supported: Any) -> None:
-        """A key of which one value is supported, which is also what its absence means."""
-        self.value(key, supported, lambda v: v == supported, f"supported: {supported!r}")
-
-    def activation(self, key: str, default: str) -> str:
-        return _ACTIVATION[self.value(key, default, lambda v: v in _ACTIVATION, f"supported: {', '.join(_ACTIVATION)}")]
-
-    def no_dropout(self, key: str, default: float = 0.0) -> None:
-        rate = self.value(key, default, lambda v: type(v) in (int, float), "must be a number")
-        if rate:
-            self.dropout[key] = rate
-
-    def refuse_the_rest(self) -> None:
-        for key in sorted(self.config.keys() - self.known - _NOT_THE_FUNCTION):
-            if self.config[key] is not None:
-                why = "is not understood; if it does not change what the model computes, delete it from config.json"
-                self.fault(key, self.config[key], why)
-
-
-def _llama_like(read: _Reader, family: str) -> dict[str, Any]:
+def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
     width, layers, heads = read.size("hidden_size"), read.size("num_hidden_layers"), read.size("num_attention_heads")
-    head_width = read.size("head_dim", 128 if family == "qwen3" else width // heads or 1)
-    absent = heads if "num_key_value_heads" in read.config else {"llama": heads, "mistral": 8}.get(family, 32)
+    head_width = read.size("head_dim", family.head_width or width // heads or 1)
+    absent = heads if "num_key_value_heads" in read.config else family.kv_heads or heads
     kv_heads = read.size("num_key_value_heads", absent)
-    if read.config.get("head_dim") is None and family != "qwen3" and width % heads:
+    if read.config.get("head_dim") is None and family.head_width is None and width % heads:
         read.fault("hidden_size", width, f"does not divide into {heads} heads")
     if heads % kv_heads:
         read.fault("num_attention_heads", heads, f"does not divide into {kv_heads} key/value heads")
     if head_width % 2:
         read.fault("head_dim", head_width, "rotary embeddings need an even head width")
-    bias = read.flag("attention_bias", False) if family in ("llama", "qwen3") else False
-    read.no_dropout("attention_dropout")
+    biases = {key: read.flag(key, False) for key in family.biases}
+    attention_bias = biases.get("attention_bias", False)
+    scales = {name: float(read.number(key, 1.0)) for key, name in _SCALES.items()} if family.scales else {}
+    _says_the_same(read, head_width)
     return {
         "vocab": read.size("vocab_size"),
         "width": width,
@@ -188,20 +160,35 @@ def _llama_like(read: _Reader, family: str) -> dict[str, Any]:
         "head_width": head_width,
         "ffn": read.size("intermediate_size"),
         "max_positions": read.size("max_position_embeddings"),
-        "tied": read.flag("tie_word_embeddings", False),
-        "norm_eps": read.number("rms_norm_eps", 1e-6),
+        "tied": read.flag("tie_word_embeddings", family.tied),
+        "norm_eps": read.number("rms_norm_eps", family.norm_eps),
         "activation": read.activation("hidden_act", "silu"),
-        "qkv_bias": bias or family == "qwen2",
-        "out_bias": bias,
-        "mlp_bias": read.flag("mlp_bias", False) if family == "llama" else False,
-        "qk_norm": family == "qwen3",
-        "rope": _rope(read),
+        "qkv_bias": attention_bias or family.always.get("qkv_bias", False),
+        "out_bias": attention_bias,
+        "mlp_bias": biases.get("mlp_bias", False),
+        "rope": _rope(read, family.theta),
         "sliding_window": _window(read, family, layers),
         "init_std": read.number("initializer_range", 0.02),
+        **scales,
     }
 
 
-def _rope(read: _Reader) -> Rope:
+def _says_the_same(read: Reader, head_width: int) -> None:
+    """Keys of other families whose harmless value depends on this model."""
+    read.only(
+        "query_pre_attn_scalar", head_width, f"supported: {head_width}, the head width; another scale of attention is not implemented"
+    )
+    if "attention_multiplier" not in read.known:
+        scale = head_width**-0.5
+        read.only("attention_multiplier", scale, f"supported: {scale}, of the head width; this family has no other scale of attention")
+    why = "needs blocks without rotary embedding, which this family has not"
+    read.value("no_rope_layers", [], lambda v: isinstance(v, list) and all(v), why)
+    if not read.config.get("no_rope_layers"):
+        read.only("no_rope_layer_interval", 0, why)
+    read.known.add("no_rope_layer_interval")
+
+
+def _rope(read: Reader, theta: float) -> Rope:
     """Keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`)."""
     read.known |= {"rope_parameters", "rope_scaling"}
     given = {key: read.config[key] for key in ("rope_parameters", "rope_scaling") if read.config.get(key)}
@@ -212,28 +199,29 @@ def _rope(read: _Reader) -> Rope:
     if len(given) == 2:
         read.fault("rope_scaling", given["rope_scaling"], "given twice: rope_parameters says it too; keep one")
     key, found = next(iter(given.items()), ("rope_parameters", {}))
-    inner = _Reader(found, f"{key}.")
+    inner = Reader(found, f"{key}.")
     kinds = ("default", "linear", "llama3")
+    why = f"supported: {', '.join(kinds)}; set {key} to null to train without it"
     names = [name for name in ("rope_type", "type") if found.get(name) is not None] or ["rope_type"]
-    asked = [inner.value(name, "default", lambda v: v in kinds, f"supported: {', '.join(kinds)}") for name in names]
+    asked = [inner.value(name, "default", lambda v: v in kinds, why) for name in names]
     if inner.faults:
         read.faults += inner.faults
         return Rope()
     if len(set(asked)) > 1:
         inner.fault("type", asked[1], f"but rope_type says {asked[0]!r}")
-    outer = read.number("rope_theta", 10000.0)
-    theta = inner.number("rope_theta", outer)
-    if theta != outer and read.config.get("rope_theta") is not None:
-        inner.fault("rope_theta", theta, f"but rope_theta says {outer!r}")
+    outer = read.number("rope_theta", theta)
+    own = inner.number("rope_theta", outer)
+    if own != outer and read.config.get("rope_theta") is not None:
+        inner.fault("rope_theta", own, f"but rope_theta says {outer!r}")
     scaling = _scaling(inner, asked[0])
-    inner.only("partial_rotary_factor", 1.0)
-    read.only("partial_rotary_factor", 1.0)
+    for some in (inner, read):
+        some.only("partial_rotary_factor", 1.0, "needs rotary embedding of a part of each head, which this family has not")
     inner.refuse_the_rest()
     read.faults += inner.faults
-    return Rope(theta=float(theta), **scaling)
+    return Rope(theta=float(own), **scaling)
 
 
-def _scaling(inner: _Reader, kind: str) -> dict[str, Any]:
+def _scaling(inner: Reader, kind: str) -> dict[str, Any]:
     if kind == "default":
         return {}
     if kind == "linear":
@@ -246,36 +234,42 @@ def _scaling(inner: _Reader, kind: str) -> dict[str, Any]:
     return {"scaling": kind, **numbers, "original_positions": positions}
 
 
-def _window(read: _Reader, family: str, layers: int) -> int | None:
-    """The sliding window of all blocks, or None. Qwen may mix blocks with and without one: refused."""
-    if family == "llama":
-        return None
+def _window(read: Reader, family: Family, layers: int) -> int | None:
+    """The sliding window of all blocks, or None. Blocks with and without one in the same model are refused."""
+    types = read.value("layer_types", None, lambda v: isinstance(v, list) and len(v) == layers, f"must name {layers} layers")
+    if set(types or ()) - {"sliding_attention", "full_attention"}:
+        read.fault("layer_types", types, "supported: all sliding_attention, or all full_attention")
+        types = None
     window = read.size("sliding_window", 4096) if read.config.get("sliding_window", 4096) is not None else None
-    if family == "mistral":
+    if family.window == "all":
+        if types and set(types) != {"sliding_attention" if window else "full_attention"}:
+            read.fault("layer_types", types, f"but sliding_window says {window}")
         return window
-    use = read.flag("use_sliding_window", False) and window is not None
+    use = read.flag("use_sliding_window", False)
     first = read.value("max_window_layers", 28, lambda v: type(v) is int and v >= 0, "must be a whole number")
-    implied = ["sliding_attention" if use and block >= first else "full_attention" for block in range(layers)]
-    kinds = read.value("layer_types", implied, lambda v: isinstance(v, list) and len(v) == layers, f"must name {layers} layers")
-    if set(kinds) - {"sliding_attention", "full_attention"}:
-        read.fault("layer_types", kinds, "supported: all sliding_attention, or all full_attention")
-    elif len(set(kinds)) > 1:
+    if family.window is None:
+        off = types or read.config.get("use_sliding_window") is False
+        asks = (use, "sliding_attention" in (types or ()), bool(read.config.get("sliding_window")) and not off)
+        for key, asked in zip(("use_sliding_window", "layer_types", "sliding_window"), asks):
+            if asked:
+                read.fault(key, read.config[key], "needs a sliding window, which this family has not")
+        return None
+    implied = ["sliding_attention" if use and window and block >= first else "full_attention" for block in range(layers)]
+    kinds = types or implied
+    if len(set(kinds)) > 1:
         windowed = kinds.count("sliding_attention")
         read.fault("max_window_layers", first, f"{windowed} of {layers} layers get a sliding window; supported: all or none")
-    elif kinds[0] == "sliding_attention" and not use:
+    elif kinds[0] == "sliding_attention" and not (use and window):
         read.fault("use_sliding_window", use, "but layer_types says sliding_attention")
     return window if "sliding_attention" in kinds else None
 
 
-def _gpt2(read: _Reader) -> dict[str, Any]:
+def _gpt2(read: Reader, family: Family) -> dict[str, Any]:
     width, heads = read.size("n_embd"), read.size("n_head")
     if width % heads:
         read.fault("n_embd", width, f"does not divide into {heads} heads")
     for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         read.no_dropout(key, 0.1)
-    read.only("scale_attn_weights", True)
-    read.only("scale_attn_by_inverse_layer_idx", False)
-    read.only("add_cross_attention", False)
     return {
         "vocab": read.size("vocab_size"),
         "width": width,
@@ -285,24 +279,11 @@ def _gpt2(read: _Reader) -> dict[str, Any]:
         "head_width": width // heads,
         "ffn": read.size("n_inner", 4 * width),
         "max_positions": read.size("n_positions"),
-        "tied": read.flag("tie_word_embeddings", True),
-        "norm": "layer",
-        "norm_eps": read.number("layer_norm_epsilon", 1e-5),
+        "tied": read.flag("tie_word_embeddings", family.tied),
+        "norm_eps": read.number("layer_norm_epsilon", family.norm_eps),
         "activation": read.activation("activation_function", "gelu_new"),
-        **_GPT2_SHAPE,
         "init_std": read.number("initializer_range", 0.02),
     }
-
-
-_GPT2_SHAPE: Mapping[str, Any] = {
-    "gated": False,
-    "fused_qkv": True,
-    "qkv_bias": True,
-    "out_bias": True,
-    "mlp_bias": True,
-    "rope": None,
-    "learned_positions": True,
-}
 
 
 def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
@@ -325,13 +306,12 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
         "rope_theta": rope.theta,
         "rope_scaling": scaling or None,
     }
-    if spec.family in ("llama", "qwen3"):
-        config["attention_bias"] = spec.qkv_bias
-    if spec.family == "llama":
-        config["mlp_bias"] = spec.mlp_bias
-    if spec.family == "mistral":
+    family = FAMILIES[spec.family]
+    config |= {key: {"attention_bias": spec.out_bias, "mlp_bias": spec.mlp_bias}[key] for key in family.biases}
+    config |= {key: getattr(spec, name) for key, name in _SCALES.items()} if family.scales else {}
+    if family.window == "all":
         config["sliding_window"] = spec.sliding_window
-    if spec.family in ("qwen2", "qwen3"):
+    elif family.window == "some":
         config["use_sliding_window"] = spec.sliding_window is not None
         config |= {"sliding_window": spec.sliding_window, "max_window_layers": 0} if spec.sliding_window else {}
     return config
@@ -363,7 +343,7 @@ _LLAMA32: Mapping[str, Any] = {
     "rope": Rope(500000.0, "llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192),
 }
 _QWEN3: Mapping[str, Any] = {"qk_norm": True, "rope": Rope(theta=1000000.0)}
-_GPT2: Mapping[str, Any] = {**_GPT2_SHAPE, "tied": True, "norm": "layer", "norm_eps": 1e-5, "activation": "gelu_tanh"}
+_GPT2: Mapping[str, Any] = {**_GPT2_ALWAYS, "tied": True, "norm_eps": 1e-5, "activation": "gelu_tanh"}
 
 PRESETS: Mapping[str, ModelSpec] = {
     # family, vocabulary, width, blocks, query heads, key/value heads, feed-forward width, positions

@@ -99,10 +99,16 @@ class ModelSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool = False  # of each head, before the rotation
+    qk_norm_whole: bool = False  # OLMo 2: of all heads together
+    norm_place: Literal["before", "after"] = "before"  # attention and MLP; OLMo 2 normalizes what they give
     rope: Rope | None = Rope()
     learned_positions: bool = False
     sliding_window: int | None = None
+    attention_scale: float | None = None  # what scores are multiplied with; 1 / sqrt(head width) where None
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
+    logit_divisor: float = 1.0
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -127,6 +133,16 @@ class ModelSpec:
         """Number of weights, tied ones once."""
         return sum(p.elements for p in self.params)
 
+    @property
+    def score_scale(self) -> float:
+        """What scores of attention are multiplied with."""
+        return self.head_width**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def keys_stay_whole(self) -> bool:
+        """Whether no two tensor-parallel ranks may hold the same key/value head: a norm over all of them would count it twice."""
+        return self.qk_norm_whole and self.kv_heads < self.heads
+
     def of_unit(self, unit: int) -> tuple[Param, ...]:
         """The weights that a unit computes with: its own and, for a tied head, the embedding."""
         return tuple(p for p in self.params if unit in (p.unit, p.also_unit))
@@ -144,7 +160,8 @@ def _llama_table(s: ModelSpec) -> Iterator[Param]:
     yield Param("model.embed_tokens.weight", "embed", (v, d), 0, 0, vocab, also_unit=s.layers + 1 if s.tied else None)
     for layer in range(s.layers):
         unit, at = layer + 1, f"model.layers.{layer}."
-        yield Param(at + "input_layernorm.weight", "norm1", (d,), unit, decay=False, init="ones")
+        if s.norm_place == "before":
+            yield Param(at + "input_layernorm.weight", "norm1", (d,), unit, decay=False, init="ones")
         for role, part, rows in (("q", query, n * h), ("k", kv, k * h), ("v", kv, k * h)):
             yield Param(f"{at}self_attn.{role}_proj.weight", role, (rows, d), unit, 0, part)
             if s.qkv_bias:
@@ -152,10 +169,14 @@ def _llama_table(s: ModelSpec) -> Iterator[Param]:
         if s.qk_norm:
             yield Param(at + "self_attn.q_norm.weight", "q_norm", (h,), unit, decay=False, init="ones")
             yield Param(at + "self_attn.k_norm.weight", "k_norm", (h,), unit, decay=False, init="ones")
+        if s.qk_norm_whole:
+            yield Param(at + "self_attn.q_norm.weight", "q_norm", (n * h,), unit, 0, query, decay=False, init="ones")
+            yield Param(at + "self_attn.k_norm.weight", "k_norm", (k * h,), unit, 0, kv, decay=False, init="ones")
         yield Param(at + "self_attn.o_proj.weight", "o", (d, n * h), unit, 1, query, init="normal_out")
         if s.out_bias:
             yield Param(at + "self_attn.o_proj.bias", "o_bias", (d,), unit, decay=False, init="zeros")
-        yield Param(at + "post_attention_layernorm.weight", "norm2", (d,), unit, decay=False, init="ones")
+        after_attention = "norm2" if s.norm_place == "before" else "norm1"
+        yield Param(at + "post_attention_layernorm.weight", after_attention, (d,), unit, decay=False, init="ones")
         for role in ("gate", "up"):
             yield Param(f"{at}mlp.{role}_proj.weight", role, (f, d), unit, 0, ffn)
             if s.mlp_bias:
@@ -163,6 +184,8 @@ def _llama_table(s: ModelSpec) -> Iterator[Param]:
         yield Param(at + "mlp.down_proj.weight", "down", (d, f), unit, 1, ffn, init="normal_out")
         if s.mlp_bias:
             yield Param(at + "mlp.down_proj.bias", "down_bias", (d,), unit, decay=False, init="zeros")
+        if s.norm_place == "after":
+            yield Param(at + "post_feedforward_layernorm.weight", "norm2", (d,), unit, decay=False, init="ones")
     yield Param("model.norm.weight", "norm", (d,), s.layers + 1, decay=False, init="ones")
     if not s.tied:
         yield Param("lm_head.weight", "head", (v, d), s.layers + 1, 0, vocab)

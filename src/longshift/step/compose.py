@@ -45,6 +45,9 @@ class LayoutOps(Ops):
     def leave(self, x: Tensor) -> Tensor:
         return tensor.leave(x, self.tp) if self.tp.size > 1 else x
 
+    def all_sum(self, x: Tensor) -> Tensor:
+        return self.tp.all_reduce(x) if self.tp.size > 1 else x
+
     def embed(self, weight_VD: Tensor, tokens_T: Tensor) -> Tensor:
         if self.tp.size == 1:
             return super().embed(weight_VD, tokens_T)

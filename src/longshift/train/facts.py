@@ -1,7 +1,8 @@
 """What a checkpoint says of the run that wrote it, and whether a config can go on from there."""
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from longshift.config import Config
 from longshift.errors import CheckpointError, UsageError
 from longshift.model.kernels import Kernel
 from longshift.spec.formats import PrecisionName
+from longshift.spec.model import ModelSpec
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.precision import Precision
 from longshift.step.update import State
@@ -102,17 +104,23 @@ def changed_kernel(facts: Facts | None, attention: ChosenKernel) -> str | None:
     return f"attention was by {facts.attention} and goes on by {attention}: numbers may differ in their last bits from a run that kept it"
 
 
+def changed_model(saved: Mapping[str, Any], spec: ModelSpec) -> list[tuple[str, Any, Any]]:
+    """Fields of the model in which `spec` is not what a checkpoint says, with both values. A field that is younger than the checkpoint
+    had its default."""
+    now = json.loads(json.dumps(asdict(spec)))
+    before = {field.name: field.default for field in fields(spec)} | dict(saved)
+    return [(name, was, now.get(name)) for name, was in before.items() if now.get(name) != was]
+
+
 def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, saved: Checkpoint) -> None:
     """Refuse to go on from a checkpoint with another model, format, data or tokenizer. Another function of the same weights is another
     model, and weights kept in another format are other weights; a cursor means nothing in other data, a weight of the embedding nothing
     under another tokenizer. Raises CheckpointError, UsageError."""
-    spec = json.loads(json.dumps(asdict(config.spec)))
-    for field, was in facts.model.items():
-        if spec.get(field) != was:
-            raise CheckpointError(
-                f"the model changed since {saved.folder} was written: {field} was {was} and is {spec.get(field)}; "
-                "put the old model back, or start a new run"
-            )
+    for field, was, now in changed_model(facts.model, config.spec):
+        raise CheckpointError(
+            f"the model changed since {saved.folder} was written: {field} was {was} and is {now}; "
+            "put the old model back, or start a new run"
+        )
     was, precision = facts.config.train.precision, config.train.precision
     if Precision.of(was).home != Precision.of(precision).home:
         raise CheckpointError(

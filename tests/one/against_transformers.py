@@ -1,0 +1,121 @@
+"""transformers as the reference: a model of its making and ours on the same documents.
+
+[Note: float64 against transformers] Its RMS norms and its loss compute in float32 whatever the model's dtype; a float64 comparison
+would then end at 1e-7. The norms are patched to stay in the model's dtype and the loss is taken from the logits. Its rotary angles are
+formed in float32, ours in float64: what it calls float is patched to be float64. Its attention is SDPA: the eager one takes its softmax in
+float32.
+"""
+
+import importlib
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from longshift.data.batch import Document
+from longshift.data.micro import micro_batch
+from longshift.layout.box import Box
+from longshift.layout.layout import Layout
+from longshift.model.decoder import Decoder, Ops
+from longshift.model.huggingface import WeightFolder
+from longshift.model.loss import IGNORE
+from longshift.spec.families import FAMILIES, read_spec
+
+LENGTHS = (37, 1, 53, 2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Logits [T, V] of all documents end to end, the sum of their losses, gradients by canonical name."""
+
+    logits: torch.Tensor
+    loss: torch.Tensor
+    grads: dict[str, torch.Tensor]
+
+
+def random_model(config: PreTrainedConfig) -> Any:
+    """A model of transformers with random weights, norms and biases away from one and zero."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    for weight in model.parameters():
+        center, spread = (0.0, weight.shape[-1] ** -0.5) if weight.dim() > 1 else (1.0, 0.3)
+        weight.data.normal_(center, spread, generator=generator)
+    return model
+
+
+def norm_that_keeps_its_dtype(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+def documents() -> list[Document]:
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 257, n) for n in LENGTHS]
+    return [Document(ids, np.append(ids[1:], IGNORE)) for ids in texts]
+
+
+def read_all(folder: Path, dtype=None) -> tuple:
+    spec = read_spec(folder)
+    weights = WeightFolder(folder, spec)
+    return spec, {p.name: weights.read(p.name, Box.whole(p.shape)).to(dtype) for p in spec.params}
+
+
+def ours(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
+    spec, tensors = read_all(folder, dtype)
+    model, ops = Decoder(spec).load(tensors), Ops(spec)
+    micro = micro_batch(spec, docs, Layout(), 0, dtype, torch.device("cpu"))
+    loss = model(micro, ops)
+    loss.backward()
+    with torch.no_grad():
+        logits = model.logits(micro, ops)
+    return Outcome(logits, loss.detach(), gradients(model.weights().items()))
+
+
+def theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
+    """transformers, one document at a time."""
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(torch, "float", torch.float64))
+        patches.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
+        for name, family in FAMILIES.items():
+            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+            norm = getattr(module, f"{family.architecture.removesuffix('ForCausalLM')}RMSNorm", None)
+            if norm:
+                patches.enter_context(patch.object(norm, "forward", norm_that_keeps_its_dtype))
+        return _theirs(folder, dtype, docs)
+
+
+def _theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").train()
+    logits, total = [], torch.zeros((), dtype=dtype)
+    for doc in docs:
+        out = model(input_ids=torch.from_numpy(doc.ids)[None]).logits[0]
+        total = total + F.cross_entropy(out, torch.from_numpy(doc.labels), ignore_index=IGNORE, reduction="sum")
+        logits.append(out.detach())
+    total.backward()
+    return Outcome(torch.cat(logits), total.detach(), gradients(model.named_parameters()))
+
+
+def gradients(named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.Tensor]:
+    found = {name: weight.grad for name, weight in named}
+    assert all(grad is not None for grad in found.values())
+    return found  # pyright: ignore[reportReturnType]
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert b.norm() > 1e-6
+    return float((a - b).norm() / b.norm())
+
+
+def worst(mine: Outcome, reference: Outcome) -> dict[str, float]:
+    assert mine.grads.keys() == reference.grads.keys()
+    grads = {name: difference(mine.grads[name], grad) for name, grad in reference.grads.items()}
+    return {"logits": difference(mine.logits, reference.logits), "loss": difference(mine.loss, reference.loss), **grads}
