@@ -45,7 +45,7 @@ def row(name: str) -> dict:
     began = time.process_time()
     found = shortlist(spec, on, lengths, counts, tokens, longest)
     seconds = time.process_time() - began
-    best = {"step_s": found.best.seconds, "best": found.best.text} if found.best else {}
+    best = {"step_s": found.best.seconds, "best": str(found.best)} if found.best else {}
     single = {"single_s": found.single.seconds} if found.single else {}
     return {
         "case": name,

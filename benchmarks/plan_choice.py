@@ -1,8 +1,9 @@
 """Does a plan choose as training does? Two plain ranks train under layouts and groups of lengths, interleaved; the same steps on the clock;
 and what the planner chooses under three budgets of memory beside the best single layout that fits them.
 
-This machine is profiled. Documents have the lengths of `examples/lengths` and of Python's library, SHRINK times shorter; their tokens are
-random. Every way to train has processes of its own, which sleep while others are measured; a round is a step of each, in its own order.
+This machine is profiled (`--quick` takes the preset of CPUs, and one round). Documents have the lengths of `examples/lengths` and of
+Python's library, SHRINK times shorter; their tokens are random. Every way to train has processes of its own, which sleep while others are
+measured; a round is a step of each, in its own order.
 
 steps     `raw`: the clock's seconds over the measured ones, the median of all rounds; `calibrated`: times one factor that three ways give,
           one dp, one tp, one pp. `regret_first`: how much longer the way that the clock puts first takes than the fastest one.
@@ -185,8 +186,9 @@ def even_s(way: Way) -> float:
 
 
 def over(one: Way, other: Way) -> float:
-    """Seconds of one way over those of another, in odd rounds."""
-    return 1.0 if one is other else float(statistics.median(np.divide(one.measured[1::2], other.measured[1::2])))
+    """Seconds of one way over those of another, in odd rounds; of one round, in that."""
+    odd = slice(1, None, 2) if len(one.measured) > 1 else slice(None)
+    return 1.0 if one is other else float(statistics.median(np.divide(one.measured[odd], other.measured[odd])))
 
 
 def own_lengths(name: str) -> np.ndarray:
@@ -205,6 +207,13 @@ def rounded(lengths: np.ndarray) -> np.ndarray:
 def document(generator: np.random.Generator, length: int, vocab: int) -> tuple[list[int], list[int]]:
     ids = generator.integers(0, vocab, length).tolist()
     return ids, [*ids[1:], -100]
+
+
+def profiled(file: Path) -> Cluster:
+    """This machine, measured now."""
+    command = [sys.executable, "-m", "longshift.cli", "profile", "--quick", "--fresh", "-o", str(file)]
+    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    return files.load(file)
 
 
 def summary(corpora: Mapping[str, Corpus], rows: Sequence[dict], budgets: Sequence[dict]) -> dict:
@@ -240,16 +249,13 @@ def summary(corpora: Mapping[str, Corpus], rows: Sequence[dict], budgets: Sequen
 
 def main() -> None:
     args = arguments(__doc__ or "").parse_args()
-    names, rounds = (CORPORA[1:2], 2) if args.quick else (CORPORA, 8)
+    names, rounds = (CORPORA[1:2], 1) if args.quick else (CORPORA, 8)
     singles, groups = (CALIBRATING, GROUPS[:1]) if args.quick else (SINGLE, GROUPS)
     ways = [(Edge(LONGEST, Layout.parse(text), LONGEST),) for text in singles]
     ways += [tuple(Edge(upto, Layout.parse(layout), pack) for upto, layout, pack in group) for group in groups]
     rows, budgets, corpora = [], [], {}
     with tempfile.TemporaryDirectory() as scratch:
-        profile = Path(scratch, "profile.json")
-        command = [sys.executable, "-m", "longshift.cli", "profile", "--quick", "--fresh", "-o", str(profile)]
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-        cluster = on_cluster(files.load(profile), 2)
+        cluster = on_cluster(files.preset("cpu") if args.quick else profiled(Path(scratch, "profile.json")), 2)
         for name in names:
             with ExitStack() as worlds:
                 corpus = corpora[name] = Corpus(name, Path(scratch), cluster, rounds, worlds)

@@ -1,9 +1,9 @@
-"""Shortlist: what a search found, as a value that says itself in lines and as JSON."""
+"""Shortlist: what a search in closed form found."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 
-from longshift.layout.layout import Layout, format_size
+from longshift.layout.layout import Layout
 from longshift.workload.groups import Edge
 
 GIB = 2**30
@@ -39,12 +39,8 @@ class Answer:
         """The groups as a run takes them."""
         return tuple(Edge(group.upto, Layout.parse(group.layout), group.pack) for group in self.groups)
 
-    @property
-    def text(self) -> str:
-        """`8K: dp2.tp4, 32K: tp8`, or the layout alone where there is one."""
-        if len(self.groups) == 1:
-            return self.groups[0].layout
-        return ", ".join(f"{format_size(group.upto)}: {group.layout}" for group in self.groups)
+    def __str__(self) -> str:
+        return " > ".join(f"{group.layout} <= {group.upto}" for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -64,9 +60,8 @@ class Rival:
 
 @dataclass(frozen=True)
 class Shortlist:
-    """What a search found. `best` None: nothing fits; `others`: the next best. `mfu`: by convention; `band`: relative half-width of the
-    seconds; `binding`: what the choice is bound by; `changes`: the smallest that would make something fit, first the one that costs
-    least."""
+    """What a search found. `best` None: nothing fits; `others`: the next best. `binding`: what the choice is bound by; `changes`: the
+    smallest that would make something fit, first the one that costs least."""
 
     devices: int
     max_len: int
@@ -77,8 +72,6 @@ class Shortlist:
     single: Answer | None = None
     context_parallel: Answer | None = None
     others: tuple[Answer, ...] = ()
-    band: float = 0.0
-    mfu: Mapping[str, float] = field(default_factory=dict)
     rivals: tuple[Rival, ...] = ()
     binding: str = ""
     changes: tuple[str, ...] = ()
@@ -86,30 +79,3 @@ class Shortlist:
     @property
     def fits(self) -> bool:
         return self.best is not None
-
-    def to_json(self) -> dict:
-        """The choice as JSON values."""
-        return {**asdict(self), "fits": self.fits, "rivals": [{**asdict(rival), "text": str(rival)} for rival in self.rivals]}
-
-    def __str__(self) -> str:
-        lines = []
-        if self.best is None:
-            lines += [f"nothing fits: {self.binding}", *(f"  {change}" for change in self.changes)]
-        else:
-            lines += ["upto     documents  tokens  pack     seconds  tokens/s    GiB  layout"]
-            for group in self.best.groups:
-                share, size = f"{group.documents:8.2%}  {group.tokens:6.1%}", f"{format_size(group.pack):>7}"
-                speed = f"{group.seconds:8.3f}  {group.tokens_per_s:8.0f}  {group.device_bytes / GIB:5.1f}"
-                lines.append(f"{format_size(group.upto):<7}  {share}  {size}  {speed}  {group.layout}")
-            low, high = (self.best.seconds * (1 + way * self.band) for way in (-1, 1))
-            shown = ", ".join(f"{name} {value:.1%}" for name, value in self.mfu.items())
-            lines.append(
-                f"step {self.best.seconds:.3f} s ({low:.3f} to {high:.3f}), switches {self.best.switch_seconds:.3f} s; MFU {shown}"
-            )
-            lines.append(self.binding)
-            for name, answer in (("best single layout", self.single), ("context parallelism only", self.context_parallel)):
-                if answer is not None:
-                    lines.append(f"{name}: {answer.seconds:.3f} s ({answer.seconds / self.best.seconds:.3f} times)  {answer.text}")
-            lines += [f"  {rival}" for rival in self.rivals]
-        lines += [f"{self.candidates} candidates"] + [f"  {count} refused: {reason}" for reason, count in self.refused.items()]
-        return "\n".join(lines)

@@ -22,9 +22,8 @@ from longshift.planner.remedies import binding, remedies, too_large
 from longshift.planner.streaming import Streamed, streamed
 from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_static, capacities, compared, families, survivors, take_shared
 from longshift.program.needs import StepShape
-from longshift.simulate.closed import BAND, model_flops
 from longshift.simulate.cost import LONGSHIFT, Cost, Habits, sizes
-from longshift.simulate.rates import Constants, rates
+from longshift.simulate.rates import rates
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary, SwitchOptions
@@ -60,7 +59,6 @@ def shortlist(
     fixed: Fixed | None = None,
     memory_bytes: float | None = None,
     habits: Habits = LONGSHIFT,
-    constants: Constants | None = None,
     ahead_bytes: float = AHEAD_BYTES,
     seed: int = 0,
 ) -> Shortlist:
@@ -71,7 +69,7 @@ def shortlist(
     UsageError.
     """
     lengths, counts = cut_at(np.asarray(lengths, np.int64), np.asarray(counts, np.int64), max_len)
-    cost = Cost(sizes(spec), rates(cluster, precision, constants), habits)
+    cost = Cost(sizes(spec), rates(cluster, precision), habits)
     budget = float(cluster.device.memory_bytes if memory_bytes is None else memory_bytes)
     known = enumerate_layouts(spec, cluster.devices, fixed)
     everything = tally(lengths, counts, tokens_per_step, max_len)
@@ -103,7 +101,7 @@ def shortlist(
         if shorter:
             upto, tokens = int(everything.edges[shorter - 1]), int(everything.tokens[shorter])
             short = lengths <= upto
-            under = (precision, fixed, budget - more, habits, constants, ahead_bytes, seed)
+            under = (precision, fixed, budget - more, habits, ahead_bytes, seed)
             part = shortlist(spec, cluster, lengths[short], counts[short], tokens, upto, *under).best
             if part is not None:
                 both = _both(problem, part, _streamed_answer(problem, one, shorter), shorter)
@@ -112,8 +110,6 @@ def shortlist(
             none,
             best=answers["best"],
             single=answers["single"],
-            band=BAND,
-            mfu=_mfu(problem, cluster, answers["best"].seconds),
             binding=f"streamed, as {need}",
             changes=(),
         )
@@ -125,19 +121,9 @@ def shortlist(
         single=answers.get("single"),
         context_parallel=answers.get("context parallel"),
         others=made.others(best),
-        band=BAND,
-        mfu=_mfu(problem, cluster, best.seconds),
         rivals=(*(made.rivals(answers["single"]) if "single" in answers else ()), *too_large(problem, known.meshes, at_keys, made.statics)),
         binding=binding(budget, best),
     )
-
-
-def _mfu(problem: Problem, cluster: Cluster, seconds: float) -> dict[str, float]:
-    """Model FLOP of a step over what the devices could do in so many seconds, by convention."""
-    sums = problem.tally
-    flops = model_flops(problem.cost.sizes, sums.tokens[-1], sums.squares[-1] / 2, problem.spec.parameters)
-    peak = cluster.device.flops_per_s[problem.precision] * cluster.devices
-    return {name: float(value / (seconds * peak)) for name, value in flops.items()}
 
 
 def _longest_whole(problem: Problem, found: Compared) -> int:

@@ -1,0 +1,21 @@
+"""`benchmarks/plan_choice.py --quick`: ways are trained beside their forecasts, and the planner's choice beside the best single layout."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_ways_are_trained_beside_their_forecasts():
+    command = [sys.executable, str(ROOT / "benchmarks" / "plan_choice.py"), "--quick", "--json"]
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=300).stdout)
+    ways = {row["way"]: row for row in found["rows"]}
+    assert {"dp2", "tp2", "pp2", "dp2 <= 256 in 2048 > tp2 <= 2048"} <= set(ways)
+    assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in ways.values())
+    assert all(-0.2 < row["forecast"] < 0.3 for row in ways.values())
+    (budget,) = found["summary"]["budgets"]
+    assert set(budget["tried"]) <= set(ways)
+    assert budget["auto"] in budget["tried"]
+    assert 0.3 < budget["auto_over_best_static"] < 3
