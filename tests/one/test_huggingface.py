@@ -256,6 +256,17 @@ def test_damaged_and_incomplete_folders_are_named(folders, tmp_path):
             WeightFolder(tmp_path / "out", spec)
 
 
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/secret.safetensors", "sub/model.safetensors", "x" * 300, "a\0b", ""])
+def test_names_in_an_index_do_not_lead_out_of_the_folder(tmp_path, name):
+    spec = from_hugging_face({"model_type": "llama", **SIZES})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "secret.safetensors").write_bytes(b"")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(CheckpointError, match="which is no file name: weights lie in the folder itself"):
+        WeightFolder(folder, spec)
+
+
 def test_a_failed_export_leaves_nothing(folders, tmp_path):
     spec, tensors = read_all(folders("llama2"))
     short = list(tensors.items())[:-1]

@@ -189,9 +189,13 @@ def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder; every one that the index names must be there."""
     if (folder / INDEX).is_file():
         try:
-            files = [folder / name for name in sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
+            strangers = [name for name in names if not name or "\0" in name or len(name) > 255 or Path(name).name != name]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{folder / INDEX} cannot be read as an index of weight files: {error!r}") from error
+        if strangers:
+            raise CheckpointError(f"{folder / INDEX} names {strangers[0][:80]!r}, which is no file name: weights lie in the folder itself")
+        files = [folder / name for name in names]
         missing = [path.name for path in files if not path.is_file()]
         if missing:
             raise CheckpointError(f"{folder}: {INDEX} names {len(missing)} of {len(files)} files that are missing: {', '.join(missing)}")
