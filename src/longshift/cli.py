@@ -22,6 +22,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.cluster.host import core_count, has_gpu, profile_of_host
 from longshift.cluster.named import cluster as named
 from longshift.config import Config, load_config
+from longshift.dist.parent import end_with_parent
 from longshift.errors import LongshiftError, UsageError
 from longshift.explain import explain as explain_run
 from longshift.forecast import plan as make_plan
@@ -134,14 +135,13 @@ def train(
 
 @app.command(show=False)
 def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False) -> None:
-    """One rank that `train` started."""
+    """One rank that `train` started. It ends with the launcher: without a word until it has joined the others, saving from then on."""
+    end_with_parent(signal.SIGKILL, int(os.environ.get("LONGSHIFT_LAUNCHER", os.getppid())))
     stop = Interrupt()
     rank, _ = _place()
     folder = RunFolder(run)
-    from longshift.dist.world import end_with_parent
     from longshift.train.launch import rank_error
 
-    end_with_parent(signal.SIGTERM)
     try:
         _run(read_asked(run), folder, rank, resume, json, stop, trace)
         _leave(0)

@@ -331,3 +331,40 @@ os._exit(0)
     waited = json.loads((folder.path / "0.json").read_text())
     assert len(waited) == 2
     assert all(seconds < 10 for seconds in waited)
+
+
+def ranks_of(run: Path) -> list[int]:
+    """Processes whose command line names a run folder as a rank's does."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "worker" in words and str(run) in words and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.6, 2.0])
+def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(tmp_path, after_s):
+    """The launcher gets no chance to end them; they do not wait for each other for twenty minutes."""
+    config = tmp_path / "run.yaml"
+    config.write_text(f"model: {{preset: tiny-llama}}\ndata: {{train: [{{corpus: python}}], max_len: 512, overlong: split}}\n"
+                      f"train: {{tokens_per_step: 4K, steps: 1000, lr: 1e-3}}\nlayout: dp2\nsave: {{dir: {tmp_path}/run}}\n")  # fmt: skip
+    command = [sys.executable, "-m", "longshift.cli", "train", str(config)]
+    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while len(ranks_of(tmp_path / "run")) < 2:
+            assert time.monotonic() < until
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        time.sleep(after_s)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    until = time.monotonic() + 20  # a rank that trains finishes its step and saves
+    while left := ranks_of(tmp_path / "run"):
+        if time.monotonic() > until:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"{len(left)} ranks outlived their launcher")
+        time.sleep(0.05)

@@ -22,7 +22,8 @@ import torch._dynamo  # torch.optim imports it at first use: 1.5 s in every rank
 import torch.distributed as dist
 
 from longshift import errors
-from longshift.dist.world import TIMEOUT, World, check_gpus, end_with_parent, keep_freed_memory, stay_on_loopback
+from longshift.dist.parent import end_with_parent
+from longshift.dist.world import TIMEOUT, World, check_gpus, keep_freed_memory, stay_on_loopback
 from longshift.errors import LongshiftError, PeerError, UsageError
 
 GRACE_S = 2.0  # after one rank's error, how long to wait for the others', among which may be the cause

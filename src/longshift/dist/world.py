@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from longshift import errors
 from longshift.dist.collectives import Group
+from longshift.dist.parent import end_with_parent
 from longshift.errors import LongshiftError, PeerError, UsageError
 
 TIMEOUT = timedelta(minutes=10)
@@ -37,12 +38,6 @@ def own_rank() -> int:
 def stay_on_loopback() -> None:
     """Keep the listeners of gloo and NCCL in this process, and in those it starts, on the loopback interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-
-
-def end_with_parent(how: signal.Signals) -> None:
-    """Linux: send this process a signal when the one that started it dies, rather than run on unwatched."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG
 
 
 def keep_freed_memory() -> None:
@@ -115,6 +110,8 @@ class World:
                 dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as fault:
             raise PeerError(f"rank {rank} of {size} could not join the others: {fault}") from fault
+        if address:
+            end_with_parent(signal.SIGTERM)  # which a rank that trains takes as an order to save
         return cls(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), timeout)
 
     @classmethod

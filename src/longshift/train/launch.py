@@ -112,6 +112,7 @@ def _worker_environment(store: TCPStore, world: int) -> dict[str, str]:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         "LONGSHIFT_STORE": f"{HOST}:{store.port}",
+        "LONGSHIFT_LAUNCHER": str(os.getpid()),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": str(max(1, core_count() // world)),

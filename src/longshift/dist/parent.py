@@ -1,0 +1,15 @@
+"""A process that does not outlive the one that started it (Linux). Needs no torch, so that it holds before torch is imported."""
+
+import ctypes
+import os
+import signal
+import sys
+
+
+def end_with_parent(how: signal.Signals, parent: int | None = None) -> None:
+    """Send this process a signal when the one that started it dies, rather than run on unwatched; at once where that was process `parent`
+    and is gone already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG
+        if parent is not None and os.getppid() != parent:
+            os.kill(os.getpid(), how)
