@@ -135,6 +135,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"embedding_multiplier": 12.0, "logits_scaling": 8.0, "mlp_bias": False, "pad_token_id": 0, "residual_multiplier": 0.22},
         **{"rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 5000000.0, "tie_word_embeddings": True, "torch_dtype": "bfloat16"},
     ),
+    "smollm3-3b": _config(
+        *("smollm3", "SmolLM3ForCausalLM", "2048 11008 36 16 4 128256 65536"),
+        **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000, "eos_token_id": 128012, "max_window_layers": 28},
+        **{"layer_types": ["full_attention"] * 36, "mlp_bias": False, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9},
+        **{"pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0},
+        **{"sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_sliding_window": False},
+    ),
     "gpt2": {
         **{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256},
         **{"embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2"},

@@ -96,7 +96,7 @@ class Unit(nn.Module):
 
     def __init__(self, spec: ModelSpec, unit: int):
         super().__init__()
-        self.spec = spec
+        self.spec, self.unit = spec, unit
         self.table = spec.of_unit(unit)
         for p in self.table:
             self.register_parameter(p.role, nn.Parameter(torch.empty(p.shape, device="meta")))

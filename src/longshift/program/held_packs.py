@@ -196,7 +196,8 @@ class HeldWhole(HeldPacks):
 
     def _inside(self, op: Op) -> Inside:
         turn = op.turn if op.turn != "again" else "forward"
-        found = inside(self.rank, self.orders[op.micro], op.part, turn)  # pyright: ignore[reportArgumentType]
+        block = self.spec.like(op.unit)
+        found = inside(self.rank, self.orders[op.micro], op.part, turn, block)  # pyright: ignore[reportArgumentType]
         self.happen(found)
         return found
 
@@ -321,7 +322,7 @@ class HeldChunked(HeldPacks):
         for event in made.of[op.turn]:  # pyright: ignore[reportArgumentType]
             key = tier_key(op.micro, op.unit, event.object)
             if event.kind in ("compute", "send"):
-                found = of_event(self.rank, made.orders, sees, event)
+                found = of_event(self.rank, made.orders, sees, event, self.spec.like(op.unit))
                 self.happen(found)
                 for name, size in found.buffers.items():
                     self._have(live, (name, event.keys if name == "dkv" else event.chunk), size)

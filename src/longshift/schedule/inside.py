@@ -37,10 +37,10 @@ def rank_of(place: Place, order: TokenOrder) -> Rank:
 
 
 @lru_cache(maxsize=4096)
-def inside(place: Place, order: TokenOrder, part: Part, turn: Turn) -> Inside:
-    """Bytes and work of one turn of a unit, or of half a block, on a pack in this order."""
+def inside(place: Place, order: TokenOrder, part: Part, turn: Turn, block: int = 1) -> Inside:
+    """Bytes and work of one turn of a unit, or of half a block, on a pack in this order. `block`: the unit of one that computes so."""
     rank = rank_of(place, order)
-    module: Any = SizedEmbed(rank, 0) if part == "embed" else SizedBlock(rank, 1)
+    module: Any = SizedEmbed(rank, 0) if part == "embed" else SizedBlock(rank, block)
     micro = Micro(rank)
     function = getattr(module, {"attention half": "attention_half", "mlp half": "mlp_half"}.get(part, "forward"))
     x = None if part == "embed" else rank.stream().leaf()
@@ -90,7 +90,7 @@ class SizedUnit:
     """`model.decoder.Unit`: weights by role, as leaves."""
 
     def __init__(self, rank: Rank, unit: int):
-        self.rank, self.spec = rank, rank.spec
+        self.rank, self.spec, self.unit = rank, rank.spec, unit
         layout, tp = rank.place.layout, rank.place.at.tp
         self.weights = {p.role: rank.new(local_shape(p, local_boxes(p, layout, tp))).leaf() for p in rank.spec.of_unit(unit)}
 

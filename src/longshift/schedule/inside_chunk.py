@@ -28,14 +28,15 @@ from longshift.schedule.inside_rank import Inside, Micro, Place
 from longshift.schedule.sequence import Pair, TokenOrder, pairs, span
 
 
-def of_event(place: Place, orders: Sequence[TokenOrder], sees: Sequence[int], event: Event) -> Inside:
-    """Bytes and work of one compute or send event of a chunked pack, whose chunks have these orders and see chunks from `sees` on."""
+def of_event(place: Place, orders: Sequence[TokenOrder], sees: Sequence[int], event: Event, block: int = 1) -> Inside:
+    """Bytes and work of one compute or send event of a chunked pack, whose chunks have these orders and see chunks from `sees` on. `block`:
+    the unit of one that computes so."""
     c, keys = event.chunk, event.keys
     if event.name == "loss":
         return _loss(place, orders[c], keys)
     names = tuple(tuple(name for name, _ in buffers) for buffers in (event.reads, event.writes))
     last = keys == (c - 1 if sees[c] < c else c)
-    return _of_event(place, event.name, orders[c], orders[keys] if keys not in (-1, c) else None, *names, last)
+    return _of_event(place, event.name, orders[c], orders[keys] if keys not in (-1, c) else None, *names, last, block)
 
 
 @lru_cache(maxsize=1024)
@@ -48,9 +49,16 @@ def _loss(place: Place, order: TokenOrder, number: int) -> Inside:
 
 @lru_cache(maxsize=65536)
 def _of_event(
-    place: Place, name: str, order: TokenOrder, other: TokenOrder | None, reads: tuple[str, ...], writes: tuple[str, ...], last: bool
+    place: Place,
+    name: str,
+    order: TokenOrder,
+    other: TokenOrder | None,
+    reads: tuple[str, ...],
+    writes: tuple[str, ...],
+    last: bool,
+    block: int,
 ) -> Inside:
-    return getattr(_Event(place, order, other, reads, writes, last), name)()
+    return getattr(_Event(place, order, other, reads, writes, last, block), name)()
 
 
 class SizedSegment:
@@ -72,11 +80,13 @@ class SizedSegment:
 class _Event:
     """One event on buffers that are made for it. Mutable."""
 
-    def __init__(self, place: Place, order: TokenOrder, other: TokenOrder | None, reads: Sequence[str], writes: Sequence[str], last: bool):
+    def __init__(
+        self, place: Place, order: TokenOrder, other: TokenOrder | None, reads: Sequence[str], writes: Sequence[str], last: bool, block: int
+    ):
         self.rank = rank_of(place, order)
         self.place, self.order, self.other, self.reads, self.writes, self.last = place, order, other, reads, writes, last
         self.exchanged = place.layout.ulysses > 1
-        self.unit: Any = SizedBlock(self.rank, 1)
+        self.unit: Any = SizedBlock(self.rank, block)
         self.micro: Micro | None = None
 
     # Buffers to begin with

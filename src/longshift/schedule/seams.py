@@ -24,6 +24,7 @@ class BlockSeams:
     """A transformer block over primitives that a subclass has."""
 
     spec: ModelSpec
+    unit: int
     norm_of: Any  # (x, role) -> x normalized over its last dim
     norm_of_heads: Any  # (x, role, heads, ops) -> x normalized over these heads, of which its last dim has this rank's
     linear: Any  # (x, role, bias=True) -> x W^T + b
@@ -37,7 +38,7 @@ class BlockSeams:
         if self.spec.qk_norm:
             q = self.norm_of(q, "q_norm")
             k = self.norm_of(k, "k_norm")
-        if self.spec.rope is not None:
+        if self.spec.rotates(self.unit):
             q = self.rotate(q, micro)
             k = self.rotate(k, micro)
         return q, k, v

@@ -22,7 +22,7 @@ class Family:
     `kv_heads`, `head_width`, `tied`, `norm_eps`, `theta`: what keys that are absent mean; heads as many as query heads, and heads' width
     such that they fill the model's, where None. `biases`: which of the keys `attention_bias` and `mlp_bias` it has. `window`: whether
     `sliding_window` is of all blocks, or of those that `layer_types` or `max_window_layers` name. `scales`: whether it has the keys of
-    _SCALES.
+    _SCALES. `nope_every`: what is meant where no key says which blocks have no rotary embedding; without it all have.
     """
 
     architecture: str
@@ -35,6 +35,7 @@ class Family:
     biases: tuple[str, ...] = ()
     window: Literal["all", "some"] | None = None
     scales: bool = False
+    nope_every: int = 0
 
 
 _GPT2_ALWAYS: Mapping[str, Any] = {
@@ -55,6 +56,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, kv_heads=32, head_width=128, biases=("attention_bias",), window="some"),
     "olmo2": Family("Olmo2ForCausalLM", {"qk_norm_whole": True, "norm_place": "after"}, norm_eps=1e-5, biases=("attention_bias",)),
     "granite": Family("GraniteForCausalLM", biases=("attention_bias", "mlp_bias"), scales=True),
+    "smollm3": Family("SmolLM3ForCausalLM", kv_heads=4, tied=True, theta=2e6, biases=("attention_bias", "mlp_bias"), nope_every=4),
     "gpt2": Family("GPT2LMHeadModel", _GPT2_ALWAYS, tied=True, norm_eps=1e-5),
 }
 _SCALES: Mapping[str, str] = {
@@ -167,6 +169,7 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
         "out_bias": attention_bias,
         "mlp_bias": biases.get("mlp_bias", False),
         "rope": _rope(read, family.theta),
+        "nope_every": _nope_every(read, family, layers),
         "sliding_window": _window(read, family, layers),
         "init_std": read.number("initializer_range", 0.02),
         **scales,
@@ -181,11 +184,6 @@ def _says_the_same(read: Reader, head_width: int) -> None:
     if "attention_multiplier" not in read.known:
         scale = head_width**-0.5
         read.only("attention_multiplier", scale, f"supported: {scale}, of the head width; this family has no other scale of attention")
-    why = "needs blocks without rotary embedding, which this family has not"
-    read.value("no_rope_layers", [], lambda v: isinstance(v, list) and all(v), why)
-    if not read.config.get("no_rope_layers"):
-        read.only("no_rope_layer_interval", 0, why)
-    read.known.add("no_rope_layer_interval")
 
 
 def _rope(read: Reader, theta: float) -> Rope:
@@ -232,6 +230,20 @@ def _scaling(inner: Reader, kind: str) -> dict[str, Any]:
     if not inner.faults and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
         inner.fault("high_freq_factor", numbers["high_freq_factor"], f"must exceed low_freq_factor {numbers['low_freq_factor']}")
     return {"scaling": kind, **numbers, "original_positions": positions}
+
+
+def _nope_every(read: Reader, family: Family, layers: int) -> int:
+    """`ModelSpec.nope_every`, from a flag for each block that is 0 where it has no rotary embedding, or from their interval."""
+    every = read.value("no_rope_layer_interval", family.nope_every, lambda v: type(v) is int and v >= 0, "must be a whole number")
+    flags = read.value("no_rope_layers", None, lambda v: isinstance(v, list) and len(v) == layers, f"must name {layers} layers")
+    key, given = ("no_rope_layers", flags) if flags else ("no_rope_layer_interval", every)
+    if flags:
+        every = next((block for block, flag in enumerate(flags, 1) if not flag), 0)
+        if [bool(flag) for flag in flags] != [not every or block % every > 0 for block in range(1, layers + 1)]:
+            read.fault(key, given, "supported: blocks without rotary embedding at one interval")
+    if every and every <= layers and not family.nope_every:
+        read.fault(key, given, "needs blocks without rotary embedding, which this family has not")
+    return every if every <= layers else 0
 
 
 def _window(read: Reader, family: Family, layers: int) -> int | None:
@@ -308,6 +320,9 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
     }
     family = FAMILIES[spec.family]
     config |= {key: {"attention_bias": spec.out_bias, "mlp_bias": spec.mlp_bias}[key] for key in family.biases}
+    if family.nope_every:
+        flags = [int(spec.rotates(block)) for block in range(1, spec.layers + 1)]
+        config |= {"no_rope_layers": flags, "no_rope_layer_interval": spec.nope_every}
     config |= {key: getattr(spec, name) for key, name in _SCALES.items()} if family.scales else {}
     if family.window == "all":
         config["sliding_window"] = spec.sliding_window

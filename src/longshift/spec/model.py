@@ -103,6 +103,7 @@ class ModelSpec:
     qk_norm_whole: bool = False  # OLMo 2: of all heads together
     norm_place: Literal["before", "after"] = "before"  # attention and MLP; OLMo 2 normalizes what they give
     rope: Rope | None = Rope()
+    nope_every: int = 0  # SmolLM3: every so-manieth block has no rotary embedding
     learned_positions: bool = False
     sliding_window: int | None = None
     attention_scale: float | None = None  # what scores are multiplied with; 1 / sqrt(head width) where None
@@ -137,6 +138,14 @@ class ModelSpec:
     def score_scale(self) -> float:
         """What scores of attention are multiplied with."""
         return self.head_width**-0.5 if self.attention_scale is None else self.attention_scale
+
+    def rotates(self, block: int) -> bool:
+        """Whether the block of this unit has rotary embedding."""
+        return self.rope is not None and not (self.nope_every and block % self.nope_every == 0)
+
+    def like(self, block: int) -> int:
+        """The first block that computes as this one does, so that one is told for all."""
+        return 1 if self.rope is None or self.rotates(block) == self.rotates(1) else self.nope_every
 
     @property
     def keys_stay_whole(self) -> bool:
