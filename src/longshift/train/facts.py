@@ -113,9 +113,9 @@ def changed_model(saved: Mapping[str, Any], spec: ModelSpec) -> list[tuple[str, 
 
 
 def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, saved: Checkpoint) -> None:
-    """Refuse to go on from a checkpoint with another model, format, data or tokenizer. Another function of the same weights is another
-    model, and weights kept in another format are other weights; a cursor means nothing in other data, a weight of the embedding nothing
-    under another tokenizer. Raises CheckpointError, UsageError."""
+    """Refuse to go on from a checkpoint with another model, format, data or tokenizer. A checkpoint can be resumed only with the same model
+    function and the same home precision; its cursor counts documents of its data, and its embedding has rows of its tokenizer. Raises
+    CheckpointError, UsageError."""
     for field, was, now in changed_model(facts.model, config.spec):
         raise CheckpointError(
             f"the model changed since {saved.folder} was written: {field} was {was} and is {now}; "
