@@ -201,8 +201,8 @@ class Decoder(nn.Module):
 
 
 def rotary_table(rope: Rope, width: int, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, R] of the R = `width` channels that turn. Angles are formed in float64: in float32 they are 0.1 off at position 4M,
-    where the fastest has turned 4M."""
+    """cos and sin [T, 1, R] of the R = `width` channels that turn. Angles are formed in float64: in float32 they are 0.1 off at position
+    4M, where the fastest has turned 4M."""
     frequency = rope.theta ** -(torch.arange(0, width, 2, dtype=torch.float64, device=positions_T.device) / width)
     if rope.scaling == "linear":
         frequency = frequency / rope.factor

@@ -71,8 +71,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """apply(x [T, N, H], cos [T, 1, R], sin [T, 1, R]) -> [T, N, H], in the half-split convention of the Hugging Face checkpoints. The first
-    R channels of a head turn."""
+    """apply(x [T, N, H], cos [T, 1, R], sin [T, 1, R]) -> [T, N, H], in the half-split convention of the Hugging Face checkpoints. The
+    first R channels of a head turn."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
