@@ -1,4 +1,4 @@
-"""The decoder: Llama, Mistral, Qwen and GPT-2 as one readable model that knows no rank.
+"""The decoder: all families of `spec.families` as one readable model that knows no rank.
 
 A block's composition is `schedule.seams`; here are its primitives. What a parallel layout changes goes through `Ops`, whose methods here
 are those of one process.

@@ -379,6 +379,12 @@ _LLAMA32: Mapping[str, Any] = {
     "rope": Rope(500000.0, "llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192),
 }
 _QWEN3: Mapping[str, Any] = {"qk_norm": True, "rope": Rope(theta=1000000.0)}
+_SMOLLM3: Mapping[str, Any] = {"tied": True, "rope": Rope(theta=5000000.0), "nope_every": 4}
+_OLMO2: Mapping[str, Any] = {"qk_norm_whole": True, "norm_place": "after", "rope": Rope(theta=500000.0)}
+_GRANITE: Mapping[str, Any] = {
+    **{"tied": True, "norm_eps": 1e-5, "rope": Rope(theta=5000000.0)},
+    **{"attention_scale": 0.015625, "embed_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0},
+}
 _GPT2: Mapping[str, Any] = {**_GPT2_ALWAYS, "tied": True, "norm_eps": 1e-5, "activation": "gelu_tanh"}
 
 PRESETS: Mapping[str, ModelSpec] = {
@@ -397,4 +403,8 @@ PRESETS: Mapping[str, ModelSpec] = {
     "qwen2.5-7b": _decoder("qwen2", 152064, 3584, 28, 28, 4, 18944, 131072, qkv_bias=True, rope=Rope(theta=1000000.0)),
     "qwen3-0.6b": _decoder("qwen3", 151936, 1024, 28, 16, 8, 3072, 40960, tied=True, head_width=128, **_QWEN3),
     "qwen3-8b": _decoder("qwen3", 151936, 4096, 36, 32, 8, 12288, 40960, **_QWEN3),
+    "olmo-2-7b": _decoder("olmo2", 100352, 4096, 32, 32, 32, 11008, 4096, **_OLMO2),
+    "granite-3.1-2b": _decoder("granite", 49155, 2048, 40, 32, 8, 8192, 131072, **_GRANITE),
+    "smollm3-3b": _decoder("smollm3", 128256, 2048, 36, 16, 4, 11008, 65536, **_SMOLLM3),
+    "phi-4": _decoder("phi3", 100352, 5120, 40, 40, 10, 17920, 16384, norm_eps=1e-5, rope=Rope(theta=250000.0), fused=True),
 }
