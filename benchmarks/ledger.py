@@ -39,6 +39,7 @@ FAMILIES = {
     "qwen3": replace(_LLAMA, family="qwen3", heads=4, kv_heads=1, qk_norm=True),
     "granite": replace(_LLAMA, family="granite", attention_scale=0.1, embed_scale=12.0, residual_scale=0.22, logit_divisor=8.0),
     "smollm3": replace(_LLAMA, family="smollm3", nope_every=2),
+    "phi3": replace(_LLAMA, family="phi3", fused=True, rotary=12),
     "olmo2": replace(_LLAMA, family="olmo2", qk_norm_whole=True, norm_place="after"),
     "gpt2": ModelSpec(
         *("gpt2", 509, 64, 5, 5, 5, 16, 255, 4096, True, "layer", 1e-5, "gelu_tanh", False),
@@ -163,6 +164,7 @@ QUICK = (
     Case("dp2.z3", "granite", lengths=FEW),
     Case("pp2.dp2.z2", "smollm3", "bf16", FEW),
     Case("u2.chunk256.disk", "smollm3", lengths=FEW),
+    Case("tp2.recompute-attention", "phi3", "bf16", FEW),
     Case("tp2", "olmo2", "bf16", FEW),
     Case("dp3.z2", "gpt2", "fp16", SHORT),
     Case("dp2.z2 > tp2", "qwen3", lengths=(*SHORT, 700)),

@@ -68,6 +68,7 @@ FAMILIES: Mapping[str, ModelSpec] = {
     "gpt2": replace(preset("tiny-gpt2"), **_SIZES | {"kv_heads": 4}),
     "qwen3": replace(preset("tiny-qwen3"), **_SIZES, tied=False, qkv_bias=True),
     "smollm3": replace(preset("tiny-llama"), **_SIZES, family="smollm3", tied=True, nope_every=2),
+    "phi3": replace(preset("tiny-llama"), **_SIZES, family="phi3", fused=True, rotary=4),
     "granite": replace(preset("tiny-llama"), **_SIZES, family="granite", tied=True, **GRANITE),
     "olmo2": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="olmo2", qk_norm_whole=True, norm_place="after"),
 }

@@ -48,6 +48,7 @@ SPECS = {
         "granite", 61, 64, 1, 4, 2, 16, 97, 4096, attention_scale=0.1, embed_scale=12.0, residual_scale=0.22, logit_divisor=8.0
     ),
     "smollm3": ModelSpec("smollm3", 61, 64, 1, 4, 2, 16, 97, 4096, rope=Rope(), nope_every=1),
+    "phi3": ModelSpec("phi3", 61, 64, 1, 6, 2, 16, 97, 4096, rope=Rope(), fused=True, rotary=12),
     "olmo2": ModelSpec("olmo2", 61, 64, 1, 4, 2, 16, 97, 4096, rope=Rope(), qk_norm_whole=True, norm_place="after"),
     "gpt2": ModelSpec(
         *("gpt2", 61, 64, 1, 5, 5, 16, 128, 4096, True, "layer", 1e-5, "gelu_tanh", False),

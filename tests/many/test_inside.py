@@ -130,7 +130,7 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
 
 @pytest.mark.parametrize("dtype", BYTES)
 @pytest.mark.parametrize("layout", CHUNKED)
-@pytest.mark.parametrize("spec", ["llama grouped", "qwen3", "gpt2", "olmo2", "granite", "smollm3"])
+@pytest.mark.parametrize("spec", ["llama grouped", "qwen3", "gpt2", "olmo2", "granite", "smollm3", "phi3"])
 def test_events_of_chunks_hold_leave_and_send_what_is_said(worlds: Worlds, spec: str, layout: str, dtype: str):
     agree(worlds, "events", lambda found, rank: event_faults(found, spec, layout, rank, dtype), spec, layout, dtype)
 

@@ -142,6 +142,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0},
         **{"sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_sliding_window": False},
     ),
+    "phi-3-mini-4k": _config(
+        *("phi3", "Phi3ForCausalLM", "3072 8192 32 32 32 32064 4096"),
+        **{"_name_or_path": "Phi-3-mini-4k-instruct", "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1},
+        **{"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}},
+        **{"embd_pdrop": 0.0, "eos_token_id": 32000, "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0},
+        **{"rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False},
+    ),
+    "phi-4": _config(
+        *("phi3", "Phi3ForCausalLM", "5120 17920 40 40 10 100352 16384"),
+        **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 100257, "embd_pdrop": 0.0, "eos_token_id": 100265},
+        **{"original_max_position_embeddings": 16384, "pad_token_id": 100349, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05},
+        **{"rope_scaling": None, "rope_theta": 250000, "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16"},
+    ),
+    "phi-4-mini, at its original length": _config(
+        *("phi3", "Phi3ForCausalLM", "3072 8192 32 24 8 200064 4096"),
+        **{"attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 199999, "embd_pdrop": 0.0, "eos_token_id": 199999},
+        **{"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "original_max_position_embeddings": 4096},
+        **{"mlp_bias": False, "partial_rotary_factor": 0.75, "pad_token_id": 199999, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05},
+        **{"rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True},
+    ),
     "gpt2": {
         **{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256},
         **{"embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2"},

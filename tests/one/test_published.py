@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from longshift.errors import UsageError
 from longshift.model.huggingface import write_folder
-from longshift.spec.families import FAMILIES, from_hugging_face, to_hugging_face
+from longshift.spec.families import FAMILIES, PRESETS, from_hugging_face, to_hugging_face
 
 BOUND = 1e-10
 
@@ -41,6 +41,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
 def test_a_published_config_is_read_and_survives(name: str):
     spec = from_hugging_face(PUBLISHED[name])
     assert from_hugging_face(json.loads(json.dumps(to_hugging_face(spec)))) == spec
+
+
+@pytest.mark.filterwarnings("ignore:.*asks for dropout")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_table_is_the_model_of_transformers(name: str):
+    """Names and shapes of all weights, at full width, of few blocks."""
+    blocks = (
+        {"n_layer": 4} if PUBLISHED[name]["model_type"] == "gpt2" else {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}
+    )
+    config = PUBLISHED[name] | blocks
+    with torch.device("meta"):
+        other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    assert {n: tuple(w.shape) for n, w in other.named_parameters()} == {p.name: p.shape for p in from_hugging_face(config).params}
+
+
+@pytest.mark.filterwarnings("ignore:.*asks for dropout")
+@pytest.mark.parametrize("name", PUBLISHED.keys() & PRESETS.keys())
+def test_a_preset_is_the_published_model(name: str):
+    assert PRESETS[name] == from_hugging_face(PUBLISHED[name])
 
 
 @pytest.mark.filterwarnings("ignore:.*asks for dropout")

@@ -1,6 +1,7 @@
 """The parameter table in numbers, and how tensor parallelism cuts it."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -39,6 +40,14 @@ def test_table_names_every_weight_once_and_gives_it_to_its_unit(name):
         assert len(set(roles)) == len(roles)
     tied = [p.name for p in spec.of_unit(0) if p in spec.of_unit(spec.units - 1)]
     assert len(tied) == spec.tied
+
+
+@pytest.mark.parametrize("every", [0, 1, 2, 3, 7])
+def test_one_block_is_told_for_all_that_compute_so(every):
+    spec = replace(PRESETS["tiny-llama"], layers=6, nope_every=every)
+    for block in range(1, 7):
+        assert spec.rotates(spec.like(block)) == spec.rotates(block)
+        assert spec.like(block) == next(other for other in range(1, 7) if spec.rotates(other) == spec.rotates(block))
 
 
 @given(total=st.integers(0, 500), parts=st.integers(1, 20))

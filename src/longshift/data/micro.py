@@ -42,7 +42,7 @@ class ChunkedPack:
     def rotated(self, chunk: int) -> MicroBatch:
         """A chunk with its angles, where the model has any."""
         micro, spec = self.micros[chunk], self.spec
-        return replace(micro, rotary=rotary_table(spec.rope, spec.head_width, micro.positions_T, self.dtype)) if spec.rope else micro
+        return replace(micro, rotary=rotary_table(spec.rope, spec.rotary_width, micro.positions_T, self.dtype)) if spec.rope else micro
 
 
 def micro_batch(
@@ -69,7 +69,7 @@ def micro_batch(
     seen = slice(at.ulysses * len(index) // layout.ulysses, (at.ulysses + 1) * len(index) // layout.ulysses)
     tokens_T, labels_T, positions_T = (on_device(torch.from_numpy(a[seen]), device) for a in (tokens, labels, positions))
     own = len(tokens_T) // layout.tp
-    rotary = rotary_table(spec.rope, spec.head_width, positions_T, dtype) if spec.rope and starts is None else None
+    rotary = rotary_table(spec.rope, spec.rotary_width, positions_T, dtype) if spec.rope and starts is None else None
     return MicroBatch(tokens_T, labels_T, positions_T, positions_T[at.tp * own : (at.tp + 1) * own], rotary, order)
 
 

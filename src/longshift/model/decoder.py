@@ -1,4 +1,4 @@
-"""The decoder: Llama, Mistral, Qwen and GPT-2 as one readable model that knows no rank.
+"""The decoder: all families of `spec.families` as one readable model that knows no rank.
 
 A block's composition is `schedule.seams`; here are its primitives. What a parallel layout changes goes through `Ops`, whose methods here
 are those of one process.
@@ -32,7 +32,7 @@ class MicroBatch:
     labels_T: Tensor
     positions_T: Tensor  # of each token in its document
     positions: Tensor  # [T']
-    rotary: tuple[Tensor, Tensor] | None  # cos, sin [T, 1, H]
+    rotary: tuple[Tensor, Tensor] | None  # cos, sin [T, 1, R]
     order: TokenOrder
 
     @property
@@ -200,9 +200,10 @@ class Decoder(nn.Module):
         return self.units[-1].logits(x, ops)  # pyright: ignore
 
 
-def rotary_table(rope: Rope, head_width: int, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, H]. Angles are formed in float64: in float32 they are 0.1 off at position 4M, where the fastest has turned 4M."""
-    frequency = rope.theta ** -(torch.arange(0, head_width, 2, dtype=torch.float64, device=positions_T.device) / head_width)
+def rotary_table(rope: Rope, width: int, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, R] of the R = `width` channels that turn. Angles are formed in float64: in float32 they are 0.1 off at position
+    4M, where the fastest has turned 4M."""
+    frequency = rope.theta ** -(torch.arange(0, width, 2, dtype=torch.float64, device=positions_T.device) / width)
     if rope.scaling == "linear":
         frequency = frequency / rope.factor
     elif rope.scaling == "llama3":
@@ -212,7 +213,7 @@ def rotary_table(rope: Rope, head_width: int, positions_T: Tensor, dtype: torch.
 
 
 def _both_halves(half: Tensor) -> Tensor:
-    """[T, H / 2] -> [T, 1, H]"""
+    """[T, R / 2] -> [T, 1, R]"""
     return torch.cat((half, half), dim=-1).unsqueeze(1)
 
 

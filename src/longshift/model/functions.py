@@ -71,7 +71,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """apply(x [T, N, H], cos [T, 1, H], sin [T, 1, H]) -> [T, N, H], in the half-split convention of the Hugging Face checkpoints."""
+    """apply(x [T, N, H], cos [T, 1, R], sin [T, 1, R]) -> [T, N, H], in the half-split convention of the Hugging Face checkpoints. The
+    first R channels of a head turn."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -85,8 +86,11 @@ class Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
-    y = torch.mul(x, cos, out=x.new_empty(x.shape))
-    (y1, y2), (x1, x2), (sin1, sin2) = (t.chunk(2, -1) for t in (y, x, sin))
+    y, width = x.new_empty(x.shape), cos.shape[-1]
+    y[..., width:] = x[..., width:]
+    turning, x = y[..., :width], x[..., :width]
+    torch.mul(x, cos, out=turning)
+    (y1, y2), (x1, x2), (sin1, sin2) = (t.chunk(2, -1) for t in (turning, x, sin))
     y1.addcmul_(x2, sin1, value=-way)
     y2.addcmul_(x1, sin2, value=way)
     return y

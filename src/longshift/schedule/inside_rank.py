@@ -126,7 +126,7 @@ class Micro:
         """`model.decoder.rotary_table`"""
         place, tokens = rank.place, rank.tokens_T
         if place.spec.rope is not None:
-            half = (tokens, place.spec.head_width // 2)
+            half = (tokens, place.spec.rotary_width // 2)
             position = rank.new((tokens,), 8)
             angle = rank.new(half, 8)
             del position
@@ -134,7 +134,7 @@ class Micro:
 
 
 def _both_halves(half: Tensor) -> Tensor:
-    """`model.decoder.rotary_table`: cos or sin [T, 1, H] from [T, H / 2]."""
+    """`model.decoder.rotary_table`: cos or sin [T, 1, R] from [T, R / 2]."""
     return half.new((half.shape[0], 1, 2 * half.shape[1]))
 
 

@@ -65,7 +65,7 @@ class BlockSeams:
     def projected(self, h: Any, ops: Any) -> tuple[Any, Any, Any]:
         """Queries [T, N, H], keys and values [T, K, H] of the normalized residual stream."""
         width = self.spec.head_width
-        if self.spec.fused_qkv:
+        if self.spec.fused_qkv or self.spec.fused:
             sizes = [len(heads) * width for heads in (ops.heads, ops.kv_heads, ops.kv_heads)]
             q, k, v = self.linear(h, "fused").split(sizes, -1)
         else:
@@ -77,6 +77,9 @@ class BlockSeams:
 
     def hidden(self, h: Any) -> Any:
         """The activations [T, F] that `down` takes."""
+        if self.spec.fused:
+            both = self.linear(h, "gate_up")
+            return self.gated(*both.split([both.shape[-1] // 2] * 2, -1))
         return self.gated(self.linear(h, "gate"), self.linear(h, "up")) if self.spec.gated else self.activation(self.linear(h, "up"))
 
     def row_linear(self, x: Any, role: str, ops: Any) -> Any:

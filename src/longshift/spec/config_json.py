@@ -24,6 +24,7 @@ _NOT_THE_FUNCTION = frozenset((
     "unsloth_version", "model_name", "return_dict_in_generate", "output_scores", "remove_invalid_values", "suppress_tokens",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "encoder_no_repeat_ngram_size",
     "exponential_decay_length_penalty", "tf_legacy_loss", "tie_encoder_decoder", "cross_attention_hidden_size", "is_decoder",
+    "original_max_position_embeddings",
 ))
 # fmt: on
 
@@ -48,6 +49,9 @@ _NEEDS: Mapping[str, tuple[Any, str]] = {
     "embedding_multiplier": (1.0, "needs scaled embeddings, which this family has not"),
     "residual_multiplier": (1.0, "needs scaled residual branches, which this family has not"),
     "logits_scaling": (1.0, "needs scaled logits, which this family has not"),
+    "lm_head_bias": (False, "needs a bias in the output head, which is not implemented"),
+    "full_attn_mod": (1, "needs attention that differs between layers, which is not implemented"),
+    "interpolate_factor": (1, "needs interpolated positions, which are not implemented"),
     "num_experts": (0, "needs a mixture of experts, which is not implemented"),
     "num_local_experts": (0, "needs a mixture of experts, which is not implemented"),
 }

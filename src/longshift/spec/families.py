@@ -19,10 +19,11 @@ from longshift.spec.model import ModelSpec, Rope
 class Family:
     """A model family in the words of transformers: its class, fields of ModelSpec that all its models have, and its keys.
 
-    `kv_heads`, `head_width`, `tied`, `norm_eps`, `theta`: what keys that are absent mean; heads as many as query heads, and heads' width
-    such that they fill the model's, where None. `biases`: which of the keys `attention_bias` and `mlp_bias` it has. `window`: whether
-    `sliding_window` is of all blocks, or of those that `layer_types` or `max_window_layers` name. `scales`: whether it has the keys of
-    _SCALES. `nope_every`: what is meant where no key says which blocks have no rotary embedding; without it all have.
+    What absent keys mean: `kv_heads` (None: as many as query heads), `head_width` (None: heads fill the model's width), `tied`, `norm_eps`,
+    `theta`, `window_size`, `nope_every`.
+    Which keys it has: `biases`, of `attention_bias` and `mlp_bias`; `window`, whether `sliding_window` is of all blocks or of those that
+    `layer_types` or `max_window_layers` name; `scales`, those of _SCALES; `partial_rotary`, `partial_rotary_factor`. With `nope_every`
+    it may have blocks without rotary embedding.
     """
 
     architecture: str
@@ -34,7 +35,9 @@ class Family:
     theta: float = 10000.0
     biases: tuple[str, ...] = ()
     window: Literal["all", "some"] | None = None
+    window_size: int | None = 4096
     scales: bool = False
+    partial_rotary: bool = False
     nope_every: int = 0
 
 
@@ -57,6 +60,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family("Olmo2ForCausalLM", {"qk_norm_whole": True, "norm_place": "after"}, norm_eps=1e-5, biases=("attention_bias",)),
     "granite": Family("GraniteForCausalLM", biases=("attention_bias", "mlp_bias"), scales=True),
     "smollm3": Family("SmolLM3ForCausalLM", kv_heads=4, tied=True, theta=2e6, biases=("attention_bias", "mlp_bias"), nope_every=4),
+    "phi3": Family("Phi3ForCausalLM", {"fused": True}, norm_eps=1e-5, window="all", window_size=None, partial_rotary=True),
     "gpt2": Family("GPT2LMHeadModel", _GPT2_ALWAYS, tied=True, norm_eps=1e-5),
 }
 _SCALES: Mapping[str, str] = {
@@ -147,8 +151,7 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
         read.fault("hidden_size", width, f"does not divide into {heads} heads")
     if heads % kv_heads:
         read.fault("num_attention_heads", heads, f"does not divide into {kv_heads} key/value heads")
-    if head_width % 2:
-        read.fault("head_dim", head_width, "rotary embeddings need an even head width")
+    rotary = _rotary(read, family, head_width)
     biases = {key: read.flag(key, False) for key in family.biases}
     attention_bias = biases.get("attention_bias", False)
     scales = {name: float(read.number(key, 1.0)) for key, name in _SCALES.items()} if family.scales else {}
@@ -168,6 +171,7 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
         "qkv_bias": attention_bias or family.always.get("qkv_bias", False),
         "out_bias": attention_bias,
         "mlp_bias": biases.get("mlp_bias", False),
+        "rotary": rotary if rotary < head_width else None,
         "rope": _rope(read, family.theta),
         "nope_every": _nope_every(read, family, layers),
         "sliding_window": _window(read, family, layers),
@@ -184,6 +188,23 @@ def _says_the_same(read: Reader, head_width: int) -> None:
     if "attention_multiplier" not in read.known:
         scale = head_width**-0.5
         read.only("attention_multiplier", scale, f"supported: {scale}, of the head width; this family has no other scale of attention")
+
+
+def _rotary(read: Reader, family: Family, head_width: int) -> int:
+    """Channels of a head that turn."""
+    found = [read.config.get(key) for key in ("rope_parameters", "rope_scaling")] + [read.config]
+    key = "partial_rotary_factor"
+    factor = next((some[key] for some in found if isinstance(some, Mapping) and some.get(key) is not None), 1.0)
+    read.known.add(key)
+    if type(factor) not in (int, float) or not 0 < factor <= 1:
+        read.fault(key, factor, "must be a number above 0, at most 1")
+        return head_width
+    if factor < 1 and not family.partial_rotary:
+        read.fault(key, factor, "needs rotary embedding of a part of each head, which this family has not")
+    width = int(head_width * factor)
+    if width % 2:
+        read.fault("head_dim", head_width, f"rotary embeddings need an even head width, and {width} channels are to turn")
+    return width
 
 
 def _rope(read: Reader, theta: float) -> Rope:
@@ -212,8 +233,7 @@ def _rope(read: Reader, theta: float) -> Rope:
     if own != outer and read.config.get("rope_theta") is not None:
         inner.fault("rope_theta", own, f"but rope_theta says {outer!r}")
     scaling = _scaling(inner, asked[0])
-    for some in (inner, read):
-        some.only("partial_rotary_factor", 1.0, "needs rotary embedding of a part of each head, which this family has not")
+    inner.known.add("partial_rotary_factor")
     inner.refuse_the_rest()
     read.faults += inner.faults
     return Rope(theta=float(own), **scaling)
@@ -252,7 +272,7 @@ def _window(read: Reader, family: Family, layers: int) -> int | None:
     if set(types or ()) - {"sliding_attention", "full_attention"}:
         read.fault("layer_types", types, "supported: all sliding_attention, or all full_attention")
         types = None
-    window = read.size("sliding_window", 4096) if read.config.get("sliding_window", 4096) is not None else None
+    window = read.size("sliding_window", family.window_size) if read.config.get("sliding_window", family.window_size) is not None else None
     if family.window == "all":
         if types and set(types) != {"sliding_attention" if window else "full_attention"}:
             read.fault("layer_types", types, f"but sliding_window says {window}")
@@ -320,6 +340,7 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
     }
     family = FAMILIES[spec.family]
     config |= {key: {"attention_bias": spec.out_bias, "mlp_bias": spec.mlp_bias}[key] for key in family.biases}
+    config |= {"partial_rotary_factor": spec.rotary_width / spec.head_width} if family.partial_rotary else {}
     if family.nope_every:
         flags = [int(spec.rotates(block)) for block in range(1, spec.layers + 1)]
         config |= {"no_rope_layers": flags, "no_rope_layer_interval": spec.nope_every}
@@ -358,6 +379,12 @@ _LLAMA32: Mapping[str, Any] = {
     "rope": Rope(500000.0, "llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192),
 }
 _QWEN3: Mapping[str, Any] = {"qk_norm": True, "rope": Rope(theta=1000000.0)}
+_SMOLLM3: Mapping[str, Any] = {"tied": True, "rope": Rope(theta=5000000.0), "nope_every": 4}
+_OLMO2: Mapping[str, Any] = {"qk_norm_whole": True, "norm_place": "after", "rope": Rope(theta=500000.0)}
+_GRANITE: Mapping[str, Any] = {
+    **{"tied": True, "norm_eps": 1e-5, "rope": Rope(theta=5000000.0)},
+    **{"attention_scale": 0.015625, "embed_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0},
+}
 _GPT2: Mapping[str, Any] = {**_GPT2_ALWAYS, "tied": True, "norm_eps": 1e-5, "activation": "gelu_tanh"}
 
 PRESETS: Mapping[str, ModelSpec] = {
@@ -376,4 +403,8 @@ PRESETS: Mapping[str, ModelSpec] = {
     "qwen2.5-7b": _decoder("qwen2", 152064, 3584, 28, 28, 4, 18944, 131072, qkv_bias=True, rope=Rope(theta=1000000.0)),
     "qwen3-0.6b": _decoder("qwen3", 151936, 1024, 28, 16, 8, 3072, 40960, tied=True, head_width=128, **_QWEN3),
     "qwen3-8b": _decoder("qwen3", 151936, 4096, 36, 32, 8, 12288, 40960, **_QWEN3),
+    "olmo-2-7b": _decoder("olmo2", 100352, 4096, 32, 32, 32, 11008, 4096, **_OLMO2),
+    "granite-3.1-2b": _decoder("granite", 49155, 2048, 40, 32, 8, 8192, 131072, **_GRANITE),
+    "smollm3-3b": _decoder("smollm3", 128256, 2048, 36, 16, 4, 11008, 65536, **_SMOLLM3),
+    "phi-4": _decoder("phi3", 100352, 5120, 40, 40, 10, 17920, 16384, norm_eps=1e-5, rope=Rope(theta=250000.0), fused=True),
 }

@@ -96,6 +96,7 @@ class ModelSpec:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     gated: bool = True
     fused_qkv: bool = False  # GPT-2: one matrix, stored input-major
+    fused: bool = False  # Phi-3: queries, keys and values in one matrix, gate and up in another
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -103,6 +104,7 @@ class ModelSpec:
     qk_norm_whole: bool = False  # OLMo 2: of all heads together
     norm_place: Literal["before", "after"] = "before"  # attention and MLP; OLMo 2 normalizes what they give
     rope: Rope | None = Rope()
+    rotary: int | None = None  # channels of a head that turn with the position, the first ones; all where None
     nope_every: int = 0  # SmolLM3: every so-manieth block has no rotary embedding
     learned_positions: bool = False
     sliding_window: int | None = None
@@ -133,6 +135,11 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of weights, tied ones once."""
         return sum(p.elements for p in self.params)
+
+    @property
+    def rotary_width(self) -> int:
+        """Channels of a head that turn with the position."""
+        return self.rotary or self.head_width
 
     @property
     def score_scale(self) -> float:
@@ -166,15 +173,19 @@ class ModelSpec:
 def _llama_table(s: ModelSpec) -> Iterator[Param]:
     d, n, k, h, f, v = s.width, s.heads, s.kv_heads, s.head_width, s.ffn, s.vocab
     vocab, query, kv, ffn = (Part(v),), (Part(n, h),), (Part(k, h, heads=n),), (Part(f),)
+    attention = (("q", "q", query, n * h), ("k", "k", kv, k * h), ("v", "v", kv, k * h))
+    if s.fused:
+        attention = (("fused", "qkv", query + kv + kv, (n + 2 * k) * h),)
+    mlp = (("gate_up", ffn + ffn, 2 * f),) if s.fused else (("gate", ffn, f), ("up", ffn, f))
     yield Param("model.embed_tokens.weight", "embed", (v, d), 0, 0, vocab, also_unit=s.layers + 1 if s.tied else None)
     for layer in range(s.layers):
         unit, at = layer + 1, f"model.layers.{layer}."
         if s.norm_place == "before":
             yield Param(at + "input_layernorm.weight", "norm1", (d,), unit, decay=False, init="ones")
-        for role, part, rows in (("q", query, n * h), ("k", kv, k * h), ("v", kv, k * h)):
-            yield Param(f"{at}self_attn.{role}_proj.weight", role, (rows, d), unit, 0, part)
+        for role, name, part, rows in attention:
+            yield Param(f"{at}self_attn.{name}_proj.weight", role, (rows, d), unit, 0, part)
             if s.qkv_bias:
-                yield Param(f"{at}self_attn.{role}_proj.bias", role + "_bias", (rows,), unit, 0, part, decay=False, init="zeros")
+                yield Param(f"{at}self_attn.{name}_proj.bias", role + "_bias", (rows,), unit, 0, part, decay=False, init="zeros")
         if s.qk_norm:
             yield Param(at + "self_attn.q_norm.weight", "q_norm", (h,), unit, decay=False, init="ones")
             yield Param(at + "self_attn.k_norm.weight", "k_norm", (h,), unit, decay=False, init="ones")
@@ -186,10 +197,10 @@ def _llama_table(s: ModelSpec) -> Iterator[Param]:
             yield Param(at + "self_attn.o_proj.bias", "o_bias", (d,), unit, decay=False, init="zeros")
         after_attention = "norm2" if s.norm_place == "before" else "norm1"
         yield Param(at + "post_attention_layernorm.weight", after_attention, (d,), unit, decay=False, init="ones")
-        for role in ("gate", "up"):
-            yield Param(f"{at}mlp.{role}_proj.weight", role, (f, d), unit, 0, ffn)
+        for role, part, rows in mlp:
+            yield Param(f"{at}mlp.{role}_proj.weight", role, (rows, d), unit, 0, part)
             if s.mlp_bias:
-                yield Param(f"{at}mlp.{role}_proj.bias", role + "_bias", (f,), unit, 0, ffn, decay=False, init="zeros")
+                yield Param(f"{at}mlp.{role}_proj.bias", role + "_bias", (rows,), unit, 0, part, decay=False, init="zeros")
         yield Param(at + "mlp.down_proj.weight", "down", (d, f), unit, 1, ffn, init="normal_out")
         if s.mlp_bias:
             yield Param(at + "mlp.down_proj.bias", "down_bias", (d,), unit, decay=False, init="zeros")
