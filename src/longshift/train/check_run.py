@@ -238,7 +238,8 @@ def leaks(world: World, trial: dict, layout: str) -> dict[str, int]:
     """How many of some target positions see what they must not, under a layout."""
     what = Trial.from_json(trial)
     _, player = build(what, [Layout.parse(layout)], world)
-    documents = what.batches()[0].documents
+    documents = sorted(what.batches()[0].documents, key=lambda document: len(document.ids))
+    documents = [documents[-1], *documents[:-1]]  # the longest, and short ones
     documents = documents[: max(2, bisect_left(list(accumulate(len(d.ids) for d in documents)), PROBED_TOKENS))]
     random = np.random.default_rng(what.seed)
     targets = [(d, int(p)) for d, document in enumerate(documents) for p in np.flatnonzero(document.labels != IGNORE)]
