@@ -238,7 +238,7 @@ def bucketed(edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
 
 
 def beside_c1() -> dict:
-    """What our search finds over C1, padding-free and padded. GiB: what each needs of a device by the ledger; C1 is timed whether it fits or not."""
+    """What our search finds over C1, padding-free and padded. C1 is timed whether it fits a device or not; GiB are the ledger's."""
     best, replay = search(task_of("GitHub")).best, Replay(task_of("GitHub"))
     assert best is not None
     c1 = edges_of("C1")
@@ -259,8 +259,8 @@ def beside_c1() -> dict:
 
 
 def hotspa(with_search: bool = True) -> dict:
-    """Table 3. Errors are of totals that include what switches take here; `switch_s`: on the clock, seconds that weights travel. Without the
-    search, switches take what the table says."""
+    """Table 3. Errors are of totals that include what switches take here. `switch_s`: seconds that weights travel, on the clock; without
+    the search, what the table says."""
     replay = Replay(task_of("GitHub"))
     switch_s = {name: replay.step(edges_of(name), 0).busy_s("switch") for name in SETS} if with_search else OTHERS_S
     ways, rows, worst = {"predicted": measured_s, "modelled": modelled_s}, [], {}
