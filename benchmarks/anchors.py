@@ -259,8 +259,8 @@ def beside_c1() -> dict:
 
 
 def hotspa(with_search: bool = True) -> dict:
-    """Table 3. Errors are of totals that include what switches take here. `switch_s`: seconds that weights travel, on the clock; without
-    the search, what the table says."""
+    """Table 3. Errors are of totals that include what switches take here. `switch_s`: seconds that weights and
+    sums of gradients travel, on the clock; without the search, what the table says."""
     replay = Replay(task_of("GitHub"))
     switch_s = {name: replay.step(edges_of(name), 0).busy_s("switch") for name in SETS} if with_search else OTHERS_S
     ways, rows, worst = {"predicted": measured_s, "modelled": modelled_s}, [], {}
