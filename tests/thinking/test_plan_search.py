@@ -266,7 +266,7 @@ def test_plan_is_equal_in_every_process():
         "import test_plan_search as t",
         "from dataclasses import asdict",
     )
-    program = "; ".join((*lines, "print(json.dumps(dataclasses.asdict(t.found_on()), sort_keys=True))"))
+    program = "; ".join((*lines, "print(json.dumps(asdict(t.found_on()), sort_keys=True))"))
     texts = []
     for seed in ("0", "1"):
         where = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
