@@ -84,6 +84,8 @@ SWITCHED = (
     ("gpt2", "dp2.u2 > tp2.ring2.recompute-full > pp2.v2.tp2", 2, 20_000, 1 << 30, "fan_out"),
     ("qwen3", "dp8 > pp2.dp2.tp2 > dp2.tp4", 4, 50_000, 1 << 30, "fan_out"),
     ("llama", "dp2 > pp2.chunk7.fpdt > u2.chunk24.disk", 1, 1 << 20, 1 << 30, "fan_out"),
+    ("olmo2", "dp4 > dp2.tp2.z3 > pp2.u2", 2, 20_000, 1 << 30, "fan_out"),
+    ("phi3", "tp4 > dp4.z2 > ring2.tp2", 2, 20_000, 0, "fan_out"),
 )
 
 

@@ -47,17 +47,15 @@ def test_a_published_config_is_read_and_survives(name: str):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_table_is_the_model_of_transformers(name: str):
     """Names and shapes of all weights, at full width, of few blocks."""
-    blocks = (
-        {"n_layer": 4} if PUBLISHED[name]["model_type"] == "gpt2" else {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}
-    )
-    config = PUBLISHED[name] | blocks
+    few = {"num_hidden_layers": 4, "layer_types": None, "no_rope_layers": None}
+    config = PUBLISHED[name] | ({"n_layer": 4} if PUBLISHED[name]["model_type"] == "gpt2" else few)
     with torch.device("meta"):
         other = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     assert {n: tuple(w.shape) for n, w in other.named_parameters()} == {p.name: p.shape for p in from_hugging_face(config).params}
 
 
 @pytest.mark.filterwarnings("ignore:.*asks for dropout")
-@pytest.mark.parametrize("name", PUBLISHED.keys() & PRESETS.keys())
+@pytest.mark.parametrize("name", sorted(PUBLISHED.keys() & PRESETS.keys()))
 def test_a_preset_is_the_published_model(name: str):
     assert PRESETS[name] == from_hugging_face(PUBLISHED[name])
 

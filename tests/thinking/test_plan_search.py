@@ -92,12 +92,12 @@ def ledger_bytes(spec: ModelSpec, layout: Layout, pack: int, micros: int, precis
     return most(needs(shape, edges, transport, transport == "gloo")).device.total  # pyright: ignore[reportArgumentType]
 
 
-def of_bound(seeds: range) -> list[float]:
-    """The bound over what the ledger says, of random layouts."""
+def of_bound(seeds: range, **switches: object) -> list[float]:
+    """The bound over what the ledger says, of random layouts and of models with these switches."""
     found = []
     for seed in seeds:
         rng = random.Random(seed)
-        spec = rng.choice([ODD, SMALL, TIED, LARGE])
+        spec = replace(rng.choice([ODD, SMALL, TIED, LARGE]), **switches)  # pyright: ignore[reportArgumentType]
         known = enumerate_layouts(spec, rng.choice([1, 2, 4, 8]), {"order": ["1f1b", "gpipe"]}).meshes
         index = rng.randrange(len(known))
         layout, pack, micros = known.layout(index), rng.choice([256, 1024, 4096, 8192]), rng.choice([1, 2, 5, 9])
@@ -112,6 +112,15 @@ def test_plan_bound_is_never_above_the_ledger_and_near_it():
     found = of_bound(range(120))
     assert max(found) <= 1
     assert np.median(found) > 0.9
+
+
+@pytest.mark.parametrize(
+    "switches", [{"qk_norm_whole": True, "norm_place": "after"}, {"fused": True, "rotary": 8}, {"residual_scale": 0.2}]
+)
+def test_plan_bound_holds_for_models_of_other_families(switches: dict):
+    found = of_bound(range(30), **switches)
+    assert max(found) <= 1
+    assert np.median(found) > 0.85
 
 
 def test_plan_bound_counts_packs_in_flight(monkeypatch: pytest.MonkeyPatch):

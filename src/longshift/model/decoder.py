@@ -3,7 +3,8 @@
 A block's composition is `schedule.seams`; here are its primitives. What a parallel layout changes goes through `Ops`, whose methods here
 are those of one process.
 
-Letters: T tokens, D model width, N query heads, K key/value heads, H head width, F feed-forward width, V vocabulary.
+Letters: T tokens, D model width, N query heads, K key/value heads, H head width, R channels of it that turn, F feed-forward width, V
+vocabulary.
 """
 
 import math

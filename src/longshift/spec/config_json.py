@@ -24,7 +24,7 @@ _NOT_THE_FUNCTION = frozenset((
     "unsloth_version", "model_name", "return_dict_in_generate", "output_scores", "remove_invalid_values", "suppress_tokens",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "encoder_no_repeat_ngram_size",
     "exponential_decay_length_penalty", "tf_legacy_loss", "tie_encoder_decoder", "cross_attention_hidden_size", "is_decoder",
-    "original_max_position_embeddings",
+    "original_max_position_embeddings", "max_sequence_length",
 ))
 # fmt: on
 

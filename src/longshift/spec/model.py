@@ -105,7 +105,7 @@ class ModelSpec:
     norm_place: Literal["before", "after"] = "before"  # attention and MLP; OLMo 2 normalizes what they give
     rope: Rope | None = Rope()
     rotary: int | None = None  # channels of a head that turn with the position, the first ones; all where None
-    nope_every: int = 0  # SmolLM3: every so-manieth block has no rotary embedding
+    nope_every: int = 0  # SmolLM3: block n, 2n, ... has no rotary embedding
     learned_positions: bool = False
     sliding_window: int | None = None
     attention_scale: float | None = None  # what scores are multiplied with; 1 / sqrt(head width) where None
