@@ -41,6 +41,11 @@ FAMILIES = {
     "smollm3": replace(_LLAMA, family="smollm3", nope_every=2),
     "phi3": replace(_LLAMA, family="phi3", fused=True, rotary=12),
     "olmo2": replace(_LLAMA, family="olmo2", qk_norm_whole=True, norm_place="after"),
+    "gemma3": replace(
+        _LLAMA,
+        **{"family": "gemma3_text", "qk_norm": True, "norm_place": "both", "norm_less_one": True, "sliding_window": 130},
+        **{"full_blocks": (3,), "window_rope": Rope(100.0), "embed_scale": 8.0, "attention_scale": 0.3},
+    ),
     "gpt2": ModelSpec(
         *("gpt2", 509, 64, 5, 5, 5, 16, 255, 4096, True, "layer", 1e-5, "gelu_tanh", False),
         **{"fused_qkv": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": None, "learned_positions": True},

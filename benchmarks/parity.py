@@ -32,7 +32,7 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout, Recompute
 from longshift.layout.legal import faults
 from longshift.spec.families import preset
-from longshift.spec.model import ModelSpec
+from longshift.spec.model import ModelSpec, Rope
 from longshift.train.check import Trial
 
 SWITCHED = (
@@ -61,6 +61,10 @@ _SIZES: Mapping = {
 }
 
 GRANITE: Mapping = {"attention_scale": 0.7, "embed_scale": 3.0, "residual_scale": 0.6, "logit_divisor": 1.7}
+GEMMA3: Mapping = {
+    **{"qk_norm": True, "norm_place": "both", "norm_less_one": True, "activation": "gelu_tanh", "embed_scale": 24**0.5},
+    **{"attention_scale": 0.5, "sliding_window": 6, "full_blocks": (3,), "window_rope": Rope(100.0)},
+}
 FAMILIES: Mapping[str, ModelSpec] = {
     "llama": replace(preset("tiny-llama"), **_SIZES),
     "llama-tied": replace(preset("tiny-llama"), **_SIZES, tied=True),
@@ -71,6 +75,9 @@ FAMILIES: Mapping[str, ModelSpec] = {
     "phi3": replace(preset("tiny-llama"), **_SIZES, family="phi3", fused=True, rotary=4),
     "granite": replace(preset("tiny-llama"), **_SIZES, family="granite", tied=True, **GRANITE),
     "olmo2": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="olmo2", qk_norm_whole=True, norm_place="after"),
+    "mistral": replace(preset("tiny-llama"), **_SIZES, family="mistral", sliding_window=9),
+    "qwen2": replace(preset("tiny-llama"), **_SIZES, family="qwen2", qkv_bias=True, sliding_window=5, full_blocks=(1, 2)),
+    "gemma3": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="gemma3_text", tied=True, **GEMMA3),
 }
 
 LAYOUTS = (

@@ -35,6 +35,7 @@ from longshift.schedule.chunks import StreamOptions
 from longshift.spec.families import preset, read_spec
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
+from longshift.spec.stretch import Stretch, stretched
 from longshift.switch.itinerary import SwitchOptions
 from longshift.switch.planners import Planner
 from longshift.workload import waits
@@ -91,10 +92,21 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class RopeConfig(Section):
+    """Another rotary embedding than the model's, for documents longer than it was trained on (`spec.stretch`). `factor`: how many times as
+    long, data.max_len over the trained positions where it is not given; `trained`: those positions, where config.json says others."""
+
+    type: Stretch
+    factor: Annotated[Number, Field(ge=1, le=1e6)] | None = None
+    theta: Annotated[Number, Field(gt=1, le=1e15)] | None = None
+    trained: Size | None = None
+
+
 class ModelConfig(Section):
     """Which model: a preset of Longshift, or a Hugging Face folder. A preset is always initialised from scratch."""
 
     preset: str | None = None
+    rope: RopeConfig | None = None
     path: PathText | None = None
     init: Literal["pretrained", "scratch"] = Field(default_factory=lambda data: "pretrained" if data.get("path") else "scratch")
 
@@ -266,9 +278,21 @@ class Config(Section):
             raise ValueError(f"every group's layout must use the same number of ranks: {each}")
         return self
 
-    @property
+    @model_validator(mode="after")
+    def _rope_stretches(self) -> "Config":
+        try:
+            _ = self.spec
+        except UsageError as fault:
+            raise ValueError(f"model.rope: {fault}") from None
+        return self
+
+    @cached_property
     def spec(self) -> ModelSpec:
-        return self.model.spec
+        """The model that is trained, in numbers."""
+        rope = self.model.rope
+        if rope is None:
+            return self.model.spec
+        return stretched(self.model.spec, rope.type, self.data.max_len, rope.factor, rope.theta, rope.trained)
 
     @property
     def edges(self) -> tuple[Edge, ...]:

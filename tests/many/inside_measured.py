@@ -50,6 +50,12 @@ SPECS = {
     "smollm3": ModelSpec("smollm3", 61, 64, 1, 4, 2, 16, 97, 4096, rope=Rope(), nope_every=1),
     "phi3": ModelSpec("phi3", 61, 64, 1, 6, 2, 16, 97, 4096, rope=Rope(), fused=True, rotary=12),
     "olmo2": ModelSpec("olmo2", 61, 64, 1, 4, 2, 16, 97, 4096, rope=Rope(), qk_norm_whole=True, norm_place="after"),
+    "mistral": ModelSpec("mistral", 61, 64, 1, 4, 2, 16, 97, 4096, rope=Rope(), sliding_window=150),
+    "gemma3": ModelSpec(
+        *("gemma3_text", 61, 64, 1, 4, 2, 16, 97, 4096, True),
+        **{"qk_norm": True, "norm_place": "both", "norm_less_one": True, "sliding_window": 420, "window_rope": Rope(100.0)},
+        **{"activation": "gelu_tanh", "embed_scale": 8.0, "attention_scale": 0.3},
+    ),
     "gpt2": ModelSpec(
         *("gpt2", 61, 64, 1, 5, 5, 16, 128, 4096, True, "layer", 1e-5, "gelu_tanh", False),
         **{"fused_qkv": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": None, "learned_positions": True},

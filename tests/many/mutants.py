@@ -24,15 +24,17 @@ from longshift.dist.world import World
 from longshift.layout import placement
 from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
+from longshift.model import attention as attention_module
 from longshift.model import decoder
 from longshift.model.attention import Attention
-from longshift.model.decoder import Block, Head, MicroBatch
+from longshift.model.decoder import Block, Head, MicroBatch, Unit
 from longshift.model.loss import IGNORE
 from longshift.parallel import ring, ulysses
 from longshift.program.operations import Op, Program
-from longshift.schedule import chunks
+from longshift.schedule import chunks, sequence, windows
 from longshift.schedule.chunks import Event
 from longshift.schedule.sequence import TokenOrder
+from longshift.schedule.windows import Mask
 from longshift.spec import model
 from longshift.spec.model import ModelSpec, Part
 from longshift.state.copies import AlignedCopies
@@ -184,7 +186,7 @@ def _micro_batches(patch: Patch, change: Callable[[MicroBatch], MicroBatch]) -> 
 def no_document_mask(patch: Patch) -> None:
     """The documents of a pack attend to each other."""
     right = decoder.PackedAttention
-    one_run = lambda q, k, v, lengths, attention: right.apply(q, k, v, (sum(lengths),), attention)  # noqa: E731
+    one_run = lambda q, k, v, lengths, *rest: right.apply(q, k, v, (sum(lengths),), *rest)  # noqa: E731
     patch.setattr(decoder, "PackedAttention", SimpleNamespace(apply=one_run))
 
 
@@ -451,12 +453,12 @@ def ulysses_one_gradient_of_shared_heads(patch: Patch) -> None:
 
 def _ring_pairs(patch: Patch, change: Callable[[TokenOrder, int, int, tuple[ring.Pair, ...]], tuple[ring.Pair, ...]]) -> None:
     right = ring.pairs
-    patch.setattr(ring, "pairs", lambda order, mine, theirs: change(order, mine, theirs, right(order, mine, theirs)))
+    patch.setattr(ring, "pairs", lambda order, mine, theirs, window: change(order, mine, theirs, right(order, mine, theirs, window)))
 
 
 def ring_not_causal(patch: Patch) -> None:
     """Queries see all keys of their own pieces."""
-    _ring_pairs(patch, lambda order, mine, theirs, found: tuple((q, k, False) for q, k, _ in found))
+    _ring_pairs(patch, lambda order, mine, theirs, found: tuple((q, k, "all") for q, k, _ in found))
 
 
 def ring_piece_off_by_one(patch: Patch) -> None:
@@ -467,7 +469,7 @@ def ring_piece_off_by_one(patch: Patch) -> None:
             end = 2 * keys.stop - keys.start
             return slice(keys.stop, end) if end <= order.local_tokens else keys
 
-        return found if mine == theirs else tuple((q, moved(k), causal) for q, k, causal in found)
+        return found if mine == theirs else tuple((q, moved(k), mask) for q, k, mask in found)
 
     _ring_pairs(patch, change)
 
@@ -481,15 +483,15 @@ def ring_keys_for_values(patch: Patch) -> None:
     """Keys and values that have travelled change places."""
     fold, add = Attention.fold, Attention.add
 
-    def wrong(self: Attention, out, lse, q, k, v, causal: bool, first: bool) -> None:
-        fold(self, out, lse, q, *((k, v) if causal else (v, k)), causal, first)
+    def wrong(self: Attention, out, lse, q, k, v, mask: Mask, first: bool) -> None:
+        fold(self, out, lse, q, *((k, v) if mask == "causal" else (v, k)), mask, first)
 
-    def wrong_add(self: Attention, totals, grad, q, k, v, out, lse, causal: bool) -> None:
+    def wrong_add(self: Attention, totals, grad, q, k, v, out, lse, mask: Mask) -> None:
         dq, dk, dv = totals
-        if causal:
-            add(self, totals, grad, q, k, v, out, lse, causal)
+        if mask == "causal":
+            add(self, totals, grad, q, k, v, out, lse, mask)
         else:
-            add(self, (dq, dv, dk), grad, q, v, k, out, lse, causal)
+            add(self, (dq, dv, dk), grad, q, v, k, out, lse, mask)
 
     patch.setattr(Attention, "fold", wrong)
     patch.setattr(Attention, "add", wrong_add)
@@ -507,8 +509,7 @@ def _streamed_pairs(patch: Patch, change: Callable[[_Play, int, int, Sequence[ri
 def _reach(patch: Patch, change: Callable[[int, int], int]) -> None:
     """`change`: a chunk and the first one that it sees, to another."""
     right = chunks.reach
-    for module in (chunks, micro_module):
-        patch.setattr(module, "reach", lambda cut: tuple(change(c, first) for c, first in enumerate(right(cut))))
+    patch.setattr(chunks, "reach", lambda cut, window: tuple(change(c, first) for c, first in enumerate(right(cut, window))))
 
 
 def streamed_scores_scaled_twice(patch: Patch) -> None:
@@ -525,16 +526,14 @@ def streamed_scores_scaled_twice(patch: Patch) -> None:
 def uniform_attention_to_earlier_chunks(patch: Patch) -> None:
     """All scores of keys from earlier chunks are equal."""
     fold, add = Attention.fold, Attention.add
-    blind = lambda q, causal: q if causal else torch.zeros_like(q)  # noqa: E731
-    patch.setattr(
-        Attention, "fold", lambda self, out, lse, q, k, v, causal, first: fold(self, out, lse, blind(q, causal), k, v, causal, first)
-    )
+    blind = lambda q, mask: q if mask == "causal" else torch.zeros_like(q)  # noqa: E731
+    patch.setattr(Attention, "fold", lambda self, out, lse, q, k, v, mask, first: fold(self, out, lse, blind(q, mask), k, v, mask, first))
     patch.setattr(Attention, "add", lambda self, totals, grad, q, *rest: add(self, totals, grad, blind(q, rest[-1]), *rest))
 
 
 def chunk_sees_itself_whole(patch: Patch) -> None:
     """The causal mask stands one chunk too late: queries see all keys of their own chunk's piece."""
-    _streamed_pairs(patch, lambda play, c, j, found: [(q, k, False) for q, k, _ in found])
+    _streamed_pairs(patch, lambda play, c, j, found: [(q, k, "all") for q, k, _ in found])
 
 
 def first_chunk_not_seen(patch: Patch) -> None:
@@ -558,11 +557,53 @@ def pair_without_backward(patch: Patch) -> None:
 
     def wrong(self: _Play, event: Event) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            if event.keys == self.pack.sees[event.chunk] < event.chunk:
+            if event.keys == self.sees[event.chunk] < event.chunk:
                 inner.setattr(_Play, "_pairs", lambda self, c, j: lambda sender: [])
             back(self, event)
 
     patch.setattr(_Play, "attend_back", wrong)
+
+
+def window_one_too_wide(patch: Patch) -> None:
+    """Every token sees one token more than its window."""
+    right = ModelSpec.window
+    patch.setattr(ModelSpec, "window", lambda self, block: None if right(self, block) is None else right(self, block) + 1)  # pyright: ignore[reportOperatorIssue]
+
+
+def window_in_every_block(patch: Patch) -> None:
+    """Blocks that attend to all of a document attend to a window too."""
+    patch.setattr(ModelSpec, "window", lambda self, block: self.sliding_window)
+
+
+def later_keys_dropped(patch: Patch) -> None:
+    """The window ends with the block of queries."""
+    right = windows.pieces
+    fewer = lambda *given: (piece for piece in right(*given) if piece[2] != "later")  # noqa: E731
+    for module in (sequence, attention_module):
+        patch.setattr(module, "pieces", fewer)
+
+
+def later_keys_not_turned(patch: Patch) -> None:
+    """The piece before the block of queries is computed with the causal mask, in the order of the document."""
+    fold, add = Attention.fold, Attention.add
+    causal = lambda mask: "causal" if mask == "later" else mask  # noqa: E731
+    patch.setattr(Attention, "fold", lambda self, out, lse, q, k, v, mask, first: fold(self, out, lse, q, k, v, causal(mask), first))
+    patch.setattr(Attention, "add", lambda self, totals, *rest: add(self, totals, *rest[:-1], causal(rest[-1])))
+
+
+def window_ends_a_chunk_early(patch: Patch) -> None:
+    """The earliest chunk that a window reaches is not seen."""
+    _reach(patch, lambda c, first: min(first + 1, c))
+
+
+def window_turns_by_the_other_angles(patch: Patch) -> None:
+    """Blocks with a window have the rotary embedding of those without."""
+    patch.setattr(ModelSpec, "rope_of", lambda self, block: self.rope)
+
+
+def norms_multiply_with_what_is_stored(patch: Patch) -> None:
+    """The one that Gemma's weights of norms are stored without is not added."""
+    patch.setattr(Unit, "norm_weight", lambda self, role: getattr(self, role))
 
 
 def gradients_of_keys_through_bf16(patch: Patch) -> None:
@@ -768,6 +809,13 @@ CASES = (
     Case(nearest_pair_dropped, ("chunk16.fpdt",)),
     Case(pair_without_backward, ("chunk13.disk.kv-offload", "chunk16.fpdt")),
     Case(ring_keys_for_values, ("chunk16.fpdt",)),
+    Case(window_one_too_wide, ("dp2", "ring2", "u2.chunk16.disk"), "mistral"),
+    Case(window_in_every_block, ("tp2", "chunk13.disk.kv-offload"), "qwen2"),
+    Case(later_keys_dropped, ("dp2", "ring3", "chunk16.fpdt"), "mistral"),
+    Case(later_keys_not_turned, ("u2", "ring2", "chunk13.disk.kv-offload"), "gemma3"),
+    Case(window_ends_a_chunk_early, ("chunk7.disk.kv-offload", "ring2.chunk16.fpdt"), "mistral"),
+    Case(window_turns_by_the_other_angles, ("dp2", "u2.chunk16.disk"), "gemma3"),
+    Case(norms_multiply_with_what_is_stored, ("tp2",), "gemma3"),
     Case(gradients_of_keys_through_bf16, ("chunk13.disk.kv-offload", "chunk16.fpdt")),
     Case(label_lost_at_shard_edge, ("chunk16.fpdt", "u2.chunk16.disk")),
     Case(labels_shifted_inside_shards, ("chunk13.disk.kv-offload",)),

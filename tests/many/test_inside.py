@@ -14,7 +14,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.schedule import inside, inside_chunk, inside_rank
 from longshift.schedule.abstract import Tensor, recorded
-from longshift.schedule.chunks import Buffer, cut, reach
+from longshift.schedule.chunks import Buffer, cut
 from longshift.schedule.inside_rank import Inside, Place, Transport
 from longshift.schedule.sequence import token_order
 from longshift.schedule.streamed import lists
@@ -31,6 +31,7 @@ FAKE = [
         ("qwen3", "float32"),
         ("gpt2", "bfloat16"),
         ("olmo2", "bfloat16"),
+        ("gemma3", "bfloat16"),
     )
     for layout in LAYOUTS
 ]
@@ -95,7 +96,7 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
     parsed = Layout.parse(layout)
     place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype])
     chunks = cut(LENGTHS, parsed.chunk)
-    made, sees = lists(SPECS[spec], parsed, place.at, chunks, BYTES[dtype], 1), reach(chunks)
+    made = lists(SPECS[spec], parsed, place.at, chunks, BYTES[dtype], 1, SPECS[spec].window(1))
     known: dict[Buffer, int] = {}
     gradients = 0
     owed = 0  # by consecutive frees: graph and exchange share storages
@@ -114,7 +115,7 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
         elif event.kind == "free":
             owed += found["left"] + known.pop(event.object)
         elif event.kind in ("compute", "send"):
-            told = inside_chunk.of_event(place, made.orders, sees, event)
+            told = inside_chunk.of_event(place, made, chunks, event)
             before = dict(known)
             chunks = dict((*event.reads, *event.writes))
             known |= {(name, chunks[name]): size for name, size in told.buffers.items()}

@@ -57,6 +57,14 @@ def norm_that_keeps_its_dtype(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
+def gemma_norm_that_keeps_its_dtype(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return (1.0 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+def gemma_embedding_with_an_exact_scale(self: Any, ids: torch.Tensor) -> torch.Tensor:
+    return F.embedding(ids, self.weight) * self.scalar_embed_scale
+
+
 def documents() -> list[Document]:
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 257, n) for n in LENGTHS]
@@ -86,10 +94,14 @@ def theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
         patches.enter_context(patch.object(torch, "float", torch.float64))
         patches.enter_context(patch.object(torch.Tensor, "float", torch.Tensor.double))
         for name, family in FAMILIES.items():
+            name = name.removesuffix("_text")
             module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
             norm = getattr(module, f"{family.architecture.removesuffix('ForCausalLM')}RMSNorm", None)
             if norm:
-                patches.enter_context(patch.object(norm, "forward", norm_that_keeps_its_dtype))
+                replaced = gemma_norm_that_keeps_its_dtype if family.gemma else norm_that_keeps_its_dtype
+                patches.enter_context(patch.object(norm, "forward", replaced))
+            if family.gemma:
+                patches.enter_context(patch.object(module.Gemma3TextScaledWordEmbedding, "forward", gemma_embedding_with_an_exact_scale))
         return _theirs(folder, dtype, docs)
 
 

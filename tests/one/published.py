@@ -162,6 +162,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"mlp_bias": False, "partial_rotary_factor": 0.75, "pad_token_id": 199999, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05},
         **{"rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True},
     ),
+    "gemma-3-1b": _config(
+        *("gemma3_text", "Gemma3ForCausalLM", "1152 6912 26 4 1 262144 32768"),
+        **{"attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None, "bos_token_id": 2, "eos_token_id": 1},
+        **{"cache_implementation": "hybrid", "final_logit_softcapping": None, "head_dim": 256, "hidden_act": None},
+        **{"hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06},
+        **{"rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512},
+        **{"sliding_window_pattern": 6, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0"},
+    ),
     "gpt2": {
         **{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256},
         **{"embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2"},

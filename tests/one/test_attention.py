@@ -123,9 +123,9 @@ def split(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, at: int, causal_offset:
     out, lse, dq, dk, dv = (torch.full(x.shape, 7.0, dtype=wide) for x in (late, late[:, :, 0], late, k, v))
     pieces = (slice(at - causal_offset, len(k) - causal_offset), True), (slice(at // 2), False), (slice(at // 2, at), False)
     for keys, causal in pieces:
-        attention.fold(out, lse, late, k[keys], v[keys], causal, first=causal)
+        attention.fold(out, lse, late, k[keys], v[keys], "causal" if causal else "all", first=causal)
     for keys, causal in pieces:
-        attention.add((dq, dk[keys], dv[keys]), grad, late, k[keys], v[keys], out.to(q.dtype), lse, causal)
+        attention.add((dq, dk[keys], dv[keys]), grad, late, k[keys], v[keys], out.to(q.dtype), lse, "causal" if causal else "all")
     return out, lse, dq - 7, dk - 7, dv - 7
 
 
@@ -319,7 +319,7 @@ def test_pieces_by_size_are_those_of_tiles_or_flash(monkeypatch, large):
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
     q, k, v, grad = given
     out, lse = flash(q, k, v, True, SCALE)
-    back = Attention(BY_SIZE, SCALE).backward(grad, q, k, v, out, lse, causal=True)
+    back = Attention(BY_SIZE, SCALE).backward(grad, q, k, v, out, lse, "causal")
     whole_back = (tiled.backward if large else flash_backward)(grad, q, k, v, out, lse, True, SCALE)
     assert all(torch.equal(a, b) for a, b in zip(back, whole_back, strict=True))
 
@@ -362,7 +362,7 @@ def packed(lengths=LENGTHS, scale: float = SCALE, shift: int = 0) -> float:
     """Worst difference of PackedAttention from each document alone; the arguments make mutants."""
     given = inputs(sum(LENGTHS), sum(LENGTHS), 6, 2)
     leaves = [t.requires_grad_() for t in given[:3]]
-    out = PackedAttention.apply(*(t.roll(shift, 0) if i else t for i, t in enumerate(leaves)), lengths, Attention(FLASH, scale))
+    out = PackedAttention.apply(*(t.roll(shift, 0) if i else t for i, t in enumerate(leaves)), lengths, None, Attention(FLASH, scale))
     found = (out.detach(), *torch.autograd.grad(out, leaves, given[3]))  # pyright: ignore
     alone = [definition(*pieces, causal=True, scale=SCALE) for pieces in zip(*(t.detach().split(LENGTHS) for t in given))]
     expected = [torch.cat(parts) for parts in zip(*alone)]
@@ -390,10 +390,43 @@ def test_mutants_of_packed_attention_are_noticed(mutant):
     assert packed(**mutant) > 1e-3
 
 
-def test_packed_attention_passes_gradcheck():
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_attention_passes_gradcheck(window):
     q, k, v, _ = inputs(9, 9, 4, 2)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda *t: PackedAttention.apply(*t, (4, 1, 4), Attention(FLASH, SCALE)), leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *t: PackedAttention.apply(*t, (4, 1, 4), window, Attention(FLASH, SCALE)), leaves, fast_mode=True)
+
+
+def windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Attention of one run to the last `window` tokens, by its definition."""
+    back = torch.arange(len(q))[:, None] - torch.arange(len(q))[None, :]
+    keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("tnh,snh->nts", q, keys) * SCALE
+    weights = scores.masked_fill((back < 0) | (back >= window), float("-inf")).softmax(-1)
+    return torch.einsum("nts,snh->tnh", weights, values)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kernel", [FLASH, MATH], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("window", [2, 5, 16, 37, 63, 64])
+def test_a_window_is_the_last_tokens_of_each_document(window, kernel, again):
+    q, k, v, grad = inputs(sum(LENGTHS), sum(LENGTHS), 6, 2)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = PackedAttention.apply(*leaves, LENGTHS, window, Attention(kernel, SCALE, again))
+    wanted = torch.cat([windowed(*run, window) for run in zip(*(t.split(LENGTHS) for t in leaves))])
+    found = (out, *torch.autograd.grad(out, leaves, grad))  # pyright: ignore
+    assert worst([t.detach() for t in found], [t.detach() for t in (wanted, *torch.autograd.grad(wanted, leaves, grad))]) < 1e-12
+
+
+@pytest.mark.parametrize("kernel", [FLASH, BY_SIZE], ids=lambda kernel: kernel.name)
+def test_a_window_in_bfloat16_is_as_near_as_the_kernel(kernel):
+    """Pieces add up in float32; large ones by tiles."""
+    length, window = 9000, 4500
+    given = [t.bfloat16() for t in inputs(length, length, 2, 1)]
+    exact = [t.float() for t in given]
+    found = PackedAttention.apply(*given[:3], (length,), window, Attention(kernel, SCALE))
+    wanted = PackedAttention.apply(*exact[:3], (length,), window, Attention(FLASH, SCALE))
+    assert worst([found.float()], [wanted]) < 0.01  # pyright: ignore
 
 
 @pytest.mark.parametrize(
@@ -407,7 +440,7 @@ def test_heads_that_do_not_divide_evenly(queries, keys):
     only[:, mine] = grad[:, mine]
     expected = definition(q, k, v, only, True, SCALE)
     leaves = [t.detach().requires_grad_() for t in (q[:, mine], k[:, keys.start : keys.stop], v[:, keys.start : keys.stop])]
-    out = PackedAttention.apply(leaves[0], *match_heads(leaves[1], leaves[2], queries, keys, 3), (23,), Attention(FLASH, SCALE))
+    out = PackedAttention.apply(leaves[0], *match_heads(leaves[1], leaves[2], queries, keys, 3), (23,), None, Attention(FLASH, SCALE))
     dq, dk, dv = torch.autograd.grad(out, leaves, grad[:, mine])  # pyright: ignore
     held = slice(keys.start, keys.stop)
     found = (out.detach(), dq, dk, dv)  # pyright: ignore

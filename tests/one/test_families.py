@@ -146,8 +146,8 @@ def test_qwen_has_biases_and_no_window_unless_asked():
     assert from_hugging_face({**config, "use_sliding_window": True}).sliding_window is None  # from layer 24 of 24 on
     every = {**config, "use_sliding_window": True, "max_window_layers": 0}
     assert from_hugging_face(every).sliding_window == 32768
-    with pytest.raises(UsageError, match="14 of 24 layers get a sliding window"):
-        from_hugging_face({**every, "max_window_layers": 10})
+    some = from_hugging_face({**every, "max_window_layers": 10})
+    assert (some.sliding_window, some.full_blocks) == (32768, tuple(range(1, 11)))
 
 
 def test_mistral_window_absent_and_null_differ():
@@ -170,12 +170,12 @@ def test_gpt2_warns_of_dropout_once_and_reads_on():
     ("change", "message"),
     [
         ({"model_type": "lama"}, "did you mean 'llama'"),
-        ({"model_type": "mamba2"}, "supported: llama, mistral, qwen2, qwen3, olmo2, granite, smollm3, phi3, gpt2"),
+        ({"model_type": "mamba2"}, "supported: llama, mistral, qwen2, qwen3, olmo2, granite, smollm3, phi3, gemma3_text, gpt2"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures = 'LlamaForSequenceClassification'"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu': supported: silu"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_type = 'yarn': supported: default, linear, llama3",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope_type = 'longrope': supported: default, linear, llama3, yarn",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor = None: is required"),
         (

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -59,6 +60,10 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GEMMA3: dict[str, Any] = {
+    **{"head_dim": 16, "query_pre_attn_scalar": 10, "sliding_window": 9, "pad_token_id": None},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama2": LlamaConfig(**{**SIZES, "num_key_value_heads": 6}),
     "llama3": LlamaConfig(**SIZES, head_dim=16, rope_parameters=LLAMA3_ROPE),
@@ -66,9 +71,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SIZES, attention_bias=True, mlp_bias=True, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     ),
     "mistral": MistralConfig(**SIZES, sliding_window=53),
+    "mistral-window": MistralConfig(**SIZES, sliding_window=7),
     "qwen2": Qwen2Config(**SIZES),
+    "qwen2-some-windows": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=11, max_window_layers=1),
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, attention_bias=True),
+    "gemma3": Gemma3TextConfig(**SIZES, **GEMMA3),
     "gpt2": GPT2Config(**GPT2_SIZES, n_inner=40),
     "gpt2-untied": GPT2Config(**GPT2_SIZES, tie_word_embeddings=False),
 }

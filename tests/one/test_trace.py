@@ -34,7 +34,7 @@ def test_every_event_of_a_step_is_in_its_trace(tmp_path: Path, words: str):
     spans = [event for event in events if event["ph"] == "X"]
     assert min(span["ts"] for span in spans) == 0
     assert all(span["dur"] >= 0 for span in spans)
-    made = lists(SPEC, layout, layout.coord(0), cut([40, 21], 13), 8, 1)
+    made = lists(SPEC, layout, layout.coord(0), cut([40, 21], 13), 8, 1, None)
     played = [*made.of["embed"], *made.of["embed_back"], *made.of["loss"], *(made.of["forward"] + made.of["backward"]) * SPEC.layers]
     wanted = Counter((event.kind, event.name, event.chunk, event.keys) for event in played)
     for (kind, name, chunk, keys), count in wanted.items():

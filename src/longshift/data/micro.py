@@ -11,7 +11,7 @@ from longshift.data.batch import Document
 from longshift.layout.layout import Layout
 from longshift.model.decoder import MicroBatch, on_device, rotary_table
 from longshift.model.loss import IGNORE
-from longshift.schedule.chunks import cut, reach
+from longshift.schedule.chunks import cut
 from longshift.schedule.sequence import PADDING, token_order
 from longshift.spec.model import ModelSpec
 
@@ -24,7 +24,6 @@ class ChunkedPack:
         self.documents = documents or [_nothing()]
         self.spec, self.layout, self.dtype = spec, layout, dtype
         self.chunks = cut([len(d.ids) for d in self.documents], layout.chunk)
-        self.sees = reach(self.chunks)
         self.micros: list[MicroBatch] = []
         for runs in self.chunks:
             pieces = [(self.documents[run.document], slice(run.start, run.start + run.length)) for run in runs]
@@ -39,10 +38,12 @@ class ChunkedPack:
         """This rank's tokens of the residual stream, of all chunks."""
         return sum(micro.tokens_here for micro in self.micros)
 
-    def rotated(self, chunk: int) -> MicroBatch:
-        """A chunk with its angles, where the model has any."""
-        micro, spec = self.micros[chunk], self.spec
-        return replace(micro, rotary=rotary_table(spec.rope, spec.rotary_width, micro.positions_T, self.dtype)) if spec.rope else micro
+    def rotated(self, chunk: int, block: int) -> MicroBatch:
+        """A chunk with the angles of the block of this unit, where it has any."""
+        micro, rope = self.micros[chunk], self.spec.rope_of(block)
+        if rope is None:
+            return micro
+        return replace(micro, rotary={rope: rotary_table(rope, self.spec.rotary_width, micro.positions_T, self.dtype)})
 
 
 def micro_batch(
@@ -69,7 +70,8 @@ def micro_batch(
     seen = slice(at.ulysses * len(index) // layout.ulysses, (at.ulysses + 1) * len(index) // layout.ulysses)
     tokens_T, labels_T, positions_T = (on_device(torch.from_numpy(a[seen]), device) for a in (tokens, labels, positions))
     own = len(tokens_T) // layout.tp
-    rotary = rotary_table(spec.rope, spec.rotary_width, positions_T, dtype) if spec.rope and starts is None else None
+    ropes = spec.ropes if starts is None else ()
+    rotary = {rope: rotary_table(rope, spec.rotary_width, positions_T, dtype) for rope in ropes}
     return MicroBatch(tokens_T, labels_T, positions_T, positions_T[at.tp * own : (at.tp + 1) * own], rotary, order)
 
 

@@ -188,13 +188,9 @@ def _chunks(layout: Layout, max_tokens: int | None, pack_tokens: int | None) -> 
 def _length(spec: ModelSpec, max_tokens: int | None) -> Iterator[str]:
     if max_tokens is None:
         return
-    limits = (
-        (spec.max_positions if spec.learned_positions else None, "the model has learned {} positions"),
-        (spec.sliding_window, "the model attends to the last {} tokens only, and windowed attention is not implemented"),
-    )
-    for limit, why in limits:
-        if limit is not None and max_tokens > limit:
-            yield f"documents are up to {max_tokens} tokens long, {why.format(limit)}: data.max_len at most {limit}"
+    limit = spec.max_positions
+    if spec.learned_positions and max_tokens > limit:
+        yield f"documents are up to {max_tokens} tokens long, the model has learned {limit} positions: data.max_len at most {limit}"
 
 
 def _count(number: int | str, noun: str) -> str:

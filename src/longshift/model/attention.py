@@ -1,12 +1,12 @@
 """Causal attention over packed documents, by pieces.
 
 A pack is a list of runs laid end to end; a token attends only inside its own run. A piece is one run, or some queries and the keys of
-earlier tokens; pieces add to (out, lse), so that those computed apart make one exact attention (ring attention, streaming).
+earlier tokens; pieces add to (out, lse), so that those computed apart make one exact attention (ring attention, streaming, windows).
 
 Letters: T query tokens, S key tokens, N query heads, K key/value heads, H head width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longshift.layout.heads import matched_heads
 from longshift.model.kernels import Kernel, add_up, copy_each, merge
+from longshift.schedule.windows import Mask, pieces
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,18 @@ class Attention:
             self.kept.extend((out, lse))
         return out, lse
 
-    def fold(self, out_TNH: Tensor, lse_TN: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, causal: bool, first: bool) -> None:
+    def fold(self, out_TNH: Tensor, lse_TN: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, mask: Mask, first: bool) -> None:
         """Attention to these keys, too, into the output and the log-sum-exp of the scaled scores, in place; in at least float32, but for an
         output that nothing else is folded into. The `first` must reach every query; what was there before it counts for nothing."""
+        causal = mask != "all"
         kernel = self.kernel.of(q_TNH, k_SKH, causal)
-        if kernel.fold:
+        if mask == "later":
+            found = kernel.forward(*(t.flip(0) for t in (q_TNH, k_SKH, v_SKH)), causal, self.scale)
+            merge(out_TNH, lse_TN, *(t.flip(0) for t in found), first)
+        elif kernel.fold:
             kernel.fold(out_TNH, lse_TN, q_TNH, k_SKH, v_SKH, causal, self.scale, first)
         else:
             merge(out_TNH, lse_TN, *kernel.forward(q_TNH, k_SKH, v_SKH, causal, self.scale), first)
-
-    def diagonal(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of causal attention to one run."""
-        return _forward(q_TNH, k_TKH, v_TKH, [len(q_TNH)], self)
 
     def add(
         self,
@@ -60,33 +61,38 @@ class Attention:
         v_SKH: Tensor,
         out_TNH: Tensor,
         lse_TN: Tensor,
-        causal: bool,
+        mask: Mask,
     ) -> None:
         """Add the gradients (dq, dk, dv) of a piece to `totals`, in place and in at least float32. `out` and `lse` may be those of a
         larger attention that the piece is a part of."""
         given = grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN
-        kernel = self.kernel.of(q_TNH, k_SKH, causal)
-        if kernel.add:
-            kernel.add(*totals, *given, causal, self.scale)
+        kernel = self.kernel.of(q_TNH, k_SKH, mask != "all")
+        if kernel.add and mask != "later":
+            kernel.add(*totals, *given, mask == "causal", self.scale)
         else:
-            add_up(totals, self.backward(*given, causal))
+            add_up(totals, self.backward(*given, mask))
 
     def backward(
-        self, grad_TNH: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, out_TNH: Tensor, lse_TN: Tensor, causal: bool
+        self, grad_TNH: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, out_TNH: Tensor, lse_TN: Tensor, mask: Mask
     ) -> Sequence[Tensor]:
-        """Gradients (dq, dk, dv) of a piece, as in `add`."""
-        kernel = self.kernel.of(q_TNH, k_SKH, causal)
-        return kernel.backward(grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN, causal, self.scale)
+        """Gradients (dq, dk, dv) of a piece, as in `add`. [Note: later keys] Taken in the opposite order, those from a query's own number on
+        are those up to it."""
+        given = grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN
+        kernel = self.kernel.of(q_TNH, k_SKH, mask != "all")
+        if mask == "later":
+            return [t.flip(0) for t in kernel.backward(*(t.flip(0) for t in given), True, self.scale)]
+        return kernel.backward(*given, mask == "causal", self.scale)
 
 
 class PackedAttention(torch.autograd.Function):
-    """Causal attention inside each of the runs that tile the tokens: apply(q, k, v, lengths, attention) -> out [T, N, H]."""
+    """Causal attention inside each of the runs that tile the tokens, to the last `window` tokens where there is one:
+    apply(q, k, v, lengths, window, attention) -> out [T, N, H]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, lengths: Sequence[int], attention: Attention):  # pyright: ignore[reportIncompatibleMethodOverride]
-        out, lse = attention.whole(lambda: _forward(q, k, v, lengths, attention))
+    def forward(ctx, q, k, v, lengths: Sequence[int], window: int | None, attention: Attention):  # pyright: ignore[reportIncompatibleMethodOverride]
+        out, lse = attention.whole(lambda: _forward(q, k, v, lengths, window, attention))
         ctx.save_for_backward(q, k, v, *(() if attention.again else (out, lse)))
-        ctx.lengths, ctx.attention = lengths, attention
+        ctx.lengths, ctx.window, ctx.attention = lengths, window, attention
         return out
 
     @staticmethod
@@ -94,16 +100,48 @@ class PackedAttention(torch.autograd.Function):
         q, k, v, *made = ctx.saved_tensors
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for run in _runs(ctx.lengths, *grads, grad, q, k, v, *made):
-            result = run[7:] or ctx.attention.diagonal(*run[4:])
-            copy_each(run[:3], ctx.attention.backward(*run[3:7], *result, causal=True))
-        return *grads, None, None
+            length = len(run[0])
+            result = run[7:] or _forward(*run[4:], [length], ctx.window, ctx.attention)
+            if ctx.window is None or length <= ctx.window:
+                copy_each(run[:3], ctx.attention.backward(*run[3:7], *result, mask="causal"))
+            else:
+                copy_each(run[:3], _windowed_backward(*run[3:7], *result, ctx.window, ctx.attention))
+        return *grads, None, None, None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], attention: Attention) -> tuple[Tensor, Tensor]:
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, attention: Attention
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
     for run in _runs(lengths, out, lse, q, k, v):
-        attention.fold(*run, causal=True, first=True)
+        length = len(run[0])
+        if window is None or length <= window:
+            attention.fold(*run, mask="causal", first=True)
+            continue
+        run_out, run_lse, *given = run
+        sums = run_out.to(wide, copy=True) if run_out.dtype != wide else run_out
+        for queries, keys, mask in _pieces(length, window):
+            attention.fold(sums[queries], run_lse[queries], given[0][queries], given[1][keys], given[2][keys], mask, mask == "causal")
+        if sums is not run_out:
+            run_out.copy_(sums)
     return out, lse
+
+
+def _windowed_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int, attention: Attention
+) -> Sequence[Tensor]:
+    """Gradients (dq, dk, dv) of a run longer than its window, in at least float32."""
+    totals = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v)]
+    for queries, keys, mask in _pieces(len(q), window):
+        sums = totals[0][queries], totals[1][keys], totals[2][keys]
+        attention.add(sums, grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries], mask)
+    return totals
+
+
+def _pieces(length: int, window: int) -> Iterator[tuple[slice, slice, Mask]]:
+    """Of one run."""
+    return ((slice(*queries), slice(*keys), mask) for queries, keys, mask in pieces((0, length), (0, length), window))
 
 
 def _runs(lengths: Sequence[int], *tensors: Tensor) -> Any:

@@ -8,6 +8,7 @@ vocabulary.
 """
 
 import math
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -33,7 +34,7 @@ class MicroBatch:
     labels_T: Tensor
     positions_T: Tensor  # of each token in its document
     positions: Tensor  # [T']
-    rotary: tuple[Tensor, Tensor] | None  # cos, sin [T, 1, R]
+    rotary: Mapping[Rope, tuple[Tensor, Tensor]]  # cos, sin [T, 1, R]
     order: TokenOrder
 
     @property
@@ -65,11 +66,11 @@ class Ops:
         """Back to this rank's share, summed over the ranks that hold slices of the weight just used."""
         return x
 
-    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch) -> Tensor:
-        """Attention of every document to itself: [T, N, H]."""
+    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch, window: int | None = None) -> Tensor:
+        """Attention of every document to itself, to the last `window` tokens where there is one: [T, N, H]."""
         q, k, v = self.to_heads(q_TNH, k_TKH, v_TKH)
         lengths = tuple(run.length for run in micro.order.runs[0])
-        return self.to_tokens(PackedAttention.apply(q, k, v, lengths, self.attention))  # pyright: ignore[reportArgumentType]
+        return self.to_tokens(PackedAttention.apply(q, k, v, lengths, window, self.attention))  # pyright: ignore[reportArgumentType]
 
     def to_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What attention works on: the heads that this rank attends with, key/value heads such that they divide its query heads."""
@@ -119,23 +120,35 @@ class Unit(nn.Module):
         """x normalized over its last dim: the residual stream's, or a head's."""
         if self.spec.norm == "layer":
             return F.layer_norm(x, x.shape[-1:], getattr(self, role), getattr(self, role + "_bias"), self.spec.norm_eps)
-        return RmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, x.shape[-1], alone)  # pyright: ignore[reportReturnType]
+        return RmsNorm.apply(x, self.norm_weight(role), self.spec.norm_eps, x.shape[-1], alone)  # pyright: ignore[reportReturnType]
+
+    def norm_weight(self, role: str) -> Tensor:
+        """What an RMS norm multiplies with: where it is stored less one, the sum in at least float32."""
+        weight = getattr(self, role)
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1.0 if self.spec.norm_less_one else weight
 
 
 class Embed(Unit):
     """Tokens to the residual stream."""
 
     def forward(self, x: None, micro: MicroBatch, ops: Ops) -> Tensor:
-        x_TD = scaled(ops.embed(self.embed, micro.tokens_T), self.spec.embed_scale)
+        x_TD = ops.embed(self.embed, micro.tokens_T)
+        x_TD = scaled(x_TD, embed_scale(self.spec, x_TD.dtype))
         return x_TD + self.positions[micro.positions] if self.spec.learned_positions else x_TD
+
+
+def embed_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """What embeddings are multiplied with. Gemma was trained with the root of its width as the compute format has it."""
+    return float(torch.tensor(spec.embed_scale, dtype=dtype)) if spec.norm_less_one else spec.embed_scale
 
 
 class Block(BlockSeams, Unit):
     """One transformer block: `BlockSeams` over torch."""
 
     def rotate(self, x_TNH: Tensor, micro: MicroBatch) -> Tensor:
-        assert micro.rotary is not None
-        return Rotate.apply(x_TNH, *micro.rotary)  # pyright: ignore[reportReturnType]
+        rope = self.spec.rope_of(self.unit)
+        assert rope is not None
+        return Rotate.apply(x_TNH, *micro.rotary[rope])  # pyright: ignore[reportReturnType]
 
     def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: Ops) -> Tensor:
         width = heads * self.spec.head_width
@@ -209,8 +222,26 @@ def rotary_table(rope: Rope, width: int, positions_T: Tensor, dtype: torch.dtype
         frequency = frequency / rope.factor
     elif rope.scaling == "llama3":
         frequency = _llama3_frequencies(rope, frequency)
+    elif rope.scaling == "yarn":
+        frequency = _yarn_frequencies(rope, frequency, width)
     angle = positions_T.double().unsqueeze(-1) * frequency
-    return _both_halves(angle.cos().to(dtype)), _both_halves(angle.sin().to(dtype))
+    return _both_halves(angle.cos().mul_(rope.magnitude).to(dtype)), _both_halves(angle.sin().mul_(rope.magnitude).to(dtype))
+
+
+def _yarn_frequencies(rope: Rope, frequency: Tensor, width: int) -> Tensor:
+    """Channels that turn less than `beta_slow` times over the original positions divided by `factor`, those that turn more than `beta_fast`
+    times kept, a linear ramp over the channels between."""
+
+    def channel(turns: float) -> float:
+        return width * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    number = torch.arange(width // 2, dtype=torch.float64, device=frequency.device)
+    divided = ((number - low) / (high - low if high != low else 0.001)).clamp_(0, 1)
+    return frequency * (1 - divided) + frequency / rope.factor * divided
 
 
 def _both_halves(half: Tensor) -> Tensor:

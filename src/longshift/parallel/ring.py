@@ -23,7 +23,7 @@ from torch import Tensor
 from longshift.dist.collectives import Group, Pending
 from longshift.model.attention import Attention
 from longshift.schedule.sequence import Pair, TokenOrder, pairs
-from longshift.schedule.sequence import span as span  # step.chunked takes it from here
+from longshift.schedule.sequence import pairs_across as pairs_across  # step.chunked takes it from here
 
 
 def forward_into(
@@ -40,8 +40,9 @@ def forward_into(
     least float32. `pairs_of(i)`: what there is to do with those of the i-th rank; the own ones reach every query where `first`."""
     for step in range(group.size):
         pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
-        for queries, keys, causal in pairs_of((group.index - step) % group.size):
-            attention.fold(out[queries], lse[queries], q[queries], kv[0, keys], kv[1, keys], causal, first=first and step == 0)
+        for queries, keys, mask in pairs_of((group.index - step) % group.size):
+            begins = first and step == 0 and mask == "causal"
+            attention.fold(out[queries], lse[queries], q[queries], kv[0, keys], kv[1, keys], mask, begins)
         pending.wait()
         kv = following
 
@@ -63,9 +64,9 @@ def backward_into(
     for step in range(group.size):
         pending, following = _pass_on(kv, group) if step < group.size - 1 else (Pending(), kv)
         here = torch.zeros_like(dkv) if group.size > 1 else dkv
-        for queries, keys, causal in pairs_of((group.index - step) % group.size):
+        for queries, keys, mask in pairs_of((group.index - step) % group.size):
             totals = dq[queries], here[0, keys], here[1, keys]
-            attention.add(totals, grad[queries], q[queries], kv[0, keys], kv[1, keys], o[queries], lse[queries], causal)
+            attention.add(totals, grad[queries], q[queries], kv[0, keys], kv[1, keys], o[queries], lse[queries], mask)
         if group.size == 1:
             return
         arriving.wait()
@@ -77,31 +78,32 @@ def backward_into(
 
 
 class RingAttention(torch.autograd.Function):
-    """Ring attention of a pack: apply(q [L, N, H], k [L, K, H], v [L, K, H], order, attention, group) -> o [L, N, H] for this rank's L
-    tokens of the pack."""
+    """Ring attention of a pack: apply(q [L, N, H], k [L, K, H], v [L, K, H], order, window, attention, group) -> o [L, N, H] for this
+    rank's L tokens of the pack."""
 
     @staticmethod
-    def forward(ctx, q, k, v, order: TokenOrder, attention: Attention, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]
-        o, lse = attention.whole(lambda: _forward(q, torch.stack((k, v)), order, attention, group))
+    def forward(ctx, q, k, v, order: TokenOrder, window, attention: Attention, group: Group):  # pyright: ignore[reportIncompatibleMethodOverride]
+        pairs_of = partial(pairs, order, group.index, window=window)
+        o, lse = attention.whole(lambda: _forward(q, torch.stack((k, v)), pairs_of, attention, group))
         ctx.save_for_backward(q, k, v, *(() if attention.again else (o, lse)))
-        ctx.order, ctx.attention, ctx.group = order, attention, group
+        ctx.pairs_of, ctx.attention, ctx.group = pairs_of, attention, group
         return o
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, *made = ctx.saved_tensors
         wide, kv = torch.promote_types(q.dtype, torch.float32), torch.stack((k, v))
-        o, lse = made or _forward(q, kv, ctx.order, ctx.attention, ctx.group)
+        o, lse = made or _forward(q, kv, ctx.pairs_of, ctx.attention, ctx.group)
         dq, dkv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
-        backward_into(dq, dkv, grad, q, kv, o, lse, partial(pairs, ctx.order, ctx.group.index), ctx.attention, ctx.group)
-        return dq.to(q.dtype), *dkv.to(k.dtype).unbind(), None, None, None
+        backward_into(dq, dkv, grad, q, kv, o, lse, ctx.pairs_of, ctx.attention, ctx.group)
+        return dq.to(q.dtype), *dkv.to(k.dtype).unbind(), None, None, None, None
 
 
-def _forward(q: Tensor, kv: Tensor, order: TokenOrder, attention: Attention, group: Group) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, kv: Tensor, pairs_of: Callable[[int], Sequence[Pair]], attention: Attention, group: Group) -> tuple[Tensor, Tensor]:
     """Output, in the format of q, and log-sum-exp of a pack."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide)
-    forward_into(out, lse, q, kv, partial(pairs, order, group.index), attention, group, first=True)
+    forward_into(out, lse, q, kv, pairs_of, attention, group, first=True)
     return out.to(q.dtype), lse
 
 

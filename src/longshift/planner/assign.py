@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from longshift.spec.model import ModelSpec
+
 MOST_EDGES = 64
 MOST_GROUPS = 6  # of an assignment
 SHORTEST_EDGE = 256  # tokens
@@ -21,8 +23,8 @@ QUANTILES = 12  # edges that divide the tokens evenly, beside the powers of two
 
 @dataclass(frozen=True, eq=False)
 class Tally:
-    """Documents of one step by length, expected: `edges` ascending, int64 [E]; `documents`, `tokens`, `squares` (sum of n^2), `fourths` (of
-    n^4) of documents of up to each edge, float64 [E + 1], the first 0; `longest`: the median length of a step's longest document among
+    """Documents of one step by length, expected: `edges` ascending, int64 [E]; `documents`, `tokens`, `squares` (sum of n^2, as far as
+    the model's windows let tokens see), `fourths` (of their squares) of documents of up to each edge, float64 [E + 1], the first 0; `longest`: the median length of a step's longest document among
     these."""
 
     edges: np.ndarray
@@ -47,7 +49,7 @@ def cut_at(lengths: np.ndarray, counts: np.ndarray, max_len: int) -> tuple[np.nd
     return found[number > 0], number[number > 0]
 
 
-def tally(lengths: np.ndarray, counts: np.ndarray, tokens_per_step: float, max_len: int) -> Tally:
+def tally(spec: ModelSpec, lengths: np.ndarray, counts: np.ndarray, tokens_per_step: float, max_len: int) -> Tally:
     """Documents of a step by length: edges at powers of two and at quantiles of the tokens, the last one at max_len; none without a
     document."""
     tokens = np.cumsum(lengths * counts)
@@ -61,7 +63,8 @@ def tally(lengths: np.ndarray, counts: np.ndarray, tokens_per_step: float, max_l
     fresh[-1] = True
     edges, upto = edges[fresh][-MOST_EDGES:], upto[fresh][-MOST_EDGES:]
     scale = tokens_per_step / tokens[-1]
-    values = (counts, lengths * counts, lengths.astype(float) ** 2 * counts, lengths.astype(float) ** 4 * counts)
+    seen = 2.0 * spec.attended(lengths)
+    values = (counts, lengths * counts, seen * counts, seen * seen * counts)
     sums = [np.append(0.0, np.cumsum(one)[upto - 1] * (upto > 0) * scale) for one in values]
     longer = np.searchsorted(np.cumsum(counts) * scale, sums[0] - np.log(2), side="right")
     return Tally(edges, *sums, longest=lengths[np.minimum(longer, len(lengths) - 1)].astype(float))

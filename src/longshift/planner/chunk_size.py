@@ -94,12 +94,17 @@ def _reason(one: Candidate, machine: Machine, why: str) -> str:
 def _hidden(spec: ModelSpec, layout: Layout, tokens: int, longest: int, machine: Machine, ahead: int) -> float:
     """Seconds without transfers over seconds with them, on rank 0, which has no fewer heads than another."""
     cut = chunks.cut([min(longest, MOST_CHUNKS * tokens)], tokens)
-    made = lists(spec, layout, layout.coord(0), cut, FORMATS[machine.dtype].compute_bytes, ahead)
+    made = {
+        window: lists(spec, layout, layout.coord(0), cut, FORMATS[machine.dtype].compute_bytes, ahead, window) for window in spec.windows
+    }
 
     def seconds(moving: bool) -> float:
         """Of a block's forward and backward, each until its last operation: stores go on beside the next block."""
-        rank = ChunkSeconds(spec, layout, machine.cluster, machine.dtype, machine.device_is_host, moving)
-        return rank.turn(made, "forward")[0] + rank.turn(made, "backward")[0]
+        found = 0.0
+        for window, share in spec.windows.items():
+            rank = ChunkSeconds(spec, layout, machine.cluster, machine.dtype, machine.device_is_host, moving, window)
+            found += share * (rank.turn(made[window], "forward")[0] + rank.turn(made[window], "backward")[0])
+        return found
 
     return seconds(moving=False) / seconds(moving=True)
 

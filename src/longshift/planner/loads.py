@@ -43,24 +43,25 @@ def present(documents: np.ndarray) -> np.ndarray:
 
 def expected(cost: Cost, spec: ModelSpec, at: Meshes, capacity: np.ndarray, load: tuple[np.ndarray, ...]) -> Expected:
     """Expected seconds a step of groups under each layout in packs of up to `capacity`. `load`: a step's mean documents, tokens, squares
-    and fourths (sums of n^2 and n^4) of each group, and its longest document. Arrays of one length."""
+    and fourths (of `Lengths` in `planner.assign`) of each group, and its longest document. Arrays of one length."""
     documents, tokens, squares, fourths, longest = load
     often = np.maximum(present(documents), 1e-9)
     length = squares / np.maximum(tokens, 1e-9)  # of the document that a token is in
     share = tokens / often / at.dp
     longest = np.maximum(longest, tokens / np.maximum(documents, 1e-9))
     linear, quadratic = spec.flops_per_token(0), spec.flops_per_token(0.5) - spec.flops_per_token(0)
-    alone = longest * (linear + quadratic * longest) > share * (linear + quadratic * length)
+    seen = 2 * spec.attended(longest) / np.maximum(longest, 1e-9)  # the longest document's length, as far as it is seen
+    alone = longest * (linear + quadratic * seen) > share * (linear + quadratic * length)
     micros = np.where(alone, 1.0, np.maximum(1.0, np.ceil(share / (capacity - UNFILLED * length))))
     of_pack = np.maximum(np.where(alone, longest, share / micros), 1.0)
-    found = closed_form(cost, candidates(at, micros, of_pack, of_pack * np.where(alone, longest, length) / 2))
+    found = closed_form(cost, candidates(at, micros, of_pack, of_pack * np.where(alone, seen, length) / 2))
     waiting = 1 + cost.rates.constants.jitter * np.log2(at.tp * at.ulysses * at.ring * at.dp * at.pp)
     optimizer = found.parts["optimizer"] * waiting
     # Under ZeRO-2 and 3 every micro-batch waits for the dearest of dp packs: sqrt(2 ln dp) deviations above the mean, at most one document,
     # of which ALIGNED is left as replicas come to their dearest packs together.
     spread = np.sqrt(fourths / np.maximum(squares, 1e-9) / np.maximum(length * capacity, 1.0)) * np.sqrt(2 * np.log(at.dp))
     flat = linear / quadratic
-    dearest = (flat + np.minimum(length * (1 + spread), np.minimum(longest, capacity))) / (flat + length)
+    dearest = (flat + np.minimum(length * (1 + spread), np.minimum(seen, capacity))) / (flat + length)
     group = (
         (found.total - optimizer)
         * unevenness(spec, at)
@@ -120,12 +121,12 @@ def dealt(documents: np.ndarray, how: Dealing, spec: ModelSpec) -> list[list[tup
     if not len(some):
         return []
     linear, quadratic = spec.flops_per_token(0), spec.flops_per_token(0.5) - spec.flops_per_token(0)
-    costs = (some * (linear + quadratic * some)).tolist()
+    costs = (some * linear + 2 * quadratic * spec.attended(some)).tolist()
     found = []
     for share in shares(costs, how.dp):
         own = some[list(share)].tolist()
         packs = [[own[i] for i in one] for one in pack(own, how.capacity)]
-        found.append([(sum(one), sum(n * n for n in one) / 2) for one in packs])
+        found.append([(sum(one), float(sum(spec.attended(np.array(one))))) for one in packs])
     return found
 
 

@@ -275,11 +275,11 @@ class HeldChunked(HeldPacks):
     def unload(self, micro: int) -> None:
         del self.cuts[micro], self.micros[micro]
 
-    def lists(self, micro: int) -> Lists:
-        cut = self.cuts[micro]
-        if cut not in self.known:
-            self.known[cut] = lists(self.spec, self.layout, self.view.at, cut, self.compute_bytes, self.account.ahead)
-        return self.known[cut]
+    def lists(self, micro: int, unit: int) -> Lists:
+        key = cut, window = self.cuts[micro], self.spec.window(unit)
+        if key not in self.known:
+            self.known[key] = lists(self.spec, self.layout, self.view.at, cut, self.compute_bytes, self.account.ahead, window)
+        return self.known[key]
 
     def tokens(self, micro: int) -> int:
         return sum(self.shares(chunks.orders(self.cuts[micro], self.layout)))
@@ -297,13 +297,13 @@ class HeldChunked(HeldPacks):
     def arrive(self, op: Op) -> None:
         """Cut what arrived into chunks, which are views of it."""
         x, back = self.crossing.pop((op.micro, op.chunk, op.turn)), op.turn == "backward"
-        for chunk, tokens in enumerate(self.shares(self.lists(op.micro).orders)):
+        for chunk, tokens in enumerate(self.shares(self.lists(op.micro, op.unit).orders)):
             size = tokens * self.spec.width * self.compute_bytes
             self.tier.put((op.micro, op.unit + back, "g" if back else "h", chunk), [x], [("stream", tokens)], [size])
 
     def depart(self, op: Op) -> None:
         back = op.turn == "backward"
-        shares = self.shares(self.lists(op.micro).orders)
+        shares = self.shares(self.lists(op.micro, op.unit).orders)
         keys = [(op.micro, op.unit + (not back), "g" if back else "h", chunk) for chunk in range(len(shares))]
         parts = [self.tier.fetch(key) for key in keys]
         self.crossing[op.micro, op.chunk, op.turn] = self.residual(sum(shares), "messages between stages")
@@ -314,15 +314,15 @@ class HeldChunked(HeldPacks):
             self.tier.drop(key)
 
     def compute(self, op: Op) -> None:
-        made, sees = self.lists(op.micro), chunks.reach(self.cuts[op.micro])
+        made, cut = self.lists(op.micro, op.unit), self.cuts[op.micro]
         live: dict[Buffer, list[Held]] = {}
         fetched: set[Buffer] = set()
         book = self.account.book
-        stands = standings(sees) if book.moments is not None else []
+        stands = standings(chunks.reach(cut)) if book.moments is not None else []
         for event in made.of[op.turn]:  # pyright: ignore[reportArgumentType]
             key = tier_key(op.micro, op.unit, event.object)
             if event.kind in ("compute", "send"):
-                found = of_event(self.rank, made.orders, sees, event, self.spec.like(op.unit))
+                found = of_event(self.rank, made, cut, event, self.spec.like(op.unit))
                 self.happen(found)
                 for name, size in found.buffers.items():
                     self._have(live, (name, event.keys if name == "dkv" else event.chunk), size)

@@ -25,9 +25,11 @@ from longshift.program.ledger import Ledger, Weighed
 from longshift.program.operations import Op
 from longshift.program.turns import Visit
 from longshift.schedule import chunks
+from longshift.spec.model import ModelSpec
 
 DOCUMENTS, CHUNKS, REST = (3, 4), (9, 12, 15), (5, 8)  # of small packs
 Pack = tuple[int, ...]
+Windows = Mapping[int | None, float]
 
 
 def full_pack(capacity: int, longest: int) -> Pack:
@@ -93,12 +95,14 @@ def moments_of(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence
     return Moments(tuple(order), moments, traffic)
 
 
-def extended(known: Sequence[Moments], small: Sequence[Sequence[Pack]], layouts: Sequence[Layout], packs: Sequence[Pack]) -> Weighed:
+def extended(
+    spec: ModelSpec, known: Sequence[Moments], small: Sequence[Sequence[Pack]], layouts: Sequence[Layout], packs: Sequence[Pack]
+) -> Weighed:
     """What a step with these packs needs. `known`: steps with small packs; `small`: their packs, by visit, each list as long as it is and
     then begun again; `layouts`, `packs`: by visit."""
     last = known[-1]
     memory, pairs = (
-        [_weights(few, pack, layout.chunk, with_pairs) for few, pack, layout in zip(small, packs, layouts)] for with_pairs in (False, True)
+        [_weights(few, pack, layout.chunk, windows) for few, pack, layout in zip(small, packs, layouts)] for windows in ({}, spec.windows)
     )
     peaks = dict[str, Peak]()
     for moment, found in last.peaks.items():
@@ -116,22 +120,24 @@ def extended(known: Sequence[Moments], small: Sequence[Sequence[Pack]], layouts:
     return Weighed(peaks, dict(traffic["sent"]), dict(traffic["moved"]))
 
 
-def _weights(few: Sequence[Pack], pack: Pack, chunk: int, with_pairs: bool) -> list[float]:
+def _weights(few: Sequence[Pack], pack: Pack, chunk: int, windows: Windows) -> list[float]:
     """How much of each small pack makes the large one; together 1."""
     if len(few) == 1:
         return [1.0]
-    *others, last = (np.array(_measures(one, chunk, with_pairs)) for one in few)
-    wanted = np.array(_measures(pack, chunk, with_pairs)) - last
+    *others, last = (np.array(_measures(one, chunk, windows)) for one in few)
+    wanted = np.array(_measures(pack, chunk, windows)) - last
     found = np.linalg.lstsq(np.array([one - last for one in others]).T, wanted, rcond=None)[0]
     return [*map(float, found), 1.0 - float(found.sum())]
 
 
-def _measures(pack: Pack, chunk: int, with_pairs: bool) -> list[float]:
+def _measures(pack: Pack, chunk: int, windows: Windows) -> list[float]:
+    """`windows`: those of the model's blocks with their shares, where pairs of chunks count."""
     longest, documents, rest = _shape(pack)
     found = [documents, longest / chunk, rest / chunk, documents * longest / chunk]
-    if with_pairs:
-        sees = chunks.reach(chunks.cut(pack, chunk))
-        found.append(sum(number - first for number, first in enumerate(sees)))
+    if windows:
+        cut = chunks.cut(pack, chunk)
+        sees = [(share, enumerate(chunks.reach(cut, window))) for window, share in windows.items()]
+        found.append(sum(share * sum(number - first for number, first in seen) for share, seen in sees))
     return found
 
 

@@ -52,7 +52,7 @@ class StepShape:
             return ledger.play(*steps[0])
         ledger.play(*steps[0], steps=1)
         known = [moments_of(ledger, *step) for step in steps]
-        return extended(known, small, [edge.use for edge in edges], packs)
+        return extended(self.itinerary.spec, known, small, [edge.use for edge in edges], packs)
 
 
 @dataclass(frozen=True)

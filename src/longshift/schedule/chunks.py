@@ -99,14 +99,22 @@ def cut(lengths: Sequence[int], chunk_tokens: int) -> tuple[tuple[Run, ...], ...
     return tuple(map(tuple, chunks))
 
 
-def reach(chunks: Sequence[Sequence[Run]]) -> tuple[int, ...]:
-    """The first chunk that each chunk's queries see. [Note: pairs]"""
+def reach(chunks: Sequence[Sequence[Run]], window: int | None = None) -> tuple[int, ...]:
+    """The first chunk that each chunk's queries see, in blocks with this sliding window. [Note: pairs]"""
     found: list[int] = []
     for number, runs in enumerate(chunks):
         goes_on = number > 0 and runs[0].start > 0
         alone = len(chunks[number - 1]) > 1 or chunks[number - 1][0].start == 0 if goes_on else True
         found.append(number if not goes_on else number - 1 if alone else found[number - 1])
-    return tuple(found)
+    return tuple(found if window is None else (_seen(chunks, number, first, window) for number, first in enumerate(found)))
+
+
+def _seen(chunks: Sequence[Sequence[Run]], number: int, first: int, window: int) -> int:
+    """The first chunk from `first` on with a key that the first query of a chunk sees."""
+    seen = chunks[number][0].start - window  # the last position out of sight
+    while first < number and chunks[first][-1].start + chunks[first][-1].length - 1 <= seen:
+        first += 1
+    return first
 
 
 def orders(chunks: Sequence[Sequence[Run]], layout: Layout) -> list[TokenOrder]:

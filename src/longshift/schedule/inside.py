@@ -41,7 +41,7 @@ def inside(place: Place, order: TokenOrder, part: Part, turn: Turn, block: int =
     """Bytes and work of one turn of a unit, or of half a block, on a pack in this order. `block`: the unit of one that computes so."""
     rank = rank_of(place, order)
     module: Any = SizedEmbed(rank, 0) if part == "embed" else SizedBlock(rank, block)
-    micro = Micro(rank)
+    micro = Micro(rank, place.spec.ropes)
     function = getattr(module, {"attention half": "attention_half", "mlp half": "mlp_half"}.get(part, "forward"))
     x = None if part == "embed" else rank.stream().leaf()
     rank.memory.recording = turn != "pass"
@@ -65,7 +65,7 @@ def loaded(place: Place, order: TokenOrder) -> Inside:
     """Bytes of making a pack's tokens, labels, positions and tables of angles."""
     rank = rank_of(place, order)
     seen = rank.begin()
-    micro = Micro(rank)
+    micro = Micro(rank, place.spec.ropes)
     return rank.seen(seen, output=rank.memory.now - seen)
 
 
@@ -109,7 +109,15 @@ class SizedUnit:
     def norm_of(self, x: Tensor, role: str) -> Tensor:
         if self.spec.norm == "layer":
             return layer_norm(self.rank, x, self.weights[role], self.weights[role + "_bias"])
-        return rms_norm(self.rank, x, self.weights[role])
+        return rms_norm(self.rank, x, self.norm_weight(role))
+
+    def norm_weight(self, role: str) -> Tensor:
+        weight, wide = self.weights[role], self.rank.place.wide
+        if not self.spec.norm_less_one:
+            return weight
+        if weight.itemsize < wide:
+            weight = recorded(weight.new(itemsize=wide), (weight,), lambda grad: [grad.new(itemsize=self.rank.place.itemsize)])
+        return recorded(weight.new(), (weight,), lambda grad: [grad])
 
 
 class SizedEmbed(SizedUnit):
@@ -120,7 +128,8 @@ class SizedEmbed(SizedUnit):
 
 class SizedBlock(BlockSeams, SizedUnit):
     def rotate(self, x: Tensor, micro: Micro) -> Tensor:
-        return recorded(x.new(), (x,), lambda grad, *_: [grad.new()], micro.rotary)
+        rope = self.spec.rope_of(self.unit)
+        return recorded(x.new(), (x,), lambda grad, *_: [grad.new()], micro.rotary[rope] if rope else ())
 
     def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: "SizedOps") -> Tensor:
         return rms_norm(self.rank, x, self.weights[role], ops.all_sum)

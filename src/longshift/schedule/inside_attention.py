@@ -4,10 +4,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 from longshift.schedule.abstract import Tensor, recorded
 from longshift.schedule.inside_rank import MOST_SCORES, Rank, SizedGroup, cast
 from longshift.schedule.sequence import Pair, TokenOrder, pairs
+from longshift.schedule.windows import Mask, pieces
 
 
 def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool, times: int) -> tuple[Tensor, Tensor]:
@@ -89,6 +91,26 @@ def _scores(q: Tensor, k: Tensor, rows: int, causal: bool) -> Tensor:
     return scores
 
 
+def _fold(rank: Rank, q: Tensor, k: Tensor, mask: Mask, times: int, first: bool) -> None:
+    """`model.attention.Attention.fold`."""
+    if mask == "later":
+        q_flipped, k_flipped, v_flipped = q.new(), k.new(), k.new()
+        found = _flash(rank, q_flipped, k_flipped, True, times)
+        del q_flipped, k_flipped, v_flipped
+        _merge(*(t.new() for t in found), first)
+    else:
+        _merge(*_flash(rank, q, k, mask == "causal", times), first)
+
+
+def _add(rank: Rank, q: Tensor, k: Tensor, v: Tensor, mask: Mask, times: int) -> tuple[Tensor, ...]:
+    """`model.attention.Attention.backward`."""
+    if mask != "later":
+        return _flash_backward(rank, q, k, v, mask == "causal", times)
+    given = q.new(), q.new(), k.new(), v.new(), q.new(), q.new(q.shape[:2], rank.place.wide)
+    found = _flash_backward(rank, given[1], given[2], given[3], True, times)
+    return tuple(t.new() for t in found)
+
+
 def _merge(part: Tensor, part_lse: Tensor, first: bool) -> None:
     """`model.kernels.merge`."""
     if first:
@@ -111,7 +133,7 @@ def _rows(t: Tensor, count: int) -> Tensor:
     return Tensor(t.storage, (count, *t.shape[1:]), t.itemsize, t.whole)
 
 
-def packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+def packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None) -> Tensor:
     """`model.attention.PackedAttention`."""
 
     again = rank.place.layout.recompute == "selective"
@@ -120,36 +142,54 @@ def packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Seque
         grads, result = [q.new(), k.new(), v.new()], ()
         for length, times in Counter(lengths).items():
             piece = _rows(q, length), _rows(k, length), _rows(v, length)
-            result = _forward(rank, *piece[:2], [length] * times) if again else ()
-            _flash_backward(rank, *piece, True, times)
+            result = _forward(rank, *piece[:2], [length] * times, window) if again else ()
+            if window is None or length <= window:
+                _flash_backward(rank, *piece, True, times)
+            else:
+                totals = [t.new(itemsize=rank.place.wide) for t in piece]
+                for (queries, keys, mask), count in _equal(_pieces(length, window)):
+                    _add(rank, *(_rows(t, n) for t, n in zip(piece, (queries, keys, keys))), mask, times * count)
+                del totals
         return grads
 
-    out, lse = rank.whole(lambda: _forward(rank, q, k, lengths))
+    out, lse = rank.whole(lambda: _forward(rank, q, k, lengths, window))
     return recorded(out, (q, k, v), back, (q, k, v) if again else (q, k, v, out, lse))
 
 
-def _forward(rank: Rank, q: Tensor, k: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _forward(rank: Rank, q: Tensor, k: Tensor, lengths: Sequence[int], window: int | None) -> tuple[Tensor, Tensor]:
     out, lse = q.new(), q.new(q.shape[:2], rank.place.wide)
     for length, times in Counter(lengths).items():
-        _merge(*_flash(rank, _rows(q, length), _rows(k, length), True, times), first=True)
+        if window is None or length <= window:
+            _fold(rank, _rows(q, length), _rows(k, length), "causal", times, first=True)
+            continue
+        sums = q.new((length, *q.shape[1:]), rank.place.wide) if q.itemsize != rank.place.wide else None
+        for (queries, keys, mask), count in _equal(_pieces(length, window)):
+            _fold(rank, _rows(q, queries), _rows(k, keys), mask, times * count, first=mask == "causal")
+        del sums
     return out, lse
 
 
-def ring_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, order: TokenOrder, group: "SizedGroup") -> Tensor:
+@lru_cache(maxsize=4096)
+def _pieces(length: int, window: int) -> tuple[Pair, ...]:
+    """`model.attention._pieces`"""
+    return tuple((slice(*queries), slice(*keys), mask) for queries, keys, mask in pieces((0, length), (0, length), window))
+
+
+def ring_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, order: TokenOrder, window: int | None, group: "SizedGroup") -> Tensor:
     """`parallel.ring.RingAttention`."""
     wide, index = rank.place.wide, group.index
     again = rank.place.layout.recompute == "selective"
 
     def forward(q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = q.new(itemsize=wide), q.new(q.shape[:2], wide)
-        ring_forward(rank, q, kv, lambda i: pairs(order, index, i), group, first=True)
+        ring_forward(rank, q, kv, lambda i: pairs(order, index, i, window), group, first=True)
         return cast(out, q.itemsize), lse
 
     def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *made: Tensor) -> list[Tensor]:
         kv = k.new((2, *k.shape))
         result = forward(q, kv) if again else ()
         dq, dkv = q.new(itemsize=wide), kv.new(itemsize=wide)
-        ring_backward(rank, dkv, q, kv, lambda i: pairs(order, index, i), group)
+        ring_backward(rank, dkv, q, kv, lambda i: pairs(order, index, i, window), group)
         dq_cast = cast(dq, q.itemsize)
         dkv_cast = cast(dkv, k.itemsize)
         return [dq_cast, *(Tensor(dkv_cast.storage, k.shape, k.itemsize) for _ in range(2))]
@@ -162,8 +202,8 @@ def ring_forward(rank: Rank, q: Tensor, kv: Tensor, pairs_of: Callable[[int], Se
     """`parallel.ring.forward_into`."""
     for step in range(group.size):
         sending, following = _pass_on(kv, group) if step < group.size - 1 else (None, kv)
-        for (queries, keys, causal), times in _equal(pairs_of((group.index - step) % group.size)):
-            _merge(*_flash(rank, *_piece(q, kv, queries, keys)[:2], causal, times), first=first and step == 0)
+        for (queries, keys, mask), times in _equal(pairs_of((group.index - step) % group.size)):
+            _fold(rank, *_piece(q, kv, queries, keys)[:2], mask, times, first=first and step == 0 and mask == "causal")
         del sending
         kv = following
 
@@ -174,8 +214,8 @@ def ring_backward(rank: Rank, dkv: Tensor, q: Tensor, kv: Tensor, pairs_of: Call
     for step in range(group.size):
         sending, following = _pass_on(kv, group) if step < group.size - 1 else (None, kv)
         here = dkv.new() if group.size > 1 else dkv
-        for (queries, keys, causal), times in _equal(pairs_of((group.index - step) % group.size)):
-            _flash_backward(rank, *_piece(q, kv, queries, keys), causal, times)
+        for (queries, keys, mask), times in _equal(pairs_of((group.index - step) % group.size)):
+            _add(rank, *_piece(q, kv, queries, keys), mask, times)
         if group.size == 1:
             return
         arriving = None
@@ -184,9 +224,9 @@ def ring_backward(rank: Rank, dkv: Tensor, q: Tensor, kv: Tensor, pairs_of: Call
         kv = following
 
 
-def _equal(found: Sequence[Pair]) -> Iterable[tuple[tuple[int, int, bool], int]]:
+def _equal(found: Sequence[Pair]) -> Iterable[tuple[tuple[int, int, Mask], int]]:
     """Pieces by numbers of queries and keys, and how many there are of each."""
-    return Counter((queries.stop - queries.start, keys.stop - keys.start, causal) for queries, keys, causal in found).items()
+    return Counter((queries.stop - queries.start, keys.stop - keys.start, mask) for queries, keys, mask in found).items()
 
 
 def _piece(q: Tensor, kv: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:

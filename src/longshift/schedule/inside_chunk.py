@@ -25,18 +25,21 @@ from longshift.schedule.chunks import Event
 from longshift.schedule.inside import SizedBlock, SizedEmbed, loss_of_rows, rank_of
 from longshift.schedule.inside_attention import ring_backward, ring_forward
 from longshift.schedule.inside_rank import Inside, Micro, Place
-from longshift.schedule.sequence import Pair, TokenOrder, pairs, span
+from longshift.schedule.sequence import Pair, Run, TokenOrder, pairs, pairs_across
+from longshift.schedule.streamed import Lists
 
 
-def of_event(place: Place, orders: Sequence[TokenOrder], sees: Sequence[int], event: Event, block: int = 1) -> Inside:
-    """Bytes and work of one compute or send event of a chunked pack, whose chunks have these orders and see chunks from `sees` on. `block`:
-    the unit of one that computes so."""
-    c, keys = event.chunk, event.keys
+def of_event(place: Place, made: Lists, cut: Sequence[Sequence[Run]], event: Event, block: int = 1) -> Inside:
+    """Bytes and work of one compute or send event of a pack in chunks `cut`, of the lists of a block with this window. `block`: the unit of
+    one that computes so."""
+    c, keys, orders, sees = event.chunk, event.keys, made.orders, made.sees
     if event.name == "loss":
         return _loss(place, orders[c], keys)
     names = tuple(tuple(name for name, _ in buffers) for buffers in (event.reads, event.writes))
     last = keys == (c - 1 if sees[c] < c else c)
-    return _of_event(place, event.name, orders[c], orders[keys] if keys not in (-1, c) else None, *names, last, block)
+    other, between = (None, 0) if keys in (-1, c) else (orders[keys], cut[c][0].start - cut[keys][-1].start)
+    between = 0 if place.spec.window(block) is None else between
+    return _of_event(place, event.name, orders[c], other, between, *names, last, block)
 
 
 @lru_cache(maxsize=1024)
@@ -53,12 +56,13 @@ def _of_event(
     name: str,
     order: TokenOrder,
     other: TokenOrder | None,
+    between: int,
     reads: tuple[str, ...],
     writes: tuple[str, ...],
     last: bool,
     block: int,
 ) -> Inside:
-    return getattr(_Event(place, order, other, reads, writes, last, block), name)()
+    return getattr(_Event(place, order, other, between, reads, writes, last, block), name)()
 
 
 class SizedSegment:
@@ -81,10 +85,19 @@ class _Event:
     """One event on buffers that are made for it. Mutable."""
 
     def __init__(
-        self, place: Place, order: TokenOrder, other: TokenOrder | None, reads: Sequence[str], writes: Sequence[str], last: bool, block: int
+        self,
+        place: Place,
+        order: TokenOrder,
+        other: TokenOrder | None,
+        between: int,
+        reads: Sequence[str],
+        writes: Sequence[str],
+        last: bool,
+        block: int,
     ):
         self.rank = rank_of(place, order)
         self.place, self.order, self.other, self.reads, self.writes, self.last = place, order, other, reads, writes, last
+        self.between, self.window, self.rope = between, place.spec.window(block), place.spec.rope_of(block)
         self.exchanged = place.layout.ulysses > 1
         self.unit: Any = SizedBlock(self.rank, block)
         self.micro: Micro | None = None
@@ -106,14 +119,8 @@ class _Event:
         """`step.chunked._Play._pairs`"""
         index, order, other = self.place.at.ring, self.order, self.other
         if other is None:
-            return lambda sender: pairs(order, index, sender)
-        queries, last = span(order, index, 0), len(other.lengths) - 1
-
-        def of(sender: int) -> list[Pair]:
-            keys = span(other, sender, last)
-            return [(queries, keys, False)] if queries and keys else []
-
-        return of
+            return lambda sender: pairs(order, index, sender, self.window)
+        return lambda sender: pairs_across(order, index, other, sender, self.between, self.window)
 
     def ended(self, before: int, rest: str = "", **buffers: int) -> Inside:
         """`rest`: the buffer that has all that is left besides the others and the gradients."""
@@ -135,10 +142,10 @@ class _Event:
         return function
 
     def qkv(self) -> Inside:
-        x, self.micro = self.rank.stream(), Micro(self.rank, rotary=False)
+        x, self.micro = self.rank.stream(), Micro(self.rank, ())
         numbers = self.micro.numbers  # they stay
         before = self.rank.begin()
-        self.micro.rotate(self.rank)
+        self.rotate(self.micro)
         segment = SizedSegment(self.project(self.micro), x) if "graph" in self.writes else None
         made = segment.outputs if segment else self.project(self.micro)(x)
         if self.exchanged:
@@ -147,11 +154,16 @@ class _Event:
             return self.ended(before, "graph", qkv=0) if segment else self.ended(before, "qkv")
         return self.with_heads(before, made, "graph" if segment else "")
 
+    def rotate(self, micro: Micro) -> None:
+        """`data.micro.ChunkedPack.rotated`"""
+        if self.rope:
+            micro.rotate(self.rank, self.rope)
+
     def to_heads(self) -> Inside:
         return self.exchange_of(self.qkv_there())
 
     def qkv_there(self) -> tuple[Tensor, ...]:
-        return self.project(Micro(self.rank))(self.rank.stream())
+        return self.project(Micro(self.rank, [self.rope] if self.rope else ()))(self.rank.stream())
 
     def exchange_of(self, qkv: tuple[Tensor, ...]) -> Inside:
         before = self.rank.begin()
@@ -236,10 +248,10 @@ class _Event:
         return self.ended(before, "dqkv")
 
     def qkv_back(self) -> Inside:
-        micro = Micro(self.rank, rotary=False)
+        micro = Micro(self.rank, ())
         numbers = micro.numbers
         began, x = self.rank.memory.now, self.rank.stream()
-        micro.rotate(self.rank)
+        self.rotate(micro)
         segment = SizedSegment(self.project(micro), x)
         del micro
         graph = self.rank.memory.now - began - x.bytes
@@ -260,13 +272,13 @@ class _Event:
     # Operations of the model's ends
 
     def embed(self) -> Inside:
-        self.unit, micro = SizedEmbed(self.rank, 0), Micro(self.rank, rotary=False)
+        self.unit, micro = SizedEmbed(self.rank, 0), Micro(self.rank, ())
         before = self.rank.begin()
         y = self.unit.forward(None, micro, self.rank.ops)
         return self.ended(before, y=y.bytes)
 
     def embed_back(self) -> Inside:
-        self.unit, micro = SizedEmbed(self.rank, 0), Micro(self.rank, rotary=False)
+        self.unit, micro = SizedEmbed(self.rank, 0), Micro(self.rank, ())
         dy = self.rank.stream()
         before = self.rank.begin()
         self.rank.memory.recording = True

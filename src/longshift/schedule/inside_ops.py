@@ -106,12 +106,12 @@ class SizedOps:
     def loss(self, logits: Tensor, labels: Tensor | None) -> Tensor:
         return _cross_entropy(self.rank, logits, self.tp)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, micro: Micro) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, micro: Micro, window: int | None) -> Tensor:
         if self.ring.size == 1:
             q, k, v = self.to_heads(q, k, v)
-            return self.to_tokens(packed_attention(self.rank, q, k, v, [run.length for run in micro.order.runs[0]]))
+            return self.to_tokens(packed_attention(self.rank, q, k, v, [run.length for run in micro.order.runs[0]], window))
         qkv = self.to_heads(q, k, v)
-        return self.to_tokens(ring_attention(self.rank, *qkv, micro.order, self.ring))
+        return self.to_tokens(ring_attention(self.rank, *qkv, micro.order, window, self.ring))
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.ulysses.size == 1:

@@ -12,7 +12,7 @@ from longshift.layout.heads import own_heads
 from longshift.layout.layout import Coord, Layout
 from longshift.schedule.abstract import Memory, Shape, Tensor
 from longshift.schedule.sequence import TokenOrder
-from longshift.spec.model import ModelSpec
+from longshift.spec.model import ModelSpec, Rope
 
 Transport = Literal["gloo", "nccl"]
 Part = Literal["embed", "block", "block with output", "attention half", "mlp half"]
@@ -114,23 +114,22 @@ class Rank:
 class Micro:
     """What a micro-batch is to a block: its order, the tensors of its tokens, and its tables of angles, which a chunk gets later."""
 
-    def __init__(self, rank: "Rank", rotary: bool = True):
+    def __init__(self, rank: "Rank", ropes: Sequence[Rope]):
         tokens = rank.tokens_T
         self.order = rank.order
         self.numbers = [rank.new((tokens,), INDEX_BYTES) for _ in range(3)]  # tokens, labels, positions
-        self.rotary: tuple[Tensor, ...] = ()
-        if rotary:
-            self.rotate(rank)
+        self.rotary: dict[Rope, tuple[Tensor, ...]] = {}
+        for rope in ropes:
+            self.rotate(rank, rope)
 
-    def rotate(self, rank: "Rank") -> None:
+    def rotate(self, rank: "Rank", rope: Rope) -> None:
         """`model.decoder.rotary_table`"""
         place, tokens = rank.place, rank.tokens_T
-        if place.spec.rope is not None:
-            half = (tokens, place.spec.rotary_width // 2)
-            position = rank.new((tokens,), 8)
-            angle = rank.new(half, 8)
-            del position
-            self.rotary = tuple(_both_halves(cast(angle.new(), place.itemsize)) for _ in range(2))
+        half = (tokens, place.spec.rotary_width // 2)
+        position = rank.new((tokens,), 8)
+        angle = rank.new(half, 8)
+        del position
+        self.rotary[rope] = tuple(_both_halves(cast(angle.new(), place.itemsize)) for _ in range(2))
 
 
 def _both_halves(half: Tensor) -> Tensor:

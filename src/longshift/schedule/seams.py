@@ -38,27 +38,27 @@ class BlockSeams:
         if self.spec.qk_norm:
             q = self.norm_of(q, "q_norm")
             k = self.norm_of(k, "k_norm")
-        if self.spec.rotates(self.unit):
+        if self.spec.rope_of(self.unit):
             q = self.rotate(q, micro)
             k = self.rotate(k, micro)
         return q, k, v
 
     def attend(self, q: Any, k: Any, v: Any, micro: Any, ops: Any) -> Any:
-        return ops.attend(q, k, v, micro)
+        return ops.attend(q, k, v, micro, self.spec.window(self.unit))
 
     def out(self, x_TD: Any, o_TNH: Any, ops: Any) -> Any:
-        return x_TD + self.after(self.row_linear(o_TNH.flatten(1), "o", ops), "norm1")
+        return x_TD + self.after(self.row_linear(o_TNH.flatten(1), "o", ops), "post1")
 
     def mlp(self, x_TD: Any, ops: Any) -> Any:
-        return x_TD + self.after(self.row_linear(self.hidden(ops.enter(self.before(x_TD, "norm2"))), "down", ops), "norm2")
+        return x_TD + self.after(self.row_linear(self.hidden(ops.enter(self.before(x_TD, "norm2"))), "down", ops), "post2")
 
     def before(self, x_TD: Any, role: str) -> Any:
         """What attention or MLP takes of the residual stream."""
-        return self.norm_of(x_TD, role) if self.spec.norm_place == "before" else x_TD
+        return x_TD if self.spec.norm_place == "after" else self.norm_of(x_TD, role)
 
     def after(self, y_TD: Any, role: str) -> Any:
         """What is added to the residual stream of what attention or MLP gives."""
-        if self.spec.norm_place == "after":
+        if self.spec.norm_place != "before":
             y_TD = self.norm_of(y_TD, role)
         return scaled(y_TD, self.spec.residual_scale)
 

@@ -24,9 +24,11 @@ from operator import attrgetter
 
 import numpy as np
 
+from longshift.schedule.windows import Mask, pieces
+
 PADDING = -1
 
-Pair = tuple[slice, slice, bool]  # local queries, the sender's local keys, whether the mask is causal
+Pair = tuple[slice, slice, Mask]  # local queries, the sender's local keys
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,13 @@ def token_order(lengths: Sequence[int], ring: int, multiple: int) -> TokenOrder:
 
 
 @lru_cache(maxsize=256)
-def pairs(order: TokenOrder, mine: int, theirs: int) -> tuple[Pair, ...]:
-    """What ring coordinate `mine` computes with the keys of `theirs`: rectangles of local tokens, and the causal diagonal with its own."""
+def pairs(order: TokenOrder, mine: int, theirs: int, window: int | None = None) -> tuple[Pair, ...]:
+    """What ring coordinate `mine` computes with the keys of `theirs`: rectangles of local tokens, and the causal diagonal with its own.
+    With a window, the pieces of `schedule.windows`; those with the diagonal come first."""
+    if window is not None:
+        return _windowed(order, mine, theirs, window)
     if mine == theirs:
-        return tuple((at, at, True) for _, at, _ in _documents(order.runs[mine]))
+        return tuple((at, at, "causal") for _, at, _ in _documents(order.runs[mine]))
     keys = {document: (at.start, runs) for document, at, runs in _documents(order.runs[theirs])}
     found = []
     for document, at, runs in _documents(order.runs[mine]):
@@ -104,17 +109,58 @@ def pairs(order: TokenOrder, mine: int, theirs: int) -> tuple[Pair, ...]:
             if seen:
                 span = slice(key_start, key_start + seen)
                 if rectangles and rectangles[-1][1] == span:
-                    rectangles[-1] = (slice(rectangles[-1][0].start, start + run.length), span, False)
+                    rectangles[-1] = (slice(rectangles[-1][0].start, start + run.length), span, "all")
                 else:
-                    rectangles.append((slice(start, start + run.length), span, False))
+                    rectangles.append((slice(start, start + run.length), span, "all"))
             start += run.length
         found.extend(rectangles)
     return tuple(found)
 
 
+def pairs_across(later: TokenOrder, mine: int, earlier: TokenOrder, theirs: int, between: int, window: int | None) -> tuple[Pair, ...]:
+    """What ring coordinate `mine` does, of a chunk in order `later`, with the keys that `theirs` holds of a chunk in order `earlier`: the
+    first document of the one is the last of the other. `between`: how many tokens of it lie from the start of its earlier piece to that of
+    its later one."""
+    mine_at, their_at = (span(later, mine, 0), span(earlier, theirs, len(earlier.lengths) - 1))
+    if not mine_at or not their_at:
+        return ()
+    if window is None:
+        return ((mine_at, their_at, "all"),)
+    own = _placed(mine_at.start, later.runs[mine], 0, between)
+    others = _placed(their_at.start, earlier.runs[theirs], len(earlier.lengths) - 1, 0)
+    return tuple(_between(own, others, window))
+
+
 def span(order: TokenOrder, coord: int, document: int) -> slice | None:
     """A document's local tokens on a ring coordinate; None where there are none."""
     return next((at for found, at, _ in _documents(order.runs[coord]) if found == document), None)
+
+
+def _windowed(order: TokenOrder, mine: int, theirs: int, window: int) -> tuple[Pair, ...]:
+    found: list[Pair] = []
+    others = {document: _placed(at.start, runs, document, 0) for document, at, runs in _documents(order.runs[theirs])}
+    for document, at, runs in _documents(order.runs[mine]):
+        if mine == theirs or document != PADDING:
+            found += _between(_placed(at.start, runs, document, 0), others.get(document, []), window)
+    return tuple(sorted(found, key=lambda pair: pair[2] != "causal"))
+
+
+def _placed(at: int, runs: Sequence[Run], document: int, offset: int) -> list[tuple[int, int, int]]:
+    """First and last position of each run of a document, plus `offset`, and what to add to a position for its local number."""
+    found = []
+    for run in runs:
+        if run.document == document:
+            start = run.start + offset
+            found.append((start, start + run.length, at - start))
+            at += run.length
+    return found
+
+
+def _between(own: Sequence[tuple[int, int, int]], others: Sequence[tuple[int, int, int]], window: int) -> Iterator[Pair]:
+    for first, last, mine in own:
+        for begin, end, theirs in others:
+            for queries, keys, mask in pieces((first, last), (begin, end), window):
+                yield slice(queries[0] + mine, queries[1] + mine), slice(keys[0] + theirs, keys[1] + theirs), mask
 
 
 def _documents(runs: Sequence[Run]) -> Iterator[tuple[int, slice, list[Run]]]:

@@ -35,17 +35,20 @@ def tier_key(micro: int, unit: int, buffer: Buffer) -> tuple[int, int, str, int]
 
 @dataclass(frozen=True)
 class Lists:
-    """Event lists of a pack, those of a block the same for every one, with the order of the tokens in each chunk and the bytes of each
-    buffer."""
+    """Event lists of a pack, those of a block the same for every one with the same window, with the order of the tokens in each chunk, the
+    first chunk that each one sees, and the bytes of each buffer."""
 
     orders: list[TokenOrder]
+    sees: tuple[int, ...]
     sizes: Sizes
     of: Mapping[Turn, tuple[Event, ...]]
 
 
-def lists(spec: ModelSpec, layout: Layout, at: Coord, cut: Sequence[Sequence[Run]], compute_bytes: int, ahead: int) -> Lists:
-    """Of chunks `cut`, on the rank that stands at `at`."""
-    orders, sees, count = chunks.orders(cut, layout), chunks.reach(cut), len(cut)
+def lists(
+    spec: ModelSpec, layout: Layout, at: Coord, cut: Sequence[Sequence[Run]], compute_bytes: int, ahead: int, window: int | None
+) -> Lists:
+    """Of chunks `cut`, on the rank that stands at `at`, for blocks with this sliding window."""
+    orders, sees, count = chunks.orders(cut, layout), chunks.reach(cut, window), len(cut)
     policy = Policy(layout.schedule, layout.keep, layout.kv, ahead, sent=(layout.ulysses - 1) / layout.ulysses)
     from_x = replace(policy, keep="input")
     sizes = chunks.sizes(spec, layout, at, orders, compute_bytes)
@@ -64,7 +67,7 @@ def lists(spec: ModelSpec, layout: Layout, at: Coord, cut: Sequence[Sequence[Run
             "pass on": chunks.forward(sees, from_x, sizes, drop_x=True),
             "backward from x": chunks.backward(sees, from_x, sizes),
         }
-    return Lists(orders, sizes, found)
+    return Lists(orders, sees, sizes, found)
 
 
 def forward_turns(units: Sequence[int], layers: int, every: int) -> Iterator[tuple[int, Turn]]:

@@ -10,12 +10,13 @@ from longshift.schedule import chunk_times
 from longshift.schedule.chunks import Event
 from longshift.schedule.streamed import Lists, Turn
 from longshift.spec.formats import FORMATS
-from longshift.spec.model import ModelSpec
+from longshift.spec.model import ModelSpec, attended
 
 
 @dataclass(frozen=True)
 class ChunkSeconds:
-    """How long events take on a rank. `device_is_host`: a CPU, whose host tier moves nothing; `moving`: whether tiers take time."""
+    """How long events take on a rank. `device_is_host`: a CPU, whose host tier moves nothing; `moving`: whether tiers take time; `window`:
+    of the block."""
 
     spec: ModelSpec
     layout: Layout
@@ -23,6 +24,7 @@ class ChunkSeconds:
     dtype: str
     device_is_host: bool
     moving: bool = True
+    window: int | None = None
 
     def turn(self, made: Lists, turn: Turn) -> tuple[float, float]:
         """A turn of a unit until its last operation, and the seconds of its busiest lane, which many such units need each."""
@@ -69,8 +71,10 @@ class ChunkSeconds:
         if event.name.startswith("attend"):
             direction, diagonal = "backward" if event.name == "attend_back" else "forward", event.chunk == event.keys
             if diagonal and layout.ring == 1:
-                return float(cluster.attention_s(queries, keys, self.heads, dtype, direction, causal=True, beyond=True))
+                return self._seen(event) * float(cluster.attention_s(queries, keys, self.heads, dtype, direction, causal=True, beyond=True))
             part = 0.5 if diagonal else 1.0
+            if self.window is not None:
+                part *= self._seen(event)
             return part * float(cluster.attention_s(queries, keys * layout.ring, self.heads, dtype, direction, beyond=True))
         rows, width, inner = queries / layout.ulysses, spec.width, spec.heads * spec.head_width / layout.tp
         if event.name.startswith("embed"):
@@ -84,6 +88,16 @@ class ChunkSeconds:
             shapes = [(inner, width), *[(width, ffn)] * (2 if spec.gated else 1), (ffn, width)]
         times = {"qkv": 1, "tail": 1, "tail_back": 3, "qkv_back": 2, "loss": 3}[event.name]
         return times * sum(float(cluster.matmul_s(rows, k, n, dtype, beyond=True)) for k, n in shapes)
+
+    def _seen(self, event: Event) -> float:
+        """Share of a pair of chunks that lies inside the window."""
+        n, back = self.layout.chunk, event.chunk - event.keys
+        if self.window is None or self.window >= (back + 1) * n:
+            return 1.0
+        until = [attended((number + 1) * n, self.window) for number in (back - 2, back - 1, back)]
+        whole = [attended((number + 1) * n, None) for number in (back - 2, back - 1, back)]
+        seen, area = (now - 2 * before + earlier for earlier, before, now in (until, whole))
+        return float(seen / area)
 
     @property
     def heads(self) -> Heads:

@@ -72,11 +72,6 @@ class StepTime:
         return total
 
 
-def _pairs(lengths: Sequence[int]) -> Iterator[float]:
-    """Causal pairs of tokens of each document."""
-    return (n * n / 2 for n in lengths)
-
-
 class _Moved:
     """An operation, bytes that the ledger saw it send and move; `elements` that it adds or updates."""
 
@@ -149,10 +144,14 @@ class Clock:
         """Seconds of a block's forward and backward on each pack."""
         if layout.chunk:
             return np.array([sum(s for turn in ("forward", "backward") for _, s in self._chunked(layout, pack, turn)) for pack in packs])
-        tokens, pairs = (np.array([sum(of(pack or (1,))) for pack in packs], float) for of in (iter, _pairs))
+        tokens, pairs = (np.array([sum(of(pack or (1,))) for pack in packs], float) for of in (iter, self._pairs))
         mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
         works = [self.cost.turn("block", turn, "block", mesh, tokens, pairs, recompute_code(layout)) for turn in ("forward", "backward")]
         return sum((np.asarray(work.exposed_s(self.rates.launch_s)) for work in works), np.zeros(len(packs)))
+
+    def _pairs(self, lengths: Sequence[int]) -> Iterator[float]:
+        """Causal pairs of documents, the mean of all blocks."""
+        return (float(self.spec.attended(n)) for n in lengths)
 
     def turn(self, layout: Layout, pack: tuple[int, ...], blocks: int, kind: UnitKind, turn: str, part: str) -> list[tuple[str, float]]:
         """Seconds of a turn of a unit on a pack, by lane, in a row; `blocks` of rows of a loss. The ring goes on under attention."""
@@ -165,7 +164,7 @@ class Clock:
         lengths = pack or (1,)
         mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
         code = recompute_code(layout)
-        tokens, pairs = sum(lengths), sum(_pairs(lengths))
+        tokens, pairs = sum(lengths), sum(self._pairs(lengths))
         work = self.cost.turn(kind, turn, part, mesh, tokens, pairs, code, blocks)
         computes, attention = float(work.compute_s(self.rates.launch_s)), float(work.attention_s)
         under = min(attention, computes) if float(work.ring_s) else 0.0
@@ -175,8 +174,12 @@ class Clock:
     def _chunked(self, layout: Layout, pack: tuple[int, ...], turn: str) -> list[tuple[str, float]]:
         """Until the turn's last operation, or as long as its busiest lane is busy: the lanes of a turn are not those of the next."""
         cut = chunks.cut(list(pack) or [1], layout.chunk)
-        made = lists(self.spec, layout, layout.coord(0), cut, FORMATS[self.dtype].compute_bytes, self.shape.ahead)
-        return [("compute", max(ChunkSeconds(self.spec, layout, self.cluster, self.dtype, self.on_cpu).turn(made, turn)))]  # pyright: ignore[reportArgumentType]
+        seconds = 0.0
+        for window, share in self.spec.windows.items():
+            made = lists(self.spec, layout, layout.coord(0), cut, FORMATS[self.dtype].compute_bytes, self.shape.ahead, window)
+            timed = ChunkSeconds(self.spec, layout, self.cluster, self.dtype, self.on_cpu, window=window)
+            seconds += share * max(timed.turn(made, turn))  # pyright: ignore[reportArgumentType]
+        return [("compute", seconds)]
 
     def collective_s(self, layout: Layout, kind: str, sent_bytes: int) -> float:
         """Seconds of a gather or a reduction in which a rank sends so many bytes. Its members share one cut of the weights."""

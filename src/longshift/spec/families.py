@@ -4,6 +4,7 @@ A family is an entry of FAMILIES. Keys that are absent from a config mean what t
 """
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -22,8 +23,10 @@ class Family:
     What absent keys mean: `kv_heads` (None: as many as query heads), `head_width` (None: heads fill the model's width), `tied`, `norm_eps`,
     `theta`, `window_size`, `nope_every`.
     Which keys it has: `biases`, of `attention_bias` and `mlp_bias`; `window`, whether `sliding_window` is of all blocks or of those that
-    `layer_types` or `max_window_layers` name; `scales`, those of _SCALES; `partial_rotary`, `partial_rotary_factor`. With `nope_every`
-    it may have blocks without rotary embedding.
+    `layer_types`, `max_window_layers` ("some") or `sliding_window_pattern` ("pattern") name; `scales`, those of _SCALES; `partial_rotary`,
+    `partial_rotary_factor`. With `nope_every` it may have blocks without rotary embedding. `gemma`: the activation's key is
+    `hidden_activation`, embeddings are scaled by the root of the width, scores by that of `query_pre_attn_scalar`, and blocks with a window
+    turn by `rope_local_base_freq`.
     """
 
     architecture: str
@@ -34,11 +37,12 @@ class Family:
     norm_eps: float = 1e-6
     theta: float = 10000.0
     biases: tuple[str, ...] = ()
-    window: Literal["all", "some"] | None = None
+    window: Literal["all", "some", "pattern"] | None = None
     window_size: int | None = 4096
     scales: bool = False
     partial_rotary: bool = False
     nope_every: int = 0
+    gemma: bool = False
 
 
 _GPT2_ALWAYS: Mapping[str, Any] = {
@@ -61,6 +65,12 @@ FAMILIES: Mapping[str, Family] = {
     "granite": Family("GraniteForCausalLM", biases=("attention_bias", "mlp_bias"), scales=True),
     "smollm3": Family("SmolLM3ForCausalLM", kv_heads=4, tied=True, theta=2e6, biases=("attention_bias", "mlp_bias"), nope_every=4),
     "phi3": Family("Phi3ForCausalLM", {"fused": True}, norm_eps=1e-5, window="all", window_size=None, partial_rotary=True),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {"qk_norm": True, "norm_place": "both", "norm_less_one": True},
+        **{"kv_heads": 4, "head_width": 256, "tied": True, "theta": 1e6, "biases": ("attention_bias",)},
+        **{"window": "pattern", "gemma": True},
+    ),
     "gpt2": Family("GPT2LMHeadModel", _GPT2_ALWAYS, tied=True, norm_eps=1e-5),
 }
 _SCALES: Mapping[str, str] = {
@@ -155,7 +165,13 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
     biases = {key: read.flag(key, False) for key in family.biases}
     attention_bias = biases.get("attention_bias", False)
     scales = {name: float(read.number(key, 1.0)) for key, name in _SCALES.items()} if family.scales else {}
+    if family.gemma:
+        scales = {"embed_scale": width**0.5, "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5}
+        theta = float(read.number("rope_local_base_freq", 10000.0))
+        nested = "sliding_attention" in (read.config.get("rope_parameters") or {})
+        scales["window_rope"] = _rope(read, theta, "sliding_attention") if nested else Rope(theta)
     _says_the_same(read, head_width)
+    window, full_blocks = _window(read, family, layers)
     return {
         "vocab": read.size("vocab_size"),
         "width": width,
@@ -167,14 +183,15 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
         "max_positions": read.size("max_position_embeddings"),
         "tied": read.flag("tie_word_embeddings", family.tied),
         "norm_eps": read.number("rms_norm_eps", family.norm_eps),
-        "activation": read.activation("hidden_act", "silu"),
+        "activation": read.activation(*(("hidden_activation", "gelu_pytorch_tanh") if family.gemma else ("hidden_act", "silu"))),
         "qkv_bias": attention_bias or family.always.get("qkv_bias", False),
         "out_bias": attention_bias,
         "mlp_bias": biases.get("mlp_bias", False),
         "rotary": rotary if rotary < head_width else None,
         "rope": _rope(read, family.theta),
         "nope_every": _nope_every(read, family, layers),
-        "sliding_window": _window(read, family, layers),
+        "sliding_window": window,
+        "full_blocks": full_blocks,
         "init_std": read.number("initializer_range", 0.02),
         **scales,
     }
@@ -182,9 +199,9 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
 
 def _says_the_same(read: Reader, head_width: int) -> None:
     """Keys of other families whose harmless value depends on this model."""
-    read.only(
-        "query_pre_attn_scalar", head_width, f"supported: {head_width}, the head width; another scale of attention is not implemented"
-    )
+    if "query_pre_attn_scalar" not in read.known:
+        why = f"supported: {head_width}, the head width; this family has no other scale of attention"
+        read.only("query_pre_attn_scalar", head_width, why)
     if "attention_multiplier" not in read.known:
         scale = head_width**-0.5
         read.only("attention_multiplier", scale, f"supported: {scale}, of the head width; this family has no other scale of attention")
@@ -207,8 +224,8 @@ def _rotary(read: Reader, family: Family, head_width: int) -> int:
     return width
 
 
-def _rope(read: Reader, theta: float) -> Rope:
-    """Keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`)."""
+def _rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rope:
+    """Keys of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`, where blocks differ one mapping for each kind)."""
     read.known |= {"rope_parameters", "rope_scaling"}
     given = {key: read.config[key] for key in ("rope_parameters", "rope_scaling") if read.config.get(key)}
     for key, value in given.items():
@@ -218,8 +235,10 @@ def _rope(read: Reader, theta: float) -> Rope:
     if len(given) == 2:
         read.fault("rope_scaling", given["rope_scaling"], "given twice: rope_parameters says it too; keep one")
     key, found = next(iter(given.items()), ("rope_parameters", {}))
+    if isinstance(found.get(blocks), Mapping):
+        key, found = f"{key}.{blocks}", found[blocks]
     inner = Reader(found, f"{key}.")
-    kinds = ("default", "linear", "llama3")
+    kinds = ("default", "linear", "llama3", "yarn")
     why = f"supported: {', '.join(kinds)}; set {key} to null to train without it"
     names = [name for name in ("rope_type", "type") if found.get(name) is not None] or ["rope_type"]
     asked = [inner.value(name, "default", lambda v: v in kinds, why) for name in names]
@@ -232,24 +251,48 @@ def _rope(read: Reader, theta: float) -> Rope:
     own = inner.number("rope_theta", outer)
     if own != outer and read.config.get("rope_theta") is not None:
         inner.fault("rope_theta", own, f"but rope_theta says {outer!r}")
-    scaling = _scaling(inner, asked[0])
+    scaling = _scaling(inner, asked[0], read)
     inner.known.add("partial_rotary_factor")
     inner.refuse_the_rest()
     read.faults += inner.faults
     return Rope(theta=float(own), **scaling)
 
 
-def _scaling(inner: Reader, kind: str) -> dict[str, Any]:
+def _scaling(inner: Reader, kind: str, outer: Reader) -> dict[str, Any]:
     if kind == "default":
         return {}
     if kind == "linear":
         return {"scaling": kind, "factor": float(inner.number("factor"))}
+    if kind == "yarn":
+        return _yarn(inner, outer)
     names = ("factor", "low_freq_factor", "high_freq_factor")
     numbers = {name: float(inner.number(name)) for name in names}
     positions = inner.size("original_max_position_embeddings")
     if not inner.faults and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
         inner.fault("high_freq_factor", numbers["high_freq_factor"], f"must exceed low_freq_factor {numbers['low_freq_factor']}")
     return {"scaling": kind, **numbers, "original_positions": positions}
+
+
+def _yarn(inner: Reader, outer: Reader) -> dict[str, Any]:
+    """`attention_factor` where it is absent: of the factor, or of the two `mscale`. The original positions: those of the model."""
+    factor, whole = float(inner.number("factor")), outer.size("max_position_embeddings")
+    positions = inner.size("original_max_position_embeddings", whole)
+    fast, slow = float(inner.number("beta_fast", 32.0)), float(inner.number("beta_slow", 1.0))
+    above, below = (inner.number(key, 0.0) if inner.config.get(key) else 0.0 for key in ("mscale", "mscale_all_dim"))
+    inner.known |= {"mscale", "mscale_all_dim"}
+    derived = yarn_magnitude(factor, above) / yarn_magnitude(factor, below) if above and below else yarn_magnitude(factor)
+    magnitude = float(inner.number("attention_factor", derived))
+    if fast <= slow:
+        inner.fault("beta_fast", fast, f"must exceed beta_slow {slow}")
+    return {
+        **{"scaling": "yarn", "factor": factor, "original_positions": positions, "beta_fast": fast, "beta_slow": slow},
+        **{"magnitude": magnitude, "truncate": inner.flag("truncate", True)},
+    }
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """What YaRN multiplies cos and sin with, as transformers derives it."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _nope_every(read: Reader, family: Family, layers: int) -> int:
@@ -266,17 +309,21 @@ def _nope_every(read: Reader, family: Family, layers: int) -> int:
     return every if every <= layers else 0
 
 
-def _window(read: Reader, family: Family, layers: int) -> int | None:
-    """The sliding window of all blocks, or None. Blocks with and without one in the same model are refused."""
+def _window(read: Reader, family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:
+    """The sliding window, or None, and the blocks that have none although others do."""
     types = read.value("layer_types", None, lambda v: isinstance(v, list) and len(v) == layers, f"must name {layers} layers")
     if set(types or ()) - {"sliding_attention", "full_attention"}:
-        read.fault("layer_types", types, "supported: all sliding_attention, or all full_attention")
+        read.fault("layer_types", types, "supported: sliding_attention and full_attention")
         types = None
     window = read.size("sliding_window", family.window_size) if read.config.get("sliding_window", family.window_size) is not None else None
     if family.window == "all":
         if types and set(types) != {"sliding_attention" if window else "full_attention"}:
             read.fault("layer_types", types, f"but sliding_window says {window}")
-        return window
+        return window, ()
+    if family.window == "pattern":
+        every = read.value("sliding_window_pattern", 6, lambda v: type(v) is int and v > 0, "must be a positive whole number")
+        types = types or ["sliding_attention" if block % every else "full_attention" for block in range(1, layers + 1)]
+        return _windowed(types, window)
     use = read.flag("use_sliding_window", False)
     first = read.value("max_window_layers", 28, lambda v: type(v) is int and v >= 0, "must be a whole number")
     if family.window is None:
@@ -285,15 +332,18 @@ def _window(read: Reader, family: Family, layers: int) -> int | None:
         for key, asked in zip(("use_sliding_window", "layer_types", "sliding_window"), asks):
             if asked:
                 read.fault(key, read.config[key], "needs a sliding window, which this family has not")
-        return None
+        return None, ()
     implied = ["sliding_attention" if use and window and block >= first else "full_attention" for block in range(layers)]
     kinds = types or implied
-    if len(set(kinds)) > 1:
-        windowed = kinds.count("sliding_attention")
-        read.fault("max_window_layers", first, f"{windowed} of {layers} layers get a sliding window; supported: all or none")
-    elif kinds[0] == "sliding_attention" and not (use and window):
+    if "sliding_attention" in kinds and not (use and window):
         read.fault("use_sliding_window", use, "but layer_types says sliding_attention")
-    return window if "sliding_attention" in kinds else None
+    return _windowed(kinds, window)
+
+
+def _windowed(kinds: list[str], window: int | None) -> tuple[int | None, tuple[int, ...]]:
+    if window is None or "sliding_attention" not in kinds:
+        return None, ()
+    return window, tuple(block for block, kind in enumerate(kinds, 1) if kind == "full_attention")
 
 
 def _gpt2(read: Reader, family: Family) -> dict[str, Any]:
@@ -324,6 +374,9 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
     if rope.scaling == "llama3":
         scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
         scaling["original_max_position_embeddings"] = rope.original_positions
+    if rope.scaling == "yarn":
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "attention_factor": rope.magnitude, "truncate": rope.truncate}
+        scaling["original_max_position_embeddings"] = rope.original_positions
     config = {
         "hidden_size": spec.width,
         "num_hidden_layers": spec.layers,
@@ -342,14 +395,24 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
     config |= {key: {"attention_bias": spec.out_bias, "mlp_bias": spec.mlp_bias}[key] for key in family.biases}
     config |= {"partial_rotary_factor": spec.rotary_width / spec.head_width} if family.partial_rotary else {}
     if family.nope_every:
-        flags = [int(spec.rotates(block)) for block in range(1, spec.layers + 1)]
+        flags = [int(spec.rope_of(block) is not None) for block in range(1, spec.layers + 1)]
         config |= {"no_rope_layers": flags, "no_rope_layer_interval": spec.nope_every}
     config |= {key: getattr(spec, name) for key, name in _SCALES.items()} if family.scales else {}
     if family.window == "all":
         config["sliding_window"] = spec.sliding_window
-    elif family.window == "some":
-        config["use_sliding_window"] = spec.sliding_window is not None
-        config |= {"sliding_window": spec.sliding_window, "max_window_layers": 0} if spec.sliding_window else {}
+    elif family.window:
+        window, full = spec.sliding_window, spec.full_blocks
+        kinds = ["full_attention" if spec.window(block) is None else "sliding_attention" for block in range(1, spec.layers + 1)]
+        config |= {"sliding_window": window, "layer_types": kinds} if window else {}
+        if family.window == "some":
+            config["use_sliding_window"] = window is not None
+            first = next((block for block in range(spec.layers) if block + 1 not in full), spec.layers)
+            config |= {"max_window_layers": first} if window else {}
+    if family.gemma:
+        scalar = round(spec.score_scale**-2, 6)
+        config["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
+        config["hidden_activation"] = config.pop("hidden_act")
+        config["rope_local_base_freq"] = spec.window_rope.theta if spec.window_rope else 10000.0
     return config
 
 
@@ -385,6 +448,10 @@ _GRANITE: Mapping[str, Any] = {
     **{"tied": True, "norm_eps": 1e-5, "rope": Rope(theta=5000000.0)},
     **{"attention_scale": 0.015625, "embed_scale": 12.0, "residual_scale": 0.22, "logit_divisor": 8.0},
 }
+_GEMMA3: Mapping[str, Any] = {
+    **{"qk_norm": True, "norm_place": "both", "norm_less_one": True, "tied": True, "activation": "gelu_tanh"},
+    **{"head_width": 256, "rope": Rope(theta=1e6), "window_rope": Rope(), "attention_scale": 0.0625},
+}
 _GPT2: Mapping[str, Any] = {**_GPT2_ALWAYS, "tied": True, "norm_eps": 1e-5, "activation": "gelu_tanh"}
 
 PRESETS: Mapping[str, ModelSpec] = {
@@ -406,5 +473,9 @@ PRESETS: Mapping[str, ModelSpec] = {
     "olmo-2-7b": _decoder("olmo2", 100352, 4096, 32, 32, 32, 11008, 4096, **_OLMO2),
     "granite-3.1-2b": _decoder("granite", 49155, 2048, 40, 32, 8, 8192, 131072, **_GRANITE),
     "smollm3-3b": _decoder("smollm3", 128256, 2048, 36, 16, 4, 11008, 65536, **_SMOLLM3),
+    "gemma-3-1b": _decoder(
+        *("gemma3_text", 262144, 1152, 26, 4, 1, 6912, 32768),
+        **{**_GEMMA3, "embed_scale": 1152**0.5, "sliding_window": 512, "full_blocks": (6, 12, 18, 24)},
+    ),
     "phi-4": _decoder("phi3", 100352, 5120, 40, 40, 10, 17920, 16384, norm_eps=1e-5, rope=Rope(theta=250000.0), fused=True),
 }

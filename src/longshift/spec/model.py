@@ -10,11 +10,14 @@ how tensor parallelism cuts it. Placement, the runtime model, checkpoints and th
 Letters: T tokens, D model width, N query heads, K key/value heads, H head width, F feed-forward width, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 
 def share(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -24,16 +27,34 @@ def share(total: int, parts: int, index: int) -> tuple[int, int]:
     return start, start + each + (index < extra)
 
 
+def attended(length: Any, window: int | None) -> Any:
+    """Pairs of a token of a document and one of the last `window` tokens that it attends to; half of the length's square for None."""
+    seen = length if window is None else np.minimum(length, window)
+    return seen * seen / 2.0 + (length - seen) * seen
+
+
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding. `scaling` None, or the fields of Llama-3 or linear scaling."""
+    """Rotary embedding: angles position * theta^(-2i/R) of channel pair i. What stretches it to longer sequences, by `factor` over
+    `original_positions` where it says so:
+
+    linear    all angles divided by the factor (arXiv 2306.15595)
+    llama3    slow channels divided by the factor, fast ones kept, a blend of the two between (arXiv 2407.21783); `low_freq_factor`,
+              `high_freq_factor`: turns over the original positions that bound the blend
+    yarn      as llama3, bounded by channels that turn `beta_slow` and `beta_fast` times, at whole numbers of channels where `truncate`; cos and
+              sin times `magnitude`, which makes up for the entropy of more scores (arXiv 2309.00071)
+    """
 
     theta: float = 10000.0
-    scaling: Literal["linear", "llama3"] | None = None
+    scaling: Literal["linear", "llama3", "yarn"] | None = None
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    magnitude: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -102,12 +123,15 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = False  # of each head, before the rotation
     qk_norm_whole: bool = False  # OLMo 2: of all heads together
-    norm_place: Literal["before", "after"] = "before"  # attention and MLP; OLMo 2 normalizes what they give
+    norm_place: Literal["before", "after", "both"] = "before"  # attention and MLP; OLMo 2 normalizes what they give, Gemma both
+    norm_less_one: bool = False  # Gemma: weights of norms are stored less one
     rope: Rope | None = Rope()
+    window_rope: Rope | None = None  # of blocks with a sliding window, where it is another
     rotary: int | None = None  # channels of a head that turn with the position, the first ones; all where None
     nope_every: int = 0  # SmolLM3: block n, 2n, ... has no rotary embedding
     learned_positions: bool = False
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # tokens that a token attends to, its own included
+    full_blocks: tuple[int, ...] = ()  # blocks, by unit, that attend to all of a document all the same
     attention_scale: float | None = None  # what scores are multiplied with; 1 / sqrt(head width) where None
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
@@ -146,13 +170,41 @@ class ModelSpec:
         """What scores of attention are multiplied with."""
         return self.head_width**-0.5 if self.attention_scale is None else self.attention_scale
 
-    def rotates(self, block: int) -> bool:
-        """Whether the block of this unit has rotary embedding."""
-        return self.rope is not None and not (self.nope_every and block % self.nope_every == 0)
+    def rope_of(self, block: int) -> Rope | None:
+        """The rotary embedding of the block of this unit."""
+        if self.nope_every and block % self.nope_every == 0:
+            return None
+        return self.window_rope if self.window_rope and self.window(block) else self.rope
+
+    @cached_property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embeddings that its blocks have."""
+        found = (self.rope_of(block) for block in range(1, self.layers + 1))
+        return tuple(dict.fromkeys(rope for rope in found if rope))
+
+    def window(self, block: int) -> int | None:
+        """How many tokens a token of this block attends to, its own included; None: all of its document."""
+        return None if block in self.full_blocks else self.sliding_window
 
     def like(self, block: int) -> int:
         """The first block that computes as this one does, so that one is told for all."""
-        return 1 if self.rope is None or self.rotates(block) == self.rotates(1) else self.nope_every
+        return self._alike[block - 1] if 0 < block <= self.layers else block
+
+    @cached_property
+    def _alike(self) -> tuple[int, ...]:
+        first: dict[tuple[Rope | None, int | None], int] = {}
+        return tuple(first.setdefault((self.rope_of(block), self.window(block)), block) for block in range(1, self.layers + 1))
+
+    @cached_property
+    def windows(self) -> Mapping[int | None, float]:
+        """The windows of its blocks, and the share of the blocks that has each."""
+        found = Counter(self.window(block) for block in range(1, self.layers + 1))
+        return {window: blocks / self.layers for window, blocks in found.items()}
+
+    def attended(self, length: Any) -> Any:
+        """Pairs of a token of a document and one that it attends to, half of them on the diagonal, the mean of all blocks: for a number or
+        an array of lengths. Half the square of the length where there is no window."""
+        return sum(share * attended(length, window) for window, share in self.windows.items())
 
     @property
     def keys_stay_whole(self) -> bool:
@@ -174,29 +226,32 @@ def _llama_table(s: ModelSpec) -> Iterator[Param]:
     d, n, k, h, f, v = s.width, s.heads, s.kv_heads, s.head_width, s.ffn, s.vocab
     vocab, query, kv, ffn = (Part(v),), (Part(n, h),), (Part(k, h, heads=n),), (Part(f),)
     attention = (("q", "q", query, n * h), ("k", "k", kv, k * h), ("v", "v", kv, k * h))
+    norm = "zeros" if s.norm_less_one else "ones"
     if s.fused:
         attention = (("fused", "qkv", query + kv + kv, (n + 2 * k) * h),)
     mlp = (("gate_up", ffn + ffn, 2 * f),) if s.fused else (("gate", ffn, f), ("up", ffn, f))
     yield Param("model.embed_tokens.weight", "embed", (v, d), 0, 0, vocab, also_unit=s.layers + 1 if s.tied else None)
     for layer in range(s.layers):
         unit, at = layer + 1, f"model.layers.{layer}."
-        if s.norm_place == "before":
-            yield Param(at + "input_layernorm.weight", "norm1", (d,), unit, decay=False, init="ones")
+        if s.norm_place != "after":
+            yield Param(at + "input_layernorm.weight", "norm1", (d,), unit, decay=False, init=norm)
         for role, name, part, rows in attention:
             yield Param(f"{at}self_attn.{name}_proj.weight", role, (rows, d), unit, 0, part)
             if s.qkv_bias:
                 yield Param(f"{at}self_attn.{name}_proj.bias", role + "_bias", (rows,), unit, 0, part, decay=False, init="zeros")
         if s.qk_norm:
-            yield Param(at + "self_attn.q_norm.weight", "q_norm", (h,), unit, decay=False, init="ones")
-            yield Param(at + "self_attn.k_norm.weight", "k_norm", (h,), unit, decay=False, init="ones")
+            yield Param(at + "self_attn.q_norm.weight", "q_norm", (h,), unit, decay=False, init=norm)
+            yield Param(at + "self_attn.k_norm.weight", "k_norm", (h,), unit, decay=False, init=norm)
         if s.qk_norm_whole:
             yield Param(at + "self_attn.q_norm.weight", "q_norm", (n * h,), unit, 0, query, decay=False, init="ones")
             yield Param(at + "self_attn.k_norm.weight", "k_norm", (k * h,), unit, 0, kv, decay=False, init="ones")
         yield Param(at + "self_attn.o_proj.weight", "o", (d, n * h), unit, 1, query, init="normal_out")
         if s.out_bias:
             yield Param(at + "self_attn.o_proj.bias", "o_bias", (d,), unit, decay=False, init="zeros")
-        after_attention = "norm2" if s.norm_place == "before" else "norm1"
-        yield Param(at + "post_attention_layernorm.weight", after_attention, (d,), unit, decay=False, init="ones")
+        after_attention = {"before": "norm2", "after": "post1", "both": "post1"}[s.norm_place]
+        yield Param(at + "post_attention_layernorm.weight", after_attention, (d,), unit, decay=False, init=norm)
+        if s.norm_place == "both":
+            yield Param(at + "pre_feedforward_layernorm.weight", "norm2", (d,), unit, decay=False, init=norm)
         for role, part, rows in mlp:
             yield Param(f"{at}mlp.{role}_proj.weight", role, (rows, d), unit, 0, part)
             if s.mlp_bias:
@@ -204,9 +259,9 @@ def _llama_table(s: ModelSpec) -> Iterator[Param]:
         yield Param(at + "mlp.down_proj.weight", "down", (d, f), unit, 1, ffn, init="normal_out")
         if s.mlp_bias:
             yield Param(at + "mlp.down_proj.bias", "down_bias", (d,), unit, decay=False, init="zeros")
-        if s.norm_place == "after":
-            yield Param(at + "post_feedforward_layernorm.weight", "norm2", (d,), unit, decay=False, init="ones")
-    yield Param("model.norm.weight", "norm", (d,), s.layers + 1, decay=False, init="ones")
+        if s.norm_place != "before":
+            yield Param(at + "post_feedforward_layernorm.weight", "post2", (d,), unit, decay=False, init=norm)
+    yield Param("model.norm.weight", "norm", (d,), s.layers + 1, decay=False, init=norm)
     if not s.tied:
         yield Param("lm_head.weight", "head", (v, d), s.layers + 1, 0, vocab)
 

@@ -46,10 +46,12 @@ class ChunkedPacks(Runner):
         self.watch: Callable[[Event], object] | None = None
         self.recorder: Recorder | None = None
         compute_bytes = self.precision.compute.itemsize
-        self._lists = lru_cache(maxsize=4)(lambda cut: lists(self.spec, self.layout, self.at, cut, compute_bytes, ahead))
+        self._lists = lru_cache(maxsize=8)(
+            lambda cut, window: lists(self.spec, self.layout, self.at, cut, compute_bytes, ahead, window)
+        )
 
-    def lists(self, pack: ChunkedPack) -> Lists:
-        return self._lists(pack.chunks)
+    def lists(self, pack: ChunkedPack, unit: int) -> Lists:
+        return self._lists(pack.chunks, self.spec.window(unit))
 
     def load(self, micro: int, documents: Sequence[Document]) -> None:
         self.loaded[micro] = ChunkedPack(self.spec, documents, *self.how)
@@ -64,12 +66,12 @@ class ChunkedPacks(Runner):
         """Play one turn of a unit: from what is in the tier on one side of it to what is on the other."""
         play = _Play(self, op)
         with torch.no_grad():  # what has gradients says so
-            play.run(self.lists(self.loaded[op.micro]).of[op.turn])  # pyright: ignore[reportArgumentType]
+            play.run(self.lists(self.loaded[op.micro], op.unit).of[op.turn])  # pyright: ignore[reportArgumentType]
 
     def arrive(self, op: Op) -> None:
         """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its gradient after the unit."""
         x, back = self.crossing.pop((op.micro, op.chunk, op.turn)), op.turn == "backward"
-        orders = self.lists(self.loaded[op.micro]).orders
+        orders = self.lists(self.loaded[op.micro], op.unit).orders
         parts = x.split([order.local_tokens // (self.layout.ulysses * self.layout.tp) for order in orders])
         for chunk, part in enumerate(parts):
             self.tier.put((op.micro, op.unit + back, "g" if back else "h", chunk), part)
@@ -111,7 +113,8 @@ class _Play:
     def __init__(self, runner: ChunkedPacks, op: Op):
         self.runner, self.unit, self.number = runner, op.unit, op.micro
         self.module, self.pack = runner.modules[op.unit], runner.loaded[op.micro]
-        self.ops, self.tier, self.orders = runner.ops, runner.tier, runner.lists(self.pack).orders
+        self.ops, self.tier, made = runner.ops, runner.tier, runner.lists(self.pack, op.unit)
+        self.orders, self.sees, self.window = made.orders, made.sees, runner.spec.window(op.unit)
         self.live: dict[chunks.Buffer, Any] = {}
         self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
 
@@ -157,22 +160,17 @@ class _Play:
 
     def _pairs(self, c: int, j: int) -> Callable[[int], Sequence[ring.Pair]]:
         """What queries of chunk c do with the keys of chunk j that a ring rank holds. [Note: pairs, in schedule.chunks]"""
-        index = self.ops.ring.index
+        index, later = self.ops.ring.index, self.orders[c]
         if c == j:
-            return partial(ring.pairs, self.orders[c], index)
-        queries = ring.span(self.orders[c], index, 0)
-
-        def of(sender: int) -> list[ring.Pair]:
-            keys = ring.span(self.orders[j], sender, len(self.pack.chunks[j]) - 1)
-            return [(queries, keys, False)] if queries and keys else []
-
-        return of
+            return partial(ring.pairs, later, index, window=self.window)
+        earlier, between = self.orders[j], self.pack.chunks[c][0].start - self.pack.chunks[j][-1].start
+        return lambda sender: ring.pairs_across(later, index, earlier, sender, between, self.window)
 
     # Operations of a block
 
     def qkv(self, event: Event) -> None:
         c = event.chunk
-        module, micro = self.module, self.pack.rotated(c)
+        module, micro = self.module, self.pack.rotated(c, self.unit)
         exchanged = ("qkv", c) in event.writes
 
         def project(x: Tensor) -> tuple[Tensor, ...]:
@@ -210,7 +208,7 @@ class _Play:
             self.live["o", c] = (torch.empty_like(q, dtype=wide), q.new_empty(q.shape[:2], dtype=wide))
         out, lse = self.live["o", c]
         ring.forward_into(out, lse, q, kv, self._pairs(c, j), self.ops.attention, self.ops.ring, first=c == j)
-        if j == (c - 1 if self.pack.sees[c] < c else c):
+        if j == (c - 1 if self.sees[c] < c else c):
             self.live["o", c] = (out.to(q.dtype), lse)
 
     def to_tokens(self, event: Event) -> None:

@@ -58,11 +58,11 @@ class LayoutOps(Ops):
             return super().loss(logits_TV, labels_T)
         return tensor.loss(logits_TV, labels_T, self.vocab_first, self.tp)
 
-    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch) -> Tensor:
+    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch, window: int | None = None) -> Tensor:
         if self.ring.size == 1:
-            return super().attend(q_TNH, k_TKH, v_TKH, micro)
+            return super().attend(q_TNH, k_TKH, v_TKH, micro, window)
         qkv = self.to_heads(q_TNH, k_TKH, v_TKH)
-        return self.to_tokens(RingAttention.apply(*qkv, micro.order, self.attention, self.ring))  # pyright: ignore
+        return self.to_tokens(RingAttention.apply(*qkv, micro.order, window, self.attention, self.ring))  # pyright: ignore
 
     def to_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.ulysses.size == 1:

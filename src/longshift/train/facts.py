@@ -13,7 +13,7 @@ from longshift.config import Config
 from longshift.errors import CheckpointError, UsageError
 from longshift.model.kernels import Kernel
 from longshift.spec.formats import PrecisionName
-from longshift.spec.model import ModelSpec
+from longshift.spec.model import ModelSpec, Rope
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.precision import Precision
 from longshift.step.update import State
@@ -109,6 +109,8 @@ def changed_model(saved: Mapping[str, Any], spec: ModelSpec) -> list[tuple[str, 
     had its default."""
     now = json.loads(json.dumps(asdict(spec)))
     before = {field.name: field.default for field in fields(spec)} | dict(saved)
+    before |= {name: asdict(Rope()) | before[name] for name in ("rope", "window_rope") if isinstance(before[name], Mapping)}
+    before["full_blocks"] = list(before["full_blocks"])
     return [(name, was, now.get(name)) for name, was in before.items() if now.get(name) != was]
 
 

@@ -217,7 +217,7 @@ def _metrics(
     config: Config, step: int, batch: StepBatch, outcome: Outcome, seconds: float, memory_bytes: int, groups: tuple[GroupMetrics, ...]
 ) -> StepMetrics:
     tokens = batch.tokens
-    context = sum(len(d.ids) ** 2 for d in batch.documents) / 2 / tokens
+    context = sum(float(config.spec.attended(len(d.ids))) for d in batch.documents) / tokens
     return StepMetrics(
         step=step,
         loss=outcome.loss,

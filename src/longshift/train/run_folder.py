@@ -31,6 +31,7 @@ from longshift import errors
 from longshift.config import Config, parse_config
 from longshift.errors import LongshiftError, PeerError, UsageError
 from longshift.files import rewrite
+from longshift.spec.stretch import beyond
 from longshift.train.metrics import read_rows
 
 
@@ -110,6 +111,8 @@ def prepare(config: Config, resume: bool, rank: int = 0) -> RunFolder:
     rewrite(folder.asked, config.to_yaml())
     if not resume:
         adopt(folder, config)
+    if rank == 0 and (warning := beyond(config.spec, config.data.max_len)):
+        print(f"longshift: {warning}", file=sys.stderr, flush=True)
     return folder
 
 

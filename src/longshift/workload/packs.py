@@ -54,11 +54,4 @@ def shares(costs: Sequence[float], replicas: int) -> tuple[tuple[int, ...], ...]
 def cost(lengths: Sequence[int], spec: ModelSpec) -> float:
     """Model FLOP of forward and backward over a pack of documents: linear in its tokens, quadratic in each document as far as the
     model's sliding window reaches."""
-    return sum(n * spec.flops_per_token(_context(n, spec.sliding_window)) for n in lengths)
-
-
-def _context(length: int, window: int | None) -> float:
-    """Tokens that a token of a causal document attends to, on average."""
-    if window is None or length <= window:
-        return length / 2
-    return window - window * window / (2 * length)
+    return sum(n * spec.flops_per_token(float(spec.attended(n)) / n) for n in lengths if n)
