@@ -117,8 +117,8 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
         elif event.kind in ("compute", "send"):
             told = inside_chunk.of_event(place, made, chunks, event)
             before = dict(known)
-            chunks = dict((*event.reads, *event.writes))
-            known |= {(name, chunks[name]): size for name, size in told.buffers.items()}
+            numbers = dict((*event.reads, *event.writes))
+            known |= {(name, numbers[name]): size for name, size in told.buffers.items()}
             left = sum(known.values()) - sum(before.values()) + max(0, told.grads - gradients)
             gradients = max(gradients, told.grads)
             if found["left"] != left:

@@ -108,6 +108,7 @@ def _add(rank: Rank, q: Tensor, k: Tensor, v: Tensor, mask: Mask, times: int) ->
         return _flash_backward(rank, q, k, v, mask == "causal", times)
     given = q.new(), q.new(), k.new(), v.new(), q.new(), q.new(q.shape[:2], rank.place.wide)
     found = _flash_backward(rank, given[1], given[2], given[3], True, times)
+    del given
     return tuple(t.new() for t in found)
 
 
