@@ -567,7 +567,7 @@ def pair_without_backward(patch: Patch) -> None:
 def window_one_too_wide(patch: Patch) -> None:
     """Every token sees one token more than its window."""
     right = ModelSpec.window
-    patch.setattr(ModelSpec, "window", lambda self, block: None if right(self, block) is None else right(self, block) + 1)  # pyright: ignore[reportOperatorIssue]
+    patch.setattr(ModelSpec, "window", lambda self, block: (right(self, block) or 0) + 1 or None)
 
 
 def window_in_every_block(patch: Patch) -> None:
@@ -588,7 +588,9 @@ def later_keys_not_turned(patch: Patch) -> None:
     fold, add = Attention.fold, Attention.add
     causal = lambda mask: "causal" if mask == "later" else mask  # noqa: E731
     patch.setattr(Attention, "fold", lambda self, out, lse, q, k, v, mask, first: fold(self, out, lse, q, k, v, causal(mask), first))
-    patch.setattr(Attention, "add", lambda self, totals, *rest: add(self, totals, *rest[:-1], causal(rest[-1])))
+    patch.setattr(
+        Attention, "add", lambda self, totals, grad, q, k, v, out, lse, mask: add(self, totals, grad, q, k, v, out, lse, causal(mask))
+    )
 
 
 def window_ends_a_chunk_early(patch: Patch) -> None:

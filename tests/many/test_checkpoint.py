@@ -150,7 +150,7 @@ def state_of(run: Path) -> dict[str, torch.Tensor]:
 def shapes(saved: Checkpoint) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Weights and their shapes, by what the run says of its model."""
     fields = saved.facts["model"]
-    spec = ModelSpec(**fields | {"rope": Rope(**fields["rope"])})
+    spec = ModelSpec(**fields | {"rope": Rope(**fields["rope"]), "full_blocks": tuple(fields["full_blocks"])})
     saved.expect(spec)
     yield from ((p.name, p.shape) for p in spec.params)
 

@@ -394,7 +394,9 @@ def test_mutants_of_packed_attention_are_noticed(mutant):
 def test_packed_attention_passes_gradcheck(window):
     q, k, v, _ = inputs(9, 9, 4, 2)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda *t: PackedAttention.apply(*t, (4, 1, 4), window, Attention(FLASH, SCALE)), leaves, fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda *t: PackedAttention.apply(*t, (4, 1, 4), window, Attention(FLASH, SCALE)), leaves, fast_mode=True
+    )
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import resource
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from transformers import (
 from longshift.data.batch import Document
 from longshift.errors import CheckpointError
 from longshift.layout.box import Box
-from longshift.model.decoder import Decoder, build_unit
+from longshift.model.decoder import Decoder, build_unit, embed_scale
 from longshift.model.huggingface import INDEX, WeightFolder, write_folder
 from longshift.spec.families import PRESETS, from_hugging_face, read_spec
 from longshift.spec.model import ModelSpec
@@ -112,6 +113,13 @@ def test_documents_run_together_are_noticed(name, folders):
     found = worst(ours(folders(name), torch.float64, merged), theirs(folders(name), torch.float64, docs))
     assert found["logits"] > 1e-3
     assert max(found.values()) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_gemmas_embeddings_are_scaled_as_its_format_has_the_scale(dtype):
+    for width in (48, 1152, 2560, 3840, 5376):
+        spec = replace(PRESETS["gemma-3-1b"], width=width, embed_scale=width**0.5)
+        assert embed_scale(spec, dtype) == float(torch.tensor(width**0.5, dtype=dtype))
 
 
 def test_our_sum_over_the_count_is_their_mean_loss(folders):

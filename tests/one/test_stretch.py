@@ -54,7 +54,7 @@ def test_yarn_is_that_of_transformers(more: dict):
 def test_faults_of_yarn_are_told():
     config = LlamaConfig(**SIZES, rope_parameters=YARN).to_diff_dict()  # pyright: ignore[reportArgumentType]
     config["rope_parameters"] = {**YARN, "beta_fast": 1.0, "beta_slow": 2.0}
-    with pytest.raises(UsageError, match="beta_fast = 1.0: must exceed beta_slow 2.0"):
+    with pytest.raises(UsageError, match=r"beta_fast = 1\.0: must exceed beta_slow 2\.0"):
         from_hugging_face(config)
 
 
@@ -91,7 +91,7 @@ def test_a_config_stretches_and_an_unstretched_one_warns():
     assert beyond(yarn.spec, 65536) is None
     assert beyond(yarn.spec, 65537 * 2) is not None
     assert beyond(plain.spec, 32768) is None
-    with pytest.raises(UsageError, match="model.rope: type: theta needs theta"):
+    with pytest.raises(UsageError, match=r"model\.rope: type: theta needs theta"):
         parse_config(CONFIG.format(rope=", rope: {type: theta}", max_len="64K"))
-    with pytest.raises(UsageError, match="'yarm' is not one of.*did you mean 'yarn'"):
+    with pytest.raises(UsageError, match=r"'yarm' is not one of.*did you mean 'yarn'"):
         parse_config(CONFIG.format(rope=", rope: {type: yarm}", max_len="64K"))

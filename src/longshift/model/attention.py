@@ -45,8 +45,8 @@ class Attention:
         causal = mask != "all"
         kernel = self.kernel.of(q_TNH, k_SKH, causal)
         if mask == "later":
-            found = kernel.forward(*(t.flip(0) for t in (q_TNH, k_SKH, v_SKH)), causal, self.scale)
-            merge(out_TNH, lse_TN, *(t.flip(0) for t in found), first)
+            out, lse = kernel.forward(q_TNH.flip(0), k_SKH.flip(0), v_SKH.flip(0), causal, self.scale)
+            merge(out_TNH, lse_TN, out.flip(0), lse.flip(0), first)
         elif kernel.fold:
             kernel.fold(out_TNH, lse_TN, q_TNH, k_SKH, v_SKH, causal, self.scale, first)
         else:
@@ -75,12 +75,13 @@ class Attention:
     def backward(
         self, grad_TNH: Tensor, q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, out_TNH: Tensor, lse_TN: Tensor, mask: Mask
     ) -> Sequence[Tensor]:
-        """Gradients (dq, dk, dv) of a piece, as in `add`. [Note: later keys] Taken in the opposite order, those from a query's own number on
-        are those up to it."""
+        """Gradients (dq, dk, dv) of a piece, as in `add`. [Note: later keys] Taken in the opposite order, keys from a query's own number on
+        are keys up to it."""
         given = grad_TNH, q_TNH, k_SKH, v_SKH, out_TNH, lse_TN
         kernel = self.kernel.of(q_TNH, k_SKH, mask != "all")
         if mask == "later":
-            return [t.flip(0) for t in kernel.backward(*(t.flip(0) for t in given), True, self.scale)]
+            flipped: Any = (t.flip(0) for t in given)
+            return [t.flip(0) for t in kernel.backward(*flipped, True, self.scale)]
         return kernel.backward(*given, mask == "causal", self.scale)
 
 
@@ -101,17 +102,18 @@ class PackedAttention(torch.autograd.Function):
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for run in _runs(ctx.lengths, *grads, grad, q, k, v, *made):
             length = len(run[0])
-            result = run[7:] or _forward(*run[4:], [length], ctx.window, ctx.attention)
+            result = run[7:] or _forward(run[4], run[5], run[6], [length], ctx.window, ctx.attention)
+            given = (*run[3:7], *result)
             if ctx.window is None or length <= ctx.window:
-                copy_each(run[:3], ctx.attention.backward(*run[3:7], *result, mask="causal"))
+                found = ctx.attention.backward(*given, mask="causal")
             else:
-                copy_each(run[:3], _windowed_backward(*run[3:7], *result, ctx.window, ctx.attention))
+                found = _windowed_backward(given, ctx.window, ctx.attention)
+            copy_each(run[:3], found)
+            del given, found, result
         return *grads, None, None, None
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, attention: Attention
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, attention: Attention) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
     for run in _runs(lengths, out, lse, q, k, v):
@@ -128,10 +130,9 @@ def _forward(
     return out, lse
 
 
-def _windowed_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int, attention: Attention
-) -> Sequence[Tensor]:
+def _windowed_backward(given: tuple[Tensor, ...], window: int, attention: Attention) -> Sequence[Tensor]:
     """Gradients (dq, dk, dv) of a run longer than its window, in at least float32."""
+    grad, q, k, v, out, lse = given
     totals = [torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in (q, k, v)]
     for queries, keys, mask in _pieces(len(q), window):
         sums = totals[0][queries], totals[1][keys], totals[2][keys]

@@ -139,7 +139,11 @@ class Embed(Unit):
 
 def embed_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
     """What embeddings are multiplied with. Gemma was trained with the root of its width as the compute format has it."""
-    return float(torch.tensor(spec.embed_scale, dtype=dtype)) if spec.norm_less_one else spec.embed_scale
+    if not spec.norm_less_one:
+        return spec.embed_scale
+    mantissa, exponent = math.frexp(spec.embed_scale)
+    step = torch.finfo(dtype).eps / 2
+    return math.ldexp(round(mantissa / step) * step, exponent)
 
 
 class Block(BlockSeams, Unit):

@@ -23,9 +23,9 @@ QUANTILES = 12  # edges that divide the tokens evenly, beside the powers of two
 
 @dataclass(frozen=True, eq=False)
 class Tally:
-    """Documents of one step by length, expected: `edges` ascending, int64 [E]; `documents`, `tokens`, `squares` (sum of n^2, as far as
-    the model's windows let tokens see), `fourths` (of their squares) of documents of up to each edge, float64 [E + 1], the first 0; `longest`: the median length of a step's longest document among
-    these."""
+    """Documents of one step by length, expected: `edges` ascending, int64 [E]; of documents of up to each edge, float64 [E + 1], the first
+    0: `documents`, `tokens`, `squares` (sum of n^2, as far as the model's windows let tokens see), `fourths` (of the squares of these);
+    `longest`: the median length of a step's longest document among them."""
 
     edges: np.ndarray
     documents: np.ndarray

@@ -95,9 +95,9 @@ def _fold(rank: Rank, q: Tensor, k: Tensor, mask: Mask, times: int, first: bool)
     """`model.attention.Attention.fold`."""
     if mask == "later":
         q_flipped, k_flipped, v_flipped = q.new(), k.new(), k.new()
-        found = _flash(rank, q_flipped, k_flipped, True, times)
+        out, lse = _flash(rank, q_flipped, k_flipped, True, times)
         del q_flipped, k_flipped, v_flipped
-        _merge(*(t.new() for t in found), first)
+        _merge(out.new(), lse.new(), first)
     else:
         _merge(*_flash(rank, q, k, mask == "causal", times), first)
 
@@ -149,7 +149,7 @@ def packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Seque
             else:
                 totals = [t.new(itemsize=rank.place.wide) for t in piece]
                 for (queries, keys, mask), count in _equal(_pieces(length, window)):
-                    _add(rank, *(_rows(t, n) for t, n in zip(piece, (queries, keys, keys))), mask, times * count)
+                    _add(rank, _rows(q, queries), _rows(k, keys), _rows(v, keys), mask, times * count)
                 del totals
         return grads
 
@@ -227,7 +227,9 @@ def ring_backward(rank: Rank, dkv: Tensor, q: Tensor, kv: Tensor, pairs_of: Call
 
 def _equal(found: Sequence[Pair]) -> Iterable[tuple[tuple[int, int, Mask], int]]:
     """Pieces by numbers of queries and keys, and how many there are of each."""
-    return Counter((queries.stop - queries.start, keys.stop - keys.start, mask) for queries, keys, mask in found).items()
+    counted: Counter[tuple[int, int, Mask]] = Counter()
+    counted.update((queries.stop - queries.start, keys.stop - keys.start, mask) for queries, keys, mask in found)
+    return counted.items()
 
 
 def _piece(q: Tensor, kv: Tensor, queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,7 +35,7 @@ def pieces(queries: Span, keys: Span, window: int | None) -> Iterator[tuple[Span
             yield queries, keys, "all"
         return
     own = list(_blocks(queries, window))
-    others = {at: span for at, span in _blocks(keys, window)}
+    others = dict(_blocks(keys, window))
     if queries == keys:
         for _, span in own:
             yield span, span, "causal"
@@ -68,4 +68,3 @@ def _after(queries: Span, keys: Span, window: int) -> Iterator[tuple[Span, Span,
         later = [other for other in theirs if other[0] >= b]
         if later:
             yield span, (later[0][0] - window, later[-1][1] - window), "all"
-

@@ -13,7 +13,7 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hid
 # fmt: off
 _NOT_THE_FUNCTION = frozenset((
     "_name_or_path", "_commit_hash", "_attn_implementation", "attn_implementation", "transformers_version", "torch_dtype", "dtype",
-    "use_cache", "cache_implementation", "_sliding_window_pattern", "use_bfloat16", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "tokenizer_class",
+    "use_cache", "use_bfloat16", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "tokenizer_class",
     "decoder_start_token_id", "prefix", "pretraining_tp", "n_ctx", "reorder_and_upcast_attn", "gradient_checkpointing",
     "torchscript", "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "finetuning_task",
     "problem_type", "task_specific_params", "id2label", "label2id", "num_labels", "_num_labels", "max_length", "min_length", "do_sample",
@@ -24,7 +24,7 @@ _NOT_THE_FUNCTION = frozenset((
     "unsloth_version", "model_name", "return_dict_in_generate", "output_scores", "remove_invalid_values", "suppress_tokens",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "encoder_no_repeat_ngram_size",
     "exponential_decay_length_penalty", "tf_legacy_loss", "tie_encoder_decoder", "cross_attention_hidden_size", "is_decoder",
-    "original_max_position_embeddings", "max_sequence_length",
+    "original_max_position_embeddings", "max_sequence_length", "cache_implementation", "_sliding_window_pattern",
 ))
 # fmt: on
 

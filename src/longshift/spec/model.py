@@ -41,8 +41,8 @@ class Rope:
     linear    all angles divided by the factor (arXiv 2306.15595)
     llama3    slow channels divided by the factor, fast ones kept, a blend of the two between (arXiv 2407.21783); `low_freq_factor`,
               `high_freq_factor`: turns over the original positions that bound the blend
-    yarn      as llama3, bounded by channels that turn `beta_slow` and `beta_fast` times, at whole numbers of channels where `truncate`; cos and
-              sin times `magnitude`, which makes up for the entropy of more scores (arXiv 2309.00071)
+    yarn      as llama3, bounded by channels that turn `beta_slow` and `beta_fast` times, at whole numbers of channels where
+              `truncate`; cos and sin times `magnitude`, which makes up for the entropy of more scores (arXiv 2309.00071)
     """
 
     theta: float = 10000.0

@@ -1,9 +1,9 @@
 """A model made ready for documents longer than it was trained on, by another rotary embedding; nothing is trained by this alone.
 
-    theta     the base of the angles is set to `theta`: what long-context models were trained on with (Llama 3, arXiv 2407.21783)
-    dynamic   the base is multiplied so that the slowest channel turns as far over `max_len` as it did over the trained positions
-              (NTK-aware, arXiv 2309.00071, section 3.1); the base of one length, the run's, and written as such
-    linear, llama3, yarn    as of `spec.model.Rope`, by `factor`
+theta     the base of the angles is set to `theta`: what long-context models were trained on with (Llama 3, arXiv 2407.21783)
+dynamic   the base is multiplied so that the slowest channel turns as far over `max_len` as it did over the trained positions
+          (NTK-aware, arXiv 2309.00071, section 3.1); the base of one length, the run's, and written as such
+linear, llama3, yarn    as of `spec.model.Rope`, by `factor`
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ def stretched(
     if rope is None:
         raise UsageError("the model has learned positions, and rope stretches rotary embeddings: leave rope out")
     if (theta is None) == (kind == "theta"):
-        raise UsageError("theta is for type: theta, as in rope: {type: theta, theta: 5e6}" if theta else "type: theta needs theta, as in 5e6")
+        raise UsageError("theta is for type: theta alone; leave it out" if theta else "type: theta needs theta, as in 5e6")
     if kind == "theta":
         if factor is not None:
             raise UsageError("factor is not for type: theta; leave it out")
@@ -52,7 +52,7 @@ def beyond(spec: ModelSpec, max_len: int) -> str | None:
     if rope.scaling and reach >= max_len:
         return None
     return (
-        f"data.max_len is {max_len} tokens and the model was trained on {spec.max_positions} positions: later ones turn by angles that it has "
-        f"never seen. Stretch them with model.rope={{type: yarn}} (by {max_len / spec.max_positions:.3g}), or raise their base with "
-        "model.rope={type: theta, theta: 5e6}"
+        f"data.max_len is {max_len} tokens and the model was trained on {spec.max_positions} positions: later ones turn by angles "
+        f"that it has never seen. Stretch them with model.rope={{type: yarn}} (by {max_len / spec.max_positions:.3g}), or raise "
+        "their base with model.rope={type: theta, theta: 5e6}"
     )

@@ -46,9 +46,7 @@ class ChunkedPacks(Runner):
         self.watch: Callable[[Event], object] | None = None
         self.recorder: Recorder | None = None
         compute_bytes = self.precision.compute.itemsize
-        self._lists = lru_cache(maxsize=8)(
-            lambda cut, window: lists(self.spec, self.layout, self.at, cut, compute_bytes, ahead, window)
-        )
+        self._lists = lru_cache(maxsize=8)(lambda cut, window: lists(self.spec, self.layout, self.at, cut, compute_bytes, ahead, window))
 
     def lists(self, pack: ChunkedPack, unit: int) -> Lists:
         return self._lists(pack.chunks, self.spec.window(unit))

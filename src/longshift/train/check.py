@@ -119,7 +119,8 @@ class Trial:
     @classmethod
     def from_json(cls, value: dict) -> "Trial":
         spec = dict(value["spec"])
-        spec["rope"] = Rope(**spec["rope"]) if spec["rope"] else None
+        spec |= {name: Rope(**spec[name]) if spec[name] else None for name in ("rope", "window_rope")}
+        spec["full_blocks"] = tuple(spec["full_blocks"])
         rest = {k: v for k, v in value.items() if k != "spec"}
         rest |= {"lengths": tuple(map(tuple, value["lengths"]))} | {name: tuple(value[name]) for name in ("betas", "edges", "packs")}
         return cls(ModelSpec(**spec), **rest)
