@@ -5,7 +5,7 @@ A mutant is a function that patches the package inside a forked rank; CASES says
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -456,9 +456,23 @@ def _ring_pairs(patch: Patch, change: Callable[[TokenOrder, int, int, tuple[ring
     patch.setattr(ring, "pairs", lambda order, mine, theirs, window: change(order, mine, theirs, right(order, mine, theirs, window)))
 
 
+def _with_masks(patch: Patch, other: Mapping[Mask, Mask]) -> None:
+    """Pieces with one mask are computed with another."""
+    fold, add = Attention.fold, Attention.add
+
+    def wrong(self: Attention, out, lse, q, k, v, mask: Mask, first: bool) -> None:
+        fold(self, out, lse, q, k, v, other.get(mask, mask), first)
+
+    def wrong_add(self: Attention, totals, grad, q, k, v, out, lse, mask: Mask) -> None:
+        add(self, totals, grad, q, k, v, out, lse, other.get(mask, mask))
+
+    patch.setattr(Attention, "fold", wrong)
+    patch.setattr(Attention, "add", wrong_add)
+
+
 def ring_not_causal(patch: Patch) -> None:
     """Queries see all keys of their own pieces."""
-    _ring_pairs(patch, lambda order, mine, theirs, found: tuple((q, k, "all") for q, k, _ in found))
+    _with_masks(patch, {"causal": "all"})
 
 
 def ring_piece_off_by_one(patch: Patch) -> None:
@@ -533,7 +547,7 @@ def uniform_attention_to_earlier_chunks(patch: Patch) -> None:
 
 def chunk_sees_itself_whole(patch: Patch) -> None:
     """The causal mask stands one chunk too late: queries see all keys of their own chunk's piece."""
-    _streamed_pairs(patch, lambda play, c, j, found: [(q, k, "all") for q, k, _ in found])
+    _with_masks(patch, {"causal": "all"})
 
 
 def first_chunk_not_seen(patch: Patch) -> None:
@@ -585,12 +599,7 @@ def later_keys_dropped(patch: Patch) -> None:
 
 def later_keys_not_turned(patch: Patch) -> None:
     """The piece before the block of queries is computed with the causal mask, in the order of the document."""
-    fold, add = Attention.fold, Attention.add
-    causal = lambda mask: "causal" if mask == "later" else mask  # noqa: E731
-    patch.setattr(Attention, "fold", lambda self, out, lse, q, k, v, mask, first: fold(self, out, lse, q, k, v, causal(mask), first))
-    patch.setattr(
-        Attention, "add", lambda self, totals, grad, q, k, v, out, lse, mask: add(self, totals, grad, q, k, v, out, lse, causal(mask))
-    )
+    _with_masks(patch, {"later": "causal"})
 
 
 def window_ends_a_chunk_early(patch: Patch) -> None:
