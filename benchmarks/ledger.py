@@ -112,6 +112,9 @@ def cases() -> Iterator[Case]:
         Case(layout, "qwen3") for layout in ("dp2.z3.chunk300.disk.kv-offload.fpdt", "pp2.chunk256.disk", "pp2.u2.z2.chunk300.every2")
     )
     yield from (Case(layout, "llama-tied") for layout in ("pp2.v2.chunk256", "ring2.u2.z3.chunk400.disk.keep-input", "ring2.tp2.chunk300"))
+    windowed = ("tp2", "u2", "ring2", "pp2.v2", "recompute-selective", "ring2.recompute-full", "chunk256.fpdt", "ring2.chunk300.disk")
+    yield from (Case(layout, "gemma3", ("float32", "bf16")[number % 2]) for number, layout in enumerate(windowed))
+    yield from (Case(layout, "gemma3", lengths=(2 * CAPACITY,), few=True) for layout in ("chunk64", "u2.chunk64.disk.kv-offload"))
     yield Case("dp2", lengths=(5, 1, 2, 700))
     yield Case("dp4.z2", "gpt2", lengths=(900,))  # fewer packs than replicas
     yield from (
@@ -171,6 +174,9 @@ QUICK = (
     Case("u2.chunk256.disk", "smollm3", lengths=FEW),
     Case("tp2.recompute-attention", "phi3", "bf16", FEW),
     Case("tp2", "olmo2", "bf16", FEW),
+    Case("recompute-selective", "gemma3", "bf16", FEW),
+    Case("ring2.z1", "gemma3", lengths=FEW),
+    Case("u2.chunk64.disk", "gemma3", lengths=(2 * CAPACITY,), few=True),
     Case("dp3.z2", "gpt2", "fp16", SHORT),
     Case("dp2.z2 > tp2", "qwen3", lengths=(*SHORT, 700)),
     Case("dp2 > tp2 > pp2", "llama-tied", "bf16", FEW),
