@@ -29,6 +29,7 @@ from pydantic import (
 from longshift.errors import UsageError, did_you_mean
 from longshift.layout import legal
 from longshift.layout.layout import UNITS, Layout, format_size, parse_size
+from longshift.other_tools import key_hint
 from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
@@ -426,7 +427,7 @@ def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     place = next((places[at[:n]] for n in range(len(at), -1, -1) if at[:n] in places), name)
     key = ".".join(map(str, at)) or "config"
     if error["type"] == "extra_forbidden":
-        here = did_you_mean(str(at[-1]), _fields(at[:-1]))
+        here = key_hint(str(at[-1])) or did_you_mean(str(at[-1]), _fields(at[:-1]))
         return f"{place}: {key}: no such key{here}"
     if error["type"] == "missing":
         return f"{place}: {key}: must be given"

@@ -17,7 +17,7 @@ import pytest
 import longshift
 
 THINKING = (
-    *("errors", "files", "spec", "cluster", "layout", "workload", "schedule", "switch", "program", "simulate", "planner"),
+    *("errors", "files", "other_tools", "spec", "cluster", "layout", "workload", "schedule", "switch", "program", "simulate", "planner"),
     *("config", "explain", "forecast", "starter"),
 )
 DOING = ("model", "dist", "data", "parallel", "stream", "state", "step", "train", "profile", "api")

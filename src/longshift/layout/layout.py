@@ -19,6 +19,7 @@ from itertools import product
 from typing import Literal
 
 from longshift.errors import UsageError, did_you_mean, nearest
+from longshift.other_tools import layout_hint
 from longshift.spec.model import share
 
 AXES = ("tp", "ulysses", "ring", "dp", "pp")  # fastest first
@@ -239,6 +240,8 @@ def _nearest(word: str) -> str:
     examples |= {name: f"{short}2" for short, name in _DEGREES.items()} | {short: f"{short}2" for short in _DEGREES}
     examples |= {"chunk": "chunk64K", "stages": "pp2:3-1"}
     letters, number = re.sub(r"\d.*", "", word), "".join(re.findall(r"\d+", word)[:1])
+    if told := layout_hint(letters.lower()):
+        return told
     close = nearest(letters, examples) or nearest(word, examples)
     if not close:
         return f"; known: {', '.join((*_DEGREES, *_FLAGS, 'chunk64K'))}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longshift.errors import UsageError, did_you_mean
+from longshift.other_tools import family_hint
 from longshift.spec.config_json import Reader
 from longshift.spec.model import ModelSpec, Rope
 
@@ -104,7 +105,7 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
     """
     name = str(config.get("model_type"))
     if name not in FAMILIES:
-        hint = did_you_mean(name, FAMILIES, otherwise="supported")
+        hint = family_hint(name) or did_you_mean(name, FAMILIES, otherwise="supported")
         raise UsageError(f"{file}: model_type {name!r} is not a supported model family{hint}")
     reader, family = Reader(config), FAMILIES[name]
     reader.known |= {"model_type", "architectures"}

@@ -1,0 +1,86 @@
+"""Words of other trainers, and what does the same here: for hints, where a config, a layout or a model has a word that Longshift does not know.
+
+The trainers are transformers' Trainer and TRL, PyTorch FSDP, DeepSpeed, Megatron-LM, torchtitan, Axolotl and LLaMA-Factory.
+"""
+
+from collections.abc import Mapping
+
+_STEPS = "train.steps: a run is so many steps; `longshift data CONFIG` counts the tokens of an epoch"
+_BATCH = "train.tokens_per_step: a step takes documents until it has so many tokens, in as many micro-batches as that needs"
+_LENGTH = "data.max_len, the longest document in tokens"
+_SHARDED = "a layout such as dp8.z3 (ZeRO-3, as FSDP's full shard)"
+_RECOMPUTE = "recompute-full or recompute-selective in the layout, as in dp8.recompute-full"
+_CONTEXT = "ring2 or u2 (ring attention, Ulysses) in the layout"
+_TENSOR = "tp2 in the layout, which has sequence parallelism in it"
+_SAVED = "longshift train CONFIG --resume"
+_ABSENT = "not there yet"
+
+KEYS: Mapping[str, str] = {
+    **dict.fromkeys(("learning_rate", "peak_lr", "max_lr"), "train.lr"),
+    **dict.fromkeys(("max_grad_norm", "clip_grad", "grad_clip", "gradient_clipping", "gradient_clip_val", "max_norm"), "train.clip"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio", "lr_warmup_iters", "num_warmup_steps"), "train.warmup, in steps"),
+    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_decay_style"), "train.schedule"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "train.betas, as in betas: [0.9, 0.95]"),
+    **dict.fromkeys(("adam_epsilon", "adam_eps"), "train.eps"),
+    **dict.fromkeys(("wd", "decay"), "train.weight_decay"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), _STEPS),
+    **dict.fromkeys(("max_steps", "train_iters", "num_steps", "total_steps", "iterations"), "train.steps"),
+    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size", "per_device_train_batch_size", "micro_batch_size"), _BATCH),
+    **dict.fromkeys(("gradient_accumulation_steps", "gradient_accumulation", "accumulate_grad_batches"), _BATCH),
+    **dict.fromkeys(("seq_len", "seq_length", "sequence_length", "sequence_len", "max_length", "max_seq_len"), _LENGTH),
+    **dict.fromkeys(("max_seq_length", "model_max_length", "cutoff_len", "block_size", "context_length"), _LENGTH),
+    **dict.fromkeys(("packing", "sample_packing", "pack_sequences"), "nothing to set: documents are always packed, exactly"),
+    **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision"), "train.precision, as in precision: bf16"),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recompute_granularity", "ac"), _RECOMPUTE),
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "zero_stage", "zero_optimization", "distributed"), _SHARDED),
+    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree", "sequence_parallel"), _TENSOR),
+    **dict.fromkeys(("context_parallel_size", "context_parallel_degree", "sequence_parallel_size", "cp_size"), _CONTEXT),
+    **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree"), "pp2 in the layout"),
+    **dict.fromkeys(("data_parallel_size", "num_gpus", "nproc_per_node", "world_size"), "dp2 in the layout"),
+    **dict.fromkeys(("output_dir", "checkpoint_dir", "save_dir", "run_name"), "save.dir"),
+    **dict.fromkeys(("save_steps", "save_interval", "checkpoint_every"), "save.every"),
+    **dict.fromkeys(("save_total_limit", "keep_latest_k"), "save.keep"),
+    **dict.fromkeys(("resume_from_checkpoint", "resume", "load"), _SAVED),
+    **dict.fromkeys(
+        ("model_name_or_path", "base_model", "pretrained_model_name_or_path"), "model.path, a Hugging Face folder on this machine"
+    ),
+    **dict.fromkeys(("dataset", "datasets", "train_file", "data_path", "dataset_name"), "data.train, as in train: [{path: books.jsonl}]"),
+    **dict.fromkeys(("rope_scaling", "rope_theta", "rope_parameters"), "model.rope, as in rope: {type: yarn}"),
+    **dict.fromkeys(("offload", "cpu_offload", "offload_optimizer"), "host or disk in a layout with chunks or recompute-full"),
+    **dict.fromkeys(("lora", "peft", "lora_r", "lora_rank", "adapter", "qlora", "load_in_4bit", "load_in_8bit"), _ABSENT),
+    **dict.fromkeys(("flash_attention", "attn_implementation", "use_flash_attn"), "nothing to set: the fastest exact kernel is chosen"),
+    **dict.fromkeys(("random_seed",), "train.seed"),
+}
+LAYOUT_WORDS: Mapping[str, str] = {
+    **dict.fromkeys(("cp", "context"), "ring or u (ring attention, Ulysses)"),
+    **dict.fromkeys(("sp", "sequence"), "u or ring where tokens are shared by themselves; tp has sequence parallelism in it"),
+    **dict.fromkeys(("fsdp", "hsdp", "full_shard", "deepspeed"), "dp with a stage of ZeRO, as in dp8.z3"),
+    **dict.fromkeys(("ep", "moe"), "not there yet: there are no mixtures of experts"),
+    **dict.fromkeys(("ac", "ckpt", "remat", "checkpointing"), "recompute-full or recompute-selective"),
+    **dict.fromkeys(("vpp", "interleaved"), "v, as in pp2.v2"),
+    **dict.fromkeys(("cpu", "offload"), "host or disk, with chunks or recompute-full"),
+    **dict.fromkeys(("lora",), _ABSENT),
+}
+FAMILIES: Mapping[str, str] = {
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "phimoe", "granitemoe", "gpt_oss"), "experts"),
+    **dict.fromkeys(("gemma2",), "soft caps of scores and logits"),
+    **dict.fromkeys(("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "mllama", "llama4"), "images"),
+    **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_mamba", "rwkv", "zamba2", "bamba"), "state-space layers"),
+    **dict.fromkeys(("t5", "bert", "roberta", "bart", "mbart", "whisper"), "an encoder"),
+}
+
+
+def key_hint(word: str) -> str:
+    """The end of a sentence about an unknown key of a config that other trainers have; empty where they have not."""
+    return f"; here it is {KEYS[word]}" if KEYS.get(word, _ABSENT) != _ABSENT else f"; it is {_ABSENT}" if word in KEYS else ""
+
+
+def layout_hint(letters: str) -> str:
+    """The same of a word of a layout, without its number."""
+    found = LAYOUT_WORDS.get(letters, "")
+    return (f"; it is {found}" if found.startswith(_ABSENT) else f"; here it is {found}") if found else ""
+
+
+def family_hint(name: str) -> str:
+    """The same of a model family: what it would need."""
+    return f"; it needs {FAMILIES[name]}, which are not implemented" if name in FAMILIES else ""
