@@ -1,4 +1,4 @@
-"""Words of other trainers, and what does the same here: for hints, where a config, a layout or a model has a word that Longshift does not know.
+"""Words of other trainers, and what does the same here, for hints where a config, a layout or a model has an unknown word.
 
 The trainers are transformers' Trainer and TRL, PyTorch FSDP, DeepSpeed, Megatron-LM, torchtitan, Axolotl and LLaMA-Factory.
 """
@@ -41,9 +41,7 @@ KEYS: Mapping[str, str] = {
     **dict.fromkeys(("save_steps", "save_interval", "checkpoint_every"), "save.every"),
     **dict.fromkeys(("save_total_limit", "keep_latest_k"), "save.keep"),
     **dict.fromkeys(("resume_from_checkpoint", "resume", "load"), _SAVED),
-    **dict.fromkeys(
-        ("model_name_or_path", "base_model", "pretrained_model_name_or_path"), "model.path, a Hugging Face folder on this machine"
-    ),
+    **dict.fromkeys(("model_name_or_path", "base_model", "pretrained_model_name_or_path"), "model.path, a folder on this machine"),
     **dict.fromkeys(("dataset", "datasets", "train_file", "data_path", "dataset_name"), "data.train, as in train: [{path: books.jsonl}]"),
     **dict.fromkeys(("rope_scaling", "rope_theta", "rope_parameters"), "model.rope, as in rope: {type: yarn}"),
     **dict.fromkeys(("offload", "cpu_offload", "offload_optimizer"), "host or disk in a layout with chunks or recompute-full"),
