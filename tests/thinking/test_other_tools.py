@@ -51,7 +51,7 @@ def test_keys_at_the_top_and_on_the_command_line():
         ("fsdp8", "here it is dp with a stage of ZeRO"),
         ("ep4", "it is not there yet"),
         ("dp2.vpp2", "here it is v, as in pp2.v2"),
-        ("dpp2", "did you mean 'dp2'"),
+        ("dpp2", "did you mean 'pp2'"),
     ],
 )
 def test_layouts(layout: str, hint: str):

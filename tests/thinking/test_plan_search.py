@@ -205,7 +205,7 @@ def test_plan_splits_and_tallies_all_tokens():
     assert counts.sum() == len(pieces)
     assert abs(int(lengths @ counts) - int(pieces.sum())) <= len(given)
     assert max(expected) == lengths[-1] == 700
-    found = tally(lengths, counts, 10_000, 700)
+    found = tally(ODD, lengths, counts, 10_000, 700)
     assert found.tokens[-1] == pytest.approx(10_000)
     assert found.edges[-1] == 700
     assert (np.diff(found.edges) > 0).all()

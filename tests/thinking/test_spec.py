@@ -49,8 +49,8 @@ def test_table_names_every_weight_once_and_gives_it_to_its_unit(name):
 def test_one_block_is_told_for_all_that_compute_so(every):
     spec = replace(PRESETS["tiny-llama"], layers=6, nope_every=every)
     for block in range(1, 7):
-        assert spec.rotates(spec.like(block)) == spec.rotates(block)
-        assert spec.like(block) == next(other for other in range(1, 7) if spec.rotates(other) == spec.rotates(block))
+        assert spec.rope_of(spec.like(block)) == spec.rope_of(block)
+        assert spec.like(block) == next(other for other in range(1, 7) if spec.rope_of(other) == spec.rope_of(block))
 
 
 @given(total=st.integers(0, 500), parts=st.integers(1, 20))
