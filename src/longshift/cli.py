@@ -122,7 +122,7 @@ def train(
 
         flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
         command = [sys.executable, "-m", "longshift.cli", "worker", str(folder.path), *flags]
-        launch(command, run.world, folder, say=_say)
+        launch(command, run.world, folder, say=_say, frozen_s=run.train.frozen)
     finished = True
     if rank == 0:
         with read_or_not():

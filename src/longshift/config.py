@@ -163,7 +163,8 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """Steps and the optimizer. A step takes whole documents until `tokens_per_step` is reached, whatever the layout. `deterministic`: equal
     runs on equal devices give equal bits, where faster kernels would not. `timeout`: seconds after which a collective fails because a rank
-    does not answer; `workload.waits` derives it from the longest document where it is not given."""
+    does not answer; `workload.waits` derives it from the longest document where it is not given; `frozen`: seconds that a local rank may
+    be stopped before the launcher ends the run."""
 
     tokens_per_step: Size
     pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
@@ -180,6 +181,7 @@ class TrainConfig(Section):
     eps: Number = Field(1e-8, gt=0)
     deterministic: bool = Field(False, description="kernels that give the same bits in every run, where faster ones do not")
     timeout: Annotated[Number, Field(gt=0)] | None = Field(None, description="seconds; derived from the step where it is not given")
+    frozen: Number = Field(60.0, gt=0, description="seconds that a rank may be stopped (SIGSTOP) before the run ends")
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":

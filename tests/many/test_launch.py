@@ -26,7 +26,7 @@ from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerErro
 from longshift.train import loop
 from longshift.train.launch import launch, rank_error
 from longshift.train.metrics import read_rows
-from longshift.train.run_folder import Cause, RunFolder, as_error, root_cause, write_cause
+from longshift.train.run_folder import Cause, RunFolder, as_error, read_causes, root_cause, write_cause
 
 CONFIG = """
 model: {{preset: tiny-llama}}
@@ -368,3 +368,46 @@ def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(tmp_path, aft
                 os.kill(pid, signal.SIGKILL)
             pytest.fail(f"{len(left)} ranks outlived their launcher")
         time.sleep(0.05)
+
+
+WAITING = """
+(folder / f"{rank}.pid").write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+@contextmanager
+def stopped_when_there(folder: RunFolder, rank: int, then: int | None = None) -> Iterator[None]:
+    """SIGSTOP for a rank once all three are there, and another signal a second later."""
+
+    def send() -> None:
+        while len(list(folder.path.glob("*.pid"))) < 3:
+            time.sleep(0.02)
+        pid = int((folder.path / f"{rank}.pid").read_text())
+        os.kill(pid, signal.SIGSTOP)
+        if then:
+            time.sleep(1.0)
+            os.kill(pid, then)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    yield
+    thread.join(10)
+
+
+def test_a_rank_that_stands_still_is_named_and_ends_the_run(folder):
+    command = [sys.executable, "-c", PRELUDE + WAITING, str(folder.path)]
+    began = time.monotonic()
+    with stopped_when_there(folder, 1), pytest.raises(PeerError, match=r"rank 1 \(process \d+\) has been stopped for \d+ s, and was ended"):
+        launch(command, 3, folder, print, frozen_s=2.0)
+    assert 2.0 < time.monotonic() - began < 2.0 + 5.0
+    pids = [int(file.read_text()) for file in folder.path.glob("*.pid")]
+    assert len(pids) == 3
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_rank_that_goes_on_in_time_is_left_alone(folder):
+    body = PRELUDE + WAITING.replace("60", "4")
+    with stopped_when_there(folder, 2, then=signal.SIGCONT):
+        launch([sys.executable, "-c", body, str(folder.path)], 3, folder, print, frozen_s=2.5)
+    assert not read_causes(folder)

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from longshift.cluster.host import core_count
 from longshift.dist.world import check_gpus
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError
+from longshift.train.frozen import watched
 from longshift.train.interrupt import stopping
 from longshift.train.run_folder import RunFolder, as_error, clear_causes, read_causes, root_cause
 
@@ -65,12 +66,12 @@ class _OneMachine(RendezvousHandler):
         return True
 
 
-def launch(command: Sequence[str], world: int, folder: RunFolder, say: Callable[[str], None]) -> None:
+def launch(command: Sequence[str], world: int, folder: RunFolder, say: Callable[[str], None], frozen_s: float = 60.0) -> None:
     """Run `command` once per local rank, until all have ended well or one has failed; then the rest are ended too.
 
     The first Ctrl-C or SIGTERM goes on to the ranks, which finish their step and save; the second ends them. `say` shows a line to the
-    person. Raises UsageError where there are fewer GPUs than ranks; the LongshiftError of the rank that failed first; KeyboardInterrupt
-    when the ranks were ended before they could save."""
+    person; `frozen_s`: how long a rank may be stopped. Raises UsageError where there are fewer GPUs than ranks; the LongshiftError of the
+    rank that failed first; KeyboardInterrupt when the ranks were ended before they could save."""
     check_gpus(world)
     clear_causes(folder)
     _quiet(logging.getLogger("torch.distributed.elastic"))
@@ -86,7 +87,7 @@ def launch(command: Sequence[str], world: int, folder: RunFolder, say: Callable[
             monitor_interval=0.1,
         )
         agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=logs))
-        with _forward_interrupts(agent, say) as interrupted:
+        with _forward_interrupts(agent, say) as interrupted, watched(lambda: _ranks(agent), folder, frozen_s):
             try:
                 result: RunResult = agent.run()  # pyright: ignore[reportAssignmentType]
             except SignalException as stop:
@@ -135,6 +136,11 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def _ranks(agent: LocalElasticAgent) -> dict[int, int]:
+    """The process of each rank that was started."""
+    return {worker.global_rank: worker.id for worker in agent.get_worker_group().workers if isinstance(worker.id, int)}
+
+
 @contextmanager
 def _forward_interrupts(agent: LocalElasticAgent, say: Callable[[str], None]) -> Iterator[list[int]]:
     """Pass the first Ctrl-C or SIGTERM, which schedulers send before they end a job, on to the ranks (they are in sessions of their own
@@ -143,7 +149,7 @@ def _forward_interrupts(agent: LocalElasticAgent, say: Callable[[str], None]) ->
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        pids = [worker.id for worker in agent.get_worker_group().workers if isinstance(worker.id, int)]
+        pids = list(_ranks(agent).values())
         if len(received) > 1 or not pids:
             raise SignalException("stopped twice", signal.SIGTERM)  # a rank that waits for a peer would not see SIGINT
         say(stopping(number))
