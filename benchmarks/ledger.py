@@ -41,6 +41,11 @@ FAMILIES = {
     "smollm3": replace(_LLAMA, family="smollm3", nope_every=2),
     "phi3": replace(_LLAMA, family="phi3", fused=True, rotary=12),
     "olmo2": replace(_LLAMA, family="olmo2", qk_norm_whole=True, norm_place="after"),
+    "gemma2": replace(
+        _LLAMA,
+        **{"family": "gemma2", "norm_place": "both", "norm_less_one": True, "sliding_window": 130, "full_blocks": (2, 4)},
+        **{"embed_scale": 8.0, "score_cap": 2.0, "logit_cap": 1.5},
+    ),
     "gemma3": replace(
         _LLAMA,
         **{"family": "gemma3_text", "qk_norm": True, "norm_place": "both", "norm_less_one": True, "sliding_window": 130},

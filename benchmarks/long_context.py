@@ -86,7 +86,7 @@ tiled.register_autograd(_tiled_backward, setup_context=_keep)
 class TiledOps(Ops):
     """Of one document."""
 
-    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch) -> Tensor:
+    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch, window: int | None = None) -> Tensor:
         return tiled(*self.to_heads(q_TNH, k_TKH, v_TKH), self.attention.scale)[0]
 
 

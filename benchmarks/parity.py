@@ -61,6 +61,10 @@ _SIZES: Mapping = {
 }
 
 GRANITE: Mapping = {"attention_scale": 0.7, "embed_scale": 3.0, "residual_scale": 0.6, "logit_divisor": 1.7}
+GEMMA2: Mapping = {
+    **{"norm_place": "both", "norm_less_one": True, "activation": "gelu_tanh", "embed_scale": 24**0.5, "sliding_window": 7},
+    **{"full_blocks": (2, 4), "score_cap": 1.5, "logit_cap": 2.5},
+}
 GEMMA3: Mapping = {
     **{"qk_norm": True, "norm_place": "both", "norm_less_one": True, "activation": "gelu_tanh", "embed_scale": 24**0.5},
     **{"attention_scale": 0.5, "sliding_window": 6, "full_blocks": (3,), "window_rope": Rope(100.0)},
@@ -77,6 +81,7 @@ FAMILIES: Mapping[str, ModelSpec] = {
     "olmo2": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="olmo2", qk_norm_whole=True, norm_place="after"),
     "mistral": replace(preset("tiny-llama"), **_SIZES, family="mistral", sliding_window=9),
     "qwen2": replace(preset("tiny-llama"), **_SIZES, family="qwen2", qkv_bias=True, sliding_window=5, full_blocks=(1, 2)),
+    "gemma2": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="gemma2", tied=True, **GEMMA2),
     "gemma3": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="gemma3_text", tied=True, **GEMMA3),
 }
 

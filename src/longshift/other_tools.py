@@ -61,7 +61,6 @@ LAYOUT_WORDS: Mapping[str, str] = {
 }
 FAMILIES: Mapping[str, str] = {
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "phimoe", "granitemoe", "gpt_oss"), "experts"),
-    **dict.fromkeys(("gemma2",), "soft caps of scores and logits"),
     **dict.fromkeys(("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "mllama", "llama4"), "images"),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_mamba", "rwkv", "zamba2", "bamba"), "state-space layers"),
     **dict.fromkeys(("t5", "bert", "roberta", "bart", "mbart", "whisper"), "an encoder"),

@@ -56,6 +56,11 @@ SPECS = {
         **{"qk_norm": True, "norm_place": "both", "norm_less_one": True, "sliding_window": 420, "window_rope": Rope(100.0)},
         **{"activation": "gelu_tanh", "embed_scale": 8.0, "attention_scale": 0.3},
     ),
+    "gemma2": ModelSpec(
+        *("gemma2", 61, 64, 1, 4, 2, 16, 97, 4096, True),
+        **{"norm_place": "both", "norm_less_one": True, "sliding_window": 420, "activation": "gelu_tanh", "embed_scale": 8.0},
+        **{"score_cap": 2.0, "logit_cap": 1.5},
+    ),
     "gpt2": ModelSpec(
         *("gpt2", 61, 64, 1, 5, 5, 16, 128, 4096, True, "layer", 1e-5, "gelu_tanh", False),
         **{"fused_qkv": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": None, "learned_positions": True},

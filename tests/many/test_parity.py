@@ -61,6 +61,14 @@ CASES = (
     ("olmo2", "u2.tp2.recompute-full", FEWER),
     ("olmo2", "pp2.ring2.z3", FEWER),
     ("olmo2", "tp2.chunk13.disk.fpdt", FEWER),
+    ("mistral", "ring2.u2.z1", FEWER),
+    ("mistral", "ring2.chunk7.disk.kv-offload.fpdt", FEWER),
+    ("qwen2", "pp2.tp2", FEWER),
+    ("qwen2", "u2.chunk13.keep-input.every2", FEWER),
+    ("gemma2", "tp2.z3.recompute-selective", FEWER),
+    ("gemma2", "ring2.chunk16.disk", FEWER),
+    ("gemma3", "dp2.ring2.recompute-full", FEWER),
+    ("gemma3", "pp2.chunk13.disk.kv-offload", FEWER),
     ("llama", "chunk13.disk.kv-offload", FEWER),
     ("llama", "chunk16.keep-input.fpdt", FEWER),
     ("llama", "pp2.recompute-full.disk", FEWER),
@@ -85,6 +93,7 @@ SWITCHED = (
     ("qwen3", "dp8 > pp2.dp2.tp2 > dp2.tp4", 4, 50_000, 1 << 30, "fan_out"),
     ("llama", "dp2 > pp2.chunk7.fpdt > u2.chunk24.disk", 1, 1 << 20, 1 << 30, "fan_out"),
     ("olmo2", "dp4 > dp2.tp2.z3 > pp2.u2", 2, 20_000, 1 << 30, "fan_out"),
+    ("gemma3", "dp4 > ring2.tp2.z1 > u4.chunk13.disk", 2, 20_000, 1 << 30, "fan_out"),
     ("phi3", "tp4 > dp4.z2 > ring2.tp2", 2, 20_000, 0, "fan_out"),
 )
 

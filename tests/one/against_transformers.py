@@ -101,12 +101,16 @@ def theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
                 replaced = gemma_norm_that_keeps_its_dtype if family.gemma else norm_that_keeps_its_dtype
                 patches.enter_context(patch.object(norm, "forward", replaced))
             if family.gemma:
-                patches.enter_context(patch.object(module.Gemma3TextScaledWordEmbedding, "forward", gemma_embedding_with_an_exact_scale))
-        return _theirs(folder, dtype, docs)
+                embedding = getattr(module, f"{family.architecture.removesuffix('ForCausalLM')}TextScaledWordEmbedding")
+                patches.enter_context(patch.object(embedding, "forward", gemma_embedding_with_an_exact_scale))
+        if read_spec(folder).score_cap is None:
+            return _theirs(folder, dtype, docs, "sdpa")
+        patches.enter_context(patch.object(F, "softmax", lambda x, dim, dtype: x.softmax(dim)))  # the eager one's is in float32
+        return _theirs(folder, dtype, docs, "eager")
 
 
-def _theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").train()
+def _theirs(folder: Path, dtype: torch.dtype, docs: list[Document], attention: str) -> Outcome:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention).train()
     logits, total = [], torch.zeros((), dtype=dtype)
     for doc in docs:
         out = model(input_ids=torch.from_numpy(doc.ids)[None]).logits[0]

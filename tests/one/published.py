@@ -162,6 +162,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"mlp_bias": False, "partial_rotary_factor": 0.75, "pad_token_id": 199999, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05},
         **{"rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True},
     ),
+    "gemma-2-2b": _config(
+        *("gemma2", "Gemma2ForCausalLM", "2304 9216 26 8 4 256000 8192"),
+        **{"attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": 50.0, "bos_token_id": 2, "eos_token_id": 1},
+        **{"cache_implementation": "hybrid", "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
+        **{"hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06},
+        **{"rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "float32", "transformers_version": "4.42.4"},
+    ),
     "gemma-3-1b": _config(
         *("gemma3_text", "Gemma3ForCausalLM", "1152 6912 26 4 1 262144 32768"),
         **{"attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None, "bos_token_id": 2, "eos_token_id": 1},

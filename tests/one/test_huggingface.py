@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -61,6 +62,10 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GEMMA2: dict[str, Any] = {
+    **{"head_dim": 16, "query_pre_attn_scalar": 10, "sliding_window": 9, "pad_token_id": None},
+    **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+}
 GEMMA3: dict[str, Any] = {
     **{"head_dim": 16, "query_pre_attn_scalar": 10, "sliding_window": 9, "pad_token_id": None},
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -77,6 +82,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2-some-windows": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=11, max_window_layers=1),
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, attention_bias=True),
+    "gemma2": Gemma2Config(**SIZES, **GEMMA2),
     "gemma3": Gemma3TextConfig(**SIZES, **GEMMA3),
     "gpt2": GPT2Config(**GPT2_SIZES, n_inner=40),
     "gpt2-untied": GPT2Config(**GPT2_SIZES, tie_word_embeddings=False),

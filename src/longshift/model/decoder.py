@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longshift.model.attention import Attention, PackedAttention, match_heads
-from longshift.model.functions import Gated, RmsNorm, Rotate, activate
-from longshift.model.kernels import FLASH, Kernel
+from longshift.model.functions import Gated, RmsNorm, Rotate, SoftCap, activate
+from longshift.model.kernels import FLASH, Kernel, capped
 from longshift.model.loss import CrossEntropySum, alone
 from longshift.schedule.seams import BlockSeams, scaled
 from longshift.schedule.sequence import TokenOrder
@@ -48,7 +48,8 @@ class Ops:
 
     def __init__(self, spec: ModelSpec, kernel: Kernel = FLASH, again: bool = False):
         """`again`: of `model.attention.Attention`."""
-        self.spec, self.attention = spec, Attention(kernel, spec.score_scale, again)
+        self.spec = spec
+        self.attention = Attention(capped(spec.score_cap) if spec.score_cap else kernel, spec.score_scale, again)
         self.heads, self.kv_heads = range(spec.heads), range(spec.kv_heads)
         self.vocab_first = 0
 
@@ -170,7 +171,8 @@ class Head(Unit):
 
     def logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
         weight = self.embed if self.spec.tied else self.head
-        return F.linear(ops.enter(scaled(self.norm_of(x_TD, "norm"), 1.0 / self.spec.logit_divisor)), weight)
+        logits = F.linear(ops.enter(scaled(self.norm_of(x_TD, "norm"), 1.0 / self.spec.logit_divisor)), weight)
+        return SoftCap.apply(logits, self.spec.logit_cap) if self.spec.logit_cap else logits  # pyright: ignore[reportReturnType]
 
     def forward(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
         return ops.loss(self.logits(x_TD, ops), micro.labels_T)

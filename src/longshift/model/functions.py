@@ -46,6 +46,23 @@ class RmsNorm(torch.autograd.Function):
         return wide.to(grad.dtype).view(shape), dw.to(weight.dtype), None, None, None
 
 
+class SoftCap(torch.autograd.Function):
+    """apply(x, cap) -> cap * tanh(x / cap), in place: saves its output alone."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cap: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.mark_dirty(x)
+        ctx.cap = cap
+        x.div_(cap).tanh_().mul_(cap)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (y,) = ctx.saved_tensors
+        return (y / ctx.cap).square_().neg_().add_(1).mul_(grad), None
+
+
 class Gated(torch.autograd.Function):
     """apply(gate, up, activation) -> activation(gate) * up."""
 

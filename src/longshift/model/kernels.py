@@ -227,26 +227,33 @@ def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return [flat(g) for g in grads[:3]]
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, some rows at a time."""
+def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, cap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Attention by its definition, some rows at a time. `cap`: scores are cap * tanh(score / cap)."""
     q, k, v = batched(q, k, v)
     keys, values, outs, lses = _per_query_head(k, q), _per_query_head(v, q), [], []
     for first, rows in _rows(q, k):
-        scores = _scores(q[:, :, rows], keys, causal, scale, first)
+        scores = _scores(q[:, :, rows], keys, causal, scale, first, cap)
         lses.append(scores.logsumexp(-1))
         outs.append((scores - lses[-1].unsqueeze(-1)).exp() @ values)
     return flat(torch.cat(outs, 2)), flat(torch.cat(lses, 2))
 
 
-def reference_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
+def reference_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, cap: float | None = None
+) -> list[Tensor]:
     """Gradients by their definition, for a global `out` and `lse`."""
     grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
     keys, values, dqs, dk, dv = _per_query_head(k, q), _per_query_head(v, q), [], torch.zeros_like(k), torch.zeros_like(v)
     groups = (1, k.shape[1], q.shape[1] // k.shape[1], k.shape[2], k.shape[3])
     for first, rows in _rows(q, k):
         own, given = q[:, :, rows], grad[:, :, rows]
-        p = (_scores(own, keys, causal, scale, first) - lse[:, :, rows].unsqueeze(-1)).exp()
+        scores = _scores(own, keys, causal, scale, first, cap)
+        p = (scores - lse[:, :, rows].unsqueeze(-1)).exp()
+        slope = scores.div_(cap).clamp_(min=-1).square_().neg_().add_(1) if cap else None  # of tanh; 0 where hidden
+        del scores
         ds = p * (given @ values.mT - (given * out[:, :, rows]).sum(-1, keepdim=True)) * scale
+        if slope is not None:
+            ds *= slope
         dqs.append(ds @ keys)
         dk += (ds.mT @ own).view(groups).sum(2)
         dv += (p.mT @ given).view(groups).sum(2)
@@ -259,9 +266,11 @@ def _rows(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:
     return ((first, slice(first, first + count)) for first in range(0, q.shape[2], count))
 
 
-def _scores(q: Tensor, keys: Tensor, causal: bool, scale: float, first: int) -> Tensor:
+def _scores(q: Tensor, keys: Tensor, causal: bool, scale: float, first: int, cap: float | None) -> Tensor:
     """Of rows from number `first` on, with a key for every query head."""
     scores = q @ keys.mT * scale
+    if cap:
+        scores.div_(cap).tanh_().mul_(cap)
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1 + first), float("-inf"))
     return scores
@@ -318,6 +327,22 @@ BY_SIZE = replace(TILED, name="tiled or flash", rest=FLASH, takes=_large)
 CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward, rest=FLASH, takes=_recurring, repeats="never")  # torch asks it for nothing
 VARLEN = Kernel("varlen", _varlen, _varlen_backward, repeats="asked")  # as flash
 MATH = Kernel("math", reference, reference_backward, most_scores=MOST_SCORES, repeats="asked")  # cuBLAS, a workspace a stream
+
+
+def capped(cap: float) -> Kernel:
+    """Attention whose scores are soft-capped, as no kernel of torch has it: by its definition, in at least float32."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out, lse = reference(q.to(wide), k.to(wide), v.to(wide), causal, scale, cap)
+        return out.to(q.dtype), lse
+
+    def backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequence[Tensor]:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad, q_wide, k_wide, v_wide, out = (t.to(wide) for t in (grad, q, k, v, out))
+        return [g.to(q.dtype) for g in reference_backward(grad, q_wide, k_wide, v_wide, out, lse, causal, scale, cap)]
+
+    return Kernel(f"math, scores capped at {cap:g}", forward, backward, most_scores=MOST_SCORES, repeats="asked")
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:

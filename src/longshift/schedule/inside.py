@@ -144,4 +144,7 @@ class SizedBlock(BlockSeams, SizedUnit):
 class SizedHead(SizedUnit):
     def logits(self, x_TD: Tensor, ops: "SizedOps") -> Tensor:
         h_TD = ops.enter(scaled(self.norm_of(x_TD, "norm"), 1.0 / self.spec.logit_divisor))
-        return self.linear(h_TD, "embed" if self.spec.tied else "head")
+        logits = self.linear(h_TD, "embed" if self.spec.tied else "head")
+        if not self.spec.logit_cap:
+            return logits
+        return recorded(logits.detach(), (logits,), lambda grad, y: [y.new()], (logits.detach(),))

@@ -16,6 +16,8 @@ def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool, times: int) -> tuple[
     """Output and log-sum-exp of a piece; of each of `times` equal ones."""
     place, scores = rank.place, times * q.shape[0] * k.shape[0] * q.shape[1]
     rank.flops["attention"] += 4 * scores * q.shape[2] // (2 if causal else 1)
+    if place.spec.score_cap:
+        return _capped(place.wide, q, k, causal)
     if place.by_definition:
         return _by_definition(q, k, causal)
     found = q.new(), q.new(q.shape[:2], place.wide)
@@ -26,10 +28,27 @@ def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool, times: int) -> tuple[
 def _flash_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, causal: bool, times: int) -> tuple[Tensor, Tensor, Tensor]:
     place, scores = rank.place, times * q.shape[0] * k.shape[0] * q.shape[1]
     rank.flops["attention"] += 10 * scores * q.shape[2] // (2 if causal else 1)
+    if place.spec.score_cap:
+        return _capped_backward(place.wide, q, k, causal)
     if place.by_definition:
         return _by_definition_backward(q, k, causal)
     lse = q.new(q.shape[:2], place.wide) if place.transport == "nccl" else None  # made contiguous
     return q.new(), k.new(), v.new()
+
+
+def _capped(wide: int, q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """`model.kernels.capped`, forward."""
+    q_wide, k_wide, v_wide = cast(q, wide), cast(k, wide), cast(k, wide)
+    out, lse = _by_definition(q_wide, k_wide, causal)
+    del q_wide, k_wide, v_wide
+    return cast(out, q.itemsize), lse
+
+
+def _capped_backward(wide: int, q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`model.kernels.capped`, backward."""
+    given = [cast(t, wide) for t in (q, q, k, k, q)]
+    dq, dk, dv = _by_definition_backward(given[1], given[2], causal, slope=True)
+    return cast(dq, q.itemsize), cast(dk, k.itemsize), cast(dv, k.itemsize)
 
 
 def _by_definition(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -47,14 +66,17 @@ def _by_definition(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     return out, q.new((tokens, heads))
 
 
-def _by_definition_backward(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`model.kernels.reference_backward`."""
+def _by_definition_backward(q: Tensor, k: Tensor, causal: bool, slope: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """`model.kernels.reference_backward`. `slope`: of a soft cap, made of the scores."""
     (_, heads, width), dqs = q.shape, []
     keys, values = (k.new((k.shape[0], heads, width)) for _ in range(2))
     dk, dv = k.new(), k.new()
-    p = ds = None
+    p = ds = kept = None
     for rows in _score_rows(q, k):
-        p = _exp_of_difference(_scores(q, k, rows, causal))
+        scores = _scores(q, k, rows, causal)
+        p = _exp_of_difference(scores)
+        kept = scores if slope else None
+        del scores
         ds = _gradient_of_scores(q, p)
         dqs.append(q.new((rows, heads, width)))
         for total in (dk, dv):

@@ -27,7 +27,8 @@ class Family:
     `layer_types`, `max_window_layers` ("some") or `sliding_window_pattern` ("pattern") name; `scales`, those of _SCALES; `partial_rotary`,
     `partial_rotary_factor`. With `nope_every` it may have blocks without rotary embedding. `gemma`: the activation's key is
     `hidden_activation`, embeddings are scaled by the root of the width, scores by that of `query_pre_attn_scalar`, and blocks with a window
-    turn by `rope_local_base_freq`.
+    turn by `rope_local_base_freq`. `window_every`: of so many blocks the last has no window; `caps`: what absent soft caps of scores and
+    of logits mean, for a family that has them.
     """
 
     architecture: str
@@ -44,6 +45,8 @@ class Family:
     partial_rotary: bool = False
     nope_every: int = 0
     gemma: bool = False
+    window_every: int = 6
+    caps: tuple[float, float] | None = None
 
 
 _GPT2_ALWAYS: Mapping[str, Any] = {
@@ -66,6 +69,12 @@ FAMILIES: Mapping[str, Family] = {
     "granite": Family("GraniteForCausalLM", biases=("attention_bias", "mlp_bias"), scales=True),
     "smollm3": Family("SmolLM3ForCausalLM", kv_heads=4, tied=True, theta=2e6, biases=("attention_bias", "mlp_bias"), nope_every=4),
     "phi3": Family("Phi3ForCausalLM", {"fused": True}, norm_eps=1e-5, window="all", window_size=None, partial_rotary=True),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        {"norm_place": "both", "norm_less_one": True},
+        **{"kv_heads": 4, "head_width": 256, "tied": True, "biases": ("attention_bias",), "window": "pattern", "window_every": 2},
+        **{"gemma": True, "caps": (50.0, 30.0)},
+    ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {"qk_norm": True, "norm_place": "both", "norm_less_one": True},
@@ -167,10 +176,9 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
     attention_bias = biases.get("attention_bias", False)
     scales = {name: float(read.number(key, 1.0)) for key, name in _SCALES.items()} if family.scales else {}
     if family.gemma:
+        read.known.add("hidden_act")  # `hidden_activation` counts
         scales = {"embed_scale": width**0.5, "attention_scale": read.number("query_pre_attn_scalar", 256) ** -0.5}
-        theta = float(read.number("rope_local_base_freq", 10000.0))
-        nested = "sliding_attention" in (read.config.get("rope_parameters") or {})
-        scales["window_rope"] = _rope(read, theta, "sliding_attention") if nested else Rope(theta)
+        scales |= _caps(read, family.caps) if family.caps else {"window_rope": _window_rope(read)}
     _says_the_same(read, head_width)
     window, full_blocks = _window(read, family, layers)
     return {
@@ -196,6 +204,20 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
         "init_std": read.number("initializer_range", 0.02),
         **scales,
     }
+
+
+def _window_rope(read: Reader) -> Rope:
+    """Gemma 3's rotary embedding of blocks with a window."""
+    theta = float(read.number("rope_local_base_freq", 10000.0))
+    nested = "sliding_attention" in (read.config.get("rope_parameters") or {})
+    return _rope(read, theta, "sliding_attention") if nested else Rope(theta)
+
+
+def _caps(read: Reader, absent: tuple[float, float]) -> dict[str, Any]:
+    """Gemma 2's soft caps; null: none."""
+    keys = {"attn_logit_softcapping": "score_cap", "final_logit_softcapping": "logit_cap"}
+    found = {name: float(read.number(key, default)) for (key, name), default in zip(keys.items(), absent)}
+    return {name: None if key in read.config and read.config[key] is None else found[name] for key, name in keys.items()}
 
 
 def _says_the_same(read: Reader, head_width: int) -> None:
@@ -322,7 +344,9 @@ def _window(read: Reader, family: Family, layers: int) -> tuple[int | None, tupl
             read.fault("layer_types", types, f"but sliding_window says {window}")
         return window, ()
     if family.window == "pattern":
-        every = read.value("sliding_window_pattern", 6, lambda v: type(v) is int and v > 0, "must be a positive whole number")
+        every = read.value(
+            "sliding_window_pattern", family.window_every, lambda v: type(v) is int and v > 0, "must be a positive whole number"
+        )
         types = types or ["sliding_attention" if block % every else "full_attention" for block in range(1, layers + 1)]
         return _windowed(types, window)
     use = read.flag("use_sliding_window", False)
@@ -413,7 +437,10 @@ def _llama_like_keys(spec: ModelSpec) -> dict[str, Any]:
         scalar = round(spec.score_scale**-2, 6)
         config["query_pre_attn_scalar"] = int(scalar) if scalar == int(scalar) else scalar
         config["hidden_activation"] = config.pop("hidden_act")
-        config["rope_local_base_freq"] = spec.window_rope.theta if spec.window_rope else 10000.0
+        if spec.window_rope:
+            config["rope_local_base_freq"] = spec.window_rope.theta
+        if family.caps:
+            config |= {"attn_logit_softcapping": spec.score_cap, "final_logit_softcapping": spec.logit_cap}
     return config
 
 

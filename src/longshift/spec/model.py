@@ -133,6 +133,8 @@ class ModelSpec:
     sliding_window: int | None = None  # tokens that a token attends to, its own included
     full_blocks: tuple[int, ...] = ()  # blocks, by unit, that attend to all of a document all the same
     attention_scale: float | None = None  # what scores are multiplied with; 1 / sqrt(head width) where None
+    score_cap: float | None = None  # Gemma 2: scores are cap * tanh(score / cap)
+    logit_cap: float | None = None
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
     logit_divisor: float = 1.0

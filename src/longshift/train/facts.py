@@ -108,9 +108,8 @@ def changed_model(saved: Mapping[str, Any], spec: ModelSpec) -> list[tuple[str, 
     """Fields of the model in which `spec` is not what a checkpoint says, with both values. A field that is younger than the checkpoint
     had its default."""
     now = json.loads(json.dumps(asdict(spec)))
-    before: dict[str, Any] = {field.name: field.default for field in fields(spec)} | dict(saved)
+    before: dict[str, Any] = {field.name: field.default for field in fields(spec)} | {"full_blocks": []} | dict(saved)
     before |= {name: asdict(Rope()) | dict(before[name]) for name in ("rope", "window_rope") if isinstance(before[name], Mapping)}
-    before["full_blocks"] = list(before["full_blocks"])
     return [(name, was, now.get(name)) for name, was in before.items() if now.get(name) != was]
 
 
