@@ -344,9 +344,7 @@ def _window(read: Reader, family: Family, layers: int) -> tuple[int | None, tupl
             read.fault("layer_types", types, f"but sliding_window says {window}")
         return window, ()
     if family.window == "pattern":
-        every = read.value(
-            "sliding_window_pattern", family.window_every, lambda v: type(v) is int and v > 0, "must be a positive whole number"
-        )
+        every = read.size("sliding_window_pattern", family.window_every)
         types = types or ["sliding_attention" if block % every else "full_attention" for block in range(1, layers + 1)]
         return _windowed(types, window)
     use = read.flag("use_sliding_window", False)
