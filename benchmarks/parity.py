@@ -83,6 +83,7 @@ FAMILIES: Mapping[str, ModelSpec] = {
     "qwen2": replace(preset("tiny-llama"), **_SIZES, family="qwen2", qkv_bias=True, sliding_window=5, full_blocks=(1, 2)),
     "gemma2": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="gemma2", tied=True, **GEMMA2),
     "gemma3": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="gemma3_text", tied=True, **GEMMA3),
+    "masked": replace(preset("tiny-llama"), **_SIZES),
 }
 
 LAYOUTS = (
@@ -112,7 +113,7 @@ def trial_of(family: str, steps: int, **other: object) -> Trial:
     """What is trained: packs of up to 48 tokens, 1 to 5 a step; 5 in the first and 3 in the 20th, whose gradients are compared. The
     clip is active in every step. [Note: eps]"""
     values = {"capacity": 48, "clip": CLIP, "eps": 1e-6} | other
-    return Trial(FAMILIES[family], uneven_lengths(steps, 18, 40, (6, 2, 2, 3)), **values)  # pyright: ignore[reportArgumentType]
+    return Trial(FAMILIES[family], uneven_lengths(steps, 18, 40, (6, 2, 2, 3)), masked=family == "masked", **values)  # pyright: ignore[reportArgumentType]
 
 
 def layouts_of(family: str) -> Iterator[Layout]:
@@ -155,8 +156,8 @@ def switched() -> Iterator[tuple[Trial, str, int]]:
             planner = ("fan_out", "fan_out", "algorithm1", "first_owner")[number % 4]
             trial = trial_of(("llama", "llama-tied")[number // 3 % 2], STEPS, planner=planner, **how)
             yield trial, " > ".join(map(str, three)), three[0].world // (1 + number % 2)
-    for groups in STREAMED_GROUPS:
-        yield trial_of("llama", STEPS, edges=EDGES), groups, 2
+    for number, groups in enumerate(STREAMED_GROUPS):
+        yield trial_of("masked" if number % 2 else "llama", STEPS, edges=EDGES), groups, 2
 
 
 def uneven_lengths(steps: int, seed: int, largest: int = 61, documents: Iterable[int] = (9, 5, 7)) -> tuple[tuple[int, ...], ...]:
@@ -200,7 +201,7 @@ def main() -> int:
                 found = worlds[layout.world].call("longshift.train.check:compare", DEADLINE_S, layout=str(layout), **what)
                 rows.append(row(family, str(layout), found, len(rows), total))
         for trial, groups, per_node in switches:
-            family = "llama-tied" if trial.spec.tied else "llama"
+            family = "masked" if trial.masked else "llama-tied" if trial.spec.tied else "llama"
             what = {"trial": replace(trial, lengths=trial.lengths[:steps]).to_json(), "path": str(scratch / f"{family}.safetensors")}
             found = worlds[Layout.parse(groups.split(" > ")[0]).world].call(
                 "longshift.train.check:compare", DEADLINE_S, layout=groups, per_node=per_node, **what

@@ -156,7 +156,7 @@ def data(config: File, /, *overrides: Overrides, json: Json = False) -> None:
     run = load_config(config, overrides)
     from longshift.train.corpus import survey
 
-    found = survey(_open_corpus(run), run.data.max_len)
+    found = survey(run, _open_corpus(run))
     if json:
         print(jsonlib.dumps(found))
     else:

@@ -80,6 +80,7 @@ def _some(value: object) -> object:
     return value
 
 
+Learn = Literal["assistant", "last", "all"]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, strict=True)]
 Number = Annotated[float, BeforeValidator(_number)]
 Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, strict=True)]
@@ -130,28 +131,69 @@ class ModelConfig(Section):
 
 
 class Source(Section):
-    """Where documents come from. `path` is a file, a folder or a pattern; `text` names the field that holds the text."""
+    """Where documents come from. `path` is a file, a folder or a pattern. `text` names the field that holds the text; `messages`, the one
+    that holds a conversation; `prompt` and `completion`, two texts, or lists of messages, of which the second is learned. `learn`: the
+    turns of a conversation that are targets. `epochs`: how many times the source is read while others are read once; `weight`: its share
+    of the tokens, which every source has or none."""
 
     path: PathText | None = None
     corpus: Literal["python"] | None = None
     text: str = "text"
+    messages: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    learn: Learn = "assistant"
+    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
+    weight: Annotated[Number, Field(gt=0, le=1e6)] | None = None
 
     @model_validator(mode="after")
     def _one_of(self) -> "Source":
         if (self.path is None) == (self.corpus is None):
             raise ValueError("name exactly one of path and corpus, as in {path: books/*.parquet, text: text} or {corpus: python}")
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("prompt and completion belong together, as in {path: pairs.jsonl, prompt: prompt, completion: completion}")
+        given = (self.text != "text") + (self.messages is not None) + (self.prompt is not None)
+        if given > (self.corpus is None):
+            raise ValueError("name one of text, messages, or prompt with completion, and none of them for a corpus")
+        if self.learn != "assistant" and not self.masked:
+            raise ValueError("learn is for messages, or prompt and completion; every token of a text is learned")
+        if self.learn == "last" and self.prompt is not None:
+            raise ValueError("learn: last is for messages; of prompt and completion, the completion is learned")
+        if self.epochs is not None and self.weight is not None:
+            raise ValueError("name one of epochs and weight")
         return self
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields that make a document."""
+        if self.prompt is not None and self.completion is not None:
+            return self.prompt, self.completion
+        return (self.messages or self.text,)
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are no targets."""
+        return self.messages is not None or self.prompt is not None
 
 
 class DataConfig(Section):
     """Documents and how they become tokens. `max_len` is the longest document in tokens; `overlong`, what happens to a longer one,
-    must be given as soon as there is one. `cache` is where tokens and the project's tokenizer are kept."""
+    must be given as soon as there is one. `template`: a chat template, the tokenizer's own where not given. `cache` is where tokens and the
+    project's tokenizer are kept."""
 
     train: Annotated[tuple[Source, ...], BeforeValidator(_some)]
     tokenizer: PathText | None = None
+    template: PathText | None = None
     max_len: Annotated[Size, Field(ge=2)]
     overlong: Literal["split", "truncate", "drop"] | None = None
     cache: PathText = Field("~/.cache/longshift", validate_default=True)
+
+    @model_validator(mode="after")
+    def _all_weigh_or_none(self) -> "DataConfig":
+        weighed = [source.weight is not None for source in self.train]
+        if any(weighed) and not (all(weighed) and len(weighed) > 1):
+            raise ValueError("weight is a share of the tokens: every source of several needs one, or none; epochs needs no other")
+        return self
 
     @model_validator(mode="after")
     def _tokenizer_exists(self) -> "DataConfig":

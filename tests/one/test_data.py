@@ -70,7 +70,7 @@ BAD_LINES = [
     (b"\n", 0, "line is empty"),
     (b"   \n", 0, "line is empty"),
     (b'["text"]\n', 0, "a JSON list, where one object"),
-    (b'{"txt": "a", "n": 1}\n', 0, r"no field 'text' \(data.train.text\), only 'txt', 'n'; did you mean text: txt\?"),
+    (b'{"txt": "a", "n": 1}\n', 0, r"no field 'text' \(data.train\), only 'txt', 'n'; did you mean text: txt\?"),
     (b'{"text": null}\n', 0, "'text' holds NoneType, where a string"),
     (b'{"text": 3}\n', 0, "'text' holds int, where a string"),
     (b'{"text": ""}\n', 0, "'text' is empty"),

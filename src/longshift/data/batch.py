@@ -2,20 +2,23 @@
 
     cursor ->  documents in shuffled order, until `tokens_per_step` is reached  -> next cursor
 
-The document that reaches it is included, so nothing is cut or left over. A document's label i is token i + 1 of the same source
-document; only its end-of-text token has none. So documents that the over-length policy cuts lose no label at a cut.
+The document that reaches it is included, so nothing is cut or left over; a step goes on until a token is learned. A document's label i is
+token i + 1 of the same source document, where that is learned; the last token has none. So documents that the over-length policy cuts lose
+no label at a cut.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from longshift.config import Source
 from longshift.errors import DataError, UsageError
 from longshift.model.loss import IGNORE
 from longshift.workload.lengths import Overlong, Spans, cap_loss, spans
-from longshift.workload.order import Order
+from longshift.workload.order import Mixture, Order, reads_of
 
 if TYPE_CHECKING:  # tensors of a pack need no file formats
     from longshift.data.tokens import TokenCache
@@ -44,12 +47,13 @@ class StepBatch:
         return sum(len(d.ids) for d in self.documents)
 
 
-def document_from_ids(ids: np.ndarray, max_len: int | None = None) -> Document:
-    """The first `max_len` tokens of a source document (None: all), and the token after each; IGNORE after the source's last."""
+def document_from_ids(ids: np.ndarray, max_len: int | None = None, learned: np.ndarray | None = None) -> Document:
+    """The first `max_len` tokens of a source document (None: all), and the token after each; IGNORE after the source's last, and where
+    `learned` [tokens] says that the token after is no target."""
     n = len(ids) if max_len is None else min(max_len, len(ids))
     labels = np.full(n, IGNORE, np.int64)
-    following = ids[1 : n + 1]
-    labels[: len(following)] = following
+    following = np.asarray(ids[1 : n + 1], np.int64)
+    labels[: len(following)] = following if learned is None else np.where(learned[1 : n + 1], following, IGNORE)
     return Document(np.asarray(ids[:n], np.int64), labels)
 
 
@@ -67,9 +71,11 @@ class Batches:
         tokens_per_step: int,
         max_len: int,
         overlong: Overlong | None = None,
+        sources: Sequence[Source] = (),
     ) -> None:
-        """Documents of at most `max_len` tokens; `overlong` says what becomes of longer ones and may be None when there are none.
-        Raises DataError for documents that are too long without a policy, UsageError for sizes that cannot work."""
+        """Documents of at most `max_len` tokens; `overlong` says what becomes of longer ones and may be None when there are none;
+        `sources`, of the cache, say how often each is read: a pass is every document once where they say nothing. Raises DataError for
+        documents that are too long without a policy, UsageError for sizes that cannot work."""
         if tokens_per_step < 1:
             raise UsageError(f"train.tokens_per_step is {tokens_per_step}; a step needs at least 1 token")
         longest = int(cache.lengths.argmax())
@@ -81,18 +87,34 @@ class Batches:
         self.spans: Spans = spans(cache.lengths, max_len, overlong or "split")
         if not len(self.spans):
             raise DataError(f"data.overlong: drop leaves nothing: all {len(cache)} documents are longer than max_len: {max_len}")
-        self.order = Order(len(self.spans), seed)
+        self.order = self._mixed(seed, sources) or Order(len(self.spans), seed)
         cut = f"{overlong} {max_len}" if too_long else ""
-        self.fingerprint = hashlib.sha256(f"{cache.fingerprint} {seed} {cut}".encode()).hexdigest()
+        mixed = f" {self.order}" if isinstance(self.order, Mixture) else ""
+        self.fingerprint = hashlib.sha256(f"{cache.fingerprint} {seed} {cut}{mixed}".encode()).hexdigest()
+
+    def _mixed(self, seed: int, sources: Sequence[Source]) -> Mixture | None:
+        """The order of sources of which some are read more often than others."""
+        if all(source.epochs is None and source.weight is None for source in sources):
+            return None
+        of = self._cache.source_of[self.spans.document]
+        documents = np.bincount(of, minlength=len(sources))
+        tokens = np.bincount(of, weights=self.spans.stop - self.spans.start, minlength=len(sources))
+        for source, n in zip(sources, documents):
+            if not n:
+                raise DataError(f"data.train: {source.path or source.corpus} gives no document, so it cannot be mixed with others")
+        reads = reads_of(tokens.tolist(), documents.tolist(), [s.epochs for s in sources], [s.weight for s in sources])
+        return Mixture(tuple(documents.tolist()), reads, seed)
 
     def at(self, cursor: int) -> StepBatch:
         """The step that begins at a global cursor >= 0, which counts documents as cut by the policy. O(1) to seek."""
-        documents, tokens, after = [], 0, cursor
-        while tokens < self._tokens_per_step:
+        documents, tokens, targets, after = [], 0, 0, cursor
+        while tokens < self._tokens_per_step or not targets:
             documents.append(self._document(self.order[after]))
             tokens += len(documents[-1].ids)
+            targets += int((documents[-1].labels != IGNORE).sum())
             after += 1
-        targets = sum(int((d.labels != IGNORE).sum()) for d in documents)
+            if not targets and tokens > self._tokens_per_step and len(documents) > len(self.spans):
+                raise DataError("data: no token that is learned is left, since max_len cuts all of them off: raise data.max_len")
         return StepBatch(tuple(documents), targets, cursor, after)
 
     def where(self, cursor: int) -> str:
@@ -104,7 +126,8 @@ class Batches:
 
     def _document(self, span: int) -> Document:
         start, stop = int(self.spans.start[span]), int(self.spans.stop[span])
-        return document_from_ids(self._cache.tokens(int(self.spans.document[span]), start, stop + 1), stop - start)
+        piece = int(self.spans.document[span]), start, stop + 1
+        return document_from_ids(self._cache.tokens(*piece), stop - start, self._cache.learned(*piece))
 
 
 def _which_policy(cache: "TokenCache", longest: int, max_len: int) -> str:

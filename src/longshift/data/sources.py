@@ -1,7 +1,8 @@
 """Files to texts: JSON lines, parquet, plain text, folders of Hugging Face `datasets`, and the standard library's own sources.
 
 A text is exactly what the file holds: nothing is stripped, joined, normalized or left out. What cannot be read stops with a
-DataError that names the file and, as far as the format has them, line or row and byte. Only `corpus: python` skips: the library has
+DataError that names the file and, as far as the format has them, line or row and byte. Records may hold conversations, or prompts and
+completions, of which a part is learned (`data.chat`). Only `corpus: python` skips: the library has
 files that are not UTF-8 on purpose and files that are empty; each is reported as Skipped.
 """
 
@@ -10,7 +11,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -18,7 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, load_from_disk
 
-from longshift.config import Source
+from longshift.config import Learn, Source
+from longshift.data.chat import TOOLS, BadRecord, completed, conversation
+from longshift.data.template import ChatTemplate, Span
 from longshift.errors import DataError, nearest
 
 Format = Literal["jsonl", "parquet", "text", "dataset", "python"]
@@ -31,21 +34,26 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class File:
-    """What a source reads as one piece: a file, or a folder of `datasets`. Size and time tell whether it has changed."""
+    """What a source reads as one piece: a file, or a folder of `datasets`. Size and time tell whether it has changed. `fields`: of a
+    record, what makes a document: a text, messages, or a prompt and a completion; `learn`: what of it is learned, None for a text."""
 
     path: str
     format: Format
-    field: str
+    fields: tuple[str, ...]
+    learn: Learn | None
     size_bytes: int
     mtime_ns: int
 
 
 @dataclass(frozen=True)
 class Text:
-    """One document; `where` is its file and line or row."""
+    """One document; `where` is its file and line or row. `learned`: the characters that are targets, None for all of them; `rendered`:
+    whether a template has written all special tokens into the text."""
 
     text: str
     where: str
+    learned: tuple[Span, ...] | None = None
+    rendered: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ def files(source: Source) -> tuple[File, ...]:
     """The files of a source, sorted by path; `*`, `?`, `[...]` and `**` in it mean what they do in a shell. Raises DataError when there are
     none, naming what does exist, and for a match that is neither a file nor a folder on the way to one: nothing is left out silently."""
     if source.path is None:
-        return tuple(_file(path, "python", "") for path in _library())
+        return tuple(_file(path, "python", (), None) for path in _library())
     pattern = os.path.expanduser(source.path)
     matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     found = [path for path in matches if os.path.isfile(path) or _is_dataset(path)]
@@ -72,21 +80,31 @@ def files(source: Source) -> tuple[File, ...]:
         if "**" not in pattern:
             inside = f"{source.path.rstrip('*')}**/*"
             raise DataError(f"{path} is a folder; to read what is in it, write path: {inside}, else one that leaves it out")
-    return tuple(_file(path, _format(path), source.text) for path in found)
+    learn = source.learn if source.masked else None
+    if learn and (whole := next((path for path in found if _format(path) == "text"), None)):
+        raise DataError(f"{whole} is read as one text, and conversations are records: JSON lines, parquet, or a folder of `datasets`")
+    return tuple(_file(path, _format(path), source.fields, learn) for path in found)
 
 
-def read(file: File) -> Iterator[Text | Skipped]:
-    """The documents of a file, in its order. Raises DataError at the first that is bad: nothing after it is read."""
-    readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "text": _read_text, "dataset": _read_dataset, "python": _read_python}
+def read(file: File, template: ChatTemplate | None = None) -> Iterator[Text | Skipped]:
+    """The documents of a file, in its order; `template` is for conversations. Raises DataError at the first that is bad: nothing after it
+    is read."""
     try:
-        yield from readers[file.format](file)
+        if file.format == "text":
+            yield from _read_text(file)
+        elif file.format == "python":
+            yield from _read_python(file)
+        else:
+            records = {"jsonl": _read_jsonl, "parquet": _read_parquet, "dataset": _read_dataset}[file.format]
+            for record, where, at in records(file):
+                yield _document(file, record, where, at, template)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{file.path}: cannot be read as {file.format}: {error}") from error
 
 
 def unchanged(file: File) -> bool:
     """Whether a file still has the size and time it had when it was listed."""
-    return os.path.exists(file.path) and _file(file.path, file.format, file.field) == file
+    return os.path.exists(file.path) and _file(file.path, file.format, file.fields, file.learn) == file
 
 
 # Finding files
@@ -109,11 +127,11 @@ def _format(path: str) -> Format:
     return "dataset" if os.path.isdir(path) else _SUFFIXES.get(os.path.splitext(path)[1].lower(), "text")
 
 
-def _file(path: str, form: Format, field: str) -> File:
+def _file(path: str, form: Format, fields: tuple[str, ...], learn: Learn | None) -> File:
     path = os.path.abspath(path)
     inside = [p for p in Path(path).rglob("*") if p.is_file()] if os.path.isdir(path) else [Path(path)]
     stats = [p.stat() for p in inside]
-    return File(path, form, field, sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats))
+    return File(path, form, fields, learn, sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats))
 
 
 def _nothing(given: str, pattern: str, matches: Sequence[str]) -> str:
@@ -137,19 +155,22 @@ def _nothing(given: str, pattern: str, matches: Sequence[str]) -> str:
 # Reading files
 
 
-def _read_jsonl(file: File) -> Iterator[Text]:
+Record = tuple[dict[str, object], str, str]  # fields by name, where it is, and what is added to that for the byte
+
+
+def _read_jsonl(file: File) -> Iterator[Record]:
     offset = 0
     with open(file.path, "rb") as lines:
         number = 0
         while line := lines.readline(_LINE_LIMIT_BYTES + 1):
             number += 1
-            yield _json_line(line, file, number, offset)
+            yield _json_line(line, file, number, offset), f"{file.path}, line {number}", f", byte {offset}"
             offset += len(line)
     if not number:
         raise DataError(f"{file.path}: the file is empty")
 
 
-def _json_line(line: bytes, file: File, number: int, offset: int) -> Text:
+def _json_line(line: bytes, file: File, number: int, offset: int) -> dict[str, object]:
     where = f"{file.path}, line {number}"
 
     def bad(why: str, at: int = 0) -> DataError:
@@ -169,19 +190,19 @@ def _json_line(line: bytes, file: File, number: int, offset: int) -> Text:
         raise bad(f"not JSON that can be read: {error}") from None
     if not isinstance(record, dict):
         raise bad(f'a JSON {type(record).__name__}, where one object a line is needed, such as {{"text": "..."}}')
-    if file.field not in record:
-        raise bad(_no_field(file.field, list(record)))
-    return _text(record[file.field], where, file.field, f", byte {offset}")
+    for field in file.fields:
+        if field not in record:
+            raise bad(_no_field(field, list(record)))
+    return record
 
 
-def _read_parquet(file: File) -> Iterator[Text]:
+def _read_parquet(file: File) -> Iterator[Record]:
     with pq.ParquetFile(file.path) as table:
-        if file.field not in table.schema_arrow.names:
-            raise DataError(f"{file.path}: {_no_field(file.field, table.schema_arrow.names)}")
-        yield from _rows(file, (batch.column(file.field) for batch in table.iter_batches(_ROWS, columns=[file.field])))
+        columns = _columns(file, table.schema_arrow.names)
+        yield from _rows(file, table.iter_batches(_ROWS, columns=columns))
 
 
-def _read_dataset(file: File) -> Iterator[Text]:
+def _read_dataset(file: File) -> Iterator[Record]:
     try:
         dataset = load_from_disk(file.path)
     except (ValueError, KeyError) as error:  # a damaged state.json or dataset_info.json
@@ -189,29 +210,66 @@ def _read_dataset(file: File) -> Iterator[Text]:
     if not isinstance(dataset, Dataset):
         splits = [str(name) for name in dataset]
         raise DataError(f"{file.path}: holds splits ({', '.join(splits)}); name one, as in path: {file.path}/{splits[0]}")
-    if file.field not in dataset.column_names:
-        raise DataError(f"{file.path}: {_no_field(file.field, dataset.column_names)}")
-    tables = dataset.select_columns([file.field]).with_format("arrow").iter(_ROWS)
-    yield from _rows(file, (chunk for table in tables for chunk in cast(pa.Table, table).column(0).chunks))
+    tables = dataset.select_columns(_columns(file, dataset.column_names)).with_format("arrow").iter(_ROWS)
+    yield from _rows(file, (batch for table in tables for batch in cast(pa.Table, table).to_batches()))
 
 
-def _rows(file: File, columns: Iterator[pa.Array]) -> Iterator[Text]:
-    """The strings of a column, decoded one by one so that a bad one can be named."""
+def _columns(file: File, known: Sequence[str]) -> list[str]:
+    """The columns that are read. Raises DataError where one is not there."""
+    for field in file.fields:
+        if field not in known:
+            raise DataError(f"{file.path}: {_no_field(field, known)}")
+    return [*file.fields, *([TOOLS] if file.learn and TOOLS in known else [])]
+
+
+def _rows(file: File, batches: Iterator[pa.RecordBatch]) -> Iterator[Record]:
+    """The rows of a table; strings are decoded one by one so that a bad one can be named."""
     row = 0
-    for column in columns:
-        if isinstance(column, pa.DictionaryArray):
-            column = column.dictionary_decode()
-        if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-            raise DataError(f"{file.path}, row {row}: {file.field!r} holds {column.type}, where a string is needed")
-        for value in column.cast(pa.large_binary()).to_pylist():
-            where = f"{file.path}, row {row}"
-            try:
-                yield _text(value if value is None else value.decode(), where, file.field)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{where}, byte {error.start} of {file.field!r}: not UTF-8: {error.reason}") from None
+    for batch in batches:
+        columns = {name: _values(file, name, batch.column(name), row) for name in batch.schema.names}
+        for values in zip(*columns.values(), strict=True):
+            where, record = f"{file.path}, row {row}", dict[str, object]()
+            for name, value in zip(columns, values):
+                try:
+                    record[name] = value.decode() if isinstance(value, bytes) else value
+                except UnicodeDecodeError as error:
+                    raise DataError(f"{where}, byte {error.start} of {name!r}: not UTF-8: {error.reason}") from None
+            yield record, where, ""
             row += 1
     if not row:
         raise DataError(f"{file.path}: there are no rows")
+
+
+def _values(file: File, name: str, column: pa.Array, row: int) -> list[object]:
+    """The values of a column from a row on; those of a column of strings as bytes."""
+    if isinstance(column, pa.DictionaryArray):
+        column = column.dictionary_decode()
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return column.cast(pa.large_binary()).to_pylist()
+    if file.learn is None:
+        raise DataError(f"{file.path}, row {row}: {name!r} holds {column.type}, where a string is needed")
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file.path}, {name!r} in rows {row} to {row + len(column) - 1}: not UTF-8: {error.reason}") from None
+
+
+def _document(file: File, record: dict[str, object], where: str, at: str, template: ChatTemplate | None) -> Text:
+    """The document of a record. Raises DataError for one that is none."""
+    values = [record[field] for field in file.fields]
+    if file.learn is None:
+        return _text(values[0], where, file.fields[0], at)
+    day, tools = file.mtime_ns / 1e9, record.get(TOOLS)
+    try:
+        if len(values) == 2:
+            found = completed(*values, tools, template, file.learn, day)
+        else:
+            assert template is not None
+            found = conversation(*values, tools, template, file.learn, day)
+    except BadRecord as fault:
+        raise DataError(f"{where}{at}: {' and '.join(map(repr, file.fields))}: {fault}") from None
+    rendered = not isinstance(values[0], str)
+    return replace(_text(found.text, where, file.fields[0], at), learned=found.learned, rendered=rendered)
 
 
 def _read_text(file: File) -> Iterator[Text]:
@@ -251,5 +309,10 @@ def _text(value: object, where: str, field: str, at: str = "") -> Text:
 def _no_field(field: str, known: Sequence[str]) -> str:
     close = nearest(field, known)
     name = close[0] if close else known[0] if len(known) == 1 else None
-    hint = f"; did you mean text: {name}?" if name else ""
-    return f"there is no field {field!r} (data.train.text), only {', '.join(map(repr, known)) or 'none'}{hint}"
+    if {"prompt", "completion"} <= set(known):
+        hint = "; did you mean prompt: prompt, completion: completion?"
+    elif chats := [name for name in known if name in ("messages", "conversation", "conversations", "chat")]:
+        hint = f"; did you mean messages: {chats[0]}?"
+    else:
+        hint = f"; did you mean text: {name}?" if name else ""
+    return f"there is no field {field!r} (data.train), only {', '.join(map(repr, known)) or 'none'}{hint}"

@@ -1,11 +1,13 @@
-"""Texts to token ids: a `tokenizer.json` as it is, or the project's own small byte-level BPE."""
+"""Texts to token ids, and which of them are learned: a `tokenizer.json` as it is, or the project's own small byte-level BPE."""
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -33,9 +35,30 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text with the special tokens that the tokenizer itself adds (such as begin of text), closed by end of
-        text. A special token that is spelled out in a text becomes that token, as in `transformers`."""
-        close = [] if self.core.encode("").ids[-1:] == [self.eos] else [self.eos]
-        return [encoding.ids + close for encoding in self.core.encode_batch_fast(list(texts))]
+        text where the text does not end with it. A special token that is spelled out in a text becomes that token, as in
+        `transformers`."""
+        return [self._closed(text, one.ids) for text, one in zip(texts, self.core.encode_batch_fast(list(texts)))]
+
+    def encode_learned(self, texts: Sequence[Text]) -> list[tuple[list[int], np.ndarray]]:
+        """Token ids of each text, and which of them are targets, bool [tokens]: those that have a character that is learned, and end of
+        text where what comes before it is learned. A template has written all special tokens that there are; where one of them ends the
+        text, nothing closes it."""
+        found = []
+        for text in texts:
+            encoding = self.core.encode(text.text, add_special_tokens=not text.rendered)
+            ends = text.text.rstrip().endswith(self.special) if text.rendered else False
+            ids = encoding.ids if ends else self._closed(text.text, encoding.ids)
+            found.append((ids, _learned(text, encoding.offsets, len(ids))))
+        return found
+
+    def _closed(self, text: str, ids: list[int]) -> list[int]:
+        return ids if ids[-1:] == [self.eos] or text.rstrip().endswith(self.core.id_to_token(self.eos)) else [*ids, self.eos]
+
+    @cached_property
+    def special(self) -> tuple[str, ...]:
+        """All special tokens, as they are written."""
+        added = self.core.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special and token.content)
 
     def check_model(self, vocab: int) -> None:
         """Raises DataError when a model with this vocabulary cannot embed every id."""
@@ -97,6 +120,18 @@ def train(texts: Iterator[str], vocab: int) -> tokenizers.Tokenizer:
     if core.get_vocab_size() != vocab:
         raise DataError(f"the texts give only {core.get_vocab_size()} of {vocab} tokens; ask for fewer or train on more text")
     return core
+
+
+def _learned(text: Text, offsets: Sequence[tuple[int, int]], tokens: int) -> np.ndarray:
+    """Which of a text's tokens are targets. Those without characters, which close it, are where its end is."""
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    spans = text.learned or ()
+    learned = np.zeros(tokens, bool)
+    for first, last in spans:
+        learned[: len(starts)] |= (starts < last) & (ends > first)
+    written = 1 + int(np.flatnonzero(ends > starts).max(initial=-1))
+    learned[written:] = bool(spans) and spans[-1][1] >= len(text.text.rstrip())
+    return learned
 
 
 def _write(core: tokenizers.Tokenizer, folder: Path) -> None:

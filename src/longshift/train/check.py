@@ -46,7 +46,8 @@ class Trial:
     (ids, labels) of each document of each step. `folder`: a model folder to start from, else weights are drawn. `edges`: the lengths up to
     which each group but the last goes, where there are several; `packs`: capacities of their packs, their edges where not given, as
     `capacity` is the last group's; then how switches are planned. `ahead`: of streamed layouts;
-    `stream_folder`: where their disk tier is, the system's temporary folder where not given."""
+    `stream_folder`: where their disk tier is, the system's temporary folder where not given. `masked`: drawn documents are conversations,
+    of which turns are learned in part, and one document of each step not at all."""
 
     spec: ModelSpec
     lengths: tuple[tuple[int, ...], ...]
@@ -68,6 +69,7 @@ class Trial:
     ahead_bytes: int = 256 << 20
     ahead: int = 1
     stream_folder: str | None = None
+    masked: bool = False
 
     @property
     def schedule(self) -> Schedule:
@@ -98,7 +100,9 @@ class Trial:
             documents = []
             for length in lengths:
                 ids = torch.randint(0, self.spec.vocab, (length,), generator=generator)
-                documents.append(Document(ids.numpy(), torch.cat((ids[1:], torch.tensor([-100]))).numpy()))
+                documents.append(Document(ids.numpy(), torch.cat((ids[1:], torch.tensor([IGNORE]))).numpy()))
+            if self.masked:
+                documents = [_in_turns(document, number, generator) for number, document in enumerate(documents)]
             found.append(self._batch(documents))
         return found
 
@@ -124,6 +128,13 @@ class Trial:
         rest = {k: v for k, v in value.items() if k != "spec"}
         rest |= {"lengths": tuple(map(tuple, value["lengths"]))} | {name: tuple(value[name]) for name in ("betas", "edges", "packs")}
         return cls(ModelSpec(**spec), **rest)
+
+
+def _in_turns(document: Document, number: int, generator: torch.Generator) -> Document:
+    """A document of which every second turn of 1 to 8 tokens is learned; nothing of the third document."""
+    turns = torch.randint(1, 9, (len(document.ids),), generator=generator)
+    learned = torch.repeat_interleave(torch.arange(len(turns)) % 2 == 1, turns)[: len(document.ids)].numpy()
+    return Document(document.ids, np.where(learned & (number != 2), document.labels, IGNORE))
 
 
 @dataclass

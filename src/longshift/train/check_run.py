@@ -201,7 +201,7 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
     tier is, unless the run names a folder."""
     run, size = parse_config(config), Small(**small)
     _, cache = open_corpus(run)
-    batches = Batches(cache, run.train.seed, run.train.tokens_per_step, run.data.max_len, run.data.overlong)
+    batches = Batches(cache, run.train.seed, run.train.tokens_per_step, run.data.max_len, run.data.overlong, run.data.train)
     lengths, batch = size.lengths() * STEPS, batches.at(0)
     ids, labels = [document.ids for document in batch.documents], [document.labels for document in batch.documents]
     for _ in range(MOST_READ - 1):
@@ -215,6 +215,8 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
     for length, end in zip(lengths, np.cumsum(lengths)):
         own = all_labels[end - length : end].copy()
         own[-1] = IGNORE
+        if (own == IGNORE).all():  # a piece of a prompt: any label will do
+            own[:-1] = all_ids[end - length + 1 : end]
         documents.append((tuple(all_ids[end - length : end].tolist()), tuple(own.tolist())))
     count = len(documents) // STEPS
     return Trial(

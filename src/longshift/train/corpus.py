@@ -1,6 +1,7 @@
 """The documents that a config asks for, as tokens, and what is in them."""
 
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:  # `longshift data` needs no ranks
     from longshift.dist.world import World
 
 PROJECT_VOCAB = 4096
+SAMPLE = 1000  # tokens of a document that is shown
 SHARES = (0.5, 0.9, 0.99, 1.0)
 
 
@@ -34,7 +36,9 @@ def open_corpus(
     """The tokenizer, and the token cache of `data.train`, made now if it is not there; `verify` as in `TokenCache.open`. Raises
     DataError."""
     found = open_tokenizer(config)
-    return found, tokens.build(config.data.train, found, Path(config.data.cache), progress, verify)
+    data = config.data
+    template = Path(data.template) if data.template else None
+    return found, tokens.build(data.train, found, Path(data.cache), progress, verify, template)
 
 
 def open_on_ranks(config: Config, world: "World") -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
@@ -64,8 +68,10 @@ def open_on_ranks(config: Config, world: "World") -> tuple[tokenizer.Tokenizer, 
     return found
 
 
-def survey(cache: tokens.TokenCache, max_len: int) -> dict[str, Any]:
-    """Documents, tokens, lengths, and what each cap from `max_len` / 4 to the longest document would lose."""
+def survey(config: Config, cache: tokens.TokenCache) -> dict[str, Any]:
+    """Documents, tokens, lengths, what each cap from a quarter of `data.max_len` to the longest document would lose; where a part of them is
+    learned, how many tokens, and the first document as runs of text that are learned, or not."""
+    max_len = config.data.max_len
     longest = int(cache.lengths.max())
     caps = sorted({max_len} | {2**n for n in range(max(1, (max_len // 4).bit_length() - 1), longest.bit_length())})
     return {
@@ -76,4 +82,17 @@ def survey(cache: tokens.TokenCache, max_len: int) -> dict[str, Any]:
         "histogram": [asdict(bin) for bin in histogram(cache.lengths)],
         "caps": [asdict(cap_loss(cache.lengths, cap)) for cap in caps if cap >= 2],
         "cache": str(cache.folder),
-    }
+    } | ({} if cache.learned_tokens is None else {"learned": cache.learned_tokens, "sample": _sample(config, cache)})
+
+
+def _sample(config: Config, cache: tokens.TokenCache) -> list[tuple[str, bool]]:
+    """The first document of which a part is not learned, cut at SAMPLE tokens."""
+    core, runs = open_tokenizer(config).core, list[tuple[str, bool]]()
+    for number in range(len(cache)):
+        mask = cache.learned(number)
+        if mask is not None and not mask.all():
+            ids, mask = cache.tokens(number)[:SAMPLE].tolist(), mask[:SAMPLE].tolist()
+            edges = [0, *(i for i in range(1, len(ids)) if mask[i] != mask[i - 1]), len(ids)]
+            runs = [(core.decode(ids[a:b], skip_special_tokens=False), bool(mask[a])) for a, b in pairwise(edges)]
+            break
+    return runs

@@ -168,7 +168,10 @@ def _initial(config: Config, dtype: torch.dtype) -> Source:
 def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
     tokenizer, cache = open_on_ranks(config, world)
     train, data = config.train, config.data
-    batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong)
+    batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, data.train)
+    if world.rank == 0 and cache.learned_tokens is not None:
+        share = cache.learned_tokens / int(cache.lengths.sum())
+        print(f"longshift: {cache.learned_tokens:,} tokens are learned ({share:.1%}); longshift data CONFIG shows which", file=sys.stderr)
     return batches, Fingerprints(tokenizer=tokenizer.fingerprint, data=batches.fingerprint)
 
 

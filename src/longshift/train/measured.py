@@ -49,7 +49,7 @@ def measured(run: Path, config: Config) -> list[Measured]:
     usable = [row for row in rows if not row.get("first", row["step"] == 1) and row["step"] - 1 in cursors]
     chosen = [usable[i] for i in sorted({*np.linspace(0, len(usable) - 1, min(MOST, len(usable))).round().astype(int).tolist()})]
     data, train = config.data, config.train
-    batches = Batches(open_corpus(config, verify=False)[1], train.seed, train.tokens_per_step, data.max_len, data.overlong)
+    batches = Batches(open_corpus(config, verify=False)[1], train.seed, train.tokens_per_step, data.max_len, data.overlong, data.train)
     found = []
     for row in chosen:
         batch = batches.at(cursors[row["step"] - 1])

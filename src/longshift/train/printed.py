@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from longshift.config import Config
 from longshift.layout.layout import format_size
@@ -21,7 +22,15 @@ def show_corpus(found: Mapping[str, Any], max_len: int) -> None:
     print(f"{found['documents']:,} documents, {found['tokens']:,} tokens; length {spread}")
     if reasons:
         print(f"skipped files: {', '.join(f'{n} {why}' for why, n in reasons.items())} (--json names them)")
-    Console(highlight=False).print(length_table(found["histogram"]), "", cap_table(found["caps"], found["tokens"], max_len))
+    console = Console(highlight=False)
+    console.print(length_table(found["histogram"]), "", cap_table(found["caps"], found["tokens"], max_len))
+    if "sample" in found:
+        share, marks = found["learned"] / found["tokens"], ("", "") if console.is_terminal else ("[[", "]]")
+        console.print(
+            f"\n{found['learned']:,} tokens are learned ({share:.1%}), here {'in green' if console.is_terminal else 'in [[ ]]'}:\n"
+        )
+        pieces = ((marks[0] + text + marks[1], "green") if learned else (text, "dim") for text, learned in found["sample"])
+        console.print(Text.assemble(*pieces), soft_wrap=True)
 
 
 def show_check(found: Mapping[str, Any]) -> None:

@@ -7,7 +7,11 @@ four steps). So a seek to any cursor costs O(1), nothing has to be saved but the
 
 import hashlib
 import struct
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 _ROUNDS = 8
 _WORD = (1 << 64) - 1
@@ -37,6 +41,54 @@ class Order:
         while index >= self.n:
             index = _feistel(index, bits, keys)
         return index
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Endless shuffled order of several sources, whose documents are numbered one source after the other.
+
+    `sizes`: documents of each source; `reads`: how many documents of each are read in a pass, at least 1. A pass shuffles which source is
+    read when; each source has its own endless `Order`, which goes on from pass to pass. So every document of a source is read before one
+    is read again, and `mixture[cursor]` costs O(log sources).
+    """
+
+    sizes: tuple[int, ...]
+    reads: tuple[int, ...]
+    seed: int
+
+    def __post_init__(self) -> None:
+        if min(self.reads, default=0) < 1 or len(self.reads) != len(self.sizes):
+            raise ValueError(f"a mixture of {self.sizes} documents, of which {self.reads} are read: at least one each is needed")
+
+    @cached_property
+    def _orders(self) -> tuple[Order, ...]:
+        seeds = (_keys(self.seed, -1 - nth)[0] for nth in range(len(self.sizes)))
+        return tuple(Order(n, seed) for n, seed in zip(self.sizes, seeds))
+
+    @cached_property
+    def _ends(self) -> tuple[list[int], list[int], Order]:
+        """Where sources end among the documents and among the reads of a pass, and the order of reads."""
+        reads = list(accumulate(self.reads))
+        return list(accumulate(self.sizes)), reads, Order(reads[-1], self.seed)
+
+    def __getitem__(self, cursor: int) -> int:
+        documents, reads, order = self._ends
+        read = order[cursor]
+        source = bisect_right(reads, read)
+        nth = cursor // order.n * self.reads[source] + read - (reads[source] - self.reads[source])
+        return documents[source] - self.sizes[source] + self._orders[source][nth]
+
+
+def reads_of(
+    tokens: Sequence[int], documents: Sequence[int], epochs: Sequence[float | None], weights: Sequence[float | None]
+) -> tuple[int, ...]:
+    """How many documents of each source are read in a pass, at least 1: by `epochs`, 1 where None; or so that the tokens of the sources
+    are as `weights`, in a pass that reads each source at least once."""
+    times = [1.0 if each is None else each for each in epochs]
+    if all(weight is not None for weight in weights):
+        times = [float(weight or 0) / count for weight, count in zip(weights, tokens)]
+        times = [each / min(times) for each in times]
+    return tuple(max(1, round(each * n)) for each, n in zip(times, documents))
 
 
 def _keys(seed: int, epoch: int) -> tuple[int, ...]:
