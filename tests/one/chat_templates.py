@@ -2,6 +2,7 @@
 
 `<<` and `>>` stand for `{% generation %}` and `{% endgeneration %}` where marks are wanted, and for nothing elsewhere.
 """
+# ruff: noqa: E501
 
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ _CHATML = """\
 {%- for m in messages %}
 {{- '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}<<{{ m.content + '<|im_end|>' }}>>{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # noqa: E501
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 _QWEN = """\
 {%- if tools %}
@@ -48,14 +49,14 @@ _QWEN = """\
 {%- endfor %}{{ '<|im_end|>' }}>>{{ '\\n' }}
 {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""  # noqa: E501
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 _LLAMA3 = """\
 {{- bos_token }}
 {%- for m in messages %}
 {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}{% if m.role == 'assistant' %}<<{{ (m.content | trim) + '<|eot_id|>' }}>>{% else %}{{ (m.content | trim) + '<|eot_id|>' }}{% endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""  # noqa: E501
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
 _MISTRAL = """\
 {%- if messages[0].role == 'system' %}{% set system = messages[0].content + '\\n\\n' %}{% set rest = messages[1:] %}
@@ -73,7 +74,7 @@ _GEMMA = """\
 {%- for m in messages %}
 {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}{% if m.role == 'assistant' %}<<{{ (m.content | trim) + '<end_of_turn>' }}>>{% else %}{{ (m.content | trim) + '<end_of_turn>' }}{% endif %}{{ '\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""  # noqa: E501
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
 
 _PHI3 = """\
 {%- for m in messages %}
@@ -99,7 +100,7 @@ _GRANITE = """\
 {%- for m in messages %}
 {{- '<|start_of_role|>' + m.role + '<|end_of_role|>' }}{% if m.role == 'assistant' %}<<{{ m.content + '<|end_of_text|>' }}>>{% else %}{{ m.content + '<|end_of_text|>' }}{% endif %}{{ '\\n' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""  # noqa: E501
+{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
 
 _SMOLLM3 = """\
 {{- '<|im_start|>system\\n## Metadata\\n\\n' + (messages[0].content if messages[0].role == 'system' else 'You are helpful.') + '<|im_end|>\\n' }}

@@ -1,6 +1,7 @@
 """Conversations: which tokens are learned, against `transformers`, and what is refused."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -173,9 +174,8 @@ def test_tables_and_arguments_in_a_string_give_the_same_tokens(plain, tmp_path):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     records = [{"messages": CALLS, "tools": TOOLS}, {"messages": TURNS}]
     lines = learned_of(tokenizer, write(tmp_path / "a.jsonl", records), tmp_path / "cache")
-    texts = learned_of(
-        tokenizer, write(tmp_path / "b.jsonl", [{"messages": written, "tools": json.dumps(TOOLS)}, records[1]]), tmp_path / "c"
-    )
+    other = write(tmp_path / "b.jsonl", [{"messages": written, "tools": json.dumps(TOOLS)}, records[1]])
+    texts = learned_of(tokenizer, other, tmp_path / "cache")
     pq.write_table(pa.table({"messages": [written, TURNS], "tools": [json.dumps(TOOLS), None]}), tmp_path / "c.parquet")
     assert lines == texts == learned_of(tokenizer, tmp_path / "c.parquet", tmp_path / "cache")
 
@@ -231,8 +231,6 @@ def test_templates_that_cannot_be_used(plain, tmp_path):
 def test_the_day_of_a_template_is_that_of_the_file(plain, tmp_path):
     tokenizer = load(folder_of(FAMILIES["chatml"], "{{ strftime_now('%Y') }}" + FAMILIES["chatml"].plain(), plain, tmp_path / "model"))
     path = write(tmp_path / "a.jsonl", [{"messages": TURNS}])
-    import os
-
     os.utime(path, (0, 86400 * 400))
     ((ids, _),) = learned_of(tokenizer, path, tmp_path / "cache")
     assert tokenizer.core.decode(ids).startswith("1971")

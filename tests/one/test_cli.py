@@ -19,6 +19,7 @@ import torch
 import torch.distributed.run
 import yaml
 from rich.console import Console
+from transformers import AutoTokenizer
 
 import longshift as ls
 from longshift import cli
@@ -453,6 +454,35 @@ def test_the_continue_example_trains_a_model_folder(place, longshift):
     code, out, err = longshift(f"train {EXAMPLES}/continue.yaml {small}")
     assert (code, err) == (0, "")
     assert "finished at step 2 of 2" in out
+
+
+def test_a_chat_model_is_trained_exported_and_trained_again(place, longshift):
+    """The template and the end of text come from files of their own; the export has them, and the format of the folder it began with."""
+    tokenizer = train_tokenizer(iter([Path(re.__file__).read_text()]), 300)
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.save(str(place / "tokenizer.json"))
+    (place / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    turns = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|end|>' }}{% endfor %}"
+    (place / "chat.jinja").write_text(turns + "{% if add_generation_prompt %}assistant: {% endif %}")
+    chat = [{"role": "user", "content": "Ping"}, {"role": "assistant", "content": "Pong"}]
+    (place / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 4)
+    given = f"'data.train=[{{path: {place}/chats.jsonl, messages: messages}}]'"
+    code, out, _ = longshift(f"data run.yaml {given} data.template=chat.jinja")
+    assert code == 0
+    assert "user: Ping<|end|>assistant: [[Pong<|end|>]]" in out
+    code, out, _ = longshift(f"train run.yaml {given} data.template=chat.jinja train.steps=1")
+    assert code == 0
+    assert longshift("export run --to first")[0] == 0
+    config = json.loads((place / "first/config.json").read_text())
+    assert (config["torch_dtype"], config["eos_token_id"]) == ("float32", 300)
+    (place / "first/config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    (place / "run.yaml").write_text(CONFIG.format(place=place).replace("preset: tiny-llama", "path: first").replace("tokenizer: ", "# "))
+    assert longshift(f"train run.yaml {given} train.steps=1 save.dir=again")[0] == 0
+    assert longshift("export again --to second")[0] == 0
+    assert json.loads((place / "second/config.json").read_text())["torch_dtype"] == "bfloat16"
+    peer = AutoTokenizer.from_pretrained(place / "second")
+    assert peer.eos_token == "<|end|>"
+    assert peer.apply_chat_template(chat, tokenize=False) == "user: Ping<|end|>assistant: Pong<|end|>"
 
 
 def launch_commands() -> dict[str, list[str]]:

@@ -30,7 +30,7 @@ from longshift.data.batch import Document
 from longshift.errors import CheckpointError
 from longshift.layout.box import Box
 from longshift.model.decoder import Decoder, build_unit, embed_scale
-from longshift.model.huggingface import INDEX, WeightFolder, write_folder
+from longshift.model.huggingface import INDEX, TOKEN_IDS, Carried, WeightFolder, write_folder
 from longshift.spec.families import PRESETS, from_hugging_face, read_spec
 from longshift.spec.model import ModelSpec
 
@@ -323,19 +323,17 @@ def test_tokenizer_files_and_token_ids_are_carried_along(folders, tmp_path):
     source.mkdir()
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": 2}, unk_token="a"))
     tokenizer.save(str(source / "tokenizer.json"))
-    (source / "config.json").write_text('{"eos_token_id": [2, 1]}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    (source / "pytorch_model.bin").touch()
-    for number, tokenizer_from in enumerate((source, source / "tokenizer.json", None)):
+    files = {name: source / name for name in ("tokenizer.json", "chat_template.jinja")}
+    for number, ids in enumerate(({"eos_token_id": [2, 1]}, {"pad_token_id": 0}, None)):
         out = tmp_path / f"out{number}"
-        write_folder(out, spec, iter(tensors.items()), torch.float32, tokenizer_from)
+        carried = None if ids is None else Carried(files, ("<end>", 2), ids)
+        write_folder(out, spec, iter(tensors.items()), torch.float32, carried)
         config = json.loads((out / "config.json").read_text())
-        assert config["eos_token_id"] == ([2, 1] if number == 0 else None)
-        assert config["bos_token_id"] is None
-        assert (out / "chat_template.jinja").exists() == (number == 0)
-        assert not (out / "pytorch_model.bin").exists()
+        assert [config[name] for name in TOKEN_IDS] == [[None, [2, 1], None], [None, 2, 0], [None] * 3][number]
+        assert (out / "chat_template.jinja").exists() == (number < 2)
         if number < 2:
-            assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids("<end>") == 2
+            assert AutoTokenizer.from_pretrained(out).eos_token_id == 2
 
 
 def test_a_box_is_read_without_the_rest_of_its_weight(tmp_path):

@@ -256,19 +256,19 @@ def _values(file: File, name: str, column: pa.Array, row: int) -> list[object]:
 
 def _document(file: File, record: dict[str, object], where: str, at: str, template: ChatTemplate | None) -> Text:
     """The document of a record. Raises DataError for one that is none."""
-    values = [record[field] for field in file.fields]
+    first, *second = (record[field] for field in file.fields)
     if file.learn is None:
-        return _text(values[0], where, file.fields[0], at)
+        return _text(first, where, file.fields[0], at)
     day, tools = file.mtime_ns / 1e9, record.get(TOOLS)
     try:
-        if len(values) == 2:
-            found = completed(*values, tools, template, file.learn, day)
+        if second:
+            found = completed(first, second[0], tools, template, file.learn, day)
         else:
             assert template is not None
-            found = conversation(*values, tools, template, file.learn, day)
+            found = conversation(first, tools, template, file.learn, day)
     except BadRecord as fault:
         raise DataError(f"{where}{at}: {' and '.join(map(repr, file.fields))}: {fault}") from None
-    rendered = not isinstance(values[0], str)
+    rendered = not isinstance(first, str)
     return replace(_text(found.text, where, file.fields[0], at), learned=found.learned, rendered=rendered)
 
 

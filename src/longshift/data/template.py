@@ -117,7 +117,7 @@ class ChatTemplate:
         return len(asked), len(asked) + len(said)
 
     def _to_its_end(self, said: str) -> str:
-        """A turn to the special token that ends it: the first after which there are only blanks and special tokens; all, if there is none."""
+        """A turn to the special token that ends it, the first after which there are only blanks and special tokens; all without one."""
         end, cut = len(said), said.rstrip()
         while self.special and cut.endswith(self.special):
             end = len(cut)

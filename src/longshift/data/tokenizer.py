@@ -52,7 +52,13 @@ class Tokenizer:
         return found
 
     def _closed(self, text: str, ids: list[int]) -> list[int]:
-        return ids if ids[-1:] == [self.eos] or text.rstrip().endswith(self.core.id_to_token(self.eos)) else [*ids, self.eos]
+        closed = ids[-1:] == [self.eos] or text.rstrip().endswith(self.end)
+        return ids if closed else [*ids, self.eos]
+
+    @cached_property
+    def end(self) -> str:
+        """The end-of-text token, as it is written."""
+        return self.core.id_to_token(self.eos) or END_OF_TEXT
 
     @cached_property
     def special(self) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from longshift.spec.model import ModelSpec
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
-    "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
@@ -41,6 +41,16 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 # Buffers that older checkpoints carry: GPT-2's causal mask, Llama's rotary frequencies.
 _BUFFER = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _ROW_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What goes with the weights of a folder. `files`: by the name that they get; `end`: the token that ends a text, as it is written, and
+    its id; `ids`: of special tokens, as a config.json named them."""
+
+    files: Mapping[str, Path]
+    end: tuple[str, int]
+    ids: Mapping[str, Any]
 
 
 class WeightFolder:
@@ -112,13 +122,12 @@ def write_folder(
     spec: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
-    tokenizer_from: Path | None = None,
+    carried: Carried | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a model that transformers opens. `tensors` come whole, in the order of the parameter table, and are cast to `dtype`; at
     most one shard is in memory at a time.
 
-    `tokenizer_from`: a model folder whose tokenizer files and special token ids are carried along, or one `tokenizer.json`.
     Raises CheckpointError when `folder` exists and is not empty, or cannot be written; nothing is left behind then.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -126,7 +135,7 @@ def write_folder(
 
     def fill(scratch: Path) -> None:
         _write_weights(scratch, spec, iter(tensors), dtype, max_shard_bytes)
-        _write_config(scratch, spec, dtype, tokenizer_from)
+        _write_config(scratch, spec, dtype, carried)
 
     try:
         publish(folder, fill)
@@ -169,19 +178,18 @@ def _shards(spec: ModelSpec, dtype: torch.dtype, limit: int) -> list[list[str]]:
     return shards
 
 
-def _write_config(folder: Path, spec: ModelSpec, dtype: torch.dtype, tokenizer_from: Path | None) -> None:
+def _write_config(folder: Path, spec: ModelSpec, dtype: torch.dtype, carried: Carried | None) -> None:
     ids = dict.fromkeys(TOKEN_IDS)  # null, because a family's default ids belong to another tokenizer
-    if tokenizer_from is not None and tokenizer_from.is_dir():
-        for name in TOKENIZER_FILES:
-            if (tokenizer_from / name).is_file():
-                shutil.copyfile(tokenizer_from / name, folder / name)
-        with suppress(FileNotFoundError):
-            source = json.loads((tokenizer_from / "config.json").read_text("utf-8"))
-            ids |= {key: source[key] for key in TOKEN_IDS if key in source}
-    elif tokenizer_from is not None:
-        shutil.copyfile(tokenizer_from, folder / "tokenizer.json")
-    if (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
-        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    if carried is not None:
+        word, eos = carried.end
+        ids |= {"eos_token_id": eos, **carried.ids}
+        for name, source in carried.files.items():
+            shutil.copyfile(source, folder / name)
+        config = folder / "tokenizer_config.json"
+        known = json.loads(config.read_text("utf-8")) if config.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if not known.get("eos_token"):
+            config.unlink(missing_ok=True)  # a copy of a file that may not be written to
+            _write_json(config, dict(known, eos_token=word))
     _write_json(folder / "config.json", {**to_hugging_face(spec), **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
 
 

@@ -69,8 +69,8 @@ def open_on_ranks(config: Config, world: "World") -> tuple[tokenizer.Tokenizer, 
 
 
 def survey(config: Config, cache: tokens.TokenCache) -> dict[str, Any]:
-    """Documents, tokens, lengths, what each cap from a quarter of `data.max_len` to the longest document would lose; where a part of them is
-    learned, how many tokens, and the first document as runs of text that are learned, or not."""
+    """Documents, tokens, lengths, what each cap from a quarter of `data.max_len` to the longest document would lose. Where a part is
+    learned: how many tokens, and a document as runs of text that are learned, or not."""
     max_len = config.data.max_len
     longest = int(cache.lengths.max())
     caps = sorted({max_len} | {2**n for n in range(max(1, (max_len // 4).bit_length() - 1), longest.bit_length())})

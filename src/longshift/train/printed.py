@@ -25,10 +25,8 @@ def show_corpus(found: Mapping[str, Any], max_len: int) -> None:
     console = Console(highlight=False)
     console.print(length_table(found["histogram"]), "", cap_table(found["caps"], found["tokens"], max_len))
     if "sample" in found:
-        share, marks = found["learned"] / found["tokens"], ("", "") if console.is_terminal else ("[[", "]]")
-        console.print(
-            f"\n{found['learned']:,} tokens are learned ({share:.1%}), here {'in green' if console.is_terminal else 'in [[ ]]'}:\n"
-        )
+        marks, how = (("", ""), "in green") if console.is_terminal else (("[[", "]]"), "in [[ ]]")
+        console.print(f"\n{found['learned']:,} tokens are learned ({found['learned'] / found['tokens']:.1%}), here {how}:\n")
         pieces = ((marks[0] + text + marks[1], "green") if learned else (text, "dim") for text, learned in found["sample"])
         console.print(Text.assemble(*pieces), soft_wrap=True)
 
