@@ -179,7 +179,7 @@ def _shards(spec: ModelSpec, dtype: torch.dtype, limit: int) -> list[list[str]]:
 
 
 def _write_config(folder: Path, spec: ModelSpec, dtype: torch.dtype, carried: Carried | None) -> None:
-    ids = dict.fromkeys(TOKEN_IDS)  # null, because a family's default ids belong to another tokenizer
+    ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)  # null, because a family's default ids belong to another tokenizer
     if carried is not None:
         word, eos = carried.end
         ids |= {"eos_token_id": eos, **carried.ids}
