@@ -102,8 +102,10 @@ def train(
     run = _with_chunks(run)
     if explain:
         per_node = _per_node(run.world)
-        found = explain_run(run, per_node, profile_of_host(per_node, -(-run.world // per_node)), has_gpu())
-        print(jsonlib.dumps(found.to_json()) if json else found)
+        links = profile_of_host(per_node, -(-run.world // per_node))
+        for part in run.parts:
+            found = explain_run(part, per_node, links, has_gpu())
+            print(jsonlib.dumps(found.to_json()) if json else found)
         return
     trace = None if trace is None else writable(trace)
     rank, world = _place()

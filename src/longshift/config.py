@@ -9,6 +9,7 @@
 Paths are taken from the working directory and made absolute, so that the copy of the config in the run folder stays true.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,7 @@ from pydantic import (
 
 from longshift.errors import UsageError, did_you_mean
 from longshift.layout import legal
-from longshift.layout.layout import UNITS, Layout, format_size, parse_size
+from longshift.layout.layout import AUTO, UNITS, Layout, format_size, parse_size
 from longshift.other_tools import key_hint
 from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
@@ -41,6 +42,7 @@ from longshift.switch.itinerary import SwitchOptions
 from longshift.switch.planners import Planner
 from longshift.workload import waits
 from longshift.workload.groups import Edge, parse_edges
+from longshift.workload.lengths import Overlong
 
 
 def _parse_layout(value: object) -> "Layout | tuple[Edge, ...] | AutoLayout":
@@ -80,6 +82,7 @@ def _some(value: object) -> object:
     return value
 
 
+Decay = Literal["cosine", "linear", "constant"]
 Learn = Literal["assistant", "last", "all"]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, strict=True)]
 Number = Annotated[float, BeforeValidator(_number)]
@@ -185,7 +188,7 @@ class DataConfig(Section):
     tokenizer: PathText | None = None
     template: PathText | None = None
     max_len: Annotated[Size, Field(ge=2)]
-    overlong: Literal["split", "truncate", "drop"] | None = None
+    overlong: Overlong | None = None
     cache: PathText = Field("~/.cache/longshift", validate_default=True)
 
     @model_validator(mode="after")
@@ -202,6 +205,47 @@ class DataConfig(Section):
         return self
 
 
+class StageConfig(Section):
+    """A part of a run that trains otherwise than the run's own sections say, in what is given: data.max_len, data.train, data.overlong,
+    train.tokens_per_step, train.pack_tokens, layout, model.rope. With `lr`, a stage has a schedule of its own, over its own steps; without
+    it, the run's goes on."""
+
+    steps: Size
+    max_len: Annotated[Size, Field(ge=2)] | None = None
+    data: Annotated[tuple[Source, ...], BeforeValidator(_some)] | None = None
+    overlong: Overlong | None = None
+    tokens_per_step: Size | None = None
+    pack_tokens: Size | None = None
+    layout: Layouts | None = None
+    rope: RopeConfig | None = None
+    lr: Annotated[Number, Field(gt=0)] | None = None
+    min_lr: Annotated[Number, Field(ge=0)] | None = None
+    warmup: Count | None = None
+    schedule: Decay | None = None
+
+    @model_validator(mode="after")
+    def _schedule_whole(self) -> "StageConfig":
+        if self.lr is None and any(value is not None for value in (self.min_lr, self.warmup, self.schedule)):
+            raise ValueError("min_lr, warmup and schedule are of a stage that has lr; without lr the run's schedule goes on")
+        if isinstance(self.layout, AutoLayout):
+            raise ValueError("layout: auto is chosen for a whole run; name the layout of a stage (longshift plan finds it)")
+        return self
+
+    @property
+    def changes(self) -> dict[tuple[str, str], object]:
+        """The run's keys that the stage sets, as a config has them."""
+        given = self.model_dump(mode="json", exclude_none=True)
+        keys = {"max_len": "data", "overlong": "data", "tokens_per_step": "train", "pack_tokens": "train", "rope": "model"}
+        changed: dict[tuple[str, str], object] = {(keys[name], name): given[name] for name in keys if name in given}
+        if self.data is not None:
+            changed["data", "train"] = given["data"]
+        if self.lr is not None:
+            rates = {"lr": self.lr, "min_lr": 0.1 * self.lr if self.min_lr is None else self.min_lr, "warmup": self.warmup or 0}
+            changed |= {("train", name): value for name, value in rates.items()}
+            changed |= {("train", "schedule"): self.schedule} if self.schedule else {}
+        return changed
+
+
 class TrainConfig(Section):
     """Steps and the optimizer. A step takes whole documents until `tokens_per_step` is reached, whatever the layout. `deterministic`: equal
     runs on equal devices give equal bits, where faster kernels would not. `timeout`: seconds after which a collective fails because a rank
@@ -210,11 +254,12 @@ class TrainConfig(Section):
 
     tokens_per_step: Size
     pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
+    stages: tuple[StageConfig, ...] = Field((), description="parts of the run, in order, whose steps add up to steps")
     steps: Size
     lr: Number = Field(gt=0)
     min_lr: Number = Field(default_factory=lambda data: 0.1 * data.get("lr", 0.0), ge=0)
     warmup: Count = 0
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Decay = "cosine"
     clip: Annotated[Number, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
     precision: PrecisionName = "bf16"
     seed: int = Field(0, ge=0, lt=2**63)
@@ -225,8 +270,22 @@ class TrainConfig(Section):
     timeout: Annotated[Number, Field(gt=0)] | None = Field(None, description="seconds; derived from the step where it is not given")
     frozen: Number = Field(60.0, gt=0, description="seconds that a rank may be stopped (SIGSTOP) before the run ends")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_of_stages(cls, values: object) -> object:
+        """With the stages' steps together, where nothing else is said."""
+        stages = values.get("stages") if isinstance(values, dict) else None
+        if isinstance(values, dict) and isinstance(stages, list | tuple) and stages and "steps" not in values:
+            try:
+                return values | {"steps": sum(StageConfig.model_validate(stage).steps for stage in stages)}
+            except ValidationError:
+                return values
+        return values
+
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
+        if self.stages and self.steps != (total := sum(stage.steps for stage in self.stages)):
+            raise ValueError(f"steps is {self.steps} and the stages have {total} together; leave steps out, or change a stage's")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
         if self.warmup > self.steps:
@@ -324,6 +383,43 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _stages_fit(self) -> "Config":
+        if self.train.stages and isinstance(self.layout, AutoLayout):
+            raise ValueError("layout: auto is chosen for a run without train.stages; name layouts (longshift plan finds them)")
+        for number, part in enumerate(self.parts if self.train.stages else ()):
+            if any(edge.use.chunk == AUTO for edge in part.edges):
+                raise ValueError(f"train.stages.{number}: chunk-auto is chosen for runs without stages; write a number of tokens")
+            if part.world != self.world:
+                raise ValueError(
+                    f"train.stages.{number}: its layout has {part.world} ranks and the run's has {self.world}; all need the same number"
+                )
+        return self
+
+    @property
+    def parts(self) -> tuple["Config", ...]:
+        """The config of each stage, whose `train.steps` is the run's step at which the stage ends; the config itself where there are none.
+        Raises ValueError that names the stage."""
+        if not self.train.stages:
+            return (self,)
+        plain, found, end = self.model_dump(mode="json"), list[Config](), 0
+        for number, stage in enumerate(self.train.stages):
+            end += stage.steps
+            values = copy.deepcopy(plain)
+            values["train"] |= {"stages": [], "steps": end}
+            for (section, key), value in stage.changes.items():
+                values[section][key] = value
+            values["train"]["warmup"] = min(values["train"]["warmup"], end)
+            if stage.layout is not None:
+                values["layout"] = _layout_out(stage.layout)
+            try:
+                found.append(Config.model_validate(values))
+            except ValidationError as fault:
+                first = fault.errors(include_url=False)[0]
+                why = first.get("ctx", {}).get("error", first["msg"])
+                raise ValueError(f"train.stages.{number}: {'.'.join(map(str, first['loc'])) or 'config'}: {why}") from None
+        return tuple(found)
+
+    @model_validator(mode="after")
     def _rope_stretches(self) -> "Config":
         try:
             _ = self.spec
@@ -408,10 +504,12 @@ def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config")
         faults += [_describe(error, places, name) for error in found if error["type"] != "default_factory_not_called"]
     else:
         place = places.get(("layout",), name)
-        for edge in () if isinstance(config.layout, AutoLayout) else config.edges:
-            at = "layout" if isinstance(config.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
-            longest = min(edge.upto, config.data.max_len)
-            faults += [f"{place}: {at}: {fault}" for fault in legal.faults(config.spec, edge.use, None, longest, edge.pack)]
+        for number, part in enumerate(() if isinstance(config.layout, AutoLayout) else config.parts):
+            stage = f"train.stages.{number}: " if config.train.stages else ""
+            for edge in part.edges:
+                at = "layout" if isinstance(part.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
+                longest = min(edge.upto, part.data.max_len)
+                faults += [f"{place}: {stage}{at}: {fault}" for fault in legal.faults(part.spec, edge.use, None, longest, edge.pack)]
         if not faults:
             return config
     count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"

@@ -105,6 +105,12 @@ class Batches:
         reads = reads_of(tokens.tolist(), documents.tolist(), [s.epochs for s in sources], [s.weight for s in sources])
         return Mixture(tuple(documents.tolist()), reads, seed)
 
+    @property
+    def learned_share(self) -> float:
+        """The share of the corpus's tokens that are targets."""
+        learned = self._cache.learned_tokens
+        return 1.0 if learned is None else learned / int(self._cache.lengths.sum())
+
     def at(self, cursor: int) -> StepBatch:
         """The step that begins at a global cursor >= 0, which counts documents as cut by the policy. O(1) to seek."""
         documents, tokens, targets, after = [], 0, 0, cursor

@@ -20,16 +20,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate by step: `warmup` steps up to `lr`, then `kind` down to `min_lr` at `steps`."""
+    """Learning rate by step: `warmup` steps up to `lr`, then `kind` down to `min_lr` at `steps`, all counted from update `begin`."""
 
     lr: float
     steps: int
     min_lr: float = 0.0
     warmup: int = 0
     kind: Literal["cosine", "linear", "constant"] = "cosine"
+    begin: int = 0
 
     def at(self, step: int) -> float:
         """Rate of update number `step`, from 0."""
+        step = max(0, step - self.begin)
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         if self.kind == "constant":

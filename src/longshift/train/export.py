@@ -18,6 +18,7 @@ from longshift.spec.formats import FORMATS, PrecisionName
 from longshift.state.checkpoint import Checkpoint
 from longshift.train.corpus import open_tokenizer
 from longshift.train.facts import Facts
+from longshift.train.stages import stages_of
 
 
 def export(config: Config, run: Path, to: Path, precision: PrecisionName | None = None) -> None:
@@ -28,9 +29,10 @@ def export(config: Config, run: Path, to: Path, precision: PrecisionName | None 
     tokenizer = open_tokenizer(config)
     if tokenizer.fingerprint != Facts.of(saved).fingerprints.tokenizer:
         raise CheckpointError(f"the tokenizer changed since {saved.folder} was written; an export with it would be useless")
-    spec = config.spec
+    trained = [stage.config for stage in stages_of(config) if stage.begin < saved.step]
+    spec, longest = trained[-1].spec, max(part.data.max_len for part in trained)
     if not spec.learned_positions:
-        spec = replace(spec, max_positions=max(spec.max_positions, config.data.max_len))
+        spec = replace(spec, max_positions=max(spec.max_positions, longest))
     whole = ((p.name, saved.read("master", p.name, Box.whole(p.shape))) for p in spec.params)
     source = _config_json(Path(config.model.path)) if config.model.path else {}
     kept = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16)}

@@ -18,7 +18,7 @@ from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
-from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
+from longshift.state.optimizer import MOMENTS, Optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.timeline import Timeline, predicted, write
@@ -34,6 +34,7 @@ from longshift.train.foretold import Foretold
 from longshift.train.measured import profile_here
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
+from longshift.train.stages import Stage, schedule_of, stages_of
 from longshift.train.trials import tried
 
 
@@ -45,20 +46,36 @@ def train(
     LongshiftError."""
     if config.train.deterministic:
         be_deterministic()
-    world = World.from_environment(config.timeout_s(own_device().type))
+    stages = list(stages_of(config))
+    world = World.from_environment(max(stage.config.timeout_s(own_device().type) for stage in stages))
+    for stage in stages[1:]:  # nothing that can be known before is found out after hours
+        admit(stage.config, world, run)
+        open_data(stage.config, world)
+    done = Checkpoint.latest(run, world).step if resume else 0
     with Timeline(world.device) if trace and world.rank == 0 else nullcontext() as timeline:
         traced = [(timeline, trace)]  # the first step of all
+        for number, stage in enumerate(stages, 1):
+            if done >= stage.end and stage is not stages[-1]:
+                continue
+            if len(stages) > 1 and world.rank == 0:
+                print(f"longshift: stage {number} of {len(stages)}, {stage}", file=sys.stderr)
 
-        def play(config: Config, resume: bool, most: int | None) -> Iterator[StepMetrics]:
-            return _steps(config, run, resume, stop, world, most, *(traced.pop() if traced else (None, None)))
+            def play(config: Config, resume: bool, most: int | None, stage: Stage = stage) -> Iterator[StepMetrics]:
+                own = replace(stage, config=config, run=stage.run if len(stages) > 1 else config)
+                return _steps(own, run, resume, stop, world, most, *(traced.pop() if traced else (None, None)))
 
-        yield from tried(config, run, resume, world, play)
+            for metrics in tried(stage.config, run, resume, world, play):
+                done = metrics.step
+                yield metrics
+            if done < stage.end:  # stopped
+                break
+            resume = True
     world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
     world.close()
 
 
 def _steps(
-    config: Config,
+    stage: Stage,
     run: Path,
     resume: bool,
     stop: Callable[[], bool],
@@ -67,12 +84,15 @@ def _steps(
     timeline: Timeline | None = None,
     trace: Path | None = None,
 ) -> Iterator[StepMetrics]:
-    """The steps of `train`, at most so many. `timeline`: records the first step, for `trace`, and is closed after it."""
+    """The steps of a stage that are left, at most so many. `timeline`: records the first step, for `trace`, and is closed after it."""
+    config = stage.config
     admit(config, world, run)
     batches, fingerprints = open_data(config, world)
-    start, state, facts = _begin(config, world, fingerprints, run if resume else None)
+    start, state, facts = _begin(stage, world, fingerprints, run if resume else None)
+    if world.rank == 0 and batches.learned_share < 1:
+        print(f"longshift: {batches.learned_share:.1%} of the tokens are learned; longshift data CONFIG shows which", file=sys.stderr)
     if resume and world.rank == 0:
-        adopt(RunFolder(run), config)
+        adopt(RunFolder(run), stage.run)
     player = build_player(config, world, state, run)
     if world.rank == 0 and world.device.type != "cpu":
         print(f"longshift: attention by {player.kernel.name}: {player.why_kernel}", file=sys.stderr)
@@ -115,15 +135,23 @@ def _steps(
             return
 
 
-def _begin(config: Config, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State, Facts | None]:
+def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State, Facts | None]:
     """Steps done, the state after them and what is known of it: of the newest checkpoint of `run` where given. Its files are closed
-    again."""
+    again. What the stage before has left is another model's, of other data, as far as stages differ."""
     if run is None:
-        return 0, build_state(config, world), None
+        state = build_state(stage.config, world)
+        state.schedule = stage.schedule
+        return 0, state, None
     saved = Checkpoint.latest(run, world)
     facts = Facts.of(saved)
-    expect(facts, config, fingerprints, run, saved)
-    return saved.step, build_state(config, world, saved, facts), facts
+    left = stage.before if saved.step == stage.begin else None
+    data = facts.fingerprints.data if left else fingerprints.data
+    expect(facts, left or stage.config, fingerprints.model_copy(update={"data": data}), run, saved)
+    state = build_state(stage.config, world, saved, facts)
+    state.schedule = stage.schedule
+    if left and facts.fingerprints.data != fingerprints.data:
+        state.cursor = 0
+    return saved.step, state, facts
 
 
 def build_state(config: Config, world: World, saved: Checkpoint | None = None, facts: Facts | None = None) -> State:
@@ -132,8 +160,7 @@ def build_state(config: Config, world: World, saved: Checkpoint | None = None, f
     source = saved.source() if saved else _initial(config, precision.home)
     home = Home(spec, buckets(spec, home_layout(config.edges)), world.rank, precision.home, world.device, source)
     optimizer = Optimizer(home, train.betas, train.eps, train.weight_decay)
-    schedule = Schedule(train.lr, train.steps, train.min_lr, train.warmup, train.schedule)
-    state = State(spec, home, optimizer, schedule, train.clip, LossScale() if precision.scaled else None)
+    state = State(spec, home, optimizer, schedule_of(config), train.clip, LossScale() if precision.scaled else None)
     if saved and facts:
         saved.restore(optimizer.state(), MOMENTS)  # masters are there
         optimizer.resume(facts.updates)
@@ -169,9 +196,6 @@ def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
     tokenizer, cache = open_on_ranks(config, world)
     train, data = config.train, config.data
     batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, data.train)
-    if world.rank == 0 and cache.learned_tokens is not None:
-        share = cache.learned_tokens / int(cache.lengths.sum())
-        print(f"longshift: {cache.learned_tokens:,} tokens are learned ({share:.1%}); longshift data CONFIG shows which", file=sys.stderr)
     return batches, Fingerprints(tokenizer=tokenizer.fingerprint, data=batches.fingerprint)
 
 

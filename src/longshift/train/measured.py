@@ -43,6 +43,8 @@ class Measured:
 def measured(run: Path, config: Config) -> list[Measured]:
     """Steps of a run folder, evenly chosen, with their documents. Those in which memory was allocated are left out: the first of a process,
     and of a layout. Raises UsageError where fewer than LEAST are left."""
+    if config.train.stages:
+        raise UsageError(f"{run} has stages, whose steps differ; calibrate by a run without train.stages")
     rows = read_rows(RunFolder(run).metrics)
     now = config.model_dump(mode="json")["layout"]
     cursors = {row["step"]: row["cursor"] for row in rows} | {0: 0}

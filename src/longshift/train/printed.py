@@ -83,7 +83,7 @@ def farewell(run: Config, folder: RunFolder, as_json: bool) -> bool:
     rows = read_rows(folder.metrics)
     done, first, last = (rows[-1]["step"], rows[0]["loss"], rows[-1]["loss"]) if rows else (0, float("nan"), float("nan"))
     finished = done >= run.train.steps
-    resume = folder.resume_command + (f" train.steps={2 * done}" if finished else "")
+    resume = folder.resume_command + (f" train.steps={2 * done}" if finished and not run.train.stages else "")
     if as_json:
         facts = {"run": str(folder.path), "steps": done, "finished": finished, "export": folder.export_command, "resume": resume}
         print(json.dumps(facts), flush=True)

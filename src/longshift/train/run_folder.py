@@ -94,7 +94,7 @@ def prepare(config: Config, resume: bool, rank: int = 0) -> RunFolder:
     given, files that no run has written, or nothing to resume."""
     folder = RunFolder(Path(config.save.dir))
     _prove_writable(folder.path, "the run folder", "save.dir", make=True)
-    if config.stream.folder and any(edge.use.offload == "disk" for edge in config.edges):
+    if config.stream.folder and any(edge.use.offload == "disk" for part in config.parts for edge in part.edges):
         _prove_writable(Path(config.stream.folder), "the folder", "stream.folder", make=False)
     if resume and not folder.latest.exists():
         raise UsageError(f"{folder.shown} holds no checkpoint to resume from; leave out --resume to start at step 1")
@@ -111,8 +111,9 @@ def prepare(config: Config, resume: bool, rank: int = 0) -> RunFolder:
     rewrite(folder.asked, config.to_yaml())
     if not resume:
         adopt(folder, config)
-    if rank == 0 and (warning := beyond(config.spec, config.data.max_len)):
-        print(f"longshift: {warning}", file=sys.stderr, flush=True)
+    for warning in {beyond(part.spec, part.data.max_len): None for part in config.parts} if rank == 0 else ():
+        if warning:
+            print(f"longshift: {warning}", file=sys.stderr, flush=True)
     return folder
 
 
