@@ -53,7 +53,7 @@ LIMIT = 1e-12
 STEPS, QUICK_STEPS, QUICK_EVERY = 20, 3, 7  # steps; one in 7 of the cases
 CLIP = 0.4  # below every step's gradient norm
 DEADLINE_S = 300.0
-KINDS = ("loss", "grad", "weight", "optimizer")
+KINDS = ("loss", "score", "grad", "weight", "optimizer")
 
 _SIZES: Mapping = {
     **{"vocab": 257, "width": 24, "layers": 5, "heads": 4, "kv_heads": 2, "head_width": 6, "ffn": 37},

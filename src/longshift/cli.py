@@ -30,7 +30,8 @@ from longshift.forecast import task_of
 from longshift.layout import legal
 from longshift.layout.layout import AUTO, Layout
 from longshift.planner.asked import AutoLayout
-from longshift.starter import starter
+from longshift.spec.formats import PrecisionName
+from longshift.starter import starter, write_new
 from longshift.stream.trace import writable
 from longshift.train.interrupt import Interrupt
 from longshift.train.metrics import Display, read_or_not
@@ -72,13 +73,7 @@ def init(
     """Write a commented starter config."""
     text = starter(model, data)
     if to is not None:
-        try:
-            with to.open("x", encoding="utf-8") as file:
-                file.write(text)
-        except FileExistsError:
-            raise UsageError(f"{to} exists already; choose another name with --to") from None
-        except OSError as fault:
-            raise UsageError(f"{to} cannot be written: {fault.strerror}") from None
+        write_new(text, to)
     if json:
         print(jsonlib.dumps({"config": text, "file": str(to) if to else None}))
     elif to is None:
@@ -282,13 +277,15 @@ def export(
     /,
     *,
     to: Annotated[Path, Parameter(help="the folder to make")],
+    best: Annotated[bool, Parameter(negative="", help="the checkpoint with the lowest validation loss, not the newest")] = False,
+    precision: Annotated[PrecisionName | None, Parameter(help="of the weights; that of the folder it began with if not given")] = None,
     json: Json = False,
 ) -> None:
-    """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer."""
+    """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer."""
     config = read_config(run)
     from longshift.train.export import export as write
 
-    write(config, run, to)
+    write(config, run, to, precision, best)
     if json:
         print(jsonlib.dumps({"folder": str(to), "files": sorted(file.name for file in to.iterdir())}))
     else:

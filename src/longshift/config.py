@@ -187,9 +187,17 @@ class DataConfig(Section):
     train: Annotated[tuple[Source, ...], BeforeValidator(_some)]
     tokenizer: PathText | None = None
     template: PathText | None = None
+    valid: Annotated[tuple[Source, ...], BeforeValidator(_some)] | None = None
+    held_out: Annotated[Number, Field(gt=0, le=0.5)] | None = Field(None, description="share of the documents of train to validate on")
     max_len: Annotated[Size, Field(ge=2)]
     overlong: Overlong | None = None
     cache: PathText = Field("~/.cache/longshift", validate_default=True)
+
+    @model_validator(mode="after")
+    def _valid_or_held_out(self) -> "DataConfig":
+        if self.valid is not None and self.held_out is not None:
+            raise ValueError("name one of valid, documents of their own, and held_out, a share of train's")
+        return self
 
     @model_validator(mode="after")
     def _all_weigh_or_none(self) -> "DataConfig":
@@ -302,6 +310,15 @@ class SaveConfig(Section):
     tensorboard: bool = False
 
 
+class ValidationConfig(Section):
+    """Validation on data.valid, or data.held_out: every so many steps and after the last, on as many whole documents as have `tokens`. The
+    checkpoint with the lowest loss is kept besides the newest. `patience`: after so many validations without a lower loss the run ends."""
+
+    every: Size = 100
+    tokens: Size = UNITS["M"]
+    patience: Size | None = None
+
+
 class SwitchConfig(Section):
     """How weights move where the layout changes inside a step. `bucket`: the most that a rank sends, or receives, at one time; `ahead`: how
     much of the next layout's weights may come while the one before still computes."""
@@ -347,6 +364,7 @@ class Config(Section):
     train: TrainConfig
     layout: Layouts = Layout()
     save: SaveConfig
+    validation: ValidationConfig | None = None
     switch: SwitchConfig = SwitchConfig()
     stream: StreamConfig = StreamConfig()
     window: WindowConfig = WindowConfig()
@@ -359,6 +377,12 @@ class Config(Section):
                 f"train.pack_tokens {pack} is less than data.max_len {longest}, and a pack must hold the longest document; "
                 f"write train.pack_tokens={longest} or leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _validates_on_something(self) -> "Config":
+        if self.validation is not None and self.data.valid is None and self.data.held_out is None:
+            raise ValueError("validation needs documents: data.valid, or data.held_out=0.01 for a hundredth of data.train")
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from longshift.errors import UsageError
 from longshift.layout.layout import format_size
 from longshift.spec.families import preset, read_spec
 
@@ -62,6 +63,17 @@ def starter(model: str, data: Sequence[str]) -> str:
         layout="dp1" if is_folder else "dp2",
         name=Path(model).resolve().name if is_folder else model,
     )
+
+
+def write_new(text: str, to: Path) -> None:
+    """Write a file that is not there yet. Raises UsageError."""
+    try:
+        with to.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError(f"{to} exists already; choose another name with --to") from None
+    except OSError as fault:
+        raise UsageError(f"{to} cannot be written: {fault.strerror}") from None
 
 
 def _files(path: str) -> str:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longshift.config import Source
+from longshift.config import Config, Source
 from longshift.errors import DataError, UsageError
 from longshift.model.loss import IGNORE
 from longshift.workload.lengths import Overlong, Spans, cap_loss, spans
-from longshift.workload.order import Mixture, Order, reads_of
+from longshift.workload.order import Mixture, Order, held_out, reads_of
 
 if TYPE_CHECKING:  # tensors of a pack need no file formats
     from longshift.data.tokens import TokenCache
@@ -72,10 +72,12 @@ class Batches:
         max_len: int,
         overlong: Overlong | None = None,
         sources: Sequence[Source] = (),
+        held: float = 0.0,
     ) -> None:
         """Documents of at most `max_len` tokens; `overlong` says what becomes of longer ones and may be None when there are none;
-        `sources`, of the cache, say how often each is read: a pass is every document once where they say nothing. Raises DataError for
-        documents that are too long without a policy, UsageError for sizes that cannot work."""
+        `sources`, of the cache, say how often each is read: a pass is every document once where they say nothing; `held`: the share of
+        documents that is left out, to validate on. Raises DataError for documents that are too long without a policy, UsageError for sizes
+        that cannot work."""
         if tokens_per_step < 1:
             raise UsageError(f"train.tokens_per_step is {tokens_per_step}; a step needs at least 1 token")
         longest = int(cache.lengths.argmax())
@@ -85,12 +87,21 @@ class Batches:
         self._cache = cache
         self._tokens_per_step = tokens_per_step
         self.spans: Spans = spans(cache.lengths, max_len, overlong or "split")
+        if held:
+            self.spans = self.spans.of(~held_out(self.spans.document, held))
         if not len(self.spans):
             raise DataError(f"data.overlong: drop leaves nothing: all {len(cache)} documents are longer than max_len: {max_len}")
         self.order = self._mixed(seed, sources) or Order(len(self.spans), seed)
         cut = f"{overlong} {max_len}" if too_long else ""
         mixed = f" {self.order}" if isinstance(self.order, Mixture) else ""
+        mixed += f" without {held}" if held else ""
         self.fingerprint = hashlib.sha256(f"{cache.fingerprint} {seed} {cut}{mixed}".encode()).hexdigest()
+
+    @classmethod
+    def of(cls, config: Config, cache: "TokenCache") -> "Batches":
+        """The batches that a run trains on."""
+        data, train = config.data, config.train
+        return cls(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, data.train, data.held_out or 0.0)
 
     def _mixed(self, seed: int, sources: Sequence[Source]) -> Mixture | None:
         """The order of sources of which some are read more often than others."""

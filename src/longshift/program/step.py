@@ -63,16 +63,16 @@ class Steps:
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
         self.cuts = set(itinerary.cuts.values())
         self.world = itinerary.home.world
-        self._programs: dict[tuple[Visit, ...], Program] = {}
+        self._programs: dict[tuple[tuple[Visit, ...], bool], Program] = {}
         self._exchanges: dict[Plan, Exchanges] = {}
 
-    def program(self, visits: Sequence[Visit]) -> Program:
-        """The operations of a step that visits these groups, in this order."""
-        key = tuple(visits)
+    def program(self, visits: Sequence[Visit], learns: bool = True) -> Program:
+        """The operations of a step that visits these groups, in this order; without what only gradients need where it does not learn."""
+        key = tuple(visits), learns
         if key not in self._programs:
             if len(self._programs) >= 64:
                 self._programs.clear()
-            self._programs[key] = tuple(_Step(self, key).operations())
+            self._programs[key] = tuple(_Step(self, *key).operations())
         return self._programs[key]
 
     def visits(self, groups: Sequence[LengthGroup], lengths: Sequence[int]) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
@@ -137,8 +137,8 @@ def _spans(spec: ModelSpec, plan: Plan) -> tuple[dict[int, int], dict[int, int],
 class _Step:
     """A program while it grows. Mutable."""
 
-    def __init__(self, steps: Steps, visits: tuple[Visit, ...]):
-        self.steps, self.visits = steps, visits
+    def __init__(self, steps: Steps, visits: tuple[Visit, ...], learns: bool):
+        self.steps, self.visits, self.learns = steps, visits, learns
         self.views = [steps.views[visit.layout] for visit in visits]
         self.here: Cut | None = None
         self.present: set[int] = set()  # units whose copies, under the cut that is here, can be used
@@ -152,7 +152,8 @@ class _Step:
             yield from self._go(number)
             yield Op("leave", number)
         yield Op("norm")
-        yield Op("update")
+        if self.learns:
+            yield Op("update")
 
     def _come(self, number: int) -> Iterator[Op]:
         """Operations that bring the group's weights, as far as they are not here."""
@@ -192,19 +193,20 @@ class _Step:
             if not later and len(self.steps.cuts) > 1:  # the next step may begin with another cut
                 yield Op("close", number)
             return
-        yield Op("total", number)
-        exchanges = self.steps.take_home(view.cut)
-        yield from self._exchange(number, exchanges, "sums", 0, exchanges.count)
-        yield Op("await exchange", number, number=exchanges.count - 1, way="sums")
-        yield Op("forget", number)
+        if self.learns:
+            yield Op("total", number)
+            exchanges = self.steps.take_home(view.cut)
+            yield from self._exchange(number, exchanges, "sums", 0, exchanges.count)
+            yield Op("await exchange", number, number=exchanges.count - 1, way="sums")
+            yield Op("forget", number)
         if not later:
             yield Op("close", number)
 
     def _run(self, number: int) -> Iterator[Op]:
         """Operations of the group's micro-batches, forward and backward, and reductions."""
         view, visit = self.views[number], self.visits[number]
-        closing = all(other.cut != view.cut for other in self.views[number + 1 :])
-        turns = list(made_turns(view, visit, number, closing))
+        closing = self.learns and all(other.cut != view.cut for other in self.views[number + 1 :])
+        turns = list(made_turns(view, visit, number, closing, self.learns))
         ahead = self._going_ahead(number, turns)
         reductions = _Window(self.steps, view, "reduce")
         tied = [Op("reduce", number, unit) for unit in view.tied if closing and view.collective]
@@ -269,7 +271,7 @@ class _Step:
 
     def _going_ahead(self, number: int, turns: list[UnitTurn]) -> dict[int, list[Op]]:
         """Exchanges of the switch to the next group, by the turn that they are posted before. [Note: order]"""
-        if number + 1 == len(self.visits):
+        if number + 1 == len(self.visits) or not self.learns:
             return {}
         after = self.views[number + 1].cut
         if after.at_home or after == self.views[number].cut:

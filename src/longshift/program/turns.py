@@ -94,14 +94,15 @@ class UnitTurn:
     final: bool = False
 
 
-def turns(view: RankLayout, visit: Visit, number: int, closing: bool) -> Iterator[UnitTurn]:
-    """All that a group computes on a rank, messages between stages included, without gathers."""
+def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bool = True) -> Iterator[UnitTurn]:
+    """All that a group computes on a rank, messages between stages included, without gathers. Where it does not learn, the forwards alone:
+    in the order of a step that learns they wait for none but each other."""
     layout, at = view.layout, view.at
-    order = pipeline.events(layout, at.pp, visit.micros)
+    order = [event for event in pipeline.events(layout, at.pp, visit.micros) if learns or event.kind == "forward"]
     last = {event.micro: index for index, event in enumerate(order)}
     loaded: set[int] = set()
     sent: deque[Op] = deque()
-    make = (_ChunkedTurns if layout.chunk else _WholeTurns)(view, visit, number, closing)
+    make = ((_ChunkedTurns if layout.chunk else _WholeTurns) if learns else _ScoringTurns)(view, visit, number, closing)
     receives = [pipeline.receives(layout, at.pp, event) for event in order]
 
     def load(micro: int) -> list[Op]:
@@ -129,7 +130,7 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool) -> Iterato
         arrived = message("await receive", receives[index], event, True)
         yield UnitTurn(-1, (*before, *arrived))
         made = (make.forward if event.kind == "forward" else make.backward)(event, bool(arrived))
-        yield from (replace(turn, final=True) for turn in made) if index == len(order) - 1 else made
+        yield from (replace(turn, final=True) for turn in made) if learns and index == len(order) - 1 else made
         after = message("send", pipeline.sends(layout, at.pp, event), event, False)
         sent.extend(op._replace(kind="await send") for op in after)
         if len(sent) > layout.pp:
@@ -155,6 +156,33 @@ class _Turns:
     def reduces(self, micro: int) -> bool:
         """Whether sums go home after a backward of this micro-batch."""
         return self.view.layout.zero >= 2 or (self.closing and micro == self.visit.micros - 1)
+
+    def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
+        """Turns of a forward; `arrived`: what another stage computed goes before it."""
+        raise NotImplementedError
+
+    def backward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
+        """Turns of a backward."""
+        raise NotImplementedError
+
+
+class _ScoringTurns(_Turns):
+    """Turns of packs, whole or chunked, of which only the loss is wanted: nothing is kept."""
+
+    def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
+        view, micro, chunk = self.view, event.micro, event.chunk if self.view.layout.chunk else -1
+        units, chunked = view.chunks[event.chunk], bool(view.layout.chunk)
+        if chunked and arrived:
+            yield UnitTurn(-1, (Op("arrive", self.number, units[0], micro, chunk, "forward"),))
+        for unit in units:
+            if unit > view.spec.layers:
+                blocks = (-1,) if chunked else range(self.visit.loss_blocks[micro])
+                yield UnitTurn(unit, tuple(Op("compute", self.number, unit, micro, chunk, "score", number=block) for block in blocks))
+            else:
+                turn = "embed" if chunked and unit == 0 else "pass on"
+                yield UnitTurn(unit, (Op("compute", self.number, unit, micro, chunk, turn, "block" if unit else "embed"),))
+        if chunked and units[-1] <= view.spec.layers:
+            yield UnitTurn(-1, (Op("depart", self.number, units[-1], micro, chunk, "forward"),))
 
 
 class _WholeTurns(_Turns):

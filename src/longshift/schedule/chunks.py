@@ -153,7 +153,7 @@ def alone(
         made.need(*read)
         for block in range(blocks[c] if blocks else 1):
             made.compute(operation, c, read + (write if block else []), write, keys=block if blocks else -1)
-            if operation != "embed":
+            if operation not in ("embed", "score"):
                 made.accumulate(c)
         made.store(*write)
         made.free(*read, *write)

@@ -19,8 +19,8 @@ from longshift.schedule.sequence import Run, TokenOrder
 from longshift.spec.model import ModelSpec
 
 # What is played on a unit. Of a block: `forward` leaves what `backward` takes; `pass` its input alone, from which the other backward goes;
-# `pass on` not even that. The head waits for its backward, which is the loss.
-Turn = Literal["embed", "forward", "pass", "pass on", "later", "loss", "backward", "backward from x", "embed_back"]
+# `pass on` not even that. The head waits for its backward, which is the loss; `score` is the loss where nothing is learned.
+Turn = Literal["embed", "forward", "pass", "pass on", "later", "loss", "score", "backward", "backward from x", "embed_back"]
 
 
 STREAMS = {"x": (0, "h"), "y": (1, "h"), "dx": (0, "g"), "dy": (1, "g")}  # between units: which side of the unit, and what
@@ -45,16 +45,28 @@ class Lists:
 
 
 def lists(
-    spec: ModelSpec, layout: Layout, at: Coord, cut: Sequence[Sequence[Run]], compute_bytes: int, ahead: int, window: int | None
+    spec: ModelSpec,
+    layout: Layout,
+    at: Coord,
+    cut: Sequence[Sequence[Run]],
+    compute_bytes: int,
+    ahead: int,
+    window: int | None,
+    learns: bool = True,
 ) -> Lists:
-    """Of chunks `cut`, on the rank that stands at `at`, for blocks with this sliding window."""
+    """Of chunks `cut`, on the rank that stands at `at`, for blocks with this sliding window; where nothing is learned, of that alone."""
     orders, sees, count = chunks.orders(cut, layout), chunks.reach(cut, window), len(cut)
     policy = Policy(layout.schedule, layout.keep, layout.kv, ahead, sent=(layout.ulysses - 1) / layout.ulysses)
     from_x = replace(policy, keep="input")
     sizes = chunks.sizes(spec, layout, at, orders, compute_bytes)
     blocks = [loss_blocks(spec, order.local_tokens // (layout.ulysses * layout.tp)) for order in orders]
-    found: dict[Turn, tuple[Event, ...]] = {
-        "embed": chunks.alone("embed", None, "y", count, ahead, sizes),
+    found: dict[Turn, tuple[Event, ...]] = {"embed": chunks.alone("embed", None, "y", count, ahead, sizes)}
+    if layout.every > 1 or not learns:
+        found["pass on"] = chunks.forward(sees, from_x, sizes, drop_x=True)
+    if not learns:
+        found["score"] = chunks.alone("score", "x", None, count, ahead, sizes, blocks)
+        return Lists(orders, sees, sizes, found)
+    found |= {
         "forward": chunks.forward(sees, policy, sizes),
         "later": (),
         "loss": chunks.alone("loss", "x", "dx", count, ahead, sizes, blocks),
@@ -64,7 +76,6 @@ def lists(
     if layout.every > 1:
         found |= {
             "pass": chunks.forward(sees, from_x, sizes),
-            "pass on": chunks.forward(sees, from_x, sizes, drop_x=True),
             "backward from x": chunks.backward(sees, from_x, sizes),
         }
     return Lists(orders, sees, sizes, found)

@@ -4,6 +4,7 @@
                        rank-00000-1.safetensors    where they are more than FILE_BYTES, and so on; rank-00001.safetensors   ...
                        manifest.json            files with size and SHA-256, facts of the run, a SHA-256 of itself
     LATEST                                      "step-N", moved only after N is durable
+    BEST                                        "step-N" of the lowest validation loss, where the run validates
 
 Written into a hidden folder, fsynced, renamed, then LATEST is moved, then old ones are purged: a death at any point leaves the last
 good checkpoint in place, and hidden folders that the next save removes. Everything is verified before it is used; nothing is
@@ -30,12 +31,13 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.errors import CheckpointError
-from longshift.files import sync
+from longshift.files import rewrite, sync
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Source
 from longshift.state.optimizer import MOMENTS
 
+BEST = "BEST"
 FORMAT = 1
 FILE_BYTES = 2 << 30
 KINDS = ("master", *MOMENTS)
@@ -77,10 +79,10 @@ class Saved:
 Index = dict[tuple[str, str], list[Saved]]  # by kind and weight
 
 
-def save(run: Path, step: int, entries: Entries, facts: Mapping[str, Any], world: World, keep: int) -> None:
+def save(run: Path, step: int, entries: Entries, facts: Mapping[str, Any], world: World, keep: int, best: int | None = None) -> None:
     """Write checkpoint `step` of a run, replacing one of the same step; collective. `entries` as from `Optimizer.state`, `facts` any
-    JSON. Then the newest `keep` up to this one stay. Raises CheckpointError, on every rank in the same words, when one cannot write; the
-    checkpoints before it, and LATEST, are then untouched."""
+    JSON. Then the newest `keep` up to this one stay, and that of step `best`, which BEST names from then on. Raises CheckpointError, on
+    every rank in the same words, when one cannot write; the checkpoints before it, and LATEST, are then untouched."""
     scratch = run / "checkpoints" / f".step-{step}.writing"
     fault = f"checkpoint {run / 'checkpoints' / f'step-{step}'} cannot be written; the ones before it are untouched"
 
@@ -99,7 +101,7 @@ def save(run: Path, step: int, entries: Entries, facts: Mapping[str, Any], world
         own = _together(world, fault, lambda: _write_tensors(scratch, entries, world.rank))
         files = [row for text in world.gather_text(json.dumps(own)) for row in json.loads(text)]
         _together(world, fault, (lambda: publish(files)) if first else None)
-        _together(world, f"old checkpoints of {run} cannot be removed", (lambda: _purge(run, step, keep)) if first else None)
+        _together(world, f"old checkpoints of {run} cannot be removed", (lambda: _purge(run, step, keep, best)) if first else None)
     except CheckpointError:  # on every rank: none leaves, and with it ends the others, before what was written is gone
         if first:
             _sweep(run)
@@ -119,6 +121,12 @@ class Checkpoint:
         """The checkpoint that LATEST names; collective. Raises CheckpointError, on every rank in the same words, when there is none or it
         is damaged: the message names the file, and the older checkpoint that may serve instead."""
         name = _together(world, f"{run} cannot be read", lambda: _latest(run))
+        return cls.open(run / "checkpoints" / world.gather_text(name)[0], world)
+
+    @classmethod
+    def best(cls, run: Path, world: World) -> "Checkpoint":
+        """The checkpoint that BEST names, of the lowest validation loss; collective. Raises CheckpointError as `latest` does."""
+        name = _together(world, f"{run} cannot be read", lambda: _latest(run, BEST))
         return cls.open(run / "checkpoints" / world.gather_text(name)[0], world)
 
     @classmethod
@@ -227,11 +235,14 @@ def _publish(run: Path, step: int, scratch: Path) -> None:
     sync(run)
 
 
-def _purge(run: Path, step: int, keep: int) -> None:
-    """Hide, then remove, all but the newest `keep` up to `step`. Newer ones are of a run that a person went back from: they are left
-    until this one reaches them."""
+def _purge(run: Path, step: int, keep: int, best: int | None) -> None:
+    """Hide, then remove, all but the newest `keep` up to `step` and the best one. Newer ones are of a run that a person went back from:
+    they are left until this one reaches them."""
     folder = run / "checkpoints"
-    for old in [s for s in _steps(folder) if s <= step][:-keep]:
+    steps = [s for s in _steps(folder) if s <= step]
+    if best in steps:
+        rewrite(run / BEST, f"step-{best}\n")
+    for old in {*steps[:-keep]} - {best}:
         (folder / f"step-{old}").rename(folder / f".step-{old}.purged")
     _sweep(run)
 
@@ -244,17 +255,19 @@ def _sweep(run: Path) -> None:
         (run / ".LATEST.writing").unlink()
 
 
-def _latest(run: Path) -> str:
-    pointer = run / "LATEST"
+def _latest(run: Path, name: str = "LATEST") -> str:
+    pointer = run / name
+    if name == BEST and not pointer.exists():
+        raise CheckpointError(f"{run} has no best checkpoint: it has not validated yet (data.valid, or data.held_out)")
     try:
-        name = pointer.read_text("utf-8").strip()
+        step = pointer.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as fault:
         raise CheckpointError(f"{pointer} cannot be read: {fault}.{_instead(run / 'checkpoints' / 'none')}") from None
-    known = re.fullmatch(r"step-[0-9]+", name) is not None
-    folder = run / "checkpoints" / (name if known else "none")
+    known = re.fullmatch(r"step-[0-9]+", step) is not None
+    folder = run / "checkpoints" / (step if known else "none")
     if not folder.is_dir():
-        raise CheckpointError(f"{pointer} names {name!r}, which is not a checkpoint of this run.{_instead(folder)}")
-    return name
+        raise CheckpointError(f"{pointer} names {step!r}, which is not a checkpoint of this run.{_instead(folder)}")
+    return step
 
 
 def _read_manifest(folder: Path) -> tuple[Manifest, str]:

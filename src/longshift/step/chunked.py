@@ -29,7 +29,7 @@ from longshift.program.operations import Op
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Event
 from longshift.schedule.streamed import Lists, lists, tier_key
-from longshift.step.runner import Runner, loss_of_rows
+from longshift.step.runner import Runner, loss_of_rows, score_of_rows
 from longshift.stream.tiers import Tier
 from longshift.stream.trace import Recorder
 
@@ -46,10 +46,11 @@ class ChunkedPacks(Runner):
         self.watch: Callable[[Event], object] | None = None
         self.recorder: Recorder | None = None
         compute_bytes = self.precision.compute.itemsize
-        self._lists = lru_cache(maxsize=8)(lambda cut, window: lists(self.spec, self.layout, self.at, cut, compute_bytes, ahead, window))
+        sizes = compute_bytes, ahead
+        self._lists = lru_cache(maxsize=8)(lambda cut, *what: lists(self.spec, self.layout, self.at, cut, *sizes, *what))
 
     def lists(self, pack: ChunkedPack, unit: int) -> Lists:
-        return self._lists(pack.chunks, self.spec.window(unit))
+        return self._lists(pack.chunks, self.spec.window(unit), self.learns)
 
     def load(self, micro: int, documents: Sequence[Document]) -> None:
         self.loaded[micro] = ChunkedPack(self.spec, documents, *self.how)
@@ -270,3 +271,8 @@ class _Play:
             self.live["dx", event.chunk] = (torch.empty_like(x),)
         dx, micro = self._one("dx", event.chunk), self.pack.micros[event.chunk]
         self.runner.counts(loss_of_rows(head, x, dx, micro, self.ops, event.keys, self.runner.seed))
+
+    def score(self, event: Event) -> None:
+        assert isinstance(self.module, Head)
+        micro = self.pack.micros[event.chunk]
+        self.runner.counts(score_of_rows(self.module, self._one("x", event.chunk), micro, self.ops, event.keys))

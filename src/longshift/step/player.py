@@ -168,16 +168,17 @@ class Player:
                 runner.recorder = recorder
                 runner.tier.watch = recorder.copying if recorder else None
 
-    def program(self, documents: Sequence[Document], groups: Sequence[LengthGroup], seed: float) -> Program:
+    def program(self, documents: Sequence[Document], groups: Sequence[LengthGroup], seed: float | None) -> Program:
         """What this rank does in a step with these documents, in these groups; `seed`: what losses are multiplied with before gradients are
-        formed."""
+        formed, None where only the loss is wanted."""
+        learns = seed is not None
         self.groups_here, self.lengths, self.visited = groups, [len(d.ids) for d in documents], []
         visits, packs = self.steps.visits(groups, self.lengths)
         self.packs = [[[documents[d] for d in pack] for pack in some] for some in packs]
         for group in groups:
             runner = self.runners[group.layout]
-            runner.seed, runner.loss = seed, runner.loss.new_zeros(())
-        return self.steps.program(visits)
+            runner.seed, runner.learns, runner.loss = seed or 0.0, learns, runner.loss.new_zeros(())
+        return self.steps.program(visits, learns)
 
     def play(self, program: Program, update: Callable[[float, float], object] = leave_alone) -> None:
         """Do what the operations say, in their order. `update`: what home does with the loss sum and the squared gradient norm of all

@@ -33,7 +33,7 @@ Message = tuple[int, int, str]  # micro-batch, model chunk, forward or backward
 class Runner(ABC):
     """A layout's units and micro-batches on this rank. Mutable. `loaded`: the tensors of each micro-batch; `loss`: this rank's part of the
     loss sum, float64, zero where a tensor-parallel peer counts it; `seed`: what losses are multiplied with before gradients are formed;
-    `crossing`: boundary activations that have arrived or are to be sent."""
+    `learns`: whether a backward follows; `crossing`: boundary activations that have arrived or are to be sent."""
 
     loaded: dict[int, Any]
 
@@ -46,7 +46,7 @@ class Runner(ABC):
             copies.fill(module)
         self.tier: Tier | None = None
         self.loss = torch.zeros((), dtype=torch.float64, device=world.device)
-        self.seed = 0.0
+        self.seed, self.learns = 0.0, True
         self.crossing: dict[Message, Tensor] = {}
 
     def counts(self, loss: Tensor) -> None:
@@ -107,6 +107,7 @@ class WholePacks(Runner):
         self.coming: dict[tuple, Callable[[], Tensors]] = {}
         self.fetched: dict[tuple, Tensors] = {}
         self.turns = {"pass": self._pass, "forward": self._forward, "again": self._again, "backward": self._backward, "loss": self._loss}
+        self.turns |= {"pass on": self._pass_on, "score": self._score}
 
     def load(self, micro: int, documents: Sequence[Document]) -> None:
         self.loaded[micro] = micro_batch(self.spec, documents, *self.how)
@@ -157,6 +158,15 @@ class WholePacks(Runner):
             self.x[op.micro] = self._function(op)(x, self.loaded[op.micro], self._ops(op, kept))
         self.inputs[self._key(op)] = x, *kept
 
+    def _pass_on(self, op: Op) -> None:
+        with torch.no_grad():
+            self.x[op.micro] = self._function(op)(self.x.pop(op.micro, None), self.loaded[op.micro], self.ops)
+
+    def _score(self, op: Op) -> None:
+        x, head = self.x[op.micro], self.modules[op.unit]
+        assert isinstance(head, Head)
+        self.counts(score_of_rows(head, x, self.loaded[op.micro], self.ops, op.number))
+
     def _forward(self, op: Op) -> None:
         """Compute a part that keeps its graph. What goes on is the output without it."""
         self.x[op.micro] = self._graph(op, self.x.pop(op.micro, None), [])
@@ -199,13 +209,25 @@ class WholePacks(Runner):
 def loss_of_rows(head: Head, x_TD: Tensor, dx_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int, seed: float) -> Tensor:
     """Loss sum of the `number`-th block of rows of x; writes the rows' gradients, times `seed`, into dx, and leaves the weights' on
     them."""
-    rows = loss_rows(head.spec, len(x_TD))
-    here = slice(number * rows, (number + 1) * rows)
-    labels = micro.labels_T.view(-1, len(x_TD))  # one row for each tensor-parallel rank's share of the tokens
+    here, labels = _rows(head, x_TD, micro, number)
     with torch.enable_grad():
         x = x_TD[here].detach().requires_grad_()
-        loss = ops.loss(head.logits(x, ops), labels[:, here].reshape(-1))
+        loss = ops.loss(head.logits(x, ops), labels)
         torch.autograd.backward(loss, torch.full_like(loss, seed))
     assert x.grad is not None
     dx_TD[here] = x.grad
     return loss.detach()
+
+
+def score_of_rows(head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> Tensor:
+    """Loss sum of the `number`-th block of rows of x, without gradients."""
+    here, labels = _rows(head, x_TD, micro, number)
+    with torch.no_grad():
+        return ops.loss(head.logits(x_TD[here], ops), labels)
+
+
+def _rows(head: Head, x_TD: Tensor, micro: MicroBatch, number: int) -> tuple[slice, Tensor]:
+    """Where the `number`-th block of rows is, and its labels: those of every tensor-parallel rank's share of the tokens."""
+    rows = loss_rows(head.spec, len(x_TD))
+    here = slice(number * rows, (number + 1) * rows)
+    return here, micro.labels_T.view(-1, len(x_TD))[:, here].reshape(-1)

@@ -4,12 +4,13 @@ The only divisor is the step's global count of target tokens, known before the f
 data: packs are a function of the batch alone, and a layout decides only who computes which.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from longshift.data.batch import StepBatch
+from longshift.data.batch import Document, StepBatch
 from longshift.dist.world import World
 from longshift.errors import NonFiniteError
 from longshift.spec.model import ModelSpec
@@ -52,6 +53,12 @@ def train_step(state: State, batch: StepBatch, player: Player) -> Outcome:
     program = player.program(batch.documents, groups, scale / max(1, batch.target_tokens))
     player.play(program, lambda *sums: found.append(_update(state, batch, player.world, scale, *sums)))
     return found[0]
+
+
+def score(documents: Sequence[Document], player: Player) -> float:
+    """The loss sum of documents under their layouts, in nats; collective. Nothing is learned."""
+    player.play(player.program(documents, player.groups([len(document.ids) for document in documents]), None))
+    return player.sums[0]
 
 
 def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum: float, squared: float) -> Outcome:

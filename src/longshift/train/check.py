@@ -32,7 +32,7 @@ from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
-from longshift.step.update import State, train_step
+from longshift.step.update import State, score, train_step
 from longshift.switch.itinerary import SwitchOptions, home_layout
 from longshift.switch.planners import Planner
 from longshift.workload.groups import Edge
@@ -223,13 +223,14 @@ def compare(
     world: World, trial: dict, layout: str, path: str, home_cut: str | None = None, per_node: int | None = None
 ) -> dict[str, float]:
     """Worst relative differences of this layout, or of groups of lengths under layouts joined by " > ", to the reference in `path`: loss,
-    grad, weight, optimizer. `per_node`: ranks that count as one node where switches are planned."""
+    score (the loss computed alone, before the first step and the last), grad, weight, optimizer. `per_node`: ranks that count as one node
+    where switches are planned."""
     what, layouts = Trial.from_json(trial), parse_layouts(layout)
     world.per_node = per_node or world.size
     truth = load_file(Path(path))
     state, player = build(what, layouts, world, Layout.parse(home_cut) if home_cut else None)
     found = Differences([p.name for p in what.spec.params])
-    losses, batches = [], what.batches()
+    losses, scores, batches = [], [], what.batches()
     for step, batch in enumerate(batches):
 
         def after(op: Op, step: int = step, scale: float = state.scale.scale if state.scale else 1.0) -> None:
@@ -237,6 +238,9 @@ def compare(
                 if op.kind == "norm" and step == when:
                     _compare_gradients(found, kind, state.home, scale, truth)
 
+        if step in (0, len(batches) - 1):
+            player.after = None
+            scores.append(score(batch.documents, player) / batch.target_tokens - truth["loss"][step])
         player.after = after
         losses.append(train_step(state, batch, player).loss)
     for name, box, _, views in state.optimizer.state():
@@ -249,6 +253,7 @@ def compare(
     ours = torch.tensor(losses, dtype=torch.float64)
     return {
         "loss": float(((ours - truth["loss"]) / truth["loss"]).abs().max()),
+        "score": float((torch.stack(scores).abs() / truth["loss"][[0, -1]]).max()),
         "grad": max(worst["grad-first"], worst["grad-last"]),
         "weight": worst["master"],
         "optimizer": max(worst[kind] for kind in MOMENTS),

@@ -201,7 +201,7 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
     tier is, unless the run names a folder."""
     run, size = parse_config(config), Small(**small)
     _, cache = open_corpus(run)
-    batches = Batches(cache, run.train.seed, run.train.tokens_per_step, run.data.max_len, run.data.overlong, run.data.train)
+    batches = Batches.of(run, cache)
     lengths, batch = size.lengths() * STEPS, batches.at(0)
     ids, labels = [document.ids for document in batch.documents], [document.labels for document in batch.documents]
     for _ in range(MOST_READ - 1):

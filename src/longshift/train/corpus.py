@@ -1,11 +1,12 @@
 """The documents that a config asks for, as tokens, and what is in them."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longshift.config import Config
+from longshift.config import Config, Source
 from longshift.data import tokenizer, tokens
 from longshift.errors import DataError, LongshiftError
 from longshift.workload.lengths import cap_loss, histogram, quantiles
@@ -31,23 +32,23 @@ def open_tokenizer(config: Config) -> tokenizer.Tokenizer:
 
 
 def open_corpus(
-    config: Config, progress: tokens.Progress | None = None, verify: bool = True
+    config: Config, progress: tokens.Progress | None = None, verify: bool = True, sources: Sequence[Source] | None = None
 ) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
-    """The tokenizer, and the token cache of `data.train`, made now if it is not there; `verify` as in `TokenCache.open`. Raises
-    DataError."""
+    """The tokenizer, and the token cache of `sources`, data.train where not given, made now if it is not there; `verify` as in
+    `TokenCache.open`. Raises DataError."""
     found = open_tokenizer(config)
     data = config.data
     template = Path(data.template) if data.template else None
-    return found, tokens.build(data.train, found, Path(data.cache), progress, verify, template)
+    return found, tokens.build(sources or data.train, found, Path(data.cache), progress, verify, template)
 
 
-def open_on_ranks(config: Config, world: "World") -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
+def open_on_ranks(config: Config, world: "World", sources: Sequence[Source] | None = None) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
     """`open_corpus` on every rank; collective. Rank 0 makes the cache where it is not there. Then one rank of those that see the same files
     reads them whole, and the others wait for it. Raises LongshiftError, on every rank where one rank has a fault."""
     fault, found = None, None
     for turn in (world.rank == 0, world.rank > 0):
         try:
-            found = open_corpus(config, verify=False) if turn else found
+            found = open_corpus(config, verify=False, sources=sources) if turn else found
         except LongshiftError as error:
             fault = error
         world.wait_for([0])

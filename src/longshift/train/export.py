@@ -21,11 +21,12 @@ from longshift.train.facts import Facts
 from longshift.train.stages import stages_of
 
 
-def export(config: Config, run: Path, to: Path, precision: PrecisionName | None = None) -> None:
-    """Write weights, config.json and the tokenizer that was trained with to the new folder `to`. `precision`: of the weights; that of the
+def export(config: Config, run: Path, to: Path, precision: PrecisionName | None = None, best: bool = False) -> None:
+    """Write weights, config.json and the tokenizer that was trained with to the new folder `to`. `best`: of the checkpoint with the lowest
+    validation loss, else of the newest. `precision`: of the weights; that of the
     model folder that the run began with where not given, else float32. A model with rotary embedding has at least as many positions as
     the longest document that it was trained on. Raises CheckpointError."""
-    saved = Checkpoint.latest(run, World.alone())
+    saved = (Checkpoint.best if best else Checkpoint.latest)(run, World.alone())
     tokenizer = open_tokenizer(config)
     if tokenizer.fingerprint != Facts.of(saved).fingerprints.tokenizer:
         raise CheckpointError(f"the tokenizer changed since {saved.folder} was written; an export with it would be useless")

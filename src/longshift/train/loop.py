@@ -36,6 +36,7 @@ from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
 from longshift.train.stages import Stage, schedule_of, stages_of
 from longshift.train.trials import tried
+from longshift.train.validated import Validator
 
 
 def train(
@@ -51,6 +52,7 @@ def train(
     for stage in stages[1:]:  # nothing that can be known before is found out after hours
         admit(stage.config, world, run)
         open_data(stage.config, world)
+        Validator.of(stage.config, world)
     done = Checkpoint.latest(run, world).step if resume else 0
     with Timeline(world.device) if trace and world.rank == 0 else nullcontext() as timeline:
         traced = [(timeline, trace)]  # the first step of all
@@ -88,7 +90,10 @@ def _steps(
     config = stage.config
     admit(config, world, run)
     batches, fingerprints = open_data(config, world)
+    validator = Validator.of(config, world)
     start, state, facts = _begin(stage, world, fingerprints, run if resume else None)
+    if validator:
+        validator.remember(run, world, stage.begin, start)
     if world.rank == 0 and batches.learned_share < 1:
         print(f"longshift: {batches.learned_share:.1%} of the tokens are learned; longshift data CONFIG shows which", file=sys.stderr)
     if resume and world.rank == 0:
@@ -122,16 +127,19 @@ def _steps(
             timeline = None
         memory_bytes, stopping = _most(world, _memory_bytes(world), stop())
         metrics = replace(_metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player)), first=step == start + 1)
+        metrics = foretold.beside(metrics) if foretold else metrics
+        metrics = validator.after(metrics, player) if validator else metrics
         try:
-            yield foretold.beside(metrics) if foretold else metrics
+            yield metrics
         except GeneratorExit:  # the caller leaves; among others it would wait for them here
             if world.size > 1:
                 raise
             stopping = True
-        if stopping or step == last or step % config.save.every == 0:
+        best = validator.best if validator else None
+        if stopping or step in (last, best) or step % config.save.every == 0 or metrics.early:
             kept = Facts.now(config, state, fingerprints, attention).model_dump()
-            save(run, step, state.optimizer.state(), kept, world, config.save.keep)
-        if stopping:
+            save(run, step, state.optimizer.state(), kept, world, config.save.keep, best)
+        if stopping or metrics.early:
             return
 
 
@@ -194,8 +202,7 @@ def _initial(config: Config, dtype: torch.dtype) -> Source:
 
 def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
     tokenizer, cache = open_on_ranks(config, world)
-    train, data = config.train, config.data
-    batches = Batches(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, data.train)
+    batches = Batches.of(config, cache)
     return batches, Fingerprints(tokenizer=tokenizer.fingerprint, data=batches.fingerprint)
 
 

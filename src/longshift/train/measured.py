@@ -50,8 +50,7 @@ def measured(run: Path, config: Config) -> list[Measured]:
     cursors = {row["step"]: row["cursor"] for row in rows} | {0: 0}
     usable = [row for row in rows if not row.get("first", row["step"] == 1) and row["step"] - 1 in cursors]
     chosen = [usable[i] for i in sorted({*np.linspace(0, len(usable) - 1, min(MOST, len(usable))).round().astype(int).tolist()})]
-    data, train = config.data, config.train
-    batches = Batches(open_corpus(config, verify=False)[1], train.seed, train.tokens_per_step, data.max_len, data.overlong, data.train)
+    batches = Batches.of(config, open_corpus(config, verify=False)[1])
     found = []
     for row in chosen:
         batch = batches.at(cursors[row["step"] - 1])

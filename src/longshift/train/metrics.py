@@ -52,6 +52,16 @@ class GroupMetrics:
 
 
 @dataclass(frozen=True)
+class ValidMetrics:
+    """Validation of documents in a range of lengths. `upto`: the longest, in tokens, a power of two, more than twice the shortest; `loss`:
+    mean over their `targets`, in nats."""
+
+    upto: int
+    loss: float
+    targets: int
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """One training step, the same on every rank.
 
@@ -60,7 +70,8 @@ class StepMetrics:
     `memory_bytes` peak of the fullest rank; `cursor` documents drawn so far; `skipped` the update was left out (fp16 overflow); `groups`
     where the layout changes with the length, and where one streams or offloads; `layout` in the config's form; `first` of a process under
     its layout, in which memory is allocated. On rank 0, of a run with a calibrated plan, also what the clock said before the step:
-    `predicted_seconds` and their `band`, a relative half-width.
+    `predicted_seconds` and their `band`, a relative half-width. After a step that is followed by a validation: `valid_loss`, mean over all
+    targets, `valid` of it by length, its seconds; `early` where the run ends because it has not become better.
     """
 
     step: int
@@ -81,10 +92,14 @@ class StepMetrics:
     first: bool = False
     predicted_seconds: float | None = None
     band: float | None = None
+    valid_loss: float | None = None
+    valid: tuple[ValidMetrics, ...] = ()
+    valid_seconds: float | None = None
+    early: bool = False
 
     def to_json(self) -> str:
         """One line of strict JSON; a number that is not finite becomes null, and what is not known is left out."""
-        known = {k: v for k, v in asdict(self).items() if v is not None}
+        known = {k: v for k, v in asdict(self).items() if v is not None and (k not in ("valid", "early") or v)}
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
         return json.dumps(row, allow_nan=False)
 
@@ -92,7 +107,8 @@ class StepMetrics:
     def from_json(cls, row: Mapping[str, object]) -> "StepMetrics":
         values = {k: math.nan if v is None else v for k, v in row.items()}
         groups = tuple(GroupMetrics(**group) for group in values.pop("groups", ()))  # pyright: ignore
-        return cls(groups=groups, **values)  # pyright: ignore[reportArgumentType]
+        valid = tuple(ValidMetrics(**part) for part in values.pop("valid", ()))  # pyright: ignore
+        return cls(groups=groups, valid=valid, **values)  # pyright: ignore[reportArgumentType]
 
 
 class MetricsLog:
@@ -175,6 +191,8 @@ def describe(step: StepMetrics, steps: int) -> str:
     ]
     if step.predicted_seconds is not None and step.band is not None:
         words.insert(-1, f"{step.seconds:.3g} s of {step.predicted_seconds:.3g} predicted, within {step.band:.0%}")
+    if step.valid_loss is not None:
+        words.insert(2, f"valid {step.valid_loss:.4f}" + " (stops: no better)" * step.early)
     if len(step.groups) > 1:
         exposed, hidden = (sum(getattr(g, f"switch_{what}_s") for g in step.groups) for what in ("exposed", "hidden"))
         by_group = ", ".join(f"{g.layout} {g.seconds:.2f} s" for g in step.groups)

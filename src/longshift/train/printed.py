@@ -82,14 +82,18 @@ def farewell(run: Config, folder: RunFolder, as_json: bool) -> bool:
     """Where the run is, and what can be done with it. Whether it is finished."""
     rows = read_rows(folder.metrics)
     done, first, last = (rows[-1]["step"], rows[0]["loss"], rows[-1]["loss"]) if rows else (0, float("nan"), float("nan"))
-    finished = done >= run.train.steps
-    resume = folder.resume_command + (f" train.steps={2 * done}" if finished and not run.train.stages else "")
+    early = bool(rows) and rows[-1].get("early", False)
+    finished = done >= run.train.steps or early
+    resume = folder.resume_command + (f" train.steps={2 * done}" if finished and not run.train.stages and not early else "")
     if as_json:
         facts = {"run": str(folder.path), "steps": done, "finished": finished, "export": folder.export_command, "resume": resume}
         print(json.dumps(facts), flush=True)
         return finished
-    how = "finished" if finished else "stopped"
+    how = "ended early, for validation becomes no better," if early else "finished" if finished else "stopped"
     print(f"run     {folder.shown}: {how} at step {done} of {run.train.steps}, loss {first:.3f} -> {last:.3f}")
+    if losses := {row["step"]: row["valid_loss"] for row in rows if row.get("valid_loss") is not None}:
+        best = min(losses, key=losses.__getitem__)
+        print(f"valid   loss {losses[best]:.4f} after step {best} is the lowest; export that step with --best")
     print(f"export  {folder.export_command}")
     print(f"resume  {resume}", flush=True)
     return finished

@@ -19,8 +19,10 @@ class TensorBoardLog:
         if self._writer is None:
             self._writer = SummaryWriter(str(self._folder), purge_step=step.step)
         for name, value in asdict(step).items():
-            if name not in ("step", "groups", "layout") and value is not None:
+            if name not in ("step", "groups", "layout", "valid") and value is not None:
                 self._writer.add_scalar(name, value, step.step)
+        for part in step.valid:
+            self._writer.add_scalar(f"valid/to {part.upto}", part.loss, step.step)
         for group in step.groups:
             for name, value in asdict(group).items():
                 if name not in ("layout", "upto") and value is not None:

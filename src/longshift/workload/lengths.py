@@ -47,6 +47,10 @@ class Spans:
     def __len__(self) -> int:
         return len(self.document)
 
+    def of(self, chosen: np.ndarray) -> "Spans":
+        """Those that a mask chooses."""
+        return Spans(self.document[chosen], self.start[chosen], self.stop[chosen])
+
 
 def histogram(lengths: np.ndarray) -> tuple[Bin, ...]:
     """Documents and tokens between powers of two, from the shortest document's bin to the longest's."""

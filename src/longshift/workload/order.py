@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+
 _ROUNDS = 8
 _WORD = (1 << 64) - 1
 
@@ -77,6 +79,14 @@ class Mixture:
         source = bisect_right(reads, read)
         nth = cursor // order.n * self.reads[source] + read - (reads[source] - self.reads[source])
         return documents[source] - self.sizes[source] + self._orders[source][nth]
+
+
+def held_out(documents: np.ndarray, share: float) -> np.ndarray:
+    """Which documents, by number, belong to a share that is held out of training: bool, the same for every seed."""
+    word = (documents.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        word = (word ^ word >> np.uint64(shift)) * np.uint64(factor)
+    return word < share * 2.0**64
 
 
 def reads_of(
