@@ -17,7 +17,7 @@ import psutil
 import torch
 from common import GIVE_BACK, give_freed_memory_back
 
-from longshift.config import Source
+from longshift.config_parts import Source
 from longshift.data.batch import StepBatch, document_from_ids
 from longshift.dist.world import World
 from longshift.layout.layout import Layout

@@ -30,13 +30,12 @@ from common import arguments, give_freed_memory_back, publish, say
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from longshift.config import parse_size
 from longshift.data.micro import micro_batch
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.errors import LongshiftError
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout
+from longshift.layout.layout import Layout, parse_size
 from longshift.model.decoder import Decoder, MicroBatch, Ops
 from longshift.model.kernels import TILED
 from longshift.spec.model import ModelSpec, Rope

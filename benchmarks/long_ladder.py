@@ -21,9 +21,8 @@ from common import arguments, publish, say
 from hot_switch import document
 from worlds import Machine, machine
 
-from longshift.config import parse_size
 from longshift.errors import LongshiftError
-from longshift.layout.layout import Layout
+from longshift.layout.layout import Layout, parse_size
 from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec, Rope
 from longshift.train.check import Trial

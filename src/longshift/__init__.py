@@ -1,7 +1,8 @@
 """Longshift: train transformer language models on sequences of any length, under any parallel layout, with the same numbers."""
 
 from longshift.api import train
-from longshift.config import Config, load_config
+from longshift.config import Config
+from longshift.config_file import load_config
 from longshift.errors import LongshiftError
 from longshift.layout.layout import Layout
 from longshift.switch.links import Links

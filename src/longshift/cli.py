@@ -21,7 +21,8 @@ from longshift.cluster import files
 from longshift.cluster.cluster import Cluster
 from longshift.cluster.host import core_count, has_gpu, profile_of_host
 from longshift.cluster.named import cluster as named
-from longshift.config import Config, load_config
+from longshift.config import Config
+from longshift.config_file import load_config
 from longshift.dist.parent import end_with_parent
 from longshift.errors import LongshiftError, UsageError
 from longshift.explain import explain as explain_run

@@ -10,207 +10,47 @@ Paths are taken from the working directory and made absolute, so that the copy o
 """
 
 import copy
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import yaml
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    PlainSerializer,
-    PlainValidator,
     ValidationError,
     model_validator,
 )
 
-from longshift.errors import UsageError, did_you_mean
-from longshift.layout import legal
-from longshift.layout.layout import AUTO, UNITS, Layout, format_size, parse_size
-from longshift.other_tools import key_hint
+from longshift.config_parts import (
+    Count,
+    DataConfig,
+    Decay,
+    Layouts,
+    ModelConfig,
+    Number,
+    PathText,
+    RopeConfig,
+    Section,
+    Size,
+    Source,
+    layout_out,
+    some_sources,
+)
+from longshift.config_text import Dumper
+from longshift.errors import UsageError
+from longshift.layout.layout import AUTO, UNITS, Layout, format_size
 from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
-from longshift.spec.families import preset, read_spec
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
-from longshift.spec.stretch import Stretch, stretched
+from longshift.spec.stretch import stretched
 from longshift.switch.itinerary import SwitchOptions
 from longshift.switch.planners import Planner
 from longshift.workload import waits
-from longshift.workload.groups import Edge, parse_edges
+from longshift.workload.groups import Edge
 from longshift.workload.lengths import Overlong
-
-
-def _parse_layout(value: object) -> "Layout | tuple[Edge, ...] | AutoLayout":
-    try:
-        if value == "auto" or isinstance(value, dict):
-            return AutoLayout.parse(value)
-        if isinstance(value, str):
-            return Layout.parse(value)
-        if isinstance(value, list | tuple):
-            return parse_edges(value)
-    except UsageError as fault:
-        raise ValueError(str(fault).removeprefix("layout: ")) from None
-    raise ValueError("auto, one layout such as dp2.tp2, or groups of lengths, such as [{upto: 4K, use: dp4}, {upto: 32K, use: u4}]")
-
-
-def _layout_out(value: "Layout | tuple[Edge, ...] | AutoLayout") -> object:
-    if isinstance(value, Layout):
-        return str(value)
-    if isinstance(value, AutoLayout):
-        return value.to_json()
-    return [edge.told() for edge in value]
-
-
-def _absolute(value: object) -> object:
-    return str(Path(value).expanduser().absolute()) if isinstance(value, str) and value else value
-
-
-def _number(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError(f"a number is needed, and YAML reads this as {str(value).lower()}")
-    return value
-
-
-def _some(value: object) -> object:
-    if value in ([], ()):
-        raise ValueError("name at least one source, as in train: [{corpus: python}]")
-    return value
-
-
-Decay = Literal["cosine", "linear", "constant"]
-Learn = Literal["assistant", "last", "all"]
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, strict=True)]
-Number = Annotated[float, BeforeValidator(_number)]
-Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, strict=True)]
-PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
-Layouts = Annotated[Layout | tuple[Edge, ...] | AutoLayout, PlainValidator(_parse_layout), PlainSerializer(_layout_out)]
-
-
-class Section(BaseModel):
-    """A part of the config: frozen, and a key that it does not know is a fault."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class RopeConfig(Section):
-    """Another rotary embedding than the model's, for documents longer than it was trained on (`spec.stretch`). `factor`: how many times as
-    long, data.max_len over the trained positions where it is not given; `trained`: those positions, where config.json says others."""
-
-    type: Stretch
-    factor: Annotated[Number, Field(ge=1, le=1e6)] | None = None
-    theta: Annotated[Number, Field(gt=1, le=1e15)] | None = None
-    trained: Size | None = None
-
-
-class ModelConfig(Section):
-    """Which model: a preset of Longshift, or a Hugging Face folder. A preset is always initialised from scratch."""
-
-    preset: str | None = None
-    rope: RopeConfig | None = None
-    path: PathText | None = None
-    init: Literal["pretrained", "scratch"] = Field(default_factory=lambda data: "pretrained" if data.get("path") else "scratch")
-
-    @model_validator(mode="after")
-    def _one_of(self) -> "ModelConfig":
-        if (self.preset is None) == (self.path is None):
-            raise ValueError("name exactly one of preset and path, as in model: {preset: tiny-llama}")
-        if self.preset is not None and self.init == "pretrained":
-            raise ValueError("a preset has no pretrained weights; leave init out, or give a model path")
-        try:
-            _ = self.spec
-        except UsageError as fault:
-            raise ValueError(str(fault)) from None
-        return self
-
-    @cached_property
-    def spec(self) -> ModelSpec:
-        """The model in numbers."""
-        return preset(self.preset or "") if self.path is None else read_spec(Path(self.path))
-
-
-class Source(Section):
-    """Where documents come from. `path` is a file, a folder or a pattern. `text` names the field that holds the text; `messages`, the one
-    that holds a conversation; `prompt` and `completion`, two texts, or lists of messages, of which the second is learned. `learn`: the
-    turns of a conversation that are targets. `epochs`: how many times the source is read while others are read once; `weight`: its share
-    of the tokens, which every source has or none."""
-
-    path: PathText | None = None
-    corpus: Literal["python"] | None = None
-    text: str = "text"
-    messages: str | None = None
-    prompt: str | None = None
-    completion: str | None = None
-    learn: Learn = "assistant"
-    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
-    weight: Annotated[Number, Field(gt=0, le=1e6)] | None = None
-
-    @model_validator(mode="after")
-    def _one_of(self) -> "Source":
-        if (self.path is None) == (self.corpus is None):
-            raise ValueError("name exactly one of path and corpus, as in {path: books/*.parquet, text: text} or {corpus: python}")
-        if (self.prompt is None) != (self.completion is None):
-            raise ValueError("prompt and completion belong together, as in {path: pairs.jsonl, prompt: prompt, completion: completion}")
-        given = (self.text != "text") + (self.messages is not None) + (self.prompt is not None)
-        if given > (self.corpus is None):
-            raise ValueError("name one of text, messages, or prompt with completion, and none of them for a corpus")
-        if self.learn != "assistant" and not self.masked:
-            raise ValueError("learn is for messages, or prompt and completion; every token of a text is learned")
-        if self.learn == "last" and self.prompt is not None:
-            raise ValueError("learn: last is for messages; of prompt and completion, the completion is learned")
-        if self.epochs is not None and self.weight is not None:
-            raise ValueError("name one of epochs and weight")
-        return self
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of the fields that make a document."""
-        if self.prompt is not None and self.completion is not None:
-            return self.prompt, self.completion
-        return (self.messages or self.text,)
-
-    @property
-    def masked(self) -> bool:
-        """Whether some tokens are no targets."""
-        return self.messages is not None or self.prompt is not None
-
-
-class DataConfig(Section):
-    """Documents and how they become tokens. `max_len` is the longest document in tokens; `overlong`, what happens to a longer one,
-    must be given as soon as there is one. `template`: a chat template, the tokenizer's own where not given. `cache` is where tokens and the
-    project's tokenizer are kept."""
-
-    train: Annotated[tuple[Source, ...], BeforeValidator(_some)]
-    tokenizer: PathText | None = None
-    template: PathText | None = None
-    valid: Annotated[tuple[Source, ...], BeforeValidator(_some)] | None = None
-    held_out: Annotated[Number, Field(gt=0, le=0.5)] | None = Field(None, description="share of the documents of train to validate on")
-    max_len: Annotated[Size, Field(ge=2)]
-    overlong: Overlong | None = None
-    cache: PathText = Field("~/.cache/longshift", validate_default=True)
-
-    @model_validator(mode="after")
-    def _valid_or_held_out(self) -> "DataConfig":
-        if self.valid is not None and self.held_out is not None:
-            raise ValueError("name one of valid, documents of their own, and held_out, a share of train's")
-        return self
-
-    @model_validator(mode="after")
-    def _all_weigh_or_none(self) -> "DataConfig":
-        weighed = [source.weight is not None for source in self.train]
-        if any(weighed) and not (all(weighed) and len(weighed) > 1):
-            raise ValueError("weight is a share of the tokens: every source of several needs one, or none; epochs needs no other")
-        return self
-
-    @model_validator(mode="after")
-    def _tokenizer_exists(self) -> "DataConfig":
-        if self.tokenizer is not None and not Path(self.tokenizer).exists():
-            raise ValueError(f"tokenizer {self.tokenizer} does not exist; it is a tokenizer.json or a folder that holds one")
-        return self
 
 
 class StageConfig(Section):
@@ -220,7 +60,7 @@ class StageConfig(Section):
 
     steps: Size
     max_len: Annotated[Size, Field(ge=2)] | None = None
-    data: Annotated[tuple[Source, ...], BeforeValidator(_some)] | None = None
+    data: Annotated[tuple[Source, ...], BeforeValidator(some_sources)] | None = None
     overlong: Overlong | None = None
     tokens_per_step: Size | None = None
     pack_tokens: Size | None = None
@@ -434,7 +274,7 @@ class Config(Section):
                 values[section][key] = value
             values["train"]["warmup"] = min(values["train"]["warmup"], end)
             if stage.layout is not None:
-                values["layout"] = _layout_out(stage.layout)
+                values["layout"] = layout_out(stage.layout)
             try:
                 found.append(Config.model_validate(values))
             except ValidationError as fault:
@@ -483,127 +323,4 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """The resolved config; `parse_config` of it gives an equal one."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. Raises UsageError that lists every fault."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"config {path} does not exist; write one with: longshift init --to {path}") from None
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UsageError(f"config {path} cannot be read: {fault}") from None
-    return parse_config(text, overrides, name=str(path))
-
-
-def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config") -> Config:
-    """As `load_config`, of text; `name` stands for the file in faults."""
-    faults, lines = [], {}
-    try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as fault:
-        raise UsageError(f"{name} is not YAML: {' '.join(str(fault).split())}") from None
-    if not isinstance(values, dict):
-        raise UsageError(f"{name}: a config is a mapping with the keys {', '.join(Config.model_fields)}; see longshift init")
-    _walk(node, (), lines, faults)
-    places = {key: f"{name}:{line}" for key, line in lines.items()}
-    faults = [f"{name}:{line}: {'.'.join(map(str, key))}: given twice" for key, line in faults]
-    for override in overrides:
-        key, sign, value = override.partition("=")
-        keys = tuple(key.split("."))
-        if not sign or not all(keys):
-            faults.append(f"command line: {override!r}: an override is key=value, as in train.lr=2e-5")
-        elif not _put(values, keys, _scalar(value)):
-            faults.append(f"command line: {key}: {'.'.join(keys[:-1])} is not a section")
-        else:
-            places[keys] = "command line"
-            places |= {keys[:n]: "command line" for n in range(1, len(keys)) if keys[:n] not in places}
-    try:
-        config = Config.model_validate(values)
-    except ValidationError as fault:
-        found = fault.errors(include_url=False)
-        faults += [_describe(error, places, name) for error in found if error["type"] != "default_factory_not_called"]
-    else:
-        place = places.get(("layout",), name)
-        for number, part in enumerate(() if isinstance(config.layout, AutoLayout) else config.parts):
-            stage = f"train.stages.{number}: " if config.train.stages else ""
-            for edge in part.edges:
-                at = "layout" if isinstance(part.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
-                longest = min(edge.upto, part.data.max_len)
-                faults += [f"{place}: {stage}{at}: {fault}" for fault in legal.faults(part.spec, edge.use, None, longest, edge.pack)]
-        if not faults:
-            return config
-    count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"
-    raise UsageError("\n  ".join([f"{name}: {count} in the config", *faults]))
-
-
-def _scalar(text: str) -> object:
-    """The value of an override: YAML, or the text as it stands where it is not YAML."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-
-
-def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
-    """Set a nested key in place; False where the way to it leads through something that is not a mapping."""
-    for key in keys[:-1]:
-        values = values.setdefault(key, {}) if isinstance(values, dict) else None  # pyright: ignore[reportAssignmentType]
-    if not isinstance(values, dict):
-        return False
-    values[keys[-1]] = value
-    return True
-
-
-def _walk(node: yaml.Node | None, at: tuple, lines: dict[tuple, int], twice: list[tuple[tuple, int]]) -> None:
-    """Line (from 1) of every key below `node`, and the keys that a mapping gives twice (YAML itself would keep the last)."""
-    lines.setdefault(at, node.start_mark.line + 1 if node else 1)
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here, line = (*at, key.value), key.start_mark.line + 1
-            if here in lines:
-                twice.append((here, line))
-            lines[here] = line
-            _walk(value, here, lines, twice)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            _walk(value, (*at, index), lines, twice)
-
-
-def _fields(at: tuple) -> dict[str, Any]:
-    """The known keys of the section at a key path; empty where that is no section."""
-    section: Any = Config
-    for key in at:
-        if isinstance(key, int):
-            continue
-        field = section.model_fields.get(key)
-        args = getattr(field.annotation, "__args__", (field.annotation,)) if field else ()
-        section = next((a for a in args if isinstance(a, type) and issubclass(a, Section)), None)
-        if section is None:
-            return {}
-    return section.model_fields
-
-
-def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
-    """One fault as `file:line: key: what is wrong and what mends it`."""
-    at = tuple(error["loc"])
-    place = next((places[at[:n]] for n in range(len(at), -1, -1) if at[:n] in places), name)
-    key = ".".join(map(str, at)) or "config"
-    if error["type"] == "extra_forbidden":
-        here = key_hint(str(at[-1])) or did_you_mean(str(at[-1]), _fields(at[:-1]))
-        return f"{place}: {key}: no such key{here}"
-    if error["type"] == "missing":
-        return f"{place}: {key}: must be given"
-    if error["type"] == "value_error":
-        return f"{place}: {key}: {error['ctx']['error']}"
-    if error["type"] == "literal_error":
-        word = error["input"]
-        known = [w.strip(" '") for w in error["ctx"]["expected"].replace(" or ", ",").split(",")]
-        return f"{place}: {key}: {word!r} is not one of {', '.join(known)}{did_you_mean(str(word), known, otherwise='')}"
-    if error["type"] in ("model_type", "model_attributes_type"):
-        return f"{place}: {key}: must be a section with the keys {', '.join(_fields(at))}"
-    message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{place}: {key}: {message}, not {error['input']!r}"
+        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, default_flow_style=None, width=120)

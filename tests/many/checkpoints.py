@@ -20,7 +20,7 @@ import torch._dynamo
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longshift.config import parse_config
+from longshift.config_file import parse_config
 from longshift.data import tokens
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.dist.world import World
@@ -303,7 +303,7 @@ def run_loop(world: World, config: str, resume: bool = False, stop_after: int | 
     rows = []
     try:
         stop = (lambda: len(rows) + 1 == stop_after) if world.rank == world.size - 1 else (lambda: False)
-        for step in loop._steps(parsed, Path(parsed.save.dir), resume, stop, world):
+        for step in loop._steps(next(stages_of(parsed)), Path(parsed.save.dir), resume, stop, world):
             rows.append([step.step, float(step.loss).hex(), float(step.grad_norm).hex(), float(step.lr).hex(), step.cursor, step.skipped])
     except LongshiftError as fault:
         return {"fault": f"{type(fault).__name__}: {fault}"}

@@ -12,7 +12,7 @@ import torch
 from forked import Worlds
 
 from longshift import cli
-from longshift.config import parse_config
+from longshift.config_file import parse_config
 from longshift.dist.fork import SpawnedWorld
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError, UsageError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import SPEC
 
-from longshift.config import parse_config
+from longshift.config_file import parse_config
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.errors import DataError, OutOfMemoryError, PeerError

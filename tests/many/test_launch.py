@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import longshift as ls
-from longshift.config import parse_config
+from longshift.config_file import parse_config
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.dist.world import World
 from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerError, UsageError
@@ -27,6 +27,7 @@ from longshift.train import loop
 from longshift.train.launch import launch, rank_error
 from longshift.train.metrics import read_rows
 from longshift.train.run_folder import Cause, RunFolder, as_error, read_causes, root_cause, write_cause
+from longshift.train.stages import stages_of
 
 CONFIG = """
 model: {{preset: tiny-llama}}
@@ -258,7 +259,7 @@ def test_python_trains_in_local_workers_and_resumes_under_another_layout(place):
 def steps_of(world: World, config: str) -> list[dict]:
     """What the training loop says of each step."""
     parsed = parse_config(config)
-    return [asdict(step) for step in loop._steps(parsed, Path(parsed.save.dir), False, lambda: False, world)]
+    return [asdict(step) for step in loop._steps(next(stages_of(parsed)), Path(parsed.save.dir), False, lambda: False, world)]
 
 
 def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bit_exactly(worlds, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from longshift.config import load_config
+from longshift.config_file import load_config
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.layout.layout import Layout
 from longshift.simulate.calibrate import ERROR, band_of_errors

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import longshift as ls
-from longshift.config import parse_config
+from longshift.config_file import parse_config
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.errors import CheckpointError, UsageError
 from longshift.train.metrics import read_rows

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import longshift as ls
-from longshift.config import Config, parse_config
+from longshift.config import Config
+from longshift.config_file import parse_config
 from longshift.data.batch import Batches
 from longshift.data.micro import micro_batch
 from longshift.data.tokenizer import train as train_tokenizer

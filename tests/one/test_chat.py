@@ -13,7 +13,7 @@ from chat_templates import FAMILIES, THINKING, Family
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from longshift.config import DataConfig, Source
+from longshift.config_parts import DataConfig, Source
 from longshift.data.batch import Batches
 from longshift.data.tokenizer import Tokenizer, load, train
 from longshift.data.tokens import build

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 import longshift as ls
 from longshift import cli
-from longshift.config import load_config, parse_config
+from longshift.config_file import load_config, parse_config
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.explain import shape_of
 from longshift.layout.layout import Layout

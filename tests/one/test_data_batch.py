@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshift.config import Source
+from longshift.config_parts import Source
 from longshift.data.batch import Batches, document_from_ids
 from longshift.data.tokenizer import load, train
 from longshift.data.tokens import TokenCache, build

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from longshift.cluster import files
-from longshift.config import Config, parse_config
+from longshift.config import Config
+from longshift.config_file import parse_config
 from longshift.data.batch import Batches
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.errors import UsageError

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from longshift.config import parse_config
+from longshift.config_file import parse_config
 from longshift.errors import UsageError
 from longshift.model.decoder import rotary_table
 from longshift.spec.families import from_hugging_face, preset, to_hugging_face

@@ -18,14 +18,21 @@ import longshift
 
 THINKING = (
     *("errors", "files", "other_tools", "spec", "cluster", "layout", "workload", "schedule", "switch", "program", "simulate", "planner"),
-    *("config", "explain", "forecast", "starter"),
+    *("config_text", "config_parts", "config", "config_file", "explain", "forecast", "starter"),
 )
 DOING = ("model", "dist", "data", "parallel", "stream", "state", "step", "train", "profile", "api")
 FRONT = ("longshift", "cli")  # the package itself, then the command line
 ROOMS = (*THINKING, *DOING, *FRONT)
 
 NUMPY = {"numpy"}  # what a thinking room may import from outside; below, those that may import more
-OUTSIDE = {"config": {"numpy", "pydantic", "yaml"}, "starter": {"pydantic"}, "planner": {"numpy", "scipy"}}
+OUTSIDE = {
+    "config_text": {"yaml"},
+    "config_parts": {"pydantic"},
+    "config": {"pydantic", "yaml"},
+    "config_file": {"pydantic"},
+    "starter": {"pydantic"},
+    "planner": {"numpy", "scipy"},
+}
 LAZY = {"longshift.api", "longshift.cli"}  # the front door answers --help and config errors before torch is imported
 ENVIRONMENT = {"longshift.cli", "longshift.dist.world", "longshift.train.launch"}
 MAKERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}

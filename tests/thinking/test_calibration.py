@@ -8,7 +8,7 @@ import pytest
 from longshift.cluster import files
 from longshift.cluster.cluster import Calibration, Cluster
 from longshift.cluster.network import collective_s
-from longshift.config import parse_config
+from longshift.config_file import parse_config
 from longshift.errors import UsageError
 from longshift.forecast import RunForecast, on_cluster, plan, task_of
 from longshift.simulate.calibrate import ERROR, MOST, band_of_errors, by_steps

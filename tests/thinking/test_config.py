@@ -9,9 +9,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshift.config import Config, load_config, parse_config, parse_size
+from longshift.config import Config
+from longshift.config_file import load_config, parse_config
 from longshift.errors import UsageError
-from longshift.layout.layout import UNITS, Layout, format_size
+from longshift.layout.layout import UNITS, Layout, format_size, parse_size
 from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.starter import starter
@@ -67,8 +68,8 @@ def test_the_resolved_config_reads_back_as_itself(lr, steps, pack, clip, layout)
 
 
 @pytest.mark.parametrize("key", ["lr", "clip", "eps", "weight_decay", "min_lr"])
-def test_yes_is_no_number(key):
-    (line,) = faults(GOOD, f"train.{key}=yes")
+def test_true_is_no_number(key):
+    (line,) = faults(GOOD, f"train.{key}=true")
     assert line.endswith(f"train.{key}: a number is needed, and YAML reads this as true")
 
 

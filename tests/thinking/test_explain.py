@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from longshift.cluster.named import cluster
-from longshift.config import Config, parse_config
+from longshift.config import Config
+from longshift.config_file import parse_config
 from longshift.explain import explain, itinerary
 from longshift.layout.layout import Layout
 from longshift.program.needs import Need

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from longshift.config import Config, parse_config
+from longshift.config import Config
+from longshift.config_file import parse_config
 from longshift.errors import UsageError
 from longshift.layout.layout import Layout
 from longshift.other_tools import KEYS, LAYOUT_WORDS, family_hint

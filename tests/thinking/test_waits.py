@@ -2,7 +2,7 @@
 
 import pytest
 
-from longshift.config import parse_config
+from longshift.config_file import parse_config
 from longshift.errors import UsageError
 from longshift.layout.layout import Layout
 from longshift.spec.families import PRESETS

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longshift.config import Config, Source
 from longshift.errors import DataError, UsageError
 from longshift.model.loss import IGNORE
 from longshift.workload.lengths import Overlong, Spans, cap_loss, spans
 from longshift.workload.order import Mixture, Order, held_out, reads_of
 
-if TYPE_CHECKING:  # tensors of a pack need no file formats
+if TYPE_CHECKING:  # tensors of a pack need no file formats, and no config
+    from longshift.config import Config
+    from longshift.config_parts import Source
     from longshift.data.tokens import TokenCache
 
 
@@ -71,7 +72,7 @@ class Batches:
         tokens_per_step: int,
         max_len: int,
         overlong: Overlong | None = None,
-        sources: Sequence[Source] = (),
+        sources: "Sequence[Source]" = (),
         held: float = 0.0,
     ) -> None:
         """Documents of at most `max_len` tokens; `overlong` says what becomes of longer ones and may be None when there are none;
@@ -98,12 +99,12 @@ class Batches:
         self.fingerprint = hashlib.sha256(f"{cache.fingerprint} {seed} {cut}{mixed}".encode()).hexdigest()
 
     @classmethod
-    def of(cls, config: Config, cache: "TokenCache") -> "Batches":
+    def of(cls, config: "Config", cache: "TokenCache") -> "Batches":
         """The batches that a run trains on."""
         data, train = config.data, config.train
         return cls(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, data.train, data.held_out or 0.0)
 
-    def _mixed(self, seed: int, sources: Sequence[Source]) -> Mixture | None:
+    def _mixed(self, seed: int, sources: "Sequence[Source]") -> Mixture | None:
         """The order of sources of which some are read more often than others."""
         if all(source.epochs is None and source.weight is None for source in sources):
             return None

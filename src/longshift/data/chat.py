@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longshift.config import Learn
+from longshift.config_parts import Learn
 from longshift.data.template import ChatTemplate, Rendered, UnsoundTemplate, check_unmarked
 from longshift.errors import did_you_mean
 

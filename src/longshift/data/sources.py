@@ -13,13 +13,12 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, load_from_disk
 
-from longshift.config import Learn, Source
+from longshift.config_parts import Learn, Source
 from longshift.data.chat import TOOLS, BadRecord, completed, conversation
 from longshift.data.template import ChatTemplate, Span
 from longshift.errors import DataError, nearest
@@ -203,15 +202,39 @@ def _read_parquet(file: File) -> Iterator[Record]:
 
 
 def _read_dataset(file: File) -> Iterator[Record]:
+    """A folder as `datasets` saves it: state.json names Arrow streams, in order."""
+    folder = Path(file.path)
+    if (folder / "dataset_dict.json").exists():
+        splits = sorted((path.parent.name for path in folder.glob("*/state.json")), key=lambda name: (name != "train", name))
+        name = splits[0] if splits else "train"
+        raise DataError(f"{file.path}: holds splits ({', '.join(splits)}); name one, as in path: {file.path}/{name}")
+    yield from _rows(file, (batch for name in _streams(folder / "state.json") for batch in _stream(file, folder / name)))
+
+
+def _streams(state: Path) -> list[str]:
+    """The files that a state.json names. Raises DataError for what is no file name."""
     try:
-        dataset = load_from_disk(file.path)
-    except (ValueError, KeyError) as error:  # a damaged state.json or dataset_info.json
-        raise DataError(f"{file.path}: cannot be read as a folder of `datasets`: {error}") from error
-    if not isinstance(dataset, Dataset):
-        splits = [str(name) for name in dataset]
-        raise DataError(f"{file.path}: holds splits ({', '.join(splits)}); name one, as in path: {file.path}/{splits[0]}")
-    tables = dataset.select_columns(_columns(file, dataset.column_names)).with_format("arrow").iter(_ROWS)
-    yield from _rows(file, (batch for table in tables for batch in cast(pa.Table, table).to_batches()))
+        names = [part["filename"] for part in json.loads(state.read_bytes())["_data_files"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{state}: does not name the files of a dataset: {type(error).__name__}: {error}") from error
+    for name in names:
+        if not isinstance(name, str) or not name or name.startswith(".") or "\0" in name or Path(name).name != name:
+            raise DataError(f"{state}: {str(name)[:80]!r} is no name of a file in the folder")
+    return names
+
+
+def _stream(file: File, path: Path) -> Iterator[pa.RecordBatch]:
+    """The batches of an Arrow stream, every offset and character of which is checked: a wrong one would read other memory."""
+    try:
+        with pa.memory_map(str(path)) as data, pa.ipc.open_stream(data) as stream:
+            columns = _columns(file, stream.schema.names)
+            for batch in stream:
+                chosen = batch.select(columns)
+                chosen.validate(full=True)
+                for at in range(0, len(chosen), _ROWS):
+                    yield chosen.slice(at, _ROWS)
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as an Arrow stream: {error}") from error
 
 
 def _columns(file: File, known: Sequence[str]) -> list[str]:
@@ -266,7 +289,7 @@ def _document(file: File, record: dict[str, object], where: str, at: str, templa
         else:
             assert template is not None
             found = conversation(first, tools, template, file.learn, day)
-    except BadRecord as fault:
+    except (BadRecord, RecursionError) as fault:
         raise DataError(f"{where}{at}: {' and '.join(map(repr, file.fields))}: {fault}") from None
     rendered = not isinstance(first, str)
     return replace(_text(found.text, where, file.fields[0], at), learned=found.learned, rendered=rendered)

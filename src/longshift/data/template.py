@@ -26,7 +26,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from longshift.config import Learn
+from longshift.config_parts import Learn
 from longshift.errors import DataError
 
 Span = tuple[int, int]  # characters, the end excluded

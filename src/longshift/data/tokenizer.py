@@ -11,7 +11,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from longshift.config import Source
+from longshift.config_parts import Source
 from longshift.data.sources import Text, files, read
 from longshift.errors import DataError
 from longshift.files import publish
@@ -154,9 +154,11 @@ def _end_of_text(core: tokenizers.Tokenizer, at: Path) -> int:
             continue
         try:
             token = json.loads(config.read_bytes()).get("eos_token")
-        except (ValueError, AttributeError, OSError) as error:
+        except (ValueError, AttributeError, OSError, RecursionError) as error:
             raise DataError(f"{config}: cannot be read: {error}") from error
         token = token.get("content") if isinstance(token, dict) else token
+        if token is not None and not isinstance(token, str):
+            raise DataError(f"{config}: eos_token holds {type(token).__name__}, where a token is needed")
         if token is not None:
             eos = core.token_to_id(token)
             if eos is None:

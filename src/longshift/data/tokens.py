@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from longshift.config import Source
+from longshift.config_parts import Source
 from longshift.data.sources import File, Skipped, Text, files, read, unchanged
 from longshift.data.template import ChatTemplate, read_template
 from longshift.data.tokenizer import Tokenizer

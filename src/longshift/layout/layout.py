@@ -50,6 +50,7 @@ _FLAGS = {
     "chunk-auto": ("chunk", AUTO),
 }
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+MOST_RANKS, MOST_TOKENS = 1 << 20, 1 << 50  # more than anybody has: what is beyond is a slip of the hand
 
 
 @dataclass(frozen=True)
@@ -109,21 +110,24 @@ class Layout:
                     values["stages"] = tuple(int(n) for n in match[3].split("-"))
                 if name == "zero" and number > 3:
                     raise UsageError(f"layout {text!r}: z{number} does not exist; {ZERO_MEANING}")
-                if name != "zero" and number < 1:
-                    raise UsageError(f"layout {text!r}: {word!r}: a degree is at least 1")
+                if name != "zero" and not 1 <= number <= MOST_RANKS:
+                    raise UsageError(f"layout {text!r}: {word!r}: a degree is 1 to {MOST_RANKS:,}")
                 value: object = number
             elif word in _FLAGS:
                 name, value = _FLAGS[word]
             elif match := re.fullmatch(r"chunk(\d+)([KMG]?)", word):
                 name, value = "chunk", int(match[1]) * UNITS.get(match[2], 1)
-                if not value:
-                    raise UsageError(f"layout {text!r}: {word!r}: a chunk has at least one token")
+                if not 1 <= value <= MOST_TOKENS:
+                    raise UsageError(f"layout {text!r}: {word!r}: a chunk has 1 to {format_size(MOST_TOKENS)} tokens")
             else:
                 raise UsageError(f"layout {text!r}: {word!r} is not a layout word{_nearest(word)}")
             if name in values:
                 raise UsageError(f"layout {text!r}: {word!r} sets {name} a second time")
             values[name] = value
-        return cls(**values)  # pyright: ignore[reportArgumentType]
+        found = cls(**values)  # pyright: ignore[reportArgumentType]
+        if found.world > MOST_RANKS:
+            raise UsageError(f"layout {text!r} has {found.world:,} ranks, and {MOST_RANKS:,} are the most")
+        return found
 
     def __str__(self) -> str:
         words = []

@@ -101,7 +101,9 @@ class Reader:
         self.value(key, same, lambda v: v == same, why)
 
     def activation(self, key: str, default: str) -> str:
-        return _ACTIVATION[self.value(key, default, lambda v: v in _ACTIVATION, f"supported: {', '.join(_ACTIVATION)}")]
+        return _ACTIVATION[
+            self.value(key, default, lambda v: isinstance(v, str) and v in _ACTIVATION, f"supported: {', '.join(_ACTIVATION)}")
+        ]
 
     def no_dropout(self, key: str, default: float = 0.0) -> None:
         rate = self.value(key, default, lambda v: type(v) in (int, float), "must be a number")

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from longshift.config import Config, parse_config
+from longshift.config import Config
+from longshift.config_file import parse_config
 from longshift.data.batch import Batches, Document
 from longshift.dist.fork import ForkedWorld, SpawnedWorld
 from longshift.dist.memory import host_memory

@@ -6,7 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longshift.config import Config, Source
+from longshift.config import Config
+from longshift.config_parts import Source
 from longshift.data import tokenizer, tokens
 from longshift.errors import DataError, LongshiftError
 from longshift.workload.lengths import cap_loss, histogram, quantiles

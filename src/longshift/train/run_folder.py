@@ -28,7 +28,8 @@ from typing import IO
 import psutil
 
 from longshift import errors
-from longshift.config import Config, parse_config
+from longshift.config import Config
+from longshift.config_file import parse_config
 from longshift.errors import LongshiftError, PeerError, UsageError
 from longshift.files import rewrite
 from longshift.spec.stretch import beyond
@@ -182,7 +183,7 @@ def _parsed(path: Path, file: Path) -> Config:
 def describe_machine() -> dict[str, object]:
     """The machine and the versions, for the record."""
     packages = {}
-    for name in ("longshift", "torch", "numpy", "safetensors", "tokenizers", "datasets", "pyarrow"):
+    for name in ("longshift", "torch", "numpy", "safetensors", "tokenizers", "pyarrow"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

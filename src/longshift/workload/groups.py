@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from longshift.errors import UsageError, did_you_mean
-from longshift.layout.layout import Layout, format_size, parse_size
+from longshift.layout.layout import MOST_TOKENS, Layout, format_size, parse_size
 from longshift.spec.model import ModelSpec
 from longshift.workload.packs import cost, pack, shares
 
@@ -94,7 +94,7 @@ def _tokens(key: str, value: object) -> int:
         size = parse_size(value)
     except ValueError as fault:
         raise UsageError(f"{key}: {fault}") from None
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_TOKENS:
         raise UsageError(f"{key}: {value!r} is not a number of tokens, such as 4K")
     return size
 

@@ -1,0 +1,125 @@
+"""Config files: a text, and `key=value` overrides, to a valid config, or to every fault with its line."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import (
+    ValidationError,
+)
+
+from longshift import config_text
+from longshift.config import Config
+from longshift.config_parts import Section
+from longshift.errors import UsageError, did_you_mean
+from longshift.layout import legal
+from longshift.layout.layout import Layout, format_size
+from longshift.other_tools import key_hint
+from longshift.planner.asked import AutoLayout
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. Raises UsageError that lists every fault."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"config {path} does not exist; write one with: longshift init --to {path}") from None
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UsageError(f"config {path} cannot be read: {fault}") from None
+    return parse_config(text, overrides, name=str(path))
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config") -> Config:
+    """As `load_config`, of text; `name` stands for the file in faults."""
+    parsed, faults = config_text.parse(text, name), list[str]()
+    values = parsed.values
+    if not isinstance(values, dict):
+        raise UsageError(f"{name}: a config is a mapping with the keys {', '.join(Config.model_fields)}; see longshift init")
+    places: dict[tuple, str] = {key: f"{name}:{line}" for key, line in parsed.lines.items()}
+    faults += [f"{name}:{line}: {'.'.join(map(str, key))}: given twice" for key, line in parsed.twice]
+    for override in overrides:
+        key, sign, value = override.partition("=")
+        keys = tuple(key.split("."))
+        if not sign or not all(keys):
+            faults.append(f"command line: {override!r}: an override is key=value, as in train.lr=2e-5")
+        elif not _put(values, keys, _given(override, value)):
+            faults.append(f"command line: {key}: {'.'.join(keys[:-1])} is not a section")
+        else:
+            places[keys] = "command line"
+            places |= {keys[:n]: "command line" for n in range(1, len(keys)) if keys[:n] not in places}
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as fault:
+        found = fault.errors(include_url=False)
+        faults += [_describe(error, places, name) for error in found if error["type"] != "default_factory_not_called"]
+    else:
+        place = places.get(("layout",), name)
+        for number, part in enumerate(() if isinstance(config.layout, AutoLayout) else config.parts):
+            stage = f"train.stages.{number}: " if config.train.stages else ""
+            for edge in part.edges:
+                at = "layout" if isinstance(part.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
+                longest = min(edge.upto, part.data.max_len)
+                faults += [f"{place}: {stage}{at}: {fault}" for fault in legal.faults(part.spec, edge.use, None, longest, edge.pack)]
+        if not faults:
+            return config
+    count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"
+    raise UsageError("\n  ".join([f"{name}: {count} in the config", *faults]))
+
+
+def _given(override: str, text: str) -> object:
+    """The value of an override: YAML, or the text as it stands where it is not YAML."""
+    if not text.isprintable():
+        raise UsageError(f"command line: {override!r}: a character that cannot be printed")
+    try:
+        return config_text.parse(text, "value").values
+    except UsageError as fault:
+        if "is not YAML" in str(fault):
+            return text
+        raise UsageError(f"command line: {override[:80]}: {str(fault).removeprefix('value:1: ')}") from None
+
+
+def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
+    """Set a nested key in place; False where the way to it leads through something that is not a mapping."""
+    for key in keys[:-1]:
+        values = values.setdefault(key, {}) if isinstance(values, dict) else None  # pyright: ignore[reportAssignmentType]
+    if not isinstance(values, dict):
+        return False
+    values[keys[-1]] = value
+    return True
+
+
+def _fields(at: tuple) -> dict[str, Any]:
+    """The known keys of the section at a key path; empty where that is no section."""
+    section: Any = Config
+    for key in at:
+        if isinstance(key, int):
+            continue
+        field = section.model_fields.get(key)
+        args = getattr(field.annotation, "__args__", (field.annotation,)) if field else ()
+        section = next((a for a in args if isinstance(a, type) and issubclass(a, Section)), None)
+        if section is None:
+            return {}
+    return section.model_fields
+
+
+def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
+    """One fault as `file:line: key: what is wrong and what mends it`."""
+    at = tuple(error["loc"])
+    place = next((places[at[:n]] for n in range(len(at), -1, -1) if at[:n] in places), name)
+    key = ".".join(map(str, at)) or "config"
+    if error["type"] == "extra_forbidden":
+        here = key_hint(str(at[-1])) or did_you_mean(str(at[-1]), _fields(at[:-1]))
+        return f"{place}: {key}: no such key{here}"
+    if error["type"] == "missing":
+        return f"{place}: {key}: must be given"
+    if error["type"] == "value_error":
+        return f"{place}: {key}: {error['ctx']['error']}"
+    if error["type"] == "literal_error":
+        word = error["input"]
+        known = [w.strip(" '") for w in error["ctx"]["expected"].replace(" or ", ",").split(",")]
+        return f"{place}: {key}: {word!r} is not one of {', '.join(known)}{did_you_mean(str(word), known, otherwise='')}"
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return f"{place}: {key}: must be a section with the keys {', '.join(_fields(at))}"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{place}: {key}: {message}, not {error['input']!r}"

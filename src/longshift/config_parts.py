@@ -1,0 +1,201 @@
+"""The parts of a config that say what is trained on what: values as they are written, the model, the data."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    model_validator,
+)
+
+from longshift.errors import UsageError
+from longshift.layout.layout import MOST_TOKENS, Layout, parse_size
+from longshift.planner.asked import AutoLayout
+from longshift.spec.families import preset, read_spec
+from longshift.spec.model import ModelSpec
+from longshift.spec.stretch import Stretch
+from longshift.workload.groups import Edge, parse_edges
+from longshift.workload.lengths import Overlong
+
+
+def _parse_layout(value: object) -> "Layout | tuple[Edge, ...] | AutoLayout":
+    try:
+        if value == "auto" or isinstance(value, dict):
+            return AutoLayout.parse(value)
+        if isinstance(value, str):
+            return Layout.parse(value)
+        if isinstance(value, list | tuple):
+            return parse_edges(value)
+    except UsageError as fault:
+        raise ValueError(str(fault).removeprefix("layout: ")) from None
+    raise ValueError("auto, one layout such as dp2.tp2, or groups of lengths, such as [{upto: 4K, use: dp4}, {upto: 32K, use: u4}]")
+
+
+def layout_out(value: "Layout | tuple[Edge, ...] | AutoLayout") -> object:
+    """A layout, groups or a choice as a config has them."""
+    if isinstance(value, Layout):
+        return str(value)
+    if isinstance(value, AutoLayout):
+        return value.to_json()
+    return [edge.told() for edge in value]
+
+
+def _absolute(value: object) -> object:
+    if not isinstance(value, str) or not value:
+        return value
+    if "\0" in value or len(value) > 4000 or any(len(part.encode()) > 255 for part in value.split("/")):
+        raise ValueError(f"{value[:60]!r}... is no path: a name has at most 255 bytes, a path 4,000, and none is zero")
+    try:
+        return str(Path(value).expanduser().absolute())
+    except (RuntimeError, UnicodeEncodeError) as fault:
+        raise ValueError(f"{value!r} is no path here: {fault}") from None
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError(f"a number is needed, and YAML reads this as {str(value).lower()}")
+    return value
+
+
+def some_sources(value: object) -> object:
+    """The value, if it is no empty list."""
+    if value in ([], ()):
+        raise ValueError("name at least one source, as in train: [{corpus: python}]")
+    return value
+
+
+Decay = Literal["cosine", "linear", "constant"]
+Learn = Literal["assistant", "last", "all"]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, le=MOST_TOKENS, strict=True)]
+Number = Annotated[float, BeforeValidator(_number)]
+Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=MOST_TOKENS, strict=True)]
+PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
+Layouts = Annotated[Layout | tuple[Edge, ...] | AutoLayout, PlainValidator(_parse_layout), PlainSerializer(layout_out)]
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, and a key that it does not know is a fault."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RopeConfig(Section):
+    """Another rotary embedding than the model's, for documents longer than it was trained on (`spec.stretch`). `factor`: how many times as
+    long, data.max_len over the trained positions where it is not given; `trained`: those positions, where config.json says others."""
+
+    type: Stretch
+    factor: Annotated[Number, Field(ge=1, le=1e6)] | None = None
+    theta: Annotated[Number, Field(gt=1, le=1e15)] | None = None
+    trained: Size | None = None
+
+
+class ModelConfig(Section):
+    """Which model: a preset of Longshift, or a Hugging Face folder. A preset is always initialised from scratch."""
+
+    preset: str | None = None
+    rope: RopeConfig | None = None
+    path: PathText | None = None
+    init: Literal["pretrained", "scratch"] = Field(default_factory=lambda data: "pretrained" if data.get("path") else "scratch")
+
+    @model_validator(mode="after")
+    def _one_of(self) -> "ModelConfig":
+        if (self.preset is None) == (self.path is None):
+            raise ValueError("name exactly one of preset and path, as in model: {preset: tiny-llama}")
+        if self.preset is not None and self.init == "pretrained":
+            raise ValueError("a preset has no pretrained weights; leave init out, or give a model path")
+        try:
+            _ = self.spec
+        except UsageError as fault:
+            raise ValueError(str(fault)) from None
+        return self
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The model in numbers."""
+        return preset(self.preset or "") if self.path is None else read_spec(Path(self.path))
+
+
+class Source(Section):
+    """Where documents come from. `path` is a file, a folder or a pattern. `text` names the field that holds the text; `messages`, the one
+    that holds a conversation; `prompt` and `completion`, two texts, or lists of messages, of which the second is learned. `learn`: the
+    turns of a conversation that are targets. `epochs`: how many times the source is read while others are read once; `weight`: its share
+    of the tokens, which every source has or none."""
+
+    path: PathText | None = None
+    corpus: Literal["python"] | None = None
+    text: str = "text"
+    messages: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    learn: Learn = "assistant"
+    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
+    weight: Annotated[Number, Field(gt=0, le=1e6)] | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> "Source":
+        if (self.path is None) == (self.corpus is None):
+            raise ValueError("name exactly one of path and corpus, as in {path: books/*.parquet, text: text} or {corpus: python}")
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("prompt and completion belong together, as in {path: pairs.jsonl, prompt: prompt, completion: completion}")
+        given = (self.text != "text") + (self.messages is not None) + (self.prompt is not None)
+        if given > (self.corpus is None):
+            raise ValueError("name one of text, messages, or prompt with completion, and none of them for a corpus")
+        if self.learn != "assistant" and not self.masked:
+            raise ValueError("learn is for messages, or prompt and completion; every token of a text is learned")
+        if self.learn == "last" and self.prompt is not None:
+            raise ValueError("learn: last is for messages; of prompt and completion, the completion is learned")
+        if self.epochs is not None and self.weight is not None:
+            raise ValueError("name one of epochs and weight")
+        return self
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields that make a document."""
+        if self.prompt is not None and self.completion is not None:
+            return self.prompt, self.completion
+        return (self.messages or self.text,)
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are no targets."""
+        return self.messages is not None or self.prompt is not None
+
+
+class DataConfig(Section):
+    """Documents and how they become tokens. `max_len` is the longest document in tokens; `overlong`, what happens to a longer one,
+    must be given as soon as there is one. `template`: a chat template, the tokenizer's own where not given. `cache` is where tokens and the
+    project's tokenizer are kept."""
+
+    train: Annotated[tuple[Source, ...], BeforeValidator(some_sources)]
+    tokenizer: PathText | None = None
+    template: PathText | None = None
+    valid: Annotated[tuple[Source, ...], BeforeValidator(some_sources)] | None = None
+    held_out: Annotated[Number, Field(gt=0, le=0.5)] | None = Field(None, description="share of the documents of train to validate on")
+    max_len: Annotated[Size, Field(ge=2)]
+    overlong: Overlong | None = None
+    cache: PathText = Field("~/.cache/longshift", validate_default=True)
+
+    @model_validator(mode="after")
+    def _valid_or_held_out(self) -> "DataConfig":
+        if self.valid is not None and self.held_out is not None:
+            raise ValueError("name one of valid, documents of their own, and held_out, a share of train's")
+        return self
+
+    @model_validator(mode="after")
+    def _all_weigh_or_none(self) -> "DataConfig":
+        weighed = [source.weight is not None for source in self.train]
+        if any(weighed) and not (all(weighed) and len(weighed) > 1):
+            raise ValueError("weight is a share of the tokens: every source of several needs one, or none; epochs needs no other")
+        return self
+
+    @model_validator(mode="after")
+    def _tokenizer_exists(self) -> "DataConfig":
+        if self.tokenizer is not None and not Path(self.tokenizer).exists():
+            raise ValueError(f"tokenizer {self.tokenizer} does not exist; it is a tokenizer.json or a folder that holds one")
+        return self

@@ -1,0 +1,182 @@
+"""What Longshift reads, surface by surface: how a good one is written, spoiled, and read."""
+
+import json
+import random
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+from fuzz import ODD_TEXT, Case, odd_json, spoil_bytes, spoil_mapping
+
+from longshift.config_file import parse_config
+from longshift.config_parts import Source
+from longshift.data import tokenizer, tokens
+from longshift.data.tokenizer import Tokenizer
+from longshift.spec.families import PRESETS, read_spec, to_hugging_face
+
+CONFIG = {
+    "model": {"preset": "tiny-llama"},
+    "data": {"train": [{"path": "a.txt"}], "max_len": "1K", "overlong": "split", "cache": "cache"},
+    "train": {"tokens_per_step": "4K", "steps": 10, "lr": 1e-3, "stages": [{"steps": 10, "max_len": "2K"}]},
+    "layout": [{"upto": "256", "use": "dp2.z1"}, {"upto": "2K", "use": "tp2.chunk512.disk"}],
+    "save": {"dir": "run", "every": 5},
+    "switch": {"bucket": "1M"},
+}
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]},
+]
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def config(random_: random.Random, place: Path) -> None:
+    """Texts of configs."""
+    text = json.dumps(spoil_mapping(random_, CONFIG)) if random_.random() < 0.3 else _flow(random_, CONFIG)
+    if random_.random() < 0.3:
+        text = spoil_bytes(random_, text.encode(errors="replace")).decode(errors="replace")
+    parse_config(text, name=str(place / "run.yaml"))
+
+
+def _flow(random_: random.Random, values: object) -> str:
+    """YAML of which some words are odd."""
+    if isinstance(values, dict):
+        return "{" + ", ".join(f"{_flow(random_, key)}: {_flow(random_, value)}" for key, value in values.items()) + "}"
+    if isinstance(values, list):
+        return "[" + ", ".join(_flow(random_, value) for value in values) + "]"
+    return random_.choice(ODD_TEXT) if random_.random() < 0.06 else str(values)
+
+
+def overrides(random_: random.Random, place: Path) -> None:
+    """Changes to a config on the command line."""
+    keys = [
+        "model.preset",
+        "model.rope",
+        "data.max_len",
+        "data.train",
+        "data.cache",
+        "data.tokenizer",
+        "train.lr",
+        "train.steps",
+        "train.betas",
+    ]
+    keys += [
+        "train.seed",
+        "train.clip",
+        "train.stages",
+        "layout",
+        "save.dir",
+        "switch.bucket",
+        "stream.folder",
+        "window.gather",
+        "validation",
+    ]
+    given = [f"{random_.choice([*keys, *ODD_TEXT[:8]])}={random_.choice(ODD_TEXT)}" for _ in range(random_.randint(1, 3))]
+    parse_config(json.dumps(CONFIG), given, name=str(place / "run.yaml"))
+
+
+def model_folder(random_: random.Random, place: Path) -> None:
+    """config.json of a model."""
+    values = to_hugging_face(PRESETS[random_.choice(["tiny-llama", "tiny-gpt2", "tiny-qwen3", "gemma-3-1b", "llama-3-8b"])])
+    text = json.dumps(spoil_mapping(random_, values))
+    if random_.random() < 0.2:
+        text = spoil_bytes(random_, text.encode()).decode(errors="replace")
+    (place / "config.json").write_text(text, encoding="utf-8", errors="replace")
+    spec = read_spec(place)
+    _ = spec.parameters, len(spec.params)
+
+
+@lru_cache
+def _small() -> str:
+    text = Path(json.__file__).read_text()
+    core = tokenizer.train(iter([text]), 300)
+    core.add_special_tokens(["<|end|>"])
+    return core.to_str()
+
+
+@lru_cache
+def _good() -> Tokenizer:
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    _tokenizer(folder, _small())
+    return tokenizer.load(folder)
+
+
+def _tokenizer(folder: Path, text: str, template: object = TEMPLATE) -> None:
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8", errors="replace")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": template}))
+
+
+def tokenizer_folder(random_: random.Random, place: Path) -> None:
+    """Tokenizers and what lies beside them."""
+    values, text = json.loads(_small()), _small()
+    if random_.random() < 0.6:
+        part = random_.choice(
+            ["model", "added_tokens", "pre_tokenizer", "post_processor", "decoder", "normalizer", "truncation", "version"]
+        )
+        values[part] = spoil_mapping(random_, values[part]) if isinstance(values[part], dict) else odd_json(random_)
+        text = json.dumps(values)
+    elif random_.random() < 0.5:
+        text = spoil_bytes(random_, text.encode()).decode(errors="replace")
+    _tokenizer(place, text)
+    if random_.random() < 0.3:
+        beside = json.dumps(
+            spoil_mapping(random_, {"eos_token": "<|end|>", "bos_token": {"content": "<|end|>"}, "chat_template": TEMPLATE})
+        )
+        (place / "tokenizer_config.json").write_text(beside, errors="replace")
+    found = tokenizer.load(place)
+    found.encode(["def f(x):\n    return x", "漢字 🙂", " "])
+    (place / "a.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    tokens.build([Source(path=str(place / "a.jsonl"), messages="messages")], found, place / "cache")
+
+
+def json_lines(random_: random.Random, place: Path) -> None:
+    """JSON lines, of texts and of conversations."""
+    chat = random_.random() < 0.5
+    record: dict = {"messages": CHAT, "tools": [{"name": "f"}]} if chat else {"text": "one two", "n": 1}
+    lines = [json.dumps(record)] * random_.randint(0, 3)
+    if chat and random_.random() < 0.6:
+        messages = [spoil_mapping(random_, message) for message in CHAT]
+        lines.append(json.dumps(record | {"messages": messages}))
+    else:
+        lines.append(json.dumps(spoil_mapping(random_, record)))
+    data = ("\n".join(lines) + "\n").encode()
+    (place / "a.jsonl").write_bytes(spoil_bytes(random_, data) if random_.random() < 0.4 else data)
+    how = {"messages": "messages", "learn": random_.choice(["assistant", "last", "all"])} if chat else {}
+    tokens.build([Source(path=str(place / "a.jsonl"), **how)], _good(), place / "cache")
+
+
+def parquet(random_: random.Random, place: Path) -> None:
+    """Parquet files with bits flipped, columns of other types."""
+    good = ["a", "b c", "numbers 1 2 3"] * 50
+    column: object = random_.choice((good, good, good, good, good, [1, 2], [None, "x"], [["x"]], [{"a": 1}], [b"\xff\xfe"], []))
+    pq.write_table(pa.table({"text": column}), place / "a.parquet", compression=random_.choice(("snappy", "none", "zstd")))
+    data = (place / "a.parquet").read_bytes()
+    (place / "a.parquet").write_bytes(spoil_bytes(random_, data) if random_.random() < 0.8 else data)
+    tokens.build([Source(path=str(place / "a.parquet"))], _good(), place / "cache")
+
+
+def dataset_folder(random_: random.Random, place: Path) -> None:
+    """Folders of `datasets` with damaged files."""
+    folder = place / "saved"
+    datasets.Dataset.from_dict({"text": [f"number {n}" for n in range(100)], "n": list(range(100))}).save_to_disk(folder)
+    path = random_.choice(sorted(folder.iterdir()))
+    if path.suffix == ".json" and random_.random() < 0.6:
+        path.write_text(json.dumps(spoil_mapping(random_, json.loads(path.read_text()))), errors="replace")
+    else:
+        path.write_bytes(spoil_bytes(random_, path.read_bytes()))
+    tokens.build([Source(path=str(folder))], _good(), place / "cache")
+
+
+SURFACES: Mapping[str, tuple[Case, tuple[str, ...]]] = {
+    "config": (config, ()),
+    "overrides": (overrides, ("command line",)),
+    "model folder": (model_folder, ()),
+    "tokenizer": (tokenizer_folder, ()),
+    "json lines": (json_lines, ()),
+    "parquet": (parquet, ()),
+    "dataset": (dataset_folder, ()),
+}
