@@ -41,6 +41,7 @@ from longshift.step import player as player_module
 from longshift.step.update import State, train_step
 from longshift.train import corpus, loop
 from longshift.train.check import Trial, build, parse_layouts
+from longshift.train.stages import stages_of
 
 SPEC = ModelSpec("llama", vocab=37, width=12, layers=3, heads=4, kv_heads=2, head_width=4, ffn=14, max_positions=64, init_std=0.1)
 TRIAL = Trial(SPEC, ((5, 9, 1, 7), (11, 3, 8), (6, 6, 2)), precision="float32", capacity=16)

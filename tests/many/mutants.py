@@ -43,6 +43,7 @@ from longshift.state.home import Home, Shard
 from longshift.state.optimizer import Optimizer
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
+from longshift.step import chunked as chunked_module
 from longshift.step import runner as runner_module
 from longshift.step.chunked import ChunkedPacks, _Play
 from longshift.step.compose import LayoutOps
@@ -81,10 +82,12 @@ def compare_mutant(world: World, mutant: str, **arguments) -> dict[str, float]:
 
 
 def _programs(patch: Patch, change: Callable[[Player, int, Program], Program]) -> None:
-    """`change` sees this rank's player, how many programs it has made before, and the program of a step."""
+    """`change` sees this rank's player, how many programs it has made before, and the program of a step that learns."""
     program, made = Player.program, Counter[int]()
 
-    def wrong(self: Player, documents: Sequence[Document], groups: Sequence[LengthGroup], seed: float) -> Program:
+    def wrong(self: Player, documents: Sequence[Document], groups: Sequence[LengthGroup], seed: float | None) -> Program:
+        if seed is None:
+            return program(self, documents, groups, seed)
         found = change(self, made[id(self)], program(self, documents, groups, seed))
         made[id(self)] += 1
         return found
@@ -135,6 +138,28 @@ def gradient_times_sequence_degree(patch: Patch) -> None:
 def loss_counted_by_every_tensor_rank(patch: Patch) -> None:
     """All tensor-parallel ranks, which know the same loss, add it to the total."""
     patch.setattr(Runner, "counts", lambda self, loss: self.loss.add_(loss))
+
+
+def score_counted_by_every_tensor_rank(patch: Patch) -> None:
+    """All tensor-parallel ranks add the loss of a validation to the total."""
+    right = runner_module.score_of_rows
+
+    def wrong(head: Head, x: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> Tensor:
+        return right(head, x, micro, ops, number) * ops.layout.tp
+
+    patch.setattr(runner_module, "score_of_rows", wrong)
+
+
+def score_without_the_last_rows(patch: Patch) -> None:
+    """A validation leaves out the last token of a chunk."""
+    right = chunked_module.score_of_rows
+
+    def wrong(head: Head, x: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> Tensor:
+        labels = micro.labels_T.clone()
+        labels[-1] = IGNORE
+        return right(head, x, replace(micro, labels_T=labels), ops, number)
+
+    patch.setattr(chunked_module, "score_of_rows", wrong)
 
 
 def micro_batches_overwrite(patch: Patch) -> None:
@@ -779,6 +804,8 @@ CASES = (
     Case(leftover_documents_dropped, ("dp2",)),
     Case(gradient_times_sequence_degree, ("tp2", "u2", "ring2")),
     Case(loss_counted_by_every_tensor_rank, ("tp2",)),
+    Case(score_counted_by_every_tensor_rank, ("tp2",)),
+    Case(score_without_the_last_rows, ("u2.chunk13.disk",)),
     Case(micro_batches_overwrite, ("dp2", "pp2")),
     Case(last_micro_batch_added_up_a_step_later, ("dp2.z1", "pp2")),
     Case(reduced_before_the_last_micro_batch, ("dp2.z1", "pp2")),

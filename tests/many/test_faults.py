@@ -145,7 +145,7 @@ def fail_alone(world: World) -> str:
         patch.object(loop, "tried", lambda config, run, resume, world, play: play(config, resume, None)),  # ranks ask for a plan together
     ):
         try:
-            list(loop.train(Mock(train=Mock(deterministic=False)), Mock(), False))
+            list(loop.train(parse_config(SMALL_RUN), Mock(), False))
         except OutOfMemoryError as fault:
             return str(fault)
     return "none"
