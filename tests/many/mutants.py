@@ -81,15 +81,16 @@ def compare_mutant(world: World, mutant: str, **arguments) -> dict[str, float]:
         return compare(world, **arguments)  # pyright: ignore[reportArgumentType]
 
 
-def _programs(patch: Patch, change: Callable[[Player, int, Program], Program]) -> None:
-    """`change` sees this rank's player, how many programs it has made before, and the program of a step that learns."""
+def _programs(patch: Patch, change: Callable[[Player, int, Program], Program], scores: bool = False) -> None:
+    """`change` sees this rank's player, how many steps it has trained before, and the program of a step; where `scores`, also those of
+    validations."""
     program, made = Player.program, Counter[int]()
 
     def wrong(self: Player, documents: Sequence[Document], groups: Sequence[LengthGroup], seed: float | None) -> Program:
-        if seed is None:
-            return program(self, documents, groups, seed)
-        found = change(self, made[id(self)], program(self, documents, groups, seed))
-        made[id(self)] += 1
+        found = program(self, documents, groups, seed)
+        if seed is not None or scores:
+            found = change(self, made[id(self)], found)
+        made[id(self)] += seed is not None
         return found
 
     patch.setattr(Player, "program", wrong)
@@ -145,7 +146,7 @@ def score_counted_by_every_tensor_rank(patch: Patch) -> None:
     right = runner_module.score_of_rows
 
     def wrong(head: Head, x: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> Tensor:
-        return right(head, x, micro, ops, number) * ops.layout.tp
+        return right(head, x, micro, ops, number) * ops.tp.size
 
     patch.setattr(runner_module, "score_of_rows", wrong)
 
@@ -406,7 +407,7 @@ def never_gathered_again(patch: Patch) -> None:
 def one_stale_prefetch(patch: Patch) -> None:
     """One block's weights were prefetched before the update, in one step."""
     gathers = ("gather", "await gather")
-    _programs(patch, lambda _, number, program: tuple(op for op in program if number != 1 or op.kind not in gathers or op.unit != 1))
+    _programs(patch, lambda _, number, program: tuple(op for op in program if number != 1 or op.kind not in gathers or op.unit != 1), True)
 
 
 def slices_in_wrong_order(patch: Patch) -> None:
@@ -740,7 +741,7 @@ def visit_with_stale_weights(patch: Patch) -> None:
         brings = [op for op in program if op.way == "weights" or op.kind in ("open", "arrived")] if number else []
         return tuple(op for op in program if op.kind != "close" and op not in brings)
 
-    _programs(patch, change)
+    _programs(patch, change, scores=True)
 
 
 def last_groups_gradients_only(patch: Patch) -> None:

@@ -1,5 +1,6 @@
 """The command line as a person meets it: real commands, on a corpus small enough that a whole run takes a second."""
 
+import hashlib
 import io
 import json
 import os
@@ -19,6 +20,7 @@ import torch
 import torch.distributed.run
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import longshift as ls
@@ -30,6 +32,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
+from longshift.state.checkpoint import _render
 from longshift.train.metrics import Display, MetricsLog, StepMetrics, read_rows
 
 REPOSITORY = Path(__file__).parents[2]
@@ -483,6 +486,48 @@ def test_a_chat_model_is_trained_exported_and_trained_again(place, longshift):
     peer = AutoTokenizer.from_pretrained(place / "second")
     assert peer.eos_token == "<|end|>"
     assert peer.apply_chat_template(chat, tokenize=False) == "user: Ping<|end|>assistant: Pong<|end|>"
+
+
+def test_weights_that_are_not_finite_are_not_saved(place, longshift):
+    code, _, err = longshift("train run.yaml train.lr=1e38 save.every=1")
+    assert code == 5
+    assert "step 1: the master of model.embed_tokens.weight is not finite after an update with lr 1e+38. Nothing is saved" in err
+    assert not (place / "run/LATEST").exists()
+    assert longshift("train run.yaml save.dir=good")[0] == 0
+    code, _, err = longshift("train run.yaml save.dir=good train.lr=1e38 train.steps=9 save.every=1 --resume")
+    assert code == 5
+    assert (place / "good/checkpoints/step-3").is_dir()
+    kept = [load_file(file) for file in (place / "good/checkpoints").glob("*/*.safetensors")]
+    assert kept
+    assert all(value.isfinite().all() for tensors in kept for value in tensors.values())
+
+
+def test_checkpoints_that_were_moved_or_hold_other_numbers_are_refused(place, longshift):
+    assert longshift("train run.yaml save.every=1")[0] == 0
+    steps = place / "run/checkpoints"
+    for old, new in (("step-2", "aside"), ("step-3", "step-2"), ("aside", "step-3")):
+        (steps / old).rename(steps / new)
+    code, _, err = longshift("train run.yaml train.steps=4 --resume")
+    assert code == 4
+    assert "step-3 holds step 2: it was moved; give each folder its own name. An older checkpoint may serve: echo step-2" in err
+    shutil.rmtree(place / "run")
+    assert longshift("train run.yaml save.every=1")[0] == 0
+    (file,) = (place / "run/checkpoints/step-3").glob("*.safetensors")
+    tensors = load_file(file)
+    ruined = {key: torch.full_like(value, float("nan")) if key.startswith("exp_avg|") else value for key, value in tensors.items()}
+    for changed, why in (
+        ({key: value.half() for key, value in tensors.items()}, "is torch.float16, not float32 or float64. An older checkpoint may serve"),
+        (ruined, "the exp_avg of model.embed_tokens.weight is not finite. An older checkpoint may serve"),
+    ):
+        save_file(changed, file, metadata={"format": "pt"})
+        manifest = file.parent / "manifest.json"
+        body = json.loads(manifest.read_text())
+        body.pop("sha256", None)
+        for row in body["files"]:
+            row |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+        manifest.write_text(_render(body))
+        code, _, err = longshift("train run.yaml train.steps=4 --resume")
+        assert (code, why in err) == (4, True), err
 
 
 def launch_commands() -> dict[str, list[str]]:

@@ -37,7 +37,7 @@ from longshift.spec.model import ModelSpec
 from longshift.state.home import Source
 from longshift.state.optimizer import MOMENTS
 
-BEST = "BEST"
+BEST, HOME_TYPES = "BEST", (torch.float32, torch.float64)
 FORMAT = 1
 FILE_BYTES = 2 << 30
 KINDS = ("master", *MOMENTS)
@@ -137,9 +137,16 @@ class Checkpoint:
         manifest, digest = _together(world, fault, lambda: _read_manifest(folder))
         if len(set(world.gather_text(digest))) > 1:
             raise CheckpointError(f"{folder} is not the same on all ranks: all machines must see one run folder")
+        if folder.name != f"step-{manifest.step}":
+            raise CheckpointError(f"{folder} holds step {manifest.step}: it was moved; give each folder its own name.{_instead(folder)}")
         index = _together(world, fault, lambda: _index(folder, manifest))
         files = _together(world, fault, lambda: _verify(folder, manifest.files[world.rank :: world.size], index))
         return cls(folder, manifest.step, manifest.facts, index, files)
+
+    @property
+    def older(self) -> str:
+        """A sentence about what may serve instead."""
+        return _instead(self.folder).strip()
 
     def expect(self, spec: ModelSpec) -> None:
         """Refuse a checkpoint that does not hold every value of the model's state, or holds another weight's. Raises CheckpointError."""
@@ -164,6 +171,8 @@ class Checkpoint:
             if saved.path not in self._files:
                 self._files[saved.path] = safe_open(saved.path, framework="pt")
             values = self._files[saved.path].get_slice(saved.key)[part.within(saved.box)]
+            if values.dtype not in HOME_TYPES:
+                raise CheckpointError(f"{saved.path}: {kind} {name} is {values.dtype}, not float32 or float64. {self.older}")
             out = torch.empty(box.shape, dtype=values.dtype) if out is None else out
             out[part.within(box)] = values
             found += part.elements

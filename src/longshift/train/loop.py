@@ -13,7 +13,7 @@ import torch.distributed as dist
 from longshift.config import Config
 from longshift.data.batch import Batches, StepBatch
 from longshift.dist.world import World, be_deterministic, own_device
-from longshift.errors import NonFiniteError
+from longshift.errors import CheckpointError, NonFiniteError
 from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
 from longshift.state.checkpoint import Checkpoint, save
@@ -22,7 +22,7 @@ from longshift.state.optimizer import MOMENTS, Optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.timeline import Timeline, predicted, write
-from longshift.step.update import Outcome, State, train_step
+from longshift.step.update import Outcome, State, not_finite, train_step
 from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
@@ -137,6 +137,11 @@ def _steps(
             stopping = True
         best = validator.best if validator else None
         if stopping or step in (last, best) or step % config.save.every == 0 or metrics.early:
+            if wrong := not_finite(state, world):
+                raise NonFiniteError(
+                    f"step {step}: the {wrong} is not finite after an update with lr {metrics.lr:.3g}. Nothing is saved: the checkpoint "
+                    "before it stays the newest. A lower train.lr or more train.warmup are the usual cures."
+                )
             kept = Facts.now(config, state, fingerprints, attention).model_dump()
             save(run, step, state.optimizer.state(), kept, world, config.save.keep, best)
         if stopping or metrics.early:
@@ -156,6 +161,8 @@ def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path | N
     data = facts.fingerprints.data if left else fingerprints.data
     expect(facts, left or stage.config, fingerprints.model_copy(update={"data": data}), run, saved)
     state = build_state(stage.config, world, saved, facts)
+    if wrong := not_finite(state, world):
+        raise CheckpointError(f"{saved.folder}: the {wrong} is not finite. {saved.older}")
     state.schedule = stage.schedule
     if left and facts.fingerprints.data != fingerprints.data:
         state.cursor = 0
