@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from longshift.errors import UsageError, did_you_mean, nearest
+from longshift.errors import UsageError, did_you_mean, nearest, shown
 from longshift.other_tools import layout_hint
 from longshift.spec.model import share
 
@@ -222,7 +222,7 @@ def parse_size(value: object) -> object:
     except ValueError:
         size = 0.5
     if not size.is_integer():
-        raise ValueError(f"{value!r} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are binary)")
+        raise ValueError(f"{shown(value)} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are binary)")
     return int(size)
 
 
