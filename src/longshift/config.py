@@ -30,7 +30,7 @@ from pydantic import (
 from longshift.errors import UsageError, did_you_mean, shown
 from longshift.files import absolute, read_small
 from longshift.layout import legal
-from longshift.layout.layout import AUTO, UNITS, Layout, format_size, parse_size
+from longshift.layout.layout import AUTO, MOST_SIZE, UNITS, Layout, format_size, parse_size
 from longshift.other_tools import key_hint
 from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
@@ -86,14 +86,18 @@ def _some(value: object) -> object:
 
 Decay = Literal["cosine", "linear", "constant"]
 Learn = Literal["assistant", "last", "all"]
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, strict=True)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, le=MOST_SIZE, strict=True)]
 Number = Annotated[float, BeforeValidator(_number)]
-Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, strict=True)]
+Seconds = Annotated[Number, Field(gt=0, le=1e7)]  # four months; clocks of collectives take no centuries
+Rate = Annotated[Number, Field(le=1e6)]  # a step by more leaves fp32
+Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=MOST_SIZE, strict=True)]
 PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
 Layouts = Annotated[Layout | tuple[Edge, ...] | AutoLayout, PlainValidator(_parse_layout), PlainSerializer(_layout_out)]
 
 
 MOST_FAULTS = 50  # that are listed
+LEAST_BUCKET = 4 * UNITS["K"]  # below, starting a message takes longer than its bytes
+MOST_BUCKETS = 1 << 17  # of a model: a plan lists the moves of each
 
 
 class Section(BaseModel):
@@ -231,7 +235,7 @@ class StageConfig(Section):
     pack_tokens: Size | None = None
     layout: Layouts | None = None
     rope: RopeConfig | None = None
-    lr: Annotated[Number, Field(gt=0)] | None = None
+    lr: Annotated[Rate, Field(gt=0)] | None = None
     min_lr: Annotated[Number, Field(ge=0)] | None = None
     warmup: Count | None = None
     schedule: Decay | None = None
@@ -269,19 +273,19 @@ class TrainConfig(Section):
     pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
     stages: tuple[StageConfig, ...] = Field((), description="parts of the run, in order, whose steps add up to steps")
     steps: Size
-    lr: Number = Field(gt=0)
+    lr: Rate = Field(gt=0)
     min_lr: Number = Field(default_factory=lambda data: 0.1 * data.get("lr", 0.0), ge=0)
     warmup: Count = 0
     schedule: Decay = "cosine"
     clip: Annotated[Number, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
     precision: PrecisionName = "bf16"
     seed: int = Field(0, ge=0, lt=2**63)
-    weight_decay: Number = Field(0.1, ge=0)
+    weight_decay: Rate = Field(0.1, ge=0)
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    eps: Number = Field(1e-8, gt=0)
+    eps: Rate = Field(1e-8, gt=0)
     deterministic: bool = Field(False, description="kernels that give the same bits in every run, where faster ones do not")
-    timeout: Annotated[Number, Field(gt=0)] | None = Field(None, description="seconds; derived from the step where it is not given")
-    frozen: Number = Field(60.0, gt=0, description="seconds that a rank may be stopped (SIGSTOP) before the run ends")
+    timeout: Seconds | None = Field(None, description="seconds; derived from the step where it is not given")
+    frozen: Seconds = Field(60.0, description="seconds that a rank may be stopped (SIGSTOP) before the run ends")
 
     @model_validator(mode="before")
     @classmethod
@@ -329,7 +333,7 @@ class SwitchConfig(Section):
     much of the next layout's weights may come while the one before still computes."""
 
     planner: Planner = "fan_out"
-    bucket: Size = 32 * UNITS["M"]
+    bucket: Annotated[Size, Field(ge=LEAST_BUCKET)] = 32 * UNITS["M"]
     ahead: Count = 256 * UNITS["M"]
 
     @property
@@ -354,7 +358,7 @@ class StreamConfig(Section):
     many operations before its use an object is fetched; `checked`: what comes back from disk is compared with what went out."""
 
     folder: PathText | None = None
-    ahead: int = Field(default=1, ge=0)
+    ahead: int = Field(default=1, ge=0, le=1 << 20)
     checked: bool = False
 
     def options(self, run: Path) -> StreamOptions:
@@ -409,6 +413,16 @@ class Config(Section):
         if len(worlds) > 1:
             each = ", ".join(f"{edge.use} has {edge.use.world}" for edge in self.layout)
             raise ValueError(f"every group's layout must use the same number of ranks: {each}")
+        return self
+
+    @model_validator(mode="after")
+    def _buckets_few(self) -> "Config":
+        least = 4 * self.model.spec.parameters // MOST_BUCKETS
+        if self.switch.bucket < least and not isinstance(self.layout, Layout):
+            raise ValueError(
+                f"switch.bucket of {format_size(self.switch.bucket)} cuts the model's weights into more than {MOST_BUCKETS} pieces; "
+                f"write switch.bucket={-(-least // UNITS['M'])}M, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -50,6 +50,8 @@ _FLAGS = {
     "chunk-auto": ("chunk", AUTO),
 }
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+MOST_RANKS = 1 << 20  # ten times the largest cluster
+MOST_SIZE = 1 << 40  # tokens, bytes or steps that a person writes: more than any corpus, memory or run has, and exact as a float
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,9 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Read the text form. Raises UsageError that names the bad word and the nearest good one."""
+        if len(text) > 1000 or (digits := re.search(r"\d{14}", text)):
+            what = f"{shown(digits[0])}... is more than any degree or number of tokens" if len(text) <= 1000 else f"{len(text)} characters"
+            raise UsageError(f"layout {shown(text)}: {what}; write one such as dp2.tp2")
         values: dict[str, object] = {}
         for word in text.strip().split("."):
             match = re.fullmatch(r"(dp|pp|tp|u|ring|z|v|every)(\d+)(?::(\d+(?:-\d+)*))?", word)
@@ -123,7 +128,12 @@ class Layout:
             if name in values:
                 raise UsageError(f"layout {text!r}: {word!r} sets {name} a second time")
             values[name] = value
-        return cls(**values)  # pyright: ignore[reportArgumentType]
+        found = cls(**values)  # pyright: ignore[reportArgumentType]
+        if max(found.world, found.virtual, found.every) > MOST_RANKS or found.chunk > MOST_SIZE:
+            raise UsageError(
+                f"layout {text!r}: at most {MOST_RANKS} ranks, model chunks and blocks of every, and {MOST_SIZE} tokens of a chunk"
+            )
+        return found
 
     def __str__(self) -> str:
         words = []
