@@ -7,9 +7,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
-SECOND := $(wildcard tests/many/*_benchmark.py) $(patsubst %,tests/many/test_%.py,check inside launch pages) tests/one tests/thinking tests/gpu
+SECOND := $(wildcard tests/many/*_benchmark.py) $(patsubst %,tests/many/test_%.py,check inside launch pages) tests/one tests/thinking tests/faults tests/gpu
 
-.PHONY: setup browser quickstart test test-all lint bench
+.PHONY: setup browser quickstart test test-all test-faults lint bench
 
 setup: $(READY)
 
@@ -33,6 +33,11 @@ test: setup
 
 test-all: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# Damaged configs, model folders, tokenizers and documents, CASES of each; JSON=FILE for counts and what failed.
+CASES ?= 300
+test-faults: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/fuzz.py --cases $(CASES) $(if $(JSON),--json $(JSON))
 
 lint: setup
 	$(BIN)/ruff check

@@ -22,7 +22,9 @@ from datasets import Dataset, load_from_disk
 from longshift.config import Learn, Source
 from longshift.data.chat import TOOLS, BadRecord, completed, conversation
 from longshift.data.template import ChatTemplate, Span
-from longshift.errors import DataError, nearest
+from longshift.errors import DataError, nearest, shown
+from longshift.files import read_small
+from longshift.written import not_text
 
 Format = Literal["jsonl", "parquet", "text", "dataset", "python"]
 
@@ -204,14 +206,50 @@ def _read_parquet(file: File) -> Iterator[Record]:
 
 def _read_dataset(file: File) -> Iterator[Record]:
     try:
+        _check_state(Path(file.path))
         dataset = load_from_disk(file.path)
-    except (ValueError, KeyError) as error:  # a damaged state.json or dataset_info.json
+    except (OSError, DataError):
+        raise
+    except Exception as error:  # whatever a damaged dataset_info.json or .arrow makes of the library
         raise DataError(f"{file.path}: cannot be read as a folder of `datasets`: {error}") from error
     if not isinstance(dataset, Dataset):
         splits = [str(name) for name in dataset]
         raise DataError(f"{file.path}: holds splits ({', '.join(splits)}); name one, as in path: {file.path}/{splits[0]}")
+    for name in _columns(file, dataset.column_names):
+        for chunk in dataset.data.column(name).chunks:
+            _check_sound(chunk)
     tables = dataset.select_columns(_columns(file, dataset.column_names)).with_format("arrow").iter(_ROWS)
     yield from _rows(file, (batch for table in tables for batch in cast(pa.Table, table).to_batches()))
+
+
+def _check_state(folder: Path) -> None:
+    """Raises DataError unless the `state.json` of a folder of one split names files in the folder itself."""
+    path = folder / "state.json"
+    if not path.exists():
+        return  # splits
+    try:
+        state = json.loads(read_small(path, _LINE_LIMIT_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{folder}: cannot be read as a folder of `datasets`: {path.name}: {error}") from None
+    entries = state.get("_data_files") if isinstance(state, dict) else None
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries] if isinstance(entries, list) else [None]
+    for name in names:
+        if not isinstance(name, str) or not_text(name) or not name or Path(name).name != name:
+            why = "_data_files must be a list of {filename: ...}, each a file in the folder itself"
+            raise DataError(f"{path}: _data_files: {shown(name)}: {why}; save the dataset again")
+
+
+def _check_sound(column: pa.Array) -> None:
+    """Raises ArrowInvalid where offsets of a column lead out of it: the file is damaged, and reading on would end the process. Whether
+    strings are UTF-8 is seen later, row by row."""
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        column = column.cast(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
 
 
 def _columns(file: File, known: Sequence[str]) -> list[str]:
@@ -242,6 +280,7 @@ def _rows(file: File, batches: Iterator[pa.RecordBatch]) -> Iterator[Record]:
 
 def _values(file: File, name: str, column: pa.Array, row: int) -> list[object]:
     """The values of a column from a row on; those of a column of strings as bytes."""
+    _check_sound(column)
     if isinstance(column, pa.DictionaryArray):
         column = column.dictionary_decode()
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
