@@ -30,14 +30,15 @@ from longshift.config_parts import (
     ModelConfig,
     Number,
     PathText,
+    Rate,
     RopeConfig,
+    Seconds,
     Section,
     Size,
     Source,
     layout_out,
     some_sources,
 )
-from longshift.config_text import Dumper
 from longshift.errors import UsageError
 from longshift.layout.layout import AUTO, UNITS, Layout, format_size
 from longshift.planner.asked import AutoLayout
@@ -51,6 +52,9 @@ from longshift.switch.planners import Planner
 from longshift.workload import waits
 from longshift.workload.groups import Edge
 from longshift.workload.lengths import Overlong
+
+LEAST_BUCKET = 4 * UNITS["K"]  # below, starting a message takes longer than its bytes
+MOST_BUCKETS = 1 << 17  # of a model: a plan lists the moves of each
 
 
 class StageConfig(Section):
@@ -66,7 +70,7 @@ class StageConfig(Section):
     pack_tokens: Size | None = None
     layout: Layouts | None = None
     rope: RopeConfig | None = None
-    lr: Annotated[Number, Field(gt=0)] | None = None
+    lr: Annotated[Rate, Field(gt=0)] | None = None
     min_lr: Annotated[Number, Field(ge=0)] | None = None
     warmup: Count | None = None
     schedule: Decay | None = None
@@ -104,19 +108,19 @@ class TrainConfig(Section):
     pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
     stages: tuple[StageConfig, ...] = Field((), description="parts of the run, in order, whose steps add up to steps")
     steps: Size
-    lr: Number = Field(gt=0)
+    lr: Rate = Field(gt=0)
     min_lr: Number = Field(default_factory=lambda data: 0.1 * data.get("lr", 0.0), ge=0)
     warmup: Count = 0
     schedule: Decay = "cosine"
     clip: Annotated[Number, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
     precision: PrecisionName = "bf16"
     seed: int = Field(0, ge=0, lt=2**63)
-    weight_decay: Number = Field(0.1, ge=0)
+    weight_decay: Rate = Field(0.1, ge=0)
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    eps: Number = Field(1e-8, gt=0)
+    eps: Rate = Field(1e-8, gt=0)
     deterministic: bool = Field(False, description="kernels that give the same bits in every run, where faster ones do not")
-    timeout: Annotated[Number, Field(gt=0)] | None = Field(None, description="seconds; derived from the step where it is not given")
-    frozen: Number = Field(60.0, gt=0, description="seconds that a rank may be stopped (SIGSTOP) before the run ends")
+    timeout: Seconds | None = Field(None, description="seconds; derived from the step where it is not given")
+    frozen: Seconds = Field(60.0, description="seconds that a rank may be stopped (SIGSTOP) before the run ends")
 
     @model_validator(mode="before")
     @classmethod
@@ -164,7 +168,7 @@ class SwitchConfig(Section):
     much of the next layout's weights may come while the one before still computes."""
 
     planner: Planner = "fan_out"
-    bucket: Size = 32 * UNITS["M"]
+    bucket: Annotated[Size, Field(ge=LEAST_BUCKET)] = 32 * UNITS["M"]
     ahead: Count = 256 * UNITS["M"]
 
     @property
@@ -189,7 +193,7 @@ class StreamConfig(Section):
     many operations before its use an object is fetched; `checked`: what comes back from disk is compared with what went out."""
 
     folder: PathText | None = None
-    ahead: int = Field(default=1, ge=0)
+    ahead: int = Field(default=1, ge=0, le=1 << 20)
     checked: bool = False
 
     def options(self, run: Path) -> StreamOptions:
@@ -244,6 +248,16 @@ class Config(Section):
         if len(worlds) > 1:
             each = ", ".join(f"{edge.use} has {edge.use.world}" for edge in self.layout)
             raise ValueError(f"every group's layout must use the same number of ranks: {each}")
+        return self
+
+    @model_validator(mode="after")
+    def _buckets_few(self) -> "Config":
+        least = 4 * self.model.spec.parameters // MOST_BUCKETS
+        if self.switch.bucket < least and not isinstance(self.layout, Layout):
+            raise ValueError(
+                f"switch.bucket of {format_size(self.switch.bucket)} cuts the model's weights into more than {MOST_BUCKETS} pieces; "
+                f"write switch.bucket={-(-least // UNITS['M'])}M, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -323,4 +337,4 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         """The resolved config; `parse_config` of it gives an equal one."""
-        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, default_flow_style=None, width=120)
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, default_flow_style=None, width=120)

@@ -4,47 +4,50 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import (
-    ValidationError,
-)
+from pydantic import ValidationError
 
-from longshift import config_text
 from longshift.config import Config
 from longshift.config_parts import Section
-from longshift.errors import UsageError, did_you_mean
+from longshift.errors import UsageError, did_you_mean, shown
+from longshift.files import read_small
 from longshift.layout import legal
 from longshift.layout.layout import Layout, format_size
 from longshift.other_tools import key_hint
 from longshift.planner.asked import AutoLayout
+from longshift.written import MOST_BYTES, not_text, read_yaml
+
+MOST_FAULTS = 50  # that are listed
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. Raises UsageError that lists every fault."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path, MOST_BYTES)
     except FileNotFoundError:
         raise UsageError(f"config {path} does not exist; write one with: longshift init --to {path}") from None
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UsageError(f"config {path} cannot be read: {fault}") from None
+    except (OSError, ValueError) as fault:
+        raise UsageError(f"config {str(path)[:300]} cannot be read: {fault}") from None
     return parse_config(text, overrides, name=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config") -> Config:
     """As `load_config`, of text; `name` stands for the file in faults."""
-    parsed, faults = config_text.parse(text, name), list[str]()
-    values = parsed.values
+    written = read_yaml(text, name)
+    values = written.value
     if not isinstance(values, dict):
         raise UsageError(f"{name}: a config is a mapping with the keys {', '.join(Config.model_fields)}; see longshift init")
-    places: dict[tuple, str] = {key: f"{name}:{line}" for key, line in parsed.lines.items()}
-    faults += [f"{name}:{line}: {'.'.join(map(str, key))}: given twice" for key, line in parsed.twice]
+    places = {key: f"{name}:{line}" for key, line in written.lines.items()}
+    faults = [f"{name}:{line}: {'.'.join(map(str, key))}: given twice" for key, line in written.twice]
     for override in overrides:
         key, sign, value = override.partition("=")
         keys = tuple(key.split("."))
         if not sign or not all(keys):
-            faults.append(f"command line: {override!r}: an override is key=value, as in train.lr=2e-5")
-        elif not _put(values, keys, _given(override, value)):
-            faults.append(f"command line: {key}: {'.'.join(keys[:-1])} is not a section")
+            faults.append(f"command line: {shown(override)}: an override is key=value, as in train.lr=2e-5")
+        elif why := not_text(override) or ("more than 32 dots in its key" if len(keys) > 32 else None):
+            faults.append(f"command line: {shown(override)} holds {why}")
+        elif not _put(values, keys, _value(value)):
+            faults.append(f"command line: {key[:80]}: {'.'.join(keys[:-1])[:80]} is not a section")
         else:
             places[keys] = "command line"
             places |= {keys[:n]: "command line" for n in range(1, len(keys)) if keys[:n] not in places}
@@ -52,7 +55,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config")
         config = Config.model_validate(values)
     except ValidationError as fault:
         found = fault.errors(include_url=False)
-        faults += [_describe(error, places, name) for error in found if error["type"] != "default_factory_not_called"]
+        found = [error for error in found if error["type"] != "default_factory_not_called"]
+        faults += [_describe(error, places, name) for error in found[:MOST_FAULTS]] + [""] * len(found[MOST_FAULTS:])
     else:
         place = places.get(("layout",), name)
         for number, part in enumerate(() if isinstance(config.layout, AutoLayout) else config.parts):
@@ -64,19 +68,16 @@ def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config")
         if not faults:
             return config
     count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"
-    raise UsageError("\n  ".join([f"{name}: {count} in the config", *faults]))
+    more = [f"and {len(faults) - MOST_FAULTS} more"] if len(faults) > MOST_FAULTS else []
+    raise UsageError("\n  ".join([f"{name}: {count} in the config", *faults[:MOST_FAULTS], *more]))
 
 
-def _given(override: str, text: str) -> object:
-    """The value of an override: YAML, or the text as it stands where it is not YAML."""
-    if not text.isprintable():
-        raise UsageError(f"command line: {override!r}: a character that cannot be printed")
+def _value(text: str) -> object:
+    """The value of an override: YAML, or the text as it stands where it is none that is read here."""
     try:
-        return config_text.parse(text, "value").values
-    except UsageError as fault:
-        if "is not YAML" in str(fault):
-            return text
-        raise UsageError(f"command line: {override[:80]}: {str(fault).removeprefix('value:1: ')}") from None
+        return read_yaml(text, "command line").value
+    except UsageError:
+        return text
 
 
 def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
@@ -107,7 +108,7 @@ def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     """One fault as `file:line: key: what is wrong and what mends it`."""
     at = tuple(error["loc"])
     place = next((places[at[:n]] for n in range(len(at), -1, -1) if at[:n] in places), name)
-    key = ".".join(map(str, at)) or "config"
+    key = ".".join(str(part)[:80] for part in at) or "config"
     if error["type"] == "extra_forbidden":
         here = key_hint(str(at[-1])) or did_you_mean(str(at[-1]), _fields(at[:-1]))
         return f"{place}: {key}: no such key{here}"
@@ -118,8 +119,8 @@ def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     if error["type"] == "literal_error":
         word = error["input"]
         known = [w.strip(" '") for w in error["ctx"]["expected"].replace(" or ", ",").split(",")]
-        return f"{place}: {key}: {word!r} is not one of {', '.join(known)}{did_you_mean(str(word), known, otherwise='')}"
+        return f"{place}: {key}: {shown(word)} is not one of {', '.join(known)}{did_you_mean(str(word), known, otherwise='')}"
     if error["type"] in ("model_type", "model_attributes_type"):
         return f"{place}: {key}: must be a section with the keys {', '.join(_fields(at))}"
     message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{place}: {key}: {message}, not {error['input']!r}"
+    return f"{place}: {key}: {message}, not {shown(error['input'])}"

@@ -15,7 +15,8 @@ from pydantic import (
 )
 
 from longshift.errors import UsageError
-from longshift.layout.layout import MOST_TOKENS, Layout, parse_size
+from longshift.files import absolute
+from longshift.layout.layout import MOST_SIZE, Layout, parse_size
 from longshift.planner.asked import AutoLayout
 from longshift.spec.families import preset, read_spec
 from longshift.spec.model import ModelSpec
@@ -47,14 +48,7 @@ def layout_out(value: "Layout | tuple[Edge, ...] | AutoLayout") -> object:
 
 
 def _absolute(value: object) -> object:
-    if not isinstance(value, str) or not value:
-        return value
-    if "\0" in value or len(value) > 4000 or any(len(part.encode()) > 255 for part in value.split("/")):
-        raise ValueError(f"{value[:60]!r}... is no path: a name has at most 255 bytes, a path 4,000, and none is zero")
-    try:
-        return str(Path(value).expanduser().absolute())
-    except (RuntimeError, UnicodeEncodeError) as fault:
-        raise ValueError(f"{value!r} is no path here: {fault}") from None
+    return absolute(value) if isinstance(value, str) and value else value
 
 
 def _number(value: object) -> object:
@@ -72,9 +66,11 @@ def some_sources(value: object) -> object:
 
 Decay = Literal["cosine", "linear", "constant"]
 Learn = Literal["assistant", "last", "all"]
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, le=MOST_TOKENS, strict=True)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, le=MOST_SIZE, strict=True)]
 Number = Annotated[float, BeforeValidator(_number)]
-Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=MOST_TOKENS, strict=True)]
+Seconds = Annotated[Number, Field(gt=0, le=1e7)]  # four months; clocks of collectives take no centuries
+Rate = Annotated[Number, Field(le=1e6)]  # a step by more leaves fp32
+Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=MOST_SIZE, strict=True)]
 PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
 Layouts = Annotated[Layout | tuple[Edge, ...] | AutoLayout, PlainValidator(_parse_layout), PlainSerializer(layout_out)]
 

@@ -59,3 +59,11 @@ def did_you_mean(word: str, known: Iterable[str], most: int = 1, least_alike: fl
     if close := nearest(word, known, most, least_alike):
         return f"; did you mean {' or '.join(map(repr, close))}?"
     return f"; {otherwise}: {', '.join(known)}" if otherwise else ""
+
+
+def shown(value: object, most: int = 120) -> str:
+    """A value as it is told in a message: its repr, whose middle is left out where it is long."""
+    if isinstance(value, int) and abs(value) >= 10**most:
+        return f"a number of more than {most} digits"
+    text = repr(value)
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 4 :]}"

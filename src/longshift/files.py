@@ -41,3 +41,25 @@ def rewrite(path: Path, text: str) -> None:
     fresh = path.with_name(f".{path.name}-{os.getpid()}")
     fresh.write_text(text, encoding="utf-8")
     os.replace(fresh, path)
+
+
+def absolute(path: str) -> str:
+    """A path from the working directory and with `~` filled in, made absolute. Raises ValueError where no file can have that name."""
+    try:
+        found = str(Path(path).expanduser().absolute())
+    except RuntimeError:
+        raise ValueError(f"{path[:80]!r}: there is no such user; write the path out, or ./~... for a name that begins so") from None
+    if any(len(os.fsencode(part)) > 255 for part in found.split(os.sep)) or len(os.fsencode(found)) > 4095:
+        raise ValueError(f"{path[:80]!r}... has {len(path)} characters: a name has at most 255 bytes, and a path 4095")
+    return found
+
+
+def read_small(path: Path, most_bytes: int) -> str:
+    """The text of a file that a person or a small program wrote. Raises OSError and ValueError: no plain file, too large, or not UTF-8."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no plain file")
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes} bytes; is this the right file?")
+    return data.decode()

@@ -135,7 +135,7 @@ def test_bad_dataset_folders_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"one/data-.*\.arrow: cannot be read as an Arrow stream"):
         texts(Source(path=str(tmp_path / "one")))
     (tmp_path / "one" / "state.json").write_text("{")
-    with pytest.raises(DataError, match=r"one/state\.json: does not name the files of a dataset"):
+    with pytest.raises(DataError, match=r"one/state\.json: _data_files does not name the files of a dataset"):
         texts(Source(path=str(tmp_path / "one")))
 
 

@@ -68,8 +68,8 @@ def test_the_resolved_config_reads_back_as_itself(lr, steps, pack, clip, layout)
 
 
 @pytest.mark.parametrize("key", ["lr", "clip", "eps", "weight_decay", "min_lr"])
-def test_true_is_no_number(key):
-    (line,) = faults(GOOD, f"train.{key}=true")
+def test_yes_is_no_number(key):
+    (line,) = faults(GOOD, f"train.{key}=yes")
     assert line.endswith(f"train.{key}: a number is needed, and YAML reads this as true")
 
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from longshift.config_parts import Learn, Source
 from longshift.data.chat import TOOLS, BadRecord, completed, conversation
 from longshift.data.template import ChatTemplate, Span
-from longshift.errors import DataError, nearest
+from longshift.errors import DataError, nearest, shown
 
 Format = Literal["jsonl", "parquet", "text", "dataset", "python"]
 
@@ -216,25 +216,37 @@ def _streams(state: Path) -> list[str]:
     try:
         names = [part["filename"] for part in json.loads(state.read_bytes())["_data_files"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{state}: does not name the files of a dataset: {type(error).__name__}: {error}") from error
+        raise DataError(f"{state}: _data_files does not name the files of a dataset: {type(error).__name__}: {error}") from error
     for name in names:
         if not isinstance(name, str) or not name or name.startswith(".") or "\0" in name or Path(name).name != name:
-            raise DataError(f"{state}: {str(name)[:80]!r} is no name of a file in the folder")
+            raise DataError(f"{state}: _data_files: {shown(name)} is no name of a file in the folder")
     return names
 
 
 def _stream(file: File, path: Path) -> Iterator[pa.RecordBatch]:
-    """The batches of an Arrow stream, every offset and character of which is checked: a wrong one would read other memory."""
+    """The batches of an Arrow stream."""
     try:
         with pa.memory_map(str(path)) as data, pa.ipc.open_stream(data) as stream:
             columns = _columns(file, stream.schema.names)
             for batch in stream:
                 chosen = batch.select(columns)
-                chosen.validate(full=True)
                 for at in range(0, len(chosen), _ROWS):
                     yield chosen.slice(at, _ROWS)
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as an Arrow stream: {error}") from error
+
+
+def _check_sound(column: pa.Array) -> None:
+    """Raises ArrowInvalid where offsets of a column lead out of it: the file is damaged, and reading on would end the process. Whether
+    strings are UTF-8 is seen later, row by row."""
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        column = column.cast(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
 
 
 def _columns(file: File, known: Sequence[str]) -> list[str]:
@@ -265,6 +277,7 @@ def _rows(file: File, batches: Iterator[pa.RecordBatch]) -> Iterator[Record]:
 
 def _values(file: File, name: str, column: pa.Array, row: int) -> list[object]:
     """The values of a column from a row on; those of a column of strings as bytes."""
+    _check_sound(column)
     if isinstance(column, pa.DictionaryArray):
         column = column.dictionary_decode()
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):

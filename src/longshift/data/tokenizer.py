@@ -13,8 +13,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from longshift.config_parts import Source
 from longshift.data.sources import Text, files, read
-from longshift.errors import DataError
+from longshift.data.trial import why_not
+from longshift.errors import DataError, shown
 from longshift.files import publish
+from longshift.written import not_text
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -76,9 +78,16 @@ class Tokenizer:
 
 
 def load(path: Path | str) -> Tokenizer:
-    """Read `tokenizer.json`, given itself or its folder, and the end-of-text token that lies beside it. Raises DataError."""
+    """Read `tokenizer.json`, given itself or its folder, and the end-of-text token that lies beside it, once it has been tried in another
+    process. Raises DataError."""
     given = Path(path).expanduser()
     at = given / "tokenizer.json" if given.is_dir() else given
+    if at.is_file() and (why := why_not(at)):
+        raise DataError(f"{at}: cannot be read as a tokenizer: {why}")
+    return _open(at)
+
+
+def _open(at: Path) -> Tokenizer:
     try:
         data = at.read_bytes()
         core = tokenizers.Tokenizer.from_str(data.decode())
@@ -109,7 +118,7 @@ def project_tokenizer(cache: Path | str, vocab: int = 4096) -> Tokenizer:
             raise
         except Exception as error:  # the library raises bare Exception where it cannot write
             raise DataError(f"{target}: cannot write the tokenizer: {getattr(error, 'strerror', None) or error}") from error
-    return load(target)
+    return _open(target / "tokenizer.json")
 
 
 def train(texts: Iterator[str], vocab: int) -> tokenizers.Tokenizer:
@@ -157,12 +166,12 @@ def _end_of_text(core: tokenizers.Tokenizer, at: Path) -> int:
         except (ValueError, AttributeError, OSError, RecursionError) as error:
             raise DataError(f"{config}: cannot be read: {error}") from error
         token = token.get("content") if isinstance(token, dict) else token
-        if token is not None and not isinstance(token, str):
-            raise DataError(f"{config}: eos_token holds {type(token).__name__}, where a token is needed")
+        if (token is not None and not_text(str(token))) or not isinstance(token, str | None):
+            raise DataError(f"{config}: eos_token {shown(token)} is not a text")
         if token is not None:
             eos = core.token_to_id(token)
             if eos is None:
-                raise DataError(f"{config}: eos_token {token!r} is not a token of {at}")
+                raise DataError(f"{config}: eos_token {shown(token)} is not a token of {at}")
             return eos
     eos = core.token_to_id(END_OF_TEXT)
     if eos is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from longshift.errors import UsageError, did_you_mean, nearest
+from longshift.errors import UsageError, did_you_mean, nearest, shown
 from longshift.other_tools import layout_hint
 from longshift.spec.model import share
 
@@ -50,7 +50,8 @@ _FLAGS = {
     "chunk-auto": ("chunk", AUTO),
 }
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-MOST_RANKS, MOST_TOKENS = 1 << 20, 1 << 50  # more than anybody has: what is beyond is a slip of the hand
+MOST_RANKS = 1 << 20  # ten times the largest cluster
+MOST_SIZE = 1 << 40  # tokens, bytes or steps that a person writes: more than any corpus, memory or run has, and exact as a float
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,9 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Read the text form. Raises UsageError that names the bad word and the nearest good one."""
+        if len(text) > 1000 or (digits := re.search(r"\d{14}", text)):
+            what = f"{shown(digits[0])}... is more than any degree or number of tokens" if len(text) <= 1000 else f"{len(text)} characters"
+            raise UsageError(f"layout {shown(text)}: {what}; write one such as dp2.tp2")
         values: dict[str, object] = {}
         for word in text.strip().split("."):
             match = re.fullmatch(r"(dp|pp|tp|u|ring|z|v|every)(\d+)(?::(\d+(?:-\d+)*))?", word)
@@ -110,23 +114,25 @@ class Layout:
                     values["stages"] = tuple(int(n) for n in match[3].split("-"))
                 if name == "zero" and number > 3:
                     raise UsageError(f"layout {text!r}: z{number} does not exist; {ZERO_MEANING}")
-                if name != "zero" and not 1 <= number <= MOST_RANKS:
-                    raise UsageError(f"layout {text!r}: {word!r}: a degree is 1 to {MOST_RANKS:,}")
+                if name != "zero" and number < 1:
+                    raise UsageError(f"layout {text!r}: {word!r}: a degree is at least 1")
                 value: object = number
             elif word in _FLAGS:
                 name, value = _FLAGS[word]
             elif match := re.fullmatch(r"chunk(\d+)([KMG]?)", word):
                 name, value = "chunk", int(match[1]) * UNITS.get(match[2], 1)
-                if not 1 <= value <= MOST_TOKENS:
-                    raise UsageError(f"layout {text!r}: {word!r}: a chunk has 1 to {format_size(MOST_TOKENS)} tokens")
+                if not value:
+                    raise UsageError(f"layout {text!r}: {word!r}: a chunk has at least one token")
             else:
                 raise UsageError(f"layout {text!r}: {word!r} is not a layout word{_nearest(word)}")
             if name in values:
                 raise UsageError(f"layout {text!r}: {word!r} sets {name} a second time")
             values[name] = value
         found = cls(**values)  # pyright: ignore[reportArgumentType]
-        if found.world > MOST_RANKS:
-            raise UsageError(f"layout {text!r} has {found.world:,} ranks, and {MOST_RANKS:,} are the most")
+        if max(found.world, found.virtual, found.every) > MOST_RANKS or found.chunk > MOST_SIZE:
+            raise UsageError(
+                f"layout {text!r}: at most {MOST_RANKS} ranks, model chunks and blocks of every, and {MOST_SIZE} tokens of a chunk"
+            )
         return found
 
     def __str__(self) -> str:
@@ -226,7 +232,7 @@ def parse_size(value: object) -> object:
     except ValueError:
         size = 0.5
     if not size.is_integer():
-        raise ValueError(f"{value!r} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are binary)")
+        raise ValueError(f"{shown(value)} is not a whole number; write one such as 4096, 4K, 1M (K, M, G are binary)")
     return int(size)
 
 

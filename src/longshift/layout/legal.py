@@ -138,8 +138,9 @@ def _stages(layout: Layout, layers: int) -> Iterator[str]:
     if min(layout.stages) < 1:
         wrong.append("a stage without a block")
     if wrong:
-        equal = "-".join(str(stop - start) for start, stop in (share(layers, count, i) for i in range(count)))
-        yield f"pp{layout.pp}:{given} has {' and '.join(wrong)}" + (f": try pp{layout.pp}:{equal}" if count <= layers else "")
+        sizes = [share(layers, count, i) for i in range(count if count <= layers else 0)]
+        equal = "-".join(str(stop - start) for start, stop in sizes)
+        yield f"pp{layout.pp}:{given} has {' and '.join(wrong)}" + (f": try pp{layout.pp}:{equal}" if equal else "")
 
 
 def _streaming(layout: Layout) -> Iterator[str]:

@@ -41,6 +41,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 # Buffers that older checkpoints carry: GPT-2's causal mask, Llama's rotary frequencies.
 _BUFFER = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _ROW_BLOCK = 4096
+MOST_FAULTS = 50  # that are listed
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class WeightFolder:
         tied_head = stored.pop("lm_head.weight", None) if spec.tied else None
         faults += [f"unexpected  {name} in {path.name}" for name, path in stored.items() if not _BUFFER.search(name)]
         if faults:
-            raise CheckpointError(f"{folder} does not hold the weights of its config.json:\n  " + "\n  ".join(faults))
+            told = faults[:MOST_FAULTS] + [f"and {len(faults) - MOST_FAULTS} more"] * (len(faults) > MOST_FAULTS)
+            raise CheckpointError(f"{folder} does not hold the weights of its config.json:\n  " + "\n  ".join(told))
         if tied_head:
             self._check_tied(spec, tied_head)
 
@@ -206,10 +208,12 @@ def _weight_files(folder: Path) -> list[Path]:
         files = [folder / name for name in names]
         missing = [path.name for path in files if not path.is_file()]
         if missing:
-            raise CheckpointError(f"{folder}: {INDEX} names {len(missing)} of {len(files)} files that are missing: {', '.join(missing)}")
-        return files
+            raise CheckpointError(
+                f"{folder}: {INDEX} names {len(missing)} of {len(files)} files that are missing: {', '.join(missing[:20])}"
+            )
+        return [_inside(folder, file) for file in files]
     if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
+        return [_inside(folder, folder / "model.safetensors")]
     if pickles := sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*")):
         raise CheckpointError(
             f"{folder} holds its weights as pickles ({', '.join(pickles[:3])}), which can run any code and are never opened here; "
@@ -218,6 +222,15 @@ def _weight_files(folder: Path) -> list[Path]:
             f".save_pretrained('{folder}-safetensors')\""
         )
     raise CheckpointError(f"{folder} holds neither model.safetensors nor {INDEX}")
+
+
+def _inside(folder: Path, file: Path) -> Path:
+    """The file, where it lies in the folder, or where the cache of the Hugging Face hub keeps what its snapshots link to. Raises
+    CheckpointError for a link to elsewhere."""
+    target, home = file.resolve(), folder.resolve()
+    if target.parent not in (home, home.parent.parent / "blobs"):
+        raise CheckpointError(f"{file} is a link out of its folder, to {target}: copy the file there, or name the folder that holds it")
+    return file
 
 
 def _open(path: Path) -> Any:

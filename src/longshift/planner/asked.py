@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longshift.errors import UsageError, did_you_mean
+from longshift.errors import UsageError, did_you_mean, shown
+from longshift.layout.layout import MOST_RANKS
 
 DEGREES = ("tp", "u", "ring", "dp", "pp", "v", "z")  # words of a layout whose numbers can be fixed
 
@@ -26,15 +27,15 @@ class AutoLayout:
             raise UsageError("write layout: auto, or layout: {auto: {ranks: 8, tp: [1, 2, 4]}}")
         asked = value["auto"] or {}
         if not isinstance(asked, Mapping):
-            raise UsageError(f"auto: {asked!r}: write what is fixed, as in {{auto: {{ranks: 8, tp: [1, 2, 4]}}}}")
+            raise UsageError(f"auto: {shown(asked)}: write what is fixed, as in {{auto: {{ranks: 8, tp: [1, 2, 4]}}}}")
         known = ("ranks", *DEGREES)
         for word in asked:
             if word not in known:
-                raise UsageError(f"auto: {word}: nothing that can be fixed{did_you_mean(str(word), known)}")
+                raise UsageError(f"auto: {str(word)[:80]}: nothing that can be fixed{did_you_mean(str(word), known)}")
         fixed = tuple((word, _numbers(word, asked[word])) for word in DEGREES if word in asked)
         ranks = _numbers("ranks", asked["ranks"]) if "ranks" in asked else ()
         if len(ranks) > 1:
-            raise UsageError(f"auto: ranks: one number, not {asked['ranks']!r}")
+            raise UsageError(f"auto: ranks: one number, not {shown(asked['ranks'])}")
         return cls(next(iter(ranks), None), fixed)
 
     def to_json(self) -> Any:
@@ -47,7 +48,9 @@ class AutoLayout:
 def _numbers(word: str, value: object) -> tuple[int, ...]:
     given = value if isinstance(value, list | tuple) else [value]
     least = 0 if word == "z" else 1
-    found = [one for one in given if isinstance(one, int) and not isinstance(one, bool) and one >= least]
+    found = [one for one in given if isinstance(one, int) and not isinstance(one, bool) and least <= one <= MOST_RANKS]
     if not found or len(found) < len(given):
-        raise UsageError(f"auto: {word}: {value!r}: write a number or a list of numbers from {least} on, as in {word}: [1, 2, 4]")
+        raise UsageError(
+            f"auto: {word}: {shown(value)}: write a number or a list of numbers from {least} to {MOST_RANKS}, as in {word}: [1, 2, 4]"
+        )
     return tuple(sorted(set(found)))

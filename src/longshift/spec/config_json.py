@@ -6,6 +6,8 @@ Every key is read, or known to leave the function of the weights alone, or refus
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from longshift.errors import shown
+
 _ACTIVATION = {"silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _DROPOUT = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "residual_dropout", "dropout")
 
@@ -57,6 +59,11 @@ _NEEDS: Mapping[str, tuple[Any, str]] = {
 }
 
 
+MOST = 1 << 31  # of every number of a model: the ids of tensors of that width are 32 bits
+MOST_BLOCKS = 1 << 12  # lists of blocks are walked, and no model has a tenth of them
+MOST_NUMBER = 1e15  # and its inverse: fp32 squares them
+
+
 class Reader:
     """Takes typed values out of a config (mutable: it gathers what was asked for and what is wrong). A value that is refused is
     replaced by a harmless one, so that all faults are found and raised together."""
@@ -68,7 +75,7 @@ class Reader:
         self.dropout: dict[str, float] = {}
 
     def fault(self, key: str, value: object, why: str) -> None:
-        self.faults.append(f"{self.where}{key} = {value!r}: {why}")
+        self.faults.append(f"{self.where}{str(key)[:80]} = {shown(value)}: {why}")
 
     def value(self, key: str, default: Any, good: Callable[[Any], bool], why: str) -> Any:
         """`config[key]` if `good(value)`; absent or null means `default`."""
@@ -81,17 +88,18 @@ class Reader:
             return default
         return value
 
-    def size(self, key: str, default: int | None = None) -> int:
-        return self._positive(key, default, (int,), "must be a positive whole number")
+    def size(self, key: str, default: int | None = None, most: int = MOST) -> int:
+        return self._positive(key, default, (int,), 1, most, f"must be a positive whole number, at most {most}")
 
     def number(self, key: str, default: float | None = None) -> float:
-        return self._positive(key, default, (int, float), "must be a positive number")
+        why = f"must be a positive number, from {1 / MOST_NUMBER:g} to {MOST_NUMBER:g}"
+        return self._positive(key, default, (int, float), 1 / MOST_NUMBER, MOST_NUMBER, why)
 
-    def _positive(self, key: str, default: Any, kinds: tuple[type, ...], why: str) -> Any:
+    def _positive(self, key: str, default: Any, kinds: tuple[type, ...], least: float, most: float, why: str) -> Any:
         """Required where there is no default."""
         if default is None and self.config.get(key) is None:
             self.fault(key, None, "is required")
-        return self.value(key, default or 1, lambda v: type(v) in kinds and v > 0, why)
+        return self.value(key, default or 1, lambda v: type(v) in kinds and least <= v <= most, why)
 
     def flag(self, key: str, default: bool) -> bool:
         return self.value(key, default, lambda v: isinstance(v, bool), "must be true or false")
@@ -106,7 +114,7 @@ class Reader:
         ]
 
     def no_dropout(self, key: str, default: float = 0.0) -> None:
-        rate = self.value(key, default, lambda v: type(v) in (int, float), "must be a number")
+        rate = self.value(key, default, lambda v: type(v) in (int, float) and 0 <= v <= 1, "must be a number from 0 to 1")
         if rate:
             self.dropout[key] = rate
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from longshift.errors import UsageError, did_you_mean
+from longshift.errors import UsageError, did_you_mean, shown
+from longshift.files import read_small
 from longshift.other_tools import family_hint
-from longshift.spec.config_json import Reader
+from longshift.spec.config_json import MOST_BLOCKS, Reader
 from longshift.spec.model import ModelSpec, Rope
 
 
@@ -48,6 +49,8 @@ class Family:
     window_every: int = 6
     caps: tuple[float, float] | None = None
 
+
+MOST_BYTES = 1 << 20  # of a config.json: labels of a classifier are the longest that there is
 
 _GPT2_ALWAYS: Mapping[str, Any] = {
     "norm": "layer",
@@ -97,11 +100,13 @@ def read_spec(folder: Path) -> ModelSpec:
     """The model of a Hugging Face folder, from its `config.json`. Raises UsageError."""
     file = folder / "config.json"
     try:
-        found = json.loads(file.read_text("utf-8"))
-    except OSError:
+        found = json.loads(read_small(file, MOST_BYTES))
+    except FileNotFoundError:
         raise UsageError(f"{folder} holds no config.json; a model path is a Hugging Face folder on this machine") from None
-    except ValueError as fault:
-        raise UsageError(f"{file} is not JSON: {fault}") from None
+    except OSError as fault:
+        raise UsageError(f"{str(file)[:300]} cannot be read: {fault.strerror}") from None
+    except (ValueError, RecursionError) as fault:
+        raise UsageError(f"{file} is not JSON that can be read: {fault}") from None
     if not isinstance(found, dict):
         raise UsageError(f"{file} must hold a JSON object")
     return from_hugging_face(found, str(file))
@@ -112,15 +117,15 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
 
     Dropout that a config asks for is not applied here; a UserWarning says so.
     """
-    name = str(config.get("model_type"))
-    if name not in FAMILIES:
-        hint = family_hint(name) or did_you_mean(name, FAMILIES, otherwise="supported")
-        raise UsageError(f"{file}: model_type {name!r} is not a supported model family{hint}")
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        hint = family_hint(str(name)) or did_you_mean(str(name), FAMILIES, otherwise="supported")
+        raise UsageError(f"{file}: model_type {shown(name)} is not a supported model family{hint}")
     reader, family = Reader(config), FAMILIES[name]
     reader.known |= {"model_type", "architectures"}
     whole = family.architecture
     expected = (whole, whole.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model"))
-    for asked in config.get("architectures") or ():
+    for asked in reader.value("architectures", [], lambda v: isinstance(v, list), "must be a list of one name"):
         if asked not in expected:
             reader.fault("architectures", asked, f"supported for {name}: {' and '.join(expected)}")
     values = _gpt2(reader, family) if name == "gpt2" else _llama_like(reader, family)
@@ -163,7 +168,7 @@ def preset(name: str) -> ModelSpec:
 
 
 def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
-    width, layers, heads = read.size("hidden_size"), read.size("num_hidden_layers"), read.size("num_attention_heads")
+    width, layers, heads = read.size("hidden_size"), read.size("num_hidden_layers", most=MOST_BLOCKS), read.size("num_attention_heads")
     head_width = read.size("head_dim", family.head_width or width // heads or 1)
     absent = heads if "num_key_value_heads" in read.config else family.kv_heads or heads
     kv_heads = read.size("num_key_value_heads", absent)
@@ -209,7 +214,7 @@ def _llama_like(read: Reader, family: Family) -> dict[str, Any]:
 def _window_rope(read: Reader) -> Rope:
     """Gemma 3's rotary embedding of blocks with a window."""
     theta = float(read.number("rope_local_base_freq", 10000.0))
-    nested = "sliding_attention" in (read.config.get("rope_parameters") or {})
+    nested = isinstance(read.config.get("rope_parameters"), Mapping) and "sliding_attention" in read.config["rope_parameters"]
     return _rope(read, theta, "sliding_attention") if nested else Rope(theta)
 
 
@@ -264,7 +269,7 @@ def _rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rope:
     kinds = ("default", "linear", "llama3", "yarn")
     why = f"supported: {', '.join(kinds)}; set {key} to null to train without it"
     names = [name for name in ("rope_type", "type") if found.get(name) is not None] or ["rope_type"]
-    asked = [inner.value(name, "default", lambda v: v in kinds, why) for name in names]
+    asked = [inner.value(name, "default", lambda v: isinstance(v, str) and v in kinds, why) for name in names]
     if inner.faults:
         read.faults += inner.faults
         return Rope()
@@ -335,7 +340,7 @@ def _nope_every(read: Reader, family: Family, layers: int) -> int:
 def _window(read: Reader, family: Family, layers: int) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window, or None, and the blocks that have none although others do."""
     types = read.value("layer_types", None, lambda v: isinstance(v, list) and len(v) == layers, f"must name {layers} layers")
-    if set(types or ()) - {"sliding_attention", "full_attention"}:
+    if any(not isinstance(kind, str) for kind in types or ()) or set(types or ()) - {"sliding_attention", "full_attention"}:
         read.fault("layer_types", types, "supported: sliding_attention and full_attention")
         types = None
     window = read.size("sliding_window", family.window_size) if read.config.get("sliding_window", family.window_size) is not None else None
@@ -378,7 +383,7 @@ def _gpt2(read: Reader, family: Family) -> dict[str, Any]:
     return {
         "vocab": read.size("vocab_size"),
         "width": width,
-        "layers": read.size("n_layer"),
+        "layers": read.size("n_layer", most=MOST_BLOCKS),
         "heads": heads,
         "kv_heads": heads,
         "head_width": width // heads,

@@ -34,6 +34,8 @@ def stretched(
     factor = max(1.0, max_len / positions) if factor is None else factor
     if kind == "dynamic":
         width = spec.rotary_width
+        if width <= 2:
+            raise UsageError("type: dynamic keeps the fastest channel as it is, and this model turns one pair alone; use type: linear")
         return replace(spec, rope=Rope(rope.theta * factor ** (width / (width - 2))))
     made = Rope(rope.theta, kind, factor)
     if kind == "llama3":

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from longshift.errors import UsageError, did_you_mean
-from longshift.layout.layout import MOST_TOKENS, Layout, format_size, parse_size
+from longshift.errors import UsageError, did_you_mean, shown
+from longshift.layout.layout import MOST_SIZE, Layout, format_size, parse_size
 from longshift.spec.model import ModelSpec
 from longshift.workload.packs import cost, pack, shares
 
@@ -76,15 +76,15 @@ def parse_edges(items: Sequence[object]) -> tuple[Edge, ...]:
 def _parse_edge(item: object) -> Edge:
     needed = ("upto", "use")
     if not isinstance(item, dict):
-        raise UsageError(f"{item!r}: a group has the keys upto and use, as in {{upto: 4K, use: dp4}}")
+        raise UsageError(f"{shown(item)}: a group has the keys upto and use, as in {{upto: 4K, use: dp4}}")
     for key in item:
         if key not in (known := (*needed, "pack")):
-            raise UsageError(f"{key}: no such key of a group{did_you_mean(str(key), known)}")
+            raise UsageError(f"{str(key)[:80]}: no such key of a group{did_you_mean(str(key), known)}")
     for key in needed:
         if key not in item:
-            raise UsageError(f"{item}: a group needs {key}, as in {{upto: 4K, use: dp4}}")
+            raise UsageError(f"{shown(item)}: a group needs {key}, as in {{upto: 4K, use: dp4}}")
     if not isinstance(item["use"], str):
-        raise UsageError(f"use: {item['use']!r} is not a layout, such as dp2.tp2")
+        raise UsageError(f"use: {shown(item['use'])} is not a layout, such as dp2.tp2")
     pack = _tokens("pack", item["pack"]) if "pack" in item else 0
     return Edge(_tokens("upto", item["upto"]), Layout.parse(item["use"]), pack)
 
@@ -94,8 +94,9 @@ def _tokens(key: str, value: object) -> int:
         size = parse_size(value)
     except ValueError as fault:
         raise UsageError(f"{key}: {fault}") from None
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_TOKENS:
-        raise UsageError(f"{key}: {value!r} is not a number of tokens, such as 4K")
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_SIZE:
+        most = f" of at most {MOST_SIZE}" if isinstance(size, int) and size > MOST_SIZE else ""
+        raise UsageError(f"{key}: {shown(value)} is not a number of tokens{most}, such as 4K")
     return size
 
 
