@@ -19,6 +19,7 @@ from pathlib import Path
 
 from longshift import errors
 from longshift.config import Config
+from longshift.config_file import load_config
 from longshift.errors import LongshiftError
 from longshift.layout.layout import AUTO
 from longshift.planner.asked import AutoLayout
@@ -26,13 +27,18 @@ from longshift.train.metrics import MetricsLog, StepMetrics
 from longshift.train.run_folder import RunFolder, prepare
 
 
-def train(config: Config, *, resume: bool = False) -> Iterator[StepMetrics]:
-    """Run, and yield each step's metrics; checkpoints and the run folder are looked after.
+def train(config: Config | str | Path, *overrides: str, resume: bool = False) -> Iterator[StepMetrics]:
+    """Run a config, or a config file with `overrides` such as "train.lr=2e-5", and yield each step's metrics; checkpoints and the run
+    folder are looked after.
 
     In a process that torchrun started, this is one rank of the run. Elsewhere a layout of several ranks runs in local worker
     processes; leaving the loop early lets them finish the step and save. Raises LongshiftError."""
     from longshift.dist.world import launched, own_rank
 
+    if not isinstance(config, Config):
+        config = load_config(config, overrides)
+    elif overrides:
+        raise errors.UsageError("overrides are of a config file: ls.train('run.yaml', 'train.lr=2e-5')")
     if isinstance(config.layout, AutoLayout):
         yield from _run_workers(config, resume)
         return

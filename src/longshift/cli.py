@@ -34,8 +34,8 @@ from longshift.planner.asked import AutoLayout
 from longshift.spec.formats import PrecisionName
 from longshift.starter import starter, write_new
 from longshift.stream.trace import writable
-from longshift.train.interrupt import Interrupt
-from longshift.train.metrics import Display, read_or_not
+from longshift.train.interrupt import ENDING, Interrupt
+from longshift.train.metrics import Display, open_streams, read_or_not
 from longshift.train.plan_file import PlanFile
 from longshift.train.planned import chosen, keep, show, write_config, write_trace
 from longshift.train.printed import farewell, peaks_and_differences, show_check, show_corpus
@@ -88,14 +88,15 @@ def train(
     config: File,
     /,
     *overrides: Overrides,
-    resume: Annotated[bool, Parameter(help="continue from the newest checkpoint in save.dir")] = False,
+    resume: Annotated[bool, Parameter(help="continue from the newest checkpoint in save.dir; --resume=auto: if there is one")] = False,
+    resume_auto: Annotated[bool, Parameter(show=False)] = False,
     explain: Annotated[bool, Parameter(help="say what a step will insert, prune, move and need, and stop")] = False,
     trace: Annotated[Path | None, Parameter(help="a file for what rank 0 plays in its first step, to open in ui.perfetto.dev")] = None,
     json: Json = False,
 ) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment."""
     run, plan = _planned(load_config(config, overrides))
-    run = _with_chunks(run)
+    run, resume = _with_chunks(run), resume or (resume_auto and RunFolder(Path(run.save.dir)).begun())
     if explain:
         per_node = _per_node(run.world)
         links = profile_of_host(per_node, -(-run.world // per_node))
@@ -111,8 +112,7 @@ def train(
     if rank == 0:
         keep(plan, folder.path, resume)
     if world is not None or run.world == 1:
-        # torchrun ends the others by SIGTERM when one rank fails, a scheduler a rank that is alone when its time is over
-        stop = Interrupt() if world is not None else Interrupt(signal.SIGTERM, say=_say)
+        stop = Interrupt(*ENDING, say=_say if rank == 0 else lambda line: None)
         _run_told(run, folder, rank, resume, json, stop, trace)
     else:
         _open_corpus(run, verify=False)  # the ranks do
@@ -120,7 +120,7 @@ def train(
 
         flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
         command = [sys.executable, "-m", "longshift.cli", "worker", str(folder.path), *flags]
-        launch(command, run.world, folder, say=_say, frozen_s=run.train.frozen)
+        launch(command, run.world, folder, say=_say, frozen_s=run.train.frozen, crowded=run.train.crowded)
     finished = True
     if rank == 0:
         with read_or_not():
@@ -415,14 +415,21 @@ def _per_node(ranks: int) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"longshift: {line}", file=sys.stderr, flush=True)
+    with read_or_not():
+        print(f"longshift: {line}", file=sys.stderr, flush=True)
+
+
+def words(line: list[str]) -> list[str]:
+    """A command line as the parser takes it: a flag has no value."""
+    return ["--resume-auto" if word == "--resume=auto" else word for word in line]
 
 
 def main() -> None:
     """Entry point: run the command, turn its failure into one message and an exit code."""
+    open_streams()
     try:
         with read_or_not():
-            app(sys.argv[1:], exit_on_error=False, print_error=False)
+            app(words(sys.argv[1:]), exit_on_error=False, print_error=False)
     except (LongshiftError, CycloptsError) as fault:
         code = fault.exit_code if isinstance(fault, LongshiftError) else UsageError.exit_code
         if "--json" in sys.argv:

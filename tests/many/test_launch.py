@@ -4,6 +4,7 @@ that need no torch do without it, and start in a tenth of a second."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from longshift.data.tokenizer import train as train_tokenizer
 from longshift.dist.world import World
 from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerError, UsageError
 from longshift.train import loop
+from longshift.train.interrupt import ENDING
 from longshift.train.launch import launch, rank_error
 from longshift.train.metrics import read_rows
 from longshift.train.run_folder import Cause, RunFolder, as_error, read_causes, root_cause, write_cause
@@ -162,7 +164,7 @@ while not (asked and len(sys.argv) == 2): time.sleep(0.02)
 """
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), *((number, number.name) for number in ENDING)])
 def test_once_lets_every_rank_save(folder, number, name):
     with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3, number=number):
         said = run(folder, WAITS_FOR_INTERRUPT)
@@ -170,7 +172,7 @@ def test_once_lets_every_rank_save(folder, number, name):
     assert said == [f"finishing this step, then saving; {name} again stops at once"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *ENDING])
 def test_twice_stops_at_once(folder, number):
     handler = signal.getsignal(number)
     start = time.monotonic()
@@ -179,6 +181,29 @@ def test_twice_stops_at_once(folder, number):
     assert time.monotonic() - start < 5
     assert not list(folder.path.glob("saved-*"))
     assert signal.getsignal(number) is handler
+
+
+def test_under_torchrun_sigterm_saves(tmp_path):
+    """As a scheduler sends it, to torchrun, which passes it on."""
+    (tmp_path / "text.txt").write_text(Path(json.__file__).read_text())
+    train_tokenizer(iter([Path(json.__file__).read_text()]), 300).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "run.yaml").write_text(CONFIG.format(place=tmp_path, steps=5000, layout="dp2"))
+    command = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    command = [sys.executable, *command, "-m", "longshift.cli", "train", str(tmp_path / "run.yaml")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
+        deadline = time.monotonic() + 60
+        while len(read_rows(tmp_path / "run/metrics.jsonl")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        child.send_signal(signal.SIGTERM)
+        _, said = child.communicate(timeout=40)
+    done = read_rows(tmp_path / "run/metrics.jsonl")[-1]["step"]
+    assert (tmp_path / "run/LATEST").read_text() == f"step-{done}\n", said
+    assert "finishing this step, then saving; SIGTERM again stops at once" in said
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def cause(rank: int, kind: str, time_s: float, trace: str = "") -> Cause:

@@ -28,6 +28,7 @@ import longshift as ls
 from longshift import cli
 from longshift.config_file import load_config, parse_config
 from longshift.data.tokenizer import train as train_tokenizer
+from longshift.errors import UsageError
 from longshift.explain import shape_of
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
@@ -35,6 +36,7 @@ from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.state.checkpoint import _render
 from longshift.train import loop
+from longshift.train.interrupt import ENDING
 from longshift.train.metrics import Display, MetricsLog, StepMetrics, read_rows
 
 REPOSITORY = Path(__file__).parents[2]
@@ -78,7 +80,7 @@ def place(corpus, tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def longshift(monkeypatch, capsys):
     """Run a command line in this process: exit code, standard output, standard error."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -292,7 +294,7 @@ def test_errors_in_json_are_json(place, longshift):
     assert "train.lr" in fault["error"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *ENDING])
 def test_ctrl_c_or_a_scheduler_finishes_the_step_and_saves(place, longshift, monkeypatch, number):
     from longshift.train import metrics
 
@@ -307,10 +309,47 @@ def test_ctrl_c_or_a_scheduler_finishes_the_step_and_saves(place, longshift, mon
     code, out, err = longshift("train run.yaml train.steps=50 save.every=50")
     assert code == 130
     assert "stopped at step 2 of 50" in out
-    again = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    again = "Ctrl-C" if number == signal.SIGINT else number.name
     assert f"longshift: finishing this step, then saving; {again} again stops at once\n" in err
     assert "resume  longshift train run/config.yaml --resume\n" in out
     assert (place / "run/checkpoints/step-2").is_dir()
+
+
+def test_more_ranks_than_the_machine_is_made_for_are_refused(place, longshift):
+    code, _, err = longshift("train run.yaml layout=dp4096")
+    assert code == 2
+    assert re.search(r"4096 ranks on \d+ cores, and at most \d+ are started here: take a layout of fewer ranks", err)
+    assert not (place / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("how", ["/dev/full", "closed"])
+def test_training_goes_on_without_standard_output(place, how):
+    command = f"{shlex.quote(sys.executable)} -m longshift.cli train run.yaml " + (">&-" if how == "closed" else "> /dev/full")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert (place / "run/LATEST").read_text() == "step-3\n"
+
+
+def test_a_run_folder_is_its_owners(place, longshift):
+    before = os.umask(0)
+    try:
+        assert longshift("train run.yaml")[0] == 0
+    finally:
+        os.umask(before)
+    assert (place / "run").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_script_that_is_queued_again_says_resume_auto(place, longshift):
+    for steps, first in ((3, 1), (5, 4)):
+        code, out, err = longshift(f"train run.yaml --resume=auto train.steps={steps}")
+        assert (code, err) == (0, "")
+        assert out.startswith(f"step {first}/{steps}")
+    (place / "run/LATEST").unlink()  # as if it had ended before its first checkpoint
+    assert longshift("train run.yaml --resume=auto")[0] == 0
+    assert [row["step"] for row in read_rows(place / "run/metrics.jsonl")] == [1, 2, 3]
+    (aside,) = (place / "run").glob("metrics.*.jsonl")
+    assert len(read_rows(aside)) == 5
+    assert longshift("train run.yaml --resume=never")[0] == 2
 
 
 def test_a_second_ctrl_c_says_that_it_stopped(place, longshift, monkeypatch):
@@ -321,6 +360,15 @@ def test_a_second_ctrl_c_says_that_it_stopped(place, longshift, monkeypatch):
 
     monkeypatch.setattr(loop, "train", interrupted)
     assert longshift("train run.yaml") == (130, "", "longshift: stopped\n")
+
+
+def test_a_file_is_trained_from_python(place):
+    found = list(ls.train("run.yaml", "train.steps=2"))
+    assert [step.step for step in found] == [1, 2]
+    with pytest.raises(UsageError, match="overrides are of a config file"):
+        next(ls.train(load_config("run.yaml"), "train.steps=2"))
+    with pytest.raises(UsageError, match=r"read from text by Layout.parse\('dp2.tp2'\)"):
+        ls.Layout("dp2.tp2")  # pyright: ignore[reportArgumentType]
 
 
 def test_leaving_the_loop_saves_the_step(place):
@@ -545,7 +593,6 @@ def launch_commands() -> dict[str, list[str]]:
         "SLURM_NNODES": "2",
         "SLURM_JOB_ID": "7",
         "head": "node1",
-        "RESUME:-": "--resume",
     }
     found = {}
     for path in sorted((EXAMPLES / "launch").iterdir()):
@@ -569,7 +616,7 @@ def test_the_launch_examples_are_valid_command_lines(name, command, tmp_path, mo
     assert command[0] == "torchrun"
     asked = torch.distributed.run.get_args_parser().parse_args(command[1:])
     assert (asked.module, asked.training_script, asked.training_script_args[0]) == (True, "longshift.cli", "train")
-    function, bound, _ = cli.app.parse_args(asked.training_script_args, exit_on_error=False, print_error=False)
+    function, bound, _ = cli.app.parse_args(cli.words(asked.training_script_args), exit_on_error=False, print_error=False)
     assert function is cli.train
     config = load_config(REPOSITORY / bound.arguments["config"], bound.arguments.get("overrides", ()))
     assert config.layout.world == int(asked.nproc_per_node) * int(asked.nnodes if name != "torchrun.sh" else 1)
@@ -639,7 +686,7 @@ def test_metrics_hold_every_step_once_also_after_a_crash(tmp_path):
 
 def test_a_damaged_row_of_the_metrics_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n{"cut sho')
-    with pytest.raises(ls.errors.UsageError, match=r"metrics\.jsonl:2 is damaged: remove that line$"):
+    with pytest.raises(UsageError, match=r"metrics\.jsonl:2 is damaged: remove that line$"):
         read_rows(tmp_path / "metrics.jsonl")
 
 

@@ -97,6 +97,12 @@ class Layout:
     schedule: Schedule = "stream"
     every: int = 1
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.dp, int):
+            raise UsageError(
+                f"Layout({self.dp!r}): a layout is read from text by Layout.parse({self.dp!r}), or built as Layout(dp=2, tp=2)"
+            )
+
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Read the text form. Raises UsageError that names the bad word and the nearest good one."""

@@ -4,6 +4,8 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what schedulers and terminals send before they end a process
+
 
 def stopping(number: int) -> str:
     again = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

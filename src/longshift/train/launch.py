@@ -26,13 +26,16 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from longshift.cluster.host import core_count
+from longshift.dist.memory import host_memory
 from longshift.dist.world import check_gpus
-from longshift.errors import LongshiftError, OutOfMemoryError, PeerError
+from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.train.frozen import watched
-from longshift.train.interrupt import stopping
+from longshift.train.interrupt import ENDING, stopping
 from longshift.train.run_folder import RunFolder, as_error, clear_causes, read_causes, root_cause
 
 HOST = "127.0.0.1"
+RANKS_A_CORE = 8  # of ranks that compute on cores: enough to try a layout, not to lose the machine
+RANK_BYTES = 300 << 20  # of a rank that has joined and holds nothing
 
 
 class _OneMachine(RendezvousHandler):
@@ -66,13 +69,17 @@ class _OneMachine(RendezvousHandler):
         return True
 
 
-def launch(command: Sequence[str], world: int, folder: RunFolder, say: Callable[[str], None], frozen_s: float = 60.0) -> None:
+def launch(
+    command: Sequence[str], world: int, folder: RunFolder, say: Callable[[str], None], frozen_s: float = 60.0, crowded: bool = False
+) -> None:
     """Run `command` once per local rank, until all have ended well or one has failed; then the rest are ended too.
 
-    The first Ctrl-C or SIGTERM goes on to the ranks, which finish their step and save; the second ends them. `say` shows a line to the
-    person; `frozen_s`: how long a rank may be stopped. Raises UsageError where there are fewer GPUs than ranks; the LongshiftError of the
-    rank that failed first; KeyboardInterrupt when the ranks were ended before they could save."""
+    The first Ctrl-C, SIGTERM, SIGHUP or SIGQUIT goes on to the ranks, which finish their step and save; the second ends them. `say` shows a
+    line to the person; `frozen_s`: how long a rank may be stopped; `crowded`: whether more ranks may start than the machine is made for.
+    Raises UsageError where there are fewer GPUs than ranks, or too few cores or too little memory; the LongshiftError of the rank that
+    failed first; KeyboardInterrupt when the ranks were ended before they could save."""
     check_gpus(world)
+    _check_room(world, crowded)
     clear_causes(folder)
     _quiet(logging.getLogger("torch.distributed.elastic"))
     store = _loopback_store()
@@ -101,6 +108,19 @@ def launch(command: Sequence[str], world: int, folder: RunFolder, say: Callable[
         raise as_error(root_cause(read_causes(folder), codes))
 
 
+def _check_room(world: int, crowded: bool) -> None:
+    """Raises UsageError for more ranks than this machine's cores, or its memory, are made for, where ranks compute on cores."""
+    cores, free = core_count(), host_memory()[1]
+    if crowded or torch.cuda.is_available():
+        return
+    instead = "take a layout of fewer ranks, or write train.crowded=true"
+    if world > RANKS_A_CORE * cores:
+        raise UsageError(f"{world} ranks on {cores} cores, and at most {RANKS_A_CORE * cores} are started here: {instead}")
+    if world * RANK_BYTES > free:
+        need, there = (f"{size / 2**30:.1f} GiB" for size in (world * RANK_BYTES, free))
+        raise UsageError(f"{world} ranks need {need} before they hold a number, and {there} are free: {instead}")
+
+
 def _loopback_store() -> TCPStore:
     """A store that listens on loopback only."""
     listener = socket.create_server((HOST, 0))
@@ -117,7 +137,7 @@ def _worker_environment(store: TCPStore, world: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": str(max(1, core_count() // world)),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",  # of the agent; the others are ours
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGUSR2",  # of the agent; those that end processes are ours
     }
 
 
@@ -143,8 +163,8 @@ def _ranks(agent: LocalElasticAgent) -> dict[int, int]:
 
 @contextmanager
 def _forward_interrupts(agent: LocalElasticAgent, say: Callable[[str], None]) -> Iterator[list[int]]:
-    """Pass the first Ctrl-C or SIGTERM, which schedulers send before they end a job, on to the ranks (they are in sessions of their own
-    and do not see it) and end them at the second. Yields the list of those received."""
+    """Pass the first Ctrl-C, or what schedulers and terminals send before they end a job, on to the ranks (they are in sessions of their
+    own and do not see it) and end them at the second. Yields the list of those received."""
     received: list[int] = []
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
@@ -157,9 +177,9 @@ def _forward_interrupts(agent: LocalElasticAgent, say: Callable[[str], None]) ->
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGINT)
 
-    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    watched = (signal.SIGINT, *ENDING)
     before = [(number, signal.getsignal(number)) for number in watched]
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in watched:
         signal.signal(number, on_interrupt)
     try:
         yield received

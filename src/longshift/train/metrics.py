@@ -1,11 +1,12 @@
 """What a step reports, and where it goes: one live line, `metrics.jsonl`, or JSON on standard output. Needs no torch."""
 
+import errno
 import json
 import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,8 @@ from rich.live import Live
 from rich.text import Text
 
 from longshift.errors import UsageError
+
+UNREAD = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EBADF)  # of a stream that nobody reads
 
 
 @dataclass(frozen=True)
@@ -143,13 +146,31 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
+def open_streams() -> None:
+    """Give a process that was started without standard streams those of /dev/null, before files take their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            with suppress(OSError):
+                os.fstat(number)
+                continue
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+
+
 @contextmanager
 def read_or_not() -> Iterator[None]:
-    """Let what is printed inside go on without a reader: a pipe that was closed, as by `head`, becomes /dev/null."""
+    """Let what is printed inside go on without a reader: a pipe that was closed, as by `head`, a full device or a terminal that is gone
+    becomes /dev/null."""
     try:
         yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as fault:
+        if fault.errno not in UNREAD:
+            raise
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+                continue
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Display:
@@ -170,10 +191,10 @@ class Display:
             self._live.stop()
 
     def show(self, step: StepMetrics) -> None:
-        if self._live:
-            self._live.update(Text(describe(step, self._steps), no_wrap=True, overflow="ellipsis"), refresh=True)
-        else:
-            with read_or_not():
+        with read_or_not():
+            if self._live:
+                self._live.update(Text(describe(step, self._steps), no_wrap=True, overflow="ellipsis"), refresh=True)
+            else:
                 print(step.to_json() if self._as_json else describe(step, self._steps), file=self._console.file, flush=True)
 
 

@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -81,6 +82,13 @@ class RunFolder:
     def resume_command(self) -> str:
         return f"longshift train {self.shown}/config.yaml --resume"
 
+    def begun(self) -> bool:
+        """Whether there is a run to go on with. What a run has left that ended before its first checkpoint is put aside."""
+        if not self.latest.exists():
+            with suppress(FileNotFoundError):  # there is none, or another rank was faster
+                self.metrics.replace(self.metrics.with_suffix(f".{time.time_ns()}.jsonl"))
+        return self.latest.exists()
+
     def steps_done(self) -> int:
         """The last step in the metrics; 0 before the first."""
         rows = read_rows(self.metrics)
@@ -128,7 +136,8 @@ def adopt(folder: RunFolder, config: Config) -> None:
 def _prove_writable(path: Path, what: str, key: str, make: bool) -> None:
     try:
         if make:
-            path.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)  # what is trained is its owner's
         probe = path / f".probe-{os.getpid()}"
         probe.write_bytes(b"longshift")
         probe.unlink()
