@@ -31,6 +31,7 @@ from longshift.dist.world import World
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout, Recompute
 from longshift.layout.legal import faults
+from longshift.spec.adapters import Lora
 from longshift.spec.families import preset
 from longshift.spec.model import ModelSpec, Rope
 from longshift.train.check import Trial
@@ -69,6 +70,7 @@ GEMMA3: Mapping = {
     **{"qk_norm": True, "norm_place": "both", "norm_less_one": True, "activation": "gelu_tanh", "embed_scale": 24**0.5},
     **{"attention_scale": 0.5, "sliding_window": 6, "full_blocks": (3,), "window_rope": Rope(100.0)},
 }
+FROZEN = ("model.embed_tokens.*", "model.layers.[02].*", "*k_proj.weight", "*.v_proj.bias", "model.layers.3.*norm.weight")
 FAMILIES: Mapping[str, ModelSpec] = {
     "llama": replace(preset("tiny-llama"), **_SIZES),
     "llama-tied": replace(preset("tiny-llama"), **_SIZES, tied=True),
@@ -84,6 +86,10 @@ FAMILIES: Mapping[str, ModelSpec] = {
     "gemma2": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="gemma2", tied=True, **GEMMA2),
     "gemma3": replace(preset("tiny-llama"), **_SIZES | {"init_std": 0.3}, family="gemma3_text", tied=True, **GEMMA3),
     "masked": replace(preset("tiny-llama"), **_SIZES),
+    "lora": replace(preset("tiny-llama"), **_SIZES, tied=True, lora=Lora(3, 5.0)),
+    "lora-gpt2": replace(preset("tiny-gpt2"), **_SIZES | {"kv_heads": 4}, lora=Lora(2, 3.0, ("c_attn", "c_proj"))),
+    "lora-phi3": replace(preset("tiny-llama"), **_SIZES, family="phi3", fused=True, lora=Lora(4, 4.0, ("qkv_proj", "o_proj", "down_proj"))),
+    "frozen": replace(preset("tiny-llama"), **_SIZES, family="qwen2", qkv_bias=True, freeze=FROZEN),
 }
 
 LAYOUTS = (

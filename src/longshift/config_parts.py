@@ -18,6 +18,7 @@ from longshift.errors import UsageError
 from longshift.files import absolute
 from longshift.layout.layout import MOST_SIZE, Layout, parse_size
 from longshift.planner.asked import AutoLayout
+from longshift.spec.adapters import Lora, partly_trained
 from longshift.spec.families import preset, read_spec
 from longshift.spec.model import ModelSpec
 from longshift.spec.stretch import Stretch
@@ -91,11 +92,27 @@ class RopeConfig(Section):
     trained: Size | None = None
 
 
+class LoraConfig(Section):
+    """Low-rank adapters beside weights that stay as they are (`spec.adapters`): `rank`, `alpha` (adapters are scaled by alpha / rank), and
+    the linear layers that have one, `all` or names such as [q_proj, v_proj]."""
+
+    rank: Annotated[int, Field(ge=1, le=65536)] = 16
+    alpha: Annotated[Number, Field(gt=0, le=1e6)] = 32.0
+    targets: Literal["all"] | tuple[str, ...] = "all"
+
+    @property
+    def adapters(self) -> Lora:
+        return Lora(self.rank, self.alpha, (self.targets,) if isinstance(self.targets, str) else self.targets)
+
+
 class ModelConfig(Section):
-    """Which model: a preset of Longshift, or a Hugging Face folder. A preset is always initialised from scratch."""
+    """Which model: a preset of Longshift, or a Hugging Face folder. A preset is always initialised from scratch. `lora`: train adapters
+    alone; `freeze`: patterns of names of weights that are not trained, as in ["model.embed_tokens.*", "model.layers.[0-7].*"]."""
 
     preset: str | None = None
     rope: RopeConfig | None = None
+    lora: LoraConfig | None = None
+    freeze: tuple[str, ...] = ()
     path: PathText | None = None
     init: Literal["pretrained", "scratch"] = Field(default_factory=lambda data: "pretrained" if data.get("path") else "scratch")
 
@@ -105,6 +122,8 @@ class ModelConfig(Section):
             raise ValueError("name exactly one of preset and path, as in model: {preset: tiny-llama}")
         if self.preset is not None and self.init == "pretrained":
             raise ValueError("a preset has no pretrained weights; leave init out, or give a model path")
+        if self.lora and self.freeze:
+            raise ValueError("lora trains its adapters alone: leave freeze out")
         try:
             _ = self.spec
         except UsageError as fault:
@@ -114,7 +133,8 @@ class ModelConfig(Section):
     @cached_property
     def spec(self) -> ModelSpec:
         """The model in numbers."""
-        return preset(self.preset or "") if self.path is None else read_spec(Path(self.path))
+        base = preset(self.preset or "") if self.path is None else read_spec(Path(self.path))
+        return partly_trained(base, self.lora.adapters if self.lora else None, self.freeze)
 
 
 class Source(Section):

@@ -45,7 +45,8 @@ KEYS: Mapping[str, str] = {
     **dict.fromkeys(("dataset", "datasets", "train_file", "data_path", "dataset_name"), "data.train, as in train: [{path: books.jsonl}]"),
     **dict.fromkeys(("rope_scaling", "rope_theta", "rope_parameters"), "model.rope, as in rope: {type: yarn}"),
     **dict.fromkeys(("offload", "cpu_offload", "offload_optimizer"), "host or disk in a layout with chunks or recompute-full"),
-    **dict.fromkeys(("lora", "peft", "lora_r", "lora_rank", "adapter", "qlora", "load_in_4bit", "load_in_8bit"), _ABSENT),
+    **dict.fromkeys(("lora", "peft", "lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "adapter"), "model.lora, as in lora: {rank: 16}"),
+    **dict.fromkeys(("qlora", "load_in_4bit", "load_in_8bit"), _ABSENT),
     **dict.fromkeys(("flash_attention", "attn_implementation", "use_flash_attn"), "nothing to set: the fastest exact kernel is chosen"),
     **dict.fromkeys(("random_seed",), "train.seed"),
 }
@@ -57,7 +58,7 @@ LAYOUT_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("ac", "ckpt", "remat", "checkpointing"), "recompute-full or recompute-selective"),
     **dict.fromkeys(("vpp", "interleaved"), "v, as in pp2.v2"),
     **dict.fromkeys(("cpu", "offload"), "host or disk, with chunks or recompute-full"),
-    **dict.fromkeys(("lora",), _ABSENT),
+    **dict.fromkeys(("lora",), "no layout but model.lora, as in lora: {rank: 16}"),
 }
 FAMILIES: Mapping[str, str] = {
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "phimoe", "granitemoe", "gpt_oss"), "experts"),

@@ -46,12 +46,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The pieces of one moving unit that have the same holders: what one fused collective carries."""
+    """The pieces of one moving unit that have the same holders, all of them trained or none: what one fused collective carries."""
 
     unit: int
     holders: tuple[int, ...]
     pieces: tuple[Piece, ...]
     sharded: bool
+    frozen: bool = False
 
     @property
     def elements(self) -> int:
@@ -157,18 +158,20 @@ def buckets_of(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Bucket, ...]
 
 
 def _grouped(spec: ModelSpec, layout: Layout, pieces: Iterable[tuple[Param, Piece]]) -> tuple[Bucket, ...]:
-    """By unit and holders. Holders are told apart by a number, found once for each object: hashing thousands of ranks for every piece takes
+    """By unit, holders, and whether they are trained. Holders are told apart by a number, found once for each object: hashing thousands of ranks for every piece takes
     longer than all else."""
     numbers: dict[tuple[int, ...], int] = {}
     known: dict[int, int] = {}  # by the object's identity; the sorted list keeps it alive
-    grouped: dict[tuple[int, int], list[Piece]] = {}
+    grouped: dict[tuple[int, int, bool], list[Piece]] = {}
     ordered = sorted(pieces, key=lambda pair: not pair[0].decay)
     for param, piece in ordered:
         if id(piece.holders) not in known:
             known[id(piece.holders)] = numbers.setdefault(piece.holders, len(numbers))
-        grouped.setdefault((moving_unit(spec, param), known[id(piece.holders)]), []).append(piece)
-    found = (Bucket(unit, p[0].holders, tuple(p), layout.zero > 0 and len(p[0].holders) > 1) for (unit, _), p in grouped.items())
-    return tuple(sorted(found, key=lambda b: (b.unit, b.holders)))
+        grouped.setdefault((moving_unit(spec, param), known[id(piece.holders)], param.frozen), []).append(piece)
+    found = (
+        Bucket(unit, p[0].holders, tuple(p), layout.zero > 0 and len(p[0].holders) > 1, frozen) for (unit, _, frozen), p in grouped.items()
+    )
+    return tuple(sorted(found, key=lambda b: (b.unit, b.holders, b.frozen)))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longshift.model.attention import Attention, PackedAttention, match_heads
-from longshift.model.functions import Gated, RmsNorm, Rotate, SoftCap, activate
+from longshift.model.functions import Adapted, Gated, RmsNorm, Rotate, SoftCap, activate
 from longshift.model.kernels import FLASH, Kernel, capped
 from longshift.model.loss import CrossEntropySum, alone
 from longshift.schedule.seams import BlockSeams, scaled
@@ -102,16 +102,20 @@ class Unit(nn.Module):
         self.spec, self.unit = spec, unit
         self.table = spec.of_unit(unit)
         for p in self.table:
-            self.register_parameter(p.role, nn.Parameter(torch.empty(p.shape, device="meta")))
+            self.register_parameter(p.role, nn.Parameter(torch.empty(p.shape, device="meta"), not p.frozen))
 
     if TYPE_CHECKING:
 
         def __getattr__(self, role: str) -> Any: ...
 
     def linear(self, x: Tensor, role: str, bias: bool = True) -> Tensor:
-        """x W^T + b; GPT-2 stores W input-major."""
-        weight = getattr(self, role)
-        return F.linear(x, weight.mT if self.spec.fused_qkv else weight, getattr(self, role + "_bias", None) if bias else None)
+        """x W^T + b, with an adapter where the weight has one; GPT-2 stores W input-major."""
+        weight, added = getattr(self, role), getattr(self, role + "_bias", None) if bias else None
+        weight = weight.mT if self.spec.fused_qkv else weight
+        if (a := getattr(self, role + "_lora_a", None)) is None:
+            return F.linear(x, weight, added)
+        b = getattr(self, role + "_lora_b")
+        return Adapted.apply(x, weight, added, a, b, self.spec.lora.scale)  # pyright: ignore
 
     def plus_bias(self, x: Tensor, role: str) -> Tensor:
         bias = getattr(self, role + "_bias", None)
@@ -199,7 +203,7 @@ class Decoder(nn.Module):
 
     def load(self, tensors: dict[str, Tensor]) -> "Decoder":
         """Take `tensors` (by canonical name) as the weights; a tied head shares the embedding's."""
-        shared = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+        shared = {name: nn.Parameter(tensor, not self.spec.by_name[name].frozen) for name, tensor in tensors.items()}
         for module in self.units:
             for p in module.table:  # pyright: ignore
                 setattr(module, p.role, shared[p.name])

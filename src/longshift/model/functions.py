@@ -6,7 +6,9 @@ before (`schedule.inside` mirrors them, line by line).
 
     rms_norm   y = x r w,  r = 1 / sqrt(mean(x^2) + eps)         saves x, r    dx = r (g w - x r^2 mean(g w x))    dw = sum_t g x r
                means over x, or over the slices of several ranks: [T] numbers travel
+               dw is not formed where w is not trained
     gated      y = act(gate) up                                  saves gate, up
+    adapted    y = x W^T + b + s (x A^T) B^T,  u = x A^T         saves x, W, A, B, u    dB = s dy^T u    dA = (s dy B)^T x
     rotate     y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin       saves nothing of x; backward turns the other way
 """
 
@@ -40,10 +42,34 @@ class RmsNorm(torch.autograd.Function):
         shape, width = x.shape, x.shape[-1]
         g, x, r, w = grad.reshape(-1, width).to(rstd.dtype), x.reshape(-1, width), rstd.view(-1), weight.to(rstd.dtype)
         wide = g * x
-        dw = torch.mv(wide.mT, r)
+        dw = torch.mv(wide.mT, r).to(weight.dtype) if ctx.needs_input_grad[1] else None
         minus = ctx.all_sum(torch.mv(wide, w)).mul_(r).mul_(r).div_(-ctx.width).unsqueeze(-1)
         torch.mul(g, w, out=wide).addcmul_(x, minus).mul_(r.unsqueeze(-1))
-        return wide.to(grad.dtype).view(shape), dw.to(weight.dtype), None, None, None
+        return wide.to(grad.dtype).view(shape), dw, None, None, None
+
+
+class Adapted(torch.autograd.Function):
+    """apply(x [T, I], weight [O, I], bias [O] or None, a [R, I], b [O, R], scale) -> [T, O]: a linear layer that is not trained, with an
+    adapter that is (`spec.adapters`)."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:
+        y = F.linear(x, weight, bias)
+        u = F.linear(x, a)
+        ctx.save_for_backward(x, weight, a, b, u)
+        ctx.scale = scale
+        return y.addmm_(u, b.mT, alpha=scale)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, a, b, u = ctx.saved_tensors
+        du = torch.mm(grad, b).mul_(ctx.scale)
+        db = torch.mm(grad.mT, u).mul_(ctx.scale)
+        da = torch.mm(du.mT, x)
+        dx = torch.mm(grad, weight).addmm_(du, a)
+        return dx, None, None, da, db, None
 
 
 class SoftCap(torch.autograd.Function):

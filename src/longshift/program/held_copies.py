@@ -21,6 +21,7 @@ class Route:
     sharded: bool
     width: int
     own: int
+    frozen: bool
 
     @property
     def slots(self) -> int:
@@ -29,26 +30,34 @@ class Route:
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Elements of one moving unit on this rank: of the copies that are no tensors of home's, and of all weights."""
+    """Elements of one moving unit on this rank: of the copies that are no tensors of home's, and of each weight that is trained."""
 
     flat: int
     weights: tuple[int, ...]
     routes: tuple[Route, ...]
+
+    @property
+    def learning(self) -> list[Route]:
+        """The buckets of weights that are trained."""
+        return [route for route in self.routes if not route.frozen]
 
 
 def unit_sizes(spec: ModelSpec, view: RankLayout, home: Layout, rank: int, same_format: bool) -> dict[int, UnitSizes]:
     """Elements of each moving unit on this rank; the layout's copies have a source cut as `home` is. `same_format`: copies have the format
     of their source, and are its own tensors where it keeps a weight whole."""
     mine = buckets_of(spec, home, rank)
-    at_home = {name: box for bucket in mine if not bucket.sharded and same_format for name, box in bucket.home(rank)}
+    whole = (bucket for bucket in mine if not bucket.sharded and (same_format or bucket.frozen))
+    at_home = {name: box for bucket in whole for name, box in bucket.home(rank)}
     routes: dict[int, list[Route]] = {}
     for bucket in mine:
-        routes.setdefault(bucket.unit, []).append(Route(len(bucket.holders), bucket.sharded, bucket.width, bucket.kept(rank)))
+        route = Route(len(bucket.holders), bucket.sharded, bucket.width, bucket.kept(rank), bucket.frozen)
+        routes.setdefault(bucket.unit, []).append(route)
     found = {}
     for unit in units_on(spec, view.layout, rank):
         weights = {name: sum(box.elements for box in boxes) for name, boxes in unit.boxes.items()}
         flat = sum(weights[name] for name, boxes in unit.boxes.items() if boxes != (at_home.get(name),))
-        found[unit.unit] = UnitSizes(flat, tuple(weights.values()), tuple(routes.get(unit.unit, ())))
+        learned = tuple(size for name, size in weights.items() if not spec.by_name[name].frozen)
+        found[unit.unit] = UnitSizes(flat, learned, tuple(routes.get(unit.unit, ())))
     return found
 
 
@@ -106,14 +115,14 @@ class HeldCopies:
     def accumulate(self, unit: int, grads: list[Held]) -> None:
         if unit not in self.sums:
             sizes = self.units[unit]
-            elements = [r.slots * r.width for r in sizes.routes] if self.view.collective else sizes.weights
+            elements = [r.slots * r.width for r in sizes.learning] if self.view.collective else sizes.weights
             self.sums[unit] = [self.account.held("gradient sums", n * self.home) for n in elements]
         grads.clear()
 
     def reduce(self, unit: int) -> None:
         sums, leaving = deque(self.sums.pop(unit)), deque[tuple[Held, list[Held], Route]]()
         gloo = self.account.transport == "gloo"
-        for route in self.units[unit].routes:
+        for route in self.units[unit].learning:
             total, size, extra = sums.popleft(), route.width * self.home, list[Held]()
             if route.sharded:
                 out = self.account.held("reductions under way", size)

@@ -128,7 +128,7 @@ class HeldPacks:
     def leave(self, unit: int) -> None:
         """Have gradients on the weights of a unit, and on those that it shares."""
         sizes = self.copies.units
-        for moving in self.view.moving(unit):
+        for moving in self.view.learning(unit):
             if not self.grads.get(moving):
                 size = sum(sizes[moving].weights) * self.compute_bytes
                 self.grads[moving] = [self.account.held("gradients of weights", size)]
@@ -327,9 +327,9 @@ class HeldChunked(HeldPacks):
                 for name, size in found.buffers.items():
                     self._have(live, (name, event.keys if name == "dkv" else event.chunk), size)
                 if found.grads:
-                    self.grads[self.view.moving(op.unit)[-1]] = [self.account.held("gradients of weights", found.grads)]
+                    self.grads[self.view.learning(op.unit)[-1]] = [self.account.held("gradients of weights", found.grads)]
             elif event.kind == "accumulate":
-                for unit in self.view.moving(op.unit):
+                for unit in self.view.learning(op.unit):
                     self.copies.accumulate(unit, self.grads.pop(unit, []))
             elif event.kind == "fetch":
                 live[event.object] = self.tier.fetch(key)

@@ -46,9 +46,11 @@ class Ledger:
         self.steps, spec, home = steps, steps.itinerary.spec, steps.itinerary.home
         self.account = Account(steps.rank, home, *steps.bytes, transport, same_format, host_is_device, ahead)
         self.book = self.account.book
-        self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in buckets_of(spec, home, steps.rank)]
-        size, held = steps.bytes[1] * sum(elements for _, elements in self.shards), self.account.held
-        self.state = [held("master weights", size), held("moments", 2 * size), held("scalars", SMALL)]
+        mine, held = buckets_of(spec, home, steps.rank), self.account.held
+        self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in mine if not bucket.frozen]
+        size = steps.bytes[1] * sum(elements for _, elements in self.shards)
+        frozen = steps.bytes[0] * sum(bucket.kept(steps.rank) for bucket in mine if bucket.frozen)
+        self.state = [held("master weights", size), held("moments", 2 * size), held("scalars", SMALL), held("weights not trained", frozen)]
         self.copies: dict[Cut, HeldCopies] = {}
         self.runners: dict[Layout, HeldPacks] = {}
         for layout, view in steps.views.items():

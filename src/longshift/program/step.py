@@ -209,7 +209,7 @@ class _Step:
         turns = list(made_turns(view, visit, number, closing, self.learns))
         ahead = self._going_ahead(number, turns)
         reductions = _Window(self.steps, view, "reduce")
-        tied = [Op("reduce", number, unit) for unit in view.tied if closing and view.collective]
+        tied = [Op("reduce", number, unit) for unit in view.tied if closing and view.collective and unit in view.learned]
         for op in chain(self._with_gathers(number, turns, ahead), tied):
             if op.kind == "reduce":
                 yield from (Op("await reduce", number, unit) for unit in reductions.room_for(op.unit))
@@ -293,7 +293,8 @@ class _Window(deque[int]):
     def __init__(self, steps: Steps, view: RankLayout, kind: str):
         super().__init__()
         itemsize = steps.bytes[kind == "reduce"]
-        self.size = {unit: elements * itemsize for unit, elements in view.elements.items()}
+        elements = view.elements if kind == "gather" else view.learned_elements
+        self.size = {unit: elements * itemsize for unit, elements in elements.items()}
         given = steps.windows.gather if kind == "gather" else steps.windows.reduce
         self.most = max(self.size[unit] for unit in range(1, view.spec.layers + 1)) if given is None else given
 

@@ -3,7 +3,7 @@ goes to tiers, where gradients are summed. Without gathers and waits for reducti
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ from longshift.program.operations import Kind, Op
 from longshift.schedule import pipeline
 from longshift.schedule.sequence import token_order
 from longshift.schedule.streamed import backward_turns, forward_turns
-from longshift.spec.model import ModelSpec
+from longshift.spec.model import ModelSpec, Param
 from longshift.switch.itinerary import Cut
 
 # Of recomputation (arXiv 1604.06174, 2205.05198): the parts of a block in order, and whether a part's graph is kept for the backward. What
@@ -59,6 +59,7 @@ class RankLayout:
         self.at = layout.coord(rank)
         self.chunks = layout.units_of(spec.layers, self.at.pp)
         self.units = frozenset(unit.unit for unit in units_on(spec, layout, rank))
+        self.learned = self.units & {moving_unit(spec, param) for param in spec.params if not param.frozen}
         self.tied = (spec.units,) if spec.units in self.units else ()
         self.collective = cut.at_home or cut.side == "rows"  # weights come and sums go by collectives among holders
 
@@ -70,10 +71,17 @@ class RankLayout:
     @cached_property
     def elements(self) -> dict[int, int]:
         """Nominal elements of each moving unit on a rank. [Note: windows]"""
-        found: dict[int, int] = {}
-        for param in self.spec.params:
-            unit = moving_unit(self.spec, param)
-            found[unit] = found.get(unit, 0) + -(-param.elements // (self.layout.tp if param.dim is not None else 1))
+        return self._nominal(self.spec.params)
+
+    @cached_property
+    def learned_elements(self) -> dict[int, int]:
+        """As `elements`, of the weights that are trained."""
+        return self._nominal(param for param in self.spec.params if not param.frozen)
+
+    def _nominal(self, params: Iterable[Param]) -> dict[int, int]:
+        found = dict.fromkeys(range(self.spec.units + 1), 0)
+        for param in params:
+            found[moving_unit(self.spec, param)] += -(-param.elements // (self.layout.tp if param.dim is not None else 1))
         return found
 
     def own(self, unit: int) -> bool:
@@ -83,6 +91,10 @@ class RankLayout:
     def moving(self, unit: int) -> tuple[int, ...]:
         """The moving units whose weights `unit` uses here: the tied embedding, its own."""
         return *(self.tied if unit in (0, self.spec.layers + 1) else ()), *((unit,) if self.own(unit) else ())
+
+    def learning(self, unit: int) -> tuple[int, ...]:
+        """Those of `moving` that have weights which are trained."""
+        return tuple(moving for moving in self.moving(unit) if moving in self.learned)
 
 
 @dataclass(frozen=True)
@@ -149,8 +161,8 @@ class _Turns:
 
     def collect(self, unit: int, reduce: bool) -> Iterator[Op]:
         """Operations that add the gradients which a backward of `unit` left to their sums, and bring these home where `reduce`."""
-        yield from (Op("accumulate", self.number, moving) for moving in self.view.moving(unit))
-        if reduce and self.view.own(unit) and self.view.collective:
+        yield from (Op("accumulate", self.number, moving) for moving in self.view.learning(unit))
+        if reduce and unit in self.view.learned and self.view.collective:
             yield Op("reduce", self.number, unit)
 
     def reduces(self, micro: int) -> bool:
@@ -259,7 +271,7 @@ class _ChunkedTurns(_Turns):
             yield UnitTurn(-1, (Op("arrive", self.number, units[-1], event.micro, event.chunk, "backward"),))
         for unit, turn in backward_turns(units, view.spec.layers, view.layout.every):
             ops = [Op("compute", self.number, unit, event.micro, turn=turn)]
-            if turn != "forward" and self.reduces(event.micro) and view.own(unit) and view.collective:
+            if turn != "forward" and self.reduces(event.micro) and unit in view.learned and view.collective:
                 ops.append(Op("reduce", self.number, unit))
             yield UnitTurn(unit, tuple(ops))
         if units[0]:

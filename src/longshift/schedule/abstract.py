@@ -85,10 +85,10 @@ class Tensor:
 
     def __add__(self, other: "Tensor") -> "Tensor":
         """Of equal shapes, or of a vector to every row."""
-        shape = other.shape
+        shape, wanted = other.shape, other.needs or other.node is not None
 
-        def back(grad: Tensor) -> list[Tensor]:
-            return [grad, grad if grad.shape == shape else grad.new(shape)]
+        def back(grad: Tensor) -> list[Tensor | None]:
+            return [grad, None if not wanted else grad if grad.shape == shape else grad.new(shape)]
 
         return recorded(self.new(), (self, other), back)
 

@@ -23,7 +23,7 @@ from typing import Any
 from longshift.layout.loss_rows import loss_rows
 from longshift.layout.placement import local_boxes, local_shape
 from longshift.schedule.abstract import Tensor, backward, recorded
-from longshift.schedule.inside_ops import SizedOps, layer_norm, linear, look_up, rms_norm
+from longshift.schedule.inside_ops import SizedOps, adapted, layer_norm, linear, look_up, rms_norm
 from longshift.schedule.inside_rank import Inside, Micro, Part, Place, Rank, Turn
 from longshift.schedule.seams import BlockSeams, scaled
 from longshift.schedule.sequence import TokenOrder
@@ -56,7 +56,8 @@ def inside(place: Place, order: TokenOrder, part: Part, turn: Turn, block: int =
         return rank.seen(seen, output=y.storage.size, graph=rank.memory.now - seen - y.storage.size)
     dy, rank.kept = rank.stream(), None
     seen = rank.begin()
-    backward([y], [dy])
+    if y.node:
+        backward([y], [dy])
     return rank.seen(seen, output=x.grad.storage.size if x and x.grad else 0, grads=module.grads())
 
 
@@ -92,7 +93,10 @@ class SizedUnit:
     def __init__(self, rank: Rank, unit: int):
         self.rank, self.spec, self.unit = rank, rank.spec, unit
         layout, tp = rank.place.layout, rank.place.at.tp
-        self.weights = {p.role: rank.new(local_shape(p, local_boxes(p, layout, tp))).leaf() for p in rank.spec.of_unit(unit)}
+        self.weights: dict[str, Tensor] = {}
+        for p in rank.spec.of_unit(unit):
+            weight = rank.new(local_shape(p, local_boxes(p, layout, tp)))
+            self.weights[p.role] = weight if p.frozen else weight.leaf()
 
     def grads(self) -> int:
         return sum(w.grad.storage.size for w in self.weights.values() if w.grad)
@@ -100,6 +104,8 @@ class SizedUnit:
     def linear(self, x: Tensor, role: str, bias: bool = True) -> Tensor:
         weight, added = self.weights[role], self.weights.get(role + "_bias") if bias else None
         wide = weight.shape[0 if not self.spec.fused_qkv or role in ("embed", "head") else 1]
+        if a := self.weights.get(role + "_lora_a"):
+            return adapted(self.rank, x, weight, a, self.weights[role + "_lora_b"], wide)
         return linear(self.rank, x, weight, added, wide)
 
     def plus_bias(self, x: Tensor, role: str) -> Tensor:

@@ -283,5 +283,6 @@ class _Event:
         before = self.rank.begin()
         self.rank.memory.recording = True
         y = self.unit.forward(None, micro, self.rank.ops)
-        backward([y], [dy])
+        if y.node:
+            backward([y], [dy])
         return self.ended(before)

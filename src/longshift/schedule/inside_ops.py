@@ -16,13 +16,30 @@ from longshift.spec.model import share
 def linear(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
     work = 2 * x.shape[0] * weight.shape[0] * weight.shape[1]
     rank.flops["matmul"] += work
+    shape, learns = x.shape, weight.needs
+    biases = 0 if bias is None else 1
+    biased = bias is not None and bias.needs
 
-    def back(grad: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
-        rank.flops["matmul"] += 2 * work
-        return [x.new(), weight.new(), *([grad.new((width,))] if biased else [])]
+    def back(grad: Tensor, weight: Tensor, x: Tensor | None = None) -> list[Tensor | None]:
+        rank.flops["matmul"] += work * (1 + learns)
+        return [grad.new(shape), weight.new() if learns else None, *[grad.new((width,)) if biased else None] * biases]
 
-    biased = bias is not None
-    return recorded(x.new((x.shape[0], width)), (x, weight, bias) if bias else (x, weight), back, (x, weight))
+    saved = (weight, x) if learns else (weight,)
+    return recorded(x.new((x.shape[0], width)), (x, weight, bias) if bias else (x, weight), back, saved)
+
+
+def adapted(rank: Rank, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, width: int) -> Tensor:
+    """`model.functions.Adapted`"""
+    work, more = 2 * x.shape[0] * weight.shape[0] * weight.shape[1], 2 * x.shape[0] * a.shape[0] * (a.shape[1] + b.shape[0])
+    rank.flops["matmul"] += work + more
+
+    def back(grad: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, u: Tensor) -> list[Tensor]:
+        rank.flops["matmul"] += work + 2 * more
+        du, db, da = u.new(), b.new(), a.new()
+        return [x.new(), da, db]
+
+    y, u = x.new((x.shape[0], width)), x.new((x.shape[0], a.shape[0]))
+    return recorded(y, (x, a, b), back, (x, weight, a, b, u))
 
 
 def alone(x: Tensor) -> Tensor:
@@ -32,14 +49,14 @@ def alone(x: Tensor) -> Tensor:
 
 def rms_norm(rank: Rank, x: Tensor, weight: Tensor, all_sum: Callable[[Tensor], Tensor] = alone) -> Tensor:
     wide, width = rank.place.wide, x.shape[-1]
-    rstd = all_sum(x.new((*x.shape[:-1], 1), wide))
+    rstd, learns = all_sum(x.new((*x.shape[:-1], 1), wide)), weight.needs or weight.node is not None
 
-    def back(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> list[Tensor]:
+    def back(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> list[Tensor | None]:
         g, w = cast(grad.shaped(*grad.shape), wide), cast(weight, wide)
         product = g.new()
-        dw = w.new()
+        dw = cast(w.new(), weight.itemsize) if learns else None
         minus = all_sum(rstd.new())
-        return [cast(product, grad.itemsize), cast(dw, weight.itemsize)]
+        return [cast(product, grad.itemsize), dw]
 
     return recorded(x.new(), (x, weight), back, (x, weight, rstd))
 
@@ -48,7 +65,12 @@ def layer_norm(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     y = x.new()
     one = rank.place.itemsize if rank.place.transport == "gloo" else rank.place.wide
     mean, rstd = (x.new((*x.shape[:-1], 1), one) for _ in range(2))
-    return recorded(y, (x, weight, bias), lambda grad, x, w, b, *_: [x.new(), w.new(), b.new()], (x, weight, bias, mean, rstd))
+    learns = weight.needs, bias.needs
+
+    def back(grad: Tensor, x: Tensor, *others: Tensor) -> list[Tensor | None]:
+        return [x.new(), *(t.new() if wanted else None for t, wanted in zip(others, learns))]
+
+    return recorded(y, (x, weight, bias), back, (x, weight, bias, mean, rstd))
 
 
 def look_up(weight: Tensor, tokens: int, micro: Micro) -> Tensor:

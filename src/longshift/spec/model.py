@@ -12,12 +12,14 @@ Letters: T tokens, D model width, N query heads, K key/value heads, H head width
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
 import numpy as np
+
+from longshift.spec.adapters import Lora, with_adapters
 
 
 def share(total: int, parts: int, index: int) -> tuple[int, int]:
@@ -90,8 +92,9 @@ class Param:
     dim: int | None = None
     parts: tuple[Part, ...] = ()
     decay: bool = True
-    init: Literal["normal", "normal_out", "zeros", "ones"] = "normal"
+    init: Literal["normal", "normal_out", "fan_in", "zeros", "ones"] = "normal"
     also_unit: int | None = None  # tied embeddings: the head uses it too
+    frozen: bool = False  # not trained: it has no gradient and no moments
 
     @property
     def elements(self) -> int:
@@ -139,6 +142,8 @@ class ModelSpec:
     residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
     logit_divisor: float = 1.0
     init_std: float = 0.02
+    lora: Lora | None = None
+    freeze: tuple[str, ...] = ()  # patterns of names of weights that are not trained
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -147,7 +152,13 @@ class ModelSpec:
     @cached_property
     def params(self) -> tuple[Param, ...]:
         """The parameter table in canonical order."""
-        return tuple(_gpt2_table(self) if self.fused_qkv else _llama_table(self))
+        table = _gpt2_table(self) if self.fused_qkv else _llama_table(self)
+        return tuple(with_adapters(table, self.layers, self.lora, self.freeze, self.fused_qkv))
+
+    @property
+    def base(self) -> "ModelSpec":
+        """The model without adapters, all of it trained."""
+        return replace(self, lora=None, freeze=())
 
     @cached_property
     def by_name(self) -> dict[str, Param]:
@@ -161,6 +172,11 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of weights, tied ones once."""
         return sum(p.elements for p in self.params)
+
+    @cached_property
+    def learned(self) -> int:
+        """Number of weights that are trained."""
+        return sum(p.elements for p in self.params if not p.frozen)
 
     @property
     def rotary_width(self) -> int:
@@ -219,9 +235,15 @@ class ModelSpec:
 
     def flops_per_token(self, context: float) -> float:
         """Model FLOP of forward and backward for a token that attends to `context` others on average (causal: half its document).
-        6 per matmul weight (embedding look-ups excluded) and 12 * N * H per attended token and layer; recomputation not counted."""
-        lookups = self.vocab * self.width * (0 if self.tied else 1) + self.max_positions * self.width * self.learned_positions
-        return 6.0 * (self.parameters - lookups) + 12.0 * self.layers * self.heads * self.head_width * context
+        6 per matmul weight that is trained and 4 per one that is not (embedding look-ups excluded), 12 * N * H per attended token and layer;
+        recomputation not counted."""
+        return self._matmul_flops + 12.0 * self.layers * self.heads * self.head_width * context
+
+    @cached_property
+    def _matmul_flops(self) -> float:
+        """FLOP of forward and backward for a token through the weights."""
+        matmul = (p for p in self.params if p.also_unit is not None or p.role not in ("embed", "positions"))
+        return sum(p.elements * (4.0 if p.frozen else 6.0) for p in matmul)
 
 
 def _llama_table(s: ModelSpec) -> Iterator[Param]:

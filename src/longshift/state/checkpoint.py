@@ -150,7 +150,7 @@ class Checkpoint:
 
     def expect(self, spec: ModelSpec) -> None:
         """Refuse a checkpoint that does not hold every value of the model's state, or holds another weight's. Raises CheckpointError."""
-        for name, whole in ((p.name, Box.whole(p.shape)) for p in spec.params):
+        for name, whole in ((p.name, Box.whole(p.shape)) for p in spec.params if not p.frozen):
             for kind in KINDS:
                 boxes = [saved.box for saved in self._index.get((kind, name), ())]
                 held = sum(box.elements for box in boxes)

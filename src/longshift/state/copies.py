@@ -67,13 +67,13 @@ class Copies(ABC):
                 at_home |= {name: view for name, box, view in shard.views(shard.master) if self.boxes[name] == (box,)}
         shapes = {name: local_shape(self.spec.by_name[name], self.boxes[name]) for name in names if name not in at_home}
         flat, start = None, 0
-        weights = {name: nn.Parameter(view.data) for name, view in at_home.items()}
+        weights = {name: nn.Parameter(view.data, not self.spec.by_name[name].frozen) for name, view in at_home.items()}
         if shapes:
             sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
             flat = torch.empty(sum(sizes.values()), dtype=self.compute, device=self.world.device)
             alias = flat.data  # [Note: released storage]
             for name, shape in shapes.items():
-                weights[name] = nn.Parameter(alias[start : start + sizes[name]].view(shape))
+                weights[name] = nn.Parameter(alias[start : start + sizes[name]].view(shape), not self.spec.by_name[name].frozen)
                 start += sizes[name]
         return UnitCopies(weights, flat, set(at_home))
 
@@ -134,6 +134,8 @@ class Fused:
 
     def __init__(self, copies: UnitCopies, buckets: list[tuple[Strips, Shard]]):
         self.buckets = buckets
+        self.learning = [(strips, shard) for strips, shard in buckets if not strips.bucket.frozen]
+        self.learned = sum(weight.requires_grad for weight in copies.weights.values())
         # Of every bucket, what a gather writes: the strips of the weights that are not home's own; `sources`, where home is not sharded.
         self.wanted = [[strip for strip in strips.strips if strip.name not in copies.borrowed] for strips, _ in buckets]
         self.targets = [[strip.in_weight(copies.weights[strip.name].data) for strip in some] for some in self.wanted]
@@ -142,7 +144,7 @@ class Fused:
             for (strips, shard), some in zip(buckets, self.wanted)
         ]
         self.arriving: list[Pending] | None = None
-        self.sums: list[Tensor] | None = None  # fused gradient buffers, one a bucket
+        self.sums: list[Tensor] | None = None  # fused gradient buffers, one a bucket that is trained
         self.reducing: deque[list[tuple[Pending, Tensor, Shard]]] = deque()
 
     def copy_in(self, number: int, buffer: Tensor | None = None) -> None:
@@ -191,10 +193,10 @@ class AlignedCopies(Copies):
         fused = self.fused[unit]
         first = fused.sums is None
         if fused.sums is None:
-            make = torch.empty if len(grads) == len(self.units[unit].weights) else torch.zeros
-            sizes = [(strips.slots, strips.width) for strips, _ in fused.buckets]
+            make = torch.empty if len(grads) == fused.learned else torch.zeros
+            sizes = [(strips.slots, strips.width) for strips, _ in fused.learning]
             fused.sums = [make(size, dtype=self.sums, device=self.world.device) for size in sizes]
-        pairs = [strips.views(total, grads) for (strips, _), total in zip(fused.buckets, fused.sums)]
+        pairs = [strips.views(total, grads) for (strips, _), total in zip(fused.learning, fused.sums)]
         return first, [view for views, _ in pairs for view in views], [part for _, parts in pairs for part in parts]
 
     def reduce(self, unit: int) -> None:
@@ -202,7 +204,7 @@ class AlignedCopies(Copies):
         assert sums is not None, f"unit {unit} has no gradients"
         fused.sums, leaving = None, []
         while sums:
-            (strips, shard), total = fused.buckets[len(leaving)], sums.pop(0)
+            (strips, shard), total = fused.learning[len(leaving)], sums.pop(0)
             group = self.world.group(strips.bucket.holders, "reduce")
             if strips.bucket.sharded:
                 out = total.new_empty(strips.width)

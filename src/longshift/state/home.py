@@ -1,4 +1,5 @@
-"""Home: the training state, once. Master weights, gradient sums and Adam moments of the boxes that this rank keeps.
+"""Home: the training state, once. Master weights, gradient sums and Adam moments of the boxes that this rank keeps. Of weights that are
+not trained it keeps the values alone, in the compute format.
 
 Where the boxes lie is `layout.placement`'s: ZeRO-0 keeps whole pieces on every holder, ZeRO-1..3 (arXiv 1910.02054) deal the rows of
 each piece over its holders. A bucket's boxes are one flat vector, weights that decay first, in the order of the fused collectives, so
@@ -17,18 +18,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longshift.dist.world import World
 from longshift.layout.box import Box
 from longshift.layout.placement import Bucket
 from longshift.spec.model import ModelSpec
 
 Source = Callable[[str, Box], Tensor]
 NORM_RUN = 1 << 15  # elements
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 BLOCK = (16, 512)  # rows and columns of a weight that are drawn at one time
 
 
 @dataclass
 class Shard:
-    """This rank's home of one bucket. `grad` is None between steps where nothing has been reduced. Mutable."""
+    """This rank's home of one bucket. `grad` is None between steps where nothing has been reduced, and always where the bucket is frozen.
+    Mutable."""
 
     bucket: Bucket
     boxes: tuple[tuple[str, Box], ...]
@@ -55,9 +59,20 @@ class Shard:
 class Home:
     """All shards of one rank. Mutable; it stays where it is for the whole run."""
 
-    def __init__(self, spec: ModelSpec, buckets: tuple[Bucket, ...], rank: int, dtype: torch.dtype, device: torch.device, source: Source):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        buckets: tuple[Bucket, ...],
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        source: Source,
+        frozen: torch.dtype | None = None,
+    ):
+        """`frozen`: the format of weights that are not trained; `dtype` where not given."""
         self.spec, self.rank, self.buckets = spec, rank, buckets
-        self.shards = [self._shard(b, dtype, device, source) for b in buckets if rank in b.holders]
+        self.shards = [self._shard(b, (frozen or dtype) if b.frozen else dtype, device, source) for b in buckets if rank in b.holders]
+        self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
         self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
         for shard in self.shards:
             start = 0
@@ -107,6 +122,19 @@ class Home:
             shard.grad = None
 
 
+def fingerprint(home: Home, world: World) -> int | None:
+    """A number that tells other weights that are not trained from these, whatever the layout: the sum of their bits, each weight's times a
+    number made from its name. None where all are trained. Collective."""
+    if not any(param.frozen for param in home.spec.params):
+        return None
+    total = torch.zeros((), dtype=torch.int64, device=world.device)
+    for shard in home.shards:
+        for name, _, view in shard.views(shard.master) if shard.owned and shard.bucket.frozen else ():
+            key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+            total += view.view(BITS[view.itemsize]).sum(dtype=torch.int64) * key
+    return int(world.everyone.all_reduce(total))
+
+
 def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
     """Norms of each NORM_RUN elements of a vector, and of what is left."""
     runs = len(x) // NORM_RUN
@@ -117,14 +145,15 @@ def _norms(x: Tensor) -> tuple[Tensor, Tensor]:
 def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:
     """Initial weights by box. A value depends on the seed, the weight and its position alone, never on a layout: a weight is a grid of
     blocks, each a stream of its own of the counter-based generator Philox, and a box takes its part of the blocks that it overlaps. Weights
-    that end in the residual stream are scaled by 1/sqrt(2 L) as in GPT-2."""
+    that end in the residual stream are scaled by 1/sqrt(2 L) as in GPT-2, those of adapters as `spec.adapters` says."""
 
     def source(name: str, box: Box) -> Tensor:
         param = spec.by_name[name]
         if param.init in ("zeros", "ones"):
             return torch.full(box.shape, float(param.init == "ones"), dtype=dtype)
         key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:16], "little")
-        std = spec.init_std / ((2 * spec.layers) ** 0.5 if param.init == "normal_out" else 1.0)
+        std = (3 * param.shape[1]) ** -0.5 if param.init == "fan_in" else spec.init_std
+        std /= (2 * spec.layers) ** 0.5 if param.init == "normal_out" else 1.0
         out = np.empty(box.shape, np.float32)
         for number, block in _blocks(box, param.shape):
             drawn = np.random.Generator(np.random.Philox(key=key, counter=number << 128)).standard_normal(block.shape, np.float32)

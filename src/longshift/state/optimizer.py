@@ -47,7 +47,7 @@ class Optimizer:
     def __init__(self, home: Home, betas: tuple[float, float], eps: float, weight_decay: float):
         self.home, self.steps = home, 0
         self._vectors: list[tuple[nn.Parameter, Shard, slice]] = []
-        for shard in home.shards:
+        for shard in home.learning:
             for part in (slice(0, shard.decaying), slice(shard.decaying, shard.master.numel())):
                 if part.stop > part.start:
                     self._vectors.append((nn.Parameter(shard.master[part]), shard, part))
@@ -58,9 +58,9 @@ class Optimizer:
         self._adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]] or [nn.Parameter(torch.zeros(0))], betas=betas, eps=eps, fused=True
         )
-        self._moments = {name: [torch.zeros_like(shard.master) for shard in home.shards] for name in MOMENTS}
+        self._moments = {name: [torch.zeros_like(shard.master) for shard in home.learning] for name in MOMENTS}
         for vector, shard, part in self._vectors:
-            number = home.shards.index(shard)
+            number = home.learning.index(shard)
             moments = {name: self._moments[name][number][part] for name in MOMENTS}
             self._adamw.state[vector] = {"step": torch.tensor(0.0, device=vector.device), **moments}
 
@@ -83,8 +83,8 @@ class Optimizer:
             self._adamw.state[vector]["step"].fill_(float(steps))
 
     def state(self) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
-        """Every weight and box at home, whether this rank speaks for it, and its views of "master", "exp_avg" and "exp_avg_sq"."""
-        for number, shard in enumerate(self.home.shards):
+        """Every trained weight and box at home, whether this rank speaks for it, and its views of "master", "exp_avg" and "exp_avg_sq"."""
+        for number, shard in enumerate(self.home.learning):
             flats = {"master": shard.master} | {name: self._moments[name][number] for name in MOMENTS}
             for views in zip(*(shard.views(flat) for flat in flats.values())):
                 name, box, _ = views[0]

@@ -32,10 +32,11 @@ class UnitSums(Resized):
     """Gradient sums of one moving unit, in the home format. Mutable. `views`: shaped as the weights, by name."""
 
     def __init__(self, copies: UnitCopies, dtype: torch.dtype):
-        sizes = [weight.numel() for weight in copies.weights.values()]
+        learned = {name: weight for name, weight in copies.weights.items() if weight.requires_grad}
+        sizes = [weight.numel() for weight in learned.values()]
         flat = torch.empty(sum(sizes), dtype=dtype, device=next(iter(copies.weights.values())).device)
         super().__init__(flat)
-        self.views = {name: part.view(weight.shape) for (name, weight), part in zip(copies.weights.items(), flat.split(sizes))}
+        self.views = {name: part.view(weight.shape) for (name, weight), part in zip(learned.items(), flat.split(sizes))}
 
 
 class PlannedCopies(Copies):
@@ -150,7 +151,7 @@ class Switches:
 
     def total(self) -> None:
         """Make home's gradient sums where there are none."""
-        for shard in self.home.shards:
+        for shard in self.home.learning:
             if shard.grad is None:
                 shard.grad = torch.zeros_like(shard.master)
 
@@ -160,6 +161,6 @@ class Switches:
         if key not in self._transfers:
             group, wanted = self.world.group(self.ranks, "sums"), partial(self.home.part, what="grad")
             plan = self.itinerary.sums(source.cut)
-            sums = (*self.home.shards, *(source.guest.shards if source.guest else ()))
+            sums = (*self.home.learning, *(source.guest.learning if source.guest else ()))
             self._transfers[key] = Transfer(plan, self.world, group, source.total, wanted, self.precision.home, sums)
         return self._transfers[key].begin()

@@ -262,7 +262,8 @@ class _Play:
     def embed_back(self, event: Event) -> None:
         with torch.enable_grad():
             y = self.module(None, self.pack.micros[event.chunk], self.ops)
-        torch.autograd.backward(y, self._one("dy", event.chunk))
+        if y.requires_grad:
+            torch.autograd.backward(y, self._one("dy", event.chunk))
 
     def loss(self, event: Event) -> None:
         x, head = self._one("x", event.chunk), self.module

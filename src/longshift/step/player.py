@@ -150,7 +150,7 @@ class Player:
         view = self.steps.views[layout]
 
         def accumulate(unit: int) -> None:
-            for moving in view.moving(unit):
+            for moving in view.learning(unit):
                 stop.copies.accumulate(moving)
 
         assert tier is not None

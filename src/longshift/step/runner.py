@@ -183,13 +183,15 @@ class WholePacks(Runner):
         """The output; what is kept for the backward is the graph and its input."""
         x = None if x is None else x.detach().requires_grad_()
         y = self._function(op)(x, self.loaded[op.micro], self._ops(op, kept))
-        self.graphs[self._key(op)] = x, get_gradient_edge(y)
+        self.graphs[self._key(op)] = x, get_gradient_edge(y) if y.requires_grad else None  # an embedding that is not trained has none
         return y.detach()
 
     def _backward(self, op: Op) -> None:
         """Use up a kept graph, which leaves the gradients of weights on them."""
         x, edge = self.graphs.pop(self._key(op))
-        torch.autograd.backward((edge,), (self.g.pop(op.micro),))
+        g = [self.g.pop(op.micro)]
+        if edge is not None:
+            torch.autograd.backward((edge,), (g.pop(),))
         if x is not None:
             assert x.grad is not None
             self.g[op.micro] = x.grad

@@ -31,6 +31,7 @@ class State:
     clip: float | None
     scale: LossScale | None = None
     cursor: int = 0
+    base: int | None = None  # of `state.home.fingerprint`
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum
 def not_finite(state: State, world: World) -> str | None:
     """The first of the weights, in canonical order, and then of their moments, that is not finite on some rank, in the same words on all
     ranks; collective. None where all are."""
-    suspects = [f"{kind} of {p.name}" for kind in ("master", *MOMENTS) for p in state.spec.params]
+    suspects = [f"{kind} of {p.name}" for kind in ("master", *MOMENTS) for p in state.spec.params if not p.frozen]
     here = ((name, kind, view) for name, box, _, views in state.optimizer.state() for kind, view in views.items() if box)
     found = [f"{kind} of {name}" for name, kind, view in here if not view.isfinite().all()]
     first = torch.tensor(min(map(suspects.index, found), default=len(suspects)), device=world.device)

@@ -93,13 +93,13 @@ class Itinerary:
     def weights(self, source: Cut | None, target: Cut) -> Plan:
         """The plan of the weights of `target`, from home and, where given, from what `source` holds."""
         if (source, target) not in self._weights:
-            self._weights[source, target] = self._plan(source, target, self._bytes[0])
+            self._weights[source, target] = self._plan(source, target, self._bytes[0], False)
         return self._weights[source, target]
 
     def sums(self, source: Cut) -> Plan:
         """The plan of the gradient sums of `source`, to home."""
         if source not in self._sums:
-            self._sums[source] = self._plan(None, source, self._bytes[1]).reversed()
+            self._sums[source] = self._plan(None, source, self._bytes[1], True).reversed()
         return self._sums[source]
 
     def source(self, layout: Layout) -> Cut | None:
@@ -138,8 +138,9 @@ class Itinerary:
             )
         return self._hops[key]
 
-    def _plan(self, source: Cut | None, target: Cut, itemsize: int) -> Plan:
-        return _plan(self.spec, self.home, source, target, self.links, itemsize, self.options.planner, self.options.bucket_bytes)
+    def _plan(self, source: Cut | None, target: Cut, itemsize: int, learned: bool) -> Plan:
+        options = self.options
+        return _plan(self.spec, self.home, source, target, self.links, itemsize, options.planner, options.bucket_bytes, learned)
 
 
 def _held(spec: ModelSpec, home: Layout, source: Cut | None) -> Placed:
@@ -150,7 +151,18 @@ def _held(spec: ModelSpec, home: Layout, source: Cut | None) -> Placed:
 
 @lru_cache(maxsize=64)  # a planner asks for the same switches in many assignments
 def _plan(
-    spec: ModelSpec, home: Layout, source: Cut | None, target: Cut, links: Links, itemsize: int, planner: Planner, bucket_bytes: int
+    spec: ModelSpec,
+    home: Layout,
+    source: Cut | None,
+    target: Cut,
+    links: Links,
+    itemsize: int,
+    planner: Planner,
+    bucket_bytes: int,
+    learned: bool,
 ) -> Plan:
-    held = _held(spec, home, source)
-    return switch_plan(held, turn_about(held, placed(spec, target.layout, target.side)), links, itemsize, planner, bucket_bytes)
+    """The plan of all weights, or of those alone that are trained."""
+    held, wanted = _held(spec, home, source), placed(spec, target.layout, target.side)
+    if learned:
+        wanted = {name: spread for name, spread in wanted.items() if not spec.by_name[name].frozen}
+    return switch_plan(held, turn_about(held, wanted), links, itemsize, planner, bucket_bytes)

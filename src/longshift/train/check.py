@@ -27,6 +27,7 @@ from longshift.model.loss import IGNORE
 from longshift.program.operations import Op
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.formats import PrecisionName
+from longshift.spec.adapters import Lora
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
@@ -76,17 +77,20 @@ class Trial:
         return Schedule(self.lr, len(self.given or self.lengths), self.lr / 10, self.warmup)
 
     def source(self) -> Source:
-        """Initial weights, the same float32 numbers in every precision; drawn ones with norms and biases moved off their usual 1 and 0, so
-        that a wrong gradient of theirs shows."""
-        if self.folder is not None:
-            return WeightFolder(Path(self.folder), self.spec).read
+        """Initial weights, the same float32 numbers in every precision; drawn ones with norms, biases and adapters moved off their usual 1 and
+        0, so that a wrong gradient of theirs shows."""
+        base = self.spec.base
+        folder = WeightFolder(Path(self.folder), base) if self.folder is not None else None
         drawn = random_source(self.spec, self.seed, torch.float32)
 
         def source(name: str, box: Box) -> Tensor:
+            if folder and name in base.by_name:
+                return folder.read(name, box)
             if self.spec.by_name[name].init not in ("zeros", "ones"):
                 return drawn(name, box)
-            start = sum(box.start)
-            return drawn(name, box) + 0.1 * torch.sin(torch.arange(start, start + box.elements, dtype=torch.float32)).view(box.shape)
+            places = (torch.arange(first, last, dtype=torch.float32) for first, last in zip(box.start, box.stop))
+            phase = sum(at.mul_(7**dim).view(-1, *[1] * (len(box.shape) - dim - 1)) for dim, at in enumerate(places))
+            return drawn(name, box) + 0.1 * torch.sin(torch.as_tensor(phase)).expand(box.shape)
 
         return source
 
@@ -124,7 +128,8 @@ class Trial:
     def from_json(cls, value: dict) -> "Trial":
         spec = dict(value["spec"])
         spec |= {name: Rope(**spec[name]) if spec[name] else None for name in ("rope", "window_rope")}
-        spec["full_blocks"] = tuple(spec["full_blocks"])
+        spec |= {name: tuple(spec[name]) for name in ("full_blocks", "freeze")}
+        spec["lora"] = Lora(**spec["lora"] | {"targets": tuple(spec["lora"]["targets"])}) if spec["lora"] else None
         rest = {k: v for k, v in value.items() if k != "spec"}
         rest |= {"lengths": tuple(map(tuple, value["lengths"]))} | {name: tuple(value[name]) for name in ("betas", "edges", "packs")}
         return cls(ModelSpec(**spec), **rest)
@@ -162,7 +167,7 @@ def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | N
     spec, dtype, device = trial.spec, Precision.of(trial.precision).home, torch.device("cpu")
     source = trial.source()
     model = Decoder(spec).load({p.name: source(p.name, Box.whole(p.shape)).to(dtype).clone() for p in spec.params})
-    weights = model.weights()
+    weights = {name: weight for name, weight in model.weights().items() if weight.requires_grad}
     decays = {True: [], False: []}
     for name, weight in weights.items():
         decays[spec.by_name[name].decay].append(weight)
@@ -206,7 +211,7 @@ def build(trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layou
     precision = Precision.of(trial.precision)
     edges = trial.groups(layouts)
     home_cut = home_cut or home_layout(edges)
-    home = Home(trial.spec, buckets(trial.spec, home_cut), world.rank, precision.home, world.device, trial.source())
+    home = Home(trial.spec, buckets(trial.spec, home_cut), world.rank, precision.home, world.device, trial.source(), precision.compute)
     optimizer = Optimizer(home, trial.betas, trial.eps, trial.weight_decay)
     state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
@@ -261,7 +266,7 @@ def compare(
 
 
 def _compare_gradients(found: Differences, kind: str, home: Home, scale: float, truth: dict[str, Tensor]) -> None:
-    for shard in home.shards:
+    for shard in home.learning:
         assert shard.grad is not None
         for name, box, view in shard.views(shard.grad):
             if box:

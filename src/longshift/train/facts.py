@@ -60,7 +60,7 @@ class Fingerprints(Part):
 
 class Facts(Part):
     """Where the data goes on, how many updates were made, and of which model, in which format, from what and by which kernel the state is.
-    `attention` is None in checkpoints from before it was kept."""
+    `attention` is None in checkpoints from before it was kept; `base`: of `state.home.fingerprint`, None where all weights are trained."""
 
     cursor: Count
     updates: Count
@@ -70,6 +70,7 @@ class Facts(Part):
     config: SavedConfig
     fingerprints: Fingerprints
     attention: ChosenKernel | None = None
+    base: int | None = None
     torch: str
 
     @classmethod
@@ -83,6 +84,7 @@ class Facts(Part):
             config=SavedConfig.model_validate(config.model_dump(mode="json")),
             fingerprints=fingerprints,
             attention=attention,
+            base=state.base,
             torch=torch.__version__,
         )
 
@@ -108,7 +110,7 @@ def changed_model(saved: Mapping[str, Any], spec: ModelSpec) -> list[tuple[str, 
     """Fields of the model in which `spec` is not what a checkpoint says, with both values. A field that is younger than the checkpoint
     had its default."""
     now = json.loads(json.dumps(asdict(spec)))
-    before: dict[str, Any] = {field.name: field.default for field in fields(spec)} | {"full_blocks": []} | dict(saved)
+    before: dict[str, Any] = {field.name: field.default for field in fields(spec)} | {"full_blocks": [], "freeze": []} | dict(saved)
     before |= {name: asdict(Rope()) | dict(before[name]) for name in ("rope", "window_rope") if isinstance(before[name], Mapping)}
     return [(name, was, now.get(name)) for name, was in before.items() if now.get(name) != was]
 

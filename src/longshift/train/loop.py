@@ -17,7 +17,7 @@ from longshift.errors import CheckpointError, NonFiniteError
 from longshift.layout.placement import buckets
 from longshift.model.huggingface import WeightFolder
 from longshift.state.checkpoint import Checkpoint, save
-from longshift.state.home import Home, Source, random_source
+from longshift.state.home import Home, Source, fingerprint, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
@@ -172,11 +172,19 @@ def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path | N
 def build_state(config: Config, world: World, saved: Checkpoint | None = None, facts: Facts | None = None) -> State:
     """Home, optimizer and cursor: from a checkpoint and its facts, a model folder or the seed."""
     spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
-    source = saved.source() if saved else _initial(config, precision.home)
-    home = Home(spec, buckets(spec, home_layout(config.edges)), world.rank, precision.home, world.device, source)
+    initial = _initial(config, precision.home) if not saved or spec.lora or spec.freeze else None
+    source = _of_checkpoint(spec, saved, initial) if saved else initial
+    assert source is not None
+    home = Home(spec, buckets(spec, home_layout(config.edges)), world.rank, precision.home, world.device, source, precision.compute)
     optimizer = Optimizer(home, train.betas, train.eps, train.weight_decay)
     state = State(spec, home, optimizer, schedule_of(config), train.clip, LossScale() if precision.scaled else None)
+    state.base = fingerprint(home, world)
     if saved and facts:
+        if state.base != facts.base:
+            raise CheckpointError(
+                f"the weights that are not trained are others than {saved.folder} was trained beside: put the old model folder back, and "
+                f"the train.precision and train.seed that it began with"
+            )
         saved.restore(optimizer.state(), MOMENTS)  # masters are there
         optimizer.resume(facts.updates)
         state.cursor = facts.cursor
@@ -202,9 +210,19 @@ def build_player(config: Config, world: World, state: State, run: Path) -> Playe
 
 
 def _initial(config: Config, dtype: torch.dtype) -> Source:
-    if config.model.path is not None and config.model.init == "pretrained":
-        return WeightFolder(Path(config.model.path), config.spec).read
-    return random_source(config.spec, config.train.seed, dtype)
+    """Weights to begin with: of a model folder, but adapters, or drawn."""
+    drawn = random_source(config.spec, config.train.seed, dtype)
+    if config.model.path is None or config.model.init != "pretrained":
+        return drawn
+    base = config.spec.base
+    folder = WeightFolder(Path(config.model.path), base)
+    return lambda name, box: folder.read(name, box) if name in base.by_name else drawn(name, box)
+
+
+def _of_checkpoint(spec: ModelSpec, saved: Checkpoint, initial: Source | None) -> Source:
+    """The masters that a checkpoint has, and what was never trained from where it came from."""
+    trained = saved.source()
+    return lambda name, box: initial(name, box) if initial and spec.by_name[name].frozen else trained(name, box)
 
 
 def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:

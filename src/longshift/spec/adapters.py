@@ -1,0 +1,89 @@
+"""Low-rank adapters, and weights that are not trained.
+
+Paper: LoRA (arXiv 2106.09685). The weight W [out, in] of a linear layer stays as it is; A [rank, in] and B [out, rank] beside it are
+trained:
+
+    y = x W^T + (alpha / rank) (x A^T) B^T           A drawn with the variance 1 / (3 in), as PEFT draws it; B zeros
+
+Sharding follows W's. Where tensor parallelism cuts W by output, B is cut likewise and every rank has all of A; where it cuts W by input,
+A is cut and every rank has all of B. What a rank has whole is there in every rank's part of the sum, so that its gradient is a partial sum
+as a norm's is.
+
+    by output   x ─┬─ W[out_t, in] ──────────── + ─ y[out_t]        by input   x[in_t] ─┬─ W[out, in_t] ──────────── + ─ partial y
+                   └─ A[rank, in] ─ B[out_t, rank] ┘                                    └─ A[rank, in_t] ─ B[out, rank] ┘
+
+Names are those of PEFT, less its prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from longshift.errors import UsageError
+
+ALL = "all"
+A, B = "lora_A.weight", "lora_B.weight"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of all linear layers of the blocks that `targets` names by the last part of their module's name, `q_proj`; ("all",): of
+    every one."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = (ALL,)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+def module_of(name: str) -> str:
+    """The last part of the name of the module that has a weight: `q_proj`."""
+    return name.split(".")[-2]
+
+
+def linear_modules(params: Iterable[Any], layers: int) -> tuple[str, ...]:
+    """Names of the linear layers of a model's blocks, each once."""
+    return tuple(dict.fromkeys(module_of(p.name) for p in params if _adaptable(p, layers)))
+
+
+def partly_trained(spec: Any, lora: Lora | None, freeze: tuple[str, ...]) -> Any:
+    """The model with adapters, or with some weights that are not trained. Raises UsageError for a name that the model does not have."""
+    if lora:
+        known = linear_modules(spec.params, spec.layers)
+        for name in lora.targets:
+            if name not in (ALL, *known):
+                raise UsageError(f"lora.targets: no linear layer of this model is called {name!r}: it has {', '.join(known)}")
+        if not lora.targets:
+            raise UsageError(f"lora.targets is empty: name some of {', '.join(known)}, or write all")
+    for pattern in freeze:
+        if not any(fnmatchcase(p.name, pattern) for p in spec.params):
+            some = ", ".join(p.name for p in spec.params[:3])
+            raise UsageError(f"freeze: no weight of this model matches {pattern!r}: they are called {some}, ...")
+    found = replace(spec, lora=lora, freeze=freeze)
+    if not found.learned:
+        raise UsageError("freeze: every weight of the model matches, nothing would be trained")
+    return found
+
+
+def with_adapters(params: Iterable[Any], layers: int, lora: Lora | None, freeze: tuple[str, ...], input_major: bool) -> Iterator[Any]:
+    """The parameter table with adapters, each behind its weight, and with what is not trained marked: all but the adapters where there are
+    any, and the weights whose names match a pattern of `freeze`. `input_major`: weights are stored [in, out]."""
+    for p in params:
+        frozen = lora is not None or any(fnmatchcase(p.name, pattern) for pattern in freeze)
+        yield replace(p, frozen=True) if frozen else p
+        if lora and _adaptable(p, layers) and (ALL in lora.targets or module_of(p.name) in lora.targets):
+            into, out = (0, 1) if input_major else (1, 0)
+            stem, cut_in, cut_out = p.name.removesuffix("weight"), p.dim == into, p.dim == out
+            a = (lora.rank, p.shape[into]), 1 if cut_in else None, p.parts if cut_in else (), "fan_in"
+            b = (p.shape[out], lora.rank), 0 if cut_out else None, p.parts if cut_out else (), "zeros"
+            for end, role, (shape, dim, parts, init) in ((A, "a", a), (B, "b", b)):
+                yield replace(p, name=stem + end, role=f"{p.role}_lora_{role}", shape=shape, dim=dim, parts=parts, init=init)
+
+
+def _adaptable(p: Any, layers: int) -> bool:
+    """Whether a weight is the matrix of a linear layer of a block."""
+    return len(p.shape) == 2 and 1 <= p.unit <= layers
