@@ -26,6 +26,7 @@ from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout
 from longshift.program.ledger import Weighed
 from longshift.spec.formats import PrecisionName
+from longshift.spec.adapters import Lora
 from longshift.spec.model import ModelSpec, Rope
 from longshift.train.check import Trial, parse_layouts
 
@@ -55,6 +56,9 @@ FAMILIES = {
         *("gpt2", 509, 64, 5, 5, 5, 16, 255, 4096, True, "layer", 1e-5, "gelu_tanh", False),
         **{"fused_qkv": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": None, "learned_positions": True},
     ),
+    "lora": replace(_LLAMA, lora=Lora(8, 16.0)),
+    "lora-tied": replace(_LLAMA, tied=True, lora=Lora(8, 16.0, ("q_proj", "v_proj"))),
+    "frozen": replace(_LLAMA, qkv_bias=True, freeze=("*embed*", "*.layers.[01].*", "*.o_proj.*", "*.k_proj.bias")),
 }
 LENGTHS = (700, 333, 1000, 2, 517, 260, 91, 640)  # of documents, in tokens
 FEW = (333, 700, 2, 177)
@@ -120,6 +124,8 @@ def cases() -> Iterator[Case]:
     windowed = ("tp2", "u2", "ring2", "pp2.v2", "recompute-selective", "ring2.recompute-full", "chunk256.fpdt", "ring2.chunk300.disk")
     yield from (Case(layout, "gemma3", ("float32", "bf16")[number % 2]) for number, layout in enumerate(windowed))
     yield from (Case(layout, "gemma3", lengths=(2 * CAPACITY,), few=True) for layout in ("chunk64", "u2.chunk64.disk.kv-offload"))
+    yield from (Case(layout, "lora", ("float32", "bf16")[number % 2]) for number, layout in enumerate((*windowed, "dp2.z3", "dp4.z2")))
+    yield from (Case(layout, "frozen", ("bf16", "float32")[number % 2]) for number, layout in enumerate((*windowed, "dp2.z3", "dp4.z2")))
     yield Case("dp2", lengths=(5, 1, 2, 700))
     yield Case("dp4.z2", "gpt2", lengths=(900,))  # fewer packs than replicas
     yield from (
@@ -183,6 +189,14 @@ QUICK = (
     Case("ring2.z1", "gemma3", lengths=FEW),
     Case("u2.chunk64.disk", "gemma3", lengths=(2 * CAPACITY,), few=True),
     Case("dp3.z2", "gpt2", "fp16", SHORT),
+    Case("dp1", "lora", "bf16", FEW),
+    Case("dp2.z3", "lora-tied", "bf16", SHORT),
+    Case("tp2.recompute-full", "lora", lengths=FEW),
+    Case("pp2.z2.dp2", "frozen", "bf16", FEW),
+    Case("u2.chunk256.disk", "lora", "bf16", FEW),
+    Case("chunk256.fpdt", "frozen", lengths=FEW),
+    Case("dp2 > tp2 > pp2", "lora", "bf16", SHORT + (400,)),
+    Case("dp2.z2 > tp2", "frozen", "bf16", SHORT + (700,)),
     Case("dp2.z2 > tp2", "qwen3", lengths=(*SHORT, 700)),
     Case("dp2 > tp2 > pp2", "llama-tied", "bf16", FEW),
 )

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from longshift.model.decoder import Block, Head, Unit, build_unit
 from longshift.model.kernels import FLASH
 from longshift.program.operations import Op
 from longshift.schedule.chunks import Event
+from longshift.spec.adapters import Lora
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.precision import Precision
 from longshift.step.chunked import ChunkedPacks, _Play
@@ -65,6 +67,12 @@ SPECS = {
         *("gpt2", 61, 64, 1, 5, 5, 16, 128, 4096, True, "layer", 1e-5, "gelu_tanh", False),
         **{"fused_qkv": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True, "rope": None, "learned_positions": True},
     ),
+}
+SPECS |= {
+    "lora": replace(SPECS["llama grouped"], lora=Lora(8, 16.0)),
+    "lora gpt2": replace(SPECS["gpt2"], lora=Lora(4, 8.0, ("c_attn", "c_proj"))),
+    "frozen": replace(SPECS["llama biases"], freeze=("*.q_proj.weight", "*.o_proj.*", "*.up_proj.bias", "*norm.weight", "*embed*")),
+    "frozen gpt2": replace(SPECS["gpt2"], freeze=("*.ln_1.*", "*.c_attn.weight", "*.c_fc.*", "*.wpe.*")),
 }
 LENGTHS = (700, 333, 1000, 2)  # of documents, in tokens
 TURNS = ("pass", "forward", "backward")
@@ -103,7 +111,8 @@ def _operations(
         yield f"{part} forward", seen | {"output": size(y), "graph": seen["left"] - size(y), "grads": 0}
         dy, graph = stream(micro, spec, dtype, device), seen["left"] - size(y)
         with watch.counting() as seen:
-            torch.autograd.backward(y, dy)
+            if y.requires_grad:
+                torch.autograd.backward(y, dy)
         found = {"output": 0 if x is None or x.grad is None else size(x.grad), "graph": 0, "grads": grads(unit)}
         assert seen["left"] == found["output"] + found["grads"] - graph, (part, seen, found, graph)
         yield f"{part} backward", seen | found
@@ -190,7 +199,7 @@ def filled(unit: Unit, layout: Layout, world: World, dtype: torch.dtype, device:
     for param in unit.table:
         boxes = local_boxes(param, layout, layout.coord(world.rank).tp)
         parts = [torch.full(box.shape, 0.01, dtype=dtype, device=device) for box in boxes]
-        setattr(unit, param.role, nn.Parameter(torch.cat(parts, param.dim or 0)))
+        setattr(unit, param.role, nn.Parameter(torch.cat(parts, param.dim or 0), not param.frozen))
     return unit
 
 

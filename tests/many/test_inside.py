@@ -32,6 +32,8 @@ FAKE = [
         ("gpt2", "bfloat16"),
         ("olmo2", "bfloat16"),
         ("gemma3", "bfloat16"),
+        ("lora", "bfloat16"),
+        ("frozen", "bfloat16"),
     )
     for layout in LAYOUTS
 ]

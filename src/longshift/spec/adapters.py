@@ -52,6 +52,8 @@ def linear_modules(params: Iterable[Any], layers: int) -> tuple[str, ...]:
 
 def partly_trained(spec: Any, lora: Lora | None, freeze: tuple[str, ...]) -> Any:
     """The model with adapters, or with some weights that are not trained. Raises UsageError for a name that the model does not have."""
+    if not lora and not freeze:
+        return spec
     if lora:
         known = linear_modules(spec.params, spec.layers)
         for name in lora.targets:

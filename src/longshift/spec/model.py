@@ -210,8 +210,12 @@ class ModelSpec:
 
     @cached_property
     def _alike(self) -> tuple[int, ...]:
-        first: dict[tuple[Rope | None, int | None], int] = {}
-        return tuple(first.setdefault((self.rope_of(block), self.window(block)), block) for block in range(1, self.layers + 1))
+        first: dict[tuple, int] = {}
+        frozen: dict[int, tuple[str, ...]] = {}
+        for p in self.params if self.freeze else ():
+            frozen[p.unit] = *frozen.get(p.unit, ()), *((p.role,) if p.frozen else ())
+        keys = ((self.rope_of(block), self.window(block), frozen.get(block)) for block in range(1, self.layers + 1))
+        return tuple(first.setdefault(key, block) for block, key in enumerate(keys, 1))
 
     @cached_property
     def windows(self) -> Mapping[int | None, float]:
