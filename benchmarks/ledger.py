@@ -25,8 +25,8 @@ import longshift.train.check  # noqa: F401  (what the forked ranks call is impor
 from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout
 from longshift.program.ledger import Weighed
-from longshift.spec.formats import PrecisionName
 from longshift.spec.adapters import Lora
+from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.train.check import Trial, parse_layouts
 
@@ -195,8 +195,8 @@ QUICK = (
     Case("pp2.z2.dp2", "frozen", "bf16", FEW),
     Case("u2.chunk256.disk", "lora", "bf16", FEW),
     Case("chunk256.fpdt", "frozen", lengths=FEW),
-    Case("dp2 > tp2 > pp2", "lora", "bf16", SHORT + (400,)),
-    Case("dp2.z2 > tp2", "frozen", "bf16", SHORT + (700,)),
+    Case("dp2 > tp2 > pp2", "lora", "bf16", (*SHORT, 400)),
+    Case("dp2.z2 > tp2", "frozen", "bf16", (*SHORT, 700)),
     Case("dp2.z2 > tp2", "qwen3", lengths=(*SHORT, 700)),
     Case("dp2 > tp2 > pp2", "llama-tied", "bf16", FEW),
 )

@@ -181,7 +181,7 @@ def sizes(world: World, trial: dict, path: str) -> dict[str, float]:
     in training relative to its start, a first moment's norm. A comparison with a reference near zero would say nothing."""
     what, truth = Trial.from_json(trial), load_file(Path(path))
     source = what.source()
-    starts = {p.name: source(p.name, Box.whole(p.shape)).double() for p in what.spec.params}
+    starts = {p.name: source(p.name, Box.whole(p.shape)).double() for p in what.spec.params if not p.frozen}
     return {
         "loss": float(truth["loss"].min()),
         "grad": min(float(truth[f"{kind}/{name}"].norm()) for name in starts for kind in ("grad-first", "grad-last")),

@@ -280,13 +280,14 @@ def export(
     to: Annotated[Path, Parameter(help="the folder to make")],
     best: Annotated[bool, Parameter(negative="", help="the checkpoint with the lowest validation loss, not the newest")] = False,
     precision: Annotated[PrecisionName | None, Parameter(help="of the weights; that of the folder it began with if not given")] = None,
+    merge: Annotated[bool, Parameter(negative="", help="add adapters to the weights they are beside")] = False,
     json: Json = False,
 ) -> None:
-    """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer."""
+    """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer; adapters alone as a folder of PEFT."""
     config = read_config(run)
     from longshift.train.export import export as write
 
-    write(config, run, to, precision, best)
+    write(config, run, to, precision, best, merge)
     if json:
         print(jsonlib.dumps({"folder": str(to), "files": sorted(file.name for file in to.iterdir())}))
     else:

@@ -45,7 +45,9 @@ KEYS: Mapping[str, str] = {
     **dict.fromkeys(("dataset", "datasets", "train_file", "data_path", "dataset_name"), "data.train, as in train: [{path: books.jsonl}]"),
     **dict.fromkeys(("rope_scaling", "rope_theta", "rope_parameters"), "model.rope, as in rope: {type: yarn}"),
     **dict.fromkeys(("offload", "cpu_offload", "offload_optimizer"), "host or disk in a layout with chunks or recompute-full"),
-    **dict.fromkeys(("lora", "peft", "lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "adapter"), "model.lora, as in lora: {rank: 16}"),
+    **dict.fromkeys(
+        ("lora", "peft", "lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "adapter"), "model.lora, as in lora: {rank: 16}"
+    ),
     **dict.fromkeys(("qlora", "load_in_4bit", "load_in_8bit"), _ABSENT),
     **dict.fromkeys(("flash_attention", "attn_implementation", "use_flash_attn"), "nothing to set: the fastest exact kernel is chosen"),
     **dict.fromkeys(("random_seed",), "train.seed"),

@@ -28,6 +28,7 @@ from longshift.model import attention as attention_module
 from longshift.model import decoder
 from longshift.model.attention import Attention
 from longshift.model.decoder import Block, Head, MicroBatch, Unit
+from longshift.model.functions import Adapted
 from longshift.model.loss import IGNORE
 from longshift.parallel import ring, ulysses
 from longshift.program.operations import Op, Program
@@ -265,7 +266,7 @@ def _own_gradients(patch: Patch, chosen: Callable[[ModelSpec, str, Bucket], bool
 
     def wrong_reduce(self: AlignedCopies, unit: int) -> None:
         fused = self.fused[unit]
-        own.update({id(shard): (self.spec, total.clone().view(-1)) for (_, shard), total in zip(fused.buckets, fused.sums or ())})
+        own.update({id(shard): (self.spec, total.clone().view(-1)) for (_, shard), total in zip(fused.learning, fused.sums or ())})
         reduce(self, unit)
 
     def wrong_receive(self: Shard, total: Tensor) -> None:
@@ -282,6 +283,33 @@ def _own_gradients(patch: Patch, chosen: Callable[[ModelSpec, str, Bucket], bool
 def norm_gradients_not_reduced(patch: Patch) -> None:
     """A norm's gradient is not summed over the ranks that each saw some of the tokens."""
     _own_gradients(patch, lambda spec, name, bucket: spec.by_name[name].role.startswith("norm"))
+
+
+def adapter_gradients_not_reduced(patch: Patch) -> None:
+    """Tensor-parallel ranks keep their own part of the gradient of what each has whole of an adapter."""
+    whole = ("q_lora_a", "v_lora_a", "o_lora_b", "down_lora_b")
+    _own_gradients(patch, lambda spec, name, bucket: spec.by_name[name].role in whole)
+
+
+def _adapters(patch: Patch, change: Callable[[tuple, float], tuple]) -> None:
+    """Change what the backward of an adapted layer gives; `change` sees the gradients and the scale."""
+    native = Adapted.backward
+    patch.setattr(Adapted, "backward", staticmethod(lambda ctx, grad: change(native(ctx, grad), ctx.scale)))
+
+
+def adapter_gradients_not_scaled(patch: Patch) -> None:
+    """Gradients of adapters lack alpha / rank."""
+    _adapters(patch, lambda grads, scale: (*grads[:3], grads[3] / scale, grads[4] / scale, None))
+
+
+def adapter_without_gradient_of_its_input(patch: Patch) -> None:
+    """What goes back through an adapted layer goes through its weight alone."""
+    native = Adapted.backward
+
+    def backward(ctx, grad: Tensor) -> tuple:
+        return torch.mm(grad, ctx.saved_tensors[1]), *native(ctx, grad)[1:]
+
+    patch.setattr(Adapted, "backward", staticmethod(backward))
 
 
 def shared_head_gradients_not_reduced(patch: Patch) -> None:
@@ -817,6 +845,9 @@ CASES = (
     Case(labels_shifted_twice, ("dp2", "ring2")),
     Case(padding_read_as_data, ("u2", "ring2", "dp4")),
     Case(norm_gradients_not_reduced, ("tp2", "u2", "ring2", "dp2")),
+    Case(adapter_gradients_not_reduced, ("tp2",), "lora"),
+    Case(adapter_gradients_not_scaled, ("dp2", "u2.chunk16.disk"), "lora"),
+    Case(adapter_without_gradient_of_its_input, ("tp2", "chunk13.disk.kv-offload"), "lora"),
     Case(shared_head_gradients_not_reduced, ("tp4",)),
     Case(tied_gradient_not_summed_over_stages, ("pp2",), "llama-tied"),
     Case(tied_head_gradient_dropped, ("dp2", "pp2"), "llama-tied"),

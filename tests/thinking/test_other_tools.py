@@ -28,7 +28,7 @@ def refusal(section: str = "", top: str = "", overrides: tuple[str, ...] = ()) -
         ("max_grad_norm", "here it is train.clip"),
         ("gradient_accumulation_steps", "here it is train.tokens_per_step"),
         ("epochs", "here it is train.steps: a run is so many steps"),
-        ("lora", "it is not there yet"),
+        ("lora", "here it is model.lora"),
         ("fsdp", "dp8.z3"),
         ("warmupp", "did you mean 'warmup'"),
         ("qwertz", "known: tokens_per_step"),
@@ -77,4 +77,4 @@ def test_what_a_hint_names_is_there():
             assert key in fields, hint
         for layout in re.findall(r"\b(?:dp|pp|tp|u|ring)\d+(?:\.[a-z0-9-]+)*\b", hint):
             Layout.parse(layout)
-    assert not KEYS.keys() & {field.split(".")[1] for field in fields}
+    assert all(field in KEYS.get(field.split(".")[1], field) for field in fields)  # a key here hints at nothing but itself elsewhere

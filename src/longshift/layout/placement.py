@@ -158,8 +158,8 @@ def buckets_of(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Bucket, ...]
 
 
 def _grouped(spec: ModelSpec, layout: Layout, pieces: Iterable[tuple[Param, Piece]]) -> tuple[Bucket, ...]:
-    """By unit, holders, and whether they are trained. Holders are told apart by a number, found once for each object: hashing thousands of ranks for every piece takes
-    longer than all else."""
+    """By unit, holders, and whether they are trained. Holders are told apart by a number, found once for each object: hashing thousands of
+    ranks for every piece takes longer than all else."""
     numbers: dict[tuple[int, ...], int] = {}
     known: dict[int, int] = {}  # by the object's identity; the sorted list keeps it alive
     grouped: dict[tuple[int, int, bool], list[Piece]] = {}

@@ -7,7 +7,7 @@ here opens a pickle.
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor
 from longshift.errors import CheckpointError
 from longshift.files import publish
 from longshift.layout.box import Box
+from longshift.spec.adapters import ALL, linear_modules
 from longshift.spec.families import to_hugging_face
 from longshift.spec.model import ModelSpec
 
@@ -132,13 +133,42 @@ def write_folder(
 
     Raises CheckpointError when `folder` exists and is not empty, or cannot be written; nothing is left behind then.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not empty; export to another folder, or remove it: rm -r {folder}")
 
     def fill(scratch: Path) -> None:
         _write_weights(scratch, spec, iter(tensors), dtype, max_shard_bytes)
-        _write_config(scratch, spec, dtype, carried)
+        ids = _write_tokenizer(scratch, carried)
+        _write_json(scratch / "config.json", {**to_hugging_face(spec), **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
 
+    _write_new(folder, fill)
+
+
+def write_adapters(
+    folder: Path, spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, base: str, carried: Carried
+) -> None:
+    """Write the adapters of a model, which `tensors` are by name, as a folder that PEFT opens beside the model folder `base`. Raises
+    CheckpointError as `write_folder` does."""
+    lora = spec.lora
+    assert lora is not None
+    targets = linear_modules(spec.base.params, spec.layers) if ALL in lora.targets else lora.targets
+    config = {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True},
+        **{"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(targets), "lora_dropout": 0.0, "bias": "none"},
+        **{"fan_in_fan_out": spec.fused_qkv, "use_rslora": False, "use_dora": False, "init_lora_weights": True},
+    }
+
+    def fill(scratch: Path) -> None:
+        named = {"base_model.model." + name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors}
+        save_file(named, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
+        _write_json(scratch / "adapter_config.json", config)
+        _write_tokenizer(scratch, carried)
+
+    _write_new(folder, fill)
+
+
+def _write_new(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Make a folder that appears whole or not at all. Raises CheckpointError."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not empty; export to another folder, or remove it: rm -r {folder}")
     try:
         publish(folder, fill)
     except (OSError, SafetensorError) as error:
@@ -180,7 +210,8 @@ def _shards(spec: ModelSpec, dtype: torch.dtype, limit: int) -> list[list[str]]:
     return shards
 
 
-def _write_config(folder: Path, spec: ModelSpec, dtype: torch.dtype, carried: Carried | None) -> None:
+def _write_tokenizer(folder: Path, carried: Carried | None) -> dict[str, Any]:
+    """Write the files beside the tokenizer; the ids of special tokens as a config.json names them."""
     ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)  # null, because a family's default ids belong to another tokenizer
     if carried is not None:
         word, eos = carried.end
@@ -192,7 +223,7 @@ def _write_config(folder: Path, spec: ModelSpec, dtype: torch.dtype, carried: Ca
         if not known.get("eos_token"):
             config.unlink(missing_ok=True)  # a copy of a file that may not be written to
             _write_json(config, dict(known, eos_token=word))
-    _write_json(folder / "config.json", {**to_hugging_face(spec), **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
+    return ids
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ F feed-forward width, V vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -112,15 +113,16 @@ def _of_stage(
     first: bool,
 ) -> np.ndarray:
     own, micros = elements(spec, at, first), np.broadcast_to(np.asarray(micros, dtype=np.int64), (len(at),))
-    small, wide = formats.compute_bytes, formats.home_bytes
+    small, least = formats.compute_bytes, _least_trained(spec)
+    wide = formats.home_bytes * least  # of a mean weight
     kept_at_home = np.where(at.zero == 0, own.all, own.own)
-    state = (1 + MOMENTS) * wide * kept_at_home
+    state = ((1 + MOMENTS) * wide + small * (1 - least)) * kept_at_home
     sums_at_home = wide * kept_at_home
     if home_bytes is not None:
         state = np.full(len(at), home_bytes * (1 + MOMENTS) / (2 + MOMENTS))
         sums_at_home = np.full(len(at), home_bytes / (2 + MOMENTS))
     same = formats.compute == formats.home
-    copies = np.where(same & (at.zero == 0), 0.0, small * own.all)
+    copies = np.where(at.zero == 0, 0.0 if same else small * least * own.all, small * own.all)
     copies = np.where((at.zero == 3) & (at.holders > 1), small * own.block * np.where(own.blocks > 1, 3.0, 1.0), copies)
     sums = np.where(at.zero >= 2, sums_at_home, np.where(at.zero == 1, wide * own.all, sums_at_home))
 
@@ -129,7 +131,7 @@ def _of_stage(
     halves = at.recompute == RECOMPUTE.index("attention")  # one half at a time
     graph = np.where(halves, graph - small * _mlp_graph(spec, at, rows), graph)
     passes, again, once = in_flight(at, micros, first)
-    block_turn = np.maximum(graph, kept) - kept + 2 * small * rows / at.tp * spec.width + small * own.block / 2
+    block_turn = np.maximum(graph, kept) - kept + 2 * small * rows / at.tp * spec.width + small * least * own.block / 2
     head = (not first) | (at.pp == 1)
     logits = np.minimum(np.maximum(LEAST_ROWS, rows / at.tp * spec.width / spec.vocab), rows / at.tp) * spec.vocab
     turn = np.maximum(block_turn, head * (small + max(4, small)) * logits)
@@ -138,7 +140,7 @@ def _of_stage(
     at_first = state + copies + full + turn
     at_last = state + copies + sums + np.where(again, full, one) + turn
     # Under ZeRO-2 and 3 the sum of one block is reduced while the next block's gradients are added to theirs.
-    reducing = (2 * wide + small) * own.block * ((at.zero >= 2) & (at.holders > 1) & (own.blocks >= 2 * at.virtual))
+    reducing = (2 * wide + small * least) * own.block * ((at.zero >= 2) & (at.holders > 1) & (own.blocks >= 2 * at.virtual))
     at_sum = state + copies + np.where(once, np.where(at.zero >= 2, sums, 0.0), 0.0) + reducing
     at_sum += np.maximum(0.0, np.where(again | ~once, full, one) - 2 * kept)
     at_first = np.maximum(at_first, np.where(reducing > 0, at_sum, 0.0))
@@ -161,12 +163,28 @@ def _graph(spec: ModelSpec, at: Meshes, rows: np.ndarray) -> np.ndarray:
     MLP."""
     stream = rows / at.tp * spec.width
     inner, keys = rows / at.tp * spec.heads * spec.head_width, rows / at.tp * spec.kv_heads * spec.head_width
-    return 2 * stream + rows * spec.width + 2 * inner + 2 * keys + _mlp_graph(spec, at, rows)
+    normalized = rows * spec.width * _all_trained(spec)
+    return 2 * stream + normalized + 2 * inner + 2 * keys + _mlp_graph(spec, at, rows)
 
 
 def _mlp_graph(spec: ModelSpec, at: Meshes, rows: np.ndarray) -> np.ndarray:
-    """Elements of an MLP's graph without its input: normalized x, gate, up and their product, or up and its activation."""
-    return rows * spec.width + (3 if spec.gated else 2) * rows / at.tp * spec.ffn
+    """Elements of an MLP's graph without its input: normalized x, gate, up and their product, or up and its activation. What a linear layer
+    takes is kept for its weight's gradient."""
+    all_trained = _all_trained(spec)
+    return rows * spec.width * all_trained + (1 + spec.gated + all_trained) * rows / at.tp * spec.ffn
+
+
+def _all_trained(spec: ModelSpec) -> bool:
+    return spec.learned == spec.parameters
+
+
+@lru_cache(maxsize=64)
+def _least_trained(spec: ModelSpec) -> float:
+    """The least share of a unit's weights that is trained."""
+    if _all_trained(spec):
+        return 1.0
+    units = (spec.of_unit(unit) for unit in range(spec.units))
+    return min(sum(p.elements for p in some if not p.frozen) / sum(p.elements for p in some) for some in units if some)
 
 
 def _weights(spec: ModelSpec, unit: int) -> tuple[float, float, float]:

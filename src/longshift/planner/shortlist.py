@@ -93,7 +93,7 @@ def shortlist(
         need, changes = remedies(problem, cluster, known.meshes, fixed or {})
         none = Shortlist(**told, refused=refused, binding=need, changes=changes)
         shorter = _longest_whole(problem, at_keys)
-        more = float(reserved(FORMATS[precision].home_bytes * spec.parameters / cluster.devices, on_cpu=True)) if shorter else 0.0
+        more = float(reserved(FORMATS[precision].home_bytes * spec.learned / cluster.devices, on_cpu=True)) if shorter else 0.0
         one = streamed(problem, cluster, known.meshes, shorter, more)
         if one is None:
             return none
@@ -202,7 +202,7 @@ class _Comparison:
         # Gradients that have come home from one cut lie there while another one's groups are computed.
         spec, formats = problem.spec, FORMATS[problem.precision]
         world = int(np.prod(self.pool.columns()[0, :5]))
-        self.more_bytes = float(reserved(formats.home_bytes * spec.parameters / world, on_cpu=True))
+        self.more_bytes = float(reserved(formats.home_bytes * spec.learned / world, on_cpu=True))
         self.table = self._table(np.arange(len(numbers)))
         some = [Proposal(((0, last, len(numbers) + n, int(self.statics.packs[single])),)) for n, single in enumerate(singles)]
         every = np.arange(len(numbers))

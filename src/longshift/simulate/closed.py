@@ -92,7 +92,10 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     sides = (turns["forward"].seconds + gathers[0], turns["again"].seconds + turns["backward"].seconds + gathers[1] + reduced_s)
     block_s = sides[0] + sides[1]
 
-    summed, rows = cost.accumulated(mesh, sizes.head_elements), np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring * at.tp)
+    summed, rows = (
+        cost.accumulated(mesh, sizes.head_elements * sizes.head_trained),
+        np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring * at.tp),
+    )
     head = cost.head(mesh, at.tokens) + summed.times(np.ceil(rows / rows_at_once(rows, sizes.width, sizes.vocab)))
     embeddings = cost.embeddings(mesh, at.tokens, False).times(2) + summed
     ends = [np.maximum(work.device_s, work.kernels * launch_s) + work.tensor_s for work in (head, embeddings)]
@@ -113,7 +116,7 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     gathered_once_s = _exposed(once_gather_s, first_s, habits.gather_hidden)
     reduced_once_s = np.maximum(once_reduce_s / np.maximum(blocks, 1), _exposed(once_reduce_s, last_s, habits.reduce_hidden))
 
-    owned = held.elements / np.where(zero >= 1, held.ranks, 1)
+    owned = held.learned / np.where(zero >= 1, held.ranks, 1)
     optimizer_s = cost.rates.elementwise_s(owned * UPDATE_BYTES * cost.rates.constants.update) + cost.rates.constants.begin_s
     per_step = micros * blocks
     plain = forward + backward
@@ -162,7 +165,7 @@ def _block(cost: Cost, mesh: Mesh, at: Candidates) -> tuple[Work, Work, Work]:
     halves = ("attention half", "mlp half")
     attention, mlp = (cost.forward(half, mesh, at.tokens, at.pairs) for half in halves)
     backward = cost.backward(halves[0], mesh, at.tokens, at.pairs) + cost.backward(halves[1], mesh, at.tokens, at.pairs)
-    backward = backward + cost.accumulated(mesh, cost.sizes.block_elements)
+    backward = backward + cost.accumulated(mesh, cost.sizes.block_elements * cost.sizes.trained)
     code = np.asarray(at.recompute)
     full, keeps = code >= RECOMPUTE.index("full"), code == RECOMPUTE.index("full.keep-output")
     again = attention.times(full | (code == RECOMPUTE.index("attention"))) + mlp.times(full)
@@ -200,9 +203,10 @@ def _turn(cost: Cost, mesh: Mesh, work: Work) -> _Shown:
 
 @dataclass(frozen=True)
 class _Shares:
-    """Weights of the fullest rank, which `ranks` hold or share. Seconds to gather a block, and to sum it to its owners and to all."""
+    """Trained weights of the fullest rank, which `ranks` hold or share. Seconds to gather a block, and to sum it to its owners and to
+    all."""
 
-    elements: Number
+    learned: Number
     blocks: Number
     ranks: Number
     gather_s: np.ndarray
@@ -225,14 +229,15 @@ def _held(cost: Cost, at: Candidates, blocks: np.ndarray) -> _Shares:
     ends = np.where(np.asarray(at.pp) > 1, 1.0, 2.0 - sizes.tied) * sizes.head_elements / sizes.block_elements
     per_node = np.maximum(1, cost.rates.fabric.per_node / np.asarray(at.tp))
     elements = sizes.block_elements / np.asarray(at.tp)
-    gradient_bytes = elements * habits.gradient_bytes
+    gradient_bytes = elements * habits.gradient_bytes * sizes.trained
     collective_s = cost.rates.collective_s
     gather_s = collective_s("all_gather", elements * cost.rates.element_bytes, shard, per_node)
     scatter_s = collective_s("reduce_scatter", gradient_bytes, shard, per_node)
     across, across_per_node = ranks / shard, np.maximum(1, per_node / shard)
     scatter_s = scatter_s + np.where(shard < ranks, collective_s("all_reduce", gradient_bytes / shard, across, across_per_node), 0.0)
     all_reduce_s = collective_s("all_reduce", gradient_bytes, ranks, per_node)
-    return _Shares(elements * (blocks + ends), blocks, ranks, gather_s, scatter_s, all_reduce_s, ends)
+    learned = elements * (blocks * sizes.trained + ends * sizes.head_trained)
+    return _Shares(learned, blocks, ranks, gather_s, scatter_s, all_reduce_s, ends)
 
 
 def _exposed(traffic_s: np.ndarray, window_s: np.ndarray, hidden: Number) -> np.ndarray:

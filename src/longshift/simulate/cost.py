@@ -10,7 +10,7 @@ turns on lanes overlaps it as the runtime does.
 Letters: T tokens, D model width, A query heads * head width, B key/value heads * head width, F feed-forward width, V vocabulary.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
@@ -85,7 +85,7 @@ LONGSHIFT = Habits(messages_hidden=1.0, accumulated=1.0)
 @dataclass(frozen=True)
 class Sizes:
     """A model in numbers or arrays of them. `inner`: query heads * head width; `keys`: key/value heads * head width; `gated`, `tied`: 0
-    or 1."""
+    or 1. `trained`: trained weights of a block over those of its matmuls; `head_trained`: the same of the head."""
 
     layers: Number
     width: Number
@@ -96,6 +96,8 @@ class Sizes:
     vocab: Number
     gated: Number
     tied: Number
+    trained: Number = 1.0
+    head_trained: Number = 1.0
 
     @property
     def block_elements(self) -> Number:
@@ -110,7 +112,13 @@ class Sizes:
 def sizes(spec: ModelSpec) -> Sizes:
     """Sizes of a model."""
     inner, keys = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
-    return Sizes(spec.layers, spec.width, spec.heads, inner, keys, spec.ffn, spec.vocab, float(spec.gated), float(spec.tied))
+    found = Sizes(spec.layers, spec.width, spec.heads, inner, keys, spec.ffn, spec.vocab, float(spec.gated), float(spec.tied))
+    if spec.learned == spec.parameters:
+        return found
+    learned = [p for p in spec.params if not p.frozen]
+    in_blocks = sum(p.elements for p in learned if 1 <= p.unit <= spec.layers)
+    in_head = sum(p.elements for p in learned if len(p.shape) > 1 and spec.layers + 1 in (p.unit, p.also_unit))
+    return replace(found, trained=in_blocks / (spec.layers * found.block_elements), head_trained=in_head / found.head_elements)
 
 
 @dataclass(frozen=True)
@@ -216,10 +224,11 @@ class Cost:
         s, rows = self.sizes, _rows(mesh, tokens)
         elementwise_s, tensor_s = BACKWARD * self._elementwise_s(mesh, rows, half), self._tensor_s(mesh, rows)
         if half == "mlp half":
-            matmul_s = self._gradients_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp) + self._gradients_s(rows, s.ffn / mesh.tp, s.width)
+            matmul_s = self._gradients_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp, s.trained)
+            matmul_s = matmul_s + self._gradients_s(rows, s.ffn / mesh.tp, s.width, s.trained)
             return Work(matmul_s, 0.0, elementwise_s, 2 * self._kernels(half), tensor_s)
-        matmul_s = self._gradients_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp)
-        matmul_s = matmul_s + self._gradients_s(rows, s.inner / mesh.tp, s.width)
+        matmul_s = self._gradients_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp, s.trained)
+        matmul_s = matmul_s + self._gradients_s(rows, s.inner / mesh.tp, s.width, s.trained)
         attention_s, ring_s = self.attention_s(mesh, tokens, pairs, True), self._ring_s(mesh, tokens, True)
         return Work(matmul_s, attention_s, elementwise_s, 2 * self._kernels(half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
 
@@ -262,15 +271,16 @@ class Cost:
         """Of the head's loss turn on so many tokens: final norm, logits, cross entropy, and their backward."""
         s, rows = self.sizes, _rows(mesh, tokens)
         columns = s.vocab / np.asarray(mesh.tp)
-        matmul_s = self._matmuls_s(rows, s.width, columns) + self._gradients_s(rows, s.width, columns)
+        matmul_s = self._matmuls_s(rows, s.width, columns) + self._gradients_s(rows, s.width, columns, s.head_trained)
         moved_bytes = rows * (columns * LOGIT_BYTES * self.rates.constants.loss + 8.0 * s.width * self.rates.element_bytes)
         return Work(matmul_s, 0.0, self.rates.elementwise_s(moved_bytes), 20.0, self._tensor_s(mesh, rows))
 
     def _matmuls_s(self, rows: Number, k: Number, n: Number) -> np.ndarray:
         return self.rates.matmul_s(rows, k, n)
 
-    def _gradients_s(self, rows: Number, k: Number, n: Number) -> np.ndarray:
-        return self.rates.matmul_s(rows, n, k) + self.rates.matmul_s(k, rows, n)
+    def _gradients_s(self, rows: Number, k: Number, n: Number, trained: Number) -> np.ndarray:
+        """Gradients of inputs, and of the trained part of the weights."""
+        return self.rates.matmul_s(rows, n, k) + self.rates.matmul_s(k, rows, n) * trained
 
     def _keys(self, mesh: Mesh) -> Number:
         """Key/value width over all tensor-parallel ranks: each has at least one head."""

@@ -239,8 +239,8 @@ class ModelSpec:
 
     def flops_per_token(self, context: float) -> float:
         """Model FLOP of forward and backward for a token that attends to `context` others on average (causal: half its document).
-        6 per matmul weight that is trained and 4 per one that is not (embedding look-ups excluded), 12 * N * H per attended token and layer;
-        recomputation not counted."""
+        6 per matmul weight that is trained and 4 per one that is not (embedding look-ups excluded), 12 * N * H per attended token and
+        layer; recomputation not counted."""
         return self._matmul_flops + 12.0 * self.layers * self.heads * self.head_width * context
 
     @cached_property

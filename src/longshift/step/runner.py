@@ -102,7 +102,7 @@ class WholePacks(Runner):
         self.loaded: dict[int, MicroBatch] = {}
         self.x: dict[int, Tensor] = {}
         self.g: dict[int, Tensor] = {}
-        self.graphs: dict[tuple, tuple[Tensor | None, GradientEdge]] = {}
+        self.graphs: dict[tuple, tuple[Tensor | None, GradientEdge | None]] = {}
         self.inputs: dict[tuple, Tensors] = {}
         self.coming: dict[tuple, Callable[[], Tensors]] = {}
         self.fetched: dict[tuple, Tensors] = {}

@@ -26,8 +26,8 @@ from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
 from longshift.program.operations import Op
 from longshift.schedule.chunks import StreamOptions
-from longshift.spec.formats import PrecisionName
 from longshift.spec.adapters import Lora
+from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
@@ -77,8 +77,8 @@ class Trial:
         return Schedule(self.lr, len(self.given or self.lengths), self.lr / 10, self.warmup)
 
     def source(self) -> Source:
-        """Initial weights, the same float32 numbers in every precision; drawn ones with norms, biases and adapters moved off their usual 1 and
-        0, so that a wrong gradient of theirs shows."""
+        """Initial weights, the same float32 numbers in every precision; drawn ones with norms, biases and adapters moved off their usual 1
+        and 0, so that a wrong gradient of theirs shows."""
         base = self.spec.base
         folder = WeightFolder(Path(self.folder), base) if self.folder is not None else None
         drawn = random_source(self.spec, self.seed, torch.float32)

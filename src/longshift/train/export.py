@@ -1,4 +1,4 @@
-"""A run's newest checkpoint as a Hugging Face folder."""
+"""A run's checkpoint as a Hugging Face folder, or its adapters as a folder of PEFT."""
 
 import json
 from dataclasses import replace
@@ -11,21 +11,29 @@ from longshift.config import Config
 from longshift.data.template import FILE as TEMPLATE
 from longshift.data.tokenizer import Tokenizer
 from longshift.dist.world import World
-from longshift.errors import CheckpointError
+from longshift.errors import CheckpointError, UsageError
 from longshift.layout.box import Box
-from longshift.model.huggingface import TOKEN_IDS, TOKENIZER_FILES, Carried, write_folder
+from longshift.model.huggingface import TOKEN_IDS, TOKENIZER_FILES, Carried, write_adapters, write_folder
+from longshift.spec.adapters import A, B
 from longshift.spec.formats import FORMATS, PrecisionName
+from longshift.spec.model import ModelSpec, Param
 from longshift.state.checkpoint import Checkpoint
+from longshift.state.home import Source
+from longshift.state.precision import Precision
 from longshift.train.corpus import open_tokenizer
 from longshift.train.facts import Facts
+from longshift.train.initial import continued
 from longshift.train.stages import stages_of
 
 
-def export(config: Config, run: Path, to: Path, precision: PrecisionName | None = None, best: bool = False) -> None:
-    """Write weights, config.json and the tokenizer that was trained with to the new folder `to`. `best`: of the checkpoint with the lowest
-    validation loss, else of the newest. `precision`: of the weights; that of the
-    model folder that the run began with where not given, else float32. A model with rotary embedding has at least as many positions as
-    the longest document that it was trained on. Raises CheckpointError."""
+def export(config: Config, run: Path, to: Path, precision: PrecisionName | None = None, best: bool = False, merge: bool = False) -> None:
+    """Write weights, config.json and the tokenizer that was trained with to the new folder `to`; of a run with adapters, these alone, as a
+    folder of PEFT, unless they are to be added to the weights (`merge`). `best`: of the checkpoint with the lowest validation loss, else of
+    the newest. `precision`: of the weights; that of the model folder that the run began with where not given, else float32, as adapters
+    are. A model with rotary embedding has at least as many positions as the longest document that it was trained on. Raises
+    CheckpointError, and UsageError where there is nothing to merge."""
+    if merge and not config.spec.lora:
+        raise UsageError(f"{run} trained without adapters: leave --merge out")
     saved = (Checkpoint.best if best else Checkpoint.latest)(run, World.alone())
     tokenizer = open_tokenizer(config)
     if tokenizer.fingerprint != Facts.of(saved).fingerprints.tokenizer:
@@ -34,12 +42,30 @@ def export(config: Config, run: Path, to: Path, precision: PrecisionName | None 
     spec, longest = trained[-1].spec, max(part.data.max_len for part in trained)
     if not spec.learned_positions:
         spec = replace(spec, max_positions=max(spec.max_positions, longest))
-    whole = ((p.name, saved.read("master", p.name, Box.whole(p.shape))) for p in spec.params)
     source = _config_json(Path(config.model.path)) if config.model.path else {}
     kept = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16)}
     named = getattr(torch, FORMATS[precision].compute) if precision else None
+    carried = _carried(config, tokenizer)
+    weights = continued(config, saved, Precision.of(config.train.precision).home)
+    if spec.lora and not merge:
+        if config.model.path is None or config.model.init != "pretrained":
+            raise CheckpointError(f"{run} trained adapters of weights that were drawn, which no folder holds: write --merge")
+        adapters = ((p.name, weights(p.name, Box.whole(p.shape))) for p in spec.params if not p.frozen)
+        write_adapters(to, spec, adapters, named or torch.float32, str(Path(config.model.path).resolve()), carried)
+        return
     dtype = named or kept.get(source.get("dtype") or source.get("torch_dtype") or "", torch.float32)
-    write_folder(to, spec, whole, dtype, _carried(config, tokenizer))
+    whole = ((p.name, _merged(spec, p, weights)) for p in spec.base.params)
+    write_folder(to, spec.base, whole, dtype, carried)
+
+
+def _merged(spec: ModelSpec, p: Param, weights: Source) -> torch.Tensor:
+    """A weight, with its adapter's part where it has one: W + scale B A, in at least float32."""
+    found = weights(p.name, Box.whole(p.shape))
+    a, b = (spec.by_name.get(p.name.removesuffix("weight") + end) for end in (A, B))
+    if not (spec.lora and a and b):
+        return found
+    added = torch.mm(*(weights(one.name, Box.whole(one.shape)).double() for one in (b, a))) * spec.lora.scale
+    return (found.double() + (added.mT if spec.fused_qkv else added)).to(torch.promote_types(found.dtype, torch.float32))
 
 
 def _carried(config: Config, tokenizer: Tokenizer) -> Carried:

@@ -15,9 +15,8 @@ from longshift.data.batch import Batches, StepBatch
 from longshift.dist.world import World, be_deterministic, own_device
 from longshift.errors import CheckpointError, NonFiniteError
 from longshift.layout.placement import buckets
-from longshift.model.huggingface import WeightFolder
 from longshift.state.checkpoint import Checkpoint, save
-from longshift.state.home import Home, Source, fingerprint, random_source
+from longshift.state.home import Home, fingerprint
 from longshift.state.optimizer import MOMENTS, Optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
@@ -31,6 +30,7 @@ from longshift.train.admission import admit
 from longshift.train.corpus import open_on_ranks
 from longshift.train.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, expect
 from longshift.train.foretold import Foretold
+from longshift.train.initial import continued, initial
 from longshift.train.measured import profile_here
 from longshift.train.metrics import GroupMetrics, StepMetrics
 from longshift.train.run_folder import RunFolder, adopt
@@ -172,9 +172,7 @@ def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path | N
 def build_state(config: Config, world: World, saved: Checkpoint | None = None, facts: Facts | None = None) -> State:
     """Home, optimizer and cursor: from a checkpoint and its facts, a model folder or the seed."""
     spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
-    initial = _initial(config, precision.home) if not saved or spec.lora or spec.freeze else None
-    source = _of_checkpoint(spec, saved, initial) if saved else initial
-    assert source is not None
+    source = continued(config, saved, precision.home) if saved else initial(config, precision.home)
     home = Home(spec, buckets(spec, home_layout(config.edges)), world.rank, precision.home, world.device, source, precision.compute)
     optimizer = Optimizer(home, train.betas, train.eps, train.weight_decay)
     state = State(spec, home, optimizer, schedule_of(config), train.clip, LossScale() if precision.scaled else None)
@@ -207,22 +205,6 @@ def build_player(config: Config, world: World, state: State, run: Path) -> Playe
         links=agreed(links, world.gather_text),
         windows=config.window.options,
     )
-
-
-def _initial(config: Config, dtype: torch.dtype) -> Source:
-    """Weights to begin with: of a model folder, but adapters, or drawn."""
-    drawn = random_source(config.spec, config.train.seed, dtype)
-    if config.model.path is None or config.model.init != "pretrained":
-        return drawn
-    base = config.spec.base
-    folder = WeightFolder(Path(config.model.path), base)
-    return lambda name, box: folder.read(name, box) if name in base.by_name else drawn(name, box)
-
-
-def _of_checkpoint(spec: ModelSpec, saved: Checkpoint, initial: Source | None) -> Source:
-    """The masters that a checkpoint has, and what was never trained from where it came from."""
-    trained = saved.source()
-    return lambda name, box: initial(name, box) if initial and spec.by_name[name].frozen else trained(name, box)
 
 
 def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:

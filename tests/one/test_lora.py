@@ -1,0 +1,206 @@
+"""Adapters and frozen weights in runs: against PEFT, resumed, exported; what is not trained does not change."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from against_transformers import read_all
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, Qwen3Config
+
+import longshift as ls
+from longshift.config_file import parse_config
+from longshift.data.batch import Document
+from longshift.data.micro import micro_batch
+from longshift.data.tokenizer import train as train_tokenizer
+from longshift.dist.world import World
+from longshift.errors import CheckpointError, UsageError
+from longshift.layout.box import Box
+from longshift.layout.layout import Layout as Degrees
+from longshift.model.decoder import Decoder, Ops
+from longshift.model.loss import IGNORE
+from longshift.spec.adapters import Lora, partly_trained
+from longshift.spec.families import read_spec
+from longshift.state.checkpoint import Checkpoint
+from longshift.train.export import export
+from longshift.train.metrics import read_rows
+
+SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
+LLAMA = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48}
+MODELS = {
+    "llama": LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**LLAMA, head_dim=8, tie_word_embeddings=False),
+    "phi3": Phi3Config(**LLAMA, pad_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 1e4}, sliding_window=None),
+    "gpt2": GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4, n_positions=128),
+}
+TARGETS = {"llama": "all", "qwen3": "[q_proj, v_proj]", "phi3": "[qkv_proj, down_proj]", "gpt2": "[c_attn, c_proj]"}
+RUN = """
+model: {{path: {place}/{family}, {more}}}
+data:
+  train: [{{path: {place}/a.txt}}]
+  tokenizer: {place}/tokenizer.json
+  max_len: 64
+  overlong: split
+  cache: {place}/cache
+train: {{tokens_per_step: 128, steps: 4, lr: 5e-2, precision: {precision}}}
+save: {{dir: {run}, every: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("place")
+    (place / "a.txt").write_text(text := Path(json.__file__).read_text()[:6000])
+    train_tokenizer(iter([text]), 300).save(str(place / "tokenizer.json"))
+    for family, config in MODELS.items():
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(place / family)
+        (place / family / "tokenizer.json").write_bytes((place / "tokenizer.json").read_bytes())
+    return place
+
+
+def config_of(place: Path, run: Path, family: str = "llama", more: str = "", precision: str = "float32") -> ls.Config:
+    more = more or f"lora: {{rank: 4, alpha: 6, targets: {TARGETS[family]}}}"
+    return parse_config(RUN.format(place=place, run=run, family=family, more=more, precision=precision))
+
+
+def logits_of(model, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids[None]).logits[0]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_what_is_exported_is_the_adapter_that_was_trained(place: Path, tmp_path: Path, family: str):
+    config = config_of(place, tmp_path / "run", family)
+    list(ls.train(config))
+    export(config, tmp_path / "run", tmp_path / "adapter")
+    export(config, tmp_path / "run", tmp_path / "merged", merge=True)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / family), tmp_path / "adapter").eval()
+    saved = Checkpoint.latest(tmp_path / "run", World.alone())
+    masters = {p.name: saved.read("master", p.name, Box.whole(p.shape)) for p in config.spec.params if not p.frozen}
+    theirs = {name.replace(".default", ""): value for name, value in model.named_parameters() if "lora_" in name}
+    assert theirs.keys() == {"base_model.model." + name for name in masters}
+    for name, master in masters.items():
+        assert torch.equal(theirs["base_model.model." + name], master), name
+    ids = torch.arange(60) * 7 % 300
+    with_adapter = logits_of(model, ids)
+    without = logits_of(AutoModelForCausalLM.from_pretrained(place / family).eval(), ids)
+    merged = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(), ids)
+    spec, tensors = read_all(place / family)
+    adapted = partly_trained(spec, config.spec.lora, ())
+    micro = micro_batch(
+        adapted, [Document(ids.numpy(), np.append(ids[1:].numpy(), IGNORE))], Degrees(), 0, torch.float32, torch.device("cpu")
+    )
+    ours = Decoder(adapted).load(tensors | masters).logits(micro, Ops(adapted))
+    assert (with_adapter - without).abs().max() > 1e-2
+    assert (merged - with_adapter).abs().max() < 1e-5
+    assert (ours - with_adapter).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_gradients_are_those_of_peft(place: Path, family: str):
+    targets = json.loads(TARGETS[family].replace("[", '["').replace("]", '"]').replace(", ", '", "')) if family != "llama" else "all-linear"
+    model = AutoModelForCausalLM.from_pretrained(place / family, dtype=torch.float32)
+    model = get_peft_model(
+        model, LoraConfig(r=3, lora_alpha=5, target_modules=targets, fan_in_fan_out=family == "gpt2", init_lora_weights=False)
+    )
+    ids = torch.arange(50) * 11 % 300
+    model(ids[None], labels=ids[None]).loss.backward()
+    theirs = {
+        name.removeprefix("base_model.model.").replace(".default", ""): weight
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
+    spec, tensors = read_all(place / family)
+    spec = partly_trained(spec, Lora(3, 5.0, ("all",) if family == "llama" else tuple(targets)), ())
+    decoder = Decoder(spec).load(tensors | {name: weight.detach().clone() for name, weight in theirs.items()})
+    document = Document(ids.numpy(), np.append(ids[1:].numpy(), IGNORE))
+    (decoder(micro_batch(spec, [document], Degrees(), 0, torch.float32, torch.device("cpu")), Ops(spec)) / 49).backward()
+    ours = {name: weight for name, weight in decoder.weights().items() if weight.requires_grad}
+    assert ours.keys() == theirs.keys()
+    assert not any(weight.grad is not None for name, weight in decoder.weights().items() if name not in ours)
+    for name, weight in theirs.items():
+        assert torch.linalg.norm(ours[name].grad - weight.grad) <= 1e-4 * torch.linalg.norm(weight.grad), name
+
+
+@pytest.mark.parametrize("more", ["", "freeze: ['model.embed_tokens.*', 'model.layers.0.*']"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_resumed_anywhere_it_is_the_same_run(place: Path, tmp_path: Path, more: str, precision: str):
+    whole = config_of(place, tmp_path / "whole", more=more, precision=precision)
+    parts = config_of(place, tmp_path / "parts", more=more, precision=precision)
+    list(ls.train(whole))
+    for step in ls.train(parts):
+        if step.step == 2:
+            break
+    list(ls.train(parts, resume=True))
+    losses = [[row["loss"] for row in read_rows(tmp_path / run / "metrics.jsonl")] for run in ("whole", "parts")]
+    assert losses[0] == losses[1]
+    files = [load_file(next((tmp_path / run / "checkpoints" / "step-4").glob("*.safetensors"))) for run in ("whole", "parts")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(value, files[1][key]) for key, value in files[0].items())
+    learned = {p.name for p in whole.spec.params if not p.frozen}
+    assert {key.split("|")[1] for key in files[0]} == learned
+    assert len(learned) < len(whole.spec.params)
+
+
+def test_another_base_is_noticed(place: Path, tmp_path: Path):
+    folder = tmp_path / "llama"
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(MODELS["llama"])
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes((place / "tokenizer.json").read_bytes())
+    config = config_of(place, tmp_path / "run").model_copy(deep=True)
+    text = RUN.format(place=place, run=tmp_path / "run", family="llama", more="lora: {rank: 2}", precision="float32")
+    config = parse_config(text.replace(f"{place}/llama", str(folder)))
+    for step in ls.train(config):
+        if step.step == 2:
+            break
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+    model.save_pretrained(folder)
+    with pytest.raises(CheckpointError, match="weights that are not trained are others than"):
+        list(ls.train(config, resume=True))
+
+
+def test_what_is_frozen_stays_and_the_rest_learns(place: Path, tmp_path: Path):
+    freeze = ("model.embed_tokens.*", "*.q_proj.*", "*norm*")
+    config = config_of(place, tmp_path / "run", "qwen3", f"freeze: {list(freeze)}")
+    list(ls.train(config))
+    export(config, tmp_path / "run", tmp_path / "export")
+    before, after = (read_all(folder)[1] for folder in (place / "qwen3", tmp_path / "export"))
+    frozen = {p.name for p in config.spec.params if p.frozen}
+    assert {name for name in before if torch.equal(before[name], after[name])} == frozen
+    assert "model.embed_tokens.weight" in frozen
+    assert read_spec(tmp_path / "export").base == read_spec(place / "qwen3").base
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ("lora: {targets: [w_proj]}", "no linear layer of this model is called 'w_proj': it has q_proj, k_proj"),
+        ("lora: {targets: []}", "lora.targets is empty"),
+        ("lora: {rank: 0}", "rank"),
+        ("lora: {rank: 4}, freeze: ['*']", "lora trains its adapters alone: leave freeze out"),
+        ("freeze: ['*mistyped*']", "no weight of this model matches '\\*mistyped\\*'"),
+        ("freeze: ['*']", "nothing would be trained"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(place: Path, tmp_path: Path, more: str, fault: str):
+    with pytest.raises(UsageError, match=fault):
+        config_of(place, tmp_path / "run", more=more)
+
+
+def test_there_must_be_something_to_merge_and_something_beside_adapters(place: Path, tmp_path: Path):
+    plain = config_of(place, tmp_path / "plain", more="init: pretrained")
+    list(ls.train(plain))
+    with pytest.raises(UsageError, match="trained without adapters: leave --merge out"):
+        export(plain, tmp_path / "plain", tmp_path / "to", merge=True)
+    drawn = config_of(place, tmp_path / "drawn", more="init: scratch, lora: {rank: 2}")
+    list(ls.train(drawn))
+    with pytest.raises(CheckpointError, match="which no folder holds: write --merge"):
+        export(drawn, tmp_path / "drawn", tmp_path / "to")
+    export(drawn, tmp_path / "drawn", tmp_path / "to", merge=True)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "to").num_parameters() == drawn.spec.base.parameters
