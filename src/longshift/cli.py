@@ -295,6 +295,32 @@ def export(
 
 
 @app.command
+def report(
+    run: Annotated[Path, Parameter(help="a run folder")],
+    /,
+    *more: Annotated[Path, Parameter(help="run folders to compare it with")],
+    to: Annotated[Path | None, Parameter(help="the file; report.html in the run folder, longshift-report.html here for several")] = None,
+    json: Json = False,
+) -> None:
+    """Write what runs have done as one HTML file: losses, rates, memory, time and tokens by length, predicted beside measured."""
+    from longshift.report.read import read_run
+
+    runs = [read_run(one) for one in (run, *more)]
+    if json:
+        print(jsonlib.dumps({"runs": [one.to_json() for one in runs]}))
+    if to is not None or not json:
+        try:
+            from longshift.report.page import write
+        except ImportError as fault:
+            raise UsageError(f"{fault.name} is not installed, which draws reports: pip install 'longshift[report]'") from None
+
+        file = to or (Path("longshift-report.html") if more else run / "report.html")
+        write(runs, file)
+        if not json:
+            print(f"wrote {file}")
+
+
+@app.command
 def profile(
     *,
     quick: Annotated[bool, Parameter(help="fewer sizes, in less than half the time")] = False,

@@ -1,0 +1,187 @@
+"""A run folder in numbers: all that the page of `longshift report` shows, and what `--json` prints."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from longshift.cluster.host import has_gpu
+from longshift.config import Config
+from longshift.errors import UsageError
+from longshift.explain import explain
+from longshift.train.metrics import StepMetrics, read_rows
+from longshift.train.plan_file import read as read_plan
+from longshift.train.run_folder import RunFolder, read_config
+
+SERIES = ("loss", "grad_norm", "lr", "tokens", "tokens_per_s", "model_flops_per_s", "memory_bytes", "seconds")
+SUMS = ("documents", "tokens", "seconds", "switch_exposed_s", "switch_hidden_s")
+SUMS += ("intra_node_bytes", "inter_node_bytes", "put_bytes", "fetched_bytes", "waited_s")
+ENDS = 5  # steps at either end of a run whose mean loss is told
+
+
+@dataclass(frozen=True)
+class Group:
+    """What documents of a range of lengths took in a run under one layout: sums over its steps; `tier_peak_bytes`: the most of a rank."""
+
+    upto: int
+    layout: str
+    steps: int
+    documents: int
+    tokens: int
+    seconds: float
+    switch_exposed_s: float
+    switch_hidden_s: float
+    intra_node_bytes: int
+    inter_node_bytes: int
+    put_bytes: int
+    fetched_bytes: int
+    waited_s: float
+    tier_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run. `facts`: what it is and how it went, in words and numbers; `config`: its settings by dotted key; `series`: a number for each
+    of `steps`, None where one is not finite; `predicted`: step, seconds, predicted seconds, relative half-width of the band; `valid`: step,
+    loss, and loss by longest document; `memory`: the ledger's peak by place, and what is alive then, in bytes."""
+
+    name: str
+    facts: dict[str, Any]
+    config: dict[str, Any]
+    steps: list[int]
+    series: dict[str, list[float | None]]
+    groups: list[Group]
+    predicted: list[dict[str, Any]]
+    valid: list[dict[str, Any]]
+    memory: dict[str, dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_run(path: Path) -> Run:
+    """A run folder in numbers. Raises UsageError where it is none, or has no step yet."""
+    config, folder = read_config(path), RunFolder(path)
+    found = {row["step"]: row for row in read_rows(folder.metrics)}  # of a step that was computed again, the last row
+    try:
+        rows = [StepMetrics.from_json(found[step]) for step in sorted(found)]
+    except (TypeError, ValueError, KeyError) as fault:
+        raise UsageError(f"{folder.metrics} has a row that no step has written: {fault}") from None
+    if not rows:
+        raise UsageError(f"{path} has no step yet: there is nothing to report")
+    series = {name: [_finite(getattr(row, name)) for row in rows] for name in SERIES}
+    predicted = [
+        {"step": row.step, "seconds": row.seconds, "predicted_seconds": row.predicted_seconds, "band": row.band}
+        for row in rows
+        if row.predicted_seconds is not None
+    ]
+    valid = [
+        {"step": row.step, "loss": _finite(row.valid_loss), "by_length": {part.upto: _finite(part.loss) for part in row.valid}}
+        for row in rows
+        if row.valid_loss is not None
+    ]
+    facts = _facts(config, folder, rows)
+    return Run(
+        str(path),
+        facts,
+        dict(_flat(config.model_dump(mode="json"))),
+        sorted(found),
+        series,
+        _groups(rows),
+        predicted,
+        valid,
+        _memory(config),
+    )
+
+
+def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> dict[str, Any]:
+    env = _json(folder.env)
+    losses = [row.loss for row in rows if math.isfinite(row.loss)]
+    last, latest = rows[-1], folder.latest
+    plan = read_plan(folder.path)
+    usual = sorted(row.tokens_per_s for row in rows if not row.first) or [last.tokens_per_s]
+    causes = sorted(folder.errors.glob("rank-*.json"))
+    cause = _json(causes[0]).get("message") if causes else None
+    spec, packages = config.spec, env.get("packages") or {}
+    return {
+        "model": config.model.preset or config.model.path,
+        "parameters": spec.parameters,
+        "trained parameters": spec.learned,
+        "precision": config.train.precision,
+        "layout": " > ".join(str(edge.use) for edge in config.parts[-1].edges),
+        "ranks": config.parts[-1].world,
+        "longest document": config.data.max_len,
+        "tokens per step": config.train.tokens_per_step,
+        "step": last.step,
+        "steps": config.train.steps,
+        "ended": _ended(config, last, cause),
+        "starts": sum(row.first for row in rows),
+        "newest checkpoint": latest.read_text("utf-8").strip() if latest.is_file() else None,
+        "first losses": sum(losses[:ENDS]) / len(losses[:ENDS]) if losses else None,
+        "last losses": sum(losses[-ENDS:]) / len(losses[-ENDS:]) if losses else None,
+        "best validation": min((row.valid_loss for row in rows if row.valid_loss is not None), default=None),
+        "tokens": sum(row.tokens for row in rows),
+        "seconds": sum(row.seconds for row in rows),
+        "tokens per second": usual[len(usual) // 2],
+        "memory": max(row.memory_bytes for row in rows),
+        "layouts tried": [str(choice) for choice in plan.choices] if plan else None,
+        "machine": env.get("processor"),
+        "torch": packages.get("torch"),
+        "longshift": packages.get("longshift"),
+        "command": env.get("command"),
+    }
+
+
+def _ended(config: Config, last: StepMetrics, cause: object) -> str:
+    if cause:
+        return f"failed after step {last.step}: {cause}"
+    if last.early:
+        return f"ended early at step {last.step}: validation became no better"
+    return "finished" if last.step >= config.train.steps else f"stands at step {last.step} of {config.train.steps}"
+
+
+def _groups(rows: Sequence[StepMetrics]) -> list[Group]:
+    """By layout and longest document, in the order of lengths."""
+    sums: dict[tuple[int, str], list[Any]] = {}
+    for row in rows:
+        for group in row.groups:
+            sums.setdefault((group.upto, group.layout), []).append(group)
+    return [
+        Group(upto, layout, len(some), **{name: sum(getattr(group, name) or 0 for group in some) for name in SUMS}, tier_peak_bytes=most)
+        for (upto, layout), some in sorted(sums.items())
+        for most in [max(group.tier_peak_bytes for group in some)]
+    ]
+
+
+def _memory(config: Config) -> dict[str, dict[str, Any]]:
+    """What the ledger says of the rank that needs most, by place, in the stage that needs most."""
+    needs = [explain(part, gpus=has_gpu()).need for part in config.parts]
+    need = max(needs, key=lambda one: one.device.total)
+    return {
+        place: {"rank": need.rank, "total": peak.total, "during": peak.op, "alive": dict(peak.alive)}
+        for place, peak in need.weighed.peaks.items()
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by dotted key."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else name)
+    else:
+        yield key, value
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A file's JSON object; nothing where there is none."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
