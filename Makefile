@@ -6,6 +6,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+PRODUCT := .venv/.product
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 SECOND := $(wildcard tests/many/*_benchmark.py) $(patsubst %,tests/many/test_%.py,check inside launch pages) tests/one tests/thinking tests/faults tests/gpu
 
@@ -22,8 +23,15 @@ $(READY): pyproject.toml constraints.txt
 browser:
 	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq chromium > /dev/null; } || echo "no chromium"
 
-quickstart: setup
+# Of the product's dependencies only; what tests and plots want besides comes with `make setup`.
+$(PRODUCT): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+quickstart: $(PRODUCT)
 	$(BIN)/longshift train examples/quickstart.yaml save.dir=$(RUN)
+	@command -v longshift > /dev/null || echo "shell   source .venv/bin/activate   # then longshift is a command here"
 
 # Two processes side by side, of as much work: what runs in worlds of ranks, without some of it, and that with the rest.
 test: setup

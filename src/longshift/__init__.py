@@ -1,6 +1,6 @@
 """Longshift: train transformer language models on sequences of any length, under any parallel layout, with the same numbers."""
 
-from longshift.api import train
+from longshift.api import check, explain, export, report, train
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.errors import LongshiftError
@@ -17,8 +17,12 @@ __all__ = [
     "Links",
     "LongshiftError",
     "StepMetrics",
+    "check",
+    "explain",
+    "export",
     "load_config",
     "placed",
+    "report",
     "switch_plan",
     "traffic",
     "train",

@@ -16,15 +16,24 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from longshift import errors
+from longshift.cluster.host import has_gpu
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.errors import LongshiftError
-from longshift.layout.layout import AUTO
+from longshift.explain import Explanation
+from longshift.explain import explain as explanation
+from longshift.layout import legal
+from longshift.layout.layout import AUTO, Layout
 from longshift.planner.asked import AutoLayout
+from longshift.spec.formats import PrecisionName
 from longshift.train.metrics import MetricsLog, StepMetrics
-from longshift.train.run_folder import RunFolder, prepare
+from longshift.train.run_folder import RunFolder, prepare, read_config
+
+if TYPE_CHECKING:
+    from longshift.reports.read import Run
 
 
 def train(config: Config | str | Path, *overrides: str, resume: bool = False) -> Iterator[StepMetrics]:
@@ -35,21 +44,78 @@ def train(config: Config | str | Path, *overrides: str, resume: bool = False) ->
     processes; leaving the loop early lets them finish the step and save. Raises LongshiftError."""
     from longshift.dist.world import launched, own_rank
 
-    if not isinstance(config, Config):
-        config = load_config(config, overrides)
-    elif overrides:
-        raise errors.UsageError("overrides are of a config file: ls.train('run.yaml', 'train.lr=2e-5')")
+    config = _read(config, overrides)
     if isinstance(config.layout, AutoLayout):
         yield from _run_workers(config, resume)
         return
-    if any(edge.use.chunk == AUTO for edge in config.edges):
-        from longshift.profile.choose import with_chunks
-
-        config = with_chunks(config, lambda line: print(f"longshift: {line}", file=sys.stderr))
+    config = with_chunks(config)
     if config.world == 1 or launched():
         yield from run_rank(config, prepare(config, resume, own_rank()), resume)
     else:
         yield from _run_workers(config, resume)
+
+
+def check(config: Config | str | Path, *overrides: str, against: str) -> dict[str, Any]:
+    """Compute the same batches under the layout of a config, or its groups of lengths, and under another, each in processes of its own.
+
+    Worst relative differences to one process, positions that leak from document to document, and under "pass" whether all are within
+    the tolerance: what `longshift check --json` prints. Raises LongshiftError."""
+    config = _read(config, overrides)
+    other = Layout.parse(against)
+    legal.check(config.spec, other, None, config.data.max_len)
+    (edge,) = with_chunks(config.model_copy(update={"layout": other})).edges
+    config = with_chunks(config)
+    from longshift.dist.world import own_device
+    from longshift.train.check_run import check as compare
+
+    return compare(config, [[each.use for each in config.edges], [edge.use]], own_device().type)
+
+
+def explain(config: Config | str | Path, *overrides: str) -> tuple[Explanation, ...]:
+    """What a step inserts, prunes, moves and needs, of each stage of the run: a text when it is printed. Starts nothing, needs no GPU.
+    Raises LongshiftError."""
+    config = with_chunks(_read(config, overrides))
+    return tuple(explanation(part, gpus=has_gpu()) for part in config.parts)
+
+
+def export(run: str | Path, to: str | Path, *, best: bool = False, precision: PrecisionName | None = None, merge: bool = False) -> Path:
+    """Write a run's newest checkpoint, or its best, as a Hugging Face folder, or its adapters as a folder of PEFT; returns the folder.
+    `precision`: of the weights; `merge`: adapters are added to them. Raises LongshiftError."""
+    from longshift.train.export import export as write
+
+    write(read_config(Path(run)), Path(run), Path(to), precision, best, merge)
+    return Path(to)
+
+
+def report(*runs: str | Path, to: str | Path | None = None) -> "tuple[Run, ...]":
+    """What runs have done, in numbers; with `to`, also as an HTML file. Raises LongshiftError."""
+    from longshift.reports.read import read_run
+
+    found = tuple(read_run(Path(run)) for run in runs)
+    if to is not None:
+        try:
+            from longshift.reports.page import write
+        except ImportError as fault:
+            raise errors.UsageError(f"{fault.name} is not installed, which draws reports: pip install 'longshift[report]'") from None
+        write(found, Path(to))
+    return found
+
+
+def _read(config: Config | str | Path, overrides: tuple[str, ...]) -> Config:
+    if not isinstance(config, Config):
+        return load_config(config, overrides)
+    if overrides:
+        raise errors.UsageError("overrides are of a config file: ls.train('run.yaml', 'train.lr=2e-5')")
+    return config
+
+
+def with_chunks(config: Config) -> Config:
+    """With every `chunk-auto` chosen."""
+    if all(edge.use.chunk != AUTO for edge in config.edges):
+        return config
+    from longshift.profile.choose import with_chunks as chosen
+
+    return chosen(config, lambda line: print(f"longshift: {line}", file=sys.stderr))
 
 
 def run_rank(

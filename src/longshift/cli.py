@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 from rich.progress import Progress
 
+from longshift import api
 from longshift.cluster import files
 from longshift.cluster.cluster import Cluster
 from longshift.cluster.host import core_count, has_gpu, profile_of_host
@@ -29,7 +30,6 @@ from longshift.explain import explain as explain_run
 from longshift.forecast import plan as make_plan
 from longshift.forecast import task_of
 from longshift.layout import legal
-from longshift.layout.layout import AUTO, Layout
 from longshift.planner.asked import AutoLayout
 from longshift.spec.formats import PrecisionName
 from longshift.starter import starter, write_new
@@ -96,7 +96,7 @@ def train(
 ) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment."""
     run, plan = _planned(load_config(config, overrides))
-    run, resume = _with_chunks(run), resume or (resume_auto and RunFolder(Path(run.save.dir)).begun())
+    run, resume = api.with_chunks(run), resume or (resume_auto and RunFolder(Path(run.save.dir)).begun())
     if explain:
         per_node = _per_node(run.world)
         links = profile_of_host(per_node, -(-run.world // per_node))
@@ -179,16 +179,9 @@ def check(
         raise UsageError("check needs --against LAYOUT or --timeline, one of them")
     run = load_config(config, overrides)
     if against is None:
-        _check_timeline(_with_chunks(run), json)
+        _check_timeline(api.with_chunks(run), json)
         return
-    other = Layout.parse(against)
-    legal.check(run.spec, other, None, run.data.max_len)
-    (edge,) = _with_chunks(run.model_copy(update={"layout": other})).edges
-    run = _with_chunks(run)
-    from longshift.dist.world import own_device
-    from longshift.train.check_run import check as compare
-
-    found = compare(run, [[edge.use for edge in run.edges], [edge.use]], own_device().type)
+    found = api.check(run, against=against)
     if json:
         print(jsonlib.dumps(found))
     else:
@@ -284,10 +277,7 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer; adapters alone as a folder of PEFT."""
-    config = read_config(run)
-    from longshift.train.export import export as write
-
-    write(config, run, to, precision, best, merge)
+    api.export(run, to, best=best, precision=precision, merge=merge)
     if json:
         print(jsonlib.dumps({"folder": str(to), "files": sorted(file.name for file in to.iterdir())}))
     else:
@@ -303,21 +293,9 @@ def report(
     json: Json = False,
 ) -> None:
     """Write what runs have done as one HTML file: losses, rates, memory, time and tokens by length, predicted beside measured."""
-    from longshift.report.read import read_run
-
-    runs = [read_run(one) for one in (run, *more)]
-    if json:
-        print(jsonlib.dumps({"runs": [one.to_json() for one in runs]}))
-    if to is not None or not json:
-        try:
-            from longshift.report.page import write
-        except ImportError as fault:
-            raise UsageError(f"{fault.name} is not installed, which draws reports: pip install 'longshift[report]'") from None
-
-        file = to or (Path("longshift-report.html") if more else run / "report.html")
-        write(runs, file)
-        if not json:
-            print(f"wrote {file}")
+    file = to or (None if json else Path("longshift-report.html") if more else run / "report.html")
+    found = api.report(run, *more, to=file)
+    print(jsonlib.dumps({"runs": [one.to_json() for one in found]}) if json else f"wrote {file}")
 
 
 @app.command
@@ -381,15 +359,6 @@ def _this_machine(ranks: int) -> Cluster:
     from longshift.profile.run import measure_here
 
     return measure_here(1, True, False, _say)
-
-
-def _with_chunks(run: Config) -> Config:
-    """With every `chunk-auto` chosen."""
-    if all(edge.use.chunk != AUTO for edge in run.edges):
-        return run
-    from longshift.profile.choose import with_chunks
-
-    return with_chunks(run, _say)
 
 
 def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None) -> None:

@@ -10,15 +10,15 @@ import pytest
 from test_pages import BROWSER, opened
 
 from longshift.errors import UsageError
-from longshift.report.read import read_run
+from longshift.reports.read import read_run
 from longshift.train.metrics import read_rows
 
 CONFIG = """
 model: {preset: tiny-llama}
 data: {train: [{corpus: python}], max_len: 256, overlong: split, held_out: 0.05, cache: CACHE}
-train: {tokens_per_step: 1K, steps: 4, lr: 3e-3, precision: float32}
+train: {tokens_per_step: 6K, steps: 4, lr: 3e-3, precision: float32}
 validation: {every: 2, tokens: 2K}
-layout: [{upto: 128, use: dp2}, {upto: 256, use: u2.chunk64.disk}]
+layout: [{upto: 240, use: dp2}, {upto: 256, use: u2.chunk64.disk}]
 save: {dir: RUN, every: 2}
 """
 

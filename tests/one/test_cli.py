@@ -367,8 +367,30 @@ def test_a_file_is_trained_from_python(place):
     assert [step.step for step in found] == [1, 2]
     with pytest.raises(UsageError, match="overrides are of a config file"):
         next(ls.train(load_config("run.yaml"), "train.steps=2"))
-    with pytest.raises(UsageError, match=r"read from text by Layout.parse\('dp2.tp2'\)"):
-        ls.Layout("dp2.tp2")  # pyright: ignore[reportArgumentType]
+
+
+def test_what_the_commands_do_python_does(place, longshift):
+    assert ls.Layout("dp2.tp2") == ls.Layout.parse("dp2.tp2") == ls.Layout(dp=2, tp=2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match="did you mean"):
+        ls.Layout("dpp2")  # pyright: ignore[reportArgumentType]
+    (explained,) = ls.explain("run.yaml")
+    assert "one AdamW, at home" in str(explained)
+    list(ls.train("run.yaml", "train.steps=2"))
+    assert ls.export(place / "run", place / "out") == place / "out"
+    assert (place / "out" / "model.safetensors").is_file()
+    (run,) = ls.report(place / "run", to=place / "page.html")
+    assert run.steps == [1, 2]
+    assert (place / "page.html").is_file()
+    with pytest.raises(UsageError, match="is not a run folder"):
+        ls.export(place / "nothing", place / "out2")
+
+
+def test_check_from_python_tells_what_the_command_tells(place, longshift):
+    found = ls.check("run.yaml", against="recompute-full")
+    assert found["pass"]
+    code, out, _ = longshift("check run.yaml --against recompute-full --json")
+    assert code == 0
+    assert json.loads(out).keys() == found.keys()
 
 
 def test_leaving_the_loop_saves_the_step(place):

@@ -21,7 +21,7 @@ THINKING = (
     *("simulate", "planner"),
     *("config_parts", "config", "config_file", "explain", "forecast", "starter"),
 )
-DOING = ("model", "dist", "data", "parallel", "stream", "state", "step", "train", "profile", "report", "api")
+DOING = ("model", "dist", "data", "parallel", "stream", "state", "step", "train", "profile", "reports", "api")
 FRONT = ("longshift", "cli")  # the package itself, then the command line
 ROOMS = (*THINKING, *DOING, *FRONT)
 

@@ -98,10 +98,11 @@ class Layout:
     every: int = 1
 
     def __post_init__(self) -> None:
+        if isinstance(self.dp, str):  # Layout("dp2.tp2")
+            for name, value in vars(Layout.parse(self.dp)).items():
+                object.__setattr__(self, name, value)
         if not isinstance(self.dp, int):
-            raise UsageError(
-                f"Layout({self.dp!r}): a layout is read from text by Layout.parse({self.dp!r}), or built as Layout(dp=2, tp=2)"
-            )
+            raise UsageError(f"Layout({self.dp!r}): a layout is text, as in Layout('dp2.tp2'), or degrees, as in Layout(dp=2, tp=2)")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":

@@ -6,7 +6,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from longshift.layout.layout import format_size
-from longshift.report.read import Run
+from longshift.reports.read import Run
 
 MIB = 2**20
 PALETTE = ("#4c8bf5", "#e8710a", "#1e9e6a", "#b54ad1", "#d0402b", "#8c7a2f")  # legible on white and on black

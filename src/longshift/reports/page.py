@@ -11,8 +11,8 @@ from plotly.offline import get_plotlyjs
 
 from longshift.errors import UsageError
 from longshift.layout.layout import format_size
-from longshift.report import figures
-from longshift.report.read import Run
+from longshift.reports import figures
+from longshift.reports.read import Run
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --line: #d0d7de; --paper: #ffffff }
