@@ -35,6 +35,12 @@ def own_rank() -> int:
     return int(os.environ["RANK"]) if launched() else 0
 
 
+def store_address() -> tuple[str, int] | None:
+    """Host and port of the store of the launcher that started this rank; None where `longshift train` did not."""
+    host, _, port = os.environ.get("LONGSHIFT_STORE", "").rpartition(":")
+    return (host, int(port)) if host else None
+
+
 def stay_on_loopback() -> None:
     """Keep the listeners of gloo and NCCL in this process, and in those it starts, on the loopback interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
@@ -100,11 +106,10 @@ class World:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
-        address, timeout = os.environ.get("LONGSHIFT_STORE"), timedelta(seconds=timeout_s)
+        address, timeout = store_address(), timedelta(seconds=timeout_s)
         try:
             if address:
-                host, port = address.rsplit(":", 1)
-                store = dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
+                store = dist.TCPStore(*address, is_master=False, timeout=TIMEOUT)
                 dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
             else:
                 dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)

@@ -12,9 +12,9 @@ import logging
 import os
 import signal
 import socket
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from types import FrameType
 
 import torch
@@ -27,14 +27,17 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from longshift.cluster.host import core_count
 from longshift.dist.memory import host_memory
-from longshift.dist.world import check_gpus
+from longshift.dist.world import check_gpus, store_address
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
+from longshift.files import OF_DISKS, refused
+from longshift.temporary import temporary_folder
 from longshift.train.frozen import watched
 from longshift.train.interrupt import ENDING, stopping
-from longshift.train.run_folder import RunFolder, as_error, clear_causes, read_causes, root_cause
+from longshift.train.run_folder import Cause, RunFolder, as_error, clear_causes, read_causes, root_cause
 
 HOST = "127.0.0.1"
 RANKS_A_CORE = 8  # of ranks that compute on cores: enough to try a layout, not to lose the machine
+TOLD, TELLING = "longshift-cause", timedelta(seconds=5)
 RANK_BYTES = 300 << 20  # of a rank that has joined and holds nothing
 
 
@@ -83,7 +86,8 @@ def launch(
     clear_causes(folder)
     _quiet(logging.getLogger("torch.distributed.elastic"))
     store = _loopback_store()
-    with tempfile.TemporaryDirectory(prefix="longshift-") as logs, _environment(_worker_environment(store, world)):
+    told: list[Cause] = []
+    with temporary_folder() as logs, _environment(_worker_environment(store, world)):
         spec = WorkerSpec(
             role="longshift",
             local_world_size=world,
@@ -93,8 +97,8 @@ def launch(
             max_restarts=0,
             monitor_interval=0.1,
         )
-        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=logs))
-        with _forward_interrupts(agent, say) as interrupted, watched(lambda: _ranks(agent), folder, frozen_s):
+        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(logs)))
+        with _forward_interrupts(agent, say) as interrupted, watched(lambda: _ranks(agent), folder, frozen_s, told.append):
             try:
                 result: RunResult = agent.run()  # pyright: ignore[reportAssignmentType]
             except SignalException as stop:
@@ -105,7 +109,22 @@ def launch(
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         if interrupted and all(-code == signal.SIGINT for code in codes.values()):
             raise KeyboardInterrupt
-        raise as_error(root_cause(read_causes(folder), codes))
+        raise as_error(root_cause(_causes(store, world, folder, told), codes))
+
+
+def tell(cause: Cause) -> None:
+    """Tell the launcher of this rank, if it has one, why it fails: what cannot be written to the run folder may be the cause."""
+    if address := store_address():
+        with suppress(dist.DistError, RuntimeError):  # the launcher is gone
+            store = TCPStore(*address, is_master=False, timeout=TELLING)
+            store.set(f"{TOLD}-{cause.rank}", cause.to_json())
+
+
+def _causes(store: TCPStore, world: int, folder: RunFolder, told: Sequence[Cause]) -> list[Cause]:
+    """Why ranks failed: what the launcher saw, what they told, and what they wrote."""
+    keys = [key for key in (f"{TOLD}-{rank}" for rank in range(world)) if store.check([key])]
+    found = [*told, *(Cause.from_json(store.get(key).decode()) for key in keys)]
+    return found + [cause for cause in read_causes(folder) if cause.rank not in {known.rank for known in found}]
 
 
 def _check_room(world: int, crowded: bool) -> None:
@@ -195,10 +214,12 @@ def _quiet(logger: logging.Logger) -> None:
 
 
 def rank_error(error: Exception, rank: int) -> Exception:
-    """What a failure on a rank means: lost peers and exhausted memory get their own class; the rest stays as it is."""
+    """What a failure on a rank means: lost peers, exhausted memory and what a disk refuses get their own class; the rest stays as it is."""
     text = str(error)
     if isinstance(error, LongshiftError):
         return error
+    if isinstance(error, OSError) and error.errno in OF_DISKS:
+        return refused(error)
     lacking = any(words in text for words in ("can't allocate memory", "out of memory"))
     if lacking or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return OutOfMemoryError(f"rank {rank}: {text}; in the layout, recompute-full, u2 or ring2, or a higher z takes less")
