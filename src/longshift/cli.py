@@ -121,7 +121,7 @@ def train(
 
         flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
         command = [sys.executable, "-m", "longshift.cli", "worker", str(folder.path), *flags]
-        launch(command, run.world, folder, say=_say, frozen_s=run.train.frozen, crowded=run.train.crowded)
+        launch(command, run.world, folder, say=_say, frozen_s=run.train.frozen, crowded=run.train.crowded, held=True)
     finished = True
     if rank == 0:
         with read_or_not():
@@ -134,7 +134,7 @@ def train(
 
 @app.command(show=False)
 def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False) -> None:
-    """One rank that `train` started. It ends with the launcher: without a word until it has joined the others, saving from then on."""
+    """One rank that `train` started. It ends with the launcher, without a word."""
     end_with_parent(signal.SIGKILL, int(os.environ.get("LONGSHIFT_LAUNCHER", os.getppid())))
     stop = Interrupt()
     rank, _ = _place()

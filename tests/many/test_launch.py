@@ -23,7 +23,7 @@ import longshift as ls
 from longshift.config_file import parse_config
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.dist.world import World
-from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerError, UsageError
+from longshift.errors import DataError, LongshiftError, NonFiniteError, OutOfMemoryError, PeerError, UsageError
 from longshift.train import loop
 from longshift.train.interrupt import ENDING
 from longshift.train.launch import launch, rank_error
@@ -56,9 +56,9 @@ def folder(tmp_path):
     return RunFolder(tmp_path)
 
 
-def run(folder: RunFolder, body: str, world: int = 3) -> list[str]:
+def run(folder: RunFolder, body: str, world: int = 3, held: bool = False) -> list[str]:
     said: list[str] = []
-    launch([sys.executable, "-c", PRELUDE + body, str(folder.path)], world, folder, said.append)
+    launch([sys.executable, "-c", PRELUDE + body, str(folder.path)], world, folder, said.append, held=held)
     return said
 
 
@@ -143,6 +143,25 @@ sys.exit(1)
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_cause_that_cannot_be_written_is_told(folder):
+    """By the store: where `errors` should be made stands a file."""
+    with pytest.raises(OutOfMemoryError, match=r"^/the/file cannot be written: No space left on device; make room, ") as caught:
+        run(
+            folder,
+            """
+import errno
+from longshift.train.launch import rank_error, tell
+from longshift.train.run_folder import RunFolder, write_cause
+if rank != 1: time.sleep(60)
+(folder / "errors").write_text("")
+tell(write_cause(RunFolder(folder), rank, rank_error(OSError(errno.ENOSPC, "No space left on device", "/the/file"), rank)))
+sys.exit(1)
+""",
+        )
+    assert caught.value.exit_code == 7
+    assert not read_causes(folder)
+
+
 def test_fewer_gpus_than_ranks_are_told_before_anything_starts(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UsageError, match=r"^3 ranks need a GPU each, and this machine has 1: "):
@@ -170,6 +189,20 @@ def test_once_lets_every_rank_save(folder, number, name):
         said = run(folder, WAITS_FOR_INTERRUPT)
     assert len(list(folder.path.glob("saved-*"))) == 3
     assert said == [f"finishing this step, then saving; {name} again stops at once"]
+
+
+def test_an_interrupt_before_a_rank_can_take_it_is_held_back(folder):
+    """As while ranks import torch: it waits for their `Interrupt`."""
+    body = """
+from longshift.train.interrupt import Interrupt
+(folder / f"ready-{rank}").touch()
+while signal.SIGINT not in signal.sigpending(): time.sleep(0.02)
+if Interrupt()(): (folder / f"saved-{rank}").touch()
+"""
+    with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3):
+        said = run(folder, body, held=True)
+    assert said == ["finishing this step, then saving; Ctrl-C again stops at once"]
+    assert len(list(folder.path.glob("saved-*"))) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *ENDING])

@@ -116,7 +116,7 @@ class World:
         except (dist.DistError, RuntimeError, ValueError) as fault:
             raise PeerError(f"rank {rank} of {size} could not join the others: {fault}") from fault
         if address:
-            end_with_parent(signal.SIGTERM)  # which a rank that trains takes as an order to save
+            end_with_parent(signal.SIGKILL)
         return cls(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), timeout)
 
     @classmethod

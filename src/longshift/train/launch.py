@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
@@ -72,13 +73,31 @@ class _OneMachine(RendezvousHandler):
         return True
 
 
+class _HoldingAgent(LocalElasticAgent):
+    """An agent whose ranks begin with SIGINT blocked."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def launch(
-    command: Sequence[str], world: int, folder: RunFolder, say: Callable[[str], None], frozen_s: float = 60.0, crowded: bool = False
+    command: Sequence[str],
+    world: int,
+    folder: RunFolder,
+    say: Callable[[str], None],
+    frozen_s: float = 60.0,
+    crowded: bool = False,
+    held: bool = False,
 ) -> None:
     """Run `command` once per local rank, until all have ended well or one has failed; then the rest are ended too.
 
     The first Ctrl-C, SIGTERM, SIGHUP or SIGQUIT goes on to the ranks, which finish their step and save; the second ends them. `say` shows a
-    line to the person; `frozen_s`: how long a rank may be stopped; `crowded`: whether more ranks may start than the machine is made for.
+    line to the person; `frozen_s`: how long a rank may be stopped; `crowded`: whether more ranks may start than the machine is made for;
+    `held`: ranks find SIGINT blocked, so that none is lost before their `Interrupt` lets it through.
     Raises UsageError where there are fewer GPUs than ranks, or too few cores or too little memory; the LongshiftError of the rank that
     failed first; KeyboardInterrupt when the ranks were ended before they could save."""
     check_gpus(world)
@@ -97,7 +116,7 @@ def launch(
             max_restarts=0,
             monitor_interval=0.1,
         )
-        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(logs)))
+        agent = (_HoldingAgent if held else LocalElasticAgent)(spec, DefaultLogsSpecs(log_dir=str(logs)))
         with _forward_interrupts(agent, say) as interrupted, watched(lambda: _ranks(agent), folder, frozen_s, told.append):
             try:
                 result: RunResult = agent.run()  # pyright: ignore[reportAssignmentType]
