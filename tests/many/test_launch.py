@@ -87,6 +87,7 @@ def test_each_rank_finds_its_place_and_the_caller_keeps_its_environment(folder):
     assert {e["OMP_NUM_THREADS"] for e in found} == {str(max(1, len(os.sched_getaffinity(0)) // 3))}
     assert all(e["LONGSHIFT_STORE"].startswith("127.0.0.1:") for e in found)
     assert {e["GLOO_SOCKET_IFNAME"] for e in found} == {"lo"}
+    assert {len(e["LONGSHIFT_SECRET"]) for e in found} == {64}
     after = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "PYTEST_CURRENT"))}
     assert after == {k: v for k, v in before.items() if not k.startswith(("TORCHELASTIC", "PYTEST_CURRENT"))}
 
@@ -160,6 +161,64 @@ sys.exit(1)
         )
     assert caught.value.exit_code == 7
     assert not read_causes(folder)
+
+
+def test_a_value_that_no_rank_has_written_is_refused(folder):
+    """A stranger writes what rank 1 would tell rank 0, and a cause, before they are asked for; it knows all but the secret."""
+    with pytest.raises(PeerError, match=r"the store of this run holds '.*', which none of its ranks has written") as caught:
+        run(
+            folder,
+            """
+from datetime import timedelta
+import torch.distributed as dist
+from longshift.dist.world import World, launchers_store
+from longshift.train.launch import rank_error, tell
+from longshift.train.run_folder import RunFolder, write_cause
+host, port = os.environ["LONGSHIFT_STORE"].split(":")
+stranger = dist.TCPStore(host, int(port), is_master=False)
+if rank == 1:
+    sealed = launchers_store(timedelta(seconds=20))
+    sealed.set("mine", b"word")
+    assert sealed.get("mine") == b"word"
+    stranger.set("other", stranger.get("mine"))  # the seal of one key is not that of another
+    stranger.set("ready", "")
+    time.sleep(60)
+stranger.wait(["ready"])
+try:
+    launchers_store(timedelta(seconds=20)).get("other")
+except Exception as fault:
+    tell(write_cause(RunFolder(folder), rank, rank_error(fault, rank)))
+sys.exit(1)
+""",
+            world=2,
+        )
+    assert "'other'" in str(caught.value)
+
+
+def test_a_rank_does_not_join_a_peer_that_a_stranger_names(folder):
+    """Where gloo will look for the address of rank 1 stands what rank 0 wrote for its own."""
+    with pytest.raises(PeerError, match=r"the store of this run holds '.*/1', which none of its ranks has written"):
+        run(
+            folder,
+            """
+import torch.distributed as dist
+from longshift.dist.world import World
+from longshift.train.launch import rank_error, tell
+from longshift.train.run_folder import RunFolder, write_cause
+if rank == 1:
+    host, port = os.environ["LONGSHIFT_STORE"].split(":")
+    stranger = dist.TCPStore(host, int(port), is_master=False)
+    while not (keys := [key for key in stranger.list_keys() if key.endswith("/0")]): time.sleep(0.02)
+    stranger.set(keys[0].removesuffix("0") + "1", stranger.get(keys[0]))
+    time.sleep(60)
+try:
+    World.from_environment(20)
+except Exception as fault:
+    tell(write_cause(RunFolder(folder), rank, rank_error(fault, rank)))
+os._exit(1)
+""",
+            world=2,
+        )
 
 
 def test_fewer_gpus_than_ranks_are_told_before_anything_starts(folder, monkeypatch):

@@ -5,7 +5,8 @@
                           +-- TCPStore on 127.0.0.1  <- every rank connects
 
 [Note: loopback only]  torch's TCPStore listens on every interface, and so do its stock rendezvous backends. Here a socket bound
-to 127.0.0.1 is given to the store, and the rendezvous, which for a single agent has nobody to meet, hands out that store.
+to 127.0.0.1 is given to the store. Ranks seal what they leave there (`dist.sealed`) with a secret that they find in their environment,
+which only processes of the same user can read. The agent has nobody to meet and keeps what it knows in its own memory.
 """
 
 import logging
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -28,7 +29,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from longshift.cluster.host import core_count
 from longshift.dist.memory import host_memory
-from longshift.dist.world import check_gpus, store_address
+from longshift.dist.sealed import SealedStore, new_secret
+from longshift.dist.world import check_gpus, launchers_store
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.files import OF_DISKS, refused
 from longshift.temporary import temporary_folder
@@ -45,14 +47,13 @@ RANK_BYTES = 300 << 20  # of a rank that has joined and holds nothing
 class _OneMachine(RendezvousHandler):
     """A rendezvous of one agent: always complete."""
 
-    def __init__(self, store: TCPStore):
-        self._store = store
+    def __init__(self, port: int):
+        self._port = port
 
     use_agent_store = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def next_rendezvous(self) -> RendezvousInfo:
-        here = RendezvousStoreInfo(HOST, self._store.port)
-        return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, here)
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(HOST, self._port))
 
     def get_backend(self) -> str:
         return "one-machine"
@@ -104,13 +105,14 @@ def launch(
     _check_room(world, crowded)
     clear_causes(folder)
     _quiet(logging.getLogger("torch.distributed.elastic"))
-    store = _loopback_store()
+    listening, secret = _loopback_store(), new_secret()
+    store = SealedStore(listening, secret)
     told: list[Cause] = []
-    with temporary_folder() as logs, _environment(_worker_environment(store, world)):
+    with temporary_folder() as logs, _environment(_worker_environment(listening, secret, world)):
         spec = WorkerSpec(
             role="longshift",
             local_world_size=world,
-            rdzv_handler=_OneMachine(store),
+            rdzv_handler=_OneMachine(listening.port),
             entrypoint=command[0],
             args=tuple(command[1:]),
             max_restarts=0,
@@ -133,13 +135,12 @@ def launch(
 
 def tell(cause: Cause) -> None:
     """Tell the launcher of this rank, if it has one, why it fails: what cannot be written to the run folder may be the cause."""
-    if address := store_address():
-        with suppress(dist.DistError, RuntimeError):  # the launcher is gone
-            store = TCPStore(*address, is_master=False, timeout=TELLING)
+    with suppress(dist.DistError, RuntimeError):  # the launcher is gone
+        if store := launchers_store(TELLING):
             store.set(f"{TOLD}-{cause.rank}", cause.to_json())
 
 
-def _causes(store: TCPStore, world: int, folder: RunFolder, told: Sequence[Cause]) -> list[Cause]:
+def _causes(store: SealedStore, world: int, folder: RunFolder, told: Sequence[Cause]) -> list[Cause]:
     """Why ranks failed: what the launcher saw, what they told, and what they wrote."""
     keys = [key for key in (f"{TOLD}-{rank}" for rank in range(world)) if store.check([key])]
     found = [*told, *(Cause.from_json(store.get(key).decode()) for key in keys)]
@@ -166,11 +167,12 @@ def _loopback_store() -> TCPStore:
     return TCPStore(HOST, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
 
 
-def _worker_environment(store: TCPStore, world: int) -> dict[str, str]:
+def _worker_environment(store: TCPStore, secret: str, world: int) -> dict[str, str]:
     """What the ranks find in their environment, beside their place, which the agent tells them."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         "LONGSHIFT_STORE": f"{HOST}:{store.port}",
+        "LONGSHIFT_SECRET": secret,
         "LONGSHIFT_LAUNCHER": str(os.getpid()),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
