@@ -68,7 +68,7 @@ def rewrite(path: Path, text: str) -> None:
     try:
         fresh.write_text(text, encoding="utf-8")
         os.replace(fresh, path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             fresh.unlink()
         raise
