@@ -20,10 +20,9 @@ from longshift import errors
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.errors import LongshiftError
-from longshift.files import written
+from longshift.files import temporary_folder, written
 from longshift.layout.layout import AUTO
 from longshift.planner.asked import AutoLayout
-from longshift.temporary import temporary_folder
 from longshift.train.metrics import MetricsLog, StepMetrics
 from longshift.train.run_folder import RunFolder, prepare
 

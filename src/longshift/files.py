@@ -4,10 +4,11 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError
+from longshift.temporary import held_folder
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)  # errors that no program makes alone
@@ -32,6 +33,15 @@ def written(what: str) -> Iterator[None]:
         raise refused(fault, what) from None
 
 
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder for this process, which is removed at the end. Raises OutOfMemoryError and CheckpointError where none can be made."""
+    with ExitStack() as stack:
+        with written("a temporary folder"):
+            place = stack.enter_context(held_folder(Path(tempfile.gettempdir())))
+        yield place
+
+
 def publish(target: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write files into a temporary folder beside `target`, make them durable, and rename it to `target`.
 
@@ -39,8 +49,8 @@ def publish(target: Path, fill: Callable[[Path], None]) -> None:
     Raises OSError (disk full, no permission) and what `fill` raises; then nothing is left behind.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(".building", f"{target.name}.", target.parent, ignore_cleanup_errors=True) as aside:
-        building = Path(aside, target.name)  # inside, as the temporary folder itself is for its owner only
+    with held_folder(target.parent, "", ".building") as aside:
+        building = aside / target.name  # inside, as the temporary folder itself is for its owner only
         building.mkdir()
         fill(building)
         for path in [*building.iterdir(), building]:

@@ -1,7 +1,8 @@
-"""Temporary folders that do not outlive their process for long: what a killed one has left, the next of the same user removes.
+"""Temporary folders that do not outlive their process for long: what a killed one has left, the next that makes such a folder removes.
 
-The process that made a folder holds a lock on a file in it, and so do processes that it forked. A lock is seen through containers that
-share the temporary folder, where a process id says nothing. Needs no torch.
+The process that made a folder holds a lock on a file in it, and so do processes that it forked: a process id may be used again, a lock is
+gone with its process. The file names the machine: another that shares the file system may not see the lock, and leaves the folder alone.
+Needs no torch.
 """
 
 import fcntl
@@ -13,43 +14,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longshift.files import written
-
 PREFIX, OWNER = "longshift-", ".owner"
 
 
 @contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A folder in the temporary one, which is removed at the end. Raises OutOfMemoryError and CheckpointError where none can be made."""
-    sweep()
-    with written("a temporary folder"):
-        made = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
-    with made:
-        place = Path(made.name)
-        with written(made.name):
-            owner = (place / f"{OWNER}-new").open("w")
-        with owner:
-            with written(made.name):
-                _lock(owner.fileno())
-                os.rename(owner.name, place / OWNER)  # under this name it is locked, or nobody's
+def held_folder(parent: Path, prefix: str = PREFIX, suffix: str = "") -> Iterator[Path]:
+    """A new folder in `parent`, for this user only, which is removed at the end; those of such names that nobody holds are removed first.
+    Raises OSError."""
+    sweep(parent, prefix, suffix)
+    with tempfile.TemporaryDirectory(suffix, prefix, parent, ignore_cleanup_errors=True) as made:
+        place = Path(made)
+        with (place / f"{OWNER}-new").open("w") as owner:
+            _lock(owner.fileno())
+            owner.write(os.uname().nodename)
+            owner.flush()
+            os.rename(owner.name, place / OWNER)  # under this name it is locked, or nobody's
             yield place
 
 
-def sweep() -> None:
-    """Remove folders of this user whose process is gone."""
+def sweep(parent: Path, prefix: str = PREFIX, suffix: str = "") -> None:
+    """Remove folders of this user in `parent` whose process is gone."""
     with suppress(OSError):
-        for place in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            with suppress(OSError):
-                found = place.lstat()
-                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and _left(place / OWNER):
-                    shutil.rmtree(place, ignore_errors=True)
+        for place in list(parent.iterdir()):
+            if place.name.startswith(prefix) and place.name.endswith(suffix):
+                with suppress(OSError):
+                    found = place.lstat()
+                    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and _left(place / OWNER):
+                        shutil.rmtree(place, ignore_errors=True)
 
 
 def _left(owner: Path) -> bool:
-    """Whether nobody holds the lock on a file; what has no such file is not ours to judge."""
+    """Whether nobody on this machine, which made it, holds the lock on a file. Raises OSError where there is none: not ours to judge."""
     file = os.open(owner, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        return _lock(file)
+        return os.read(file, 1024) == os.uname().nodename.encode() and _lock(file)
     finally:
         os.close(file)
 

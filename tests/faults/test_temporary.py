@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from longshift import temporary
+from longshift.files import publish, temporary_folder
 
 HOLDS = """
 import os, sys, time
-from longshift.temporary import temporary_folder
+from longshift.files import temporary_folder
 with temporary_folder() as place:
     (place / "file").write_text("text")
     forked = "fork" in sys.argv and os.fork() == 0
@@ -43,7 +44,7 @@ def test_a_folder_of_a_killed_process_goes_and_that_of_a_living_one_stays(place:
     try:
         dead.kill()
         dead.wait()
-        with temporary.temporary_folder() as own:
+        with temporary_folder() as own:
             assert not left.exists()
             assert (kept / "file").read_text() == "text"
         assert not own.exists()
@@ -51,7 +52,7 @@ def test_a_folder_of_a_killed_process_goes_and_that_of_a_living_one_stays(place:
     finally:
         alive.kill()
         alive.wait()
-    temporary.sweep()
+    temporary.sweep(place)
     assert not list(place.iterdir())
 
 
@@ -59,29 +60,49 @@ def test_a_folder_stays_while_a_forked_process_uses_it(place: Path):
     child, kept = holder("fork")
     child.kill()
     child.wait()
-    temporary.sweep()
+    temporary.sweep(place)
     assert kept.exists()
     os.killpg(child.pid, signal.SIGKILL)
     until = time.monotonic() + 5
     while kept.exists() and time.monotonic() < until:
-        temporary.sweep()
+        temporary.sweep(place)
         time.sleep(0.05)
     assert not kept.exists()
 
 
 def test_what_is_not_ours_to_judge_stays(place: Path):
-    """A folder without an owner's file, a link, a file, and a folder of another name."""
+    """A folder without an owner's file, or of another machine, a link, a file, and a folder of another name."""
     elsewhere = place / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / temporary.OWNER).touch()
+    (elsewhere / temporary.OWNER).write_text(os.uname().nodename)
     (place / "longshift-empty").mkdir()
     (place / "longshift-link").symlink_to(elsewhere)
     (place / "longshift-file").touch()
     (place / "longshift-linked").mkdir()
     (place / "longshift-linked" / temporary.OWNER).symlink_to(elsewhere / temporary.OWNER)
+    (place / "longshift-far").mkdir()
+    (place / "longshift-far" / temporary.OWNER).write_text("another-machine")
     before = sorted(place.rglob("*"))
-    temporary.sweep()
+    temporary.sweep(place)
     assert sorted(place.rglob("*")) == before
+
+
+def test_what_a_killed_process_was_making_goes_when_the_next_makes_something_beside(tmp_path: Path):
+    """As token caches, of which each may be as large as the disk."""
+    code = f"""
+import os, signal
+from pathlib import Path
+from longshift.files import publish
+def fill(folder):
+    (folder / "tokens").write_bytes(bytes(9))
+    os.kill(os.getpid(), signal.SIGKILL)
+publish(Path({str(tmp_path)!r}) / "cache", fill)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert [path.name.endswith(".building") for path in tmp_path.iterdir()] == [True]
+    publish(tmp_path / "other", lambda folder: (folder / "file").touch())
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("how", ["train", "api"])

@@ -23,9 +23,9 @@ from longshift.cluster.host import CACHE, core_count, core_quota
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World, launched
 from longshift.errors import UsageError
+from longshift.files import temporary_folder
 from longshift.profile import machine, time_attention, time_compute, time_copies, time_disk, time_links
 from longshift.profile.bench import LONG_S, SHORT_S, Bench
-from longshift.temporary import temporary_folder
 from longshift.train.launch import launch
 from longshift.train.run_folder import RunFolder
 

@@ -24,6 +24,7 @@ from longshift.dist.fork import ForkedWorld, SpawnedWorld
 from longshift.dist.memory import host_memory
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError
+from longshift.files import temporary_folder
 from longshift.layout.layout import Layout
 from longshift.model.loss import IGNORE
 from longshift.program.needs import StepShape, most, needs
@@ -33,7 +34,6 @@ from longshift.step.timeline import Timeline, predicted, rank_of, verdict
 from longshift.step.update import train_step
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import Links
-from longshift.temporary import temporary_folder
 from longshift.train.check import Trial, build
 from longshift.train.corpus import open_corpus
 from longshift.train.loop import build_player, build_state, open_data

@@ -32,8 +32,7 @@ from longshift.dist.memory import host_memory
 from longshift.dist.sealed import SealedStore, new_secret
 from longshift.dist.world import check_gpus, launchers_store
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
-from longshift.files import OF_DISKS, refused
-from longshift.temporary import temporary_folder
+from longshift.files import OF_DISKS, refused, temporary_folder
 from longshift.train.frozen import watched
 from longshift.train.interrupt import ENDING, stopping
 from longshift.train.run_folder import Cause, RunFolder, as_error, clear_causes, read_causes, root_cause

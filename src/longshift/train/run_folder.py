@@ -19,6 +19,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -139,7 +140,8 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
     if alone:
         _wait_for_ranks(folder)
         _sweep(folder)
-        temporary.sweep()
+        with suppress(OSError):  # no temporary folder at all
+            temporary.sweep(Path(tempfile.gettempdir()))
     if not resume and folder.metrics.exists():
         raise UsageError(
             f"{folder.shown} holds a run that ended at step {folder.steps_done()}, before its first checkpoint; "
