@@ -10,11 +10,13 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX, OWNER = "longshift-", ".owner"
+EMPTY_S = 3600.0
 
 
 @contextmanager
@@ -39,13 +41,16 @@ def sweep(parent: Path, prefix: str = PREFIX, suffix: str = "") -> None:
             if place.name.startswith(prefix) and place.name.endswith(suffix):
                 with suppress(OSError):
                     found = place.lstat()
-                    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and _left(place / OWNER):
+                    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and _left(place, found.st_mtime):
                         shutil.rmtree(place, ignore_errors=True)
 
 
-def _left(owner: Path) -> bool:
-    """Whether nobody on this machine, which made it, holds the lock on a file. Raises OSError where there is none: not ours to judge."""
-    file = os.open(owner, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _left(place: Path, changed_s: float) -> bool:
+    """Whether nobody on this machine, which made a folder, holds its lock, or it has been empty since long ago. Raises OSError for what is
+    not ours to judge."""
+    if {path.name for path in place.iterdir()} <= {f"{OWNER}-new"}:
+        return time.time() - changed_s > EMPTY_S
+    file = os.open(place / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         return os.read(file, 1024) == os.uname().nodename.encode() and _lock(file)
     finally:

@@ -25,13 +25,18 @@ from longshift.data.tokenizer import train as train_tokenizer
 STEPS = 4
 CONFIG = """
 model: {{preset: tiny-llama}}
-data: {{train: [{{path: {place}/text.txt}}], tokenizer: {place}/tokenizer.json, max_len: 64, overlong: split, cache: {place}/cache}}
+data:
+  train: [{{path: {place}/text.txt}}]
+  tokenizer: {place}/tokenizer.json
+  max_len: 64
+  overlong: split
+  cache: {place}/run/cache-{name}
 train: {{tokens_per_step: 128, steps: {steps}, lr: 1e-3, precision: float32}}
 layout: {layout}
 save: {{dir: {place}/run/{name}, every: 2, keep: 2}}
 """
 KILL = 0  # in the place of an errno
-CODES = (2, 4, 7)  # the run folder cannot be written at all; cannot be written; has no room
+CODES = (2, 3, 4, 7)  # the run folder cannot be written at all; the token cache; the run folder later; no room
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,11 @@ class Disk:
             found.append("other weights")
         else:
             found += [f"rows {steps(run)}"] * (steps(run) != list(range(1, STEPS + 1)))
-            differ = sorted(files(run) ^ self.files)
+            differ = sorted(files(run) ^ self.files) + [str(path) for path in cache(run).glob("*.building/[!.]*")]
             found += [f"files {differ}"] * bool(differ)
         if not found:
             shutil.rmtree(run)
+            shutil.rmtree(cache(run))
         return "; ".join(found)
 
     def _ended_wrong(self, ended: Ended, how: int) -> list[str]:
@@ -124,6 +130,11 @@ def files(run: Path) -> set[str]:
     """All that lies in a run folder. Left out: what ended ranks told, and metrics of a run without a checkpoint, which are put aside."""
     found = [path for path in run.rglob("*") if "errors" not in path.parts and not re.fullmatch(r"metrics\.[0-9]+\.jsonl", path.name)]
     return {str(path.relative_to(run)) for path in found}
+
+
+def cache(run: Path) -> Path:
+    """The token cache of a run."""
+    return run.with_name(f"cache-{run.name}")
 
 
 def steps(run: Path) -> list[int]:

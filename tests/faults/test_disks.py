@@ -49,9 +49,9 @@ def test_the_operations_are_those_of_a_run(alone: Disk):
 
 
 def test_one_rank(alone: Disk):
-    """An eighth of the operations, each with the next way to fail."""
+    """Each twelfth operation, with the next way to fail."""
     ways = (errno.ENOSPC, KILL, errno.EDQUOT, KILL, errno.EROFS)
-    bad = disks.campaign(alone, [(at, ways[number % len(ways)]) for number, at in enumerate(range(1, len(alone.operations) + 1, 8))])
+    bad = disks.campaign(alone, [(at, ways[number % len(ways)]) for number, at in enumerate(range(1, len(alone.operations) + 1, 12))])
     assert not bad, bad[:2]
 
 

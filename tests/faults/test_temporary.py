@@ -105,6 +105,17 @@ publish(Path({str(tmp_path)!r}) / "cache", fill)
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(("hours", "stays"), [(0.5, True), (2, False)])
+def test_an_empty_folder_goes_after_an_hour(place: Path, hours: float, stays: bool):
+    """Its process was killed before it could lock the folder, or after all in it was removed."""
+    left = place / "longshift-left"
+    left.mkdir()
+    (left / f"{temporary.OWNER}-new").touch()
+    os.utime(left, (time.time() - 3600 * hours,) * 2)
+    temporary.sweep(place)
+    assert left.exists() is stays
+
+
 @pytest.mark.parametrize("how", ["train", "api"])
 def test_the_next_start_of_a_run_removes_what_a_killed_one_left(place: Path, how: str):
     """Before it does anything else: the config is of a run that is refused for its data."""
