@@ -42,7 +42,8 @@ test: setup
 test-all: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# Everything that is read, spoiled in ten thousand ways and more; JSON=out.json keeps the figures.
+# Everything that is read, spoiled in ten thousand ways and more; disks that fail and kills, at each file operation (an hour); JSON=out.json
+# keeps the figures.
 test-faults: setup
 	OMP_NUM_THREADS=1 JSON=$(JSON) $(BIN)/python -m pytest tests/faults
 

@@ -13,7 +13,6 @@ import json
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from longshift.config_file import load_config
 from longshift.errors import LongshiftError
 from longshift.explain import Explanation
 from longshift.explain import explain as explanation
+from longshift.files import temporary_folder, written
 from longshift.layout import legal
 from longshift.layout.layout import AUTO, Layout
 from longshift.planner.asked import AutoLayout
@@ -50,7 +50,7 @@ def train(config: Config | str | Path, *overrides: str, resume: bool = False) ->
         return
     config = with_chunks(config)
     if config.world == 1 or launched():
-        yield from run_rank(config, prepare(config, resume, own_rank()), resume)
+        yield from run_rank(config, prepare(config, resume, own_rank(), alone=not launched()), resume)
     else:
         yield from _run_workers(config, resume)
 
@@ -123,16 +123,15 @@ def run_rank(
 ) -> Iterator[StepMetrics]:
     """The part of a run that this process does, as the rank that the environment says it is. Rank 0 keeps the metrics.
     `stop`: asked after each step whether to save and end early; a yes on any rank counts for all. `trace`: see `loop.train`."""
-    import torch.distributed as dist
-
     from longshift.train import loop
 
     logs = _logs(config, folder)
-    for step in loop.train(config, folder.path, resume, stop, trace):
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            for log in logs:
-                log.write(step)
-        yield step
+
+    def record(step: StepMetrics) -> None:
+        for log in logs:
+            log.write(step)
+
+    yield from loop.train(config, folder.path, resume, stop, trace, record)
 
 
 def _logs(config: Config, folder: RunFolder) -> list:
@@ -148,9 +147,10 @@ def _logs(config: Config, folder: RunFolder) -> list:
 
 def _run_workers(config: Config, resume: bool) -> Iterator[StepMetrics]:
     """The steps of `longshift train` in a process of its own, whose JSON lines are read back."""
-    with tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
-        file = Path(scratch) / "config.yaml"
-        file.write_text(config.to_yaml(), encoding="utf-8")
+    with temporary_folder() as place:
+        file = place / "config.yaml"
+        with written(str(file)):
+            file.write_text(config.to_yaml(), encoding="utf-8")
         command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json", *(["--resume"] if resume else [])]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         assert child.stdout is not None

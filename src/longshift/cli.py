@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
@@ -27,6 +27,7 @@ from longshift.config_file import load_config
 from longshift.dist.parent import end_with_parent
 from longshift.errors import LongshiftError, UsageError
 from longshift.explain import explain as explain_run
+from longshift.files import OF_DISKS, refused
 from longshift.forecast import plan as make_plan
 from longshift.forecast import task_of
 from longshift.layout import legal
@@ -108,7 +109,7 @@ def train(
     rank, world = _place()
     for edge in run.edges if world is not None else ():
         legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack)
-    folder = prepare(run, resume, rank)
+    folder = prepare(run, resume, rank, alone=world is None)
     if rank == 0:
         keep(plan, folder.path, resume)
     if world is not None or run.world == 1:
@@ -120,7 +121,7 @@ def train(
 
         flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
         command = [sys.executable, "-m", "longshift.cli", "worker", str(folder.path), *flags]
-        launch(command, run.world, folder, say=_say, frozen_s=run.train.frozen, crowded=run.train.crowded)
+        launch(command, run.world, folder, say=_say, frozen_s=run.train.frozen, crowded=run.train.crowded, held=True)
     finished = True
     if rank == 0:
         with read_or_not():
@@ -133,18 +134,19 @@ def train(
 
 @app.command(show=False)
 def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False) -> None:
-    """One rank that `train` started. It ends with the launcher: without a word until it has joined the others, saving from then on."""
+    """One rank that `train` started. It ends with the launcher, without a word."""
     end_with_parent(signal.SIGKILL, int(os.environ.get("LONGSHIFT_LAUNCHER", os.getppid())))
     stop = Interrupt()
     rank, _ = _place()
     folder = RunFolder(run)
-    from longshift.train.launch import rank_error
+    from longshift.train.launch import rank_error, tell
 
     try:
+        _joined = folder.joined()  # open until this process ends
         _run(read_asked(run), folder, rank, resume, json, stop, trace)
         _leave(0)
     except Exception as fault:
-        write_cause(folder, rank, rank_error(fault, rank))
+        tell(write_cause(folder, rank, rank_error(fault, rank)))
         _leave(1)
 
 
@@ -387,7 +389,7 @@ def _run_told(run: Config, folder: RunFolder, rank: int, *how: Any) -> None:
         raise error from fault
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """End a rank at once: gloo's own orderly shutdown now and then aborts or hangs, and would fail a run that has succeeded."""
     with read_or_not():
         sys.stdout.flush()
@@ -424,24 +426,32 @@ def main() -> None:
     """Entry point: run the command, turn its failure into one message and an exit code."""
     open_streams()
     try:
-        with read_or_not():
+        with read_or_not(files=True):
             app(words(sys.argv[1:]), exit_on_error=False, print_error=False)
     except (LongshiftError, CycloptsError) as fault:
-        code = fault.exit_code if isinstance(fault, LongshiftError) else UsageError.exit_code
-        if "--json" in sys.argv:
-            print(jsonlib.dumps({"error": str(fault), "kind": type(fault).__name__, "exit_code": code}))
-        else:
-            _say(str(fault))
-        _end(code)
+        _tell(fault)
     except KeyboardInterrupt:
         _say("stopped")
         _end(INTERRUPTED)
-    except Exception:
-        traceback.print_exc()
-        _end(1)
+    except Exception as fault:
+        if not (isinstance(fault, OSError) and fault.errno in OF_DISKS):
+            traceback.print_exc()
+            _end(1)
+        _tell(refused(fault))
 
 
-def _end(code: int) -> None:
+def _tell(fault: LongshiftError | CycloptsError) -> NoReturn:
+    """Print a person's error and end with its code."""
+    code = fault.exit_code if isinstance(fault, LongshiftError) else UsageError.exit_code
+    if "--json" in sys.argv:
+        with read_or_not():
+            print(jsonlib.dumps({"error": str(fault), "kind": type(fault).__name__, "exit_code": code}), flush=True)
+    else:
+        _say(str(fault))
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
     """A rank that has joined others leaves at once: its peers wait, and an orderly end would wait for them."""
     joined = sys.modules.get("torch.distributed")
     if joined is not None and joined.is_initialized():

@@ -24,7 +24,7 @@ class DataError(LongshiftError):
 
 
 class CheckpointError(LongshiftError):
-    """A checkpoint or model folder that is missing, damaged, foreign or cannot be written."""
+    """A checkpoint, model folder or run folder that is missing, damaged, foreign or cannot be written."""
 
     exit_code = 4
 

@@ -1,9 +1,45 @@
-"""Files that are on the disk when we say so, and folders that appear whole or not at all."""
+"""Files that are on the disk when we say so, folders that appear whole or not at all, and what it means that a disk refuses."""
 
+import errno
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError
+from longshift.temporary import held_folder
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)  # errors that no program makes alone
+
+
+def refused(fault: OSError, what: str = "") -> LongshiftError:
+    """The error of a person for what a disk refuses: OutOfMemoryError where it has no room, CheckpointError else. `what`: the file or
+    folder, where the fault does not name it."""
+    name = what or fault.filename or "a file"
+    why = fault.strerror or str(fault)
+    if fault.errno in NO_ROOM:
+        return OutOfMemoryError(f"{name} cannot be written: {why}; make room, then go on with --resume=auto")
+    return CheckpointError(f"{name} cannot be written: {why}")
+
+
+@contextmanager
+def written(what: str) -> Iterator[None]:
+    """Raise what the disk refuses inside as the error of a person, see `refused`."""
+    try:
+        yield
+    except OSError as fault:
+        raise refused(fault, what) from None
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder for this process, which is removed at the end. Raises OutOfMemoryError and CheckpointError where none can be made."""
+    with ExitStack() as stack:
+        with written("a temporary folder"):
+            place = stack.enter_context(held_folder(Path(tempfile.gettempdir())))
+        yield place
 
 
 def publish(target: Path, fill: Callable[[Path], None]) -> None:
@@ -13,8 +49,8 @@ def publish(target: Path, fill: Callable[[Path], None]) -> None:
     Raises OSError (disk full, no permission) and what `fill` raises; then nothing is left behind.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(".building", f"{target.name}.", target.parent, ignore_cleanup_errors=True) as aside:
-        building = Path(aside, target.name)  # inside, as the temporary folder itself is for its owner only
+    with held_folder(target.parent, "", ".building") as aside:
+        building = aside / target.name  # inside, as the temporary folder itself is for its owner only
         building.mkdir()
         fill(building)
         for path in [*building.iterdir(), building]:
@@ -37,10 +73,15 @@ def sync(path: Path) -> None:
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new, never a part."""
+    """Write a file so that a reader sees the old text or the new, never a part. Raises OSError; then nothing is left behind."""
     fresh = path.with_name(f".{path.name}-{os.getpid()}")
-    fresh.write_text(text, encoding="utf-8")
-    os.replace(fresh, path)
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        os.replace(fresh, path)
+    except BaseException:
+        with suppress(OSError):
+            fresh.unlink()
+        raise
 
 
 def absolute(path: str) -> str:

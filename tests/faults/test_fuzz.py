@@ -1,13 +1,13 @@
 """Nothing that a file holds ends in a traceback, a hang, a death, or an error that does not say where. `make test-faults` plays many more
 cases and writes what became of them."""
 
-import json
 import os
 import random
 import signal
 import time
 from pathlib import Path
 
+import figures
 import fuzz
 import pytest
 import surfaces
@@ -41,8 +41,7 @@ def test_the_campaign():
     found = {name: fuzz.fuzz(case, CAMPAIGN[name], seed=10_000, words=words) for name, (case, words) in SURFACES.items()}
     report = {"summary": summary(found), "surfaces": {name: dict(verdicts.counts) for name, verdicts in found.items()}}
     report["failures"] = [[name, *bad] for name, verdicts in found.items() for bad in verdicts.bad]
-    if path := os.environ.get("JSON"):
-        Path(path).write_text(json.dumps(report, indent=1) + "\n")
+    figures.keep(report)
     assert not report["failures"], report["failures"][:5]
 
 

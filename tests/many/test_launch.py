@@ -23,7 +23,7 @@ import longshift as ls
 from longshift.config_file import parse_config
 from longshift.data.tokenizer import train as train_tokenizer
 from longshift.dist.world import World
-from longshift.errors import DataError, LongshiftError, NonFiniteError, PeerError, UsageError
+from longshift.errors import DataError, LongshiftError, NonFiniteError, OutOfMemoryError, PeerError, UsageError
 from longshift.train import loop
 from longshift.train.interrupt import ENDING
 from longshift.train.launch import launch, rank_error
@@ -56,9 +56,9 @@ def folder(tmp_path):
     return RunFolder(tmp_path)
 
 
-def run(folder: RunFolder, body: str, world: int = 3) -> list[str]:
+def run(folder: RunFolder, body: str, world: int = 3, held: bool = False) -> list[str]:
     said: list[str] = []
-    launch([sys.executable, "-c", PRELUDE + body, str(folder.path)], world, folder, said.append)
+    launch([sys.executable, "-c", PRELUDE + body, str(folder.path)], world, folder, said.append, held=held)
     return said
 
 
@@ -87,6 +87,7 @@ def test_each_rank_finds_its_place_and_the_caller_keeps_its_environment(folder):
     assert {e["OMP_NUM_THREADS"] for e in found} == {str(max(1, len(os.sched_getaffinity(0)) // 3))}
     assert all(e["LONGSHIFT_STORE"].startswith("127.0.0.1:") for e in found)
     assert {e["GLOO_SOCKET_IFNAME"] for e in found} == {"lo"}
+    assert {len(e["LONGSHIFT_SECRET"]) for e in found} == {64}
     after = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "PYTEST_CURRENT"))}
     assert after == {k: v for k, v in before.items() if not k.startswith(("TORCHELASTIC", "PYTEST_CURRENT"))}
 
@@ -143,6 +144,83 @@ sys.exit(1)
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_cause_that_cannot_be_written_is_told(folder):
+    """By the store: where `errors` should be made stands a file."""
+    with pytest.raises(OutOfMemoryError, match=r"^/the/file cannot be written: No space left on device; make room, ") as caught:
+        run(
+            folder,
+            """
+import errno
+from longshift.train.launch import rank_error, tell
+from longshift.train.run_folder import RunFolder, write_cause
+if rank != 1: time.sleep(60)
+(folder / "errors").write_text("")
+tell(write_cause(RunFolder(folder), rank, rank_error(OSError(errno.ENOSPC, "No space left on device", "/the/file"), rank)))
+sys.exit(1)
+""",
+        )
+    assert caught.value.exit_code == 7
+    assert not read_causes(folder)
+
+
+def test_a_value_that_no_rank_has_written_is_refused(folder):
+    """A stranger writes what rank 1 would tell rank 0, and a cause, before they are asked for; it knows all but the secret."""
+    with pytest.raises(PeerError, match=r"the store of this run holds '.*', which none of its ranks has written") as caught:
+        run(
+            folder,
+            """
+from datetime import timedelta
+import torch.distributed as dist
+from longshift.dist.world import World, launchers_store
+from longshift.train.launch import rank_error, tell
+from longshift.train.run_folder import RunFolder, write_cause
+host, port = os.environ["LONGSHIFT_STORE"].split(":")
+stranger = dist.TCPStore(host, int(port), is_master=False)
+if rank == 1:
+    sealed = launchers_store(timedelta(seconds=20))
+    sealed.set("mine", b"word")
+    assert sealed.get("mine") == b"word"
+    stranger.set("other", stranger.get("mine"))  # the seal of one key is not that of another
+    stranger.set("ready", "")
+    time.sleep(60)
+stranger.wait(["ready"])
+try:
+    launchers_store(timedelta(seconds=20)).get("other")
+except Exception as fault:
+    tell(write_cause(RunFolder(folder), rank, rank_error(fault, rank)))
+sys.exit(1)
+""",
+            world=2,
+        )
+    assert "'other'" in str(caught.value)
+
+
+def test_a_rank_does_not_join_a_peer_that_a_stranger_names(folder):
+    """Where gloo will look for the address of rank 1 stands what rank 0 wrote for its own."""
+    with pytest.raises(PeerError, match=r"the store of this run holds '.*/1', which none of its ranks has written"):
+        run(
+            folder,
+            """
+import torch.distributed as dist
+from longshift.dist.world import World
+from longshift.train.launch import rank_error, tell
+from longshift.train.run_folder import RunFolder, write_cause
+if rank == 1:
+    host, port = os.environ["LONGSHIFT_STORE"].split(":")
+    stranger = dist.TCPStore(host, int(port), is_master=False)
+    while not (keys := [key for key in stranger.list_keys() if key.endswith("/0")]): time.sleep(0.02)
+    stranger.set(keys[0].removesuffix("0") + "1", stranger.get(keys[0]))
+    time.sleep(60)
+try:
+    World.from_environment(20)
+except Exception as fault:
+    tell(write_cause(RunFolder(folder), rank, rank_error(fault, rank)))
+os._exit(1)
+""",
+            world=2,
+        )
+
+
 def test_fewer_gpus_than_ranks_are_told_before_anything_starts(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UsageError, match=r"^3 ranks need a GPU each, and this machine has 1: "):
@@ -170,6 +248,20 @@ def test_once_lets_every_rank_save(folder, number, name):
         said = run(folder, WAITS_FOR_INTERRUPT)
     assert len(list(folder.path.glob("saved-*"))) == 3
     assert said == [f"finishing this step, then saving; {name} again stops at once"]
+
+
+def test_an_interrupt_before_a_rank_can_take_it_is_held_back(folder):
+    """As while ranks import torch: it waits for their `Interrupt`."""
+    body = """
+from longshift.train.interrupt import Interrupt
+(folder / f"ready-{rank}").touch()
+while signal.SIGINT not in signal.sigpending(): time.sleep(0.02)
+if Interrupt()(): (folder / f"saved-{rank}").touch()
+"""
+    with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3):
+        said = run(folder, body, held=True)
+    assert said == ["finishing this step, then saving; Ctrl-C again stops at once"]
+    assert len(list(folder.path.glob("saved-*"))) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *ENDING])

@@ -17,7 +17,7 @@ import pytest
 import longshift
 
 THINKING = (
-    *("errors", "files", "written", "other_tools", "spec", "cluster", "layout", "workload", "schedule", "switch", "program"),
+    *("errors", "temporary", "files", "written", "other_tools", "spec", "cluster", "layout", "workload", "schedule", "switch", "program"),
     *("simulate", "planner"),
     *("config_parts", "config", "config_file", "explain", "forecast", "starter"),
 )

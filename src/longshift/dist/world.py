@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from longshift import errors
 from longshift.dist.collectives import Group
 from longshift.dist.parent import end_with_parent
+from longshift.dist.sealed import SealedStore
 from longshift.errors import LongshiftError, PeerError, UsageError
 
 TIMEOUT = timedelta(minutes=10)
@@ -33,6 +34,14 @@ def launched() -> bool:
 def own_rank() -> int:
     """As the environment says; 0 in a process that is alone."""
     return int(os.environ["RANK"]) if launched() else 0
+
+
+def launchers_store(timeout: timedelta) -> SealedStore | None:
+    """The store of the launcher that started this rank; None where `longshift train` did not. Raises torch's DistError where it is gone."""
+    host, _, port = os.environ.get("LONGSHIFT_STORE", "").rpartition(":")
+    if not host:
+        return None
+    return SealedStore(dist.TCPStore(host, int(port), is_master=False, timeout=timeout), os.environ["LONGSHIFT_SECRET"])
 
 
 def stay_on_loopback() -> None:
@@ -87,12 +96,14 @@ class World:
         self.everyone = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
         self._groups: dict[tuple[tuple[int, ...], str], Group | None] = {}
         self._timeout = timeout
+        self._store: SealedStore | None = None
         self._waits = 0
 
     @classmethod
     def from_environment(cls, timeout_s: float = TIMEOUT.total_seconds()) -> "World":
-        """Join the peers that the environment describes; a collective with them fails after `timeout_s`. Raises PeerError when they cannot be reached, UsageError without a GPU for this
-        rank where there are some."""
+        """Join the peers that the environment describes; a collective with them fails after `timeout_s`. Raises PeerError when they cannot
+        be reached, or the launcher's store holds what none of them has written, UsageError without a GPU for this rank where there are
+        some."""
         keep_freed_memory()
         if not launched():
             return cls.alone()
@@ -100,19 +111,21 @@ class World:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
-        address, timeout = os.environ.get("LONGSHIFT_STORE"), timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=timeout_s)
         try:
-            if address:
-                host, port = address.rsplit(":", 1)
-                store = dist.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
-                dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+            store = launchers_store(TIMEOUT)
+            if store is not None:
+                meeting = store.plain if cuda else store  # NCCL's own threads go on asking, also when Python has ended
+                dist.init_process_group("nccl" if cuda else "gloo", store=meeting, rank=rank, world_size=size, timeout=timeout)
             else:
                 dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as fault:
             raise PeerError(f"rank {rank} of {size} could not join the others: {fault}") from fault
-        if address:
-            end_with_parent(signal.SIGTERM)  # which a rank that trains takes as an order to save
-        return cls(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), timeout)
+        if store is not None:
+            end_with_parent(signal.SIGKILL)
+        world = cls(rank, size, device, int(os.environ.get("LOCAL_WORLD_SIZE", size)), timeout)
+        world._store = store  # torch keeps only its native half
+        return world
 
     @classmethod
     def alone(cls) -> "World":

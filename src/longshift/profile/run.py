@@ -8,7 +8,6 @@ import json
 import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from longshift.cluster.host import CACHE, core_count, core_quota
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World, launched
 from longshift.errors import UsageError
+from longshift.files import temporary_folder
 from longshift.profile import machine, time_attention, time_compute, time_copies, time_disk, time_links
 from longshift.profile.bench import LONG_S, SHORT_S, Bench
 from longshift.train.launch import launch
@@ -52,10 +52,10 @@ def measure_here(per_node: int, quick: bool, fresh: bool, tell: Callable[[str], 
         world.close()
         return found
     count = torch.cuda.device_count()
-    with tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
-        written = Path(scratch) / "profile.json"
+    with temporary_folder() as scratch:
+        written = scratch / "profile.json"
         words = [str(written), str(count), *["quick"] * quick, *["fresh"] * fresh]
-        launch([sys.executable, "-m", "longshift.profile.run", *words], count, RunFolder(Path(scratch)), tell)
+        launch([sys.executable, "-m", "longshift.profile.run", *words], count, RunFolder(scratch), tell)
         return load(written)
 
 

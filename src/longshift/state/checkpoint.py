@@ -31,7 +31,7 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.errors import CheckpointError
-from longshift.files import rewrite, sync
+from longshift.files import sync
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Source
@@ -93,7 +93,7 @@ def save(run: Path, step: int, entries: Entries, facts: Mapping[str, Any], world
     def publish(files: list[dict]) -> None:
         _write_text(scratch / "manifest.json", _render({"format": FORMAT, "step": step, "facts": dict(facts), "files": files}))
         sync(scratch)
-        _publish(run, step, scratch)
+        _publish(run, step, scratch, best)
 
     first = world.rank == 0
     try:
@@ -232,15 +232,20 @@ def _write_tensors(folder: Path, entries: Entries, rank: int) -> list[dict]:
     return files
 
 
-def _publish(run: Path, step: int, scratch: Path) -> None:
-    """Make a finished folder the newest checkpoint. What may fail for want of space comes before the first rename."""
-    final, pointer = scratch.with_name(f"step-{step}"), run / ".LATEST.writing"
-    _write_text(pointer, final.name + "\n")
+def _publish(run: Path, step: int, scratch: Path, best: int | None) -> None:
+    """Make a finished folder the newest checkpoint. What may fail for want of space comes before the first rename, and LATEST last."""
+    final = scratch.with_name(f"step-{step}")
+    named = {"LATEST": step}
+    if best == step or (best is not None and scratch.with_name(f"step-{best}").is_dir()):
+        named = {BEST: best, **named}
+    for name, of in named.items():
+        _write_text(run / f".{name}.writing", f"step-{of}\n")
     if final.exists():
         final.rename(final.with_name(f".{final.name}.replaced"))
     scratch.rename(final)
     sync(final.parent)
-    pointer.rename(run / "LATEST")
+    for name in named:
+        (run / f".{name}.writing").rename(run / name)
     sync(run)
 
 
@@ -249,8 +254,6 @@ def _purge(run: Path, step: int, keep: int, best: int | None) -> None:
     they are left until this one reaches them."""
     folder = run / "checkpoints"
     steps = [s for s in _steps(folder) if s <= step]
-    if best in steps:
-        rewrite(run / BEST, f"step-{best}\n")
     for old in {*steps[:-keep]} - {best}:
         (folder / f"step-{old}").rename(folder / f".step-{old}.purged")
     _sweep(run)
@@ -260,8 +263,9 @@ def _sweep(run: Path) -> None:
     """Remove what saves that died have left."""
     for path in (run / "checkpoints").glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
-    with suppress(OSError):
-        (run / ".LATEST.writing").unlink()
+    for name in ("LATEST", BEST):
+        with suppress(OSError):
+            (run / f".{name}.writing").unlink()
 
 
 def _latest(run: Path, name: str = "LATEST") -> str:

@@ -9,7 +9,6 @@ other document is replaced; the loss at the position must stay as it was.
 """
 
 import math
-import tempfile
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +24,7 @@ from longshift.dist.fork import ForkedWorld, SpawnedWorld
 from longshift.dist.memory import host_memory
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError
+from longshift.files import temporary_folder
 from longshift.layout.layout import Layout
 from longshift.model.loss import IGNORE
 from longshift.program.needs import StepShape, most, needs
@@ -106,10 +106,10 @@ def check(config: Config, ways: Sequence[Sequence[Layout]], device: str = "cpu")
     texts = [" > ".join(map(str, small.layouts(config, way))) for way in ways]
     _make_room(config, small, ways, device)
     worlds = [_ranks(layouts[0].world, device, device) for layouts in ways]
-    with tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
-        path = str(Path(scratch) / "truth.safetensors")
+    with temporary_folder() as scratch:
+        path = str(scratch / "truth.safetensors")
         with _ranks(1, "cpu", device) as alone:
-            told = {"config": config.to_yaml(), "scratch": scratch, "small": asdict(small)}
+            told = {"config": config.to_yaml(), "scratch": str(scratch), "small": asdict(small)}
             (trial,) = alone.call("longshift.train.check_run:trial_of", DEADLINE_S, **told)
             (loss,) = alone.call("longshift.train.check:write_reference", DEADLINE_S, trial=trial, path=path)
         rows = []
@@ -175,8 +175,8 @@ def _make_room(config: Config, small: Small, ways: Sequence[Sequence[Layout]], d
 def timeline(config: Config, device: str = "cpu") -> dict:
     """The first step of a run, played on devices of this type and recorded beside what the ledger predicts: peaks of every rank, and the
     largest differences in bytes after an operation. Raises LongshiftError."""
-    with tempfile.TemporaryDirectory(prefix="longshift-") as scratch, _ranks(config.world, device, device) as world:
-        found = world.call("longshift.train.check_run:recorded", DEADLINE_S, config=config.to_yaml(), scratch=scratch)
+    with temporary_folder() as scratch, _ranks(config.world, device, device) as world:
+        found = world.call("longshift.train.check_run:recorded", DEADLINE_S, config=config.to_yaml(), scratch=str(scratch))
     rows = [{"rank": rank, **row} for rank, answer in enumerate(found) for row in answer.pop("differences")]
     rows.sort(key=rank_of)
     ranks = [{"rank": rank, **answer} for rank, answer in enumerate(found)]

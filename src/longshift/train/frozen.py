@@ -14,17 +14,18 @@ from contextlib import contextmanager, suppress
 import psutil
 
 from longshift.errors import PeerError
-from longshift.train.run_folder import RunFolder, write_cause
+from longshift.train.run_folder import Cause, RunFolder, write_cause
 
 POLL_S = 1.0
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 @contextmanager
-def watched(ranks: Callable[[], Mapping[int, int]], folder: RunFolder, allowed_s: float) -> Iterator[None]:
-    """Watch ranks meanwhile. `ranks`: the process of each rank that has one, asked again every time."""
+def watched(ranks: Callable[[], Mapping[int, int]], folder: RunFolder, allowed_s: float, tell: Callable[[Cause], None]) -> Iterator[None]:
+    """Watch ranks meanwhile. `ranks`: the process of each rank that has one, asked again every time; `tell`: called with why one was
+    ended."""
     over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(ranks, folder, allowed_s, over), daemon=True)
+    thread = threading.Thread(target=_watch, args=(ranks, folder, allowed_s, tell, over), daemon=True)
     thread.start()
     try:
         yield
@@ -33,7 +34,9 @@ def watched(ranks: Callable[[], Mapping[int, int]], folder: RunFolder, allowed_s
         thread.join()
 
 
-def _watch(ranks: Callable[[], Mapping[int, int]], folder: RunFolder, allowed_s: float, over: threading.Event) -> None:
+def _watch(
+    ranks: Callable[[], Mapping[int, int]], folder: RunFolder, allowed_s: float, tell: Callable[[Cause], None], over: threading.Event
+) -> None:
     since: dict[int, float] = {}
     while not over.wait(min(POLL_S, allowed_s / 4)):
         now = time.monotonic()
@@ -42,7 +45,7 @@ def _watch(ranks: Callable[[], Mapping[int, int]], folder: RunFolder, allowed_s:
                 since.pop(rank, None)
             elif now - since.setdefault(rank, now) >= allowed_s:
                 told = f"rank {rank} (process {pid}) has been stopped for {now - since.pop(rank):.0f} s, and was ended"
-                write_cause(folder, rank, PeerError(f"{told}; a run that may be suspended needs a larger train.frozen"))
+                tell(write_cause(folder, rank, PeerError(f"{told}; a run that may be suspended needs a larger train.frozen")))
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 

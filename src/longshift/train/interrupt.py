@@ -14,13 +14,15 @@ def stopping(number: int) -> str:
 
 class Interrupt:
     """A flag that Ctrl-C sets, and signals: call it to ask whether the run should stop. Make it before torch is imported, which takes
-    seconds. `also`: signals beside SIGINT; `say` shows a line to the person. Mutable: one flag."""
+    seconds. What a launcher has held back until then counts. `also`: signals beside SIGINT; `say` shows a line to the person. Mutable: one
+    flag."""
 
     def __init__(self, *also: signal.Signals, say: Callable[[str], None] = lambda line: None) -> None:
         self._asked, self._say = False, say
         self._watched = (signal.SIGINT, *also)
         for number in self._watched:
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._watched)
 
     def __call__(self) -> bool:
         return self._asked

@@ -5,50 +5,54 @@
                           +-- TCPStore on 127.0.0.1  <- every rank connects
 
 [Note: loopback only]  torch's TCPStore listens on every interface, and so do its stock rendezvous backends. Here a socket bound
-to 127.0.0.1 is given to the store, and the rendezvous, which for a single agent has nobody to meet, hands out that store.
+to 127.0.0.1 is given to the store. Ranks seal what they leave there (`dist.sealed`) with a secret that they find in their environment,
+which only processes of the same user can read. The agent has nobody to meet and keeps what it knows in its own memory.
 """
 
 import logging
 import os
 import signal
 import socket
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed import HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from longshift.cluster.host import core_count
 from longshift.dist.memory import host_memory
-from longshift.dist.world import check_gpus
+from longshift.dist.sealed import SealedStore, new_secret
+from longshift.dist.world import check_gpus, launchers_store
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
+from longshift.files import OF_DISKS, refused, temporary_folder
 from longshift.train.frozen import watched
 from longshift.train.interrupt import ENDING, stopping
-from longshift.train.run_folder import RunFolder, as_error, clear_causes, read_causes, root_cause
+from longshift.train.run_folder import Cause, RunFolder, as_error, clear_causes, read_causes, root_cause
 
 HOST = "127.0.0.1"
 RANKS_A_CORE = 8  # of ranks that compute on cores: enough to try a layout, not to lose the machine
+TOLD, TELLING = "longshift-cause", timedelta(seconds=5)
 RANK_BYTES = 300 << 20  # of a rank that has joined and holds nothing
 
 
 class _OneMachine(RendezvousHandler):
     """A rendezvous of one agent: always complete."""
 
-    def __init__(self, store: TCPStore):
-        self._store = store
+    def __init__(self, port: int):
+        self._port = port
 
     use_agent_store = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def next_rendezvous(self) -> RendezvousInfo:
-        here = RendezvousStoreInfo(HOST, self._store.port)
-        return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, here)
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(HOST, self._port))
 
     def get_backend(self) -> str:
         return "one-machine"
@@ -69,32 +73,52 @@ class _OneMachine(RendezvousHandler):
         return True
 
 
+class _HoldingAgent(LocalElasticAgent):
+    """An agent whose ranks begin with SIGINT blocked."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def launch(
-    command: Sequence[str], world: int, folder: RunFolder, say: Callable[[str], None], frozen_s: float = 60.0, crowded: bool = False
+    command: Sequence[str],
+    world: int,
+    folder: RunFolder,
+    say: Callable[[str], None],
+    frozen_s: float = 60.0,
+    crowded: bool = False,
+    held: bool = False,
 ) -> None:
     """Run `command` once per local rank, until all have ended well or one has failed; then the rest are ended too.
 
     The first Ctrl-C, SIGTERM, SIGHUP or SIGQUIT goes on to the ranks, which finish their step and save; the second ends them. `say` shows a
-    line to the person; `frozen_s`: how long a rank may be stopped; `crowded`: whether more ranks may start than the machine is made for.
+    line to the person; `frozen_s`: how long a rank may be stopped; `crowded`: whether more ranks may start than the machine is made for;
+    `held`: ranks find SIGINT blocked, so that none is lost before their `Interrupt` lets it through.
     Raises UsageError where there are fewer GPUs than ranks, or too few cores or too little memory; the LongshiftError of the rank that
     failed first; KeyboardInterrupt when the ranks were ended before they could save."""
     check_gpus(world)
     _check_room(world, crowded)
     clear_causes(folder)
     _quiet(logging.getLogger("torch.distributed.elastic"))
-    store = _loopback_store()
-    with tempfile.TemporaryDirectory(prefix="longshift-") as logs, _environment(_worker_environment(store, world)):
+    listening, secret = _loopback_store(), new_secret()
+    store = SealedStore(listening, secret)
+    told: list[Cause] = []
+    with temporary_folder() as logs, _environment(_worker_environment(listening, secret, world)):
         spec = WorkerSpec(
             role="longshift",
             local_world_size=world,
-            rdzv_handler=_OneMachine(store),
+            rdzv_handler=_OneMachine(listening.port),
             entrypoint=command[0],
             args=tuple(command[1:]),
             max_restarts=0,
             monitor_interval=0.1,
         )
-        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=logs))
-        with _forward_interrupts(agent, say) as interrupted, watched(lambda: _ranks(agent), folder, frozen_s):
+        agent = (_HoldingAgent if held else LocalElasticAgent)(spec, DefaultLogsSpecs(log_dir=str(logs)))
+        with _forward_interrupts(agent, say) as interrupted, watched(lambda: _ranks(agent), folder, frozen_s, told.append):
             try:
                 result: RunResult = agent.run()  # pyright: ignore[reportAssignmentType]
             except SignalException as stop:
@@ -105,7 +129,21 @@ def launch(
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         if interrupted and all(-code == signal.SIGINT for code in codes.values()):
             raise KeyboardInterrupt
-        raise as_error(root_cause(read_causes(folder), codes))
+        raise as_error(root_cause(_causes(store, world, folder, told), codes))
+
+
+def tell(cause: Cause) -> None:
+    """Tell the launcher of this rank, if it has one, why it fails: what cannot be written to the run folder may be the cause."""
+    with suppress(dist.DistError, RuntimeError):  # the launcher is gone
+        if store := launchers_store(TELLING):
+            store.set(f"{TOLD}-{cause.rank}", cause.to_json())
+
+
+def _causes(store: SealedStore, world: int, folder: RunFolder, told: Sequence[Cause]) -> list[Cause]:
+    """Why ranks failed: what the launcher saw, what they told, and what they wrote."""
+    keys = [key for key in (f"{TOLD}-{rank}" for rank in range(world)) if store.check([key])]
+    found = [*told, *(Cause.from_json(store.get(key).decode()) for key in keys)]
+    return found + [cause for cause in read_causes(folder) if cause.rank not in {known.rank for known in found}]
 
 
 def _check_room(world: int, crowded: bool) -> None:
@@ -128,11 +166,12 @@ def _loopback_store() -> TCPStore:
     return TCPStore(HOST, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False)
 
 
-def _worker_environment(store: TCPStore, world: int) -> dict[str, str]:
+def _worker_environment(store: TCPStore, secret: str, world: int) -> dict[str, str]:
     """What the ranks find in their environment, beside their place, which the agent tells them."""
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     return {
         "LONGSHIFT_STORE": f"{HOST}:{store.port}",
+        "LONGSHIFT_SECRET": secret,
         "LONGSHIFT_LAUNCHER": str(os.getpid()),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
@@ -195,10 +234,12 @@ def _quiet(logger: logging.Logger) -> None:
 
 
 def rank_error(error: Exception, rank: int) -> Exception:
-    """What a failure on a rank means: lost peers and exhausted memory get their own class; the rest stays as it is."""
+    """What a failure on a rank means: lost peers, exhausted memory and what a disk refuses get their own class; the rest stays as it is."""
     text = str(error)
     if isinstance(error, LongshiftError):
         return error
+    if isinstance(error, OSError) and error.errno in OF_DISKS:
+        return refused(error)
     lacking = any(words in text for words in ("can't allocate memory", "out of memory"))
     if lacking or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return OutOfMemoryError(f"rank {rank}: {text}; in the layout, recompute-full, u2 or ring2, or a higher z takes less")

@@ -40,11 +40,16 @@ from longshift.train.validated import Validator
 
 
 def train(
-    config: Config, run: Path, resume: bool, stop: Callable[[], bool] = lambda: False, trace: Path | None = None
+    config: Config,
+    run: Path,
+    resume: bool,
+    stop: Callable[[], bool] = lambda: False,
+    trace: Path | None = None,
+    record: Callable[[StepMetrics], None] = lambda step: None,
 ) -> Iterator[StepMetrics]:
     """Train as the rank that the environment says this process is, saving into `run`. `stop` is asked after each step; a yes on any
-    rank saves and ends the run on all. `trace`: a file for what rank 0 plays in its first step, and what was predicted of it. Raises
-    LongshiftError."""
+    rank saves and ends the run on all. `trace`: a file for what rank 0 plays in its first step, and what was predicted of it. `record`:
+    called by rank 0 with each step before it is yielded; what it raises ends the run, and the step is not saved. Raises LongshiftError."""
     if config.train.deterministic:
         be_deterministic()
     stages = list(stages_of(config))
@@ -64,7 +69,7 @@ def train(
 
             def play(config: Config, resume: bool, most: int | None, stage: Stage = stage) -> Iterator[StepMetrics]:
                 own = replace(stage, config=config, run=stage.run if len(stages) > 1 else config)
-                return _steps(own, run, resume, stop, world, most, *(traced.pop() if traced else (None, None)))
+                return _steps(own, run, resume, stop, world, most, *(traced.pop() if traced else (None, None)), record)
 
             for metrics in tried(stage.config, run, resume, world, play):
                 done = metrics.step
@@ -85,6 +90,7 @@ def _steps(
     most: int | None = None,
     timeline: Timeline | None = None,
     trace: Path | None = None,
+    record: Callable[[StepMetrics], None] = lambda step: None,
 ) -> Iterator[StepMetrics]:
     """The steps of a stage that are left, at most so many. `timeline`: records the first step, for `trace`, and is closed after it."""
     config = stage.config
@@ -129,6 +135,8 @@ def _steps(
         metrics = replace(_metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player)), first=step == start + 1)
         metrics = foretold.beside(metrics) if foretold else metrics
         metrics = validator.after(metrics, player) if validator else metrics
+        if world.rank == 0:
+            record(metrics)
         try:
             yield metrics
         except GeneratorExit:  # the caller leaves; among others it would wait for them here

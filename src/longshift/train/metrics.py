@@ -4,19 +4,21 @@ import errno
 import json
 import math
 import os
+import select
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from longshift.errors import UsageError
+from longshift.files import rewrite, written
 
 UNREAD = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EBADF)  # of a stream that nobody reads
 
@@ -116,21 +118,20 @@ class StepMetrics:
 
 class MetricsLog:
     """Appends steps to `metrics.jsonl`. A resumed run computes again the steps after its checkpoint: their old rows leave the file,
-    so that it holds every step once."""
+    so that it holds every step once. Raises OutOfMemoryError and CheckpointError where the disk refuses."""
 
     def __init__(self, path: Path):
         self._path = path
         self._opened = False
 
     def write(self, step: StepMetrics) -> None:
-        if not self._opened:
-            keep = [row for row in read_rows(self._path) if row["step"] < step.step]
-            fresh = self._path.with_suffix(".tmp")
-            fresh.write_text("".join(json.dumps(row) + "\n" for row in keep), encoding="utf-8")
-            os.replace(fresh, self._path)
-            self._opened = True
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(step.to_json() + "\n")
+        with written(str(self._path)):
+            if not self._opened:
+                keep = [row for row in read_rows(self._path) if row["step"] < step.step]
+                rewrite(self._path, "".join(json.dumps(row) + "\n" for row in keep))
+                self._opened = True
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(step.to_json() + "\n")
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -158,19 +159,30 @@ def open_streams() -> None:
 
 
 @contextmanager
-def read_or_not() -> Iterator[None]:
+def read_or_not(files: bool = False) -> Iterator[None]:
     """Let what is printed inside go on without a reader: a pipe that was closed, as by `head`, a full device or a terminal that is gone
-    becomes /dev/null."""
+    becomes /dev/null. `files`: other files are written inside too, and what they refuse is raised."""
     try:
         yield
     except OSError as fault:
-        if fault.errno not in UNREAD:
+        if fault.errno not in UNREAD or (files and (fault.filename or all(map(_takes, (sys.stdout, sys.stderr))))):
             raise
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
                 stream.flush()
                 continue
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _takes(stream: TextIO) -> bool:
+    """Whether somebody reads a stream, or it is a file. That its disk is full does not show."""
+    try:
+        os.write(stream.fileno(), b"")
+        seen = select.poll()
+        seen.register(stream.fileno(), select.POLLOUT)
+        return not any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in seen.poll(0))
+    except OSError:
+        return False
 
 
 class Display:

@@ -10,7 +10,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.cluster.host import core_count
 from longshift.config import Config
 from longshift.errors import OutOfMemoryError, UsageError
-from longshift.files import rewrite
+from longshift.files import rewrite, written
 from longshift.forecast import LANES, Planned, layout_text, plan, task_of, with_layout
 from longshift.layout.layout import format_size
 from longshift.planner.asked import AutoLayout
@@ -47,10 +47,11 @@ def chosen(config: Config, cluster: Callable[[int], Cluster], lengths: Callable[
 
 def keep(file: PlanFile | None, run: Path, resume: bool) -> None:
     """Write a plan into a run's folder; a run that begins without one takes away what another has left there."""
-    if file is not None:
-        rewrite(place(run), file.to_json())
-    elif not resume:
-        place(run).unlink(missing_ok=True)
+    with written(str(place(run))):
+        if file is not None:
+            rewrite(place(run), file.to_json())
+        elif not resume:
+            place(run).unlink(missing_ok=True)
 
 
 def show(found: Planned, console: Console) -> None:

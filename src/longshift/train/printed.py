@@ -82,6 +82,7 @@ def farewell(run: Config, folder: RunFolder, as_json: bool) -> bool:
     """Where the run is, and what can be done with it. Whether it is finished."""
     rows = read_rows(folder.metrics)
     done, first, last = (rows[-1]["step"], rows[0]["loss"], rows[-1]["loss"]) if rows else (0, float("nan"), float("nan"))
+    done = max(done, folder.steps_saved())  # a machine that lost power may have kept the checkpoint and not the row
     early = bool(rows) and rows[-1].get("early", False)
     finished = done >= run.train.steps or early
     resume = folder.resume_command + (f" train.steps={2 * done}" if finished and not run.train.stages and not early else "")

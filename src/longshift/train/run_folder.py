@@ -7,16 +7,19 @@ checkpoints/     step-N, whole or absent
 LATEST           the newest checkpoint that is durable
 errors/          rank-N.json: why rank N failed
 .lock            held while a process trains here
+.ranks           held by each of its ranks, which may outlive it by a step
 """
 
 import fcntl
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -28,13 +31,16 @@ from typing import IO
 
 import psutil
 
-from longshift import errors
+from longshift import errors, temporary
 from longshift.config import Config
 from longshift.config_file import parse_config
 from longshift.errors import LongshiftError, PeerError, UsageError
-from longshift.files import rewrite
+from longshift.files import NO_ROOM, rewrite, written
 from longshift.spec.stretch import beyond
 from longshift.train.metrics import read_rows
+
+LEFT = re.compile(r"\.(probe|\.?config\.yaml|(env|plan)\.json|metrics\.jsonl|BEST)-[0-9]+|\.(LATEST|BEST)\.writing")  # of killed processes
+RANKS_S = 10.0  # to wait for ranks whose launcher was killed
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class RunFolder:
     def begun(self) -> bool:
         """Whether there is a run to go on with. What a run has left that ended before its first checkpoint is put aside."""
         if not self.latest.exists():
-            with suppress(FileNotFoundError):  # there is none, or another rank was faster
+            with written(str(self.path)), suppress(FileNotFoundError):  # there is none, or another rank was faster
                 self.metrics.replace(self.metrics.with_suffix(f".{time.time_ns()}.jsonl"))
         return self.latest.exists()
 
@@ -94,13 +100,32 @@ class RunFolder:
         rows = read_rows(self.metrics)
         return rows[-1]["step"] if rows else 0
 
+    def steps_saved(self) -> int:
+        """The step of the newest checkpoint; 0 before the first."""
+        name = self.latest.read_text(encoding="utf-8").strip() if self.latest.exists() else ""
+        step = name.removeprefix("step-")
+        return int(step) if step.isdecimal() else 0
 
-def prepare(config: Config, resume: bool, rank: int = 0) -> RunFolder:
+    def joined(self) -> IO[str] | None:
+        """A file that is open while this rank, which a launcher started, may write here. Raises OutOfMemoryError and CheckpointError."""
+        with written(str(self.path)):
+            file = (self.path / ".ranks").open("a", encoding="utf-8")
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return file
+
+
+def prepare(config: Config, resume: bool, rank: int = 0, alone: bool = True) -> RunFolder:
     """Make the run folder, prove it writable, leave the resolved config in it. Every rank may do so: the outcome is the same, and rank 0's
-    process holds the lock.
+    process holds the lock. `alone`: no other rank does it now; then what killed processes have left there is removed.
 
     Raises UsageError when it or stream.folder cannot be written, another process trains there, it holds a run without `resume` being
-    given, files that no run has written, or nothing to resume."""
+    given, files that no run has written, or nothing to resume; OutOfMemoryError and CheckpointError where the disk refuses."""
+    with written(f"the run folder {config.save.dir}"):
+        return _prepared(config, resume, rank, alone)
+
+
+def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder:
     folder = RunFolder(Path(config.save.dir))
     _prove_writable(folder.path, "the run folder", "save.dir", make=True)
     if config.stream.folder and any(edge.use.offload == "disk" for part in config.parts for edge in part.edges):
@@ -112,6 +137,11 @@ def prepare(config: Config, resume: bool, rank: int = 0) -> RunFolder:
     if not resume and (folder.config.exists() or folder.env.exists()) and not _written_here(folder):
         raise UsageError(f"{folder.shown} holds a config.yaml or env.json that no run has written; choose another folder with save.dir=...")
     folder = replace(folder, lock=_lock(folder) if rank == 0 else None)
+    if alone:
+        _wait_for_ranks(folder)
+        _sweep(folder)
+        with suppress(OSError):  # no temporary folder at all
+            temporary.sweep(Path(tempfile.gettempdir()))
     if not resume and folder.metrics.exists():
         raise UsageError(
             f"{folder.shown} holds a run that ended at step {folder.steps_done()}, before its first checkpoint; "
@@ -127,10 +157,12 @@ def prepare(config: Config, resume: bool, rank: int = 0) -> RunFolder:
 
 
 def adopt(folder: RunFolder, config: Config) -> None:
-    """Have the run go on with this config. By the machine that it stands beside, which is written first, `prepare` knows it as a run's."""
-    rewrite(folder.env, json.dumps(describe_machine(), indent=2) + "\n")
-    rewrite(folder.config, config.to_yaml())
-    folder.asked.unlink(missing_ok=True)
+    """Have the run go on with this config. By the machine that it stands beside, which is written first, `prepare` knows it as a run's.
+    Raises OutOfMemoryError and CheckpointError where the disk refuses."""
+    with written(str(folder.path)):
+        rewrite(folder.env, json.dumps(describe_machine(), indent=2) + "\n")
+        rewrite(folder.config, config.to_yaml())
+        folder.asked.unlink(missing_ok=True)
 
 
 def _prove_writable(path: Path, what: str, key: str, make: bool) -> None:
@@ -139,10 +171,40 @@ def _prove_writable(path: Path, what: str, key: str, make: bool) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)  # what is trained is its owner's
         probe = path / f".probe-{os.getpid()}"
-        probe.write_bytes(b"longshift")
-        probe.unlink()
+        try:
+            probe.write_bytes(b"longshift")
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as fault:
+        if fault.errno in NO_ROOM:
+            raise
         raise UsageError(f"{what} {path} cannot be written: {fault.strerror}; choose another with {key}=...") from None
+
+
+def _sweep(folder: RunFolder) -> None:
+    """Remove what processes that were killed here have left. Whoever holds the lock may."""
+    for path in (*folder.path.glob(".*"), *(folder.path / "checkpoints").glob(".step-*")):
+        if path.is_dir() and path.parent != folder.path:
+            shutil.rmtree(path, ignore_errors=True)
+        elif LEFT.fullmatch(path.name):
+            with suppress(OSError):
+                path.unlink()
+
+
+def _wait_for_ranks(folder: RunFolder) -> None:
+    """Wait for ranks whose launcher was killed: they end after the step in hand, saved."""
+    until = time.monotonic() + RANKS_S
+    with suppress(FileNotFoundError), (folder.path / ".ranks").open(encoding="utf-8") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise UsageError(f"ranks of a launcher that is gone still save in {folder.shown}; wait for them, or end them") from None
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                return
 
 
 def _written_here(folder: RunFolder) -> bool:
@@ -219,20 +281,28 @@ class Cause:
     time_s: float
     trace: str = ""
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "Cause":
+        return cls(**json.loads(text))
+
 
 def write_cause(folder: RunFolder, rank: int, error: BaseException) -> Cause:
-    """Leave this rank's error where the launcher looks for it."""
+    """This rank's error, left in the run folder too, where that can be written."""
     known = isinstance(error, LongshiftError)
     trace = "" if known else "".join(traceback.format_exception(error))
     message = str(error) if known else f"{type(error).__name__}: {error}"
     cause = Cause(rank, type(error).__name__, message, error.exit_code if known else LongshiftError.exit_code, time.time(), trace)
-    folder.errors.mkdir(exist_ok=True)
-    rewrite(folder.errors / f"rank-{rank}.json", json.dumps(asdict(cause), indent=2) + "\n")
+    with suppress(OSError):  # it may be why the rank failed
+        folder.errors.mkdir(exist_ok=True)
+        rewrite(folder.errors / f"rank-{rank}.json", cause.to_json())
     return cause
 
 
 def read_causes(folder: RunFolder) -> list[Cause]:
-    return [Cause(**json.loads(file.read_text(encoding="utf-8"))) for file in sorted(folder.errors.glob("rank-*.json"))]
+    return [Cause.from_json(file.read_text(encoding="utf-8")) for file in sorted(folder.errors.glob("rank-*.json"))]
 
 
 def clear_causes(folder: RunFolder) -> None:

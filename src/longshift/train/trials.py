@@ -19,7 +19,7 @@ from longshift.cluster.cluster import Calibration
 from longshift.config import Config
 from longshift.dist.world import World
 from longshift.errors import UsageError
-from longshift.files import rewrite
+from longshift.files import rewrite, written
 from longshift.train.measured import calibrated, profile_here
 from longshift.train.metrics import StepMetrics
 from longshift.train.plan_file import PlanFile, place
@@ -46,7 +46,9 @@ def tried(config: Config, run: Path, resume: bool, world: World, play: PlaySteps
             return
         plan = plan.after(float(world.gather_text(repr(median(rates[1:])))[0]))
         if world.rank == 0:
-            rewrite(file, (plan if plan.chosen is None else replace(plan, calibration=_calibration(run, config, world))).to_json())
+            kept = plan if plan.chosen is None else replace(plan, calibration=_calibration(run, config, world))
+            with written(str(file)):
+                rewrite(file, kept.to_json())
         resume = True
     yield from play(plan.config(config), resume, None)
 

@@ -1,0 +1,93 @@
+"""A disk that is full, over quota or read-only from one file operation on, and a kill at one: each operation of a small run is that one.
+`make test` takes a sample; the campaign takes all."""
+
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import disks
+import figures
+import pytest
+from disks import KILL, Disk
+from launches import Launches
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("disks")
+    disks.make_data(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def launches(place: Path) -> Iterator[Launches]:
+    with Launches(disks.library(place), place) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(launches: Launches, place: Path) -> Disk:
+    return Disk(launches, place, "dp1")
+
+
+@pytest.fixture(scope="module")
+def together(launches: Launches, place: Path) -> Disk:
+    return Disk(launches, place, "dp2")
+
+
+def test_the_operations_are_those_of_a_run(alone: Disk):
+    """Else the library counts nothing, and every case is one in which nothing happens."""
+    found = {Path(operation.path).name for operation in alone.operations}
+    assert {".lock", "env.json", "config.yaml", "metrics.jsonl", "manifest.json", "step-2", "step-4", "LATEST"} <= found
+    assert {"open", "write", "fsync", "rename", "mkdir", "unlink"} <= {operation.name for operation in alone.operations}
+    assert sum(operation.name == "write" for operation in alone.operations) > 20
+
+
+def test_one_rank(alone: Disk):
+    """Each twelfth operation, with the next way to fail."""
+    ways = (errno.ENOSPC, KILL, errno.EDQUOT, KILL, errno.EROFS)
+    bad = disks.campaign(alone, [(at, ways[number % len(ways)]) for number, at in enumerate(range(1, len(alone.operations) + 1, 12))])
+    assert not bad, bad[:2]
+
+
+def where(disk: Disk, name: str, file: str) -> int:
+    """The first operation of a name on a file."""
+    return next(n for n, found in enumerate(disk.operations, 1) if found.name == name and Path(found.path).name.startswith(file))
+
+
+def test_two_ranks(together: Disk):
+    """The metrics' first row, which rank 0 cannot write, nor why, and a rank that is killed while it saves."""
+    cases = [(where(together, "open", "metrics.jsonl") + 1, errno.ENOSPC), (where(together, "open", "manifest.json"), KILL)]
+    bad = disks.campaign(together, cases)
+    assert not bad, bad
+
+
+def test_the_campaign_can_fail(alone: Disk, monkeypatch: pytest.MonkeyPatch):
+    at = where(alone, "open", ".lock")
+    assert not alone.wrong(at, errno.ENOSPC)
+    monkeypatch.setattr(disks, "CODES", (1,))
+    assert alone.wrong(at, errno.ENOSPC).startswith("code 7: ")
+    monkeypatch.undo()
+    monkeypatch.setattr(alone, "weights", {})
+    assert alone.wrong(at, errno.ENOSPC) == "other weights"
+    monkeypatch.undo()
+    monkeypatch.setattr(alone, "files", alone.files - {"env.json"})
+    assert alone.wrong(at, errno.ENOSPC) == "files ['env.json']"
+
+
+@pytest.mark.long
+def test_the_campaign(alone: Disk, together: Disk):
+    found, bad = {}, []
+    for ranks, disk, ways in ((1, alone, (*ERRORS, KILL)), (2, together, (errno.ENOSPC, KILL))):
+        for how in ways:
+            cases = [(at, how) for at in range(1, len(disk.operations) + 1)]
+            wrong = disks.campaign(disk, cases)
+            found[f"{ranks} ranks, {errno.errorcode.get(how, 'SIGKILL')}"] = {"operations": len(cases), "failures": len(wrong)}
+            bad += wrong
+    figures.keep({"disks": found, "disks_failures": bad})
+    assert not bad, bad[:3]
