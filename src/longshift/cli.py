@@ -34,6 +34,7 @@ from longshift.planner.asked import AutoLayout
 from longshift.spec.formats import PrecisionName
 from longshift.starter import starter, write_new
 from longshift.stream.trace import writable
+from longshift.train.header import Header
 from longshift.train.interrupt import ENDING, Interrupt
 from longshift.train.metrics import Display, open_streams, read_or_not
 from longshift.train.plan_file import PlanFile
@@ -95,7 +96,11 @@ def train(
     json: Json = False,
 ) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment."""
-    run, plan = _planned(load_config(config, overrides))
+    run, (rank, world) = load_config(config, overrides), _place()
+    console = Console(highlight=False)
+    header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
+    header.begin(run, config)
+    run, plan = _planned(run)
     run, resume = _with_chunks(run), resume or (resume_auto and RunFolder(Path(run.save.dir)).begun())
     if explain:
         per_node = _per_node(run.world)
@@ -105,17 +110,19 @@ def train(
             print(jsonlib.dumps(found.to_json()) if json else found)
         return
     trace = None if trace is None else writable(trace)
-    rank, world = _place()
     for edge in run.edges if world is not None else ():
         legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack)
     folder = prepare(run, resume, rank)
     if rank == 0:
         keep(plan, folder.path, resume)
+    if world is None and (header.shown or run.world > 1):
+        header.data(run, _open_corpus(run, verify=False).lengths)  # the ranks verify
+    if header.shown:
+        _show_header(header, run, plan, folder, resume)
     if world is not None or run.world == 1:
         stop = Interrupt(*ENDING, say=_say if rank == 0 else lambda line: None)
         _run_told(run, folder, rank, resume, json, stop, trace)
     else:
-        _open_corpus(run, verify=False)  # the ranks do
         from longshift.train.launch import launch
 
         flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
@@ -129,6 +136,16 @@ def train(
         _leave(0)
     if not finished:
         sys.exit(INTERRUPTED)
+
+
+def _show_header(header: Header, run: Config, plan: PlanFile | None, folder: RunFolder, resume: bool) -> None:
+    """What is known of a run before its ranks start; last what waits for torch."""
+    header.layout(run, plan)
+    header.folder(run, folder, resume)
+    from longshift.dist.world import room_bytes
+
+    per_node = _per_node(run.world)
+    header.memory(run, per_node, room_bytes(per_node), has_gpu())
 
 
 @app.command(show=False)
@@ -369,7 +386,7 @@ def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, st
     """This process's rank; rank 0 shows the steps."""
     from longshift.api import run_rank
 
-    display = Display(run.train.steps, json) if rank == 0 else None
+    display = Display(run.train.steps, json, latest=folder.latest) if rank == 0 else None
     with display or nullcontext():
         for step in run_rank(run, folder, resume, stop, trace):
             if display:
