@@ -32,7 +32,7 @@ from longshift.layout import legal
 from longshift.layout.layout import AUTO, Layout
 from longshift.planner.asked import AutoLayout
 from longshift.spec.formats import PrecisionName
-from longshift.starter import starter, write_new
+from longshift.starter import notes, starter, write_new
 from longshift.stream.trace import writable
 from longshift.train.header import Header
 from longshift.train.interrupt import ENDING, Interrupt
@@ -73,12 +73,15 @@ def init(
     json: Json = False,
 ) -> None:
     """Write a commented starter config."""
-    text = starter(model, data)
+    text, told = starter(model, data), notes(model)
     if to is not None:
         write_new(text, to)
     if json:
-        print(jsonlib.dumps({"config": text, "file": str(to) if to else None}))
-    elif to is None:
+        print(jsonlib.dumps({"config": text, "file": str(to) if to else None, "notes": told}))
+        return
+    for note in told:
+        _say(note)
+    if to is None:
         print(text, end="")
     else:
         print(f"wrote {to}; start it with: longshift train {to}")

@@ -463,7 +463,9 @@ def test_data_shows_documents_lengths_and_what_caps_lose(place, longshift):
 
 
 def test_init_writes_a_config_that_trains_and_never_over_one(place, longshift):
-    assert longshift("init --to new.yaml --data '*.txt'") == (0, "wrote new.yaml; start it with: longshift train new.yaml\n", "")
+    code, out, err = longshift("init --to new.yaml --data '*.txt'")
+    assert (code, out) == (0, "wrote new.yaml; start it with: longshift train new.yaml\n")
+    assert err.startswith("longshift: the weights of tiny-llama are random")
     changes = f"data.tokenizer={place}/tokenizer.json data.max_len=64 data.cache={place}/cache train.steps=1 train.warmup=0"
     assert longshift(f"train new.yaml {changes} layout=dp1 save.dir=other")[0] == 0
     code, _, err = longshift("init --to new.yaml")
@@ -471,6 +473,36 @@ def test_init_writes_a_config_that_trains_and_never_over_one(place, longshift):
     (place / "books").mkdir()
     assert '- {path: "books/**/*"}' in longshift("init --data books")[1]
     assert parse_config(json.loads(longshift("init gpt2 --json")[1])["config"]).spec == PRESETS["gpt2"]
+
+
+def test_init_says_where_weights_and_tokenizer_come_from(place, longshift):
+    code, text, err = longshift("init qwen3-0.6b")
+    assert code == 0
+    weights, tokenizer = err.splitlines()
+    assert weights.startswith("longshift: the weights of qwen3-0.6b are random: a preset is a model's shape")
+    assert "has 4,096 tokens and is trained on the standard library's Python sources, since a preset has none" in tokenizer
+    assert "the other 147,840 rows of the embedding are not trained" in tokenizer
+    found = [note.removeprefix("longshift: ") for note in (weights, tokenizer)]
+    assert all(note[1:] in text.replace("\n# ", " ") for note in found)  # the file says it too
+    assert parse_config(text).data.tokenizer is None
+    assert json.loads(longshift("init qwen3-0.6b --json")[1])["notes"] == found
+    assert "rows" not in longshift("init tiny-llama")[2]
+
+    assert longshift("train run.yaml model.preset=tiny-qwen3 train.steps=1")[0] == 0
+    assert longshift("export run --to 'my model'")[0] == 0
+    code, text, err = longshift("init './my model'")
+    assert code == 0
+    assert err.splitlines() == [
+        "longshift: training begins with the weights of ./my model",
+        "longshift: the tokenizer is that of ./my model, by which its weights were trained",
+    ]
+    config = parse_config(text)
+    assert (config.model.init, config.data.tokenizer) == ("pretrained", f"{place}/my model")
+    for file in ("tokenizer.json", "model.safetensors"):
+        (place / "my model" / file).unlink()
+    err = longshift("init './my model'")[2]
+    assert "./my model holds no weights in *.safetensors: add them, or write init: scratch" in err
+    assert "./my model holds no tokenizer.json: name one of at most 4,096 tokens in data.tokenizer" in err
 
 
 def test_a_wrong_command_names_the_right_one(longshift):

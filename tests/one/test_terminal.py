@@ -163,7 +163,7 @@ def test_a_terminal_has_a_header_at_once_and_lines_that_fit(place):
     assert {"saved   checkpoints/step-12", "saved   checkpoints/step-14"} <= set(lines)
     text = "\n".join(lines)
     assert "model   tiny-llama: 1.79M parameters" in text
-    assert "random weights" in text
+    assert "random weights, from seed 0; tokenizer of tokenizer.json" in re.sub(r"\s+", " ", text)
     assert re.search(r"data    4 documents, \d+ tokens; the longest has \d+", text)
     assert "layout  dp2, 2 ranks" in text
     assert "run     run: 14 steps of 64 tokens" in text
@@ -177,6 +177,7 @@ def test_what_the_header_says(place):
     run = parse_config(CONFIG.format(place=place, layout="[{upto: 32, use: dp4}, {upto: 64, use: dp2.tp2}]"))
     lengths = np.asarray([20] * 60 + [100] * 30 + [5000] * 10 + [2**n for n in range(1, 14)])
     assert model_told(run).startswith("tiny-llama: 1.79M parameters, 4 blocks of width 128")
+    assert model_told(run).endswith(f"random weights, from seed 0; tokenizer of {place}/tokenizer.json")
     assert "the longest has 8,192, and documents of more than 64 are split" in data_told(run, lengths)
     rows = list(length_rows(lengths))
     assert len(rows) == 8

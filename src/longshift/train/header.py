@@ -2,7 +2,8 @@
 
     longshift 0.1.0
     config  examples/quickstart.yaml
-    model   tiny-llama: 1.79M parameters, 4 blocks of width 128, 4,096 tokens; random weights, from seed 0
+    model   tiny-llama: 1.79M parameters, 4 blocks of width 128, 4,096 tokens; random weights, from seed 0;
+            a tokenizer of 4,096 tokens of Python sources
     data    1,758 documents, 9,478,507 tokens; the longest has 197,309, and documents of more than 1K are split
             to 1K     36.9%  ██████████████████████████████
     ...
@@ -14,6 +15,7 @@
 Everything here is also elsewhere, for programs: `longshift data --json`, `longshift train --explain --json`, plan.json, config.yaml.
 """
 
+import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,6 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from longshift.config import Config
+from longshift.config_parts import PROJECT_VOCAB
 from longshift.explain import shape_of
 from longshift.layout.layout import format_size
 from longshift.program.needs import most, needs
@@ -76,11 +79,19 @@ def labelled(name: str, text: str) -> list[str]:
 
 
 def model_told(run: Config) -> str:
-    """The model, its size, and where its weights come from."""
+    """The model, its size, and where its weights and its tokenizer come from."""
     spec, model = run.spec, run.model
+    named = run.data.tokenizer or model.path
+    own = f"a tokenizer of {min(PROJECT_VOCAB, spec.vocab):,} tokens of Python sources"
+    tokenizer = f"tokenizer of {shown_path(named)}" if named else own
     name = model.preset or Path(model.path or "").name
-    origin = f"weights of {model.path}" if model.init == "pretrained" else f"random weights, from seed {run.train.seed}"
-    return f"{name}: {_count(spec.parameters)} parameters, {spec.layers} blocks of width {spec.width}, {spec.vocab:,} tokens; {origin}"
+    origin = f"weights of {shown_path(model.path or '')}" if model.init == "pretrained" else f"random weights, from seed {run.train.seed}"
+    return f"{name}: {_count(spec.parameters)} parameters, {spec.layers} blocks of width {spec.width}, {spec.vocab:,} tokens; {origin}; {tokenizer}"
+
+
+def shown_path(path: str) -> str:
+    """A path as a person would type it from here."""
+    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
 
 
 def data_told(run: Config, lengths: np.ndarray) -> str:
