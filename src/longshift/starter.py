@@ -59,7 +59,7 @@ def starter(model: str, data: Sequence[str]) -> str:
     return TEMPLATE.format(
         notes="".join(f"{_comment(note)}\n" for note in notes(model)) + "\n",
         model=which,
-        tokenizer=f"{tokenizer:<39}{'# ' * is_folder}{why}",
+        tokenizer=f"{tokenizer:<38} {'# ' * is_folder}{why}",
         sources="".join(f"\n    - {source}" for source in sources),
         max_len=format_size(longest),
         short=format_size(longest // 4),

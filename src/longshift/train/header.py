@@ -86,7 +86,8 @@ def model_told(run: Config) -> str:
     tokenizer = f"tokenizer of {shown_path(named)}" if named else own
     name = model.preset or Path(model.path or "").name
     origin = f"weights of {shown_path(model.path or '')}" if model.init == "pretrained" else f"random weights, from seed {run.train.seed}"
-    return f"{name}: {_count(spec.parameters)} parameters, {spec.layers} blocks of width {spec.width}, {spec.vocab:,} tokens; {origin}; {tokenizer}"
+    size = f"{_count(spec.parameters)} parameters, {spec.layers} blocks of width {spec.width}, {spec.vocab:,} tokens"
+    return f"{name}: {size}; {origin}; {tokenizer}"
 
 
 def shown_path(path: str) -> str:
