@@ -24,6 +24,7 @@ from longshift.errors import LongshiftError
 from longshift.layout.layout import AUTO
 from longshift.planner.asked import AutoLayout
 from longshift.train.metrics import MetricsLog, StepMetrics
+from longshift.train.resumed import going_on, named
 from longshift.train.run_folder import RunFolder, prepare
 
 
@@ -32,20 +33,27 @@ def train(config: Config | str | Path, *overrides: str, resume: bool = False) ->
     folder are looked after.
 
     In a process that torchrun started, this is one rank of the run. Elsewhere a layout of several ranks runs in local worker
-    processes; leaving the loop early lets them finish the step and save. Raises LongshiftError."""
+    processes; leaving the loop early lets them finish the step and save.
+
+    `resume`: go on from the newest checkpoint. Of a config file, the run's settings stay but for the overrides, and what the file has
+    otherwise is told on standard error; a Config is meant as it is, and what it changes is told. Raises LongshiftError."""
     from longshift.dist.world import launched, own_rank
 
+    say = _say if own_rank() == 0 else _silent
     if not isinstance(config, Config):
-        config = load_config(config, overrides)
+        file, config = Path(config), load_config(config, overrides)
+        config = going_on(config, file, overrides, say) if resume else config
     elif overrides:
         raise errors.UsageError("overrides are of a config file: ls.train('run.yaml', 'train.lr=2e-5')")
+    elif resume:
+        named(config, say)
     if isinstance(config.layout, AutoLayout):
         yield from _run_workers(config, resume)
         return
     if any(edge.use.chunk == AUTO for edge in config.edges):
         from longshift.profile.choose import with_chunks
 
-        config = with_chunks(config, lambda line: print(f"longshift: {line}", file=sys.stderr))
+        config = with_chunks(config, say)
     if config.world == 1 or launched():
         yield from run_rank(config, prepare(config, resume, own_rank()), resume)
     else:
@@ -85,7 +93,8 @@ def _run_workers(config: Config, resume: bool) -> Iterator[StepMetrics]:
     with tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
         file = Path(scratch) / "config.yaml"
         file.write_text(config.to_yaml(), encoding="utf-8")
-        command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json", *(["--resume"] if resume else [])]
+        command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json"]
+        command += [*named(config, _silent), "--resume"] if resume else []
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         assert child.stdout is not None
         last = {}
@@ -102,3 +111,11 @@ def _run_workers(config: Config, resume: bool) -> Iterator[StepMetrics]:
     if code:
         kind = getattr(errors, last.get("kind", ""), LongshiftError)
         raise kind(last.get("error", f"longshift train ended with exit code {code}"))
+
+
+def _say(line: str) -> None:
+    print(f"longshift: {line}", file=sys.stderr, flush=True)
+
+
+def _silent(line: str) -> None:
+    pass

@@ -40,6 +40,7 @@ from longshift.train.metrics import Display, open_streams, read_or_not
 from longshift.train.plan_file import PlanFile
 from longshift.train.planned import chosen, keep, show, write_config, write_trace
 from longshift.train.printed import farewell, peaks_and_differences, show_check, show_corpus
+from longshift.train.resumed import going_on
 from longshift.train.run_folder import RunFolder, prepare, read_asked, read_config, write_cause
 from longshift.workload.given import Lengths, read_lengths
 
@@ -103,8 +104,10 @@ def train(
     console = Console(highlight=False)
     header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
     header.begin(run, config)
+    resume = resume or (resume_auto and not explain and RunFolder(Path(run.save.dir)).begun())
+    run = going_on(run, config, overrides, _say if rank == 0 else _silent) if resume else run
     run, plan = _planned(run)
-    run, resume = _with_chunks(run), resume or (resume_auto and RunFolder(Path(run.save.dir)).begun())
+    run = _with_chunks(run)
     if explain:
         per_node = _per_node(run.world)
         links = profile_of_host(per_node, -(-run.world // per_node))
@@ -123,7 +126,7 @@ def train(
     if header.shown:
         _show_header(header, run, plan, folder, resume)
     if world is not None or run.world == 1:
-        stop = Interrupt(*ENDING, say=_say if rank == 0 else lambda line: None)
+        stop = Interrupt(*ENDING, say=_say if rank == 0 else _silent)
         _run_told(run, folder, rank, resume, json, stop, trace)
     else:
         from longshift.train.launch import launch
@@ -252,7 +255,7 @@ def plan(
     run, trace = load_config(config, overrides), None if trace is None else writable(trace)
     cluster = named(on, fabric) if on else _this_machine(core_count())
     given = read_lengths(lengths) if lengths else Lengths.from_array(_open_corpus(run, verify=False).lengths)
-    found = make_plan(task_of(run, cluster, given), (lambda line: None) if json else _say)
+    found = make_plan(task_of(run, cluster, given), _silent if json else _say)
     if trace is not None and found.choice.best is not None:
         write_trace(found.choice.best, trace)
     if html is not None:
@@ -332,7 +335,7 @@ def profile(
     from longshift.profile.run import measure_here
 
     rank, world = _place()
-    found = measure_here(_per_node(world or 1), quick, fresh, _say if rank == 0 else lambda line: None)
+    found = measure_here(_per_node(world or 1), quick, fresh, _say if rank == 0 else _silent)
     if rank != 0:
         return
     if output is not None:
@@ -437,6 +440,10 @@ def _per_node(ranks: int) -> int:
 def _say(line: str) -> None:
     with read_or_not():
         print(f"longshift: {line}", file=sys.stderr, flush=True)
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def words(line: list[str]) -> list[str]:

@@ -390,6 +390,68 @@ def test_a_refused_resume_changes_nothing(place, longshift):
     assert "steps: 4" in (place / "run/config.yaml").read_text()
 
 
+def test_resume_keeps_the_runs_settings_and_tells_what_the_file_has_otherwise(place, longshift):
+    assert longshift("train run.yaml")[0] == 0
+    changed = CONFIG.format(place=place).replace("steps: 3, lr: 1e-3", "steps: 30, lr: 2e-3").replace("every: 2", "every: 7")
+    (place / "run.yaml").write_text(changed)
+    code, out, err = longshift("train run.yaml --resume train.steps=5")
+    assert code == 0
+    assert "finished at step 5 of 5" in out
+    assert err.splitlines() == [
+        "longshift: run.yaml is not what the run in run has; the run's settings stay, where the command line names no other:",
+        "longshift:   train.lr: 0.001 in the run, 0.002 in run.yaml; to change it, write train.lr=0.002",
+        "longshift:   train.min_lr: 0.0001 in the run, 0.0002 in run.yaml; to change it, write train.min_lr=0.0002",
+        "longshift:   save.every: 2 in the run, 7 in run.yaml; to change it, write save.every=7",
+    ]
+    kept = load_config("run/config.yaml")
+    assert (kept.train.steps, kept.train.lr, kept.save.every) == (5, 1e-3, 2)
+    code, _, err = longshift("train run.yaml --resume=auto train.steps=6 train.lr=2e-3 train.min_lr=2e-4 save.every=7")
+    assert (code, err) == (0, "")
+    kept = load_config("run/config.yaml")
+    assert (kept.train.steps, kept.train.lr, kept.save.every) == (6, 2e-3, 7)
+    assert longshift("train run/config.yaml --resume train.steps=7")[::2] == (0, "")
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(place, longshift):
+    assert longshift("train run.yaml")[0] == 0
+    (place / "run").rename(place / "moved")
+    code, out, err = longshift("train moved/config.yaml --resume save.dir=moved train.steps=4")
+    assert (code, err) == (0, "")
+    assert "finished at step 4 of 4" in out
+    assert not (place / "run").exists()
+    (place / "moved/config.yaml").unlink()
+    code, out, err = longshift("train run.yaml --resume save.dir=moved train.steps=5")
+    assert (code, err) == (0, "longshift: moved holds no config.yaml: the run goes on as run.yaml says\n")
+
+
+def test_resume_from_python_tells_what_it_changes(place, capsys):
+    """Of a file the run's settings stay; a Config is meant. Workers of another process train as this one would."""
+    assert len(list(ls.train("run.yaml", "train.steps=2"))) == 2
+    assert [step.step for step in ls.train("run.yaml", "layout=dp2", "train.steps=3", resume=True)] == [3]
+    assert capsys.readouterr().err == ""
+    assert load_config("run/config.yaml").layout == Layout(dp=2)
+    seen = [step.lr for step in ls.train("run.yaml", "train.steps=4", "train.schedule=constant", resume=True)]
+    assert seen == [1e-3]
+    assert "layout: dp2 in the run, dp1 in run.yaml; to change it, write layout=dp1" in capsys.readouterr().err
+    config = load_config("run/config.yaml", ["train.steps=5", "train.lr=2e-3"])
+    assert [step.lr for step in ls.train(config, resume=True)] == [2e-3]
+    told = capsys.readouterr().err.splitlines()
+    assert "longshift: train.steps was 4 in run, and is 5 now" in told
+    assert "longshift: train.lr was 0.001 in run, and is 0.002 now" in told
+    assert len(told) == 2
+
+
+def test_a_layout_that_was_chosen_is_no_difference(place, longshift, monkeypatch):
+    monkeypatch.setattr("longshift.profile.choose.CACHE", place / "none")
+    assert longshift("train run.yaml layout=chunk-auto.disk")[0] == 0
+    (place / "run.yaml").write_text(CONFIG.format(place=place) + "layout: chunk-auto.disk\n")
+    assert longshift("train run.yaml --resume train.steps=4")[::2] == (0, "")
+    (place / "run.yaml").write_text(CONFIG.format(place=place) + "layout: chunk-auto.host\n")
+    code, _, err = longshift("train run.yaml --resume train.steps=5")
+    assert code == 0
+    assert "layout: chunk256.disk in the run, chunk-auto.host in run.yaml; to change it, write layout=chunk-auto.host" in err
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "env.json"])
 def test_files_that_no_run_has_written_stay_as_they_are(place, longshift, name):
     (place / "mine").mkdir()
