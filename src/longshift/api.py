@@ -30,6 +30,7 @@ from longshift.layout.layout import AUTO, Layout
 from longshift.planner.asked import AutoLayout
 from longshift.spec.formats import PrecisionName
 from longshift.train.metrics import MetricsLog, StepMetrics
+from longshift.train.resumed import going_on, named
 from longshift.train.run_folder import RunFolder, prepare, read_config
 
 if TYPE_CHECKING:
@@ -41,18 +42,26 @@ def train(config: Config | str | Path, *overrides: str, resume: bool = False) ->
     folder are looked after.
 
     In a process that torchrun started, this is one rank of the run. Elsewhere a layout of several ranks runs in local worker
-    processes; leaving the loop early lets them finish the step and save. Raises LongshiftError."""
+    processes; leaving the loop early lets them finish the step and save.
+
+    `resume`: go on from the newest checkpoint. Of a config file, the run's settings stay but for the overrides, and what the file has
+    otherwise is told on standard error; a Config is meant as it is, and what it changes is told. Raises LongshiftError."""
     from longshift.dist.world import launched, own_rank
 
-    config = _read(config, overrides)
-    if isinstance(config.layout, AutoLayout):
-        yield from _run_workers(config, resume)
+    say = _say if own_rank() == 0 else _silent
+    run = _read(config, overrides)
+    if resume and isinstance(config, Config):
+        named(run, say)
+    elif resume and not isinstance(config, Config):
+        run = going_on(run, Path(config), overrides, say)
+    if isinstance(run.layout, AutoLayout):
+        yield from _run_workers(run, resume)
         return
-    config = with_chunks(config)
-    if config.world == 1 or launched():
-        yield from run_rank(config, prepare(config, resume, own_rank(), alone=not launched()), resume)
+    run = with_chunks(run, say)
+    if run.world == 1 or launched():
+        yield from run_rank(run, prepare(run, resume, own_rank(), alone=not launched()), resume)
     else:
-        yield from _run_workers(config, resume)
+        yield from _run_workers(run, resume)
 
 
 def check(config: Config | str | Path, *overrides: str, against: str) -> dict[str, Any]:
@@ -63,8 +72,8 @@ def check(config: Config | str | Path, *overrides: str, against: str) -> dict[st
     config = _read(config, overrides)
     other = Layout.parse(against)
     legal.check(config.spec, other, None, config.data.max_len)
-    (edge,) = with_chunks(config.model_copy(update={"layout": other})).edges
-    config = with_chunks(config)
+    (edge,) = with_chunks(config.model_copy(update={"layout": other}), _say).edges
+    config = with_chunks(config, _say)
     from longshift.dist.world import own_device
     from longshift.train.check_run import check as compare
 
@@ -74,7 +83,7 @@ def check(config: Config | str | Path, *overrides: str, against: str) -> dict[st
 def explain(config: Config | str | Path, *overrides: str) -> tuple[Explanation, ...]:
     """What a step inserts, prunes, moves and needs, of each stage of the run: a text when it is printed. Starts nothing, needs no GPU.
     Raises LongshiftError."""
-    config = with_chunks(_read(config, overrides))
+    config = with_chunks(_read(config, overrides), _say)
     return tuple(explanation(part, gpus=has_gpu()) for part in config.parts)
 
 
@@ -109,13 +118,13 @@ def _read(config: Config | str | Path, overrides: tuple[str, ...]) -> Config:
     return config
 
 
-def with_chunks(config: Config) -> Config:
-    """With every `chunk-auto` chosen."""
+def with_chunks(config: Config, say: Callable[[str], None]) -> Config:
+    """The config with every `chunk-auto` chosen, which `say` hears of."""
     if all(edge.use.chunk != AUTO for edge in config.edges):
         return config
     from longshift.profile.choose import with_chunks as chosen
 
-    return chosen(config, lambda line: print(f"longshift: {line}", file=sys.stderr))
+    return chosen(config, say)
 
 
 def run_rank(
@@ -151,7 +160,8 @@ def _run_workers(config: Config, resume: bool) -> Iterator[StepMetrics]:
         file = place / "config.yaml"
         with written(str(file)):
             file.write_text(config.to_yaml(), encoding="utf-8")
-        command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json", *(["--resume"] if resume else [])]
+        command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json"]
+        command += [*named(config, _silent), "--resume"] if resume else []
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         assert child.stdout is not None
         last = {}
@@ -168,3 +178,11 @@ def _run_workers(config: Config, resume: bool) -> Iterator[StepMetrics]:
     if code:
         kind = getattr(errors, last.get("kind", ""), LongshiftError)
         raise kind(last.get("error", f"longshift train ended with exit code {code}"))
+
+
+def _say(line: str) -> None:
+    print(f"longshift: {line}", file=sys.stderr, flush=True)
+
+
+def _silent(line: str) -> None:
+    pass

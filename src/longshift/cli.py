@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -33,13 +34,15 @@ from longshift.forecast import task_of
 from longshift.layout import legal
 from longshift.planner.asked import AutoLayout
 from longshift.spec.formats import PrecisionName
-from longshift.starter import starter, write_new
+from longshift.starter import notes, starter, write_new
 from longshift.stream.trace import writable
+from longshift.train.header import Header
 from longshift.train.interrupt import ENDING, Interrupt
 from longshift.train.metrics import Display, open_streams, read_or_not
 from longshift.train.plan_file import PlanFile
 from longshift.train.planned import chosen, keep, show, write_config, write_trace
 from longshift.train.printed import farewell, peaks_and_differences, show_check, show_corpus
+from longshift.train.resumed import going_on
 from longshift.train.run_folder import RunFolder, prepare, read_asked, read_config, write_cause
 from longshift.workload.given import Lengths, read_lengths
 
@@ -51,6 +54,7 @@ INTERRUPTED = 130
 app = App(
     name="longshift",
     help="Train transformer language models on sequences of any length.",
+    version=lambda: version("longshift"),
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,
 )
@@ -73,12 +77,15 @@ def init(
     json: Json = False,
 ) -> None:
     """Write a commented starter config."""
-    text = starter(model, data)
+    text, told = starter(model, data), notes(model)
     if to is not None:
         write_new(text, to)
     if json:
-        print(jsonlib.dumps({"config": text, "file": str(to) if to else None}))
-    elif to is None:
+        print(jsonlib.dumps({"config": text, "file": str(to) if to else None, "notes": told}))
+        return
+    for note in told:
+        _say(note)
+    if to is None:
         print(text, end="")
     else:
         print(f"wrote {to}; start it with: longshift train {to}")
@@ -96,8 +103,14 @@ def train(
     json: Json = False,
 ) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment."""
-    run, plan = _planned(load_config(config, overrides))
-    run, resume = api.with_chunks(run), resume or (resume_auto and RunFolder(Path(run.save.dir)).begun())
+    run, (rank, world) = load_config(config, overrides), _place()
+    console = Console(highlight=False)
+    header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
+    header.begin(run, config)
+    resume = resume or (resume_auto and not explain and RunFolder(Path(run.save.dir)).begun())
+    run = going_on(run, config, overrides, _say if rank == 0 else _silent) if resume else run
+    run, plan = _planned(run)
+    run = api.with_chunks(run, _say)
     if explain:
         per_node = _per_node(run.world)
         links = profile_of_host(per_node, -(-run.world // per_node))
@@ -106,17 +119,19 @@ def train(
             print(jsonlib.dumps(found.to_json()) if json else found)
         return
     trace = None if trace is None else writable(trace)
-    rank, world = _place()
     for edge in run.edges if world is not None else ():
         legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack)
     folder = prepare(run, resume, rank, alone=world is None)
     if rank == 0:
         keep(plan, folder.path, resume)
+    if world is None and (header.shown or run.world > 1):
+        header.data(run, _open_corpus(run, verify=False).lengths)  # the ranks verify
+    if header.shown:
+        _show_header(header, run, plan, folder, resume)
     if world is not None or run.world == 1:
-        stop = Interrupt(*ENDING, say=_say if rank == 0 else lambda line: None)
+        stop = Interrupt(*ENDING, say=_say if rank == 0 else _silent)
         _run_told(run, folder, rank, resume, json, stop, trace)
     else:
-        _open_corpus(run, verify=False)  # the ranks do
         from longshift.train.launch import launch
 
         flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
@@ -130,6 +145,16 @@ def train(
         _leave(0)
     if not finished:
         sys.exit(INTERRUPTED)
+
+
+def _show_header(header: Header, run: Config, plan: PlanFile | None, folder: RunFolder, resume: bool) -> None:
+    """What is known of a run before its ranks start; last what waits for torch."""
+    header.layout(run, plan)
+    header.folder(run, folder, resume)
+    from longshift.dist.world import room_bytes
+
+    per_node = _per_node(run.world)
+    header.memory(run, per_node, room_bytes(per_node), has_gpu())
 
 
 @app.command(show=False)
@@ -181,7 +206,7 @@ def check(
         raise UsageError("check needs --against LAYOUT or --timeline, one of them")
     run = load_config(config, overrides)
     if against is None:
-        _check_timeline(api.with_chunks(run), json)
+        _check_timeline(api.with_chunks(run, _say), json)
         return
     found = api.check(run, against=against)
     if json:
@@ -227,7 +252,7 @@ def plan(
     run, trace = load_config(config, overrides), None if trace is None else writable(trace)
     cluster = named(on, fabric) if on else _this_machine(core_count())
     given = read_lengths(lengths) if lengths else Lengths.from_array(_open_corpus(run, verify=False).lengths)
-    found = make_plan(task_of(run, cluster, given), (lambda line: None) if json else _say)
+    found = make_plan(task_of(run, cluster, given), _silent if json else _say)
     if trace is not None and found.choice.best is not None:
         write_trace(found.choice.best, trace)
     if html is not None:
@@ -319,7 +344,7 @@ def profile(
     from longshift.profile.run import measure_here
 
     rank, world = _place()
-    found = measure_here(_per_node(world or 1), quick, fresh, _say if rank == 0 else lambda line: None)
+    found = measure_here(_per_node(world or 1), quick, fresh, _say if rank == 0 else _silent)
     if rank != 0:
         return
     if output is not None:
@@ -367,7 +392,7 @@ def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, st
     """This process's rank; rank 0 shows the steps."""
     from longshift.api import run_rank
 
-    display = Display(run.train.steps, json) if rank == 0 else None
+    display = Display(run.train.steps, json, latest=folder.latest) if rank == 0 else None
     with display or nullcontext():
         for step in run_rank(run, folder, resume, stop, trace):
             if display:
@@ -415,6 +440,10 @@ def _per_node(ranks: int) -> int:
 def _say(line: str) -> None:
     with read_or_not():
         print(f"longshift: {line}", file=sys.stderr, flush=True)
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def words(line: list[str]) -> list[str]:

@@ -65,6 +65,7 @@ def some_sources(value: object) -> object:
     return value
 
 
+PROJECT_VOCAB = 4096  # tokens of the project's own tokenizer, which is taken where no other is named
 Decay = Literal["cosine", "linear", "constant"]
 Learn = Literal["assistant", "last", "all"]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1, le=MOST_SIZE, strict=True)]

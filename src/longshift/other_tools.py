@@ -3,6 +3,7 @@
 The trainers are transformers' Trainer and TRL, PyTorch FSDP, DeepSpeed, Megatron-LM, torchtitan, Axolotl and LLaMA-Factory.
 """
 
+import re
 from collections.abc import Mapping
 
 _STEPS = "train.steps: a run is so many steps; `longshift data CONFIG` counts the tokens of an epoch"
@@ -13,11 +14,13 @@ _RECOMPUTE = "recompute-full or recompute-selective in the layout, as in dp8.rec
 _CONTEXT = "ring2 or u2 (ring attention, Ulysses) in the layout"
 _TENSOR = "tp2 in the layout, which has sequence parallelism in it"
 _SAVED = "longshift train CONFIG --resume"
+_ROWS = "every step is a row of metrics.jsonl"
 _ABSENT = "not there yet"
 
 KEYS: Mapping[str, str] = {
     **dict.fromkeys(("learning_rate", "peak_lr", "max_lr"), "train.lr"),
     **dict.fromkeys(("max_grad_norm", "clip_grad", "grad_clip", "gradient_clipping", "gradient_clip_val", "max_norm"), "train.clip"),
+    **dict.fromkeys(("gradient_clip", "clip_norm"), "train.clip"),
     **dict.fromkeys(("warmup_steps", "warmup_ratio", "lr_warmup_iters", "num_warmup_steps"), "train.warmup, in steps"),
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_decay_style"), "train.schedule"),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "beta1", "beta2"), "train.betas, as in betas: [0.9, 0.95]"),
@@ -33,10 +36,15 @@ KEYS: Mapping[str, str] = {
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision"), "train.precision, as in precision: bf16"),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recompute_granularity", "ac"), _RECOMPUTE),
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "zero_stage", "zero_optimization", "distributed"), _SHARDED),
-    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree", "sequence_parallel"), _TENSOR),
-    **dict.fromkeys(("context_parallel_size", "context_parallel_degree", "sequence_parallel_size", "cp_size"), _CONTEXT),
-    **dict.fromkeys(("pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree"), "pp2 in the layout"),
-    **dict.fromkeys(("data_parallel_size", "num_gpus", "nproc_per_node", "world_size"), "dp2 in the layout"),
+    **dict.fromkeys(("zero", "zero3", "hsdp", "reshard_after_forward"), _SHARDED),
+    **dict.fromkeys(
+        ("tp", "sp", "tensor_parallel_size", "tensor_model_parallel_size", "tensor_parallel_degree", "sequence_parallel"), _TENSOR
+    ),
+    **dict.fromkeys(
+        ("cp", "context_parallel", "context_parallel_size", "context_parallel_degree", "sequence_parallel_size", "cp_size"), _CONTEXT
+    ),
+    **dict.fromkeys(("pp", "pipeline_parallel_size", "pipeline_model_parallel_size", "pipeline_parallel_degree"), "pp2 in the layout"),
+    **dict.fromkeys(("dp", "ddp", "data_parallel_size", "num_gpus", "nproc_per_node", "world_size"), "dp2 in the layout"),
     **dict.fromkeys(("output_dir", "checkpoint_dir", "save_dir", "run_name"), "save.dir"),
     **dict.fromkeys(("save_steps", "save_interval", "checkpoint_every"), "save.every"),
     **dict.fromkeys(("save_total_limit", "keep_latest_k"), "save.keep"),
@@ -51,9 +59,16 @@ KEYS: Mapping[str, str] = {
     **dict.fromkeys(("qlora", "load_in_4bit", "load_in_8bit"), _ABSENT),
     **dict.fromkeys(("flash_attention", "attn_implementation", "use_flash_attn"), "nothing to set: the fastest exact kernel is chosen"),
     **dict.fromkeys(("random_seed",), "train.seed"),
+    **dict.fromkeys(("optim", "optimizer", "optimizer_type"), "AdamW alone, with train.betas, train.eps and train.weight_decay"),
+    **dict.fromkeys(("eval_steps", "eval_interval", "evaluation_strategy", "eval_strategy", "val_interval"), "validation.every, in steps"),
+    **dict.fromkeys(("eval_dataset", "val_data", "validation_file", "eval_file"), "data.valid, or data.held_out for a share of data.train"),
+    **dict.fromkeys(("logging_steps", "log_interval", "log_freq"), f"nothing to set: {_ROWS}"),
+    **dict.fromkeys(("report_to", "wandb", "wandb_project", "tensorboard_dir"), f"save.tensorboard; {_ROWS}, too"),
+    **dict.fromkeys(("num_workers", "dataloader_num_workers", "streaming"), "nothing to set: tokens are made once, and mapped"),
+    **dict.fromkeys(("expert_parallel_size", "expert_model_parallel_size", "ep", "moe"), _ABSENT),
 }
 LAYOUT_WORDS: Mapping[str, str] = {
-    **dict.fromkeys(("cp", "context"), "ring or u (ring attention, Ulysses)"),
+    **dict.fromkeys(("cp", "context", "context_parallel", "context-parallel"), "ring or u (ring attention, Ulysses)"),
     **dict.fromkeys(("sp", "sequence"), "u or ring where tokens are shared by themselves; tp has sequence parallelism in it"),
     **dict.fromkeys(("fsdp", "hsdp", "full_shard", "deepspeed"), "dp with a stage of ZeRO, as in dp8.z3"),
     **dict.fromkeys(("ep", "moe"), "not there yet: there are no mixtures of experts"),
@@ -66,13 +81,17 @@ FAMILIES: Mapping[str, str] = {
     **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "phimoe", "granitemoe", "gpt_oss"), "experts"),
     **dict.fromkeys(("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "mllama", "llama4"), "images"),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "falcon_mamba", "rwkv", "zamba2", "bamba"), "state-space layers"),
+    **dict.fromkeys(("deepseek", "grok", "dbrx", "olmoe"), "experts"),
     **dict.fromkeys(("t5", "bert", "roberta", "bart", "mbart", "whisper"), "an encoder"),
 }
 
 
 def key_hint(word: str) -> str:
     """The end of a sentence about an unknown key of a config that other trainers have; empty where they have not."""
-    return f"; here it is {KEYS[word]}" if KEYS.get(word, _ABSENT) != _ABSENT else f"; it is {_ABSENT}" if word in KEYS else ""
+    found = KEYS.get(word, "")
+    if found.startswith("nothing to set"):
+        return f"; there is {found}"
+    return (f"; it is {found}" if found.startswith(_ABSENT) else f"; here it is {found}") if found else ""
 
 
 def layout_hint(letters: str) -> str:
@@ -83,4 +102,13 @@ def layout_hint(letters: str) -> str:
 
 def family_hint(name: str) -> str:
     """The same of a model family: what it would need."""
-    return f"; it needs {FAMILIES[name]}, which are not implemented" if name in FAMILIES else ""
+    if name not in FAMILIES:
+        return ""
+    return f"; it needs {FAMILIES[name]}, which {'is' if FAMILIES[name].startswith('an ') else 'are'} not implemented"
+
+
+def preset_hint(name: str) -> str:
+    """The same of the name of a model, which begins with that of its family, as `mixtral-8x7b` does."""
+    plain = re.sub(r"[^a-z0-9]+", "_", name.lower())
+    families = [family for family in FAMILIES if plain == family or plain.startswith(f"{family}_")]
+    return family_hint(max(families, key=len)) if families else ""

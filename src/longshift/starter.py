@@ -2,9 +2,11 @@
 
 import json
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from longshift.config_parts import PROJECT_VOCAB
 from longshift.errors import UsageError
 from longshift.layout.layout import format_size
 from longshift.spec.families import preset, read_spec
@@ -13,7 +15,7 @@ TEMPLATE = """\
 # A run of Longshift. Check it with `longshift data`, start it with `longshift train`; any key can be changed on the command line,
 # as in `train.lr=1e-4`. Sizes take K, M and G (binary: 4K is 4096). Paths start at the working directory.
 
-model: {model}
+{notes}model: {model}
 # model: {{preset: tiny-llama}}            a preset, from scratch
 # model: {{path: ./Qwen3-0.6B}}            a Hugging Face folder on this machine; init: scratch leaves its weights out
 
@@ -21,7 +23,7 @@ data:
   train:{sources}
   # - {{path: "books/*.jsonl", text: text}}  files (jsonl, parquet, txt; books/**/*: all under a folder), or a saved Hugging Face dataset
   # - {{corpus: python}}                   the sources of the installed standard library
-  # tokenizer: ./tokenizer.json          the model folder's own if not given; for a preset, one trained on the standard library
+  {tokenizer}
   max_len: {max_len}                            # longest document, in tokens
   overlong: split                        # what happens to longer ones: split | truncate | drop
 
@@ -47,13 +49,17 @@ save: {{dir: runs/{name}, every: 50, keep: 3}}
 def starter(model: str, data: Sequence[str]) -> str:
     """A config for a preset or a model folder, and data files (none: the standard library's sources). Raises UsageError for a model
     that does not exist or is not supported."""
-    is_folder = Path(model).is_dir() or "/" in model or model.startswith(".")
+    is_folder = _is_folder(model)
     which = _mapping(path=model) if is_folder else _mapping(preset=model)
     sources = [_mapping(path=_files(path)) for path in data] or [_mapping(corpus="python")]
     spec = read_spec(Path(model)) if is_folder else preset(model)
     longest = min(4096, spec.max_positions)
+    tokenizer = f"tokenizer: {_scalar(model)}" if is_folder else "# tokenizer: ./tokenizer.json"
+    why = "the model folder's own" if is_folder else "or a folder that holds one; see above for what is taken without"
     return TEMPLATE.format(
+        notes="".join(f"{_comment(note)}\n" for note in notes(model)) + "\n",
         model=which,
+        tokenizer=f"{tokenizer:<38} {'# ' * is_folder}{why}",
         sources="".join(f"\n    - {source}" for source in sources),
         max_len=format_size(longest),
         short=format_size(longest // 4),
@@ -63,6 +69,38 @@ def starter(model: str, data: Sequence[str]) -> str:
         layout="dp1" if is_folder else "dp2",
         name=Path(model).resolve().name if is_folder else model,
     )
+
+
+def notes(model: str) -> tuple[str, ...]:
+    """What a person should know of the weights, and of the tokenizer, that a starter chooses. Raises UsageError as `starter`."""
+    if not _is_folder(model):
+        spec = preset(model)
+        own = min(PROJECT_VOCAB, spec.vocab)
+        rows = f", and the other {spec.vocab - own:,} rows of the embedding are not trained" if own < spec.vocab else ""
+        return (
+            f"the weights of {model} are random: a preset is a model's shape, without its weights. To go on with published ones, "
+            "name their folder",
+            f"the tokenizer has {own:,} tokens and is trained on the standard library's Python sources, since a preset has none{rows}. "
+            "For other texts, name one in data.tokenizer",
+        )
+    folder, spec = Path(model), read_spec(Path(model))
+    weights = any(folder.glob("*.safetensors"))
+    if (folder / "tokenizer.json").exists():
+        tokenizer = f"the tokenizer is that of {model}, by which its weights were trained"
+    else:
+        tokenizer = f"{model} holds no tokenizer.json: name one of at most {spec.vocab:,} tokens in data.tokenizer"
+    begins = f"training begins with the weights of {model}"
+    if not weights:
+        begins = f"{model} holds no weights in *.safetensors: add them, or write init: scratch"
+    return (begins, tokenizer)
+
+
+def _comment(note: str) -> str:
+    return textwrap.fill(f"{note[0].upper()}{note[1:]}.", 132, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+
+
+def _is_folder(model: str) -> bool:
+    return Path(model).is_dir() or "/" in model or model.startswith(".")
 
 
 def write_new(text: str, to: Path) -> None:
@@ -86,4 +124,8 @@ def _files(path: str) -> str:
 def _mapping(**field: str) -> str:
     """One pair as YAML in braces; a value that YAML could read as something else is quoted."""
     [(key, value)] = field.items()
-    return f"{{{key}: {value}}}" if re.fullmatch(r"[A-Za-z./][\w./-]*", value) else f"{{{key}: {json.dumps(value)}}}"
+    return f"{{{key}: {_scalar(value)}}}"
+
+
+def _scalar(value: str) -> str:
+    return value if re.fullmatch(r"[A-Za-z./][\w./-]*", value) else json.dumps(value)

@@ -412,6 +412,68 @@ def test_a_refused_resume_changes_nothing(place, longshift):
     assert "steps: 4" in (place / "run/config.yaml").read_text()
 
 
+def test_resume_keeps_the_runs_settings_and_tells_what_the_file_has_otherwise(place, longshift):
+    assert longshift("train run.yaml")[0] == 0
+    changed = CONFIG.format(place=place).replace("steps: 3, lr: 1e-3", "steps: 30, lr: 2e-3").replace("every: 2", "every: 7")
+    (place / "run.yaml").write_text(changed)
+    code, out, err = longshift("train run.yaml --resume train.steps=5")
+    assert code == 0
+    assert "finished at step 5 of 5" in out
+    assert err.splitlines() == [
+        "longshift: run.yaml is not what the run in run has; the run's settings stay, where the command line names no other:",
+        "longshift:   train.lr: 0.001 in the run, 0.002 in run.yaml; to change it, write train.lr=0.002",
+        "longshift:   train.min_lr: 0.0001 in the run, 0.0002 in run.yaml; to change it, write train.min_lr=0.0002",
+        "longshift:   save.every: 2 in the run, 7 in run.yaml; to change it, write save.every=7",
+    ]
+    kept = load_config("run/config.yaml")
+    assert (kept.train.steps, kept.train.lr, kept.save.every) == (5, 1e-3, 2)
+    code, _, err = longshift("train run.yaml --resume=auto train.steps=6 train.lr=2e-3 train.min_lr=2e-4 save.every=7")
+    assert (code, err) == (0, "")
+    kept = load_config("run/config.yaml")
+    assert (kept.train.steps, kept.train.lr, kept.save.every) == (6, 2e-3, 7)
+    assert longshift("train run/config.yaml --resume train.steps=7")[::2] == (0, "")
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(place, longshift):
+    assert longshift("train run.yaml")[0] == 0
+    (place / "run").rename(place / "moved")
+    code, out, err = longshift("train moved/config.yaml --resume save.dir=moved train.steps=4")
+    assert (code, err) == (0, "")
+    assert "finished at step 4 of 4" in out
+    assert not (place / "run").exists()
+    (place / "moved/config.yaml").unlink()
+    code, out, err = longshift("train run.yaml --resume save.dir=moved train.steps=5")
+    assert (code, err) == (0, "longshift: moved holds no config.yaml: the run goes on as run.yaml says\n")
+
+
+def test_resume_from_python_tells_what_it_changes(place, capsys):
+    """Of a file the run's settings stay; a Config is meant. Workers of another process train as this one would."""
+    assert len(list(ls.train("run.yaml", "train.steps=2"))) == 2
+    assert [step.step for step in ls.train("run.yaml", "layout=dp2", "train.steps=3", resume=True)] == [3]
+    assert capsys.readouterr().err == ""
+    assert load_config("run/config.yaml").layout == Layout(dp=2)
+    seen = [step.lr for step in ls.train("run.yaml", "train.steps=4", "train.schedule=constant", resume=True)]
+    assert seen == [1e-3]
+    assert "layout: dp2 in the run, dp1 in run.yaml; to change it, write layout=dp1" in capsys.readouterr().err
+    config = load_config("run/config.yaml", ["train.steps=5", "train.lr=2e-3"])
+    assert [step.lr for step in ls.train(config, resume=True)] == [2e-3]
+    told = capsys.readouterr().err.splitlines()
+    assert "longshift: train.steps was 4 in run, and is 5 now" in told
+    assert "longshift: train.lr was 0.001 in run, and is 0.002 now" in told
+    assert len(told) == 2
+
+
+def test_a_layout_that_was_chosen_is_no_difference(place, longshift, monkeypatch):
+    monkeypatch.setattr("longshift.profile.choose.CACHE", place / "none")
+    assert longshift("train run.yaml layout=chunk-auto.disk")[0] == 0
+    (place / "run.yaml").write_text(CONFIG.format(place=place) + "layout: chunk-auto.disk\n")
+    assert longshift("train run.yaml --resume train.steps=4")[::2] == (0, "")
+    (place / "run.yaml").write_text(CONFIG.format(place=place) + "layout: chunk-auto.host\n")
+    code, _, err = longshift("train run.yaml --resume train.steps=5")
+    assert code == 0
+    assert "layout: chunk256.disk in the run, chunk-auto.host in run.yaml; to change it, write layout=chunk-auto.host" in err
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "env.json"])
 def test_files_that_no_run_has_written_stay_as_they_are(place, longshift, name):
     (place / "mine").mkdir()
@@ -485,7 +547,9 @@ def test_data_shows_documents_lengths_and_what_caps_lose(place, longshift):
 
 
 def test_init_writes_a_config_that_trains_and_never_over_one(place, longshift):
-    assert longshift("init --to new.yaml --data '*.txt'") == (0, "wrote new.yaml; start it with: longshift train new.yaml\n", "")
+    code, out, err = longshift("init --to new.yaml --data '*.txt'")
+    assert (code, out) == (0, "wrote new.yaml; start it with: longshift train new.yaml\n")
+    assert err.startswith("longshift: the weights of tiny-llama are random")
     changes = f"data.tokenizer={place}/tokenizer.json data.max_len=64 data.cache={place}/cache train.steps=1 train.warmup=0"
     assert longshift(f"train new.yaml {changes} layout=dp1 save.dir=other")[0] == 0
     code, _, err = longshift("init --to new.yaml")
@@ -493,6 +557,36 @@ def test_init_writes_a_config_that_trains_and_never_over_one(place, longshift):
     (place / "books").mkdir()
     assert '- {path: "books/**/*"}' in longshift("init --data books")[1]
     assert parse_config(json.loads(longshift("init gpt2 --json")[1])["config"]).spec == PRESETS["gpt2"]
+
+
+def test_init_says_where_weights_and_tokenizer_come_from(place, longshift):
+    code, text, err = longshift("init qwen3-0.6b")
+    assert code == 0
+    weights, tokenizer = err.splitlines()
+    assert weights.startswith("longshift: the weights of qwen3-0.6b are random: a preset is a model's shape")
+    assert "has 4,096 tokens and is trained on the standard library's Python sources, since a preset has none" in tokenizer
+    assert "the other 147,840 rows of the embedding are not trained" in tokenizer
+    found = [note.removeprefix("longshift: ") for note in (weights, tokenizer)]
+    assert all(note[1:] in text.replace("\n# ", " ") for note in found)  # the file says it too
+    assert parse_config(text).data.tokenizer is None
+    assert json.loads(longshift("init qwen3-0.6b --json")[1])["notes"] == found
+    assert "rows" not in longshift("init tiny-llama")[2]
+
+    assert longshift("train run.yaml model.preset=tiny-qwen3 train.steps=1")[0] == 0
+    assert longshift("export run --to 'my model'")[0] == 0
+    code, text, err = longshift("init './my model'")
+    assert code == 0
+    assert err.splitlines() == [
+        "longshift: training begins with the weights of ./my model",
+        "longshift: the tokenizer is that of ./my model, by which its weights were trained",
+    ]
+    config = parse_config(text)
+    assert (config.model.init, config.data.tokenizer) == ("pretrained", f"{place}/my model")
+    for file in ("tokenizer.json", "model.safetensors"):
+        (place / "my model" / file).unlink()
+    err = longshift("init './my model'")[2]
+    assert "./my model holds no weights in *.safetensors: add them, or write init: scratch" in err
+    assert "./my model holds no tokenizer.json: name one of at most 4,096 tokens in data.tokenizer" in err
 
 
 def test_a_wrong_command_names_the_right_one(longshift):

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from longshift.config import Config
+from longshift.config import Config, ValidationConfig
 from longshift.config_file import parse_config
 from longshift.errors import UsageError
 from longshift.layout.layout import Layout
-from longshift.other_tools import KEYS, LAYOUT_WORDS, family_hint
-from longshift.spec.families import FAMILIES, from_hugging_face
+from longshift.other_tools import KEYS, LAYOUT_WORDS, family_hint, preset_hint
+from longshift.spec.families import FAMILIES, PRESETS, from_hugging_face, preset
 
 BASE = "model: {preset: tiny-llama}\ndata: {train: [{corpus: python}], max_len: 1K}\n"
 RUN = "train: {tokens_per_step: 4K, steps: 4, lr: 1e-3%s}\nsave: {dir: run}\n%s"
@@ -30,6 +30,12 @@ def refusal(section: str = "", top: str = "", overrides: tuple[str, ...] = ()) -
         ("epochs", "here it is train.steps: a run is so many steps"),
         ("lora", "here it is model.lora"),
         ("fsdp", "dp8.z3"),
+        ("cp", "here it is ring2 or u2 (ring attention, Ulysses) in the layout"),
+        ("sp", "here it is tp2 in the layout, which has sequence parallelism in it"),
+        ("optimizer", "here it is AdamW alone"),
+        ("eval_steps", "here it is validation.every"),
+        ("report_to", "here it is save.tensorboard"),
+        ("packing", "there is nothing to set: documents are always packed"),
         ("warmupp", "did you mean 'warmup'"),
         ("qwertz", "known: tokens_per_step"),
     ],
@@ -67,13 +73,25 @@ def test_families():
         from_hugging_face({"model_type": "mixtral"})
     with pytest.raises(UsageError, match="did you mean 'mistral'"):
         from_hugging_face({"model_type": "mistrall"})
+    with pytest.raises(UsageError, match="model_type 't5' is not a supported model family; it needs an encoder, which is not implemented"):
+        from_hugging_face({"model_type": "t5"})
     assert not any(map(family_hint, FAMILIES))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "mixtral-8x7b", "qwen3-moe", "Qwen3-MoE-A22B", "deepseek-v3"])
+def test_a_preset_of_a_family_that_is_not_here_says_what_it_needs(name: str):
+    with pytest.raises(UsageError, match=f"preset '{name}' does not exist; it needs experts, which are not implemented"):
+        preset(name)
+    with pytest.raises(UsageError, match="did you mean 'qwen3-8b'"):
+        preset("qwen3-9b")
+    assert not any(map(preset_hint, PRESETS))
 
 
 def test_what_a_hint_names_is_there():
     fields = {f"{name}.{key}" for name in ("model", "data", "train", "save") for key in Config.model_fields[name].annotation.model_fields}  # pyright: ignore
+    fields |= {f"validation.{key}" for key in ValidationConfig.model_fields}
     for hint in {*KEYS.values(), *LAYOUT_WORDS.values()}:
-        for key in re.findall(r"\b(?:model|data|train|save)\.[a-z_]+", hint):
+        for key in re.findall(r"\b(?:model|data|train|save|validation)\.[a-z_]+", hint):
             assert key in fields, hint
         for layout in re.findall(r"\b(?:dp|pp|tp|u|ring)\d+(?:\.[a-z0-9-]+)*\b", hint):
             Layout.parse(layout)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from longshift.errors import UsageError, did_you_mean, shown
 from longshift.files import read_small
-from longshift.other_tools import family_hint
+from longshift.other_tools import family_hint, preset_hint
 from longshift.spec.config_json import MOST_BLOCKS, Reader
 from longshift.spec.model import ModelSpec, Rope
 
@@ -163,7 +163,7 @@ def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
 def preset(name: str) -> ModelSpec:
     """A model by name. Raises UsageError with the nearest name."""
     if name not in PRESETS:
-        raise UsageError(f"preset {name!r} does not exist{did_you_mean(name, PRESETS)}")
+        raise UsageError(f"preset {name!r} does not exist{preset_hint(name) or did_you_mean(name, PRESETS)}")
     return PRESETS[name]
 
 

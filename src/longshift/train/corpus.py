@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longshift.config import Config
-from longshift.config_parts import Source
+from longshift.config_parts import PROJECT_VOCAB, Source
 from longshift.data import tokenizer, tokens
 from longshift.errors import DataError, LongshiftError
 from longshift.workload.lengths import cap_loss, histogram, quantiles
@@ -15,7 +15,6 @@ from longshift.workload.lengths import cap_loss, histogram, quantiles
 if TYPE_CHECKING:  # `longshift data` needs no ranks
     from longshift.dist.world import World
 
-PROJECT_VOCAB = 4096
 SAMPLE = 1000  # tokens of a document that is shown
 SHARES = (0.5, 0.9, 0.99, 1.0)
 

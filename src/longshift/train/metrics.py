@@ -6,7 +6,8 @@ import math
 import os
 import select
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from rich.text import Text
 from longshift.errors import UsageError
 from longshift.files import rewrite, written
 
+FIRST = 10  # steps that stay above the live line; of later ones, one in LEAST_GAP_S seconds, and in GAP_SHARE of the seconds so far
+LEAST_GAP_S, GAP_SHARE = 5.0, 0.01
+MOST = ("valid", "skipped", "norm", "lr", "predicted", "flops", "groups", "offload")  # of a line, besides what is always there
 UNREAD = (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EBADF)  # of a stream that nobody reads
 
 
@@ -186,55 +190,129 @@ def _takes(stream: TextIO) -> bool:
 
 
 class Display:
-    """Shows steps as they come: one live line on a terminal, plain lines elsewhere, JSON lines where asked for."""
+    """Shows steps as they come: on a terminal one live line, above which some of the steps before stay; plain lines elsewhere; JSON lines
+    where asked for. `latest`: the file that names the newest checkpoint, so that a line says when there is a new one. `clock`: seconds.
+    Mutable: what it has shown."""
 
-    def __init__(self, steps: int, as_json: bool = False, console: Console | None = None):
-        self._steps, self._as_json = steps, as_json
+    def __init__(
+        self,
+        steps: int,
+        as_json: bool = False,
+        console: Console | None = None,
+        latest: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._steps, self._as_json, self._latest, self._clock = steps, as_json, latest, clock
         self._console = console or Console(file=sys.stdout, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not as_json else None
+        self._step: StepMetrics | None = None  # on the live line
+        self._saved = self._newest()
+        self._kept, self._began_s, self._kept_s = 0, clock(), clock()
 
     def __enter__(self) -> Self:
         if self._live:
             self._live.start()
+            self._live.update(Text("waiting for the first step"), refresh=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live:
-            self._live.stop()
+            with read_or_not():
+                if self._step is None:
+                    self._live.update(Text(""), refresh=True)
+                self._live.stop()
+                if saved := self._saved_now():
+                    self._print(saved)
 
     def show(self, step: StepMetrics) -> None:
         with read_or_not():
-            if self._live:
-                self._live.update(Text(describe(step, self._steps), no_wrap=True, overflow="ellipsis"), refresh=True)
-            else:
+            if self._live is None:
                 print(step.to_json() if self._as_json else describe(step, self._steps), file=self._console.file, flush=True)
+                return
+            saved = self._saved_now()
+            if self._step and (saved or self._stays(self._step)):
+                self._print(fitted(self._step, self._steps, self._console.width))
+                self._kept, self._kept_s = self._kept + 1, self._clock()
+            if saved:
+                self._print(saved)
+            self._step = step
+            self._live.update(Text(fitted(step, self._steps, self._console.width), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _stays(self, step: StepMetrics) -> bool:
+        """Whether a step that is over stays above the live line: the first ones, then fewer as the run grows old, and what is not usual."""
+        gap_s = max(LEAST_GAP_S, GAP_SHARE * (self._clock() - self._began_s))
+        unusual = step.valid_loss is not None or step.skipped or not math.isfinite(step.loss)
+        return self._kept < FIRST or unusual or self._clock() - self._kept_s >= gap_s
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line, no_wrap=True, overflow="ellipsis"))
+
+    def _newest(self) -> str | None:
+        with suppress(OSError):
+            return self._latest.read_text(encoding="utf-8").strip() if self._latest else None
+        return None
+
+    def _saved_now(self) -> str | None:
+        """A line about the newest checkpoint, the first time that it is seen."""
+        newest = self._newest()
+        if newest == self._saved or newest is None or self._latest is None:
+            return None
+        self._saved = newest
+        return f"saved   checkpoints/{newest}"
 
 
 def describe(step: StepMetrics, steps: int) -> str:
     """A step as one line; `steps` is the length of the run."""
-    words = [
-        f"step {step.step}/{steps}",
-        f"loss {step.loss:.4f}",
-        f"norm {step.grad_norm:.3g}",
-        f"lr {step.lr:.2e}",
-        f"{step.tokens_per_s:,.0f} tokens/s",
-        f"{_short(step.model_flops_per_s)}FLOP/s",
-        f"{step.memory_bytes / 2**20:.0f} MiB",
-        f"ETA {_clock((steps - step.step) * step.seconds)}",
-    ]
-    if step.predicted_seconds is not None and step.band is not None:
-        words.insert(-1, f"{step.seconds:.3g} s of {step.predicted_seconds:.3g} predicted, within {step.band:.0%}")
+    return "  ".join(_words(step, steps).values())
+
+
+def fitted(step: StepMetrics, steps: int, width: int) -> str:
+    """As much of `describe` as has room in `width` columns. Step, loss, tokens/s, memory and ETA stay, in fewer letters where they must."""
+    words, chosen = _words(step, steps), {"step", "loss", "rate", "memory", "eta"}
+    line = ""
+    for name in ("step", *MOST):
+        more = "  ".join(word for key, word in words.items() if key in {*chosen, name})
+        if len(more) <= width:
+            line, chosen = more, {*chosen, name}
+    if line:
+        return line
+    count, left = f"{step.step}/{steps}", _clock((steps - step.step) * step.seconds)
+    rate, memory = f"{_short(step.tokens_per_s).replace(' ', '')} tok/s", _memory(step.memory_bytes)
+    brief = f"step {count}  loss {step.loss:.4f}  {rate}  {memory}  ETA {left}"
+    return brief if len(brief) <= width else f"{count} loss {step.loss:.4g} {rate} {memory} ETA {left}"
+
+
+def _words(step: StepMetrics, steps: int) -> dict[str, str]:
+    """What a line says of a step, by name, in the order in which it is said."""
+    words = {
+        "step": f"step {step.step}/{steps}",
+        "loss": f"loss {step.loss:.4f}",
+    }
     if step.valid_loss is not None:
-        words.insert(2, f"valid {step.valid_loss:.4f}" + " (stops: no better)" * step.early)
+        words["valid"] = f"valid {step.valid_loss:.4f}" + " (stops: no better)" * step.early
+    words |= {
+        "norm": f"norm {step.grad_norm:.3g}",
+        "lr": f"lr {step.lr:.2e}",
+        "rate": f"{step.tokens_per_s:,.0f} tokens/s",
+        "flops": f"{_short(step.model_flops_per_s)}FLOP/s",
+        "memory": f"{step.memory_bytes / 2**20:.0f} MiB",
+    }
+    if step.predicted_seconds is not None and step.band is not None:
+        words["predicted"] = f"{step.seconds:.3g} s of {step.predicted_seconds:.3g} predicted, within {step.band:.0%}"
     if len(step.groups) > 1:
         exposed, hidden = (sum(getattr(g, f"switch_{what}_s") for g in step.groups) for what in ("exposed", "hidden"))
         by_group = ", ".join(f"{g.layout} {g.seconds:.2f} s" for g in step.groups)
-        words.insert(-1, f"{by_group}; switch {hidden:.2f} s hidden, {exposed:.2f} s exposed")
+        words["groups"] = f"{by_group}; switch {hidden:.2f} s hidden, {exposed:.2f} s exposed"
     if any(group.put_bytes for group in step.groups):
         out, back = (sum(getattr(g, f"{what}_bytes") for g in step.groups) / 2**20 for what in ("put", "fetched"))
         waited = [g.waited_s for g in step.groups if g.waited_s is not None]
-        words.insert(-1, f"offload {out:.0f} MiB out, {back:.0f} MiB in" + (f", {sum(waited):.2f} s waited" if waited else ""))
-    return "  ".join(words + ["update skipped (fp16 overflow)"] * step.skipped)
+        words["offload"] = f"offload {out:.0f} MiB out, {back:.0f} MiB in" + (f", {sum(waited):.2f} s waited" if waited else "")
+    words["eta"] = f"ETA {_clock((steps - step.step) * step.seconds)}"
+    return words | ({"skipped": "update skipped (fp16 overflow)"} if step.skipped else {})
+
+
+def _memory(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:.1f} GiB"
 
 
 def _short(value: float) -> str:
@@ -249,4 +327,6 @@ def _short(value: float) -> str:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours // 24}d {hours % 24}h"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,206 @@
+"""What a terminal shows: a header at once, a line that fits, and above it steps at a sane rate. Screens are those of a small terminal."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from rich.console import Console
+
+from longshift.config_file import parse_config
+from longshift.data.tokenizer import train as train_tokenizer
+from longshift.train.header import data_told, layout_told, length_rows, memory_told, model_told
+from longshift.train.metrics import Display, GroupMetrics, StepMetrics, describe, fitted
+from longshift.train.plan_file import PlanFile
+
+CONFIG = """\
+model: {{preset: tiny-llama}}
+data:
+  train: [{{path: {place}/*.txt}}]
+  tokenizer: {place}/tokenizer.json
+  max_len: 64
+  overlong: split
+  cache: {place}/cache
+train: {{tokens_per_step: 64, steps: 14, lr: 1e-3, precision: float32}}
+layout: {layout}
+save: {{dir: {place}/run, every: 12}}
+"""
+
+GROUP = GroupMetrics("dp2.tp2", 1024, 3, 2, 1000, 0.9, 1.12, 1000.0, 0.1, 0.2, 10, 0)
+STEP = StepMetrics(78, 4.9877, 0.785, 6.24e-4, 8000, 7900, 12, 1.25, 6935.0, 73.2e9, 562 << 20, 78, groups=(GROUP, GROUP))
+LONG = replace(STEP, step=100_000, loss=12.34567, seconds=1.2, tokens_per_s=1.23456e6, model_flops_per_s=3.2e15, memory_bytes=120 << 30)
+EXTRA = {"valid_loss": 5.1, "skipped": True, "predicted_seconds": 1.3, "band": 0.1}
+
+
+def screen(shown: str, width: int) -> list[str]:
+    """The lines of a terminal of so many columns after it was sent this text, those that scrolled away too."""
+    rows, row, column = [[]], 0, 0
+    for piece in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|.|\n", shown, re.DOTALL):
+        if piece == "\n":
+            row, column = row + 1, 0
+            rows += [] if row < len(rows) else [[]]
+        elif piece == "\r":
+            column = 0
+        elif piece.endswith("A") and len(piece) > 1:
+            row -= int(piece[2:-1] or 1)
+        elif piece == "\x1b[2K":
+            rows[row] = []
+        elif len(piece) == 1:
+            if column == width:
+                rows.insert(row + 1, [])
+                row, column = row + 1, 0
+            rows[row] += [" "] * (column + 1 - len(rows[row]))
+            rows[row][column] = piece
+            column += 1
+    return ["".join(row).rstrip() for row in rows]
+
+
+def test_the_screen_of_these_tests_is_a_terminals():
+    assert screen("one\ntwo\r\x1b[2Kthree\x1b[1m!\r\n\x1b[1A\x1b[2Kfour\nfive", 80) == ["one", "four", "five"]
+    assert screen("abcdef\nx", 4) == ["abcd", "ef", "x"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize(
+    ("step", "steps"), [(STEP, 80), (replace(STEP, **EXTRA), 80), (LONG, 1_000_000), (replace(LONG, **EXTRA), 200_000)]
+)
+def test_a_line_fits_and_keeps_what_counts(step, steps, width):
+    line = fitted(step, steps, width)
+    assert len(line) <= width
+    rate = r"([\d,]+ tokens/s|[\d.]+[kMG]? tok/s)"
+    found = re.match(rf"(?:step )?{step.step}/{steps} +loss ([\d.]+) .*{rate} .*\d+(\.\d)? [MG]iB .*ETA \d+(:\d\d|d)", line)
+    assert found, line
+    assert float(found[1]) == pytest.approx(step.loss, abs=5e-3)
+
+
+def test_a_wide_line_has_all_and_a_narrow_one_loses_the_least_first():
+    step = replace(STEP, **EXTRA)
+    assert fitted(step, 80, 400) == describe(step, 80)
+    at = {width: fitted(step, 80, width) for width in (60, 80, 100, 120)}
+    assert all("switch" not in line for line in at.values())
+    assert "valid 5.1000" in at[80]
+    assert all(word in fitted(STEP, 80, 120) for word in ("norm 0.785", "lr 6.24e-04", "73.2 GFLOP/s"))
+
+
+def test_steps_stay_on_the_screen_at_a_sane_rate(tmp_path):
+    """A run of 2000 steps of half a second: the first ten, then fewer; what is validated, skipped or saved, always."""
+    latest, now, sent = tmp_path / "LATEST", [0.0], io.StringIO()
+    console = Console(file=sent, force_terminal=True, width=80, highlight=False)
+    with Display(2000, console=console, latest=latest, clock=lambda: now[0]) as display:
+        for number in range(1, 2001):
+            now[0] += 0.5
+            display.show(replace(STEP, step=number, groups=(), valid_loss=5.0 if number == 333 else None, skipped=number == 777))
+            if number % 1000 == 0:
+                latest.write_text(f"step-{number}\n")
+    lines = [line for line in screen(sent.getvalue(), 80) if line]
+    steps = [int(line.split("/")[0].removeprefix("step ")) for line in lines if line.startswith("step ")]
+    assert steps[:11] == [*range(1, 11), steps[10]]
+    assert {333, 777, 1000, 2000} <= set(steps)
+    assert steps == sorted(set(steps))
+    assert all(late - early >= 9 for early, late in pairwise(steps[10:]) if not {early, late} & {333, 777, 1000, 2000})
+    assert 100 < len(steps) < 220
+    assert lines[-2:] == [fitted(replace(STEP, step=2000, groups=()), 2000, 80), "saved   checkpoints/step-2000"]
+    assert lines[lines.index("saved   checkpoints/step-1000") - 1].startswith("step 1000/")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("terminal")
+    text = Path(re.__file__).read_text()
+    for n in range(4):
+        (place / f"{n}.txt").write_text(text[500 * n : 500 * n + 100 + 100 * n])
+    train_tokenizer(iter([text]), 300).save(str(place / "tokenizer.json"))
+    return place
+
+
+def in_terminal(line: list[str], place: Path, columns: int) -> tuple[str, int, float, str]:
+    """What a command sends to a terminal, its exit code, the processor's seconds until its first byte, and the libraries it had then."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(place)
+        os.execv(sys.executable, [sys.executable, "-m", "longshift.cli", *line])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    sent = os.read(terminal, 1)
+    times = psutil.Process(child).cpu_times()
+    libraries = Path(f"/proc/{child}/maps").read_text()
+    while True:
+        try:
+            piece = os.read(terminal, 65536)
+        except OSError:  # the end of a terminal, on Linux
+            break
+        if not piece:
+            break
+        sent += piece
+    os.close(terminal)
+    return sent.decode(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), times.user + times.system, libraries
+
+
+def test_a_terminal_has_a_header_at_once_and_lines_that_fit(place):
+    (place / "run.yaml").write_text(CONFIG.format(place=place, layout="dp2"))
+    began = time.monotonic()
+    sent, code, busy_s, libraries = in_terminal(["train", "run.yaml"], place, 80)
+    assert code == 0, sent
+    assert busy_s < 2  # of this process alone, whatever else the machine does; torch by itself takes longer
+    assert "libtorch" not in libraries
+    assert time.monotonic() - began < 120
+    lines = screen(sent, 80)
+    names = [line.split("  ")[0] for line in lines if re.match(r"[a-z]", line)]
+    head = ["longshift 0.1.0", "config", "model", "data", "layout", "run", "resume", "memory"]
+    assert names[:8] == head
+    assert names[8:21] == [*(f"step {n}/14" for n in range(1, 11)), *[name for name in names[18:21] if name.startswith(("step", "saved"))]]
+    assert {"saved   checkpoints/step-12", "saved   checkpoints/step-14"} <= set(lines)
+    text = "\n".join(lines)
+    assert "model   tiny-llama: 1.79M parameters" in text
+    assert "random weights, from seed 0; tokenizer of tokenizer.json" in re.sub(r"\s+", " ", text)
+    assert re.search(r"data    4 documents, \d+ tokens; the longest has \d+", text)
+    assert "layout  dp2, 2 ranks" in text
+    assert "run     run: 14 steps of 64 tokens" in text
+    assert "resume  longshift train run/config.yaml --resume" in text
+    assert re.search(r"memory  at most \d+ MiB of tensors on rank \d", text)
+    assert re.search(r"there are\s+[\d.]+ [GM]iB for a rank", text)
+    assert all(re.search(r"  ETA \d:\d\d$", line) for line in lines if line.startswith("step "))  # none goes on in a second line
+
+
+def test_what_the_header_says(place):
+    run = parse_config(CONFIG.format(place=place, layout="[{upto: 32, use: dp4}, {upto: 64, use: dp2.tp2}]"))
+    lengths = np.asarray([20] * 60 + [100] * 30 + [5000] * 10 + [2**n for n in range(1, 14)])
+    assert model_told(run).startswith("tiny-llama: 1.79M parameters, 4 blocks of width 128")
+    assert model_told(run).endswith(f"random weights, from seed 0; tokenizer of {place}/tokenizer.json")
+    assert "the longest has 8,192, and documents of more than 64 are split" in data_told(run, lengths)
+    rows = list(length_rows(lengths))
+    assert len(rows) == 8
+    assert sum(float(re.search(r"([\d.]+)%", row)[1]) for row in rows) == pytest.approx(100, abs=0.5)  # pyright: ignore
+    assert rows[-1].split()[1] == "8K"
+    assert max(rows, key=lambda row: row.count("█")).split()[1] == "32"
+    assert layout_told(run, None) == "documents to 32: dp4; documents to 64: dp2.tp2, 4 ranks"
+    facts = {"candidates": 1234, "best": {"seconds": 0.3}, "rivals": [{"times": 1.21}]}
+    plan = PlanFile("auto", ("dp2", "tp2"), facts)
+    told = "layout: auto compared 1,234 and predicts 0.3 s a step, the next takes 1.21 times as long"
+    assert told + "; the best 2 are trained a few steps each, and the fastest goes on" in layout_told(run, plan)
+    assert "trained 2 choices, and this was the fastest" in layout_told(run, replace(plan, chosen=1, rates=(1.0, 2.0)))
+    need = memory_told(run, 4, 6 << 30, False)
+    assert re.match(r"at most \d+ MiB of tensors on rank \d, besides about 0.4 GiB of the process; there are 6.0 GiB for a rank$", need)
+    waiting = memory_told(parse_config(CONFIG.format(place=place, layout="chunk16.disk")), 1, 6 << 30, False)
+    assert re.search(r"; \d+ MiB wait on disk$", waiting)
+
+
+def test_no_terminal_has_lines_and_json_alone(place, capsys):
+    with Display(80) as display:
+        display.show(STEP)
+    with Display(80, as_json=True) as display:
+        display.show(STEP)
+    plain, row = capsys.readouterr().out.splitlines()
+    assert plain == describe(STEP, 80)
+    assert StepMetrics.from_json(json.loads(row)) == STEP
