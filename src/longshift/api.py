@@ -34,7 +34,7 @@ from longshift.train.resumed import going_on, named
 from longshift.train.run_folder import RunFolder, prepare, read_config
 
 if TYPE_CHECKING:
-    from longshift.reports.read import Run
+    from longshift.reports.read import RunReport
 
 
 def train(config: Config | str | Path, *overrides: str, resume: bool = False) -> Iterator[StepMetrics]:
@@ -90,13 +90,14 @@ def explain(config: Config | str | Path, *overrides: str) -> tuple[Explanation, 
 def export(run: str | Path, to: str | Path, *, best: bool = False, precision: PrecisionName | None = None, merge: bool = False) -> Path:
     """Write a run's newest checkpoint, or its best, as a Hugging Face folder, or its adapters as a folder of PEFT; returns the folder.
     `precision`: of the weights; `merge`: adapters are added to them. Raises LongshiftError."""
+    config = read_config(Path(run))
     from longshift.train.export import export as write
 
-    write(read_config(Path(run)), Path(run), Path(to), precision, best, merge)
+    write(config, Path(run), Path(to), precision, best, merge)
     return Path(to)
 
 
-def report(*runs: str | Path, to: str | Path | None = None) -> "tuple[Run, ...]":
+def report(*runs: str | Path, to: str | Path | None = None) -> "tuple[RunReport, ...]":
     """What runs have done, in numbers; with `to`, also as an HTML file. Raises LongshiftError."""
     from longshift.reports.read import read_run
 

@@ -610,7 +610,7 @@ def test_the_example_configs_are_valid(example, tmp_path, monkeypatch):
     folder_of("qwen3-0.6b", tmp_path / "Qwen3-0.6B")
     folder_of("llama-3-8b", tmp_path / "Llama-3.1-8B")
     config = load_config(example)
-    assert isinstance(config.layout, AutoLayout) or config.world == (4 if example.name != "continue.yaml" else 8)
+    assert isinstance(config.layout, AutoLayout) or config.world == {"continue.yaml": 8, "chat-lora.yaml": 1}.get(example.name, 4)
 
 
 def test_the_continue_example_trains_a_model_folder(place, longshift):
@@ -745,7 +745,7 @@ def readme_blocks(kind: str) -> list[str]:
 def test_the_commands_of_the_readme_are_valid(tmp_path, monkeypatch):
     lines = [line.split(" #")[0].strip() for block in readme_blocks("") for line in block.splitlines()]
     commands = [line for line in lines if line.startswith("longshift ")]
-    assert {shlex.split(line)[1] for line in commands} == {"init", "data", "train", "check", "plan", "calibrate", "export"}
+    assert {shlex.split(line)[1] for line in commands} == {"init", "data", "train", "check", "plan", "calibrate", "export", "report"}
     for line in commands:
         cli.app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
     targets = {shlex.split(line)[1] for line in lines if line.startswith("make ")}

@@ -6,13 +6,13 @@ from typing import Any
 import plotly.graph_objects as go
 
 from longshift.layout.layout import format_size
-from longshift.reports.read import Run
+from longshift.reports.read import RunReport
 
 MIB = 2**20
 PALETTE = ("#4c8bf5", "#e8710a", "#1e9e6a", "#b54ad1", "#d0402b", "#8c7a2f")  # legible on white and on black
 
 
-def losses(runs: Sequence[Run]) -> go.Figure:
+def losses(runs: Sequence[RunReport]) -> go.Figure:
     """Training loss by step, and validation where there is one."""
     figure = go.Figure()
     for run, colour in _coloured(runs):
@@ -23,7 +23,7 @@ def losses(runs: Sequence[Run]) -> go.Figure:
     return _titled(figure, "step", "loss, nats a token")
 
 
-def valid_by_length(runs: Sequence[Run]) -> go.Figure | None:
+def valid_by_length(runs: Sequence[RunReport]) -> go.Figure | None:
     """The last validation, by length of the documents."""
     figure = go.Figure()
     for run, colour in _coloured(runs):
@@ -34,7 +34,7 @@ def valid_by_length(runs: Sequence[Run]) -> go.Figure | None:
     return _titled(figure, "tokens of a document", "loss, nats a token") if figure.data else None
 
 
-def over_steps(runs: Sequence[Run], name: str, title: str, scale: float = 1.0) -> go.Figure:
+def over_steps(runs: Sequence[RunReport], name: str, title: str, scale: float = 1.0) -> go.Figure:
     """A series of the runs by step."""
     figure = go.Figure()
     for run, colour in _coloured(runs):
@@ -42,7 +42,7 @@ def over_steps(runs: Sequence[Run], name: str, title: str, scale: float = 1.0) -
     return _titled(figure, "step", title)
 
 
-def memory(runs: Sequence[Run]) -> go.Figure:
+def memory(runs: Sequence[RunReport]) -> go.Figure:
     """The most that a rank had, by step, and the ledger's peak of its tensors on the device."""
     figure = over_steps(runs, "memory_bytes", "MiB of the fullest rank", MIB)
     for run, colour in _coloured(runs):
@@ -51,7 +51,7 @@ def memory(runs: Sequence[Run]) -> go.Figure:
     return figure
 
 
-def alive(run: Run) -> go.Figure:
+def alive(run: RunReport) -> go.Figure:
     """What is alive at the ledger's peak of each place."""
     figure = go.Figure()
     names = dict.fromkeys(name for peak in run.memory.values() for name in peak["alive"])
@@ -62,7 +62,7 @@ def alive(run: Run) -> go.Figure:
     return _titled(figure, "MiB", "")
 
 
-def groups(run: Run) -> go.Figure:
+def groups(run: RunReport) -> go.Figure:
     """Shares of seconds and of tokens by group of lengths."""
     figure = go.Figure()
     names = [f"up to {format_size(group.upto)}: {group.layout}" for group in run.groups]
@@ -74,7 +74,7 @@ def groups(run: Run) -> go.Figure:
     return _titled(figure, "", "share of the run")
 
 
-def predicted(run: Run) -> go.Figure:
+def predicted(run: RunReport) -> go.Figure:
     """Seconds of each step beside those that were predicted before it, with the band."""
     x, said = [row["step"] for row in run.predicted], [row["predicted_seconds"] for row in run.predicted]
     low, high = ([s * (1 + way * (row["band"] or 0.0)) for s, row in zip(said, run.predicted)] for way in (-1, 1))
@@ -86,11 +86,11 @@ def predicted(run: Run) -> go.Figure:
     return _titled(figure, "step", "seconds")
 
 
-def _coloured(runs: Sequence[Run]) -> list[tuple[Run, str]]:
+def _coloured(runs: Sequence[RunReport]) -> list[tuple[RunReport, str]]:
     return [(run, PALETTE[number % len(PALETTE)]) for number, run in enumerate(runs)]
 
 
-def _named(run: Run) -> str:
+def _named(run: RunReport) -> str:
     return f"{_said(run.name)}: "
 
 

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from longshift.errors import UsageError
 from longshift.layout.layout import format_size
 from longshift.reports import figures
-from longshift.reports.read import Run
+from longshift.reports.read import RunReport
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --line: #d0d7de; --paper: #ffffff }
@@ -45,7 +45,7 @@ BYTES = ("memory",)
 MOST_SETTINGS = 200
 
 
-def write(runs: Sequence[Run], file: Path) -> None:
+def write(runs: Sequence[RunReport], file: Path) -> None:
     """Write the page. Raises UsageError where the file cannot be written."""
     title = "longshift report: " + ", ".join(run.name for run in runs)
     head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style></head>'
@@ -57,7 +57,7 @@ def write(runs: Sequence[Run], file: Path) -> None:
         raise UsageError(f"{file} cannot be written: {fault.strerror}") from None
 
 
-def _sections(runs: Sequence[Run]) -> Iterator[list[str]]:
+def _sections(runs: Sequence[RunReport]) -> Iterator[list[str]]:
     one = len(runs) == 1
     told = [key for key in runs[0].facts if any(run.facts[key] is not None for run in runs)]
     yield [_table([("", *(run.name for run in runs)), *((key, *(_shown(key, run.facts[key]) for run in runs)) for key in told)])]
@@ -107,7 +107,7 @@ def _missing(title: str, why: str) -> list[str]:
     return [f"<h2>{escape(title)}</h2><p>{escape(why)}</p>"]
 
 
-def _differences(runs: Sequence[Run]) -> list[str]:
+def _differences(runs: Sequence[RunReport]) -> list[str]:
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = [
         (key, *(json.dumps(run.config.get(key)) for run in runs))
@@ -120,7 +120,7 @@ def _differences(runs: Sequence[Run]) -> list[str]:
     return [_table([("", *(run.name for run in runs)), *rows[:MOST_SETTINGS]]), *more]
 
 
-def _group_table(run: Run) -> str:
+def _group_table(run: RunReport) -> str:
     head = (
         "documents up to",
         "layout",

@@ -22,7 +22,7 @@ ENDS = 5  # steps at either end of a run whose mean loss is told
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupSums:
     """What documents of a range of lengths took in a run under one layout: sums over its steps; `tier_peak_bytes`: the most of a rank."""
 
     upto: int
@@ -42,7 +42,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunReport:
     """A run. `facts`: what it is and how it went, in words and numbers; `config`: its settings by dotted key; `series`: a number for each
     of `steps`, None where one is not finite; `predicted`: step, seconds, predicted seconds, relative half-width of the band; `valid`: step,
     loss, and loss by longest document; `memory`: the ledger's peak by place, and what is alive then, in bytes."""
@@ -52,7 +52,7 @@ class Run:
     config: dict[str, Any]
     steps: list[int]
     series: dict[str, list[float | None]]
-    groups: list[Group]
+    groups: list[GroupSums]
     predicted: list[dict[str, Any]]
     valid: list[dict[str, Any]]
     memory: dict[str, dict[str, Any]]
@@ -61,7 +61,7 @@ class Run:
         return asdict(self)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunReport:
     """A run folder in numbers. Raises UsageError where it is none, or has no step yet."""
     config, folder = read_config(path), RunFolder(path)
     found = {row["step"]: row for row in read_rows(folder.metrics)}  # of a step that was computed again, the last row
@@ -83,7 +83,7 @@ def read_run(path: Path) -> Run:
         if row.valid_loss is not None
     ]
     facts = _facts(config, folder, rows)
-    return Run(
+    return RunReport(
         str(path),
         facts,
         dict(_flat(config.model_dump(mode="json"))),
@@ -142,14 +142,16 @@ def _ended(config: Config, last: StepMetrics, cause: object) -> str:
     return "finished" if last.step >= config.train.steps else f"stands at step {last.step} of {config.train.steps}"
 
 
-def _groups(rows: Sequence[StepMetrics]) -> list[Group]:
+def _groups(rows: Sequence[StepMetrics]) -> list[GroupSums]:
     """By layout and longest document, in the order of lengths."""
     sums: dict[tuple[int, str], list[Any]] = {}
     for row in rows:
         for group in row.groups:
             sums.setdefault((group.upto, group.layout), []).append(group)
     return [
-        Group(upto, layout, len(some), **{name: sum(getattr(group, name) or 0 for group in some) for name in SUMS}, tier_peak_bytes=most)
+        GroupSums(
+            upto, layout, len(some), **{name: sum(getattr(group, name) or 0 for group in some) for name in SUMS}, tier_peak_bytes=most
+        )
         for (upto, layout), some in sorted(sums.items())
         for most in [max(group.tier_peak_bytes for group in some)]
     ]
