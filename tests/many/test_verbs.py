@@ -76,7 +76,7 @@ def verbs(world: World, trial: dict, layout: str) -> dict[str, int]:
     seen["held"] = gather(runner, 1)
     for _ in range(2):  # a second micro-batch adds
         for unit, copies in runner.copies.units.items():
-            for name, weight in copies.weights.items():
+            for name, weight in ((name, weight) for name, weight in copies.weights.items() if weight.requires_grad):
                 weight.grad = local(spec, how, world.rank, name, world.rank).to(weight.dtype)
             runner.copies.accumulate(unit)
             runner.copies.reduce(unit)
@@ -84,11 +84,13 @@ def verbs(world: World, trial: dict, layout: str) -> dict[str, int]:
         for unit in runner.copies.units:
             runner.copies.reduced(unit)
     for shard in home.shards:
-        assert shard.grad is not None
-        for name, box, view in shard.views(shard.grad):
+        assert (shard.grad is None) == shard.bucket.frozen
+        for name, box, view in shard.views(shard.master if shard.grad is None else shard.grad):
+            assert spec.by_name[name].frozen == shard.bucket.frozen
             if box:
                 parts = [numbered(spec, name, box, rank).to(runner.copies.compute) for rank in holders(spec, how, name, box)]
-                assert torch.equal(view.double(), 2 * torch.stack(parts).double().sum(0)), (name, box)
+                if shard.grad is not None:
+                    assert torch.equal(view.double(), 2 * torch.stack(parts).double().sum(0)), (name, box)
                 seen["kept"] += box.elements
                 seen["owned"] += box.elements * shard.owned
     return seen
@@ -117,8 +119,10 @@ def test_the_three_verbs(worlds: Worlds, family: str, precision: PrecisionName, 
     assert sum(rank["owned"] for rank in found) == elements
     held, kept = (sum(rank[what] for rank in found) for what in ("held", "kept"))
     assert kept == (elements if how.zero else held)
-    if precision == "bf16":
+    if precision == "bf16" and FAMILIES[family].learned == elements:
         assert [rank["released_bytes"] for rank in found] == [2 * rank["held"] for rank in found]
+    elif precision == "bf16":  # what is not trained is home's own where that has it whole
+        assert all(0 < rank["released_bytes"] <= 2 * rank["held"] for rank in found)
 
 
 def gathered(world: World, trial: dict, layout: str) -> list[int]:
