@@ -151,7 +151,7 @@ def _show_header(header: Header, run: Config, plan: PlanFile | None, folder: Run
     """What is known of a run before its ranks start; last what waits for torch."""
     header.layout(run, plan)
     header.folder(run, folder, resume)
-    from longshift.dist.world import room_bytes
+    from longshift.dist.memory import room_bytes
 
     per_node = _per_node(run.world)
     header.memory(run, per_node, room_bytes(per_node), has_gpu())

@@ -12,14 +12,12 @@ import time
 from collections.abc import Iterable
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from longshift import errors
 from longshift.dist.collectives import Group
-from longshift.dist.memory import host_memory
 from longshift.dist.parent import end_with_parent
 from longshift.dist.sealed import SealedStore
 from longshift.errors import LongshiftError, PeerError, UsageError
@@ -87,13 +85,6 @@ def check_gpus(ranks: int) -> None:
             f"{ranks} ranks need a GPU each, and this machine has {count}: name a layout of fewer ranks, or set CUDA_VISIBLE_DEVICES= to "
             "compute on the CPU"
         )
-
-
-def room_bytes(ranks: int) -> int:
-    """Bytes of memory that each of so many ranks of this machine may have: a GPU's, or its part of what the machine gives processes."""
-    if torch.cuda.device_count():
-        return torch.cuda.get_device_properties(0).total_memory
-    return min(host_memory()[0], psutil.virtual_memory().total) // ranks
 
 
 class World:
