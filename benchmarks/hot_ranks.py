@@ -18,12 +18,12 @@ import torch
 from common import GIVE_BACK, give_freed_memory_back
 
 from longshift.config_parts import Source
-from longshift.data.batch import StepBatch, document_from_ids
 from longshift.dist.world import World
+from longshift.documents.batch import StepBatch, document_from_ids
 from longshift.layout.layout import Layout
 from longshift.step.player import Player
 from longshift.step.update import train_step
-from longshift.train.check import Trial, build
+from longshift.trainer.check import Trial, build
 
 MIB = 2**20
 CACHE = "~/.cache/longshift"  # as `data.cache`
@@ -39,8 +39,10 @@ Pairs = list[tuple[list[int], list[int]]]  # ids and labels of each document
 def documents(world: World, vocab: int, quick: bool, lengths: str | None, shrink: float, tokens: int, steps: int, seed: int) -> list[Pairs]:
     """Of each step: texts of the standard library, or of lengths that a file lists, cut to 1/shrink of at most REAL_LONGEST tokens and down
     to multiples of STEP."""
-    from longshift.data.tokenizer import project_tokenizer  # here: it starts threads, and the process that forks the ranks must have none
-    from longshift.data.tokens import build as build_cache
+    from longshift.documents.tokenizer import (
+        project_tokenizer,  # here: it starts threads, and the process that forks the ranks must have none
+    )
+    from longshift.documents.tokens import build as build_cache
 
     source = Source(path=f"{sysconfig.get_path('stdlib')}/[a-d]*.py") if quick else Source(corpus="python")
     texts = build_cache([source], project_tokenizer(CACHE, vocab), CACHE)

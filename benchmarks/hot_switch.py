@@ -44,7 +44,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.layout.placement import buckets
 from longshift.spec.model import ModelSpec
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 from longshift.workload.groups import Edge, length_groups
 
 DEADLINE_S = 240.0

@@ -21,14 +21,14 @@ from typing import Any
 from common import arguments, publish, say
 from ledger_ranks import from_few, predict, row_of
 
-import longshift.train.check  # noqa: F401  (what the forked ranks call is imported before they fork)
+import longshift.trainer.check  # noqa: F401  (what the forked ranks call is imported before they fork)
 from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout
 from longshift.program.ledger import Weighed
 from longshift.spec.adapters import Lora
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
-from longshift.train.check import Trial, parse_layouts
+from longshift.trainer.check import Trial, parse_layouts
 
 LOW, HIGH = 0.98, 1.0
 DEADLINE_S = 300.0

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from common import publish
 
-from longshift.explain import shape_of
+from longshift.explained import shape_of
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.program.needs import most, needs
@@ -106,7 +106,7 @@ def rank(config: str, folder: str, factor: float) -> None:
     import psutil
 
     from longshift import cli
-    from longshift.train import admission, loop
+    from longshift.trainer import admission, loop
 
     def admit(run, world, path) -> None:
         admission.settle(world.device)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ledger_ranks import Counted, apart, predict, row_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from longshift.data.batch import Document, StepBatch
 from longshift.dist.world import World
+from longshift.documents.batch import Document, StepBatch
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.schedule.chunks import StreamOptions
@@ -23,7 +23,7 @@ from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.switch.itinerary import SwitchOptions
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 from longshift.workload.groups import Edge
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))

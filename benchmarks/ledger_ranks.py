@@ -21,7 +21,7 @@ from longshift.spec.formats import FORMATS
 from longshift.step.update import train_step
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
-from longshift.train.check import Trial, build, parse_layouts
+from longshift.trainer.check import Trial, build, parse_layouts
 from longshift.workload.groups import length_groups
 
 
@@ -53,7 +53,7 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
 
 @lru_cache(maxsize=4)
 def shape_of(trial: Trial, layouts: tuple[Layout, ...], per_node: int | None = None) -> StepShape:
-    """What of a trial decides how large its steps are. As `longshift.train.check.build` makes it."""
+    """What of a trial decides how large its steps are. As `longshift.trainer.check.build` makes it."""
     formats, edges = FORMATS[trial.precision], tuple(trial.groups(layouts))
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
     links = assumed(per_node or layouts[0].world)

@@ -30,9 +30,9 @@ from common import arguments, give_freed_memory_back, publish, say
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from longshift.data.micro import micro_batch
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
+from longshift.documents.micro import micro_batch
 from longshift.errors import LongshiftError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout, parse_size
@@ -40,7 +40,7 @@ from longshift.model.decoder import Decoder, MicroBatch, Ops
 from longshift.model.kernels import TILED
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.update import train_step
-from longshift.train.check import Trial, build
+from longshift.trainer.check import Trial, build
 
 Run = Callable[[int], tuple[dict, float]]  # tokens -> what was moved, mean loss
 MIB = 2**20

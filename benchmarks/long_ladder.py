@@ -25,7 +25,7 @@ from longshift.errors import LongshiftError
 from longshift.layout.layout import Layout, parse_size
 from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec, Rope
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 
 LATE = 8.0  # times the patience, after which a step that began is given up
 

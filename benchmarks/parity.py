@@ -25,7 +25,7 @@ import torch
 from common import arguments, publish, say
 from safetensors.torch import load_file
 
-import longshift.train.check  # noqa: F401  (what the forked ranks call is imported before they fork)
+import longshift.trainer.check  # noqa: F401  (what the forked ranks call is imported before they fork)
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.layout.box import Box
@@ -34,7 +34,7 @@ from longshift.layout.legal import faults
 from longshift.spec.adapters import Lora
 from longshift.spec.families import preset
 from longshift.spec.model import ModelSpec, Rope
-from longshift.train.check import Trial
+from longshift.trainer.check import Later, Trial
 
 SWITCHED = (
     ("dp4", "tp4", "pp4", "u4", "ring4", "dp2.tp2", "dp2.u2", "pp2.dp2", "pp2.tp2", "ring2.tp2"),
@@ -48,6 +48,17 @@ STREAMED_GROUPS = (
     "dp8 > dp2.tp4.z1 > ring2.u4.chunk13.disk.keep-input.fpdt",
     "dp4.recompute-full.disk > pp4.chunk13 > ring4.z3.chunk16.disk.kv-offload",
 )
+STAGED = (
+    ("llama", "dp4.z2 | tp4 | dp2.u2.z3"),
+    ("llama", "dp4 > tp4 | pp4 | pp2.dp2.z1 > u4.chunk13.disk"),
+    ("gpt2", "dp2.z3 | u2 | pp2.recompute-full"),
+    ("qwen3", "dp2.tp2.z1 | ring2.u2.z2 | ring4.chunk16.disk.kv-offload"),
+    ("gemma3", "dp4.z3 | dp2.ring2 | u4"),
+    ("mistral", "dp4 > pp2.tp2 | ring4.z2 | u2.tp2.chunk13.fpdt"),
+    ("masked", "dp2 | u2.z1 | ring2.chunk13.disk"),
+    ("lora", "dp4.z3 | dp2.tp2.z2 | u4.chunk13.disk"),
+    ("frozen", "pp2.dp2 | tp4.z1 | dp4.z2 > u4"),
+)  # each stage in another layout
 EDGES = (6, 20)  # tokens: with these every length group is empty in some step and full in another
 
 LIMIT = 1e-12
@@ -166,6 +177,14 @@ def switched() -> Iterator[tuple[Trial, str, int]]:
         yield trial_of("masked" if number % 2 else "llama", STEPS, edges=EDGES), groups, 2
 
 
+def staged(family: str, steps: int) -> Trial:
+    """A trial of three stages, each with positions and packs of its own; families without rotary embedding keep their positions."""
+    base = FAMILIES[family].rope
+    ropes = (replace(base, theta=5e5), replace(base, scaling="yarn", factor=2.0, original_positions=32)) if base else (None, None)
+    bounds = zip((steps // 3, 2 * steps // 3), ropes, (64, 96))
+    return trial_of(family, steps, edges=EDGES, stages=tuple(Later(*each) for each in bounds))
+
+
 def uneven_lengths(steps: int, seed: int, largest: int = 61, documents: Iterable[int] = (9, 5, 7)) -> tuple[tuple[int, ...], ...]:
     """Document lengths of some steps, with very short ones among them; the number of documents varies from step to step."""
     generator = torch.Generator().manual_seed(seed)
@@ -195,24 +214,31 @@ def main() -> int:
     steps, rows, started = QUICK_STEPS if options.quick else STEPS, [], time.monotonic()
     cases = {family: list(layouts_of(family))[:: QUICK_EVERY if options.quick else 1] for family in FAMILIES}
     switches = list(switched())[:: QUICK_EVERY if options.quick else 1]
-    total = sum(map(len, cases.values())) + len(switches)
+    stages = STAGED[:: QUICK_EVERY if options.quick else 1]
+    total = sum(map(len, cases.values())) + len(switches) + len(stages)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longshift-")))
         sizes = sorted({1, 4, 8} | {layout.world for layouts in cases.values() for layout in layouts})
         worlds = {size: stack.enter_context(ForkedWorld(size)) for size in sizes}
         for family, layouts in cases.items():
             what = {"trial": trial_of(family, steps).to_json(), "path": str(scratch / f"{family}.safetensors")}
-            worlds[1].call("longshift.train.check:write_reference", DEADLINE_S, **what)
+            worlds[1].call("longshift.trainer.check:write_reference", DEADLINE_S, **what)
             for layout in layouts:
-                found = worlds[layout.world].call("longshift.train.check:compare", DEADLINE_S, layout=str(layout), **what)
+                found = worlds[layout.world].call("longshift.trainer.check:compare", DEADLINE_S, layout=str(layout), **what)
                 rows.append(row(family, str(layout), found, len(rows), total))
         for trial, groups, per_node in switches:
             family = "masked" if trial.masked else "llama-tied" if trial.spec.tied else "llama"
             what = {"trial": replace(trial, lengths=trial.lengths[:steps]).to_json(), "path": str(scratch / f"{family}.safetensors")}
             found = worlds[Layout.parse(groups.split(" > ")[0]).world].call(
-                "longshift.train.check:compare", DEADLINE_S, layout=groups, per_node=per_node, **what
+                "longshift.trainer.check:compare", DEADLINE_S, layout=groups, per_node=per_node, **what
             )
             rows.append(row(family, groups, found, len(rows), total))
+        for family, layouts in stages:
+            what = {"trial": staged(family, steps).to_json(), "path": str(scratch / f"{family}-staged.safetensors")}
+            worlds[1].call("longshift.trainer.check:write_reference", DEADLINE_S, **what)
+            world = worlds[Layout.parse(layouts.split(" ")[0]).world]
+            found = world.call("longshift.trainer.check:compare", DEADLINE_S, layout=layouts, per_node=2, **what)
+            rows.append(row(f"{family}, 3 stages", layouts, found, len(rows), total))
     worst = largest(row[kind] for row in rows for kind in KINDS)
     summary = {"worst": worst, "rows": len(rows), "limit": LIMIT, "steps": steps, "seconds": round(time.monotonic() - started, 1)}
     publish("parity", summary, rows, options.json)

@@ -38,7 +38,7 @@ from longshift.planner.replay import Replay, Task, in_visiting_order
 from longshift.planner.search import search
 from longshift.simulate.clock import Clock
 from longshift.spec import families
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 from longshift.workload.given import Lengths, read_lengths
 from longshift.workload.groups import Edge
 

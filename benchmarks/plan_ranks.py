@@ -12,12 +12,12 @@ import psutil
 import torch
 from common import give_freed_memory_back
 
-from longshift.data.batch import StepBatch
 from longshift.dist.world import World
+from longshift.documents.batch import StepBatch
 from longshift.layout.layout import Layout
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
-from longshift.train.check import Trial, build
+from longshift.trainer.check import Trial, build
 
 
 @cache

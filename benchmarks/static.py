@@ -21,7 +21,7 @@ from peers.session import small_llama
 
 from longshift.dist.fork import ForkedWorld
 from longshift.errors import LongshiftError, PeerError
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 
 RANKS = 2
 DEADLINE_S = 300.0

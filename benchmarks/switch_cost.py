@@ -42,7 +42,7 @@ from longshift.switch.placed import placed, turn_about
 from longshift.switch.plan import Plan, switch_plan
 from longshift.switch.planners import Planner
 from longshift.switch.traffic import traffic
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 
 PLANNERS: tuple[Planner, ...] = get_args(Planner)
 LAYOUTS = {

@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_device import NAME, Held, fake_device
 
-from longshift.data.batch import Document, StepBatch
 from longshift.dist.world import World
+from longshift.documents.batch import Document, StepBatch
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.schedule.chunks import StreamOptions

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from longshift.dist.world import World
 from longshift.spec.families import to_hugging_face
 from longshift.state.precision import Precision
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 from peers.session import Step, adamw, weights
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from longshift.dist.world import World
 from longshift.model.decoder import Decoder, Ops
 from longshift.state.precision import Precision
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 from peers.session import Step, adamw, micro_batches, weights
 
 

@@ -3,8 +3,8 @@
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.step.update import train_step
-from longshift.train.check import Trial
-from longshift.train.check import build as build_trial
+from longshift.trainer.check import Trial
+from longshift.trainer.check import build as build_trial
 from peers.session import Step
 
 

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from longshift.data.micro import micro_batch
 from longshift.dist.world import World
+from longshift.documents.micro import micro_batch
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, Ops
 from longshift.model.loss import CrossEntropySum, alone
 from longshift.state.precision import Precision
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 from peers.session import Step, adamw, weights
 
 

@@ -18,14 +18,14 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from longshift.data.batch import StepBatch
-from longshift.data.micro import micro_batch
 from longshift.dist.world import World
+from longshift.documents.batch import StepBatch
+from longshift.documents.micro import micro_batch
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.model.decoder import MicroBatch
 from longshift.spec.model import ModelSpec
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 from longshift.workload.packs import cost, pack, shares
 
 Step = Callable[[int], float]  # update number -> mean loss over the target tokens of all ranks, before the update

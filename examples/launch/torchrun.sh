@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# One machine or several, by hand: run this on each, with HEAD the name of one of them and NODES their number.
-# `longshift train` alone does the same on one machine.
+# One machine or several, by hand: run this on each, with HEAD the name of one of them, NODES their number and GPUS those of each. There are as
+# many replicas as the GPUs make, each of four: two Ulysses ranks of two tensor-parallel ones. `longshift train` alone does the same on one machine.
 set -euo pipefail
-torchrun --nnodes "${NODES:-1}" --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "${HEAD:-localhost}:29500" --rdzv-id continue \
-    -m longshift.cli train examples/continue.yaml layout=dp2.u2.tp2.z2 "$@"
+nodes=${NODES:-1} gpus=${GPUS:-8}
+torchrun --nnodes "$nodes" --nproc-per-node "$gpus" --rdzv-backend c10d --rdzv-endpoint "${HEAD:-localhost}:${PORT:-29500}" --rdzv-id continue \
+    -m longshift.cli train examples/continue.yaml "layout=dp$((nodes * gpus / 4)).u2.tp2.z2" "$@"

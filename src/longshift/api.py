@@ -1,9 +1,12 @@
-"""The Python front door.
+"""The Python front door: what the commands do, as functions that return what `--json` prints, as frozen values.
 
     import longshift as ls
-    config = ls.load_config("run.yaml")
-    for step in ls.train(config):
+    for step in ls.train("run.yaml", "train.lr=2e-5"):
         print(step.loss, step.tokens_per_s)
+    ls.check("run.yaml", against="dp2.tp2").passed
+
+A config is a file with overrides such as "train.lr=2e-5", or a Config. What a command tells on standard error, a function tells there too.
+Everything that goes wrong because of what was given is a LongshiftError.
 
 [Note: imports inside functions]  `import longshift` and the command line's help and config errors must not wait for torch. So the
 functions of this file and of `cli.py`, and only they, import what needs torch when they are called.
@@ -13,28 +16,48 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from longshift import errors
-from longshift.cluster.host import has_gpu
-from longshift.config import Config
+from longshift.answers import Checked, CorpusFacts, Exported, LayoutPlan
+from longshift.cluster.cluster import Cluster
+from longshift.cluster.host import core_count, has_gpu, profile_of_host
+from longshift.cluster.named import cluster as cluster_named
+from longshift.config import Config, TrackerName
 from longshift.config_file import load_config
-from longshift.errors import LongshiftError
-from longshift.explain import Explanation
-from longshift.explain import explain as explanation
+from longshift.errors import LongshiftError, UsageError
+from longshift.explained import Explanation
+from longshift.explained import explain as explain_part
 from longshift.files import temporary_folder, written
+from longshift.forecast import plan as planned
+from longshift.forecast import task_of
 from longshift.layout import legal
 from longshift.layout.layout import AUTO, Layout
 from longshift.planner.asked import AutoLayout
 from longshift.spec.formats import PrecisionName
-from longshift.train.metrics import MetricsLog, StepMetrics
-from longshift.train.resumed import going_on, named
-from longshift.train.run_folder import RunFolder, prepare, read_config
+from longshift.trainer.metrics import MetricsLog, StepMetrics
+from longshift.trainer.resumed import going_on, named
+from longshift.trainer.run_folder import RunFolder, prepare, read_config
+from longshift.trainer.trackers import Tracker, Trackers
+from longshift.workload.given import Lengths, read_lengths
 
 if TYPE_CHECKING:
     from longshift.reports.read import RunReport
+
+Say = Callable[[str], None]
+
+
+def say(line: str) -> None:
+    """A line for the person, on standard error."""
+    print(f"longshift: {line}", file=sys.stderr, flush=True)
+
+
+def silent(line: str) -> None:
+    """No line."""
 
 
 def train(config: Config | str | Path, *overrides: str, resume: bool = False) -> Iterator[StepMetrics]:
@@ -48,53 +71,86 @@ def train(config: Config | str | Path, *overrides: str, resume: bool = False) ->
     otherwise is told on standard error; a Config is meant as it is, and what it changes is told. Raises LongshiftError."""
     from longshift.dist.world import launched, own_rank
 
-    say = _say if own_rank() == 0 else _silent
-    run = _read(config, overrides)
-    if resume and isinstance(config, Config):
-        named(run, say)
-    elif resume and not isinstance(config, Config):
-        run = going_on(run, Path(config), overrides, say)
-    if isinstance(run.layout, AutoLayout):
-        yield from _run_workers(run, resume)
+    tell = say if own_rank() == 0 else silent
+    file, config = config, _read(config, overrides)
+    if resume and isinstance(file, Config):
+        named(config, tell)
+    elif resume:
+        config = going_on(config, Path(str(file)), overrides, tell)
+    if isinstance(config.layout, AutoLayout):
+        yield from _run_workers(config, resume)
         return
-    run = with_chunks(run, say)
-    if run.world == 1 or launched():
-        yield from run_rank(run, prepare(run, resume, own_rank(), alone=not launched()), resume)
+    config = with_chunks(config, tell)
+    if config.world == 1 or launched():
+        yield from run_rank(config, prepare(config, resume, own_rank(), alone=not launched()), resume)
     else:
-        yield from _run_workers(run, resume)
+        yield from _run_workers(config, resume)
 
 
-def check(config: Config | str | Path, *overrides: str, against: str) -> dict[str, Any]:
-    """Compute the same batches under the layout of a config, or its groups of lengths, and under another, each in processes of its own.
+def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
+    """The documents of a config: how many, how long, what caps would lose. Their tokens are made where they are not there. Raises
+    LongshiftError."""
+    run = _read(config, overrides)
+    from longshift.trainer.corpus import open_corpus, survey
 
-    Worst relative differences to one process, positions that leak from document to document, and under "pass" whether all are within
-    the tolerance: what `longshift check --json` prints. Raises LongshiftError."""
-    config = _read(config, overrides)
-    other = Layout.parse(against)
-    legal.check(config.spec, other, None, config.data.max_len)
-    (edge,) = with_chunks(config.model_copy(update={"layout": other}), _say).edges
-    config = with_chunks(config, _say)
+    return CorpusFacts.read(survey(run, open_corpus(run)[1]))
+
+
+def check(config: Config | str | Path, *overrides: str, against: Layout | str) -> Checked:
+    """The same batch under the config's layout, or its groups of lengths, and under another layout, beside one process in float64: losses,
+    gradients, weights, and documents that leak. In processes on this machine, on its GPUs where there are, a rank each. Raises
+    LongshiftError."""
+    run, other = _read(config, overrides), Layout.parse(against) if isinstance(against, str) else against
+    legal.check(run.spec, other, None, run.data.max_len)
+    (edge,) = with_chunks(run.model_copy(update={"layout": other}), say).edges
+    run = with_chunks(run, say)
     from longshift.dist.world import own_device
-    from longshift.train.check_run import check as compare
+    from longshift.trainer.check_run import check as compare
 
-    return compare(config, [[each.use for each in config.edges], [edge.use]], own_device().type)
-
-
-def explain(config: Config | str | Path, *overrides: str) -> tuple[Explanation, ...]:
-    """What a step inserts, prunes, moves and needs, of each stage of the run: a text when it is printed. Starts nothing, needs no GPU.
-    Raises LongshiftError."""
-    config = with_chunks(_read(config, overrides), _say)
-    return tuple(explanation(part, gpus=has_gpu()) for part in config.parts)
+    return Checked.read(compare(run, [[edge.use for edge in run.edges], [edge.use]], own_device().type))
 
 
-def export(run: str | Path, to: str | Path, *, best: bool = False, precision: PrecisionName | None = None, merge: bool = False) -> Path:
-    """Write a run's newest checkpoint, or its best, as a Hugging Face folder, or its adapters as a folder of PEFT; returns the folder.
-    `precision`: of the weights; `merge`: adapters are added to them. Raises LongshiftError."""
-    config = read_config(Path(run))
-    from longshift.train.export import export as write
+def explain(config: Config | str | Path, *overrides: str, per_node: int | None = None) -> tuple[Explanation, ...]:
+    """What a step inserts, prunes, moves and needs, for each stage of the run, one where it has no stages. `per_node`: ranks on each
+    machine, all where not given. Raises LongshiftError."""
+    run = with_chunks(_read(config, overrides), say)
+    ranks = per_node or run.world
+    links = profile_of_host(ranks, -(-run.world // ranks))
+    return tuple(explain_part(part, ranks, links, has_gpu()) for part in run.parts)
 
-    write(config, Path(run), Path(to), precision, best, merge)
-    return Path(to)
+
+def plan(
+    config: Config | str | Path,
+    *overrides: str,
+    on: str | None = None,
+    fabric: str | None = None,
+    lengths: Sequence[int] | str | Path | None = None,
+) -> LayoutPlan:
+    """The best layouts for the documents on a cluster, what a step takes, what else was compared. `on`: as in "64xH100", or a file of
+    `longshift profile -o`; this machine where not given. `fabric`: what a node's network cards carry together, as in "400G". `lengths`: of
+    documents in tokens, or a file of them; those of the config's corpus where not given. Raises LongshiftError."""
+    run = _read(config, overrides)
+    if lengths is None:
+        from longshift.trainer.corpus import open_corpus
+
+        given = Lengths.from_array(open_corpus(run, verify=False)[1].lengths)
+    else:
+        given = read_lengths(Path(lengths)) if isinstance(lengths, str | Path) else Lengths.from_array(np.asarray(lengths))
+    cluster = cluster_named(on, fabric) if on else this_machine(core_count(), say)
+    return LayoutPlan.read(planned(task_of(run, cluster, given)).to_json())
+
+
+def export(run: str | Path, to: str | Path, *, best: bool = False, precision: PrecisionName | None = None, merge: bool = False) -> Exported:
+    """Write the newest checkpoint of a run folder as the new Hugging Face folder `to`: safetensors, config.json, tokenizer; of a run with
+    adapters, the adapters alone as a folder of PEFT. `best`: the checkpoint with the lowest validation loss. `precision`: of the weights;
+    that of the model folder that the run began with where not given, else float32. `merge`: adapters are added to the weights that they
+    are beside. Raises LongshiftError."""
+    run, to = Path(run), Path(to)
+    config = read_config(run)
+    from longshift.trainer.export import export as write
+
+    write(config, run, to, precision, best, merge)
+    return Exported(to, tuple(sorted(file.name for file in to.iterdir())))
 
 
 def report(*runs: str | Path, to: str | Path | None = None) -> "tuple[RunReport, ...]":
@@ -111,48 +167,83 @@ def report(*runs: str | Path, to: str | Path | None = None) -> "tuple[RunReport,
     return found
 
 
-def _read(config: Config | str | Path, overrides: tuple[str, ...]) -> Config:
+def _read(config: Config | str | Path, overrides: Sequence[str]) -> Config:
+    """The config. Raises UsageError where it cannot be read or a layout of it cannot be."""
     if not isinstance(config, Config):
         return load_config(config, overrides)
     if overrides:
-        raise errors.UsageError("overrides are of a config file: ls.train('run.yaml', 'train.lr=2e-5')")
+        raise UsageError("overrides are of a config file, as in ls.train('run.yaml', 'train.lr=2e-5')")
+    for part in () if isinstance(config.layout, AutoLayout) else config.parts:
+        for edge in part.edges:
+            legal.check(part.spec, edge.use, None, min(edge.upto, part.data.max_len), edge.pack)
     return config
 
 
-def with_chunks(config: Config, say: Callable[[str], None]) -> Config:
-    """The config with every `chunk-auto` chosen, which `say` hears of."""
-    if all(edge.use.chunk != AUTO for edge in config.edges):
+def with_chunks(config: Config, tell: Say) -> Config:
+    """With every `chunk-auto` chosen."""
+    if isinstance(config.layout, AutoLayout) or all(edge.use.chunk != AUTO for edge in config.edges):
         return config
     from longshift.profile.choose import with_chunks as chosen
 
-    return chosen(config, say)
+    return chosen(config, tell)
+
+
+def this_machine(ranks: int, tell: Say) -> Cluster:
+    """What is known of this machine: its profile; else it is measured now, quickly."""
+    if found := profile_of_host(ranks) or profile_of_host(1):
+        return found
+    tell("this machine was not measured; longshift profile --quick does now")
+    from longshift.profile.run import measure_here
+
+    return measure_here(1, True, False, tell)
 
 
 def run_rank(
-    config: Config, folder: RunFolder, resume: bool, stop: Callable[[], bool] = lambda: False, trace: Path | None = None
+    config: Config,
+    folder: RunFolder,
+    resume: bool,
+    stop: Callable[[], bool] = lambda: False,
+    trace: Path | None = None,
+    tell: Say = silent,
 ) -> Iterator[StepMetrics]:
     """The part of a run that this process does, as the rank that the environment says it is. Rank 0 keeps the metrics.
-    `stop`: asked after each step whether to save and end early; a yes on any rank counts for all. `trace`: see `loop.train`."""
-    from longshift.train import loop
+    `stop`: asked after each step whether to save and end early; a yes on any rank counts for all. `trace`, `tell`: see `loop.train`."""
+    from longshift.dist.world import own_rank
+    from longshift.trainer import loop
 
-    logs = _logs(config, folder)
+    log, ok = MetricsLog(folder.metrics), False
+    names = config.save.trackers if own_rank() == 0 else ()
+    trackers = Trackers({name: _tracker(name, config, folder) for name in names}, config.model_dump(mode="json"))
 
     def record(step: StepMetrics) -> None:
-        for log in logs:
-            log.write(step)
+        log.write(step)
+        trackers.write(step)
 
-    yield from loop.train(config, folder.path, resume, stop, trace, record)
+    try:
+        yield from loop.train(config, folder.path, resume, stop, trace, record, tell)
+        ok = True
+    except GeneratorExit:  # the caller leaves
+        ok = True
+        raise
+    finally:
+        trackers.finish(ok)
 
 
-def _logs(config: Config, folder: RunFolder) -> list:
-    logs: list = [MetricsLog(folder.metrics)]
-    if config.save.tensorboard:
-        try:
-            from longshift.train.tensorboard import TensorBoardLog
-        except ImportError:
-            raise errors.UsageError("save.tensorboard needs a package: pip install 'longshift[tensorboard]'") from None
-        logs.append(TensorBoardLog(folder.path / "tensorboard"))
-    return logs
+def _tracker(name: TrackerName, config: Config, folder: RunFolder) -> Tracker:
+    """A tracker that has not started. Raises UsageError where its package cannot be imported."""
+    try:
+        match name:
+            case "tensorboard":
+                from longshift.trainer.tensorboard import TensorBoardLog as Log
+            case "wandb":
+                from longshift.trainer.wandb import WandbLog as Log
+            case "trackio":
+                from longshift.trainer.trackio import TrackioLog as Log
+            case "mlflow":
+                from longshift.trainer.mlflow import MlflowLog as Log
+    except ImportError as fault:
+        raise errors.UsageError(f"save.trackers: {name} cannot be imported ({fault}): pip install 'longshift[{name}]'") from None
+    return Log(folder.path, config.save.project)
 
 
 def _run_workers(config: Config, resume: bool) -> Iterator[StepMetrics]:
@@ -162,7 +253,7 @@ def _run_workers(config: Config, resume: bool) -> Iterator[StepMetrics]:
         with written(str(file)):
             file.write_text(config.to_yaml(), encoding="utf-8")
         command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json"]
-        command += [*named(config, _silent), "--resume"] if resume else []
+        command += [*named(config, silent), "--resume"] if resume else []
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         assert child.stdout is not None
         last = {}
@@ -179,11 +270,3 @@ def _run_workers(config: Config, resume: bool) -> Iterator[StepMetrics]:
     if code:
         kind = getattr(errors, last.get("kind", ""), LongshiftError)
         raise kind(last.get("error", f"longshift train ended with exit code {code}"))
-
-
-def _say(line: str) -> None:
-    print(f"longshift: {line}", file=sys.stderr, flush=True)
-
-
-def _silent(line: str) -> None:
-    pass

@@ -20,14 +20,12 @@ from rich.progress import Progress
 
 from longshift import api
 from longshift.cluster import files
-from longshift.cluster.cluster import Cluster
-from longshift.cluster.host import core_count, has_gpu, profile_of_host
+from longshift.cluster.host import core_count
 from longshift.cluster.named import cluster as named
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.dist.parent import end_with_parent
 from longshift.errors import LongshiftError, UsageError
-from longshift.explain import explain as explain_run
 from longshift.files import OF_DISKS, refused
 from longshift.forecast import plan as make_plan
 from longshift.forecast import task_of
@@ -36,18 +34,18 @@ from longshift.planner.asked import AutoLayout
 from longshift.spec.formats import PrecisionName
 from longshift.starter import notes, starter, write_new
 from longshift.stream.trace import writable
-from longshift.train.header import Header
-from longshift.train.interrupt import ENDING, Interrupt
-from longshift.train.metrics import Display, open_streams, read_or_not
-from longshift.train.plan_file import PlanFile
-from longshift.train.planned import chosen, keep, show, write_config, write_trace
-from longshift.train.printed import farewell, peaks_and_differences, show_check, show_corpus
-from longshift.train.resumed import going_on
-from longshift.train.run_folder import RunFolder, prepare, read_asked, read_config, write_cause
+from longshift.trainer.header import Header
+from longshift.trainer.interrupt import ENDING, Interrupt
+from longshift.trainer.metrics import Display, open_streams, read_or_not
+from longshift.trainer.plan_file import PlanFile
+from longshift.trainer.planned import chosen, keep, show, write_config, write_trace
+from longshift.trainer.printed import farewell, peaks_and_differences, show_check, show_corpus
+from longshift.trainer.resumed import going_on
+from longshift.trainer.run_folder import RunFolder, prepare, read_asked, read_config, write_cause
 from longshift.workload.given import Lengths, read_lengths
 
 if TYPE_CHECKING:
-    from longshift.data.tokens import TokenCache
+    from longshift.documents.tokens import TokenCache
 
 INTERRUPTED = 130
 
@@ -108,14 +106,11 @@ def train(
     header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
     header.begin(run, config)
     resume = resume or (resume_auto and not explain and RunFolder(Path(run.save.dir)).begun())
-    run = going_on(run, config, overrides, _say if rank == 0 else _silent) if resume else run
+    run = going_on(run, config, overrides, _say if rank == 0 else api.silent) if resume else run
     run, plan = _planned(run)
     run = api.with_chunks(run, _say)
     if explain:
-        per_node = _per_node(run.world)
-        links = profile_of_host(per_node, -(-run.world // per_node))
-        for part in run.parts:
-            found = explain_run(part, per_node, links, has_gpu())
+        for found in api.explain(run, per_node=_per_node(run.world)):
             print(jsonlib.dumps(found.to_json()) if json else found)
         return
     trace = None if trace is None else writable(trace)
@@ -126,13 +121,12 @@ def train(
         keep(plan, folder.path, resume)
     if world is None and (header.shown or run.world > 1):
         header.data(run, _open_corpus(run, verify=False).lengths)  # the ranks verify
-    if header.shown:
-        _show_header(header, run, plan, folder, resume)
+    header.run(run, plan, folder, resume)
     if world is not None or run.world == 1:
-        stop = Interrupt(*ENDING, say=_say if rank == 0 else _silent)
+        stop = Interrupt(*ENDING, say=_say if rank == 0 else api.silent)
         _run_told(run, folder, rank, resume, json, stop, trace)
     else:
-        from longshift.train.launch import launch
+        from longshift.trainer.launch import launch
 
         flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
         command = [sys.executable, "-m", "longshift.cli", "worker", str(folder.path), *flags]
@@ -147,24 +141,14 @@ def train(
         sys.exit(INTERRUPTED)
 
 
-def _show_header(header: Header, run: Config, plan: PlanFile | None, folder: RunFolder, resume: bool) -> None:
-    """What is known of a run before its ranks start; last what waits for torch."""
-    header.layout(run, plan)
-    header.folder(run, folder, resume)
-    from longshift.dist.memory import room_bytes
-
-    per_node = _per_node(run.world)
-    header.memory(run, per_node, room_bytes(per_node), has_gpu())
-
-
 @app.command(show=False)
 def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False) -> None:
-    """One rank that `train` started. It ends with the launcher, without a word."""
+    """One rank that `train` started. It ends with the launcher: without a word until it has joined the others, saving from then on."""
     end_with_parent(signal.SIGKILL, int(os.environ.get("LONGSHIFT_LAUNCHER", os.getppid())))
     stop = Interrupt()
     rank, _ = _place()
     folder = RunFolder(run)
-    from longshift.train.launch import rank_error, tell
+    from longshift.trainer.launch import rank_error, tell
 
     try:
         _joined = folder.joined()  # open until this process ends
@@ -179,13 +163,12 @@ def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, jso
 def data(config: File, /, *overrides: Overrides, json: Json = False) -> None:
     """Show documents, tokens, a length histogram and what each cap would lose."""
     run = load_config(config, overrides)
-    from longshift.train.corpus import survey
-
-    found = survey(run, _open_corpus(run))
+    _open_corpus(run)  # with a bar
+    found = api.data(run)
     if json:
-        print(jsonlib.dumps(found))
+        print(jsonlib.dumps(found.to_json()))
     else:
-        show_corpus(found, run.data.max_len)
+        show_corpus(found.to_json(), run.data.max_len)
 
 
 @app.command
@@ -210,10 +193,10 @@ def check(
         return
     found = api.check(run, against=against)
     if json:
-        print(jsonlib.dumps(found))
+        print(jsonlib.dumps(found.to_json()))
     else:
-        show_check(found)
-    sys.exit(0 if found["pass"] else 1)
+        show_check(found.to_json())
+    sys.exit(0 if found.passed else 1)
 
 
 def _check_timeline(run: Config, json: bool) -> None:
@@ -222,7 +205,7 @@ def _check_timeline(run: Config, json: bool) -> None:
         legal.check(run.spec, edge.use, None, min(edge.upto, run.data.max_len), edge.pack)
     _open_corpus(run, verify=False)
     from longshift.dist.world import own_device
-    from longshift.train.check_run import timeline as played
+    from longshift.trainer.check_run import timeline as played
 
     found = played(run, own_device().type)
     if json:
@@ -250,14 +233,14 @@ def plan(
     Exit code 2 where nothing fits, with the smallest change after which something would.
     """
     run, trace = load_config(config, overrides), None if trace is None else writable(trace)
-    cluster = named(on, fabric) if on else _this_machine(core_count())
+    cluster = named(on, fabric) if on else api.this_machine(core_count(), _say)
     given = read_lengths(lengths) if lengths else Lengths.from_array(_open_corpus(run, verify=False).lengths)
-    found = make_plan(task_of(run, cluster, given), _silent if json else _say)
+    found = make_plan(task_of(run, cluster, given), api.silent if json else _say)
     if trace is not None and found.choice.best is not None:
         write_trace(found.choice.best, trace)
     if html is not None:
         try:
-            from longshift.train.plan_plots import write_html
+            from longshift.trainer.plan_plots import write_html
         except ImportError:
             raise UsageError("--html needs a package: pip install 'longshift[report]'") from None
         write_html(found, html)
@@ -281,10 +264,10 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Fit what is known of a cluster to the steps of a run, finished or not, and write it for longshift plan --on."""
-    from longshift.train.measured import calibrated
+    from longshift.trainer.measured import calibrated
 
     config, output = read_config(run), output or run / "cluster.json"
-    found = calibrated(run, config, named(on) if on else _this_machine(config.world))
+    found = calibrated(run, config, named(on) if on else api.this_machine(config.world, _say))
     files.save(found.cluster, output)
     if json:
         print(jsonlib.dumps(found.to_json() | {"file": str(output)}))
@@ -304,9 +287,9 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer; adapters alone as a folder of PEFT."""
-    api.export(run, to, best=best, precision=precision, merge=merge)
+    found = api.export(run, to, best=best, precision=precision, merge=merge)
     if json:
-        print(jsonlib.dumps({"folder": str(to), "files": sorted(file.name for file in to.iterdir())}))
+        print(jsonlib.dumps(found.to_json()))
     else:
         print(f"exported {run} to {to}")
 
@@ -344,7 +327,7 @@ def profile(
     from longshift.profile.run import measure_here
 
     rank, world = _place()
-    found = measure_here(_per_node(world or 1), quick, fresh, _say if rank == 0 else _silent)
+    found = measure_here(_per_node(world or 1), quick, fresh, _say if rank == 0 else api.silent)
     if rank != 0:
         return
     if output is not None:
@@ -363,7 +346,7 @@ def profile(
 
 def _open_corpus(run: Config, verify: bool = True) -> "TokenCache":
     """The tokens of a run, with a progress bar on standard error while they are made; `verify` as in `TokenCache.open`."""
-    from longshift.train.corpus import open_corpus
+    from longshift.trainer.corpus import open_corpus
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -375,26 +358,14 @@ def _planned(run: Config) -> tuple[Config, PlanFile | None]:
     """With `layout: auto` chosen for this machine and the run's corpus, and the plan."""
     if isinstance(run.layout, AutoLayout) and _place()[1] is not None:
         raise UsageError("layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE")
-    return chosen(run, _this_machine, lambda: Lengths.from_array(_open_corpus(run).lengths), _say)
-
-
-def _this_machine(ranks: int) -> Cluster:
-    """What is known of this machine: its profile; else it is measured now, quickly."""
-    if found := profile_of_host(ranks) or profile_of_host(1):
-        return found
-    _say("this machine was not measured; longshift profile --quick does now")
-    from longshift.profile.run import measure_here
-
-    return measure_here(1, True, False, _say)
+    return chosen(run, lambda ranks: api.this_machine(ranks, _say), lambda: Lengths.from_array(_open_corpus(run).lengths), _say)
 
 
 def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None) -> None:
     """This process's rank; rank 0 shows the steps."""
-    from longshift.api import run_rank
-
     display = Display(run.train.steps, json, latest=folder.latest) if rank == 0 else None
     with display or nullcontext():
-        for step in run_rank(run, folder, resume, stop, trace):
+        for step in api.run_rank(run, folder, resume, stop, trace, display.memory if display else api.silent):
             if display:
                 display.show(step)
 
@@ -404,7 +375,7 @@ def _run_told(run: Config, folder: RunFolder, rank: int, *how: Any) -> None:
     try:
         _run(run, folder, rank, *how)
     except Exception as fault:
-        from longshift.train.launch import rank_error
+        from longshift.trainer.launch import rank_error
 
         error = rank_error(fault, rank)
         if _place()[1] is not None:
@@ -440,10 +411,6 @@ def _per_node(ranks: int) -> int:
 def _say(line: str) -> None:
     with read_or_not():
         print(f"longshift: {line}", file=sys.stderr, flush=True)
-
-
-def _silent(line: str) -> None:
-    pass
 
 
 def words(line: list[str]) -> list[str]:

@@ -12,13 +12,14 @@ Paths are taken from the working directory and made absolute, so that the copy o
 import copy
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import (
     BeforeValidator,
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -146,13 +147,28 @@ class TrainConfig(Section):
         return self
 
 
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
+
 class SaveConfig(Section):
-    """The run folder; a checkpoint every `every` steps and at the end, of which the newest `keep` stay."""
+    """The run folder; a checkpoint every `every` steps and at the end, of which the newest `keep` stay. `trackers`: where the rows of
+    metrics.jsonl go too, under the name `project`."""
 
     dir: PathText
     every: Size = 100
     keep: Size = 3
-    tensorboard: bool = False
+    trackers: tuple[TrackerName, ...] = ()
+    project: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "longshift"
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _one_is_some(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("trackers")
+    @classmethod
+    def _each_once(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+        return tuple(dict.fromkeys(value))
 
 
 class ValidationConfig(Section):

@@ -10,7 +10,7 @@ import numpy as np
 from longshift.cluster.cluster import Cluster
 from longshift.config import Config
 from longshift.errors import UsageError
-from longshift.explain import shape_of
+from longshift.explained import shape_of
 from longshift.layout.layout import format_size
 from longshift.planner.asked import AutoLayout
 from longshift.planner.replay import Task, Way, in_visiting_order

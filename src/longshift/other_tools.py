@@ -63,9 +63,13 @@ KEYS: Mapping[str, str] = {
     **dict.fromkeys(("eval_steps", "eval_interval", "evaluation_strategy", "eval_strategy", "val_interval"), "validation.every, in steps"),
     **dict.fromkeys(("eval_dataset", "val_data", "validation_file", "eval_file"), "data.valid, or data.held_out for a share of data.train"),
     **dict.fromkeys(("logging_steps", "log_interval", "log_freq"), f"nothing to set: {_ROWS}"),
-    **dict.fromkeys(("report_to", "wandb", "wandb_project", "tensorboard_dir"), f"save.tensorboard; {_ROWS}, too"),
     **dict.fromkeys(("num_workers", "dataloader_num_workers", "streaming"), "nothing to set: tokens are made once, and mapped"),
     **dict.fromkeys(("expert_parallel_size", "expert_model_parallel_size", "ep", "moe"), _ABSENT),
+    **dict.fromkeys(
+        ("report_to", "logger", "loggers", "wandb", "mlflow", "trackio", "tensorboard", "tensorboard_dir"),
+        "save.trackers, as in trackers: [tensorboard]",
+    ),
+    **dict.fromkeys(("wandb_project", "project_name", "experiment_name"), "save.project"),
 }
 LAYOUT_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("cp", "context", "context_parallel", "context-parallel"), "ring or u (ring attention, Ulysses)"),

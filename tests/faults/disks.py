@@ -20,7 +20,7 @@ from pathlib import Path
 
 from launches import Ended, Launches
 
-from longshift.data.tokenizer import train as train_tokenizer
+from longshift.documents.tokenizer import train as train_tokenizer
 
 STEPS = 4
 CONFIG = """

@@ -111,8 +111,8 @@ def _serve(cases: IO[str]) -> None:
 
     import longshift.api
     import longshift.cli
-    import longshift.train.launch
-    import longshift.train.loop  # noqa: F401
+    import longshift.trainer.launch
+    import longshift.trainer.loop  # noqa: F401
 
     torch.set_num_threads(1)
     for line in cases:

@@ -13,8 +13,8 @@ from fuzz import ODD_TEXT, Case, odd_json, spoil_bytes, spoil_mapping
 
 from longshift.config_file import parse_config
 from longshift.config_parts import Source
-from longshift.data import tokenizer, tokens
-from longshift.data.tokenizer import Tokenizer
+from longshift.documents import tokenizer, tokens
+from longshift.documents.tokenizer import Tokenizer
 from longshift.spec.families import PRESETS, read_spec, to_hugging_face
 
 CONFIG = {

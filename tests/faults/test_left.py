@@ -12,9 +12,9 @@ import pytest
 from longshift.config_file import parse_config
 from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError, UsageError
 from longshift.files import refused, rewrite, written
-from longshift.train import run_folder
-from longshift.train.printed import farewell
-from longshift.train.run_folder import RunFolder, prepare
+from longshift.trainer import run_folder
+from longshift.trainer.printed import farewell
+from longshift.trainer.run_folder import RunFolder, prepare
 
 CONFIG = """
 model: {{preset: tiny-llama}}
@@ -54,7 +54,7 @@ def test_a_start_waits_for_ranks_of_a_killed_launcher(config, tmp_path, monkeypa
     monkeypatch.setattr(run_folder, "RANKS_S", 5.0 if seconds < 5 else 0.3)
     (tmp_path / "run").mkdir()
     code = (
-        "import sys, time; from pathlib import Path; from longshift.train.run_folder import RunFolder\n"
+        "import sys, time; from pathlib import Path; from longshift.trainer.run_folder import RunFolder\n"
         f"kept = RunFolder(Path({str(tmp_path / 'run')!r})).joined(); print('there', flush=True); time.sleep({seconds})"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as rank:

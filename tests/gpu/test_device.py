@@ -14,7 +14,7 @@ from longshift.dist.world import World
 from longshift.model.kernels import choose, kernels, probe
 from longshift.spec.model import ModelSpec, Rope
 from longshift.stream.tiers import tier_of
-from longshift.train.check import Trial, compare, write_reference
+from longshift.trainer.check import Trial, compare, write_reference
 
 SPEC = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128, rope=Rope())
 STEPS = 6

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longshift.config_file import parse_config
-from longshift.data import tokens
-from longshift.data.tokenizer import train as train_tokenizer
 from longshift.dist.world import World
+from longshift.documents import tokens
+from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import CheckpointError, LongshiftError, NonFiniteError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
@@ -39,9 +39,9 @@ from longshift.state.precision import LossScale
 from longshift.state.transfer import Transfer
 from longshift.step import player as player_module
 from longshift.step.update import State, train_step
-from longshift.train import corpus, loop
-from longshift.train.check import Trial, build, parse_layouts
-from longshift.train.stages import stages_of
+from longshift.trainer import corpus, loop
+from longshift.trainer.check import Trial, build, parse_layouts
+from longshift.trainer.stages import stages_of
 
 SPEC = ModelSpec("llama", vocab=37, width=12, layers=3, heads=4, kv_heads=2, head_width=4, ffn=14, max_positions=64, init_std=0.1)
 TRIAL = Trial(SPEC, ((5, 9, 1, 7), (11, 3, 8), (6, 6, 2)), precision="float32", capacity=16)

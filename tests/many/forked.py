@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from longshift.dist.fork import ForkedWorld
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 
 DEADLINE_S = 120.0  # for a case of a second: the machine may be busy
 

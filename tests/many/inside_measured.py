@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from longshift.data.batch import Document
-from longshift.data.micro import micro_batch
 from longshift.dist import collectives
 from longshift.dist.held import HeldBytes, prompt_release
 from longshift.dist.world import World
+from longshift.documents.batch import Document
+from longshift.documents.micro import micro_batch
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.layout.placement import local_boxes

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from parity import CLIP
 from torch import Tensor
 
-from longshift.data import micro as micro_module
-from longshift.data.batch import Document
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
+from longshift.documents import micro as micro_module
+from longshift.documents.batch import Document
 from longshift.layout import placement
 from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
@@ -52,7 +52,7 @@ from longshift.step.player import Player
 from longshift.step.runner import Runner, WholePacks
 from longshift.stream.tiers import DiskTier, Tensors
 from longshift.switch.plan import Move, Plan
-from longshift.train.check import compare
+from longshift.trainer.check import compare
 from longshift.workload import groups
 from longshift.workload.groups import LengthGroup
 
@@ -253,7 +253,7 @@ def labels_shifted_twice(patch: Patch) -> None:
 
 def padding_read_as_data(patch: Patch) -> None:
     """Padding has a label: token 0."""
-    patch.setattr("longshift.data.micro.IGNORE", 0)
+    patch.setattr("longshift.documents.micro.IGNORE", 0)
 
 
 # ---- gradients on their way home

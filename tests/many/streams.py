@@ -14,7 +14,7 @@ from longshift.program.ledger import Ledger
 from longshift.program.operations import Op
 from longshift.step.player import Player
 from longshift.step.update import train_step
-from longshift.train.check import Trial, build
+from longshift.trainer.check import Trial, build
 
 
 def foreseen(player: Player, trial: Trial, lengths: list[int]) -> dict[str, int]:

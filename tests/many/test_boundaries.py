@@ -5,7 +5,7 @@ from forked import DEADLINE_S, Worlds
 
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Rope
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 
 SPEC = ModelSpec("llama", 61, 24, 5, 6, 3, 4, 40, 128, rope=Rope())
 

@@ -17,9 +17,9 @@ from longshift.dist.fork import SpawnedWorld
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError, UsageError
 from longshift.layout.layout import Layout
-from longshift.train import check_run
-from longshift.train.check import Trial, build
-from longshift.train.check_run import CHUNKS, LEAST, LONGEST, Small, _in_proportion, check, timeline
+from longshift.trainer import check_run
+from longshift.trainer.check import Trial, build
+from longshift.trainer.check_run import CHUNKS, LEAST, LONGEST, Small, _in_proportion, check, timeline
 from longshift.workload.groups import length_groups
 
 CONFIG = """
@@ -88,7 +88,7 @@ def test_a_layout_that_is_checked_waits_in_the_runs_own_folder(worlds, place):
     text = CONFIG.format(place=place, max_len=512) + f"stream: {{folder: {tier}}}"
     assert worlds(1).call("test_check:waits_in", config=text) == [[tier, [tier]]]
     text = CONFIG.format(place=place, max_len=512)
-    (trial,) = worlds(1).call("longshift.train.check_run:trial_of", config=text, scratch="scratch", small=small_of(text, "dp1"))
+    (trial,) = worlds(1).call("longshift.trainer.check_run:trial_of", config=text, scratch="scratch", small=small_of(text, "dp1"))
     assert trial["stream_folder"] == "scratch"
 
 
@@ -98,7 +98,7 @@ def test_every_part_of_every_layout_has_work(worlds, place):
     run = parse_config(text)
     way = [edge.use for edge in run.edges]
     small = small_of(text, "dp4 > dp2.pp2", "chunk2K.disk")
-    (trial,) = worlds(1).call("longshift.train.check_run:trial_of", config=text, scratch="scratch", small=small)
+    (trial,) = worlds(1).call("longshift.trainer.check_run:trial_of", config=text, scratch="scratch", small=small)
     groups = Trial.from_json(trial).groups(way)
     assert [(edge.upto, edge.pack) for edge in groups] == [(LONGEST // 4, LONGEST), (2 * LONGEST, 2 * LONGEST)]
     lengths = [len(ids) for ids, _ in trial["given"][0]]
@@ -193,7 +193,7 @@ def test_with_a_gpu_ranks_are_spawned_and_the_reference_is_not_on_it(place, monk
 def test_a_spawned_rank_tells_its_fault_and_ends_with_its_world():
     with SpawnedWorld(1) as world:
         with pytest.raises(UsageError, match="config is not YAML"):
-            world.call("longshift.train.check_run:trial_of", 300.0, config="{", scratch="", small={})
+            world.call("longshift.trainer.check_run:trial_of", 300.0, config="{", scratch="", small={})
         assert world._pids == world._children == []
 
 

@@ -21,15 +21,15 @@ import torch
 
 import longshift as ls
 from longshift.config_file import parse_config
-from longshift.data.tokenizer import train as train_tokenizer
 from longshift.dist.world import World
+from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import DataError, LongshiftError, NonFiniteError, OutOfMemoryError, PeerError, UsageError
-from longshift.train import loop
-from longshift.train.interrupt import ENDING
-from longshift.train.launch import launch, rank_error
-from longshift.train.metrics import read_rows
-from longshift.train.run_folder import Cause, RunFolder, as_error, read_causes, root_cause, write_cause
-from longshift.train.stages import stages_of
+from longshift.trainer import loop
+from longshift.trainer.interrupt import ENDING
+from longshift.trainer.launch import launch, rank_error
+from longshift.trainer.metrics import read_rows
+from longshift.trainer.run_folder import Cause, RunFolder, as_error, read_causes, root_cause, write_cause
+from longshift.trainer.stages import stages_of
 
 CONFIG = """
 model: {{preset: tiny-llama}}
@@ -132,7 +132,7 @@ def test_the_first_cause_is_raised_in_its_own_class(folder, capfd):
             folder,
             """
 from longshift.errors import DataError, PeerError
-from longshift.train.run_folder import RunFolder, write_cause
+from longshift.trainer.run_folder import RunFolder, write_cause
 if rank == 1: time.sleep(60)
 write_cause(RunFolder(folder), rank, PeerError("rank 2 is gone") if rank == 0 else DataError("line 7 is bad"))
 while len(list((folder / "errors").glob("rank-*.json"))) < 2: time.sleep(0.01)
@@ -151,8 +151,8 @@ def test_a_cause_that_cannot_be_written_is_told(folder):
             folder,
             """
 import errno
-from longshift.train.launch import rank_error, tell
-from longshift.train.run_folder import RunFolder, write_cause
+from longshift.trainer.launch import rank_error, tell
+from longshift.trainer.run_folder import RunFolder, write_cause
 if rank != 1: time.sleep(60)
 (folder / "errors").write_text("")
 tell(write_cause(RunFolder(folder), rank, rank_error(OSError(errno.ENOSPC, "No space left on device", "/the/file"), rank)))
@@ -172,8 +172,8 @@ def test_a_value_that_no_rank_has_written_is_refused(folder):
 from datetime import timedelta
 import torch.distributed as dist
 from longshift.dist.world import World, launchers_store
-from longshift.train.launch import rank_error, tell
-from longshift.train.run_folder import RunFolder, write_cause
+from longshift.trainer.launch import rank_error, tell
+from longshift.trainer.run_folder import RunFolder, write_cause
 host, port = os.environ["LONGSHIFT_STORE"].split(":")
 stranger = dist.TCPStore(host, int(port), is_master=False)
 if rank == 1:
@@ -203,8 +203,8 @@ def test_a_rank_does_not_join_a_peer_that_a_stranger_names(folder):
             """
 import torch.distributed as dist
 from longshift.dist.world import World
-from longshift.train.launch import rank_error, tell
-from longshift.train.run_folder import RunFolder, write_cause
+from longshift.trainer.launch import rank_error, tell
+from longshift.trainer.run_folder import RunFolder, write_cause
 if rank == 1:
     host, port = os.environ["LONGSHIFT_STORE"].split(":")
     stranger = dist.TCPStore(host, int(port), is_master=False)
@@ -253,7 +253,7 @@ def test_once_lets_every_rank_save(folder, number, name):
 def test_an_interrupt_before_a_rank_can_take_it_is_held_back(folder):
     """As while ranks import torch: it waits for their `Interrupt`."""
     body = """
-from longshift.train.interrupt import Interrupt
+from longshift.trainer.interrupt import Interrupt
 (folder / f"ready-{rank}").touch()
 while signal.SIGINT not in signal.sigpending(): time.sleep(0.02)
 if Interrupt()(): (folder / f"saved-{rank}").touch()

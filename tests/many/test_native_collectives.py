@@ -14,7 +14,7 @@ from torch import Tensor
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.train.check import compare
+from longshift.trainer.check import compare
 
 STEPS = 6
 CONTACT = 1 << 30  # a tag of no transfer

@@ -5,10 +5,11 @@ takes minutes and is marked `long`.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 from forked import DEADLINE_S, Truth, Worlds
-from parity import EDGES, FAMILIES, KINDS, LIMIT, STEPS, largest, layouts_of, main, trial_of
+from parity import EDGES, FAMILIES, KINDS, LIMIT, STAGED, STEPS, largest, layouts_of, main, staged, trial_of
 
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
@@ -123,7 +124,7 @@ def differences(worlds: Worlds, truth: Truth, family: str, layout: str, steps: i
     trial = trial_of(family, steps)
     size = max(Layout.parse(text).world for text in (layout, home_cut) if text)
     arguments = {"trial": trial.to_json(), "layout": layout, "path": truth(trial), "home_cut": home_cut}
-    found = worlds(size).call("longshift.train.check:compare", DEADLINE_S, **arguments)
+    found = worlds(size).call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
     return {kind: largest(answer[kind] for answer in found) for kind in KINDS}
 
 
@@ -135,7 +136,7 @@ def test_a_step_that_switches_is_one_process(
     trial = trial_of(family, SWITCHED_STEPS, edges=EDGES, bucket_bytes=bucket_bytes, ahead_bytes=ahead_bytes, planner=planner)
     world = worlds(Layout.parse(groups.split(" > ")[0]).world)
     arguments = {"trial": trial.to_json(), "layout": groups, "path": path, "per_node": per_node}
-    found = world.call("longshift.train.check:compare", DEADLINE_S, **arguments)
+    found = world.call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
     assert all(largest(answer[kind] for answer in found) <= LIMIT for kind in KINDS), found
 
 
@@ -146,8 +147,21 @@ def test_groups_with_packs_of_their_own_are_one_process(worlds: Worlds, truth: T
     trial = trial_of(family, SWITCHED_STEPS, edges=EDGES, packs=(31, 64))
     world = worlds(Layout.parse(groups.split(" > ")[0]).world)
     arguments = {"trial": trial.to_json(), "layout": groups, "path": truth(trial_of(family, SWITCHED_STEPS)), "per_node": 2}
-    found = world.call("longshift.train.check:compare", DEADLINE_S, **arguments)
+    found = world.call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
     assert all(largest(answer[kind] for answer in found) <= LIMIT for kind in KINDS), found
+
+
+@pytest.mark.parametrize(("family", "layouts"), STAGED[:5:2] + STAGED[7:8])
+def test_stages_are_one_process(worlds: Worlds, truth: Truth, family: str, layouts: str):
+    """Each stage begins with the checkpoint of the one before it, in another layout, with other positions and larger packs."""
+    trial = staged(family, 9)
+    world = worlds(Layout.parse(layouts.split(" ")[0]).world)
+    arguments = {"trial": trial.to_json(), "layout": layouts, "path": truth(trial), "per_node": 2}
+    found = world.call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
+    assert all(largest(answer[kind] for answer in found) <= LIMIT for kind in KINDS), found
+    without = replace(trial, stages=())  # positions tell
+    found = worlds(1).call("longshift.trainer.check:compare", DEADLINE_S, trial=without.to_json(), layout="dp1", path=truth(trial))
+    assert family == "gpt2" or found[0]["grad"] > 1e-3
 
 
 @pytest.mark.parametrize(("family", "layout", "steps"), CASES)
@@ -197,6 +211,7 @@ def test_the_benchmark_prints_its_rows(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("parity.OFFLOADED", ())
     monkeypatch.setattr("parity.STREAMED_GROUPS", ())
     monkeypatch.setattr("parity.SWITCHED", (("dp2", "tp2"),))
+    monkeypatch.setattr("parity.STAGED", (("llama", "dp2 | tp2 | pp2"),))
     monkeypatch.setattr("sys.argv", ["parity.py", "--json", "--quick"])
     assert main() == 0
     report = json.loads(capsys.readouterr().out)
@@ -207,8 +222,9 @@ def test_the_benchmark_prints_its_rows(monkeypatch: pytest.MonkeyPatch, capsys: 
         ("llama", "dp2"),
         ("llama", "pp2.z3"),
         ("llama", "dp2.z1 > tp2.z2 > tp2.z3"),
+        ("llama, 3 stages", "dp2 | tp2 | pp2"),
     ]
     assert {row["dtype"] for row in rows} == {"float64"}
     worst = max(row[kind] for row in rows for kind in KINDS)
     assert 0 < worst <= LIMIT
-    assert report["summary"].items() >= {"worst": worst, "rows": 3, "limit": LIMIT}.items()
+    assert report["summary"].items() >= {"worst": worst, "rows": 4, "limit": LIMIT}.items()

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from longshift.config_file import load_config
-from longshift.data.tokenizer import train as train_tokenizer
+from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.layout.layout import Layout
 from longshift.simulate.calibrate import ERROR, band_of_errors
 from longshift.simulate.closed import BAND
-from longshift.train.foretold import RECENT
-from longshift.train.metrics import read_rows
-from longshift.train.plan_file import PlanFile, place
+from longshift.trainer.foretold import RECENT
+from longshift.trainer.metrics import read_rows
+from longshift.trainer.plan_file import PlanFile, place
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = """\

@@ -23,7 +23,7 @@ from longshift.program.operations import Op
 from longshift.spec.formats import PrecisionName
 from longshift.state.precision import LossScale
 from longshift.step.update import State, train_step
-from longshift.train.check import Trial, build
+from longshift.trainer.check import Trial, build
 
 Errors = Callable[[str, PrecisionName, str], dict[str, float]]
 
@@ -41,7 +41,7 @@ def errors(worlds: Worlds, truth: Truth) -> Errors:
     def found(family: str, precision: PrecisionName, layout: str) -> dict[str, float]:
         exact = replace(trial_of(family, STEPS), seed=1)
         arguments = {"trial": replace(exact, precision=precision).to_json(), "layout": layout, "path": truth(exact)}
-        answers = worlds(Layout.parse(layout).world).call("longshift.train.check:compare", DEADLINE_S, **arguments)
+        answers = worlds(Layout.parse(layout).world).call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
         return {kind: largest(answer[kind] for answer in answers) for kind in KINDS}
 
     return found

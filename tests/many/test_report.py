@@ -11,7 +11,7 @@ from test_pages import BROWSER, opened
 
 from longshift.errors import UsageError
 from longshift.reports.read import read_run
-from longshift.train.metrics import read_rows
+from longshift.trainer.metrics import read_rows
 
 CONFIG = """
 model: {preset: tiny-llama}

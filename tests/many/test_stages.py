@@ -9,10 +9,10 @@ import pytest
 
 import longshift as ls
 from longshift.config_file import parse_config
-from longshift.data.tokenizer import train as train_tokenizer
+from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import CheckpointError, UsageError
-from longshift.train.metrics import read_rows
-from longshift.train.stages import stages_of
+from longshift.trainer.metrics import read_rows
+from longshift.trainer.stages import stages_of
 
 CONFIG = """
 model: {{preset: tiny-llama}}

@@ -15,8 +15,8 @@ from streams import foreseen
 from test_precision import bits, state_bits
 from torch import Tensor
 
-from longshift.data.batch import StepBatch
 from longshift.dist.world import World
+from longshift.documents.batch import StepBatch
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
 from longshift.schedule.chunk_times import dependencies
@@ -28,7 +28,7 @@ from longshift.step.player import Player
 from longshift.step.runner import Runner
 from longshift.step.update import State, train_step
 from longshift.stream.tiers import DiskTier
-from longshift.train.check import Trial, build
+from longshift.trainer.check import Trial, build
 
 LENGTHS = ((41, 2), (23, 1, 2, 6), (17,))
 OTHERS = (("disk", 1), ("disk.keep-input", 0), ("host.kv-offload", 3), ("disk.kv-offload", 3), ("disk.keep-input.kv-offload", 0))

@@ -12,18 +12,18 @@ import torch
 import longshift as ls
 from longshift.config import Config
 from longshift.config_file import parse_config
-from longshift.data.batch import Batches
-from longshift.data.micro import micro_batch
-from longshift.data.tokenizer import train as train_tokenizer
-from longshift.data.valid import ValidSet
 from longshift.dist.world import World
+from longshift.documents.batch import Batches
+from longshift.documents.micro import micro_batch
+from longshift.documents.tokenizer import train as train_tokenizer
+from longshift.documents.valid import ValidSet
 from longshift.errors import CheckpointError, UsageError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, Ops
 from longshift.state.checkpoint import Checkpoint
-from longshift.train.corpus import open_corpus
-from longshift.train.metrics import StepMetrics, read_rows
+from longshift.trainer.corpus import open_corpus
+from longshift.trainer.metrics import StepMetrics, read_rows
 from longshift.workload.order import held_out
 
 CONFIG = """

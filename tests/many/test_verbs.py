@@ -19,7 +19,7 @@ from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
 from longshift.step.runner import Runner
 from longshift.step.update import train_step
-from longshift.train.check import Trial, build
+from longshift.trainer.check import Trial, build
 
 PRECISIONS: tuple[PrecisionName, ...] = ("float64", "bf16", "float32")
 

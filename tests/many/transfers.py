@@ -23,7 +23,7 @@ from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import Links
 from longshift.switch.placed import Placed, Spread, placed
 from longshift.switch.plan import Plan
-from longshift.train.check import Trial
+from longshift.trainer.check import Trial
 from longshift.workload.groups import Edge
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from longshift.data.batch import Document
-from longshift.data.micro import micro_batch
+from longshift.documents.batch import Document
+from longshift.documents.micro import micro_batch
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, Ops

@@ -11,13 +11,13 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from longshift.data import micro
 from longshift.dist.world import World
+from longshift.documents import micro
 from longshift.model import kernels
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.update import train_step
-from longshift.train.check import Trial, build, parse_layouts
+from longshift.trainer.check import Trial, build, parse_layouts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 

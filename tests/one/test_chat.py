@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
 from longshift.config_parts import DataConfig, Source
-from longshift.data.batch import Batches
-from longshift.data.tokenizer import Tokenizer, load, train
-from longshift.data.tokens import build
+from longshift.documents.batch import Batches
+from longshift.documents.tokenizer import Tokenizer, load, train
+from longshift.documents.tokens import build
 from longshift.errors import DataError
 from longshift.model.loss import IGNORE
 
@@ -114,7 +114,7 @@ def test_a_mutant_of_the_mask_is_seen(plain, tmp_path, monkeypatch):
     folder = folder_of(family, family.plain(), plain, tmp_path / "model")
     path = write(tmp_path / "chats.jsonl", [{"messages": TURNS}])
     right = learned_of(load(folder), path, tmp_path / "a")
-    monkeypatch.setattr("longshift.data.template.ChatTemplate._to_its_end", lambda self, said: said)
+    monkeypatch.setattr("longshift.documents.template.ChatTemplate._to_its_end", lambda self, said: said)
     assert learned_of(load(folder), path, tmp_path / "b") != right
 
 

@@ -6,20 +6,18 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed.run
-import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -27,17 +25,17 @@ from transformers import AutoTokenizer
 import longshift as ls
 from longshift import cli
 from longshift.config_file import load_config, parse_config
-from longshift.data.tokenizer import train as train_tokenizer
+from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import UsageError
-from longshift.explain import shape_of
+from longshift.explained import shape_of
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.state.checkpoint import _render
-from longshift.train import loop
-from longshift.train.interrupt import ENDING
-from longshift.train.metrics import Display, MetricsLog, StepMetrics, read_rows
+from longshift.trainer import loop
+from longshift.trainer.interrupt import ENDING
+from longshift.trainer.metrics import Display, MetricsLog, StepMetrics, read_rows
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -125,13 +123,14 @@ def without_torch(line: str) -> subprocess.CompletedProcess:
     ],
 )
 def test_help_and_errors_do_not_wait_for_torch(place, line, code, says):
-    start = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = without_torch(line.format(place=place))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == code
     assert says in done.stdout + done.stderr
     assert "TORCH" not in done.stdout
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - start < 5  # 0.3 s on a machine that does nothing else
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.5  # of the processor, whatever else the machine does
 
 
 def test_a_run_from_start_to_export(place, longshift):
@@ -296,7 +295,7 @@ def test_errors_in_json_are_json(place, longshift):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *ENDING])
 def test_ctrl_c_or_a_scheduler_finishes_the_step_and_saves(place, longshift, monkeypatch, number):
-    from longshift.train import metrics
+    from longshift.trainer import metrics
 
     describe = metrics.describe
 
@@ -353,7 +352,7 @@ def test_a_script_that_is_queued_again_says_resume_auto(place, longshift):
 
 
 def test_a_second_ctrl_c_says_that_it_stopped(place, longshift, monkeypatch):
-    from longshift.train import loop
+    from longshift.trainer import loop
 
     def interrupted(*how):
         raise KeyboardInterrupt
@@ -367,30 +366,6 @@ def test_a_file_is_trained_from_python(place):
     assert [step.step for step in found] == [1, 2]
     with pytest.raises(UsageError, match="overrides are of a config file"):
         next(ls.train(load_config("run.yaml"), "train.steps=2"))
-
-
-def test_what_the_commands_do_python_does(place, longshift):
-    assert ls.Layout("dp2.tp2") == ls.Layout.parse("dp2.tp2") == ls.Layout(dp=2, tp=2)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UsageError, match="did you mean"):
-        ls.Layout("dpp2")  # pyright: ignore[reportArgumentType]
-    (explained,) = ls.explain("run.yaml")
-    assert "one AdamW, at home" in str(explained)
-    list(ls.train("run.yaml", "train.steps=2"))
-    assert ls.export(place / "run", place / "out") == place / "out"
-    assert (place / "out" / "model.safetensors").is_file()
-    (run,) = ls.report(place / "run", to=place / "page.html")
-    assert run.steps == [1, 2]
-    assert (place / "page.html").is_file()
-    with pytest.raises(UsageError, match="is not a run folder"):
-        ls.export(place / "nothing", place / "out2")
-
-
-def test_check_from_python_tells_what_the_command_tells(place, longshift):
-    found = ls.check("run.yaml", against="recompute-full")
-    assert found["pass"]
-    code, out, _ = longshift("check run.yaml --against recompute-full --json")
-    assert code == 0
-    assert json.loads(out).keys() == found.keys()
 
 
 def test_leaving_the_loop_saves_the_step(place):
@@ -432,6 +407,13 @@ def test_resume_keeps_the_runs_settings_and_tells_what_the_file_has_otherwise(pl
     kept = load_config("run/config.yaml")
     assert (kept.train.steps, kept.train.lr, kept.save.every) == (6, 2e-3, 7)
     assert longshift("train run/config.yaml --resume train.steps=7")[::2] == (0, "")
+
+
+def test_a_folder_without_a_checkpoint_is_none_to_resume_whatever_its_config(place, longshift):
+    (place / "mine").mkdir()
+    (place / "mine/config.yaml").write_text("[mine]")
+    code, _, err = longshift("train run.yaml --resume save.dir=mine")
+    assert (code, err) == (2, "longshift: mine holds no checkpoint to resume from; leave out --resume to start at step 1\n")
 
 
 def test_a_run_that_was_moved_goes_on_where_it_is(place, longshift):
@@ -510,7 +492,7 @@ def test_a_stream_folder_is_a_path_that_must_be_writable(place, longshift):
 
 
 def test_memory_that_runs_out_has_its_exit_code_in_one_process_too(place, longshift, monkeypatch):
-    from longshift.train import loop
+    from longshift.trainer import loop
 
     def full(*how):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
@@ -699,43 +681,6 @@ def test_checkpoints_that_were_moved_or_hold_other_numbers_are_refused(place, lo
         manifest.write_text(_render(body))
         code, _, err = longshift("train run.yaml train.steps=4 --resume")
         assert (code, why in err) == (4, True), err
-
-
-def launch_commands() -> dict[str, list[str]]:
-    """The torchrun command line of each launch example, variables set to what such a job would have."""
-    variables = {
-        "NODES:-1": "2",
-        "HEAD:-localhost": "node1",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_ID": "7",
-        "head": "node1",
-    }
-    found = {}
-    for path in sorted((EXAMPLES / "launch").iterdir()):
-        if path.suffix == ".yaml":
-            [job] = [part for part in yaml.safe_load_all(path.read_text()) if part["kind"] == "Job"]
-            found[path.name] = job["spec"]["template"]["spec"]["containers"][0]["command"]
-        else:
-            text = path.read_text().replace("\\\n", " ").replace('"$@"', "train.lr=1e-5")
-            for name, value in variables.items():
-                text = text.replace(f"${{{name}}}", value).replace(f"${name}", value)
-            [line] = [line for line in text.splitlines() if " -m longshift.cli " in line]
-            words = shlex.split(line)
-            found[path.name] = words[words.index("torchrun") :]
-    return found
-
-
-@pytest.mark.parametrize(("name", "command"), launch_commands().items())
-def test_the_launch_examples_are_valid_command_lines(name, command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder_of("qwen3-0.6b", tmp_path / "Qwen3-0.6B")
-    assert command[0] == "torchrun"
-    asked = torch.distributed.run.get_args_parser().parse_args(command[1:])
-    assert (asked.module, asked.training_script, asked.training_script_args[0]) == (True, "longshift.cli", "train")
-    function, bound, _ = cli.app.parse_args(cli.words(asked.training_script_args), exit_on_error=False, print_error=False)
-    assert function is cli.train
-    config = load_config(REPOSITORY / bound.arguments["config"], bound.arguments.get("overrides", ()))
-    assert config.layout.world == int(asked.nproc_per_node) * int(asked.nnodes if name != "torchrun.sh" else 1)
 
 
 def readme_blocks(kind: str) -> list[str]:

@@ -19,10 +19,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from longshift.config_parts import Source
-from longshift.data import sources as room
-from longshift.data.sources import Skipped, Text, files, read
-from longshift.data.tokenizer import END_OF_TEXT, Tokenizer, load, project_tokenizer, train
-from longshift.data.tokens import TokenCache, build
+from longshift.documents import sources as room
+from longshift.documents.sources import Skipped, Text, files, read
+from longshift.documents.tokenizer import END_OF_TEXT, Tokenizer, load, project_tokenizer, train
+from longshift.documents.tokens import TokenCache, build
 from longshift.errors import DataError
 from longshift.files import publish
 
@@ -432,7 +432,7 @@ def test_a_folder_that_cannot_be_written_is_refused(small, corpus, tmp_path):
 BUILD = """
 import os, sys, time
 from longshift.config_parts import Source
-from longshift.data import tokenizer, tokens
+from longshift.documents import tokenizer, tokens
 small = tokenizer.load(sys.argv[1])
 print("ready", flush=True)
 while not os.path.exists(sys.argv[3] + ".go"):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from longshift.config_parts import Source
-from longshift.data.batch import Batches, document_from_ids
-from longshift.data.tokenizer import load, train
-from longshift.data.tokens import TokenCache, build
+from longshift.documents.batch import Batches, document_from_ids
+from longshift.documents.tokenizer import load, train
+from longshift.documents.tokens import TokenCache, build
 from longshift.errors import DataError, UsageError
 from longshift.model.loss import IGNORE
 from longshift.workload.lengths import Overlong

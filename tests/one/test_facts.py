@@ -6,7 +6,7 @@ from dataclasses import asdict, fields, replace
 import pytest
 
 from longshift.spec.families import PRESETS
-from longshift.train.facts import changed_model
+from longshift.trainer.facts import changed_model
 
 SPEC = PRESETS["tiny-llama"]
 SAVED = json.loads(json.dumps(asdict(SPEC)))

@@ -11,13 +11,13 @@ import pytest
 from longshift.cluster import files
 from longshift.config import Config
 from longshift.config_file import parse_config
-from longshift.data.batch import Batches
-from longshift.data.tokenizer import train as train_tokenizer
+from longshift.documents.batch import Batches
+from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import UsageError
-from longshift.train.corpus import open_corpus
-from longshift.train.foretold import Foretold
-from longshift.train.measured import LEAST, MOST, measured
-from longshift.train.metrics import MetricsLog, StepMetrics
+from longshift.trainer.corpus import open_corpus
+from longshift.trainer.foretold import Foretold
+from longshift.trainer.measured import LEAST, MOST, measured
+from longshift.trainer.metrics import MetricsLog, StepMetrics
 
 CONFIG = """
 model: {{preset: tiny-llama}}

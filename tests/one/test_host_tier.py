@@ -26,7 +26,7 @@ from longshift.step import player as player_module
 from longshift.step.update import train_step
 from longshift.stream import tiers
 from longshift.stream.tiers import HostTier
-from longshift.train.check import Trial, build
+from longshift.trainer.check import Trial, build
 
 TRIAL = Trial(
     ModelSpec("llama", 61, 24, 3, 6, 3, 4, 40, 128, rope=Rope()), lengths=((40, 21), (47,), (53, 6)), precision="bf16", capacity=61

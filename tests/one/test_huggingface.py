@@ -26,7 +26,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from longshift.data.batch import Document
+from longshift.documents.batch import Document
 from longshift.errors import CheckpointError
 from longshift.layout.box import Box
 from longshift.model.decoder import Decoder, build_unit, embed_scale

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Conf
 
 import longshift as ls
 from longshift.config_file import parse_config
-from longshift.data.batch import Document
-from longshift.data.micro import micro_batch
-from longshift.data.tokenizer import train as train_tokenizer
 from longshift.dist.world import World
+from longshift.documents.batch import Document
+from longshift.documents.micro import micro_batch
+from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import CheckpointError, UsageError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout as Degrees
@@ -25,8 +25,8 @@ from longshift.model.loss import IGNORE
 from longshift.spec.adapters import Lora, partly_trained
 from longshift.spec.families import read_spec
 from longshift.state.checkpoint import Checkpoint
-from longshift.train.export import export
-from longshift.train.metrics import read_rows
+from longshift.trainer.export import export
+from longshift.trainer.metrics import read_rows
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
 LLAMA = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48}

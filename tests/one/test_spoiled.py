@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from longshift.config_parts import Source
-from longshift.data import trial
-from longshift.data.sources import files, read
-from longshift.data.tokenizer import load, train
+from longshift.documents import trial
+from longshift.documents.sources import files, read
+from longshift.documents.tokenizer import load, train
 from longshift.errors import CheckpointError, DataError
 from longshift.model.huggingface import INDEX, WeightFolder, write_folder
 from longshift.spec.families import PRESETS, from_hugging_face, to_hugging_face

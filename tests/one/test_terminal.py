@@ -20,10 +20,12 @@ import pytest
 from rich.console import Console
 
 from longshift.config_file import parse_config
-from longshift.data.tokenizer import train as train_tokenizer
-from longshift.train.header import data_told, layout_told, length_rows, memory_told, model_told
-from longshift.train.metrics import Display, GroupMetrics, StepMetrics, describe, fitted
-from longshift.train.plan_file import PlanFile
+from longshift.dist.world import World
+from longshift.documents.tokenizer import train as train_tokenizer
+from longshift.trainer.admission import admit
+from longshift.trainer.header import data_told, layout_told, length_rows, model_told
+from longshift.trainer.metrics import Display, GroupMetrics, StepMetrics, describe, fitted
+from longshift.trainer.plan_file import PlanFile
 
 CONFIG = """\
 model: {{preset: tiny-llama}}
@@ -168,8 +170,11 @@ def test_a_terminal_has_a_header_at_once_and_lines_that_fit(place):
     assert "layout  dp2, 2 ranks" in text
     assert "run     run: 14 steps of 64 tokens" in text
     assert "resume  longshift train run/config.yaml --resume" in text
-    assert re.search(r"memory  at most \d+ MiB of tensors on rank \d", text)
-    assert re.search(r"there are\s+[\d.]+ [GM]iB for a rank", text)
+    memory = r"memory  at most (0\.\d+) GiB of tensors, on rank \d, and (0\.\d+) GiB of the process; a rank may have ([\d.]+) GiB"
+    found = re.search(memory, re.sub(r"\s+", " ", text).replace("memory ", "memory  "))
+    assert found
+    tensors, process, room = map(float, found.groups())
+    assert tensors + process < room <= psutil.virtual_memory().total / 2**30
     assert all(re.search(r"  ETA \d:\d\d$", line) for line in lines if line.startswith("step "))  # none goes on in a second line
 
 
@@ -190,16 +195,22 @@ def test_what_the_header_says(place):
     told = "layout: auto compared 1,234 and predicts 0.3 s a step, the next takes 1.21 times as long"
     assert told + "; the best 2 are trained a few steps each, and the fastest goes on" in layout_told(run, plan)
     assert "trained 2 choices, and this was the fastest" in layout_told(run, replace(plan, chosen=1, rates=(1.0, 2.0)))
-    need = memory_told(run, 4, 6 << 30, False)
-    assert re.match(r"at most \d+ MiB of tensors on rank \d, besides about 0.4 GiB of the process; there are 6.0 GiB for a rank$", need)
-    waiting = memory_told(parse_config(CONFIG.format(place=place, layout="chunk16.disk")), 1, 6 << 30, False)
-    assert re.search(r"; \d+ MiB wait on disk$", waiting)
+
+
+def test_the_memory_that_waits_elsewhere_is_told(place):
+    run = parse_config(CONFIG.format(place=place, layout="chunk64.disk"), ["data.max_len=16K", "train.tokens_per_step=16K"])
+    told = admit(run, World.alone(), place)
+    assert re.fullmatch(
+        r"at most .* GiB of tensors, on rank 0, and .* of the process; a rank may have .* GiB; (0\.\d+) GiB wait on disk", told
+    )
 
 
 def test_no_terminal_has_lines_and_json_alone(place, capsys):
     with Display(80) as display:
+        display.memory("at most")
         display.show(STEP)
     with Display(80, as_json=True) as display:
+        display.memory("at most")
         display.show(STEP)
     plain, row = capsys.readouterr().out.splitlines()
     assert plain == describe(STEP, 80)

@@ -14,7 +14,7 @@ from longshift.schedule.streamed import lists
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.update import train_step
 from longshift.stream.trace import Recorder
-from longshift.train.check import Trial, build
+from longshift.trainer.check import Trial, build
 
 SPEC = ModelSpec("llama", 61, 24, 2, 6, 3, 4, 40, 128, rope=Rope())
 

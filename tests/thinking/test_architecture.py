@@ -19,9 +19,9 @@ import longshift
 THINKING = (
     *("errors", "temporary", "files", "written", "other_tools", "spec", "cluster", "layout", "workload", "schedule", "switch", "program"),
     *("simulate", "planner"),
-    *("config_parts", "config", "config_file", "explain", "forecast", "starter"),
+    *("config_parts", "config", "config_file", "explained", "forecast", "starter", "answers"),
 )
-DOING = ("model", "dist", "data", "parallel", "stream", "state", "step", "train", "profile", "reports", "api")
+DOING = ("model", "dist", "documents", "parallel", "stream", "state", "step", "trainer", "profile", "reports", "api")
 FRONT = ("longshift", "cli")  # the package itself, then the command line
 ROOMS = (*THINKING, *DOING, *FRONT)
 
@@ -29,7 +29,7 @@ NUMPY = {"numpy"}  # what a thinking room may import from outside; below, those 
 OUTSIDE = {"written": {"yaml"}, "config": {"pydantic", "yaml"}, "planner": {"numpy", "scipy"}}
 OUTSIDE |= {key: {"pydantic"} for key in ("config_parts", "config_file", "starter")}
 LAZY = {"longshift.api", "longshift.cli"}  # the front door answers --help and config errors before torch is imported
-ENVIRONMENT = {"longshift.cli", "longshift.dist.world", "longshift.train.launch"}
+ENVIRONMENT = {"longshift.cli", "longshift.dist.world", "longshift.trainer.launch"}
 MAKERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
 MUTATORS = {"append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse", "add", "discard", "update"}
 MUTATORS |= {"setdefault", "popitem"}
@@ -289,7 +289,7 @@ class Player:
         (upward_edges, {BOX: "from longshift.step.update import train_step"}, "imports longshift.step.update, which is below it"),
         (upward_edges, {"longshift.switch.plan": "import longshift.program.step"}, "imports longshift.program.step, which is below it"),
         (upward_edges, {"longshift.program.step": "import longshift.simulate"}, "imports longshift.simulate, which is below it"),
-        (upward_edges, {STEP: "from longshift.train import loop"}, "imports longshift.train, which is below it"),
+        (upward_edges, {STEP: "from longshift.trainer import loop"}, "imports longshift.trainer, which is below it"),
         (upward_edges, {"longshift.stream.tiers": "import longshift.step"}, "imports longshift.step, which is below it"),
         (foreign_thoughts, {"longshift.program.step": "import torch"}, "torch in the thinking half"),
         (upward_edges, {STEP: "import longshift.cli"}, "imports longshift.cli"),

@@ -94,9 +94,9 @@ def test_units_are_powers_of_1024():
 
 
 def test_overrides_change_one_key_and_are_checked_like_the_file():
-    config = parse_config(GOOD, ["train.lr=2e-5", "train.betas=[0.8, 0.99]", "data.max_len=8K", "save.tensorboard=true"])
+    config = parse_config(GOOD, ["train.lr=2e-5", "train.betas=[0.8, 0.99]", "data.max_len=8K", "save.trackers=tensorboard"])
     assert (config.train.lr, config.train.betas, config.data.max_len) == (2e-5, (0.8, 0.99), 8192)
-    assert config.save.tensorboard
+    assert config.save.trackers == ("tensorboard",)
     assert config.train.steps == 100
     lines = faults(GOOD, "train.lrr=1", "trian.lr=1", "train.steps=many", "layout", "data.train.0.path=x", "data.overlong=[")
     assert [line.split(": ")[0] for line in lines] == ["command line"] * 6

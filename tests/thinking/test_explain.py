@@ -9,7 +9,7 @@ import pytest
 from longshift.cluster.named import cluster
 from longshift.config import Config
 from longshift.config_file import parse_config
-from longshift.explain import explain, itinerary
+from longshift.explained import explain, itinerary
 from longshift.layout.layout import Layout
 from longshift.program.needs import Need
 from longshift.spec.families import preset

@@ -34,7 +34,7 @@ def refusal(section: str = "", top: str = "", overrides: tuple[str, ...] = ()) -
         ("sp", "here it is tp2 in the layout, which has sequence parallelism in it"),
         ("optimizer", "here it is AdamW alone"),
         ("eval_steps", "here it is validation.every"),
-        ("report_to", "here it is save.tensorboard"),
+        ("report_to", "here it is save.trackers"),
         ("packing", "there is nothing to set: documents are always packed"),
         ("warmupp", "did you mean 'warmup'"),
         ("qwertz", "known: tokens_per_step"),

@@ -4,7 +4,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-import torch
 
 
 def host_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
@@ -28,10 +27,3 @@ def host_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sy
             if folder == top:
                 break
     return total, max(0, free)
-
-
-def room_bytes(ranks: int) -> int:
-    """Bytes of memory that each of so many ranks of this machine may have: a GPU's, or its part of what the machine gives processes."""
-    if torch.cuda.device_count():
-        return torch.cuda.get_device_properties(0).total_memory
-    return min(host_memory()[0], psutil.virtual_memory().total) // ranks

@@ -14,9 +14,9 @@
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from longshift.errors import UsageError, did_you_mean, nearest, shown
 from longshift.other_tools import layout_hint
@@ -97,12 +97,44 @@ class Layout:
     schedule: Schedule = "stream"
     every: int = 1
 
+    if TYPE_CHECKING:  # what dataclass makes, and the text form
+
+        @overload
+        def __init__(self, text: str, /) -> None: ...
+        @overload
+        def __init__(
+            self,
+            dp: int = 1,
+            pp: int = 1,
+            tp: int = 1,
+            ulysses: int = 1,
+            ring: int = 1,
+            zero: int = 0,
+            virtual: int = 1,
+            order: Order = "1f1b",
+            recompute: Recompute = "none",
+            keep_output: bool = False,
+            stages: tuple[int, ...] = (),
+            chunk: int = 0,
+            offload: Tier = "device",
+            keep: Keep = "output",
+            kv: Where = "device",
+            schedule: Schedule = "stream",
+            every: int = 1,
+        ) -> None: ...
+        def __init__(self, *degrees: Any, **policies: Any) -> None: ...
+
     def __post_init__(self) -> None:
-        if isinstance(self.dp, str):  # Layout("dp2.tp2")
+        """Layout("dp2.tp2") is Layout.parse("dp2.tp2"). Raises UsageError for anything else that is no number of replicas."""
+        if isinstance(self.dp, str):
+            if any(getattr(self, field.name) != field.default for field in fields(self)[1:]):
+                raise UsageError(f"Layout({self.dp!r}, ...): the text is the whole layout; write what else there is as words of it")
             for name, value in vars(Layout.parse(self.dp)).items():
                 object.__setattr__(self, name, value)
-        if not isinstance(self.dp, int):
-            raise UsageError(f"Layout({self.dp!r}): a layout is text, as in Layout('dp2.tp2'), or degrees, as in Layout(dp=2, tp=2)")
+        elif not isinstance(self.dp, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(
+                f"Layout({self.dp!r}): a layout is read from text, as in Layout('dp2.tp2'), or built, as in Layout(dp=2, tp=2)"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Layout":

@@ -201,9 +201,10 @@ class Decoder(nn.Module):
         found = {p.name: getattr(module, p.role) for module in self.units for p in module.table}  # pyright: ignore
         return {p.name: found[p.name] for p in self.spec.params}
 
-    def load(self, tensors: dict[str, Tensor]) -> "Decoder":
-        """Take `tensors` (by canonical name) as the weights; a tied head shares the embedding's."""
-        shared = {name: nn.Parameter(tensor, not self.spec.by_name[name].frozen) for name, tensor in tensors.items()}
+    def load(self, tensors: Mapping[str, Tensor]) -> "Decoder":
+        """Take `tensors` (by canonical name) as the weights; a tied head shares the embedding's. What is a Parameter is taken itself."""
+        own = {name: x for name, x in tensors.items() if isinstance(x, nn.Parameter)}
+        shared = own | {name: nn.Parameter(x, not self.spec.by_name[name].frozen) for name, x in tensors.items() if name not in own}
         for module in self.units:
             for p in module.table:  # pyright: ignore
                 setattr(module, p.role, shared[p.name])

@@ -12,7 +12,7 @@ from longshift.cluster.host import CACHE
 from longshift.config import Config
 from longshift.dist.world import launched
 from longshift.errors import UsageError
-from longshift.explain import shape_of
+from longshift.explained import shape_of
 from longshift.layout.layout import AUTO, Layout, format_size
 from longshift.layout.legal import least_chunk
 from longshift.planner.chunk_size import Machine, choose, powers

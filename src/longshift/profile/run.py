@@ -26,8 +26,8 @@ from longshift.errors import UsageError
 from longshift.files import temporary_folder
 from longshift.profile import machine, time_attention, time_compute, time_copies, time_disk, time_links
 from longshift.profile.bench import LONG_S, SHORT_S, Bench
-from longshift.train.launch import launch
-from longshift.train.run_folder import RunFolder
+from longshift.trainer.launch import launch
+from longshift.trainer.run_folder import RunFolder
 
 SOURCE = "longshift profile"
 BUSY = 0.85  # of the cores; a quiet machine gives more

@@ -10,10 +10,10 @@ from typing import Any
 from longshift.cluster.host import has_gpu
 from longshift.config import Config
 from longshift.errors import UsageError
-from longshift.explain import explain
-from longshift.train.metrics import StepMetrics, read_rows
-from longshift.train.plan_file import read as read_plan
-from longshift.train.run_folder import RunFolder, read_config
+from longshift.explained import explain
+from longshift.trainer.metrics import StepMetrics, read_rows
+from longshift.trainer.plan_file import read as read_plan
+from longshift.trainer.run_folder import RunFolder, read_config
 
 SERIES = ("loss", "grad_norm", "lr", "tokens", "tokens_per_s", "model_flops_per_s", "memory_bytes", "seconds")
 SUMS = ("documents", "tokens", "seconds", "switch_exposed_s", "switch_hidden_s")

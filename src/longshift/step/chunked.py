@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longshift.data.batch import Document
-from longshift.data.micro import ChunkedPack
+from longshift.documents.batch import Document
+from longshift.documents.micro import ChunkedPack
 from longshift.model.decoder import Head
 from longshift.parallel import ring
 from longshift.program.operations import Op

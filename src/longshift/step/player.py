@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longshift.cluster.cluster import Heads
-from longshift.data.batch import Document
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
+from longshift.documents.batch import Document
 from longshift.layout.layout import Layout
 from longshift.model.kernels import choose, kernels
 from longshift.program.operations import Op, Program

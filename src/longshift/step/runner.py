@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from longshift.data.batch import Document
-from longshift.data.micro import micro_batch
 from longshift.dist.world import World
+from longshift.documents.batch import Document
+from longshift.documents.micro import micro_batch
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_rows
 from longshift.model.decoder import Block, Head, MicroBatch, build_unit

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from longshift.data.batch import Document, StepBatch
 from longshift.dist.world import World
+from longshift.documents.batch import Document, StepBatch
 from longshift.errors import NonFiniteError
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home

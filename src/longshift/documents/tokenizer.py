@@ -1,0 +1,180 @@
+"""Texts to token ids, and which of them are learned: a `tokenizer.json` as it is, or the project's own small byte-level BPE."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from longshift.config_parts import Source
+from longshift.documents.sources import Text, files, read
+from longshift.documents.trial import why_not
+from longshift.errors import DataError, shown
+from longshift.files import publish
+from longshift.written import not_text
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A tokenizer that closes every document.
+
+    `eos` the end-of-text id; `vocab` the largest id plus one; `file` its `tokenizer.json`; `fingerprint`
+    SHA-256 of `tokenizer.json` and the end-of-text id: tokenizers of equal fingerprint make equal tokens.
+    """
+
+    core: tokenizers.Tokenizer
+    eos: int
+    vocab: int
+    file: Path
+    fingerprint: str
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text with the special tokens that the tokenizer itself adds (such as begin of text), closed by end of
+        text where the text does not end with it. A special token that is spelled out in a text becomes that token, as in
+        `transformers`."""
+        return [self._closed(text, one.ids) for text, one in zip(texts, self.core.encode_batch_fast(list(texts)))]
+
+    def encode_learned(self, texts: Sequence[Text]) -> list[tuple[list[int], np.ndarray]]:
+        """Token ids of each text, and which of them are targets, bool [tokens]: those that have a character that is learned, and end of
+        text where what comes before it is learned. A template has written all special tokens that there are; where one of them ends the
+        text, nothing closes it."""
+        found = []
+        for text in texts:
+            encoding = self.core.encode(text.text, add_special_tokens=not text.rendered)
+            ends = text.text.rstrip().endswith(self.special) if text.rendered else False
+            ids = encoding.ids if ends else self._closed(text.text, encoding.ids)
+            found.append((ids, _learned(text, encoding.offsets, len(ids))))
+        return found
+
+    def _closed(self, text: str, ids: list[int]) -> list[int]:
+        closed = ids[-1:] == [self.eos] or text.rstrip().endswith(self.end)
+        return ids if closed else [*ids, self.eos]
+
+    @cached_property
+    def end(self) -> str:
+        """The end-of-text token, as it is written."""
+        return self.core.id_to_token(self.eos) or END_OF_TEXT
+
+    @cached_property
+    def special(self) -> tuple[str, ...]:
+        """All special tokens, as they are written."""
+        added = self.core.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special and token.content)
+
+    def check_model(self, vocab: int) -> None:
+        """Raises DataError when a model with this vocabulary cannot embed every id."""
+        if self.vocab > vocab:
+            raise DataError(
+                f"{self.file}: the tokenizer's largest id is {self.vocab - 1}, but the model's vocabulary has {vocab} tokens "
+                f"(ids 0 to {vocab - 1}); use the model's own tokenizer, or set the model's vocab to {self.vocab}"
+            )
+
+
+def load(path: Path | str) -> Tokenizer:
+    """Read `tokenizer.json`, given itself or its folder, and the end-of-text token that lies beside it, once it has been tried in another
+    process. Raises DataError."""
+    given = Path(path).expanduser()
+    at = given / "tokenizer.json" if given.is_dir() else given
+    if at.is_file() and (why := why_not(at)):
+        raise DataError(f"{at}: cannot be read as a tokenizer: {why}")
+    return _open(at)
+
+
+def _open(at: Path) -> Tokenizer:
+    try:
+        data = at.read_bytes()
+        core = tokenizers.Tokenizer.from_str(data.decode())
+    except FileNotFoundError:
+        raise DataError(f"{at}: there is no tokenizer; a model folder carries one as tokenizer.json") from None
+    except Exception as error:  # the library raises bare Exception for a file it cannot read
+        raise DataError(f"{at}: cannot be read as a tokenizer: {error}") from error
+    core.no_truncation()
+    core.no_padding()
+    eos = _end_of_text(core, at)
+    fingerprint = hashlib.sha256(data + f"\n{eos}".encode()).hexdigest()
+    return Tokenizer(core, eos, max(core.get_vocab().values()) + 1, at, fingerprint)
+
+
+def project_tokenizer(cache: Path | str, vocab: int = 4096) -> Tokenizer:
+    """The project's tokenizer: byte-level BPE of `vocab` tokens trained on every fourth file of the installed standard library
+    (about 8 MB, a second or two; all of them would save 1 % of the tokens). Kept in folder `cache` under a name that stands for
+    the files, the size and the trainer. Raises DataError when the folder cannot be written."""
+    library = files(Source(corpus="python"))[::4]
+    made_from = (vocab, tokenizers.__version__, [(f.path, f.size_bytes, f.mtime_ns) for f in library])
+    key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+    target = Path(cache).expanduser() / f"tokenizer-{key[:16]}"
+    if not target.exists():
+        texts = (item.text for file in library for item in read(file) if isinstance(item, Text))
+        try:
+            publish(target, lambda folder: _write(train(texts, vocab), folder))
+        except DataError:
+            raise
+        except Exception as error:  # the library raises bare Exception where it cannot write
+            raise DataError(f"{target}: cannot write the tokenizer: {getattr(error, 'strerror', None) or error}") from error
+    return _open(target / "tokenizer.json")
+
+
+def train(texts: Iterator[str], vocab: int) -> tokenizers.Tokenizer:
+    """Byte-level BPE of `vocab` tokens, the end-of-text token first. Equal texts give an equal tokenizer. Raises DataError when
+    `vocab` is less than the 256 bytes and the end-of-text token, or the texts are too few to fill it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab <= len(alphabet):
+        raise DataError(f"a byte-level tokenizer needs at least {len(alphabet) + 1} tokens, not {vocab}: 256 bytes and end of text")
+    core = tokenizers.Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    core.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False)
+    core.train_from_iterator(texts, trainer)
+    if core.get_vocab_size() != vocab:
+        raise DataError(f"the texts give only {core.get_vocab_size()} of {vocab} tokens; ask for fewer or train on more text")
+    return core
+
+
+def _learned(text: Text, offsets: Sequence[tuple[int, int]], tokens: int) -> np.ndarray:
+    """Which of a text's tokens are targets. Those without characters, which close it, are where its end is."""
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    spans = text.learned or ()
+    learned = np.zeros(tokens, bool)
+    for first, last in spans:
+        learned[: len(starts)] |= (starts < last) & (ends > first)
+    written = 1 + int(np.flatnonzero(ends > starts).max(initial=-1))
+    learned[written:] = bool(spans) and spans[-1][1] >= len(text.text.rstrip())
+    return learned
+
+
+def _write(core: tokenizers.Tokenizer, folder: Path) -> None:
+    core.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _end_of_text(core: tokenizers.Tokenizer, at: Path) -> int:
+    """The id of `eos_token` as the files beside the tokenizer name it, else of `<|endoftext|>`."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        config = at.parent / name
+        if not config.exists():
+            continue
+        try:
+            token = json.loads(config.read_bytes()).get("eos_token")
+        except (ValueError, AttributeError, OSError, RecursionError) as error:
+            raise DataError(f"{config}: cannot be read: {error}") from error
+        token = token.get("content") if isinstance(token, dict) else token
+        if (token is not None and not_text(str(token))) or not isinstance(token, str | None):
+            raise DataError(f"{config}: eos_token {shown(token)} is not a text")
+        if token is not None:
+            eos = core.token_to_id(token)
+            if eos is None:
+                raise DataError(f"{config}: eos_token {shown(token)} is not a token of {at}")
+            return eos
+    eos = core.token_to_id(END_OF_TEXT)
+    if eos is None:
+        config = at.parent / "tokenizer_config.json"
+        raise DataError(f'{at}: which token ends a text is not known; write it into {config}: {{"eos_token": "..."}}')
+    return eos

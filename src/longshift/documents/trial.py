@@ -1,0 +1,53 @@
+"""A tokenizer tried in a process of its own, with a deadline: its library panics, aborts or never returns for some files, and takes the
+process with it. The child imports nothing of Longshift but this."""
+
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import tokenizers
+
+DEADLINE_S = 120.0  # the largest tokenizers take some seconds to open, on a machine with nothing else to do
+# What later texts are made of: words, numbers, spaces, signs, other scripts, one long run of each kind.
+PROBES = (
+    "",
+    "Hello, world! It's 3.14 at 12:30.\n\n\tif x == 1:\r\n",
+    "ä ß 日本語 한국어 עברית 🙂\U000e0001",
+    "a" * 3000 + "!",
+    " " * 3000 + ".",
+)
+PROBES += ("1" * 3000 + "x", "aB1 " * 1000, "<|endoftext|><s></s>[UNK]\x01\x7f")
+
+
+def why_not(file: Path, deadline_s: float = DEADLINE_S) -> str | None:
+    """Why the tokenizer of a file cannot be used; None where it can. A file that has not changed is tried once by a process."""
+    return _tried(file, file.stat().st_mtime_ns, file.stat().st_size, deadline_s)
+
+
+@lru_cache(maxsize=64)
+def _tried(file: Path, mtime_ns: int, size: int, deadline_s: float) -> str | None:
+    command = [sys.executable, "-P", "-c", "import sys; from longshift.documents.trial import tried; tried(sys.argv[1])", str(file)]
+    try:
+        child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=deadline_s, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it does not cut a few short texts within {deadline_s:g} s: look for a pattern of its pre_tokenizer that never ends"
+    if child.returncode == 0:
+        return None
+    said = [line for line in child.stderr.decode(errors="replace").splitlines() if line.strip()]
+    how = f"the library of tokenizers was ended by signal {-child.returncode}" if child.returncode < 0 else "its library fails"
+    return f"{how}: {' '.join(said[-1:])[:300]}"
+
+
+def tried(file: str) -> None:
+    """Open a tokenizer and cut the probes; the process ends with an exit code other than 0 where that fails."""
+    core = tokenizers.Tokenizer.from_file(file)
+    core.no_truncation()
+    core.no_padding()
+    ids = core.get_vocab().values()
+    if not ids:
+        sys.exit("it holds no tokens")
+    largest = max((found for text in PROBES for found in core.encode(text).ids), default=0)
+    core.encode_batch_fast(list(PROBES))
+    if largest > max(ids):
+        sys.exit(f"it gives id {largest}, and the largest of its tokens is {max(ids)}: see its post_processor")

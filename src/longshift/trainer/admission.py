@@ -1,0 +1,97 @@
+"""Admission: whether the largest step of a run has room on every rank, decided by all ranks before anything is built."""
+
+import shutil
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+from longshift.config import Config
+from longshift.dist.memory import host_memory
+from longshift.dist.world import World
+from longshift.errors import OutOfMemoryError
+from longshift.explained import shape_of
+from longshift.program.needs import Need, StepShape, most, needs
+from longshift.schedule.inside_rank import Transport
+
+CONTROL_GROUPS = Path("/proc/self/cgroup")
+
+
+def admit(config: Config, world: World, run: Path) -> str:
+    """Refuse a run whose largest step cannot have room on some rank, on the device or where it waits; collective, and one decision of all.
+    What the rank that needs most needs and what there is for it, in a sentence. Raises OutOfMemoryError with the arithmetic."""
+    room, process = _room(world)
+    cpu = world.device.type == "cpu"
+    shape = shape_of(config, world.per_node)
+    whole = needs(shape, config.edges, "gloo" if cpu else "nccl", cpu)
+    fault = next(_lacking(config, world, run, room, process, shape, whole), None)
+    world.agree(OutOfMemoryError(fault) if fault else None)
+    need, wait = most(whole), {"host": "in host memory", "disk": "on disk"}
+    told = f"at most {_gib(need.device.total)} of tensors, on rank {need.rank}, and {_gib(process)} of the process"
+    waiting = {place: most(whole, place).of(place) for place in wait}
+    return f"{told}; a rank may have {_gib(room)}" + "".join(
+        f"; {_gib(size)} wait {wait[place]}" for place, size in waiting.items() if size
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _lacking(config: Config, world: World, run: Path, room: int, process: int, shape: StepShape, whole: Sequence[Need]) -> Iterator[str]:
+    """What has no room on this rank, place by place, with the arithmetic. `whole`: the needs of the largest step of this shape."""
+    cpu = world.device.type == "cpu"
+    transport: Transport = "gloo" if cpu else "nccl"
+    need = most(whole)
+    if need.device.total + process > room:
+        alive = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.device.alive[:6])
+        yield (
+            f"rank {need.rank} needs {need.device.total / 2**30:.2f} GiB for tensors, in {need.device.op} ({alive}), besides "
+            f"{process / 2**30:.2f} GiB that the process has, and there are {room / 2**30:.2f} GiB for it; recompute-full, more tp, u or "
+            "ring, z3, chunks, a smaller upto, pack or train.pack_tokens take less"
+        )
+    waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
+    for edge in config.edges:
+        place = edge.use.offload
+        if place == "disk" or (place == "host" and not cpu):
+            alone = whole if len(config.edges) == 1 else needs(shape, [edge], transport, cpu)
+            waiting[place][str(edge.use)] = most(alone, place).of(place)
+    if waiting["disk"]:
+        folder = config.stream.options(run).folder
+        yield from _crowded(waiting["disk"], world.per_node, shutil.disk_usage(folder).free, f"{folder} has", "another stream.folder")
+    if waiting["host"]:
+        yield from _crowded(waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk")
+
+
+def _crowded(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> Iterator[str]:
+    """What has no room of what waits, in bytes of a rank by layout. A group's memory is kept while others run."""
+    need = sum(waiting.values())
+    if need * ranks > free:
+        parts = " + ".join(f"{size / 2**30:.2f} ({layout})" for layout, size in waiting.items())
+        yield (
+            f"what waits for the backward of the longest documents needs {parts} = {need / 2**30:.2f} GiB of each of {ranks} ranks, "
+            f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, keep-input, every4, more "
+            "tp, u or ring, or a smaller upto"
+        )
+
+
+def _room(world: World) -> tuple[int, int]:
+    """Bytes that this rank may have, those of the process included, and how many the process has already. Ranks of one control group share
+    what it allows; collective."""
+    if world.device.type != "cpu":
+        free, total = torch.cuda.mem_get_info(world.device)
+        return total, total - free
+    settle(world.device)
+    own = f"{socket.gethostname()} {CONTROL_GROUPS.read_text() if CONTROL_GROUPS.exists() else ''}"
+    sharing = world.gather_text(own).count(own)
+    return min(host_memory()[0] // sharing, psutil.virtual_memory().total // world.per_node), psutil.Process().memory_info().rss
+
+
+def settle(device: torch.device) -> None:
+    """Have the process take what it takes once, whatever is trained: what a first backward, optimizer and matmul in bf16 load."""
+    x = torch.ones(64, 64, requires_grad=True, device=device)
+    (x @ x).sum().backward()
+    torch.optim.AdamW([x], fused=True).step()
+    torch.mm(x.detach().bfloat16(), x.detach().bfloat16())

@@ -1,0 +1,274 @@
+"""`longshift check`: a run's own model and documents under some layouts, against one process, in float64; and whether documents leak.
+
+The run is made small, all of it in proportion: the longest document, the edges of its groups, their packs and chunks. Then every part of
+every layout has work: every group, every replica several packs, every stage several micro-batches, every chunked layout documents of
+several chunks.
+
+A leak is a loss that depends on what it must not see. For some target positions, every token after the position and every token of every
+other document is replaced; the loss at the position must stay as it was.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from longshift.config import Config
+from longshift.config_file import parse_config
+from longshift.dist.fork import ForkedWorld, SpawnedWorld
+from longshift.dist.memory import host_memory
+from longshift.dist.world import World
+from longshift.documents.batch import Batches, Document
+from longshift.errors import OutOfMemoryError
+from longshift.files import temporary_folder
+from longshift.layout.layout import Layout
+from longshift.model.loss import IGNORE
+from longshift.program.needs import StepShape, most, needs
+from longshift.spec.formats import FORMATS
+from longshift.step.player import Player
+from longshift.step.timeline import Timeline, predicted, rank_of, verdict
+from longshift.step.update import train_step
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import Links
+from longshift.trainer.check import Trial, build
+from longshift.trainer.corpus import open_corpus
+from longshift.trainer.loop import build_player, build_state, open_data
+from longshift.workload.groups import Edge, LengthGroup
+
+MOST_TOKENS = 8192  # of a group, where its documents need not be longer
+LONGEST = 128  # tokens of the longest document, at the most, and LEAST for each rank that shares its sequence
+LEAST = 8
+CHUNKS = 4  # of the longest document, at the least
+STEPS = 2  # in the second one, what was not brought up to date after the first shows
+MOST_READ = 64  # steps of the run from which documents are taken, at the most
+TOLERANCE = 1e-9  # relative: float64 rounds at 1e-16, and sums of a deep model's many terms differ by their order
+PROBES = 6
+PROBED_TOKENS = 512
+ROWS = 8  # of differences that are shown
+DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Small:
+    """A run made small. `longest`: tokens of its longest document; `edges`, `packs`: of its groups, from short documents to long;
+    `replicas` of a layout, and `micros` of each, at the most."""
+
+    longest: int
+    edges: tuple[int, ...]
+    packs: tuple[int, ...]
+    replicas: int
+    micros: int
+
+    @classmethod
+    def of(cls, config: Config, ways: Sequence[Sequence[Layout]]) -> "Small":
+        """A run in proportion, as long as all of these ways to compute need."""
+        layouts = [layout for way in ways for layout in way]
+        replicas = max(layout.dp for layout in layouts)
+        micros = max(layout.pp + 1 for layout in layouts)
+        sharing = max(layout.sequence * layout.tp for layout in layouts)
+        longest = max(LEAST * sharing, min(LONGEST, MOST_TOKENS // (2 * replicas * micros)))
+        longest = min(config.data.max_len, longest)
+        share, edges, packs = longest / config.data.max_len, [0], list[int]()
+        for edge in config.edges[:-1]:
+            edges.append(max(math.ceil(edge.upto * share), edges[-1] + 1))
+            packs.append(max(math.ceil(edge.pack * share), edges[-1]))
+        longest = max(longest, edges[-1] + 1)
+        return cls(longest, (*edges[1:], longest), (*packs, 2 * longest), replicas, micros)
+
+    def layouts(self, config: Config, way: Sequence[Layout]) -> list[Layout]:
+        """The layouts of a way with chunks that cut the longest documents of their groups as often as the run's own, CHUNKS times at the
+        least. A single layout computes all groups."""
+        ends = self.edges if len(way) > 1 else self.edges[-1:]
+        longest = [edge.upto for edge in config.edges] if len(way) > 1 else [config.data.max_len]
+        return [_in_proportion(layout, end, own) for layout, end, own in zip(way, ends, longest)]
+
+    def lengths(self) -> list[int]:
+        """Lengths of documents that give every replica `micros` packs of every group, the longest there may be among them."""
+        found, low = list[int](), 0
+        for edge, pack in zip(self.edges, self.packs):
+            own = [edge]
+            while sum(own) < self.replicas * self.micros * pack:
+                own += [low + 1 + (edge - low) // 2, edge, low + 1]
+            found, low = [*found, *own], edge
+        return found
+
+
+def check(config: Config, ways: Sequence[Sequence[Layout]], device: str = "cpu") -> dict:
+    """Worst relative differences to one process, and leaked positions, over the ways to compute and for each: a layout, or those of the
+    config's groups; and whether all are within TOLERANCE. Works on documents of the run's first steps, made small (`Small`), in processes
+    on this machine: the reference on its CPU, the ways on devices of this type. What waits on disk does so in stream.folder, where that
+    is given. Raises LongshiftError, OutOfMemoryError where there is no room for it."""
+    small = Small.of(config, ways)
+    texts = [" > ".join(map(str, small.layouts(config, way))) for way in ways]
+    _make_room(config, small, ways, device)
+    worlds = [_ranks(layouts[0].world, device, device) for layouts in ways]
+    with temporary_folder() as scratch:
+        path = str(scratch / "truth.safetensors")
+        with _ranks(1, "cpu", device) as alone:
+            told = {"config": config.to_yaml(), "scratch": str(scratch), "small": asdict(small)}
+            (trial,) = alone.call("longshift.trainer.check_run:trial_of", DEADLINE_S, **told)
+            (loss,) = alone.call("longshift.trainer.check:write_reference", DEADLINE_S, trial=trial, path=path)
+        rows = []
+        for layouts, text, there in zip(ways, texts, worlds):
+            with there as world:
+                found = world.call("longshift.trainer.check:compare", DEADLINE_S, path=path, trial=trial, layout=text)
+                leaks = [
+                    world.call("longshift.trainer.check_run:leaks", DEADLINE_S, trial=trial, layout=layout)[0]
+                    for layout in dict.fromkeys(text.split(" > "))
+                ]
+            row = {"layout": " > ".join(map(str, layouts)), "as": text}
+            row |= {kind: max(answer[kind] for answer in found) for kind in ("loss", "grad", "weight")}
+            rows.append(row | {what: sum(leak[what] for leak in leaks) for what in leaks[0]})
+    worst = {kind: max((row[kind] for row in rows), key=lambda value: (math.isnan(value), value)) for kind in ("loss", "grad", "weight")}
+    leaked = sum(row["leaked_positions"] for row in rows)
+    documents = trial["given"][0]
+    return {
+        "reference": "one process, float64",
+        "documents": len(documents),
+        "tokens": sum(len(ids) for ids, _ in documents),
+        "reference_loss": loss,
+        **worst,
+        "leaked_positions": leaked,
+        "tolerance": TOLERANCE,
+        "pass": all(value <= TOLERANCE for value in worst.values()) and not leaked,
+        "rows": rows,
+    }
+
+
+def _ranks(size: int, here: str, device: str) -> ForkedWorld:
+    """A world on devices of type `here`; forked where no rank of the check uses a GPU."""
+    return ForkedWorld(size) if device == "cpu" else SpawnedWorld(size, here)
+
+
+def _in_proportion(layout: Layout, longest: int, of_run: int) -> Layout:
+    """The layout with a chunk that cuts the longest small document in as many as its own cuts the run's, and in CHUNKS at the least."""
+    if not layout.chunk:
+        return layout
+    chunk = min(math.ceil(layout.chunk * longest / of_run), longest // CHUNKS)
+    return replace(layout, chunk=max(layout.sequence, chunk))
+
+
+def _make_room(config: Config, small: Small, ways: Sequence[Sequence[Layout]], device: str) -> None:
+    """Raises OutOfMemoryError where this machine's memory does not hold the reference, or what the ranks of a way have together."""
+    asked: list[tuple[str, Sequence[Layout], int]] = [("one process", [Layout()], 1)]
+    if device == "cpu":
+        asked += [(" > ".join(map(str, way)), small.layouts(config, way), way[0].world) for way in ways]
+    free = host_memory()[1]
+    for name, layouts, ranks in asked:
+        ends, packs = (small.edges, small.packs) if len(layouts) > 1 else (small.edges[-1:], small.packs[-1:])
+        edges = tuple(Edge(*each) for each in zip(ends, layouts, packs))
+        links = Links(ranks, 1.0, 1.0)
+        way = Itinerary(config.spec, edges, links, 8, 8, SwitchOptions())
+        shape = StepShape(way, edges, FORMATS["float64"], sum(small.lengths()), small.longest)
+        need = ranks * most(needs(shape, edges, "gloo", True)).device.total
+        if need > free:
+            raise OutOfMemoryError(
+                f"check computes in float64 and without a GPU for its reference: {name} needs {need / 2**30:.1f} GiB for tensors, and "
+                f"{free / 2**30:.1f} GiB of this machine's memory are free; check a model of the same family with fewer layers"
+            )
+
+
+def timeline(config: Config, device: str = "cpu") -> dict:
+    """The first step of a run, played on devices of this type and recorded beside what the ledger predicts: peaks of every rank, and the
+    largest differences in bytes after an operation. Raises LongshiftError."""
+    with temporary_folder() as scratch, _ranks(config.world, device, device) as world:
+        found = world.call("longshift.trainer.check_run:recorded", DEADLINE_S, config=config.to_yaml(), scratch=str(scratch))
+    rows = [{"rank": rank, **row} for rank, answer in enumerate(found) for row in answer.pop("differences")]
+    rows.sort(key=rank_of)
+    ranks = [{"rank": rank, **answer} for rank, answer in enumerate(found)]
+    return {"within": all(answer["within"] for answer in found), "ranks": ranks, "differences": rows[:ROWS]}
+
+
+def recorded(world: World, config: str, scratch: str) -> dict:
+    """What `step.timeline.verdict` says of a run's first step on this rank."""
+    run = parse_config(config)
+    with Timeline(world.device) as seen:
+        state = build_state(run, world)
+        player = build_player(run, world, state, Path(scratch))
+        batches, _ = open_data(run, world)
+        batch = batches.at(state.cursor)
+        seen.watch(player)
+        train_step(state, batch, player)
+        player.after = None
+    return verdict(seen, predicted(player), ROWS)
+
+
+def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
+    """STEPS steps of a run made small, as a Trial in JSON: their documents are pieces of the run's first ones. `scratch`: where the disk
+    tier is, unless the run names a folder."""
+    run, size = parse_config(config), Small(**small)
+    _, cache = open_corpus(run)
+    batches = Batches.of(run, cache)
+    lengths, batch = size.lengths() * STEPS, batches.at(0)
+    ids, labels = [document.ids for document in batch.documents], [document.labels for document in batch.documents]
+    for _ in range(MOST_READ - 1):
+        if sum(map(len, ids)) >= sum(lengths):
+            break
+        batch = batches.at(batch.next_cursor)
+        ids += [document.ids for document in batch.documents]
+        labels += [document.labels for document in batch.documents]
+    all_ids, all_labels = (np.resize(np.concatenate(parts), sum(lengths)) for parts in (ids, labels))
+    documents = []
+    for length, end in zip(lengths, np.cumsum(lengths)):
+        own = all_labels[end - length : end].copy()
+        own[-1] = IGNORE
+        if (own == IGNORE).all():  # a piece of a prompt: any label will do
+            own[:-1] = all_ids[end - length + 1 : end]
+        documents.append((tuple(all_ids[end - length : end].tolist()), tuple(own.tolist())))
+    count = len(documents) // STEPS
+    return Trial(
+        run.spec,
+        (),
+        given=tuple(tuple(documents[step * count : (step + 1) * count]) for step in range(STEPS)),
+        capacity=size.packs[-1],
+        seed=run.train.seed,
+        warmup=0,
+        folder=run.model.path if run.model.init == "pretrained" else None,
+        edges=tuple(size.edges[:-1]),
+        packs=tuple(size.packs[:-1]),
+        planner=run.switch.planner,
+        bucket_bytes=run.switch.bucket,
+        ahead_bytes=run.switch.ahead,
+        stream_folder=run.stream.folder or scratch,
+    ).to_json()
+
+
+def leaks(world: World, trial: dict, layout: str) -> dict[str, int]:
+    """How many of some target positions see what they must not, under a layout."""
+    what = Trial.from_json(trial)
+    _, player = build(what, [Layout.parse(layout)], world)
+    documents = sorted(what.batches()[0].documents, key=lambda document: len(document.ids))
+    documents = [documents[-1], *documents[:-1]]  # the longest, and short ones
+    documents = documents[: max(2, bisect_left(list(accumulate(len(d.ids) for d in documents)), PROBED_TOKENS))]
+    random = np.random.default_rng(what.seed)
+    targets = [(d, int(p)) for d, document in enumerate(documents) for p in np.flatnonzero(document.labels != IGNORE)]
+    chosen = [targets[i] for i in np.linspace(0, len(targets) - 1, min(PROBES, len(targets))).astype(int)]
+    leaked = 0
+    for document, position in chosen:
+        before, after = ([], [])
+        for number, other in enumerate(documents):
+            seen = position + 1 if number == document else 0
+            labels = np.full_like(other.labels, IGNORE)
+            if number == document:
+                labels[position] = other.labels[position]
+            noise = random.integers(0, what.spec.vocab, len(other.ids))
+            before.append(Document(other.ids, labels))
+            after.append(Document(np.where(np.arange(len(other.ids)) < seen, other.ids, noise), labels))
+        leaked += _loss(player, before) != _loss(player, after)
+    return {"leaked_positions": leaked, "probed_positions": len(chosen)}
+
+
+def _loss(player: Player, documents: Sequence[Document]) -> float:
+    """Loss sum of one pack, over all ranks; every replica computes it."""
+    ((layout, runner),) = player.runners.items()
+    pack = tuple(range(len(documents)))
+    program = player.program(
+        documents, [LengthGroup(0, sum(len(d.ids) for d in documents), layout, (pack,), ((0,),) * layout.dp, (0.0,))], 1.0
+    )
+    player.play(tuple(op for op in program if op.kind not in ("norm", "update")))
+    player.home.drop_gradients()
+    return float(player.world.everyone.all_reduce(runner.loss))

@@ -1,0 +1,99 @@
+"""The documents that a config asks for, as tokens, and what is in them."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longshift.config import Config
+from longshift.config_parts import PROJECT_VOCAB, Source
+from longshift.documents import tokenizer, tokens
+from longshift.errors import DataError, LongshiftError
+from longshift.workload.lengths import cap_loss, histogram, quantiles
+
+if TYPE_CHECKING:  # `longshift data` needs no ranks
+    from longshift.dist.world import World
+
+SAMPLE = 1000  # tokens of a document that is shown
+SHARES = (0.5, 0.9, 0.99, 1.0)
+
+
+def open_tokenizer(config: Config) -> tokenizer.Tokenizer:
+    """The tokenizer that `data.tokenizer` names, else the model folder's own, else the project's. Raises DataError, also where the
+    model's vocabulary does not hold its ids."""
+    named = config.data.tokenizer or config.model.path
+    if named is not None:
+        found = tokenizer.load(named)
+    else:
+        found = tokenizer.project_tokenizer(config.data.cache, min(PROJECT_VOCAB, config.spec.vocab))
+    found.check_model(config.spec.vocab)
+    return found
+
+
+def open_corpus(
+    config: Config, progress: tokens.Progress | None = None, verify: bool = True, sources: Sequence[Source] | None = None
+) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
+    """The tokenizer, and the token cache of `sources`, data.train where not given, made now if it is not there; `verify` as in
+    `TokenCache.open`. Raises DataError."""
+    found = open_tokenizer(config)
+    data = config.data
+    template = Path(data.template) if data.template else None
+    return found, tokens.build(sources or data.train, found, Path(data.cache), progress, verify, template)
+
+
+def open_on_ranks(config: Config, world: "World", sources: Sequence[Source] | None = None) -> tuple[tokenizer.Tokenizer, tokens.TokenCache]:
+    """`open_corpus` on every rank; collective. Rank 0 makes the cache where it is not there. Then one rank of those that see the same files
+    reads them whole, and the others wait for it. Raises LongshiftError, on every rank where one rank has a fault."""
+    fault, found = None, None
+    for turn in (world.rank == 0, world.rank > 0):
+        try:
+            found = open_corpus(config, verify=False, sources=sources) if turn else found
+        except LongshiftError as error:
+            fault = error
+        world.wait_for([0])
+        world.agree(fault)
+    assert found is not None
+    cache = found[1]
+    if len(set(world.gather_text(cache.fingerprint))) > 1:
+        raise DataError(f"{cache.folder}: the tokens are not the same on all ranks: every machine needs the same files of data.train")
+    identities = world.gather_text(cache.identity)
+    readers = {identities.index(identity) for identity in identities}
+    try:
+        if world.rank in readers:
+            cache.verify()
+    except LongshiftError as error:
+        fault = error
+    world.wait_for(readers)
+    world.agree(fault)
+    return found
+
+
+def survey(config: Config, cache: tokens.TokenCache) -> dict[str, Any]:
+    """Documents, tokens, lengths, what each cap from a quarter of `data.max_len` to the longest document would lose. Where a part is
+    learned: how many tokens, and a document as runs of text that are learned, or not."""
+    max_len = config.data.max_len
+    longest = int(cache.lengths.max())
+    caps = sorted({max_len} | {2**n for n in range(max(1, (max_len // 4).bit_length() - 1), longest.bit_length())})
+    return {
+        "documents": len(cache),
+        "tokens": int(cache.lengths.sum()),
+        "skipped": [list(pair) for pair in cache.skipped],
+        "quantiles": {f"p{100 * share:g}": n for share, n in zip(SHARES, quantiles(cache.lengths, SHARES))},
+        "histogram": [asdict(bin) for bin in histogram(cache.lengths)],
+        "caps": [asdict(cap_loss(cache.lengths, cap)) for cap in caps if cap >= 2],
+        "cache": str(cache.folder),
+    } | ({} if cache.learned_tokens is None else {"learned": cache.learned_tokens, "sample": _sample(config, cache)})
+
+
+def _sample(config: Config, cache: tokens.TokenCache) -> list[tuple[str, bool]]:
+    """The first document of which a part is not learned, cut at SAMPLE tokens."""
+    core, runs = open_tokenizer(config).core, list[tuple[str, bool]]()
+    for number in range(len(cache)):
+        mask = cache.learned(number)
+        if mask is not None and not mask.all():
+            ids, mask = cache.tokens(number)[:SAMPLE].tolist(), mask[:SAMPLE].tolist()
+            edges = [0, *(i for i in range(1, len(ids)) if mask[i] != mask[i - 1]), len(ids)]
+            runs = [(core.decode(ids[a:b], skip_special_tokens=False), bool(mask[a])) for a, b in pairwise(edges)]
+            break
+    return runs

@@ -1,0 +1,90 @@
+"""A run's checkpoint as a Hugging Face folder, or its adapters as a folder of PEFT."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longshift.config import Config
+from longshift.dist.world import World
+from longshift.documents.template import FILE as TEMPLATE
+from longshift.documents.tokenizer import Tokenizer
+from longshift.errors import CheckpointError, UsageError
+from longshift.layout.box import Box
+from longshift.model.huggingface import TOKEN_IDS, TOKENIZER_FILES, Carried, write_adapters, write_folder
+from longshift.spec.adapters import A, B
+from longshift.spec.formats import FORMATS, PrecisionName
+from longshift.spec.model import ModelSpec, Param
+from longshift.state.checkpoint import Checkpoint
+from longshift.state.home import Source
+from longshift.state.precision import Precision
+from longshift.trainer.corpus import open_tokenizer
+from longshift.trainer.facts import Facts
+from longshift.trainer.initial import continued
+from longshift.trainer.stages import stages_of
+
+
+def export(config: Config, run: Path, to: Path, precision: PrecisionName | None = None, best: bool = False, merge: bool = False) -> None:
+    """Write weights, config.json and the tokenizer that was trained with to the new folder `to`; of a run with adapters, these alone, as a
+    folder of PEFT, unless they are to be added to the weights (`merge`). `best`: of the checkpoint with the lowest validation loss, else of
+    the newest. `precision`: of the weights; that of the model folder that the run began with where not given, else float32, as adapters
+    are. A model with rotary embedding has at least as many positions as the longest document that it was trained on. Raises
+    CheckpointError, and UsageError where there is nothing to merge."""
+    if merge and not config.spec.lora:
+        raise UsageError(f"{run} trained without adapters: leave --merge out")
+    saved = (Checkpoint.best if best else Checkpoint.latest)(run, World.alone())
+    tokenizer = open_tokenizer(config)
+    if tokenizer.fingerprint != Facts.of(saved).fingerprints.tokenizer:
+        raise CheckpointError(f"the tokenizer changed since {saved.folder} was written; an export with it would be useless")
+    trained = [stage.config for stage in stages_of(config) if stage.begin < saved.step]
+    spec, longest = trained[-1].spec, max(part.data.max_len for part in trained)
+    if not spec.learned_positions:
+        spec = replace(spec, max_positions=max(spec.max_positions, longest))
+    source = _config_json(Path(config.model.path)) if config.model.path else {}
+    kept = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16)}
+    named = getattr(torch, FORMATS[precision].compute) if precision else None
+    carried = _carried(config, tokenizer)
+    weights = continued(config, saved, Precision.of(config.train.precision).home)
+    if spec.lora and not merge:
+        if config.model.path is None or config.model.init != "pretrained":
+            raise CheckpointError(f"{run} trained adapters of weights that were drawn, which no folder holds: write --merge")
+        adapters = ((p.name, weights(p.name, Box.whole(p.shape))) for p in spec.params if not p.frozen)
+        write_adapters(to, spec, adapters, named or torch.float32, str(Path(config.model.path).resolve()), carried)
+        return
+    dtype = named or kept.get(source.get("dtype") or source.get("torch_dtype") or "", torch.float32)
+    whole = ((p.name, _merged(spec, p, weights)) for p in spec.base.params)
+    write_folder(to, spec.base, whole, dtype, carried)
+
+
+def _merged(spec: ModelSpec, p: Param, weights: Source) -> torch.Tensor:
+    """A weight, with its adapter's part where it has one: W + scale B A, in at least float32."""
+    found = weights(p.name, Box.whole(p.shape))
+    a, b = (spec.by_name.get(p.name.removesuffix("weight") + end) for end in (A, B))
+    if not (spec.lora and a and b):
+        return found
+    added = torch.mm(*(weights(one.name, Box.whole(one.shape)).double() for one in (b, a))) * spec.lora.scale
+    return (found.double() + (added.mT if spec.fused_qkv else added)).to(torch.promote_types(found.dtype, torch.float32))
+
+
+def _carried(config: Config, tokenizer: Tokenizer) -> Carried:
+    """The files beside the tokenizer, the model's settings of generation, and the chat template that was trained with."""
+    beside = tokenizer.file.parent
+    files = {name: beside / name for name in TOKENIZER_FILES if (beside / name).is_file()} | {"tokenizer.json": tokenizer.file}
+    if config.model.path and (settings := Path(config.model.path) / "generation_config.json").is_file():
+        files[settings.name] = settings
+    if config.data.template:
+        files[TEMPLATE] = Path(config.data.template)
+    ids = {key: value for key, value in _config_json(beside).items() if key in TOKEN_IDS and value is not None}
+    return Carried(files, (tokenizer.end, tokenizer.eos), ids)
+
+
+def _config_json(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder; nothing where there is none."""
+    path = folder / "config.json" if folder.is_dir() else folder
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

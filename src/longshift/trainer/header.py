@@ -1,0 +1,147 @@
+"""What a terminal shows of a run before its first step: model, data, layout and why, run folder, how to go on; memory is told by the rank
+that shows steps, as soon as it is weighed. Needs no torch.
+
+    longshift 0.1.0
+    config  examples/quickstart.yaml
+    model   tiny-llama: 1.79M parameters, 4 blocks of width 128, 4,096 tokens; random weights, from seed 0;
+            a tokenizer of 4,096 tokens of Python sources
+    data    1,758 documents, 9,478,507 tokens; the longest has 197,309, and documents of more than 1K are split
+            to 1K     36.9%  ██████████████████████████████
+    ...
+    layout  documents to 512: dp4; documents to 1K: dp2.tp2, 4 ranks
+    run     runs/quickstart: 80 steps of 8K tokens
+    resume  longshift train runs/quickstart/config.yaml --resume
+    memory  at most 0.06 GiB of tensors, on rank 0, and 0.36 GiB of the process; a rank may have 5.90 GiB
+
+Everything here is also elsewhere, for programs: `longshift data --json`, `longshift train --explain --json`, plan.json, config.yaml.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from longshift.config import Config
+from longshift.config_parts import PROJECT_VOCAB
+from longshift.layout.layout import format_size
+from longshift.trainer.metrics import LABEL, named_lines
+from longshift.trainer.plan_file import PlanFile
+from longshift.trainer.run_folder import RunFolder
+from longshift.workload.lengths import Bin, histogram
+
+ROWS = 8  # of lengths
+BAR = 30  # columns of the longest bar
+
+
+class Header:
+    """Lines on a terminal, each as soon as it is known. Mutable: the console."""
+
+    def __init__(self, console: Console, shown: bool):
+        self._console, self.shown = console, shown
+
+    def begin(self, run: Config, file: Path) -> None:
+        """What the config alone says."""
+        with suppress(PackageNotFoundError):  # of a source tree that is not installed
+            self._print([f"longshift {version('longshift')}"])
+        self._tell(config=str(file), model=model_told(run))
+
+    def data(self, run: Config, lengths: np.ndarray) -> None:
+        """What the documents are."""
+        if self.shown:
+            self._tell(data=data_told(run, lengths))
+            self._print(length_rows(lengths))
+
+    def run(self, run: Config, plan: PlanFile | None, folder: RunFolder, resume: bool) -> None:
+        """What is known before ranks start."""
+        if self.shown:
+            steps = f"{run.train.steps:,} steps of {format_size(run.train.tokens_per_step)} tokens"
+            steps += f", of which {folder.steps_done():,} are done" if resume else ""
+            self._tell(layout=layout_told(run, plan), run=f"{folder.shown}: {steps}", resume=folder.resume_command)
+
+    def _tell(self, **told: str) -> None:
+        for name, text in told.items():
+            self._print(named_lines(name, text, self._console.width))
+
+    def _print(self, lines: Iterable[str]) -> None:
+        if self.shown:
+            for line in lines:
+                self._console.print(Text(line), soft_wrap=True)
+
+
+def model_told(run: Config) -> str:
+    """The model, its size, and where its weights and its tokenizer come from."""
+    spec, model = run.spec, run.model
+    named = run.data.tokenizer or model.path
+    own = f"a tokenizer of {min(PROJECT_VOCAB, spec.vocab):,} tokens of Python sources"
+    tokenizer = f"tokenizer of {shown_path(named)}" if named else own
+    name = model.preset or Path(model.path or "").name
+    origin = f"weights of {shown_path(model.path or '')}" if model.init == "pretrained" else f"random weights, from seed {run.train.seed}"
+    size = f"{_count(spec.parameters)} parameters, {spec.layers} blocks of width {spec.width}, {spec.vocab:,} tokens"
+    return f"{name}: {size}; {origin}; {tokenizer}"
+
+
+def shown_path(path: str) -> str:
+    """A path as a person would type it from here."""
+    return os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+
+
+def data_told(run: Config, lengths: np.ndarray) -> str:
+    """How many documents and tokens there are, and what becomes of the longest."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    text = f"{len(lengths):,} documents, {int(lengths.sum()):,} tokens; the longest has {longest:,}"
+    limit = run.data.max_len
+    return text + (f", and documents of more than {format_size(limit)} are {CUT[run.data.overlong]}" if longest > limit else "")
+
+
+CUT = {"split": "split", "truncate": "truncated", "drop": "dropped", None: "refused: write data.overlong"}
+
+
+def length_rows(lengths: np.ndarray) -> Iterator[str]:
+    """A small histogram of the documents by length; the outermost share a row where there are many."""
+    bins = list(histogram(lengths))
+    while len(bins) > ROWS:
+        at = 0 if bins[0].documents <= bins[-1].documents else len(bins) - 2
+        few, many = bins[at : at + 2]
+        bins[at : at + 2] = [Bin(few.low, many.high, few.documents + many.documents, few.tokens + many.tokens)]
+    most_documents = max((bin.documents for bin in bins), default=0)
+    for bin in bins:
+        bar = "█" * round(BAR * bin.documents / most_documents)
+        yield f"{'':<{LABEL}}to {format_size(bin.high):<5} {bin.documents / len(lengths):6.1%}  {bar}".rstrip()
+
+
+def layout_told(run: Config, plan: PlanFile | None) -> str:
+    """The layout of every length and, where a plan has chosen it, why."""
+    ranks = f"{run.world} rank{'s' * (run.world > 1)}"
+    parts = [f"documents to {format_size(edge.upto)}: {edge.use}" for edge in run.edges]
+    text = f"{parts[0].rpartition(': ')[2] if len(parts) == 1 else '; '.join(parts)}, {ranks}"
+    if len(run.parts) > 1:
+        text += f", in the first of {len(run.parts)} stages"
+    return text + (f"; {why(plan)}" if plan else "")
+
+
+def why(plan: PlanFile) -> str:
+    """Why the planner chose a layout, in a sentence."""
+    facts = plan.facts or {}
+    best, compared = facts.get("best") or {}, facts.get("candidates")
+    if plan.chosen is not None and len(plan.choices) > 1:
+        return f"layout: auto trained {len(plan.choices)} choices, and this was the fastest"
+    reason = (
+        f"layout: auto compared {compared:,} and predicts {best['seconds']:.3g} s a step" if compared and best else "layout: auto chose it"
+    )
+    if rivals := facts.get("rivals"):
+        reason += f", the next takes {rivals[0]['times']:.2f} times as long"
+    trials = f"; the best {len(plan.choices)} are trained a few steps each, and the fastest goes on" if plan.chosen is None else ""
+    return reason + trials
+
+
+def _count(number: int) -> str:
+    for unit in ("", "K", "M", "B"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000  # pyright: ignore[reportAssignmentType]
+    return f"{number:.3g}T"

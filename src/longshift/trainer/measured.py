@@ -1,0 +1,114 @@
+"""What the steps of a run took, and what that says of the cluster: `longshift calibrate`, and `layout: auto` after its trials."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from longshift.cluster.cluster import Calibration, Cluster
+from longshift.cluster.files import figures
+from longshift.cluster.host import profile_of_host
+from longshift.config import Config
+from longshift.dist.world import World
+from longshift.documents.batch import Batches
+from longshift.errors import UsageError
+from longshift.forecast import RunForecast, layout_text, with_layout
+from longshift.simulate.calibrate import StepFit, band_of_errors, by_steps
+from longshift.trainer.corpus import open_corpus
+from longshift.trainer.metrics import read_rows
+from longshift.trainer.run_folder import RunFolder
+
+MOST = 24  # steps of a run that are played
+LEAST = 4  # steps without which nothing is said
+
+
+def profile_here(world: World) -> Cluster | None:
+    """The profile of the machine that ranks run on; None where it was not measured."""
+    return profile_of_host(world.per_node, -(-world.size // world.per_node), world.device.type)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step of a run. `layout`: in the config's form; `lengths`: of its documents, in tokens."""
+
+    step: int
+    layout: Any
+    lengths: tuple[int, ...]
+    seconds: float
+
+
+def measured(run: Path, config: Config) -> list[Measured]:
+    """Steps of a run folder, evenly chosen, with their documents. Those in which memory was allocated are left out: the first of a process,
+    and of a layout. Raises UsageError where fewer than LEAST are left."""
+    if config.train.stages:
+        raise UsageError(f"{run} has stages, whose steps differ; calibrate by a run without train.stages")
+    rows = read_rows(RunFolder(run).metrics)
+    now = config.model_dump(mode="json")["layout"]
+    cursors = {row["step"]: row["cursor"] for row in rows} | {0: 0}
+    usable = [row for row in rows if not row.get("first", row["step"] == 1) and row["step"] - 1 in cursors]
+    chosen = [usable[i] for i in sorted({*np.linspace(0, len(usable) - 1, min(MOST, len(usable))).round().astype(int).tolist()})]
+    batches = Batches.of(config, open_corpus(config, verify=False)[1])
+    found = []
+    for row in chosen:
+        batch = batches.at(cursors[row["step"] - 1])
+        if (batch.tokens, batch.next_cursor) == (row["tokens"], row["cursor"]):  # else the config was another one
+            lengths = tuple(len(document.ids) for document in batch.documents)
+            found.append(Measured(row["step"], row.get("layout", now), lengths, row["seconds"]))
+    if len(found) < LEAST:
+        raise UsageError(f"{run} has {len(found)} steps to calibrate by, and {LEAST} are needed: train more of them under its config")
+    return found
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A cluster as the steps of a run reach it, and how much nearer they are predicted."""
+
+    cluster: Cluster
+    steps: tuple[Measured, ...]
+    fit: StepFit
+
+    @property
+    def calibration(self) -> Calibration:
+        assert self.cluster.calibration is not None
+        return self.cluster.calibration
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Mean absolute relative errors: by the cluster as it stood, and of steps that were held back."""
+        return {"before": mean(map(abs, self.fit.before.tolist())), "held_back": mean(map(abs, self.fit.held_back.tolist()))}
+
+    def lines(self) -> Iterator[str]:
+        """Sentences about what was found."""
+        told = self.calibration
+        yield f"{told.steps} steps, {self.steps[0].step} to {self.steps[-1].step}, under {', '.join(told.layouts)}, on {self.cluster.name}"
+        for name, value in told.constants.items():
+            yield f"  {name:<10} {value:.2f} times the " + ("seconds that it takes" if name == "launch" else "rate") + " alone"
+        yield f"a step is off by {self.errors['before']:.1%} without these, by {self.errors['held_back']:.1%} with those of the other steps"
+        yield f"band: {told.band:.1%} either way"
+
+    def to_json(self) -> dict[str, Any]:
+        """Constants, band, errors, and of each step what was measured and how far it was off."""
+        fit = self.fit
+        rows = [
+            {"step": one.step, "layout": one.layout, "seconds": one.seconds, "before": float(before), "held_back": float(held)}
+            for one, before, held in zip(self.steps, fit.before, fit.held_back)
+        ]
+        return {"cluster": self.cluster.name, **asdict(self.calibration), "errors": self.errors, "rows": rows}
+
+
+def calibrated(run: Path, config: Config, profile: Cluster) -> Calibrated:
+    """What the steps of a run folder say of the cluster that they ran on. Raises UsageError where they are too few."""
+    steps, profile = measured(run, config), replace(profile, calibration=None)
+    layouts = {layout_text(one.layout): with_layout(config, one.layout) for one in steps}
+
+    def play(constants: Mapping[str, float]) -> np.ndarray:
+        forecasts = {name: RunForecast(own, profile.moved(constants)) for name, own in layouts.items()}
+        return np.array([forecasts[layout_text(one.layout)].step(one.lengths).seconds for one in steps])
+
+    fit = by_steps(play, np.array([one.seconds for one in steps]))
+    errors = tuple(fit.held_back.tolist())
+    told = Calibration(fit.constants, band_of_errors(errors), figures(profile), tuple(layouts), errors)
+    return Calibrated(replace(profile, calibration=told), tuple(steps), fit)

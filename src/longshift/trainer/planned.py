@@ -1,0 +1,95 @@
+"""How `layout: auto` becomes layouts before the ranks start, and what `longshift plan` shows. Needs no torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from longshift.cluster.cluster import Cluster
+from longshift.cluster.host import core_count
+from longshift.config import Config
+from longshift.errors import OutOfMemoryError, UsageError
+from longshift.files import rewrite, written
+from longshift.forecast import LANES, Planned, layout_text, plan, task_of, with_layout
+from longshift.layout.layout import format_size
+from longshift.planner.asked import AutoLayout
+from longshift.planner.replay import Way
+from longshift.stream.trace import Span, events_of, save
+from longshift.trainer.plan_file import PlanFile, place, read
+from longshift.workload.given import Lengths
+
+TRIED = 3  # choices that a run trains a few steps each
+
+Tell = Callable[[str], None]
+
+
+def chosen(config: Config, cluster: Callable[[int], Cluster], lengths: Callable[[], Lengths], tell: Tell) -> tuple[Config, PlanFile | None]:
+    """The config with `layout: auto` chosen, and the plan that is kept in the run's folder. A run that has a plan for what is asked goes on
+    with it. `cluster`: this machine, for a number of ranks; `lengths`: of the run's corpus. Raises OutOfMemoryError where nothing fits."""
+    asked = config.layout
+    if not isinstance(asked, AutoLayout):
+        return config, None
+    kept = read(Path(config.save.dir))
+    if kept is not None and kept.asked == asked.to_json():
+        tell(f"layout: auto: as {place(Path(config.save.dir))} says")
+        return with_layout(config, kept.layout), kept
+    found = plan(task_of(config, cluster(asked.ranks or core_count()), lengths()), tell)
+    if found.choice.best is None:
+        raise OutOfMemoryError("\n  ".join(["layout: auto:", *found.lines()]))
+    ways = found.choice.worth_trying(TRIED)
+    choices = tuple(found.layout(way) for way in ways)
+    file = PlanFile(asked.to_json(), choices, found.to_json(), chosen=None if len(choices) > 1 else 0)
+    for number, (choice, way) in enumerate(zip(choices, ways)):
+        tell(f"layout: auto: {'first' if number == 0 else 'then'} {layout_text(choice)}, {way.seconds:.3g} s a step")
+    return with_layout(config, file.layout), file
+
+
+def keep(file: PlanFile | None, run: Path, resume: bool) -> None:
+    """Write a plan into a run's folder; a run that begins without one takes away what another has left there."""
+    with written(str(place(run))):
+        if file is not None:
+            rewrite(place(run), file.to_json())
+        elif not resume:
+            place(run).unlink(missing_ok=True)
+
+
+def show(found: Planned, console: Console) -> None:
+    """Print a plan for a person."""
+    best, task = found.choice.best, found.task
+    where = f"{task.cluster.nodes} x {task.cluster.devices_per_node} {task.cluster.name}"
+    console.print(f"{task.lengths.documents:,} documents of up to {format_size(task.longest)} tokens on {where}")
+    if best is not None:
+        table = Table("up to", "layout", "pack", "documents", "tokens", "seconds", "tokens/s", box=None)
+        for row in found.groups(best):
+            shares = f"{row['documents']:.1f}", f"{row['tokens']:,.0f}"
+            rates = f"{row['seconds']:.3g}", f"{row['tokens_per_s']:,.0f}"
+            table.add_row(format_size(row["upto"]), row["layout"], format_size(row["pack"]), *shares, *rates)
+        console.print(table)
+    for line in found.lines():
+        console.print(line, soft_wrap=True)
+
+
+def write_config(config: Config, found: Planned, path: Path) -> None:
+    """Write the config with the best choice. Raises UsageError where there is none or the file cannot be written."""
+    if found.choice.best is None:
+        raise UsageError("--emit: nothing fits, so there is no layout to write")
+    try:
+        path.write_text(with_layout(config, found.layout(found.choice.best)).to_yaml(), encoding="utf-8")
+    except OSError as fault:
+        raise UsageError(f"{path} cannot be written: {fault.strerror}") from None
+
+
+def write_trace(way: Way, path: Path) -> None:
+    """Write the first draw of a step as it was played, in the Trace Event Format. Raises UsageError where the file cannot be written."""
+    step, _ = way.steps[0]
+    spans: dict[int, list[Span]] = {}
+    for start, pieces in zip(step.starts, step.played):
+        for piece in pieces:
+            lane = "messages" if piece.lane.startswith("messages") else piece.lane
+            name = str(piece.key[0] if isinstance(piece.key, tuple) else piece.key)
+            spans.setdefault(piece.rank, []).append(Span(lane, name, start + piece.start, start + piece.end, {}))
+    events = []
+    for stage, some in sorted(spans.items()):
+        events += events_of(some, stage, f"stage {stage}, predicted", (*LANES, "messages"), 0.0)
+    save(path, events)

@@ -1,0 +1,100 @@
+"""The config that a run goes on with: the run's own, changed in what the command line names and in nothing else. Needs no torch.
+
+run/config.yaml    train.lr 1e-3    steps 100    layout dp2     the run's
+run.yaml           train.lr 2e-3    steps 100    layout dp2     what the file says now: told, and not taken
+command line                        steps 200                   taken
+goes on with       train.lr 1e-3    steps 200    layout dp2
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from longshift.config import Config
+from longshift.config_file import load_config
+from longshift.errors import shown
+from longshift.layout.layout import AUTO, Layout
+from longshift.planner.asked import AutoLayout
+from longshift.trainer.plan_file import read
+from longshift.trainer.run_folder import RunFolder
+from longshift.workload.groups import Edge
+
+Say = Callable[[str], None]
+
+
+def going_on(given: Config, file: Path, overrides: Sequence[str], say: Say) -> Config:
+    """The config with which the run in `given.save.dir` goes on, where `file` and `overrides` say `given`. What differs is said, line by
+    line. `given` itself where the folder has no checkpoint, or no config, which is said. Raises UsageError."""
+    folder = RunFolder(Path(given.save.dir))
+    if not folder.latest.exists():
+        return given
+    if not folder.config.is_file():
+        say(f"{folder.shown} holds no config.yaml: the run goes on as {file} says")
+        return given
+    run = load_config(folder.config, [*overrides, f"save.dir={json.dumps(given.save.dir)}"])
+    given, run = with_its_plan(given, run, folder.path)
+    if different := changes(run, given):
+        say(f"{file} is not what the run in {folder.shown} has; the run's settings stay, where the command line names no other:")
+        for key, (was, now) in different.items():
+            say(f"  {key}: {_told(was)} in the run, {_told(now)} in {file.name}; to change it, write {_override(key, now)}")
+    return run
+
+
+def named(now: Config, say: Say) -> list[str]:
+    """Overrides that make the config of the run in `now.save.dir` the config `now`, all of which is meant; what they change is said."""
+    folder = RunFolder(Path(now.save.dir))
+    if not (folder.latest.exists() and folder.config.is_file()):
+        return []
+    now, was = with_its_plan(now, load_config(folder.config, [f"save.dir={json.dumps(now.save.dir)}"]), folder.path)
+    different = changes(was, now)
+    for key, (before, after) in different.items():
+        say(f"{key} was {_told(before)} in {folder.shown}, and is {_told(after)} now")
+    return [f"{key}={json.dumps(after)}" for key, (_, after) in different.items()]
+
+
+def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Config]:
+    """Both configs, with one layout where the run's is what the given one's `auto` became: of chunks, or of the plan in the folder, which
+    the run goes on with."""
+    asked, plan = given.layout, read(folder)
+    if isinstance(asked, AutoLayout):
+        made = plan is not None and plan.asked == asked.to_json() and run.model_dump(mode="json")["layout"] in plan.choices
+        return given, (run.model_copy(update={"layout": asked}) if made else run)
+    chosen = tuple(_chunked(*pair) for pair in zip(_edges(given), _edges(run)))
+    if len(_edges(given)) == len(_edges(run)) and chosen == _edges(run):
+        return given.model_copy(update={"layout": run.layout}), run
+    return given, run
+
+
+def changes(was: Config, now: Config) -> dict[str, tuple[Any, Any]]:
+    """What differs between two configs: both values in the config's form, by key, as in `train.lr`."""
+    return dict(_differences(was.model_dump(mode="json"), now.model_dump(mode="json")))
+
+
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for key in now:
+        before, after = was.get(key), now[key]
+        if isinstance(before, Mapping) and isinstance(after, Mapping) and before.keys() == after.keys():
+            yield from _differences(before, after, f"{above}{key}.")
+        elif before != after:
+            yield f"{above}{key}", (before, after)
+
+
+def _edges(config: Config) -> tuple[Edge, ...]:
+    return () if isinstance(config.layout, AutoLayout) else config.edges
+
+
+def _chunked(asked: Edge, of_run: Edge) -> Edge:
+    """A group whose `chunk-auto` is the chunk of the run's group."""
+    use: Layout = replace(asked.use, chunk=of_run.use.chunk) if asked.use.chunk == AUTO else asked.use
+    return replace(asked, use=use)
+
+
+def _told(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value) if value is not None else "nothing"
+
+
+def _override(key: str, value: Any) -> str:
+    text = value if isinstance(value, str) and value.replace(".", "").replace("-", "").replace("/", "").isalnum() else json.dumps(value)
+    return f"{key}={text}" if text.isascii() and " " not in text and '"' not in text else f"'{key}={text}'"

@@ -1,0 +1,60 @@
+"""Validation while a run trains: when, which checkpoint is best, and whether the run ends because none becomes better."""
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from longshift.config import Config, ValidationConfig
+from longshift.dist.world import World
+from longshift.documents.valid import ValidSet
+from longshift.errors import NonFiniteError
+from longshift.step.player import Player
+from longshift.step.update import score
+from longshift.trainer.corpus import open_on_ranks
+from longshift.trainer.metrics import StepMetrics, ValidMetrics, read_rows
+from longshift.trainer.run_folder import RunFolder
+
+
+class Validator:
+    """The validations of a stage. Mutable: `losses` so far, by step, the same on all ranks."""
+
+    def __init__(self, config: Config, documents: ValidSet):
+        self.documents, self.how, self.last = documents, config.validation or ValidationConfig(), config.train.steps
+        self.losses: dict[int, float] = {}
+
+    @classmethod
+    def of(cls, config: Config, world: World) -> "Validator | None":
+        """Of a run that validates, else None; collective. Raises LongshiftError."""
+        data = config.data
+        if data.valid is None and data.held_out is None:
+            return None
+        _, cache = open_on_ranks(config, world, data.valid)
+        tokens = (config.validation or ValidationConfig()).tokens
+        return cls(config, ValidSet.of(cache, data.max_len, data.overlong, tokens, config.train.tokens_per_step, data.held_out or 0.0))
+
+    def remember(self, run: Path, world: World, begin: int, done: int) -> None:
+        """Take the losses of steps after `begin`, of the stage, up to `done` from the run's metrics; collective: rank 0's count."""
+        rows = read_rows(RunFolder(run).metrics) if world.rank == 0 else []
+        told = [(row["step"], row["valid_loss"]) for row in rows if begin < row["step"] <= done and row.get("valid_loss") is not None]
+        self.losses = dict(json.loads(world.gather_text(json.dumps(told))[0]))
+
+    @property
+    def best(self) -> int | None:
+        """The step with the lowest loss, the first of equals; None before the first validation."""
+        return min(self.losses, key=self.losses.__getitem__, default=None)
+
+    def after(self, metrics: StepMetrics, player: Player) -> StepMetrics:
+        """A step with the validation that follows it, if one does; collective. Raises NonFiniteError."""
+        if metrics.step % self.how.every and metrics.step != self.last:
+            return metrics
+        began = player.world.now()
+        parts = tuple(ValidMetrics(*part) for part in self.documents.losses(partial(score, player=player)))
+        loss = sum(part.loss * part.targets for part in parts) / sum(part.targets for part in parts)
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"step {metrics.step}: the loss of the validation is {loss}; a lower train.lr is the usual cure")
+        self.losses[metrics.step] = loss
+        since = sum(step > (self.best or 0) for step in self.losses)
+        early = self.how.patience is not None and since >= self.how.patience
+        return replace(metrics, valid_loss=loss, valid=parts, valid_seconds=player.world.now() - began, early=early)
