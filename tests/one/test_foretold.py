@@ -46,25 +46,30 @@ def batches_of(config: Config) -> Batches:
     return Batches(open_corpus(config)[1], config.train.seed, config.train.tokens_per_step, config.data.max_len, config.data.overlong)
 
 
+def lengths_of(config: Config) -> list[int]:
+    """Lengths of the documents of the first step."""
+    return [len(document.ids) for document in batches_of(config).at(0).documents]
+
+
 def metrics(step: int, seconds: float, tokens: int = 256, cursor: int = 0) -> StepMetrics:
     return StepMetrics(step, 1.0, 1.0, 1e-3, tokens, tokens, 1, seconds, 1.0, 1.0, 1, cursor, layout="dp1", first=step == 1)
 
 
 def test_predicting_takes_no_more_than_its_share_of_the_run(config):
-    foretold, batches = Foretold(config, files.preset("cpu"), [0.1]), batches_of(config)
+    foretold, lengths = Foretold(config, files.preset("cpu"), [0.1]), lengths_of(config)
     said = []
     for step, took in enumerate((1e-9, 1e-9, 1e4, 1.0), 1):
-        foretold.predict(batches, 0)
+        foretold.predict(lengths)
         said.append(foretold.beside(metrics(step, took)).predicted_seconds is not None)
     assert said == [False, True, False, True]  # the first allocates; predicting the second took longer than all steps until then
 
 
 def test_the_band_is_that_of_the_steps_before(config):
-    foretold, batches = Foretold(config, files.preset("cpu"), [0.1] * 200), batches_of(config)
+    foretold, lengths = Foretold(config, files.preset("cpu"), [0.1] * 200), lengths_of(config)
     foretold.beside(metrics(1, 1e6))
     bands = []
     for step in range(2, 30):
-        foretold.predict(batches, 0)
+        foretold.predict(lengths)
         told = foretold.beside(metrics(step, 1e6 * step))
         assert told.predicted_seconds is not None
         assert told.predicted_seconds < 60

@@ -25,8 +25,8 @@ def recorded(layouts: str, mistake: Callable[[Player], object] | None = None) ->
     (batch,), world, recorder, programs = TRIAL.batches(), World.alone(), Recorder(), []
     with Timeline(world.device) as timeline:
         state, player = build(TRIAL, parse_layouts(layouts), world)
-        native = player.program
-        player.program = lambda *given: programs.append(native(*given)) or programs[-1]
+        native = player.take
+        player.take = lambda *given: programs.append(native(*given)) or programs[-1]
         if mistake:
             mistake(player)
         player.record(recorder)

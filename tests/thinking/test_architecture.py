@@ -17,7 +17,21 @@ import pytest
 import longshift
 
 THINKING = (
-    *("errors", "temporary", "files", "written", "other_tools", "spec", "cluster", "layout", "workload", "schedule", "switch", "program"),
+    *(
+        "errors",
+        "background",
+        "temporary",
+        "files",
+        "written",
+        "other_tools",
+        "spec",
+        "cluster",
+        "layout",
+        "workload",
+        "schedule",
+        "switch",
+        "program",
+    ),
     *("simulate", "planner"),
     *("config_parts", "config", "config_file", "explained", "forecast", "starter", "answers"),
 )

@@ -55,7 +55,7 @@ class Exchanges:
 
 
 class Steps:
-    """Makes the programs of one rank. Mutable: it keeps what it has made."""
+    """Makes the programs of one rank. Mutable: it keeps what it has made. Several threads may ask for programs."""
 
     def __init__(self, itinerary: Itinerary, rank: int, weight_bytes: int, sum_bytes: int, windows: Windows):
         self.itinerary, self.rank, self.windows = itinerary, rank, windows
@@ -69,11 +69,12 @@ class Steps:
     def program(self, visits: Sequence[Visit], learns: bool = True) -> Program:
         """The operations of a step that visits these groups, in this order; without what only gradients need where it does not learn."""
         key = tuple(visits), learns
-        if key not in self._programs:
+        found = self._programs.get(key)
+        if found is None:
             if len(self._programs) >= 64:
                 self._programs.clear()
-            self._programs[key] = tuple(_Step(self, *key).operations())
-        return self._programs[key]
+            found = self._programs[key] = tuple(_Step(self, *key).operations())
+        return found
 
     def visits(self, groups: Sequence[LengthGroup], lengths: Sequence[int]) -> tuple[tuple[Visit, ...], list[list[tuple[int, ...]]]]:
         """The groups as a program needs them, and the documents of each micro-batch of this rank's replica, by visit. A micro-batch has no

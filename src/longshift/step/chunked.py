@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longshift.documents.batch import Document
-from longshift.documents.micro import ChunkedPack
+from longshift.documents.micro import ChunkedPack, HostPack
 from longshift.model.decoder import Head
 from longshift.parallel import ring
 from longshift.program.operations import Op
@@ -52,8 +51,8 @@ class ChunkedPacks(Runner):
     def lists(self, pack: ChunkedPack, unit: int) -> Lists:
         return self._lists(pack.chunks, self.spec.window(unit), self.learns)
 
-    def load(self, micro: int, documents: Sequence[Document]) -> None:
-        self.loaded[micro] = ChunkedPack(self.spec, documents, *self.how)
+    def load(self, micro: int, pack: HostPack) -> None:
+        self.loaded[micro] = ChunkedPack(self.spec, pack, *self.how)
 
     def received(self, op: Op, x: Tensor) -> None:
         self.crossing[op.micro, op.chunk, op.turn] = x

@@ -18,6 +18,7 @@ from longshift.cluster.cluster import Heads
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
 from longshift.documents.batch import Document
+from longshift.documents.micro import HostPack
 from longshift.layout.layout import Layout
 from longshift.model.kernels import choose, kernels
 from longshift.program.operations import Op, Program
@@ -52,6 +53,17 @@ class Visited:
     intra_node_bytes: int = 0
     inter_node_bytes: int = 0
     moved: Moved | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A step before it is played: its groups in visiting order, the lengths of its documents, its program, and this rank's tokens of each
+    pack that the program loads, by visit and micro-batch."""
+
+    groups: Sequence[LengthGroup]
+    lengths: Sequence[int]
+    program: Program
+    packs: dict[tuple[int, int], HostPack]
 
 
 def leave_alone(loss_sum: float, squared_norm: float) -> None:
@@ -99,8 +111,8 @@ class Player:
         self.visited: list[Visited] = []
         self.after: Callable[[Op], object] | None = None  # sees each operation when it is done
         self.groups_here: Sequence[LengthGroup] = ()
-        self.packs: list[list[list[Document]]] = []  # by visit and micro-batch
-        self.lengths: list[int] = []
+        self.packs: dict[tuple[int, int], HostPack] = {}  # by visit and micro-batch
+        self.lengths: Sequence[int] = ()
         self.sums: tuple[float, float] = (0.0, 0.0)  # of all ranks: the loss, the squared norm of the gradient
         self.update: Callable[[float, float], object] = leave_alone
         self._began = 0.0
@@ -110,7 +122,7 @@ class Player:
         self.table: dict[str, Callable[[Op], object]] = {
             "enter": self._enter,
             "leave": self._leave,
-            "load": lambda op: self._runner_of(op).load(op.micro, self.packs[op.visit][op.micro]),
+            "load": lambda op: self._runner_of(op).load(op.micro, self.packs[op.visit, op.micro]),
             "unload": lambda op: self._runner_of(op).unload(op.micro),
             "gather": lambda op: self._stop(op).copies.gather(op.unit),
             "await gather": lambda op: self._stop(op).copies.ready(op.unit),
@@ -168,17 +180,26 @@ class Player:
                 runner.recorder = recorder
                 runner.tier.watch = recorder.copying if recorder else None
 
-    def program(self, documents: Sequence[Document], groups: Sequence[LengthGroup], seed: float | None) -> Program:
-        """What this rank does in a step with these documents, in these groups; `seed`: what losses are multiplied with before gradients are
-        formed, None where only the loss is wanted."""
-        learns = seed is not None
-        self.groups_here, self.lengths, self.visited = groups, [len(d.ids) for d in documents], []
-        visits, packs = self.steps.visits(groups, self.lengths)
-        self.packs = [[[documents[d] for d in pack] for pack in some] for some in packs]
-        for group in groups:
+    def ready(self, documents: Sequence[Document], groups: Sequence[LengthGroup] | None = None, learns: bool = True) -> Ready:
+        """A step with these documents, in these groups, their own where not given; without what only gradients need where it does not
+        learn. It depends on nothing that a step changes: another thread may ask for it while this one plays the step before."""
+        lengths = [len(document.ids) for document in documents]
+        groups = self.groups(lengths) if groups is None else groups
+        visits, packs = self.steps.visits(groups, lengths)
+        program = self.steps.program(visits, learns)
+        loads = {(op.visit, op.micro): packs[op.visit][op.micro] for op in program if op.kind == "load"}
+        runners = [self.runners[group.layout] for group in groups]
+        own = {(visit, micro): runners[visit].on_host([documents[d] for d in pack]) for (visit, micro), pack in loads.items()}
+        return Ready(groups, lengths, program, own)
+
+    def take(self, ready: Ready, seed: float | None) -> Program:
+        """The program of a step that is played next. `seed`: what losses are multiplied with before gradients are formed, None where only
+        the loss is wanted."""
+        self.groups_here, self.lengths, self.packs, self.visited = ready.groups, ready.lengths, ready.packs, []
+        for group in ready.groups:
             runner = self.runners[group.layout]
-            runner.seed, runner.learns, runner.loss = seed or 0.0, learns, runner.loss.new_zeros(())
-        return self.steps.program(visits, learns)
+            runner.seed, runner.learns, runner.loss = seed or 0.0, seed is not None, runner.loss.new_zeros(())
+        return ready.program
 
     def play(self, program: Program, update: Callable[[float, float], object] = leave_alone) -> None:
         """Do what the operations say, in their order. `update`: what home does with the loss sum and the squared gradient norm of all

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from longshift.dist.world import World
 from longshift.documents.batch import Document
-from longshift.documents.micro import micro_batch
+from longshift.documents.micro import HostPack, host_pack, placed
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_rows
 from longshift.model.decoder import Block, Head, MicroBatch, build_unit
@@ -59,8 +59,12 @@ class Runner(ABC):
         """How this rank's tensors of a pack are made."""
         return self.layout, self.world.rank, self.precision.compute, self.world.device
 
+    def on_host(self, documents: Sequence[Document]) -> HostPack:
+        """This rank's tokens of a pack, as `load` takes them. Any thread may ask, at any time."""
+        return host_pack(documents, self.layout, self.world.rank, self.world.device)
+
     @abstractmethod
-    def load(self, micro: int, documents: Sequence[Document]) -> None:
+    def load(self, micro: int, pack: HostPack) -> None:
         """Make the tensors of a micro-batch."""
 
     def unload(self, micro: int) -> None:
@@ -109,8 +113,9 @@ class WholePacks(Runner):
         self.turns = {"pass": self._pass, "forward": self._forward, "again": self._again, "backward": self._backward, "loss": self._loss}
         self.turns |= {"pass on": self._pass_on, "score": self._score}
 
-    def load(self, micro: int, documents: Sequence[Document]) -> None:
-        self.loaded[micro] = micro_batch(self.spec, documents, *self.how)
+    def load(self, micro: int, pack: HostPack) -> None:
+        (share,) = pack.shares
+        self.loaded[micro] = placed(self.spec, share, *self.how)
 
     def unload(self, micro: int) -> None:
         super().unload(micro)

@@ -17,7 +17,7 @@ from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
 from longshift.state.precision import LossScale
-from longshift.step.player import Player
+from longshift.step.player import Player, Ready
 
 
 @dataclass
@@ -45,20 +45,19 @@ class Outcome:
     skipped: bool
 
 
-def train_step(state: State, batch: StepBatch, player: Player) -> Outcome:
-    """Make one exact update from `batch`: each group of lengths under its layout, each layout visited once. Raises NonFiniteError; home is
-    then as before."""
+def train_step(state: State, batch: StepBatch, player: Player, ready: Ready | None = None) -> Outcome:
+    """Make one exact update from `batch`: each group of lengths under its layout, each layout visited once. `ready`: of the batch's
+    documents, made here where not given. Raises NonFiniteError; home is then as before."""
     found: list[Outcome] = []
     scale = state.scale.scale if state.scale else 1.0
-    groups = player.groups([len(document.ids) for document in batch.documents])
-    program = player.program(batch.documents, groups, scale / max(1, batch.target_tokens))
+    program = player.take(ready or player.ready(batch.documents), scale / max(1, batch.target_tokens))
     player.play(program, lambda *sums: found.append(_update(state, batch, player.world, scale, *sums)))
     return found[0]
 
 
 def score(documents: Sequence[Document], player: Player) -> float:
     """The loss sum of documents under their layouts, in nats; collective. Nothing is learned."""
-    player.play(player.program(documents, player.groups([len(document.ids) for document in documents]), None))
+    player.play(player.take(player.ready(documents, learns=False), None))
     return player.sums[0]
 
 

@@ -266,9 +266,8 @@ def _loss(player: Player, documents: Sequence[Document]) -> float:
     """Loss sum of one pack, over all ranks; every replica computes it."""
     ((layout, runner),) = player.runners.items()
     pack = tuple(range(len(documents)))
-    program = player.program(
-        documents, [LengthGroup(0, sum(len(d.ids) for d in documents), layout, (pack,), ((0,),) * layout.dp, (0.0,))], 1.0
-    )
+    group = LengthGroup(0, sum(len(d.ids) for d in documents), layout, (pack,), ((0,),) * layout.dp, (0.0,))
+    program = player.take(player.ready(documents, [group]), 1.0)
     player.play(tuple(op for op in program if op.kind not in ("norm", "update")))
     player.home.drop_gradients()
     return float(player.world.everyone.all_reduce(runner.loss))

@@ -12,7 +12,6 @@ from longshift.cluster.cluster import Cluster
 from longshift.cluster.files import figures
 from longshift.config import Config
 from longshift.dist.world import World
-from longshift.documents.batch import Batches
 from longshift.forecast import RunForecast
 from longshift.simulate.calibrate import band_of_errors
 from longshift.trainer.measured import profile_here
@@ -50,12 +49,11 @@ class Foretold:
         since = [row["seconds"] / row["predicted_seconds"] - 1 for row in rows]
         return cls(config, replace(profile, calibration=plan.calibration), [*plan.calibration.errors, *since])
 
-    def predict(self, batches: Batches, cursor: int) -> None:
-        """Predict the step that begins at a cursor: its seconds, and a band by how far off the steps before it were."""
+    def predict(self, lengths: Sequence[int]) -> None:
+        """Predict a step with documents of these lengths: its seconds, and a band by how far off the steps before it were."""
         self._said = {}
         if self._spent_s < SHARE * self._trained_s:
             began = time.perf_counter()
-            lengths = [len(document.ids) for document in batches.at(cursor).documents]
             self._said = {"predicted_seconds": self._forecast.step(lengths).seconds, "band": band_of_errors(self._errors)}
             self._spent_s += time.perf_counter() - began
 

@@ -3,7 +3,7 @@
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from longshift.stream.trace import Recorder
 from longshift.switch.itinerary import home_layout
 from longshift.switch.links import agreed, links_of
 from longshift.trainer.admission import admit
+from longshift.trainer.ahead import Ahead
 from longshift.trainer.corpus import open_on_ranks
 from longshift.trainer.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, expect
 from longshift.trainer.foretold import Foretold
@@ -118,45 +119,48 @@ def _steps(
         player.record(recorder)
         timeline.watch(player)
     last = config.train.steps if most is None else min(config.train.steps, start + most)
-    for step in range(start + 1, last + 1):
-        if foretold:
-            foretold.predict(batches, state.cursor)
-        began = world.now()
-        batch = batches.at(state.cursor)
-        try:
-            outcome = train_step(state, batch, player)
-        except NonFiniteError as fault:
-            raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
-        seconds = world.now() - began
-        if timeline and trace:
-            player.record(None)
-            player.after = None
-            timeline.close()
-            write(trace, world.rank, timeline.played, predicted(player), recorder)
-            timeline = None
-        memory_bytes, stopping = _most(world, _memory_bytes(world), stop())
-        metrics = replace(_metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player)), first=step == start + 1)
-        metrics = foretold.beside(metrics) if foretold else metrics
-        metrics = validator.after(metrics, player) if validator else metrics
-        if world.rank == 0:
-            record(metrics)
-        try:
-            yield metrics
-        except GeneratorExit:  # the caller leaves; among others it would wait for them here
-            if world.size > 1:
-                raise
-            stopping = True
-        best = validator.best if validator else None
-        if stopping or step in (last, best) or step % config.save.every == 0 or metrics.early:
-            if wrong := not_finite(state, world):
-                raise NonFiniteError(
-                    f"step {step}: the {wrong} is not finite after an update with lr {metrics.lr:.3g}. Nothing is saved: the checkpoint "
-                    "before it stays the newest. A lower train.lr or more train.warmup are the usual cures."
-                )
-            kept = Facts.now(config, state, fingerprints, attention).model_dump()
-            save(run, step, state.optimizer.state(), kept, world, config.save.keep, best)
-        if stopping or metrics.early:
-            return
+    with closing(Ahead(batches, player)) as ahead:
+        for step in range(start + 1, last + 1):
+            began = world.now()
+            batch, ready = ahead.take(state.cursor, step < last)
+            waited = world.now() - began
+            if foretold:
+                foretold.predict(ready.lengths)
+            began = world.now() - waited
+            try:
+                outcome = train_step(state, batch, player, ready)
+            except NonFiniteError as fault:
+                raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
+            seconds = world.now() - began
+            if timeline and trace:
+                player.record(None)
+                player.after = None
+                timeline.close()
+                write(trace, world.rank, timeline.played, predicted(player), recorder)
+                timeline = None
+            memory_bytes, stopping = _most(world, _memory_bytes(world), stop())
+            metrics = replace(_metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player)), first=step == start + 1)
+            metrics = foretold.beside(metrics) if foretold else metrics
+            metrics = validator.after(metrics, player) if validator else metrics
+            if world.rank == 0:
+                record(metrics)
+            try:
+                yield metrics
+            except GeneratorExit:  # the caller leaves; among others it would wait for them here
+                if world.size > 1:
+                    raise
+                stopping = True
+            best = validator.best if validator else None
+            if stopping or step in (last, best) or step % config.save.every == 0 or metrics.early:
+                if wrong := not_finite(state, world):
+                    raise NonFiniteError(
+                        f"step {step}: the {wrong} is not finite after an update with lr {metrics.lr:.3g}. Nothing is saved: the "
+                        "checkpoint before it stays the newest. A lower train.lr or more train.warmup are the usual cures."
+                    )
+                kept = Facts.now(config, state, fingerprints, attention).model_dump()
+                save(run, step, state.optimizer.state(), kept, world, config.save.keep, best)
+            if stopping or metrics.early:
+                return
 
 
 def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State, Facts | None]:

@@ -1,0 +1,39 @@
+"""The next step's batch, made while this step computes.
+
+    this thread   │ step 1          │ step 2          │ step 3 ...
+    another       │ draw and pack 2 │ draw and pack 3 │
+
+What is made is a function of the data, the seed and the cursor, so that it is the same as without. A checkpoint's cursor is the state's,
+which only a trained step moves.
+"""
+
+from longshift.background import Background
+from longshift.documents.batch import Batches, StepBatch
+from longshift.step.player import Player, Ready
+
+
+class Ahead:
+    """Batches of steps, each with what the player needs of it. Mutable: the one that is being made."""
+
+    def __init__(self, batches: Batches, player: Player):
+        self._batches, self._player = batches, player
+        self._coming: tuple[int, Background[tuple[StepBatch, Ready]]] | None = None
+
+    def take(self, cursor: int, more: bool) -> tuple[StepBatch, Ready]:
+        """The step that begins at a cursor. `more`: whether another follows, which is begun in the background. Raises what drawing this
+        step raised."""
+        coming, self._coming = self._coming, None
+        found = coming[1].result() if coming and coming[0] == cursor else self._make(cursor)
+        if more:
+            after = found[0].next_cursor
+            self._coming = after, Background(lambda: self._make(after))
+        return found
+
+    def close(self) -> None:
+        """Wait for what is being made. Nobody wants it any more."""
+        if self._coming:
+            self._coming[1].wait()
+
+    def _make(self, cursor: int) -> tuple[StepBatch, Ready]:
+        batch = self._batches.at(cursor)
+        return batch, self._player.ready(batch.documents)
