@@ -151,12 +151,14 @@ TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 class SaveConfig(Section):
-    """The run folder; a checkpoint every `every` steps and at the end, of which the newest `keep` stay. `trackers`: where the rows of
-    metrics.jsonl go too, under the name `project`."""
+    """The run folder; a checkpoint every `every` steps and at the end, of which the newest `keep` stay. `background`: whether training goes
+    on while a checkpoint is written, from a copy of the state in host memory. `trackers`: where the rows of metrics.jsonl go too, under the
+    name `project`."""
 
     dir: PathText
     every: Size = 100
     keep: Size = 3
+    background: bool = False
     trackers: tuple[TrackerName, ...] = ()
     project: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "longshift"
 

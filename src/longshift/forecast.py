@@ -71,6 +71,7 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         windows=config.window.options,
         switch=config.switch.options,
         ahead=config.stream.ahead,
+        copied=config.save.background,
     )
 
 

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale
+from longshift.state.saver import Saver
 from longshift.state.transfer import Transfer
 from longshift.step import player as player_module
 from longshift.step.update import State, train_step
@@ -54,7 +56,7 @@ def bits(x: Tensor) -> bytes:
     return x.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def begin(world: World, run: str, layout: str, steps: int = 2, file_bytes: int = checkpoint.FILE_BYTES) -> None:
+def begin(world: World, run: str, layout: str, steps: int = 2, file_bytes: int = checkpoint.FILE_BYTES, background: bool = False) -> None:
     """Train a little under a layout, write each rank's own view of its state beside the run, and save."""
     state, player = build(TRIAL, [Layout.parse(layout)], world)
     for batch in TRIAL.batches()[:steps]:
@@ -62,7 +64,7 @@ def begin(world: World, run: str, layout: str, steps: int = 2, file_bytes: int =
     views = {f"{k}|{name}|{box}": v.clone() for name, box, _, kinds in state.optimizer.state() for k, v in kinds.items() if box}
     save_file(views, f"{run}-live-{world.rank}.safetensors")
     with patch.object(checkpoint, "FILE_BYTES", file_bytes):
-        _save(world, Path(run), state, steps)
+        _save(world, Path(run), state, steps, background=background)
 
 
 def carry(world: World, source: str, target: str, layout: str, truth: str | None = None) -> tuple[int, int, int]:
@@ -108,18 +110,36 @@ def load_counted(world: World, config: str) -> dict[str, Any]:
     return {what: dict(count) for what, count in counts.items()}
 
 
+def _spoil(optimizer: Optimizer) -> None:
+    """Have every value of a state be wrong."""
+    for _, _, _, kinds in optimizer.state():
+        for view in kinds.values():
+            view.fill_(-7.0)
+
+
 def _blank(world: World, layout: Layout) -> State:
     """A state whose every value is wrong."""
     home = Home(SPEC, buckets(SPEC, layout), world.rank, torch.float32, world.device, lambda _, box: torch.full(box.shape, -7.0))
     optimizer = Optimizer(home, TRIAL.betas, TRIAL.eps, TRIAL.weight_decay)
-    for _, _, _, kinds in optimizer.state():
-        for view in kinds.values():
-            view.fill_(-7.0)
+    _spoil(optimizer)
     return State(SPEC, home, optimizer, TRIAL.schedule, TRIAL.clip)
 
 
-def _save(world: World, run: Path, state: State, step: int, keep: int = 3) -> None:
-    checkpoint.save(run, step, state.optimizer.state(), {"updates": state.optimizer.steps}, world, keep)
+def _save(world: World, run: Path, state: State, step: int, keep: int = 3, background: bool = False) -> None:
+    """Save a state. In the background every value becomes wrong before the first is written."""
+    saver, go_on, native = Saver(run, world, keep, background), threading.Event(), checkpoint._write_tensors
+
+    def late(*given: Any) -> list[dict]:
+        assert go_on.wait(10)
+        return native(*given)
+
+    with patch.object(checkpoint, "_write_tensors", late if background else native):
+        saver.save(step, state.optimizer, {"updates": state.optimizer.steps}, None, last=False)
+        if background:
+            assert saver.busy
+            _spoil(state.optimizer)
+            go_on.set()
+        saver.finish()
 
 
 def save_steps(world: World, run: str, layout: str, steps: list[int], keep: int = 3) -> None:
@@ -142,7 +162,7 @@ def open_latest(world: World, run: str) -> dict[str, Any]:
     return {"step": saved.step}
 
 
-def save_without_space(world: World, run: str, step: int, stage: str, ranks: list[int], limit_bytes: int) -> str:
+def save_without_space(world: World, run: str, step: int, stage: str, ranks: list[int], limit_bytes: int, background: bool = False) -> str:
     """The error of a save in which files of some ranks cannot grow beyond a limit from `stage`, a function of checkpoint.py, on."""
     state = build(TRIAL, [Layout(dp=world.size, zero=1)], world)[0]
     original = getattr(checkpoint, stage)
@@ -155,7 +175,7 @@ def save_without_space(world: World, run: str, step: int, stage: str, ranks: lis
     if world.rank in ranks:
         setattr(checkpoint, stage, short)
     try:
-        _save(world, Path(run), state, step)
+        _save(world, Path(run), state, step, background=background)
     except CheckpointError as fault:
         return str(fault)
     finally:
@@ -164,7 +184,7 @@ def save_without_space(world: World, run: str, step: int, stage: str, ranks: lis
     return ""
 
 
-def save_and_die(world: World, run: str, step: int, stage: str, after: bool, rank: int) -> None:
+def save_and_die(world: World, run: str, step: int, stage: str, after: bool, rank: int, background: bool = False) -> None:
     """SIGKILL on one rank as a save comes to a function of checkpoint.py, or leaves it."""
     state = build(TRIAL, [Layout(dp=world.size, zero=1)], world)[0]
     original = getattr(checkpoint, stage)
@@ -176,10 +196,10 @@ def save_and_die(world: World, run: str, step: int, stage: str, after: bool, ran
 
     if world.rank == rank:
         setattr(checkpoint, stage, die)
-    _save(world, Path(run), state, step, keep=2)
+    _save(world, Path(run), state, step, keep=2, background=background)
 
 
-def save_and_die_at(world: World, run: str, step: int, touch: int | None) -> int:
+def save_and_die_at(world: World, run: str, step: int, touch: int | None, background: bool = False) -> int:
     """SIGKILL just before the save's `touch`-th access to the file system; its number of accesses where None."""
     state = build(TRIAL, [Layout()], world)[0]
     count = 0
@@ -194,7 +214,7 @@ def save_and_die_at(world: World, run: str, step: int, touch: int | None) -> int
 
     sys.addaudithook(hook)
     started = True
-    _save(world, Path(run), state, step, keep=2)
+    _save(world, Path(run), state, step, keep=2, background=background)
     started = False
     return count
 
@@ -314,6 +334,41 @@ def run_loop(world: World, config: str, resume: bool = False, stop_after: int | 
         if mutant:
             setattr(owner, name, original)
     return {"rows": rows, "unpickled": unpickled}
+
+
+def run_in_the_background(world: World, config: str, limit_bytes: int | None = None, bad_step: int | None = None) -> dict[str, Any]:
+    """A run whose files of checkpoints are written slowly: its last step, the steps that a save had under way when they ended, and what it
+    said. `limit_bytes`: no larger file can be written; `bad_step`: of which the loss is not finite."""
+    parsed, told, under_way, usual = parse_config(config), list[int](), list[int](), train_step
+    native, before = checkpoint._write_tensors, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def slow(*given: Any) -> list[dict]:
+        time.sleep(0.05)
+        return native(*given)
+
+    def step(*given: Any) -> Any:
+        if len(told) + 1 == bad_step:
+            raise NonFiniteError("loss nan")
+        return usual(*given)
+
+    def busy(saver: Saver) -> bool:
+        if found := saver._under_way is not None:
+            under_way.append(len(told) + 1)
+        return found and not saver._under_way.written  # pyright: ignore[reportOptionalMemberAccess]
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(checkpoint, "_write_tensors", slow))
+        stack.enter_context(patch.object(loop, "train_step", step))
+        stack.enter_context(patch.object(Saver, "busy", property(busy)))
+        if limit_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+            stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
+        try:
+            for done in loop._steps(next(stages_of(parsed)), Path(parsed.save.dir), False, lambda: False, world):
+                told.append(done.step)
+        except LongshiftError as fault:
+            return {"told": told, "under_way": under_way, "fault": f"{type(fault).__name__}: {fault}"}
+    return {"told": told, "under_way": under_way, "fault": ""}
 
 
 def poison(world: World, layout: str, rank: int, weight: str, precision: str = "float32", head_row: int | None = None) -> dict[str, Any]:

@@ -500,11 +500,13 @@ def test_overlaps_are_found():
 # ---------------------------------------------------------------------------------------------------- space, death, order
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("ranks", [[0, 1], [1], [0]])
 @pytest.mark.parametrize(("stage", "limit_bytes"), [("_write_tensors", 4096), ("_write_text", 100), ("_publish", 0)])
-def test_a_full_disk_keeps_the_last_good_checkpoint(call, copy, stage, limit_bytes, ranks):
+def test_a_full_disk_keeps_the_last_good_checkpoint(call, copy, stage, limit_bytes, ranks, background):
     before = whole(copy)
-    said = call(2, "save_without_space", run=str(copy), step=3, stage=stage, ranks=ranks, limit_bytes=limit_bytes)
+    how = {"stage": stage, "ranks": ranks, "limit_bytes": limit_bytes, "background": background}
+    said = call(2, "save_without_space", run=str(copy), step=3, **how)
     if stage != "_write_tensors" and 0 not in ranks:
         assert said == ["", ""]  # rank 0 alone does these
         return
@@ -532,6 +534,7 @@ def after_death(call: Call, run: Path) -> int:
     return found["step"]
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
     ("stage", "after", "rank", "left"),
     [
@@ -544,25 +547,79 @@ def after_death(call: Call, run: Path) -> int:
         ("_purge", True, 0, 3),
     ],
 )
-def test_a_rank_killed_in_a_save_leaves_a_whole_checkpoint(call, copy, stage, after, rank, left):
+def test_a_rank_killed_in_a_save_leaves_a_whole_checkpoint(call, copy, stage, after, rank, left, background):
+    how = {"stage": stage, "after": after, "rank": rank, "background": background}
     with ForkedWorld(2) as world, pytest.raises(PeerError, match=f"rank {rank} died|gloo"):
-        world.call("checkpoints:save_and_die", 20.0, run=str(copy), step=3, stage=stage, after=after, rank=rank)
+        world.call("checkpoints:save_and_die", 20.0, run=str(copy), step=3, **how)
     assert after_death(call, copy) == left
 
 
-def test_a_death_at_any_touch_of_the_file_system_leaves_a_whole_checkpoint(call, good, tmp_path):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_death_at_any_touch_of_the_file_system_leaves_a_whole_checkpoint(call, good, tmp_path, background):
     """SIGKILL before every open, rename, mkdir and removal that a save does. LATEST moves once, and nothing goes before."""
     with ForkedWorld(1) as world:
-        (touches,) = world.call("checkpoints:save_and_die_at", run=str(shutil.copytree(good, tmp_path / "all")), step=3, touch=None)
+        run = str(shutil.copytree(good, tmp_path / "all"))
+        (touches,) = world.call("checkpoints:save_and_die_at", run=run, step=3, touch=None, background=background)
     assert touches > 15
     left = []
     for touch in range(touches):
         run = shutil.copytree(good, tmp_path / f"run-{touch}")
         with ForkedWorld(1) as world, pytest.raises(PeerError, match="rank 0 died"):
-            world.call("checkpoints:save_and_die_at", run=str(run), step=3, touch=touch)
+            world.call("checkpoints:save_and_die_at", run=str(run), step=3, touch=touch, background=background)
         left.append(after_death(call, run))
     assert left == sorted(left)
     assert set(left) == {2, 3}
+
+
+# ---------------------------------------------------------------------------------------------------- in the background
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    """Tensor files of all checkpoints of a run, and where LATEST points."""
+    files = [*run.glob("checkpoints/step-*/*.safetensors"), run / "LATEST"]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("layout", ["dp1", "dp2", "dp2.z3", "tp2", "pp2"])
+def test_a_checkpoint_from_the_copy_is_that_of_the_state_when_it_was_saved(call, tmp_path, layout):
+    for name, background in (("one", False), ("other", True)):
+        call(Layout.parse(layout).world, "begin", run=str(tmp_path / name), layout=layout, background=background, file_bytes=3000)
+    manifests = [(tmp_path / name / MANIFEST).read_bytes() for name in ("one", "other")]
+    assert manifests[0] == manifests[1]
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
+
+
+@pytest.mark.parametrize(("layout", "precision"), [("dp1", "float32"), ("dp2.z3", "bf16"), ("pp2", "float32")])
+def test_training_goes_on_while_checkpoints_are_written(call, place, tmp_path, layout, precision):
+    text = {name: config(place, tmp_path / name, layout, precision, steps=7, every=3) for name in ("at-once", "meanwhile")}
+    train(call, text["at-once"])
+    meanwhile = text["meanwhile"].replace("every: 3", "every: 3, background: true")
+    answers = call(Layout.parse(layout).world, "run_in_the_background", config=meanwhile)
+    assert all(answer["told"] == list(range(1, 8)) and not answer["fault"] for answer in answers)
+    assert all({4, 7} <= set(answer["under_way"]) for answer in answers)  # a save had not been waited for when these ended
+    assert files_of(tmp_path / "at-once") == files_of(tmp_path / "meanwhile")
+    assert hidden(tmp_path / "meanwhile") == []
+
+
+def test_a_disk_that_is_full_ends_the_run_as_it_would_at_once(call, place, tmp_path):
+    text = config(place, tmp_path / "run", "dp2.z3", steps=7, every=3).replace("every: 3", "every: 3, background: true")
+    for answer in call(2, "run_in_the_background", config=text, limit_bytes=4096):
+        assert answer["fault"].startswith(
+            f"CheckpointError: checkpoint {tmp_path}/run/checkpoints/step-3 cannot be written; the ones before"
+        )
+        assert "File too large" in answer["fault"]
+        assert 4 <= answer["told"][-1] < 7
+    assert names(tmp_path / "run") == []
+    assert not (tmp_path / "run/LATEST").exists()
+
+
+def test_a_loss_that_is_not_finite_leaves_the_checkpoint_that_was_under_way(call, place, tmp_path):
+    text = config(place, tmp_path / "run", "dp2.z3", steps=7, every=3).replace("every: 3", "every: 3, background: true")
+    for answer in call(2, "run_in_the_background", config=text, bad_step=4):
+        assert answer["fault"].startswith("NonFiniteError: step 4: loss nan")
+        assert answer["told"] == [1, 2, 3]
+    assert (tmp_path / "run/LATEST").read_text() == "step-3\n"
+    assert hidden(tmp_path / "run") == []
 
 
 def test_everything_is_durable_before_it_is_named(call, good, tmp_path):

@@ -29,7 +29,7 @@ FINALISTS = 4  # ways that all of them are played with
 @dataclass(frozen=True)
 class Task:
     """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
-    it may have; `memory_bytes`: of a device."""
+    it may have; `memory_bytes`: of a device; `copied`: whether checkpoints are written from a copy of the state."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -42,6 +42,7 @@ class Task:
     windows: Windows = Windows()  # noqa: RUF009  (frozen)
     switch: SwitchOptions = SwitchOptions()  # noqa: RUF009  (frozen)
     ahead: int = 1
+    copied: bool = False
 
     @property
     def longest(self) -> int:
@@ -94,7 +95,7 @@ class Replay:
     def shape(self, edges: tuple[Edge, ...]) -> StepShape:
         task, formats = self.task, self.formats
         way = Itinerary(task.spec, edges, self.links, formats.compute_bytes, formats.home_bytes, task.switch)
-        return StepShape(way, edges, formats, task.tokens_per_step, task.longest, task.ahead, task.windows)
+        return StepShape(way, edges, formats, task.tokens_per_step, task.longest, task.ahead, task.windows, task.copied)
 
     def weigh(self, edges: tuple[Edge, ...]) -> tuple[Mapping[str, int], str]:
         """Bytes that a rank needs at most, by place, and after which operation the device's peak is."""

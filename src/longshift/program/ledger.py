@@ -39,10 +39,17 @@ class Weighed:
         return self.peaks["device"].total
 
 
-class Ledger:
-    """Plays programs of one rank on bytes. The arguments are those of `Account`. Mutable."""
+def saved_bytes(steps: Steps) -> int:
+    """Bytes of master weights and moments that a rank writes into a checkpoint: of what several ranks keep, one writes."""
+    mine = buckets_of(steps.itinerary.spec, steps.itinerary.home, steps.rank)
+    return 3 * steps.bytes[1] * sum(bucket.kept(steps.rank) for bucket in mine if bucket.owns(steps.rank) and not bucket.frozen)
 
-    def __init__(self, steps: Steps, transport: Transport, same_format: bool, host_is_device: bool, ahead: int = 1):
+
+class Ledger:
+    """Plays programs of one rank on bytes. The arguments are those of `Account`; `copied`: whether checkpoints are written from a copy.
+    Mutable."""
+
+    def __init__(self, steps: Steps, transport: Transport, same_format: bool, host_is_device: bool, ahead: int = 1, copied: bool = False):
         self.steps, spec, home = steps, steps.itinerary.spec, steps.itinerary.home
         self.account = Account(steps.rank, home, *steps.bytes, transport, same_format, host_is_device, ahead)
         self.book = self.account.book
@@ -51,6 +58,8 @@ class Ledger:
         size = steps.bytes[1] * sum(elements for _, elements in self.shards)
         frozen = steps.bytes[0] * sum(bucket.kept(steps.rank) for bucket in mine if bucket.frozen)
         self.state = [held("master weights", size), held("moments", 2 * size), held("scalars", SMALL), held("weights not trained", frozen)]
+        if copied:
+            self.state.append(held("copy for checkpoints", saved_bytes(steps), "device" if host_is_device else "host"))
         self.copies: dict[Cut, HeldCopies] = {}
         self.runners: dict[Layout, HeldPacks] = {}
         for layout, view in steps.views.items():

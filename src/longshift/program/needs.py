@@ -22,7 +22,8 @@ from longshift.workload.groups import Edge
 
 @dataclass(frozen=True, eq=False)
 class StepShape:
-    """What of a run decides how large its steps are. `tokens`: of a step, at least; `longest`: document, in tokens; `ahead`: of streams."""
+    """What of a run decides how large its steps are. `tokens`: of a step, at least; `longest`: document, in tokens; `ahead`: of streams;
+    `copied`: whether checkpoints are written from a copy of the state."""
 
     itinerary: Itinerary
     edges: tuple[Edge, ...]
@@ -31,13 +32,14 @@ class StepShape:
     longest: int
     ahead: int = 1
     windows: Windows = Windows()  # noqa: RUF009  (frozen)
+    copied: bool = False
 
     def steps(self, rank: int) -> Steps:
         return Steps(self.itinerary, rank, self.formats.compute_bytes, self.formats.home_bytes, self.windows)
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool) -> Ledger:
         same = self.formats.compute == self.formats.home
-        return Ledger(self.steps(rank), transport, same, host_is_device, self.ahead)
+        return Ledger(self.steps(rank), transport, same, host_is_device, self.ahead, self.copied)
 
     def of_one_pack(self, edge: Edge, rank: int, transport: Transport, host_is_device: bool) -> Weighed:
         """What a rank needs and sends for one full pack of a group on each replica."""

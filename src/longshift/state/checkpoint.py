@@ -16,8 +16,8 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from longshift.background import Background
 from longshift.dist.world import World
 from longshift.errors import CheckpointError
 from longshift.files import sync
@@ -83,30 +84,61 @@ def save(run: Path, step: int, entries: Entries, facts: Mapping[str, Any], world
     """Write checkpoint `step` of a run, replacing one of the same step; collective. `entries` as from `Optimizer.state`, `facts` any
     JSON. Then the newest `keep` up to this one stay, and that of step `best`, which BEST names from then on. Raises CheckpointError, on
     every rank in the same words, when one cannot write; the checkpoints before it, and LATEST, are then untouched."""
-    scratch = run / "checkpoints" / f".step-{step}.writing"
-    fault = f"checkpoint {run / 'checkpoints' / f'step-{step}'} cannot be written; the ones before it are untouched"
+    Unfinished(run, step, facts, world, keep, best).finish(entries)
 
-    def begin() -> None:
-        _sweep(run)
-        scratch.mkdir(parents=True)
 
-    def publish(files: list[dict]) -> None:
-        _write_text(scratch / "manifest.json", _render({"format": FORMAT, "step": step, "facts": dict(facts), "files": files}))
-        sync(scratch)
-        _publish(run, step, scratch, best)
+class Unfinished:
+    """A checkpoint that is not one yet: a hidden folder, which `finish` makes the newest checkpoint. The arguments are those of `save`.
+    Collective: making it, and `finish`. Mutable."""
 
-    first = world.rank == 0
-    try:
-        _together(world, fault, begin if first else None)
-        own = _together(world, fault, lambda: _write_tensors(scratch, entries, world.rank))
-        files = [row for text in world.gather_text(json.dumps(own)) for row in json.loads(text)]
-        _together(world, fault, (lambda: publish(files)) if first else None)
-        _together(world, f"old checkpoints of {run} cannot be removed", (lambda: _purge(run, step, keep, best)) if first else None)
-    except CheckpointError:  # on every rank: none leaves, and with it ends the others, before what was written is gone
-        if first:
-            _sweep(run)
-        world.gather_text("")
-        raise
+    def __init__(self, run: Path, step: int, facts: Mapping[str, Any], world: World, keep: int, best: int | None):
+        self.run, self.step, self.facts, self.world, self.keep, self.best = run, step, facts, world, keep, best
+        self._scratch = run / "checkpoints" / f".step-{step}.writing"
+        self._fault = f"checkpoint {run / 'checkpoints' / f'step-{step}'} cannot be written; the ones before it are untouched"
+        self._writing: Background[list[dict]] | None = None
+        with self._swept():
+            _together(world, self._fault, self._begin if world.rank == 0 else None)
+
+    def write(self, entries: Entries) -> None:
+        """Write this rank's files in the background. The tensors of `entries`, in host memory, must stay as they are until `written`."""
+        self._writing = Background(lambda: _write_tensors(self._scratch, entries, self.world.rank))
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's files are written, or have failed."""
+        return self._writing is None or self._writing.done
+
+    def finish(self, entries: Entries = ()) -> None:
+        """Write what is not written in the background, and have the checkpoint take its place. Raises CheckpointError as `save` does."""
+        run, world, first = self.run, self.world, self.world.rank == 0
+        write = self._writing.result if self._writing else lambda: _write_tensors(self._scratch, entries, world.rank)
+        with self._swept():
+            own = _together(world, self._fault, write)
+            files = [row for text in world.gather_text(json.dumps(own)) for row in json.loads(text)]
+            _together(world, self._fault, (lambda: self._publish(files)) if first else None)
+            purge = (lambda: _purge(run, self.step, self.keep, self.best)) if first else None
+            _together(world, f"old checkpoints of {run} cannot be removed", purge)
+
+    def _begin(self) -> None:
+        _sweep(self.run)
+        self._scratch.mkdir(parents=True)
+
+    def _publish(self, files: list[dict]) -> None:
+        manifest = {"format": FORMAT, "step": self.step, "facts": dict(self.facts), "files": files}
+        _write_text(self._scratch / "manifest.json", _render(manifest))
+        sync(self._scratch)
+        _publish(self.run, self.step, self._scratch, self.best)
+
+    @contextmanager
+    def _swept(self) -> Iterator[None]:
+        """After a failure, which all ranks know of, none leaves, and with it ends the others, before what was written is gone."""
+        try:
+            yield
+        except CheckpointError:
+            if self.world.rank == 0:
+                _sweep(self.run)
+            self.world.gather_text("")
+            raise
 
 
 class Checkpoint:

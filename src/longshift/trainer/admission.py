@@ -3,6 +3,7 @@
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -13,9 +14,11 @@ from longshift.dist.memory import host_memory
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError
 from longshift.explained import shape_of
+from longshift.program.ledger import saved_bytes
 from longshift.program.needs import Need, StepShape, most, needs
 from longshift.schedule.inside_rank import Transport
 
+COPY = "copy for checkpoints"
 CONTROL_GROUPS = Path("/proc/self/cgroup")
 
 
@@ -49,29 +52,34 @@ def _lacking(config: Config, world: World, run: Path, room: int, process: int, s
         alive = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.device.alive[:6])
         yield (
             f"rank {need.rank} needs {need.device.total / 2**30:.2f} GiB for tensors, in {need.device.op} ({alive}), besides "
-            f"{process / 2**30:.2f} GiB that the process has, and there are {room / 2**30:.2f} GiB for it; recompute-full, more tp, u or "
-            "ring, z3, chunks, a smaller upto, pack or train.pack_tokens take less"
+            f"{process / 2**30:.2f} GiB that the process has, and there are {room / 2**30:.2f} GiB for it; "
+            f"{'save.background=false, ' if shape.copied and cpu else ''}recompute-full, more tp, u or ring, z3, chunks, a smaller upto, "
+            "pack or train.pack_tokens take less"
         )
     waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
+    if shape.copied and not cpu:
+        waiting["host"][COPY] = max(saved_bytes(shape.steps(need.rank)) for need in whole)
     for edge in config.edges:
         place = edge.use.offload
         if place == "disk" or (place == "host" and not cpu):
-            alone = whole if len(config.edges) == 1 else needs(shape, [edge], transport, cpu)
+            alone = needs(replace(shape, copied=False), [edge], transport, cpu) if len(config.edges) > 1 or shape.copied else whole
             waiting[place][str(edge.use)] = most(alone, place).of(place)
     if waiting["disk"]:
         folder = config.stream.options(run).folder
         yield from _crowded(waiting["disk"], world.per_node, shutil.disk_usage(folder).free, f"{folder} has", "another stream.folder")
     if waiting["host"]:
-        yield from _crowded(waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk")
+        yield from _crowded(waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk, save.background=false")
 
 
 def _crowded(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> Iterator[str]:
-    """What has no room of what waits, in bytes of a rank by layout. A group's memory is kept while others run."""
+    """What has no room of what waits, in bytes of a rank by layout, or the copy for checkpoints. A group's memory is kept while others
+    run."""
     need = sum(waiting.values())
     if need * ranks > free:
         parts = " + ".join(f"{size / 2**30:.2f} ({layout})" for layout, size in waiting.items())
         yield (
-            f"what waits for the backward of the longest documents needs {parts} = {need / 2**30:.2f} GiB of each of {ranks} ranks, "
+            f"what waits for the backward of the longest documents{', and the copy,' if COPY in waiting else ''} needs {parts} = "
+            f"{need / 2**30:.2f} GiB of each of {ranks} ranks, "
             f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, keep-input, every4, more "
             "tp, u or ring, or a smaller upto"
         )

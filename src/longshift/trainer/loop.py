@@ -15,10 +15,11 @@ from longshift.dist.world import World, be_deterministic, own_device
 from longshift.documents.batch import Batches, StepBatch
 from longshift.errors import CheckpointError, NonFiniteError
 from longshift.layout.placement import buckets
-from longshift.state.checkpoint import Checkpoint, save
+from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Home, fingerprint
 from longshift.state.optimizer import MOMENTS, Optimizer
 from longshift.state.precision import LossScale, Precision
+from longshift.state.saver import Saver
 from longshift.step.player import Player
 from longshift.step.timeline import Timeline, predicted, write
 from longshift.step.update import Outcome, State, not_finite, train_step
@@ -119,7 +120,7 @@ def _steps(
         player.record(recorder)
         timeline.watch(player)
     last = config.train.steps if most is None else min(config.train.steps, start + most)
-    with closing(Ahead(batches, player)) as ahead:
+    with closing(Ahead(batches, player)) as ahead, Saver(run, world, config.save.keep, config.save.background) as saver:
         for step in range(start + 1, last + 1):
             began = world.now()
             batch, ready = ahead.take(state.cursor, step < last)
@@ -138,7 +139,7 @@ def _steps(
                 timeline.close()
                 write(trace, world.rank, timeline.played, predicted(player), recorder)
                 timeline = None
-            memory_bytes, stopping = _most(world, _memory_bytes(world), stop())
+            memory_bytes, stopping, saving = _most(world, _memory_bytes(world), stop(), saver.busy)
             metrics = replace(_metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player)), first=step == start + 1)
             metrics = foretold.beside(metrics) if foretold else metrics
             metrics = validator.after(metrics, player) if validator else metrics
@@ -158,7 +159,9 @@ def _steps(
                         "checkpoint before it stays the newest. A lower train.lr or more train.warmup are the usual cures."
                     )
                 kept = Facts.now(config, state, fingerprints, attention).model_dump()
-                save(run, step, state.optimizer.state(), kept, world, config.save.keep, best)
+                saver.save(step, state.optimizer, kept, best, last=stopping or metrics.early or step == last)
+            elif not saving:
+                saver.finish()
             if stopping or metrics.early:
                 return
 
@@ -293,11 +296,11 @@ def _metrics(
     )
 
 
-def _most(world: World, memory_bytes: int, stopping: bool) -> tuple[int, bool]:
-    """The largest memory of any rank, and whether any wants to stop."""
-    both = torch.tensor([memory_bytes, int(stopping)], device=world.device)
-    memory, stop = world.everyone.all_reduce(both, dist.ReduceOp.MAX).tolist()
-    return memory, bool(stop)
+def _most(world: World, memory_bytes: int, stopping: bool, saving: bool) -> tuple[int, bool, bool]:
+    """The largest memory of any rank, whether any wants to stop, and whether any still writes a checkpoint."""
+    own = torch.tensor([memory_bytes, int(stopping), int(saving)], device=world.device)
+    memory, stop, busy = world.everyone.all_reduce(own, dist.ReduceOp.MAX).tolist()
+    return memory, bool(stop), bool(busy)
 
 
 def _memory_bytes(world: World) -> int:
