@@ -30,6 +30,7 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.model.kernels import FLASH
+from longshift.program.ledger import saved_bytes
 from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
 from longshift.state import checkpoint
@@ -37,7 +38,7 @@ from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale
-from longshift.state.saver import Saver
+from longshift.state.saver import Saver, StateCopy
 from longshift.state.transfer import Transfer
 from longshift.step import player as player_module
 from longshift.step.update import State, train_step
@@ -334,6 +335,12 @@ def run_loop(world: World, config: str, resume: bool = False, stop_after: int | 
         if mutant:
             setattr(owner, name, original)
     return {"rows": rows, "unpickled": unpickled}
+
+
+def copied(world: World, layout: str) -> list[int]:
+    """Bytes of this rank's copy of a state, and what the ledger says of it."""
+    state, player = build(TRIAL, parse_layouts(layout), world)
+    return [StateCopy(state.optimizer).nbytes, saved_bytes(player.steps)]
 
 
 def run_in_the_background(world: World, config: str, limit_bytes: int | None = None, bad_step: int | None = None) -> dict[str, Any]:

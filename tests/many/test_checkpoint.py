@@ -589,6 +589,13 @@ def test_a_checkpoint_from_the_copy_is_that_of_the_state_when_it_was_saved(call,
     assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
 
 
+@pytest.mark.parametrize("layout", ["dp1", "dp2", "dp3.z1", "tp2", "pp2 > dp2.z3"])
+def test_the_copy_has_the_bytes_that_the_ledger_counts(call, layout):
+    found = call(Layout.parse(layout.split(" ")[0]).world, "copied", layout=layout)
+    assert all(size == counted for size, counted in found)
+    assert sum(size for size, _ in found) == 3 * 4 * SPEC.parameters
+
+
 @pytest.mark.parametrize(("layout", "precision"), [("dp1", "float32"), ("dp2.z3", "bf16"), ("pp2", "float32")])
 def test_training_goes_on_while_checkpoints_are_written(call, place, tmp_path, layout, precision):
     text = {name: config(place, tmp_path / name, layout, precision, steps=7, every=3) for name in ("at-once", "meanwhile")}
