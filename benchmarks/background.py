@@ -140,7 +140,7 @@ def summary_of(rows: list[dict]) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     options = arguments("Compare steps with checkpoints written at once and in the background.").parse_args()
-    sizes, tokens, rounds, steps = ((64, 2, 300), 1024, 1, 3) if options.quick else ((384, 6, 4096), 1024, 6, 5)
+    sizes, tokens, rounds, steps = ((64, 2, 300), 1024, 1, 3) if options.quick else ((384, 6, 4096), 512, 5, 5)
     rows: list[dict] = []
     place = Path(tempfile.mkdtemp(prefix="longshift-background-"))
     try:

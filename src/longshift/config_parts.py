@@ -95,11 +95,13 @@ class RopeConfig(Section):
 
 class LoraConfig(Section):
     """Low-rank adapters beside weights that stay as they are (`spec.adapters`): `rank`, `alpha` (adapters are scaled by alpha / rank), and
-    the linear layers that have one, `all` or names such as [q_proj, v_proj]."""
+    the linear layers that have one, `all` or names such as [q_proj, v_proj]. `init_from`: a folder of PEFT with the adapters to begin
+    with; they are drawn where it is not given."""
 
     rank: Annotated[int, Field(ge=1, le=65536)] = 16
     alpha: Annotated[Number, Field(gt=0, le=1e6)] = 32.0
     targets: Literal["all"] | tuple[str, ...] = "all"
+    init_from: PathText | None = None
 
     @property
     def adapters(self) -> Lora:

@@ -1,6 +1,7 @@
 """Adapters and frozen weights in runs: against PEFT, resumed, exported; what is not trained does not change."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Conf
 import longshift as ls
 from longshift.config_file import parse_config
 from longshift.dist.world import World
-from longshift.documents.batch import Document
+from longshift.documents.batch import Batches, Document
 from longshift.documents.micro import micro_batch
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import CheckpointError, UsageError
@@ -25,7 +26,9 @@ from longshift.model.loss import IGNORE
 from longshift.spec.adapters import Lora, partly_trained
 from longshift.spec.families import read_spec
 from longshift.state.checkpoint import Checkpoint
+from longshift.trainer.corpus import open_corpus
 from longshift.trainer.export import export
+from longshift.trainer.loop import build_state
 from longshift.trainer.metrics import read_rows
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
@@ -204,3 +207,108 @@ def test_there_must_be_something_to_merge_and_something_beside_adapters(place: P
         export(drawn, tmp_path / "drawn", tmp_path / "to")
     export(drawn, tmp_path / "drawn", tmp_path / "to", merge=True)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "to").num_parameters() == drawn.spec.base.parameters
+
+
+def peft_of(place: Path, family: str, rank: int = 4, alpha: float = 6, **other: object):
+    """A model with adapters that PEFT has drawn, neither of them zeros."""
+    torch.manual_seed(7)
+    targets = "all-linear" if TARGETS[family] == "all" else TARGETS[family].strip("[]").split(", ")
+    how = {"fan_in_fan_out": family == "gpt2", "init_lora_weights": False} | other
+    model = AutoModelForCausalLM.from_pretrained(place / family, dtype=torch.float32)
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM", **how)).eval()  # pyright: ignore
+
+
+def beginning_with(place: Path, run: Path, family: str, folder: Path) -> ls.Config:
+    return config_of(place, run, family, f"lora: {{rank: 4, alpha: 6, targets: {TARGETS[family]}, init_from: {folder}}}")
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_training_begins_with_the_adapters_that_peft_wrote(place: Path, tmp_path: Path, family: str):
+    theirs = peft_of(place, family)
+    theirs.save_pretrained(tmp_path / "theirs")
+    config = beginning_with(place, tmp_path / "run", family, tmp_path / "theirs")
+    (first, *_) = ls.train(config)
+    batch = Batches.of(config, open_corpus(config)[1]).at(0)
+    with torch.no_grad():
+        losses = [
+            torch.nn.functional.cross_entropy(
+                logits_of(theirs, torch.from_numpy(d.ids)), torch.from_numpy(d.labels), ignore_index=IGNORE, reduction="sum"
+            )
+            for d in batch.documents
+        ]
+        with theirs.disable_adapter():
+            without = logits_of(theirs, torch.arange(60))
+    assert first.loss == pytest.approx(float(sum(losses)) / batch.target_tokens, rel=1e-5)
+    assert (logits_of(theirs, torch.arange(60)) - without).abs().max() > 1e-3  # else any adapters would do
+    given, seen = load_file(tmp_path / "theirs/adapter_model.safetensors"), 0
+    for name, box, _, views in build_state(config, World.alone()).optimizer.state():
+        whole = given[f"base_model.model.{name}"]
+        assert torch.equal(views["master"], whole[box.within(Box.whole(tuple(whole.shape)))])
+        seen += box.elements
+    assert seen == sum(value.numel() for value in given.values())
+
+
+def test_what_was_exported_goes_on_where_it_was(place: Path, tmp_path: Path):
+    config = config_of(place, tmp_path / "first")
+    list(ls.train(config))
+    export(config, tmp_path / "first", tmp_path / "adapter")
+    begun = beginning_with(place, tmp_path / "second", "llama", tmp_path / "adapter")
+    saved = Checkpoint.latest(tmp_path / "first", World.alone())
+    for name, box, _, views in build_state(begun, World.alone()).optimizer.state():
+        assert torch.equal(views["master"], saved.read("master", name, box))
+    for step in ls.train(begun):
+        if step.step == 2:
+            break
+    (tmp_path / "adapter").rename(tmp_path / "gone")  # what goes on has its adapters in the checkpoint
+    assert [step.step for step in ls.train(begun, resume=True)] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (
+            {"rank": 3},
+            ["r is 3, and model.lora.rank is 4", "wrong shape model.layers.0.self_attn.q_proj.lora_A.weight: [3, 32] in the folder"],
+        ),
+        ({"alpha": 12}, ["lora_alpha is 12, and model.lora.alpha is 6"]),
+        ({"use_rslora": True}, ["use_rslora is True, which is not there"]),
+        ({"use_dora": True}, ["use_dora is True", "unexpected  base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector"]),
+        ({"alpha_pattern": {"q_proj": 2}}, ["alpha_pattern is {'q_proj': 2}"]),
+        ({"init_lora_weights": "pissa"}, ["init_lora_weights is 'pissa': PEFT changed the model's own weights"]),
+        ({"target_modules": ["q_proj"]}, ["missing     base_model.model.model.layers.1.mlp.down_proj.lora_B.weight [32, 4]"]),
+        ({"modules_to_save": ["lm_head"]}, ["modules_to_save is ['lm_head']"]),
+    ],
+)
+def test_adapters_of_another_kind_are_refused_with_every_reason(place: Path, tmp_path: Path, other: dict, said: list[str]):
+    if "target_modules" in other:
+        model = AutoModelForCausalLM.from_pretrained(place / "llama", dtype=torch.float32)
+        get_peft_model(model, LoraConfig(r=4, lora_alpha=6, **other)).save_pretrained(tmp_path / "theirs")
+    else:
+        peft_of(place, "llama", **other).save_pretrained(tmp_path / "theirs")
+    with pytest.raises(CheckpointError) as told:
+        list(ls.train(beginning_with(place, tmp_path / "run", "llama", tmp_path / "theirs")))
+    for text in ("model.lora.init_from: ", *said):
+        assert text in str(told.value)
+    lines = str(told.value).splitlines()[1:]
+    assert len(lines) == len(set(lines))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("adapter_config.json", None, "adapter_config.json cannot be read: [Errno 2]"),
+        ("adapter_config.json", "{", "adapter_config.json cannot be read"),
+        ("adapter_config.json", "[]", "is no JSON object"),
+        ("adapter_config.json", '{"peft_type": "IA3"}', "peft_type is 'IA3', not LORA"),
+        ("adapter_config.json", '{"peft_type": "LORA", "r": [1]}', "r is [1], and model.lora.rank is 4"),
+        ("adapter_model.safetensors", None, "holds no adapter_model.safetensors"),
+        ("adapter_model.safetensors", "x", "is damaged or unreadable"),
+    ],
+)
+def test_a_damaged_folder_is_refused_by_its_file(place: Path, tmp_path: Path, file: str, text: str | None, said: str):
+    peft_of(place, "llama").save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / file).unlink()
+    if text is not None:
+        (tmp_path / "theirs" / file).write_text(text)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        list(ls.train(beginning_with(place, tmp_path / "run", "llama", tmp_path / "theirs")))

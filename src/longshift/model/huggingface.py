@@ -7,7 +7,7 @@ here opens a pickle.
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longshift.errors import CheckpointError
-from longshift.files import publish
+from longshift.files import publish, read_small
 from longshift.layout.box import Box
-from longshift.spec.adapters import ALL, linear_modules
+from longshift.spec.adapters import ALL, adapter_faults, linear_modules
 from longshift.spec.families import to_hugging_face
-from longshift.spec.model import ModelSpec
+from longshift.spec.model import ModelSpec, Param
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -43,6 +43,8 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _BUFFER = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 _ROW_BLOCK = 4096
 MOST_FAULTS = 50  # that are listed
+MOST_ABOUT = 1 << 20  # bytes of an adapter_config.json
+PEFT = "base_model.model."  # before the names of weights that PEFT stores
 
 
 @dataclass(frozen=True)
@@ -78,16 +80,10 @@ class WeightFolder:
                 faults.append(f"missing     {p.name} {list(p.shape)}")
                 continue
             self.stored[p.name] = stored.pop(names[0]), names[0]
-            view = self._slice(p.name)
-            if tuple(view.get_shape()) != p.shape:
-                faults.append(f"wrong shape {p.name}: {view.get_shape()} in the folder, config.json says {list(p.shape)}")
-            if view.get_dtype() not in _DTYPES:
-                faults.append(f"wrong dtype {p.name}: {view.get_dtype()}; supported: {', '.join(_DTYPES)}")
+            faults += _differences(p, self._slice(p.name), "config.json says")
         tied_head = stored.pop("lm_head.weight", None) if spec.tied else None
         faults += [f"unexpected  {name} in {path.name}" for name, path in stored.items() if not _BUFFER.search(name)]
-        if faults:
-            told = faults[:MOST_FAULTS] + [f"and {len(faults) - MOST_FAULTS} more"] * (len(faults) > MOST_FAULTS)
-            raise CheckpointError(f"{folder} does not hold the weights of its config.json:\n  " + "\n  ".join(told))
+        _refuse(f"{folder} does not hold the weights of its config.json", faults)
         if tied_head:
             self._check_tied(spec, tied_head)
 
@@ -118,6 +114,64 @@ class WeightFolder:
                 f"{path}: lm_head.weight differs from {embedding.name}, but config.json ties them; "
                 'set "tie_word_embeddings": false in config.json to train both'
             )
+
+
+class AdapterFolder:
+    """The adapters of a folder of PEFT, verified against `spec` when opened: what `adapter_config.json` says that changes the function,
+    names, shapes and dtypes, all faults listed in one CheckpointError. Values are read on demand."""
+
+    def __init__(self, folder: Path, spec: ModelSpec):
+        self.path = folder / "adapter_model.safetensors"
+        about = _read_about(folder / "adapter_config.json")
+        if not self.path.is_file():
+            pickled = (folder / "adapter_model.bin").is_file()
+            why = "only a pickle, adapter_model.bin, which can run any code and is never opened here" if pickled else "no such file"
+            raise CheckpointError(f"{folder} holds no adapter_model.safetensors: {why}")
+        self._file = _open(_inside(folder, self.path))
+        faults = adapter_faults(about, spec)
+        stored = set(self._file.keys())
+        for p in spec.params:
+            if not p.frozen and PEFT + p.name in stored:
+                stored.remove(PEFT + p.name)
+                faults += _differences(p, self._file.get_slice(PEFT + p.name), "the model and model.lora say")
+            elif not p.frozen:
+                faults.append(f"missing     {PEFT}{p.name} {list(p.shape)}")
+        faults += [f"unexpected  {name}" for name in sorted(stored)]
+        _refuse(f"model.lora.init_from: {folder} does not hold the adapters of this run", faults)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The part of weight `name` inside `box`, on the CPU, in the dtype that the folder has."""
+        with _reading(self.path):
+            view = self._file.get_slice(PEFT + name)
+            if not box:
+                return torch.empty(box.shape, dtype=_DTYPES[view.get_dtype()])
+            return view[tuple(slice(a, b) for a, b in zip(box.start, box.stop))]
+
+
+def _differences(p: Param, view: Any, says: str) -> Iterator[str]:
+    """How a stored tensor is not the weight that it is named after."""
+    if tuple(view.get_shape()) != p.shape:
+        yield f"wrong shape {p.name}: {view.get_shape()} in the folder, {says} {list(p.shape)}"
+    if view.get_dtype() not in _DTYPES:
+        yield f"wrong dtype {p.name}: {view.get_dtype()}; supported: {', '.join(_DTYPES)}"
+
+
+def _refuse(what: str, faults: Sequence[str]) -> None:
+    """Raise CheckpointError where there are faults."""
+    if faults:
+        told = [*faults[:MOST_FAULTS], *[f"and {len(faults) - MOST_FAULTS} more"] * (len(faults) > MOST_FAULTS)]
+        raise CheckpointError(f"{what}:\n  " + "\n  ".join(told))
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    """What the JSON object of a small file says. Raises CheckpointError."""
+    try:
+        found = json.loads(read_small(path, MOST_ABOUT))
+    except (OSError, ValueError, RecursionError) as fault:
+        raise CheckpointError(f"model.lora.init_from: {path} cannot be read: {fault}") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"model.lora.init_from: {path} is no JSON object")
+    return found
 
 
 def write_folder(
@@ -157,7 +211,7 @@ def write_adapters(
     }
 
     def fill(scratch: Path) -> None:
-        named = {"base_model.model." + name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors}
+        named = {PEFT + name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors}
         save_file(named, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
         _write_json(scratch / "adapter_config.json", config)
         _write_tokenizer(scratch, carried)

@@ -15,7 +15,7 @@ as a norm's is.
 Names are those of PEFT, less its prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,6 +24,10 @@ from longshift.errors import UsageError
 
 ALL = "all"
 A, B = "lora_A.weight", "lora_B.weight"
+# Keys of PEFT's adapter_config.json: other functions than W x + scale B A x where they are set.
+FOREIGN = ("use_rslora", "use_dora", "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
+FOREIGN += ("layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens")
+CHANGING = ("pissa", "olora", "corda", "loftq")  # ways to draw adapters that take from the weights beside them
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,24 @@ def partly_trained(spec: Any, lora: Lora | None, freeze: tuple[str, ...]) -> Any
     if not found.learned:
         raise UsageError("freeze: every weight of the model matches, nothing would be trained")
     return found
+
+
+def adapter_faults(about: Mapping[str, Any], spec: Any) -> list[str]:
+    """Why the adapters that an `adapter_config.json` of PEFT describes are not those of a model, a line each: another kind, size or scale,
+    or a function that is not `W x + scale B A x`. Which layers have one, the names of tensors say."""
+    lora, faults = spec.lora, list[str]()
+    if about.get("peft_type") != "LORA":
+        return [f"peft_type is {about.get('peft_type')!r}, not LORA"]
+    if about.get("r") != lora.rank:
+        faults.append(f"r is {about.get('r')!r}, and model.lora.rank is {lora.rank}")
+    if about.get("lora_alpha") != lora.alpha:
+        faults.append(f"lora_alpha is {about.get('lora_alpha')!r}, and model.lora.alpha is {lora.alpha:g}")
+    if about.get("bias", "none") != "none":
+        faults.append(f"bias is {about['bias']!r}: biases are not trained here")
+    if isinstance(made := about.get("init_lora_weights"), str) and made.lower().split("_")[0] in CHANGING:
+        faults.append(f"init_lora_weights is {made!r}: PEFT changed the model's own weights beside these adapters")
+    faults += [f"{key} is {about[key]!r}, which is not there" for key in FOREIGN if about.get(key)]
+    return faults
 
 
 def with_adapters(params: Iterable[Any], layers: int, lora: Lora | None, freeze: tuple[str, ...], input_major: bool) -> Iterator[Any]:
