@@ -33,7 +33,7 @@ data:
   cache: {place}/run/cache-{name}
 train: {{tokens_per_step: 128, steps: {steps}, lr: 1e-3, precision: float32}}
 layout: {layout}
-save: {{dir: {place}/run/{name}, every: 2, keep: 2}}
+save: {{dir: {place}/run/{name}, every: 2, keep: 2, background: {background}}}
 """
 KILL = 0  # in the place of an errno
 CODES = (2, 3, 4, 7)  # the run folder cannot be written at all; the token cache; the run folder later; no room
@@ -61,10 +61,10 @@ def make_data(place: Path) -> None:
 
 
 class Disk:
-    """A run of `layout` on a disk that fails. `operations` of the undisturbed run, in order."""
+    """A run of `layout` on a disk that fails. `background`: how it saves. `operations` of the undisturbed run, in order."""
 
-    def __init__(self, launches: Launches, place: Path, layout: str):
-        self.launches, self.place, self.layout = launches, place, layout
+    def __init__(self, launches: Launches, place: Path, layout: str, background: bool = False):
+        self.launches, self.place, self.layout, self.background = launches, place, layout, background
         self._count = 0
         whole, ended, self.operations = self.train(0, KILL)
         assert ended.code == 0, ended
@@ -73,9 +73,10 @@ class Disk:
     def train(self, at: int, how: int, folder: Path | None = None) -> tuple[Path, Ended, list[Operation]]:
         """Run folder, end and operations of a run, which begins in a new folder where none is given."""
         self._count += folder is None
-        run = folder or self.place / "run" / f"{self.layout}-{self._count}"
+        run = folder or self.place / "run" / f"{self.layout}-{'background-' * self.background}{self._count}"
         file, state, log = (self.place / f"case.{kind}" for kind in ("yaml", "state", "log"))
-        file.write_text(CONFIG.format(place=self.place, layout=self.layout, name=run.name, steps=STEPS))
+        config = CONFIG.format(place=self.place, layout=self.layout, name=run.name, steps=STEPS, background=str(self.background).lower())
+        file.write_text(config)
         state.write_bytes(bytes(16))
         log.unlink(missing_ok=True)
         names = {"UNDER": self.place / "run", "STATE": state, "LOG": log, "AT": at, "HOW": how}

@@ -67,6 +67,17 @@ def test_two_ranks(together: Disk):
     assert not bad, bad
 
 
+@pytest.mark.parametrize("layout", ["dp1", "dp2"])
+def test_checkpoints_in_the_background(launches: Launches, place: Path, layout: str):
+    """A disk that is full, and a kill, while the first checkpoint is written beside the steps and when it takes its place."""
+    disk = Disk(launches, place, layout, background=True)
+    first = where(disk, "open", ".tmp")  # safetensors renames it to rank-00000.safetensors
+    files = [(first, errno.ENOSPC), (first, KILL), (first + 2, errno.EDQUOT)]
+    named = [(where(disk, "open", "manifest.json"), KILL), (where(disk, "rename", "step-2"), KILL)]
+    bad = disks.campaign(disk, [*files, *named])
+    assert not bad, bad[:2]
+
+
 def test_the_campaign_can_fail(alone: Disk, monkeypatch: pytest.MonkeyPatch):
     at = where(alone, "open", ".lock")
     assert not alone.wrong(at, errno.ENOSPC)
