@@ -113,7 +113,7 @@ def use(runner: Runner, tier: DiskTier) -> None:
 def once(state: State, player: Player, batch: StepBatch) -> dict[str, str]:
     """Forward and backward of a batch that is one pack, without an update."""
     (group,), (runner,) = player.groups([len(d.ids) for d in batch.documents]), player.runners.values()
-    program = player.program(batch.documents, [group], 1 / batch.target_tokens)
+    program = player.take(player.ready(batch.documents, [group]), 1 / batch.target_tokens)
     player.play(tuple(op for op in program if op.kind not in ("norm", "update")))
     found = gradient_bits(state.home) | {"loss": float(runner.loss).hex()}
     state.home.drop_gradients()

@@ -640,8 +640,8 @@ def test_weights_that_are_not_finite_are_not_saved(place, longshift, monkeypatch
     """A device that computes wrong leaves one infinite number after the second update."""
     right = loop.train_step
 
-    def wrong(state, batch, player):
-        outcome = right(state, batch, player)
+    def wrong(state, batch, player, ready):
+        outcome = right(state, batch, player, ready)
         if state.optimizer.steps == 2:
             state.home.shards[0].master[0] = math.inf
         return outcome
