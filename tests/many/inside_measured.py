@@ -150,7 +150,7 @@ def _events(world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, h
     runner = ChunkedPacks(spec, layout, world, copies, precision, FLASH, tier=Elsewhere(), ahead=1, accumulate=added)
     units |= runner.modules
     watch = Watch(held, device, {"tp": runner.ops.tp, "ulysses": runner.ops.ulysses, "ring": runner.ops.ring})
-    runner.load(0, [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS])
+    runner.load(0, runner.on_host([Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]))
     native, found = _Play._play, []
 
     def played(play: _Play, event: Event) -> None:
