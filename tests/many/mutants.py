@@ -48,13 +48,12 @@ from longshift.step import chunked as chunked_module
 from longshift.step import runner as runner_module
 from longshift.step.chunked import ChunkedPacks, _Play
 from longshift.step.compose import LayoutOps
-from longshift.step.player import Player
+from longshift.step.player import Player, Ready
 from longshift.step.runner import Runner, WholePacks
 from longshift.stream.tiers import DiskTier, Tensors
 from longshift.switch.plan import Move, Plan
 from longshift.trainer.check import compare
 from longshift.workload import groups
-from longshift.workload.groups import LengthGroup
 
 Patch = pytest.MonkeyPatch
 reverse = Plan.reversed
@@ -85,16 +84,16 @@ def compare_mutant(world: World, mutant: str, **arguments) -> dict[str, float]:
 def _programs(patch: Patch, change: Callable[[Player, int, Program], Program], scores: bool = False) -> None:
     """`change` sees this rank's player, how many steps it has trained before, and the program of a step; where `scores`, also those of
     validations."""
-    program, made = Player.program, Counter[int]()
+    take, made = Player.take, Counter[int]()
 
-    def wrong(self: Player, documents: Sequence[Document], groups: Sequence[LengthGroup], seed: float | None) -> Program:
-        found = program(self, documents, groups, seed)
+    def wrong(self: Player, ready: Ready, seed: float | None) -> Program:
+        found = take(self, ready, seed)
         if seed is not None or scores:
             found = change(self, made[id(self)], found)
         made[id(self)] += seed is not None
         return found
 
-    patch.setattr(Player, "program", wrong)
+    patch.setattr(Player, "take", wrong)
 
 
 def _seeds(patch: Patch, seed: Callable[[Player, int, Layout], float]) -> None:
@@ -115,7 +114,8 @@ def mean_of_means(patch: Patch) -> None:
     """Every replica divides by its own target tokens, and the replicas are averaged."""
 
     def seed(player: Player, visit: int, layout: Layout) -> float:
-        own = sum(int((d.labels != IGNORE).sum()) for pack in player.packs[visit] for d in pack)
+        shares = (share for (of, _), pack in player.packs.items() if of == visit for share in pack.shares)
+        own = sum(int((share.labels != IGNORE).sum()) for share in shares)
         return 1 / (max(1, own) * layout.dp)
 
     _seeds(patch, seed)
