@@ -77,7 +77,7 @@ def test_the_quickstart_installs_the_product_alone_and_the_tests_the_rest():
 
     (product,) = recipes("quickstart")
     assert product.endswith("--editable .")
-    assert [line.split("--editable ")[1] for line in recipes("test")] == [".", "'.[dev]'"]
+    assert [line.split("--editable ")[1] for line in recipes("test")] == ["'.[dev]'"]
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -88,4 +88,4 @@ def test_the_quickstart_says_how_the_command_is_used_where_it_is_not_on_the_path
         (tmp_path / "longshift").write_text("#!/bin/sh\n")
         (tmp_path / "longshift").chmod(0o755)
     said = run("bash", "-c", "\n".join(lines[first + 1 :]), cwd=REPOSITORY, PATH=f"{tmp_path}:/usr/bin:/bin")
-    assert said == ("" if there else "next    source .venv/bin/activate   (then `longshift` is a command)\n")
+    assert said == ("" if there else "shell   source .venv/bin/activate   # then longshift is a command here\n")
