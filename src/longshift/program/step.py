@@ -46,8 +46,8 @@ class Windows:
 @dataclass(frozen=True)
 class Exchanges:
     """A switch as the program needs it. `opens[i]`: the units that need storage before exchange i; `closes[i]`: the units of the layout
-    that is left which nothing reads after exchange i is posted; `ahead`: how many exchanges may go ahead; `spans`: by unit the first exchange
-    that reads a source or adds to a target, and the last that does."""
+    that is left which nothing reads after exchange i is posted; `ahead`: how many exchanges may go ahead; `spans`: by unit the first
+    exchange that reads a source or adds to a target, and the last that does."""
 
     count: int
     opens: tuple[tuple[int, ...], ...]

@@ -12,9 +12,11 @@ updated there: of what is on disk, that is host memory.
 """
 
 import hashlib
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -23,10 +25,14 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.box import Box
+from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
+from longshift.layout.placement import buckets as buckets_of
 from longshift.spec.model import ModelSpec
+from longshift.state.precision import Precision
 from longshift.state.records import KINDS, Records, Vector
 
+Tier = Literal["device", "host", "disk"]
 Source = Callable[[str, Box], Tensor]
 NORM_RUN = 1 << 15  # elements
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -99,6 +105,27 @@ class Home:
             for name, box in shard.boxes:
                 self._places.setdefault(name, []).append((shard, box, start))
                 start += box.elements
+
+    @classmethod
+    def made(
+        cls,
+        spec: ModelSpec,
+        cut: Layout,
+        world: World,
+        precision: Precision,
+        source: Source,
+        tier: Tier = "device",
+        folder: str | Path | None = None,
+    ) -> "Home":
+        """The home of this rank of a world, cut as `cut` is, in a tier; of `disk`, below `folder`."""
+        records = Records(Path(folder or tempfile.gettempdir())) if tier == "disk" else None
+        device = world.device if tier == "device" else torch.device("cpu")
+        return cls(spec, buckets_of(spec, cut), world.rank, precision.home, device, source, precision.compute, records)
+
+    def close(self) -> None:
+        """Give the file back, where there is one."""
+        if self.records:
+            self.records.close()
 
     def _shard(self, bucket: Bucket, dtype: torch.dtype, device: torch.device, source: Source) -> Shard:
         boxes = bucket.home(self.rank)

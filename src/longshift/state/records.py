@@ -11,6 +11,7 @@ When is the program's (`program.step`). The file is as large as it will ever be 
 process. Bytes: 4 home formats an element, of a bucket that is not trained one in the compute format.
 """
 
+import ctypes
 import os
 import tempfile
 import time
@@ -59,7 +60,8 @@ class Vector:
 
     @property
     def bytes(self) -> memoryview:
-        return memoryview(self.flat.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+        """The memory itself: torch never resizes again what it has given to numpy."""
+        return memoryview((ctypes.c_char * self.flat.nbytes).from_address(self.flat.data_ptr())).cast("B")
 
 
 class Records:

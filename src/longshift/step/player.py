@@ -259,10 +259,8 @@ class Player:
 
     def _norm(self, op: Op) -> None:
         loss_sum = torch.stack([self.runners[group.layout].loss for group in self.groups_here]).sum()
-        loss_sum, squared_norm = self.world.everyone.all_reduce(
-            torch.stack((loss_sum, self.home.squared_norm().to(loss_sum.device)))
-        ).tolist()
-        self.sums = loss_sum, squared_norm
+        both = torch.stack((loss_sum, self.home.squared_norm().to(loss_sum.device)))
+        self.sums = tuple(self.world.everyone.all_reduce(both).tolist())
 
     def _count(self, op: Op, way: str) -> None:
         """Add times and bytes of a finished transfer to its visit. A device may be behind the host."""

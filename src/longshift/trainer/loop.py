@@ -194,7 +194,7 @@ def build_state(config: Config, world: World, saved: Checkpoint | None = None, f
                 f"the weights that are not trained are others than {saved.folder} was trained beside: put the old model folder back, and "
                 f"the train.precision and train.seed that it began with"
             )
-        saved.restore(optimizer.state(), MOMENTS)  # masters are there
+        saved.restore(optimizer.state(changing=True), MOMENTS)  # masters are there
         optimizer.resume(facts.updates)
         state.cursor = facts.cursor
         if state.scale and facts.loss_scale:
