@@ -75,7 +75,7 @@ class Explanation:
             for name, what in INSERTED.items():
                 if size := group.sent.get(name):
                     lines.append(f"   inserted   {what}: {_size(size)} out of rank {group.need.rank} for a pack")
-            if moved := group.moved:
+            if moved := {way: size for way, size in group.moved.items() if not way.startswith("home")}:
                 lines.append(f"   tiers      {_size(moved['put'])} out and {_size(moved['fetched'])} in, for a pack")
             lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic, self.links)]
             lines += [f"   pruned     {text}" for text in group.pruned]

@@ -24,7 +24,7 @@ from itertools import chain
 
 import numpy as np
 
-from longshift.layout.layout import Layout
+from longshift.layout.layout import Layout, Tier
 from longshift.layout.placement import buckets_of, moving_unit
 from longshift.program.operations import Op, Program
 from longshift.program.turns import RankLayout, UnitTurn, Visit, visit_of
@@ -59,10 +59,10 @@ class Exchanges:
 class Steps:
     """Makes the programs of one rank. Mutable: it keeps what it has made."""
 
-    def __init__(self, itinerary: Itinerary, rank: int, weight_bytes: int, sum_bytes: int, windows: Windows, on_disk: bool = False):
-        """`on_disk`: where home is; else it is in memory."""
-        self.itinerary, self.rank, self.windows = itinerary, rank, windows
-        mine = buckets_of(itinerary.spec, itinerary.home, rank) if on_disk else ()
+    def __init__(self, itinerary: Itinerary, rank: int, weight_bytes: int, sum_bytes: int, windows: Windows, home_in: Tier = "device"):
+        """`home_in`: where the training state lies."""
+        self.itinerary, self.rank, self.windows, self.home_in = itinerary, rank, windows, home_in
+        mine = buckets_of(itinerary.spec, itinerary.home, rank) if home_in == "disk" else ()
         self.on_disk = sorted({bucket.unit for bucket in mine})
         self.trained = sorted({bucket.unit for bucket in mine if not bucket.frozen})
         self.bytes = weight_bytes, sum_bytes
@@ -175,7 +175,7 @@ class _Step:
             if number + 1 < len(units):
                 yield Op("read", unit=units[number + 1], part="record")
             yield Op("update", unit=unit)
-            yield from self.disk.write(-1, unit, "record")
+            yield from self.disk.write(0, unit, "record")
         yield from self.disk.settled()
 
     def _come(self, number: int) -> Iterator[Op]:
@@ -305,7 +305,8 @@ class _Step:
                     kept[unit] = kept.get(unit, 0) + 1
                 elif window.fits(unit):
                     window.append(unit)
-                    yield from self._gather(number, unit, wanted[posted + 1] if posted + 1 < len(wanted) else None)
+                    after = wanted[posted + 1] if posted + 1 < len(wanted) else unit
+                    yield from self._gather(number, unit, None if after in self.present or after in window else after)
                 else:
                     return
                 posted += 1

@@ -242,7 +242,7 @@ def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tup
         if op.kind == "accumulate":
             elements = sum(ledger.copies[ledger.steps.views[visits[op.visit].layout].cut].units[op.unit].weights)
         elif op.kind == "update":
-            elements = sum(size for _, size in ledger.shards)
+            elements = sum(size for _, size in ledger.home.shards)
         before, sent, moved = (sent, moved), sum(account.sent.values()), sum(account.moved.values())
         found[-1].append(_Moved(op, sent - before[0], moved - before[1], elements))
         if op.kind == "leave" and op.visit < len(visits) - 1:

@@ -25,14 +25,13 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout
+from longshift.layout.layout import Layout, Tier
 from longshift.layout.placement import Bucket
 from longshift.layout.placement import buckets as buckets_of
 from longshift.spec.model import ModelSpec
 from longshift.state.precision import Precision
 from longshift.state.records import KINDS, Records, Vector
 
-Tier = Literal["device", "host", "disk"]
 Source = Callable[[str, Box], Tensor]
 NORM_RUN = 1 << 15  # elements
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -97,6 +96,7 @@ class Home:
         """`frozen`: the format of weights that are not trained; `dtype` where not given. `records`: where all is, if on disk; `device` is
         the host then."""
         self.spec, self.rank, self.buckets, self.records = spec, rank, buckets, records
+        self.tier: Tier = "disk" if records else "device"
         self.shards = [self._shard(b, (frozen or dtype) if b.frozen else dtype, device, source) for b in buckets if rank in b.holders]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
         self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
@@ -120,7 +120,9 @@ class Home:
         """The home of this rank of a world, cut as `cut` is, in a tier; of `disk`, below `folder`."""
         records = Records(Path(folder or tempfile.gettempdir())) if tier == "disk" else None
         device = world.device if tier == "device" else torch.device("cpu")
-        return cls(spec, buckets_of(spec, cut), world.rank, precision.home, device, source, precision.compute, records)
+        home = cls(spec, buckets_of(spec, cut), world.rank, precision.home, device, source, precision.compute, records)
+        home.tier = tier
+        return home
 
     def close(self) -> None:
         """Give the file back, where there is one."""

@@ -21,7 +21,7 @@ from longshift.dist.world import World
 from longshift.documents.batch import Document, StepBatch
 from longshift.documents.micro import micro_batch
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout
+from longshift.layout.layout import Layout, Tier
 from longshift.model.decoder import Decoder, Ops
 from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
@@ -31,7 +31,7 @@ from longshift.spec.adapters import Lora
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.checkpoint import Checkpoint, save
-from longshift.state.home import Home, Source, Tier, random_source
+from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
