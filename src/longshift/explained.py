@@ -107,7 +107,8 @@ def shape_of(config: Config, per_node: int | None = None, cluster: Cluster | Non
     """The shape of a run's steps."""
     train = config.train
     way, formats = itinerary(config, per_node, cluster), FORMATS[train.precision]
-    return StepShape(way, config.edges, formats, train.tokens_per_step, config.data.max_len, config.stream.ahead, config.window.options)
+    how = config.stream.ahead, config.window.options, config.home
+    return StepShape(way, config.edges, formats, train.tokens_per_step, config.data.max_len, *how)
 
 
 def explain(config: Config, per_node: int | None = None, cluster: Cluster | None = None, gpus: bool = True) -> Explanation:

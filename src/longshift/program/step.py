@@ -61,7 +61,8 @@ class Steps:
 
     def __init__(self, itinerary: Itinerary, rank: int, weight_bytes: int, sum_bytes: int, windows: Windows, home_in: Tier = "device"):
         """`home_in`: where the training state lies."""
-        self.itinerary, self.rank, self.windows, self.home_in = itinerary, rank, windows, home_in
+        self.itinerary, self.rank, self.windows = itinerary, rank, windows
+        self.home_in: Tier = home_in
         mine = buckets_of(itinerary.spec, itinerary.home, rank) if home_in == "disk" else ()
         self.on_disk = sorted({bucket.unit for bucket in mine})
         self.trained = sorted({bucket.unit for bucket in mine if not bucket.frozen})
