@@ -387,6 +387,8 @@ class _Disk:
     def known_sums(self, number: int, unit: int) -> Iterator[Op]:
         """Bring the gradient sums of a unit, if there are some."""
         if unit in self.known:
+            if any(op.unit == unit for op in self.writing):
+                yield from self.settled()
             yield Op("read", number, unit, part="sums")
             yield Op("await read", number, unit, part="sums")
         self.known.add(unit)
