@@ -204,7 +204,7 @@ def test_a_group_has_a_pack_of_its_own():
 
 @pytest.mark.parametrize("text", ["", "- a", "just text"])
 def test_a_config_is_a_mapping(text):
-    with pytest.raises(UsageError, match="a config is a mapping with the keys model, data, train, layout, save"):
+    with pytest.raises(UsageError, match="a config is a mapping with the keys model, data, train, layout, home, save"):
         parse_config(text)
 
 

@@ -3,6 +3,7 @@
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -31,9 +32,7 @@ def admit(config: Config, world: World, run: Path) -> str:
     need, wait = most(whole), {"host": "in host memory", "disk": "on disk"}
     told = f"at most {_gib(need.device.total)} of tensors, on rank {need.rank}, and {_gib(process)} of the process"
     waiting = {place: most(whole, place).of(place) for place in wait}
-    return f"{told}; a rank may have {_gib(room)}" + "".join(
-        f"; {_gib(size)} wait {wait[place]}" for place, size in waiting.items() if size
-    )
+    return f"{told}; a rank may have {_gib(room)}" + "".join(f"; {_gib(size)} lie {wait[place]}" for place, size in waiting.items() if size)
 
 
 def _gib(size: int) -> str:
@@ -53,11 +52,15 @@ def _lacking(config: Config, world: World, run: Path, room: int, process: int, s
             "ring, z3, chunks, a smaller upto, pack or train.pack_tokens take less"
         )
     waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
+    without = replace(shape, home_in="device")
     for edge in config.edges:
         place = edge.use.offload
         if place == "disk" or (place == "host" and not cpu):
-            alone = whole if len(config.edges) == 1 else needs(shape, [edge], transport, cpu)
+            alone = whole if len(config.edges) == 1 and config.home == "device" else needs(without, [edge], transport, cpu)
             waiting[place][str(edge.use)] = most(alone, place).of(place)
+    for place, known in waiting.items():
+        if state := max(0, most(whole, place).of(place) - max(known.values(), default=0)):
+            known["the training state"] = state
     if waiting["disk"]:
         folder = config.stream.options(run).folder
         yield from _crowded(waiting["disk"], world.per_node, shutil.disk_usage(folder).free, f"{folder} has", "another stream.folder")
@@ -66,12 +69,12 @@ def _lacking(config: Config, world: World, run: Path, room: int, process: int, s
 
 
 def _crowded(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> Iterator[str]:
-    """What has no room of what waits, in bytes of a rank by layout. A group's memory is kept while others run."""
+    """What has no room of what is kept in a place, in bytes of a rank by layout. A group's memory is kept while others run."""
     need = sum(waiting.values())
     if need * ranks > free:
         parts = " + ".join(f"{size / 2**30:.2f} ({layout})" for layout, size in waiting.items())
         yield (
-            f"what waits for the backward of the longest documents needs {parts} = {need / 2**30:.2f} GiB of each of {ranks} ranks, "
+            f"what is kept there in the largest step needs {parts} = {need / 2**30:.2f} GiB of each of {ranks} ranks, "
             f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, keep-input, every4, more "
             "tp, u or ring, or a smaller upto"
         )
