@@ -23,7 +23,7 @@ from ledger_ranks import from_few, predict, row_of
 
 import longshift.trainer.check  # noqa: F401  (what the forked ranks call is imported before they fork)
 from longshift.dist.fork import ForkedWorld
-from longshift.layout.layout import Layout
+from longshift.layout.layout import Layout, Tier
 from longshift.program.ledger import Weighed
 from longshift.spec.adapters import Lora
 from longshift.spec.formats import PrecisionName
@@ -79,6 +79,7 @@ class Case:
     lengths: tuple[int, ...] = LENGTHS
     per_node: int | None = None
     few: bool = False
+    home: Tier = "device"
 
     @property
     def world(self) -> int:
@@ -88,10 +89,14 @@ class Case:
     def trial(self) -> Trial:
         edges = EDGES[-self.layout.count(" > ") :] if " > " in self.layout else ()
         sizes = {"capacity": max(CAPACITY, *self.lengths), "edges": edges} | ({"bucket_bytes": 60_000} if self.per_node else {})
-        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, **sizes)
+        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, home=self.home, **sizes)
 
     def __str__(self) -> str:
-        return f"{self.family} {self.precision} {self.layout}" + ", from few chunks" * self.few
+        return (
+            f"{self.family} {self.precision} {self.layout}"
+            + ", from few chunks" * self.few
+            + f", home {self.home}" * (self.home != "device")
+        )
 
 
 def cases() -> Iterator[Case]:
@@ -126,6 +131,7 @@ def cases() -> Iterator[Case]:
     yield from (Case(layout, "gemma3", lengths=(2 * CAPACITY,), few=True) for layout in ("chunk64", "u2.chunk64.disk.kv-offload"))
     yield from (Case(layout, "lora", ("float32", "bf16")[number % 2]) for number, layout in enumerate((*windowed, "dp2.z3", "dp4.z2")))
     yield from (Case(layout, "frozen", ("bf16", "float32")[number % 2]) for number, layout in enumerate((*windowed, "dp2.z3", "dp4.z2")))
+    yield from (Case(layout, family, precision, SHORT, home="disk") for layout, family, precision in ON_DISK)
     yield Case("dp2", lengths=(5, 1, 2, 700))
     yield Case("dp4.z2", "gpt2", lengths=(900,))  # fewer packs than replicas
     yield from (
@@ -169,7 +175,21 @@ def hot_cases() -> Iterator[Case]:
         yield Case(layout, family, precision)
 
 
+ON_DISK: tuple[tuple[str, str, PrecisionName], ...] = (
+    ("dp1", "llama", "float32"),
+    ("dp2.z1", "gpt2", "bf16"),
+    ("dp2.z3", "llama-tied", "float32"),
+    ("dp4.z2", "qwen3", "fp16"),
+    ("pp2.dp2.z3", "llama-tied", "bf16"),
+    ("tp2", "lora", "bf16"),
+    ("u2.chunk64.disk", "llama", "bf16"),
+    ("dp2.z3 > tp2", "llama", "bf16"),
+    ("dp2.z1 > pp2 > u2.z3", "gpt2", "float32"),
+)
+
 QUICK = (
+    Case("dp2.z3 > tp2", "llama", "bf16", SHORT, home="disk"),
+    Case("dp2.z2", "lora", "float32", SHORT, home="disk"),
     Case("dp1 > dp1.chunk64", lengths=(EDGES[-1], 2 * CAPACITY), few=True),
     Case("dp1", "gpt2", "bf16"),
     Case("recompute-selective", "qwen3", lengths=FEW),
@@ -220,8 +240,9 @@ def wrong(rows: Iterable[dict]) -> list[str]:
         name = f"{row['device']} {row['family']} {row['precision']} {row['layout']}, rank {row['rank']}"
         if not LOW <= row["ratio"] <= HIGH:
             found.append(f"{name}: {row['measured']} bytes measured, {row['predicted']} predicted: {row['ratio']:.4f}, at {row['peak_at']}")
-        if row["sent"] != row["sent_predicted"]:
-            found.append(f"{name}: sent {row['sent']}, predicted {row['sent_predicted']}")
+        for what in ("sent", "records"):
+            if row[what] != row[f"{what}_predicted"]:
+                found.append(f"{name}: {what} {row[what]}, predicted {row[f'{what}_predicted']}")
     return found
 
 

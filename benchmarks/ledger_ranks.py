@@ -37,13 +37,18 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
         train_step(state, first, player)
         held.restart()
         counted.restart()
+        records = state.home.records
+        if records:
+            records.restart()
         if trace:
             player.after = lambda op: after.append(held.now["cpu"])
         train_step(state, batch, player)
         found: dict[str, Any] = {"measured": held.most["cpu"], "sent": counted.told()}
+        found["records"] = {"home in": records.read_bytes, "home out": records.written_bytes} if records else {}
     for runner in player.runners.values():
         if runner.tier is not None:
             runner.tier.close()
+    state.home.close()
     world.forget()
     if trace:
         weighed, said = predict(replace(what, given=()), tuple(layouts), world.rank, per_node=per_node)
@@ -58,7 +63,7 @@ def shape_of(trial: Trial, layouts: tuple[Layout, ...], per_node: int | None = N
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
     links = assumed(per_node or layouts[0].world)
     itinerary = Itinerary(trial.spec, edges, links, formats.compute_bytes, formats.home_bytes, options)
-    return StepShape(itinerary, edges, formats, 0, trial.capacity, trial.ahead)
+    return StepShape(itinerary, edges, formats, 0, trial.capacity, trial.ahead, home_in=trial.home)
 
 
 def predict(
@@ -95,6 +100,8 @@ def row_of(name: dict[str, Any], found: dict[str, Any], weighed: Weighed) -> dic
     """A row of the benchmark: measured beside predicted."""
     peak, expected = weighed.peaks["device"], {axis: size for axis, size in weighed.sent.items() if size}
     row = {"measured": found["measured"], "predicted": peak.total, "ratio": found["measured"] / peak.total}
+    records = {way: size for way, size in weighed.moved.items() if way.startswith("home")}
+    row |= {"records": found["records"], "records_predicted": records}
     return name | row | {"sent": found["sent"], "sent_predicted": expected, "peak_at": peak.op}
 
 

@@ -41,7 +41,7 @@ from longshift.config_parts import (
     some_sources,
 )
 from longshift.errors import UsageError
-from longshift.layout.layout import AUTO, UNITS, Layout, format_size
+from longshift.layout.layout import AUTO, UNITS, Layout, Tier, format_size
 from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
@@ -208,8 +208,9 @@ class WindowConfig(Section):
 
 
 class StreamConfig(Section):
-    """Of layouts in chunks, and of those that offload. `folder`: where `disk` keeps its file, the run's own where not given; `ahead`: how
-    many operations before its use an object is fetched; `checked`: what comes back from disk is compared with what went out."""
+    """Of layouts in chunks, of those that offload, and of a home on disk. `folder`: where `disk` and `home: disk` keep their files, the
+    run's own where not given; `ahead`: how many operations before its use an object is fetched; `checked`: what comes back from a
+    layout's disk is compared with what went out."""
 
     folder: PathText | None = None
     ahead: int = Field(default=1, ge=0, le=1 << 20)
@@ -226,6 +227,7 @@ class Config(Section):
     data: DataConfig
     train: TrainConfig
     layout: Layouts = Layout()
+    home: Tier = Field("device", description="where master weights, moments and gradient sums lie: device, host or disk")
     save: SaveConfig
     validation: ValidationConfig | None = None
     switch: SwitchConfig = SwitchConfig()
@@ -267,6 +269,14 @@ class Config(Section):
         if len(worlds) > 1:
             each = ", ".join(f"{edge.use} has {edge.use.world}" for edge in self.layout)
             raise ValueError(f"every group's layout must use the same number of ranks: {each}")
+        return self
+
+    @model_validator(mode="after")
+    def _of_home(self) -> "Config":
+        if self.home != "device" and isinstance(self.layout, AutoLayout):
+            raise ValueError(f"layout: auto is chosen for home: device, and home is {self.home}; name a layout (longshift plan finds them)")
+        if self.home == "disk" and self.save.background:
+            raise ValueError("save.background copies the training state into memory, and home: disk keeps it out of memory; leave one out")
         return self
 
     @model_validator(mode="after")

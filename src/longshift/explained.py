@@ -75,7 +75,7 @@ class Explanation:
             for name, what in INSERTED.items():
                 if size := group.sent.get(name):
                     lines.append(f"   inserted   {what}: {_size(size)} out of rank {group.need.rank} for a pack")
-            if moved := group.moved:
+            if moved := {way: size for way, size in group.moved.items() if not way.startswith("home")}:
                 lines.append(f"   tiers      {_size(moved['put'])} out and {_size(moved['fetched'])} in, for a pack")
             lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic, self.links)]
             lines += [f"   pruned     {text}" for text in group.pruned]
@@ -107,8 +107,8 @@ def shape_of(config: Config, per_node: int | None = None, cluster: Cluster | Non
     """The shape of a run's steps."""
     train = config.train
     way, formats = itinerary(config, per_node, cluster), FORMATS[train.precision]
-    sizes, copied = (train.tokens_per_step, config.data.max_len), config.save.background
-    return StepShape(way, config.edges, formats, *sizes, config.stream.ahead, config.window.options, copied)
+    sizes = train.tokens_per_step, config.data.max_len, config.stream.ahead
+    return StepShape(way, config.edges, formats, *sizes, config.window.options, config.home, config.save.background)
 
 
 def explain(config: Config, per_node: int | None = None, cluster: Cluster | None = None, gpus: bool = True) -> Explanation:

@@ -65,6 +65,11 @@ def test_the_campaign_can_fail():
 
 def test_processes_are_found_by_their_mark(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(MARK, "a-mark-of-this-test")
-    with subprocess.Popen(["sleep", "60"]) as child:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin
+        assert child.stdout
+        child.stdin.write(b"begun\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"begun\n"  # a process that is being started has no environment for a moment
         assert [process.pid for process in processes("a-mark-of-this-test")] == [child.pid]
         child.kill()

@@ -30,7 +30,7 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.model.kernels import FLASH
-from longshift.program.ledger import saved_bytes
+from longshift.program.held_home import saved_bytes
 from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
 from longshift.state import checkpoint

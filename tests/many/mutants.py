@@ -357,14 +357,13 @@ def one_gradient_sent_twice(patch: Patch) -> None:
 
 def clip_by_local_norm(patch: Patch) -> None:
     """Every rank clips by the norm of what it keeps."""
+    update = Optimizer.update
 
-    def wrong(self: Home, factor: float) -> None:
-        local = max(float(s.grad.norm()) for s in self.shards if s.grad is not None)
-        for shard in self.shards:
-            if shard.grad is not None:
-                shard.grad.mul_(min(1.0, CLIP / local))
+    def wrong(self: Optimizer, lr: float, factor: float) -> None:
+        local = max(float(s.grad.norm()) for s in self.home.shards if s.grad is not None)
+        update(self, lr, min(1.0, CLIP / local))
 
-    patch.setattr(Home, "scale_gradients", wrong)
+    patch.setattr(Optimizer, "update", wrong)
 
 
 # ---- home and the optimizer
@@ -373,10 +372,10 @@ def clip_by_local_norm(patch: Patch) -> None:
 def _midway(patch: Patch, damage: Callable[[Optimizer], object]) -> None:
     update = Optimizer.update
 
-    def wrong(self: Optimizer, lr: float) -> None:
+    def wrong(self: Optimizer, lr: float, factor: float) -> None:
         if self.steps == MIDWAY:
             damage(self)
-        update(self, lr)
+        update(self, lr, factor)
 
     patch.setattr(Optimizer, "update", wrong)
 
@@ -775,7 +774,7 @@ def visit_with_stale_weights(patch: Patch) -> None:
 def last_groups_gradients_only(patch: Patch) -> None:
     """Gradients that come home replace those of the groups before."""
     total = Switches.total
-    patch.setattr(Switches, "total", lambda self: (self.home.drop_gradients(), total(self)))
+    patch.setattr(Switches, "total", lambda self, unit: (self.home.drop_gradients(), total(self, unit)))
 
 
 def gradients_of_replicas_not_summed(patch: Patch) -> None:

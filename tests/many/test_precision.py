@@ -1,7 +1,8 @@
 """What rounding may do, and what must not move a bit.
 
-The truth is float64 from the same float32 weights. A layout in half precision may be off by twice as much as one process in the same
-precision is; nothing else is tolerated by hand.
+The truth is float64 from the same float32 weights. The gradients of the first step in half precision may be off by half as much again
+as those of one process in the same precision. Later steps drift: where a gradient is near zero, rounding decides the sign of Adam's
+update. The drift of a layout may be twice the largest of one process from three seeds. Nothing else is tolerated by hand.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from longshift.state.precision import LossScale
 from longshift.step.update import State, train_step
 from longshift.trainer.check import Trial, build
 
-Errors = Callable[[str, PrecisionName, str], dict[str, float]]
+Errors = Callable[..., dict[str, float]]
 
 STEPS = 6
 FLOAT32 = {"loss": 1e-6, "grad": 1e-5, "weight": 1e-4}
@@ -35,11 +36,11 @@ STREAMED = ("chunk16.disk.kv-offload", "chunk24.fpdt")
 
 @pytest.fixture(scope="module")
 def errors(worlds: Worlds, truth: Truth) -> Errors:
-    """errors(family, precision, layout): worst relative differences to the float64 truth."""
+    """errors(family, precision, layout, seed, steps): worst relative differences to the float64 truth."""
 
     @cache
-    def found(family: str, precision: PrecisionName, layout: str) -> dict[str, float]:
-        exact = replace(trial_of(family, STEPS), seed=1)
+    def found(family: str, precision: PrecisionName, layout: str, seed: int = 1, steps: int = STEPS) -> dict[str, float]:
+        exact = replace(trial_of(family, steps), seed=seed)
         arguments = {"trial": replace(exact, precision=precision).to_json(), "layout": layout, "path": truth(exact)}
         answers = worlds(Layout.parse(layout).world).call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
         return {kind: largest(answer[kind] for answer in answers) for kind in KINDS}
@@ -56,9 +57,10 @@ def test_float32_is_as_near_as_promised(errors: Errors, family: str, layout: str
 
 @pytest.mark.parametrize(("precision", "layout"), [*product(("bf16", "fp16"), LAYOUTS), *product(("bf16",), STREAMED)])
 def test_half_precision_is_as_near_as_one_process(errors: Errors, precision: PrecisionName, layout: str):
-    alone = errors("llama", precision, "dp1")
-    found = errors("llama", precision, layout)
-    assert all(1e-4 < found[kind] <= 2 * alone[kind] for kind in ("grad", "weight")), (found, alone)
+    first, first_alone = (errors("llama", precision, which, steps=1)["grad"] for which in (layout, "dp1"))
+    assert 1e-4 < first <= 1.5 * first_alone
+    found, alone = errors("llama", precision, layout), [errors("llama", precision, "dp1", seed) for seed in (1, 2, 3)]
+    assert all(1e-4 < found[kind] <= 2 * max(one[kind] for one in alone) for kind in ("grad", "weight")), (found, alone)
 
 
 def bits(x: Tensor) -> str:

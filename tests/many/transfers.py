@@ -84,7 +84,7 @@ def go_round(
         before = stop
         fill_sums(stop, world.rank + 1 + 10 * number)
         here.drop_gradients()
-        switches.total()
+        switches.total(-1)
         back = switches.take_home(stop)
         for op in leaving:
             (back.post if op.kind == "exchange" else back.take_in)(op.number)

@@ -87,7 +87,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt2": GPT2Config(**GPT2_SIZES, n_inner=40),
     "gpt2-untied": GPT2Config(**GPT2_SIZES, tie_word_embeddings=False),
 }
-BOUND = {torch.float32: 1e-5, torch.float64: 1e-12}
+EXACT = 1e-12
+FLOAT32 = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +104,19 @@ def folders(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_loss_and_every_gradient_agree_document_by_document(name, dtype, folders):
-    found = worst(ours(folders(name), dtype, documents()), theirs(folders(name), dtype, documents()))
-    wrong = {what: value for what, value in found.items() if not value < BOUND[dtype]}
-    assert not wrong
+def test_logits_loss_and_every_gradient_agree_document_by_document(name, folders):
+    truth = theirs(folders(name), torch.float64, documents())
+    found = worst(ours(folders(name), torch.float64, documents()), truth)
+    assert not {what: value for what, value in found.items() if not value < EXACT}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32_is_as_near_to_float64_as_theirs(name, folders):
+    """A weight whose gradient nearly cancels is as far off as the processor's sums are, so theirs sets the bound there."""
+    truth = theirs(folders(name), torch.float64, documents())
+    mine, other = (worst(way(folders(name), torch.float32, documents()), truth) for way in (ours, theirs))
+    assert not {what: (value, other[what]) for what, value in mine.items() if not value < max(FLOAT32, 1.5 * other[what])}
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2"])

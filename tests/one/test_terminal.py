@@ -201,7 +201,7 @@ def test_the_memory_that_waits_elsewhere_is_told(place):
     run = parse_config(CONFIG.format(place=place, layout="chunk64.disk"), ["data.max_len=16K", "train.tokens_per_step=16K"])
     told = admit(run, World.alone(), place)
     assert re.fullmatch(
-        r"at most .* GiB of tensors, on rank 0, and .* of the process; a rank may have .* GiB; (0\.\d+) GiB wait on disk", told
+        r"at most .* GiB of tensors, on rank 0, and .* of the process; a rank may have .* GiB; (0\.\d+) GiB lie on disk", told
     )
 
 

@@ -193,6 +193,18 @@ def test_groups_of_lengths_read_back():
     assert [edge.pack for edge in parse_config(GOOD).edges] == [4096]
 
 
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (["home=memory"], "home: 'memory' is not one of device, host, disk"),
+        (["home=disk", "layout=auto"], "layout: auto is chosen for home: device"),
+        (["home=disk", "save.background=true"], "save.background copies the training state into memory"),
+    ],
+)
+def test_where_the_training_state_cannot_lie(changes, fault):
+    assert any(fault in line for line in faults(GOOD, *changes)), faults(GOOD, *changes)
+
+
 def test_a_group_has_a_pack_of_its_own():
     config = parse_config(GOOD, ["layout=[{upto: 1K, use: dp4, pack: 16K}, {upto: 4K, use: tp4}]"])
     assert [(edge.upto, edge.pack) for edge in config.edges] == [(1024, 16384), (4096, 4096)]
@@ -204,7 +216,7 @@ def test_a_group_has_a_pack_of_its_own():
 
 @pytest.mark.parametrize("text", ["", "- a", "just text"])
 def test_a_config_is_a_mapping(text):
-    with pytest.raises(UsageError, match="a config is a mapping with the keys model, data, train, layout, save"):
+    with pytest.raises(UsageError, match="a config is a mapping with the keys model, data, train, layout, home, save"):
         parse_config(text)
 
 

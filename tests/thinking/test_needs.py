@@ -7,7 +7,7 @@ import pytest
 
 from longshift.layout.layout import Layout
 from longshift.program import held_packs
-from longshift.program.ledger import saved_bytes
+from longshift.program.held_home import saved_bytes
 from longshift.program.many_chunks import full_pack
 from longshift.program.needs import StepShape, kinds_of_rank, largest_step, most, needs
 from longshift.spec.formats import FORMATS

@@ -21,6 +21,7 @@ from longshift.schedule.pipeline import events
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
 from longshift.switch.links import Links
+from longshift.switch.plan import Plan
 from longshift.workload.groups import Edge
 
 MODELS, EACH = 400, 5  # random models with layouts; random packs and windows of each
@@ -49,7 +50,8 @@ class Case:
 
     def __str__(self) -> str:
         layouts = ", ".join(f"{visit.layout} x {visit.micros}" for visit in self.visits[0])
-        return f"{self.itinerary.spec.layers} layers, tied {self.itinerary.spec.tied}, {layouts}, {self.steps[0].windows}"
+        spec, steps = self.itinerary.spec, self.steps[0]
+        return f"{spec.layers} layers, tied {spec.tied}, {layouts}, {steps.windows}, home in {steps.home_in}"
 
 
 @cache
@@ -92,7 +94,8 @@ def cases(seed: int, models: int, each: int) -> Iterator[Case]:
         itinerary = Itinerary(spec, edges, links, WEIGHT_BYTES, SUM_BYTES, options)
         for _ in range(each):
             windows = Windows(*(draw.choice((None, 0, 500, 2000, 1 << 20)) for _ in range(2)))
-            steps = tuple(Steps(itinerary, rank, WEIGHT_BYTES, SUM_BYTES, windows) for rank in range(world))
+            home_in = draw.choice(("device", "disk"))
+            steps = tuple(Steps(itinerary, rank, WEIGHT_BYTES, SUM_BYTES, windows, home_in) for rank in range(world))
             yield Case(steps, random_visits(draw, world, draw.sample(layouts, draw.randint(1, len(layouts)))))
 
 
@@ -241,6 +244,12 @@ class Follow:
         self.exchanged: dict[tuple[int, str], int] = {}
         self.coming: set[str] = set()  # ways on which an exchange is under way
         self.brought: set[Cut] = set()
+        own = [b for b in buckets(self.spec, case.itinerary.home) if rank in b.holders] if case.steps[rank].home_in == "disk" else []
+        self.on_disk = {bucket.unit for bucket in own}
+        self.parts: dict[tuple[str, int], str] = {}  # of units on disk in memory, and whether they are "coming", "here", "new" or "going"
+        self.summed: set[int] = set()  # units whose gradient sums are on disk
+        self.updated: list[int] = []
+        self.normed = 0
 
     def all(self, program: Program) -> None:
         for op in program:
@@ -249,6 +258,8 @@ class Follow:
             getattr(self, op.kind.replace(" ", "_"), self.nothing)()
         for name in ("opened", "added", "loaded", "waiting", "coming"):
             self.need(not getattr(self, name), f"{name} at the end: {getattr(self, name)}")
+        self.need(not self.parts, f"in memory at the end: {self.parts}")
+        self.need(sorted(self.updated) == [-1, *sorted(self.on_disk)], "updates are missing, or twice")
         self.need(not any(self.under_way.values()) and not any(self.messages.values()), "something is under way at the end")
         self.need(Counter(dict.fromkeys(self.wanted(), 1)) == self.done, "backwards are missing, or twice")
 
@@ -284,7 +295,57 @@ class Follow:
         flying = self.under_way[kind]
         self.need(len(flying) < 2 or sum(map(size, flying)) <= most, f"{flying} under way, window {most}")
 
+    def part(self, *states: str) -> tuple[str, int]:
+        key = self.op.part, self.op.unit
+        self.need(self.op.unit in self.on_disk and self.parts.get(key) in states, f"its {self.op.part} is {self.parts.get(key)}")
+        return key
+
+    def read(self) -> None:
+        key = self.op.part, self.op.unit
+        self.need(self.op.unit in self.on_disk and key not in self.parts, "it is in memory")
+        self.need(key[0] != "sums" or key[1] in self.summed, "there are no sums yet")
+        self.need(key[0] != "record" or (self.normed == 1 and key[1] in self.summed), "the norm is not known")
+        self.parts[key] = "coming"
+
+    def await_read(self) -> None:
+        self.parts[self.part("coming")] = "here"
+
+    def evict(self) -> None:
+        del self.parts[self.part("here")]
+
+    def write(self) -> None:
+        self.parts[self.part("new")] = "going"
+
+    def await_write(self) -> None:
+        key = self.part("going")
+        del self.parts[key]
+        self.summed |= {key[1]} if key[0] == "sums" else set()
+
+    def norm(self) -> None:
+        self.normed += 1
+        self.need(self.normed == 1 and not self.parts and self.summed == self.on_disk, "sums are not all on disk")
+
+    def update(self) -> None:
+        self.need(self.normed == 1, "the norm is not known")
+        self.updated.append(self.op.unit)
+        if self.op.unit >= 0:
+            self.need(self.parts.get(("record", self.op.unit)) == "here", "its record is not here")
+            self.parts["record", self.op.unit] = "new"
+
+    def add_to_sums(self, unit: int) -> None:
+        """The first sums need nothing; later ones are added to what is on disk."""
+        if unit in self.on_disk:
+            known = self.parts.get(("sums", unit))
+            self.need(known in ("here", "new") if unit in self.summed else known is None, f"its sums are {known}")
+            self.parts["sums", unit] = "new"
+
+    def total(self) -> None:
+        for unit in self.on_disk if self.op.unit < 0 else [self.op.unit]:
+            self.add_to_sums(unit)
+
     def gather(self) -> None:
+        read = not self.cut.at_home or self.op.unit not in self.on_disk or self.parts.get(("master", self.op.unit)) == "here"
+        self.need(read, "its master is not here")
         self.need(self.view.collective and self.op.unit in self.view.units, "no unit to gather here")
         self.need(self.cut.at_home or self.cut in self.brought, "its rows are not here")
         self.need((self.cut, self.op.unit) not in self.present and self.op.unit not in self.under_way["gather"], "it is here or coming")
@@ -323,6 +384,8 @@ class Follow:
     def await_reduce(self) -> None:
         self.need(self.op.unit in self.under_way["reduce"], "it is not under way")
         self.under_way["reduce"].remove(self.op.unit)
+        if self.cut.at_home:
+            self.add_to_sums(self.op.unit)
 
     def enter(self) -> None:
         self.need(not any(self.under_way.values()), "a group began before another's collectives had ended")
@@ -376,11 +439,26 @@ class Follow:
         self.coming.add(self.op.way)
         if self.op.way == "sums":
             self.need(not self.under_way["reduce"], "sums are not there yet")
+        else:
+            before = self.visits[self.op.visit - 1].layout if self.op.visit else None
+            plan = self.case.itinerary.weights(self.case.steps[self.rank].source(before), self.cut)
+            here = {unit for part, unit in self.parts if part == "master" and self.parts[part, unit] == "here"}
+            self.need(self.moving(plan, self.op.number) & self.on_disk <= here, "a master that it sends is not here")
 
     def await_exchange(self) -> None:
         key = self.op.visit, self.op.way
         self.need(self.op.number == self.exchanged.get(key), "it is not under way")
         self.coming.remove(self.op.way)
+        if self.op.way == "sums":
+            plan = self.case.itinerary.sums(self.cut)
+            here = {unit for part, unit in self.parts if part == "sums" and self.parts[part, unit] in ("here", "new")}
+            ended = self.moving(plan, self.op.number - plan.rounds + 1) & self.on_disk
+            self.need(ended <= here, "sums that it adds to are not here")
+            self.parts |= {("sums", unit): "new" for unit in ended}
+
+    def moving(self, plan: Plan, number: int) -> set[int]:
+        """The units of which a switch's bucket has something."""
+        return {moving_unit(self.spec, self.spec.by_name[w.name]) for w in plan.weights if (w.bucket == number).any()}
 
     def arrived(self) -> None:
         here = {(self.cut, unit) for unit in self.view.units}
@@ -435,7 +513,7 @@ def test_ranks_agree_on_every_order_and_none_waits_for_ever():
         seen["ahead"] += any(op.kind == "exchange" and op.way == "weights" and op.visit == visit + 1 for visit, op in entered(programs[0]))
     assert number + 1 >= 2000
     assert all(count >= 50 for count in seen.values()), seen
-    assert len(seen) == 31
+    assert len(seen) == 36
 
 
 def entered(program: Program) -> Iterator[tuple[int, Op]]:
@@ -494,6 +572,8 @@ def damaged(draw: random.Random, kind: str, program: Program) -> Program | None:
         "early release",
         *(f"no {kind}" for kind in ("gather", "await gather", "reduce", "await reduce", "open", "exchange", "await exchange", "arrived")),
         *(f"no {kind}" for kind in ("load", "unload", "receive", "await receive", "send", "await send", "put", "fetch", "drop", "norm")),
+        *(f"no {kind}" for kind in ("read", "await read", "evict", "write", "await write", "update")),
+        *(f"twice {kind}" for kind in ("read", "evict", "write", "update")),
         *(f"twice {kind}" for kind in ("gather", "reduce", "put", "fetch", "drop", "exchange", "load", "release", "norm")),
     ],
 )

@@ -95,7 +95,7 @@ class Replay:
     def shape(self, edges: tuple[Edge, ...]) -> StepShape:
         task, formats = self.task, self.formats
         way = Itinerary(task.spec, edges, self.links, formats.compute_bytes, formats.home_bytes, task.switch)
-        return StepShape(way, edges, formats, task.tokens_per_step, task.longest, task.ahead, task.windows, task.copied)
+        return StepShape(way, edges, formats, task.tokens_per_step, task.longest, task.ahead, task.windows, copied=task.copied)
 
     def weigh(self, edges: tuple[Edge, ...]) -> tuple[Mapping[str, int], str]:
         """Bytes that a rank needs at most, by place, and after which operation the device's peak is."""

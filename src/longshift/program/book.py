@@ -3,12 +3,11 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
-from longshift.layout.layout import Layout
+from longshift.layout.layout import Layout, Tier
 from longshift.schedule.inside_rank import Transport
 
-Place = Literal["device", "host", "disk"]
+Place = Tier
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,8 @@ class Account:
     """What all that is weighed on a rank shares: how the rank computes and moves, and where bytes are written down. Mutable.
 
     `transport`: how collectives move, which decides what they need besides their results; `same_format`: weights are computed with in
-    home's format; `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_sums`: by unit and
-    bucket."""
+    home's format; `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_in`: where it lies;
+    `home_sums`: by unit and bucket."""
 
     rank: int
     home: Layout
@@ -97,6 +96,7 @@ class Account:
     same_format: bool
     host_is_device: bool
     ahead: int
+    home_in: Tier = "device"
     book: Book = field(default_factory=Book)
     sent: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
@@ -104,6 +104,20 @@ class Account:
 
     def held(self, name: str, size: int, place: Place = "device") -> Held:
         return Held(self.book, name, size, place)
+
+    @property
+    def borrowed(self) -> bool:
+        """Whether copies may be tensors of home's own."""
+        return self.home_in == "device" or (self.home_in == "host" and self.host_is_device)
+
+    def at_home(self, name: str, size: int) -> Held:
+        """Memory of the training state, as far as it is in memory."""
+        return self.held(name, size, "device" if self.borrowed or self.host_is_device else "host")
+
+    def receive(self, unit: int, number: int, total: Held, size: int) -> None:
+        """Add a reduced gradient to the sum of a bucket at home, of `size` bytes; the first is the sum where it can be."""
+        if (unit, number) not in self.home_sums:
+            self.home_sums[unit, number] = total if self.borrowed else self.at_home("gradients at home", size)
 
     def send(self, what: str, size: int) -> None:
         self.sent[what] += size

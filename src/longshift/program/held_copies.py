@@ -42,11 +42,13 @@ class UnitSizes:
         return [route for route in self.routes if not route.frozen]
 
 
-def unit_sizes(spec: ModelSpec, view: RankLayout, home: Layout, rank: int, same_format: bool) -> dict[int, UnitSizes]:
+def unit_sizes(
+    spec: ModelSpec, view: RankLayout, home: Layout, rank: int, same_format: bool, borrowed: bool = True
+) -> dict[int, UnitSizes]:
     """Elements of each moving unit on this rank; the layout's copies have a source cut as `home` is. `same_format`: copies have the format
-    of their source, and are its own tensors where it keeps a weight whole."""
+    of their source; `borrowed`: they are its own tensors then, where it keeps a weight whole."""
     mine = buckets_of(spec, home, rank)
-    whole = (bucket for bucket in mine if not bucket.sharded and (same_format or bucket.frozen))
+    whole = (bucket for bucket in mine if borrowed and not bucket.sharded and (same_format or bucket.frozen))
     at_home = {name: box for bucket in whole for name, box in bucket.home(rank)}
     routes: dict[int, list[Route]] = {}
     for bucket in mine:
@@ -68,7 +70,7 @@ class HeldCopies:
         self.account, self.view, self.cut = account, view, view.cut
         self.guest = view.collective and not view.cut.at_home
         source = view.cut.layout if self.guest else account.home
-        self.units = unit_sizes(view.spec, view, source, account.rank, self.guest or account.same_format)
+        self.units = unit_sizes(view.spec, view, source, account.rank, self.guest or account.same_format, self.guest or account.borrowed)
         self.name = str(view.cut.layout)
         self.flats: dict[int, Held] = {}
         self.rows: dict[int, Held] = {}
@@ -146,8 +148,10 @@ class HeldCopies:
             if route.sharded and self.account.transport == "gloo" and route.holders > 2:
                 self.account.book.inside(route.width * self.home)
             extra.clear()
-            sums = self.guest_sums if self.guest else self.account.home_sums
-            sums.setdefault((unit, number), out)
+            if self.guest:
+                self.guest_sums.setdefault((unit, number), out)
+            else:
+                self.account.receive(unit, number, out, route.own * self.home)
             del out
 
     def forget(self) -> None:

@@ -5,15 +5,14 @@ when the player does. What operations need inside themselves is `schedule.inside
 and the process itself, come on top.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets_of
 from longshift.program.book import Account, Held, Peak
 from longshift.program.held_copies import Exchanged, HeldCopies, exchanged
+from longshift.program.held_home import HeldHome
 from longshift.program.held_packs import HeldChunked, HeldPacks, HeldWhole
 from longshift.program.operations import Op
 from longshift.program.step import Steps
@@ -21,8 +20,6 @@ from longshift.program.turns import Visit
 from longshift.schedule.inside_rank import Transport
 from longshift.switch.itinerary import Cut
 from longshift.switch.plan import Plan
-
-SMALL = 16 << 10  # scalars: losses, counters of updates, norms of runs of gradients
 
 
 @dataclass(frozen=True)
@@ -39,27 +36,15 @@ class Weighed:
         return self.peaks["device"].total
 
 
-def saved_bytes(steps: Steps) -> int:
-    """Bytes of master weights and moments that a rank writes into a checkpoint: of what several ranks keep, one writes."""
-    mine = buckets_of(steps.itinerary.spec, steps.itinerary.home, steps.rank)
-    return 3 * steps.bytes[1] * sum(bucket.kept(steps.rank) for bucket in mine if bucket.owns(steps.rank) and not bucket.frozen)
-
-
 class Ledger:
     """Plays programs of one rank on bytes. The arguments are those of `Account`; `copied`: whether checkpoints are written from a copy.
     Mutable."""
 
     def __init__(self, steps: Steps, transport: Transport, same_format: bool, host_is_device: bool, ahead: int = 1, copied: bool = False):
-        self.steps, spec, home = steps, steps.itinerary.spec, steps.itinerary.home
-        self.account = Account(steps.rank, home, *steps.bytes, transport, same_format, host_is_device, ahead)
+        self.steps, home = steps, steps.itinerary.home
+        self.account = Account(steps.rank, home, *steps.bytes, transport, same_format, host_is_device, ahead, steps.home_in)
         self.book = self.account.book
-        mine, held = buckets_of(spec, home, steps.rank), self.account.held
-        self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in mine if not bucket.frozen]
-        size = steps.bytes[1] * sum(elements for _, elements in self.shards)
-        frozen = steps.bytes[0] * sum(bucket.kept(steps.rank) for bucket in mine if bucket.frozen)
-        self.state = [held("master weights", size), held("moments", 2 * size), held("scalars", SMALL), held("weights not trained", frozen)]
-        if copied:
-            self.state.append(held("copy for checkpoints", saved_bytes(steps), "device" if host_is_device else "host"))
+        self.home = HeldHome(self.account, steps, copied)
         self.copies: dict[Cut, HeldCopies] = {}
         self.runners: dict[Layout, HeldPacks] = {}
         for layout, view in steps.views.items():
@@ -95,10 +80,15 @@ class Ledger:
             "await exchange": self._await_exchange,
             "close": lambda op: self._copies(op).close(op.unit),
             "arrived": lambda op: None,
-            "total": self._total,
+            "total": self.home.total,
             "forget": lambda op: self._copies(op).forget(),
             "norm": lambda op: self.account.send("everyone", self._of_norm()),
-            "update": lambda op: self.account.home_sums.clear(),
+            "update": lambda op: self.account.home_sums.clear() if op.unit < 0 else None,
+            "read": self.home.read,
+            "await read": lambda op: None,
+            "evict": self.home.evict,
+            "write": self.home.write,
+            "await write": self.home.written,
         }
         self._fused: dict[tuple[int, str], Held] = {}
         self._passing: dict[tuple[int, str, int], Held] = {}
@@ -128,7 +118,7 @@ class Ledger:
 
     def _told(self, op: Op) -> str:
         """An operation, and under which layout, where there are several."""
-        whole = len(self.visits) == 1 or op.kind in ("norm", "update")
+        whole = len(self.visits) == 1 or op.kind in ("norm", "update") or op.part == "record"
         return str(op) if whole else f"{op} under {self.visits[op.visit].layout}"
 
     def _runner(self, op: Op) -> HeldPacks:
@@ -141,14 +131,6 @@ class Ledger:
         """Bytes that go out for the sum of two float64 over all ranks: to each on gloo, by a ring on NCCL."""
         peers = self.steps.world - 1
         return 16 * peers if self.account.transport == "gloo" else 2 * 16 * peers // self.steps.world
-
-    def _total(self, op: Op) -> None:
-        units = Counter[int]()
-        for unit, elements in self.shards:
-            key = unit, units[unit]
-            units[unit] += 1
-            if key not in self.account.home_sums:
-                self.account.home_sums[key] = self.account.held("gradients at home", elements * self.steps.bytes[1])
 
     def _exchange(self, op: Op) -> None:
         """The fused buffer of a switch has the size of the largest exchange; what passes through stays for all rounds of its bucket."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from longshift.layout.heads import own_heads
-from longshift.layout.layout import Coord
+from longshift.layout.layout import Coord, Tier
 from longshift.program.book import Peak
 from longshift.program.ledger import Ledger, Weighed
 from longshift.program.many_chunks import Pack, extended, full_pack, moments_of, small_packs
@@ -23,7 +23,7 @@ from longshift.workload.groups import Edge
 @dataclass(frozen=True, eq=False)
 class StepShape:
     """What of a run decides how large its steps are. `tokens`: of a step, at least; `longest`: document, in tokens; `ahead`: of streams;
-    `copied`: whether checkpoints are written from a copy of the state."""
+    `home_in`: where the training state lies; `copied`: whether checkpoints are written from a copy of it."""
 
     itinerary: Itinerary
     edges: tuple[Edge, ...]
@@ -32,10 +32,11 @@ class StepShape:
     longest: int
     ahead: int = 1
     windows: Windows = Windows()  # noqa: RUF009  (frozen)
+    home_in: Tier = "device"
     copied: bool = False
 
     def steps(self, rank: int) -> Steps:
-        return Steps(self.itinerary, rank, self.formats.compute_bytes, self.formats.home_bytes, self.windows)
+        return Steps(self.itinerary, rank, self.formats.compute_bytes, self.formats.home_bytes, self.windows, self.home_in)
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool) -> Ledger:
         same = self.formats.compute == self.formats.home

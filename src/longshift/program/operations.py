@@ -25,7 +25,12 @@ one on bytes (`program.ledger`) play it. What happens in a step happens in one o
     arrived              a switch has brought all weights of the layout                           -
     total, forget        makes home's sums where there are none; drops sums that went home        -
     norm                 loss and squared gradient norm of all ranks                              communicator "everyone"
-    update               clips and updates home                                                   compute
+    update               clips and updates home: all that is in memory, then each unit on disk    compute
+    read, write          start to move a part of a unit's home from disk, or to it                disk
+    await read, await write
+    evict                gives back the memory of what was read and has not changed               -
+
+Parts of a home on disk: `master`, the weights; `sums`, of gradients; `record`, these, and the moments.
 
 Turns of whole packs: `pass` is a forward without a graph, `forward` and `again` make one, `backward` uses it up, `loss` is the forward and
 backward of the head on some rows. Where nothing is learned, `pass on` is a forward that keeps nothing, and `score` the loss alone. `part`
@@ -39,20 +44,20 @@ from typing import Literal, NamedTuple
 Kind = Literal[
     "enter", "leave", "load", "unload", "gather", "await gather", "release", "receive", "await receive", "send", "await send", "compute",
     "arrive", "depart", "put", "fetch", "await fetch", "drop", "accumulate", "reduce", "await reduce", "open", "exchange",
-    "await exchange", "close", "arrived", "total", "forget", "norm", "update",
+    "await exchange", "close", "arrived", "total", "forget", "norm", "update", "read", "await read", "evict", "write", "await write",
 ]  # fmt: skip
 
 # The operation that ends another.
 AWAITED = {
     "gather": "await gather", "reduce": "await reduce", "receive": "await receive", "send": "await send",
-    "exchange": "await exchange", "fetch": "await fetch",
+    "exchange": "await exchange", "fetch": "await fetch", "read": "await read", "write": "await write",
 }  # fmt: skip
 
 # By kind, the resource that an operation occupies; what is not here computes, or waits among what computes.
 LANES = {
     "gather": "gather", "release": "gather", "reduce": "reduce", "receive": "messages", "send": "messages",
     "open": "switch", "exchange": "switch", "close": "switch", "arrived": "switch", "total": "switch", "forget": "switch",
-    "put": "tier out", "fetch": "tier in", "drop": "tier in",
+    "put": "tier out", "fetch": "tier in", "drop": "tier in", "read": "home in", "evict": "home in", "write": "home out",
 }  # fmt: skip
 
 

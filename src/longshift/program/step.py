@@ -17,15 +17,15 @@ after this rank has done what follows. So exchanges of a switch that go ahead ar
 no stage waits for that backward; other stages post them after their last message.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from longshift.layout.layout import Layout
-from longshift.layout.placement import moving_unit
+from longshift.layout.layout import Layout, Tier
+from longshift.layout.placement import buckets_of, moving_unit
 from longshift.program.operations import Op, Program
 from longshift.program.turns import RankLayout, UnitTurn, Visit, visit_of
 from longshift.program.turns import turns as made_turns
@@ -46,19 +46,26 @@ class Windows:
 @dataclass(frozen=True)
 class Exchanges:
     """A switch as the program needs it. `opens[i]`: the units that need storage before exchange i; `closes[i]`: the units of the layout
-    that is left which nothing reads after exchange i is posted; `ahead`: how many exchanges may go ahead."""
+    that is left which nothing reads after exchange i is posted; `ahead`: how many exchanges may go ahead; `spans`: by unit the first
+    exchange that reads a source or adds to a target, and the last that does."""
 
     count: int
     opens: tuple[tuple[int, ...], ...]
     closes: tuple[tuple[int, ...], ...]
     ahead: int
+    spans: Mapping[int, tuple[int, int]]
 
 
 class Steps:
     """Makes the programs of one rank. Mutable: it keeps what it has made. Several threads may ask for programs."""
 
-    def __init__(self, itinerary: Itinerary, rank: int, weight_bytes: int, sum_bytes: int, windows: Windows):
+    def __init__(self, itinerary: Itinerary, rank: int, weight_bytes: int, sum_bytes: int, windows: Windows, home_in: Tier = "device"):
+        """`home_in`: where the training state lies."""
         self.itinerary, self.rank, self.windows = itinerary, rank, windows
+        self.home_in: Tier = home_in
+        mine = buckets_of(itinerary.spec, itinerary.home, rank) if home_in == "disk" else ()
+        self.on_disk = sorted({bucket.unit for bucket in mine})
+        self.trained = sorted({bucket.unit for bucket in mine if not bucket.frozen})
         self.bytes = weight_bytes, sum_bytes
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
         self.cuts = set(itinerary.cuts.values())
@@ -111,7 +118,8 @@ class Steps:
         for unit in sorted(self._here(source)):
             closes[last[unit]].append(unit)
         ahead = next((number for number, taken in enumerate(most) if taken > self.itinerary.options.ahead_bytes), count)
-        return self._exchanges.setdefault(plan, Exchanges(count, tuple(map(tuple, opens)), tuple(map(tuple, closes)), ahead))
+        spans = {unit: (first[unit], min(count, last[unit] + plan.rounds) - 1) for unit in first}
+        return self._exchanges.setdefault(plan, Exchanges(count, tuple(map(tuple, opens)), tuple(map(tuple, closes)), ahead, spans))
 
     def _here(self, cut: Cut | None) -> frozenset[int]:
         """The moving units that this rank has under a cut."""
@@ -144,6 +152,7 @@ class _Step:
         self.here: Cut | None = None
         self.present: set[int] = set()  # units whose copies, under the cut that is here, can be used
         self.ahead = 0  # exchanges of the next switch that have been posted
+        self.disk = _Disk(steps.on_disk)
 
     def operations(self) -> Iterator[Op]:
         for number in range(len(self.visits)):
@@ -152,9 +161,24 @@ class _Step:
             yield from self._run(number)
             yield from self._go(number)
             yield Op("leave", number)
+        yield from self.disk.settled()
         yield Op("norm")
         if self.learns:
             yield Op("update")
+            yield from self._updates()
+
+    def _updates(self) -> Iterator[Op]:
+        """Updates of what is on disk, in the order of the next forward: while one unit is updated, the next comes and the last goes."""
+        units = self.steps.trained
+        for number, unit in enumerate(units):
+            if not number:
+                yield Op("read", unit=unit, part="record")
+            yield Op("await read", unit=unit, part="record")
+            if number + 1 < len(units):
+                yield Op("read", unit=units[number + 1], part="record")
+            yield Op("update", unit=unit)
+            yield from self.disk.write(0, unit, "record")
+        yield from self.disk.settled()
 
     def _come(self, number: int) -> Iterator[Op]:
         """Operations that bring the group's weights, as far as they are not here."""
@@ -167,6 +191,7 @@ class _Step:
                 yield from (Op("close", number - 1, unit) for unit in units)
             yield from self._exchange(number, exchanges, "weights", self.ahead, exchanges.count)
             yield Op("await exchange", number, number=exchanges.count - 1, way="weights")
+            yield from self._from_home(number, exchanges, "weights", exchanges.count - 1, True)
             yield Op("arrived", number)
         if self.here is not None:
             yield Op("close", number - 1)
@@ -181,9 +206,22 @@ class _Step:
         for i in range(start, stop):
             if i:
                 yield Op("await exchange", number, number=i - 1, way=way)
+                yield from self._from_home(number, exchanges, way, i - 1, True)
             yield from (Op("open", number, unit) for unit in exchanges.opens[i])
+            yield from self._from_home(number, exchanges, way, i, False)
             yield Op("exchange", number, number=i, way=way)
             yield from (Op("close", number - 1, unit) for unit in exchanges.closes[i])
+
+    def _from_home(self, number: int, exchanges: Exchanges, way: str, i: int, after: bool) -> Iterator[Op]:
+        """What an exchange reads or adds to of a home on disk: brought before it, gone when it has ended."""
+        units = [unit for unit in self.disk.units if unit in exchanges.spans and exchanges.spans[unit][after] == i]
+        if way == "weights":
+            for unit in units:
+                yield from self.disk.leave(number, unit) if after else self.disk.have(number, unit)
+            return
+        for unit in units:
+            if unit in self.steps.trained:
+                yield from self.disk.write(number, unit, "sums") if after else self.disk.have_sums(number, unit)
 
     def _go(self, number: int) -> Iterator[Op]:
         """Operations that bring gradient sums home which no later group adds to."""
@@ -195,10 +233,12 @@ class _Step:
                 yield Op("close", number)
             return
         if self.learns:
-            yield Op("total", number)
+            if not self.disk.units:
+                yield Op("total", number)
             exchanges = self.steps.take_home(view.cut)
             yield from self._exchange(number, exchanges, "sums", 0, exchanges.count)
             yield Op("await exchange", number, number=exchanges.count - 1, way="sums")
+            yield from self._from_home(number, exchanges, "sums", exchanges.count - 1, True)
             yield Op("forget", number)
         if not later:
             yield Op("close", number)
@@ -213,12 +253,34 @@ class _Step:
         tied = [Op("reduce", number, unit) for unit in view.tied if closing and view.collective and unit in view.learned]
         for op in chain(self._with_gathers(number, turns, ahead), tied):
             if op.kind == "reduce":
-                yield from (Op("await reduce", number, unit) for unit in reductions.room_for(op.unit))
+                for unit in reductions.room_for(op.unit):
+                    yield from self._reduced(number, unit)
                 reductions.append(op.unit)
             yield op
-        yield from (Op("await reduce", number, unit) for unit in reductions)
+        for unit in reductions:
+            yield from self._reduced(number, unit)
 
-    def _with_gathers(self, number: int, turns: list[UnitTurn], ahead: dict[int, list[Op]]) -> Iterator[Op]:
+    def _reduced(self, number: int, unit: int) -> Iterator[Op]:
+        """The end of a reduction, and what home on disk does with its sum."""
+        away = self.views[number].cut.at_home and unit in self.disk.units
+        if away:
+            yield from self.disk.known_sums(number, unit)
+        yield Op("await reduce", number, unit)
+        if away:
+            yield from self.disk.write(number, unit, "sums")
+
+    def _gather(self, number: int, unit: int, after: int | None = None) -> Iterator[Op]:
+        """A gather, with the master from disk where home is there; `after`: the unit whose master is wanted next."""
+        if not (self.views[number].cut.at_home and unit in self.disk.units):
+            yield Op("gather", number, unit)
+            return
+        yield from self.disk.have(number, unit)
+        yield Op("gather", number, unit)
+        yield from self.disk.leave(number, unit)
+        if after is not None:
+            yield from self.disk.ask(number, after)
+
+    def _with_gathers(self, number: int, turns: list[UnitTurn], ahead: dict[int, list[int]]) -> Iterator[Op]:
         """The turns with gathers before them, as far ahead as the window allows, and releases after them."""
         view, visit = self.views[number], self.visits[number]
         window, kept = _Window(self.steps, view, "gather"), dict[int, int]()
@@ -227,7 +289,7 @@ class _Step:
         if view.collective:
             for unit in view.tied:
                 if unit not in self.present:
-                    yield Op("gather", number, unit)
+                    yield from self._gather(number, unit)
                     yield Op("await gather", number, unit)
                     self.present.add(unit)
             wanted = [turn.unit for turn in turns if view.own(turn.unit)]
@@ -245,7 +307,8 @@ class _Step:
                     kept[unit] = kept.get(unit, 0) + 1
                 elif window.fits(unit):
                     window.append(unit)
-                    yield Op("gather", number, unit)
+                    after = wanted[posted + 1] if posted + 1 < len(wanted) else unit
+                    yield from self._gather(number, unit, None if after in self.present or after in window else after)
                 else:
                     return
                 posted += 1
@@ -263,15 +326,21 @@ class _Step:
                     self.present.add(turn.unit)
                 used += 1
             yield from post()
-            yield from ahead.get(index, ())
+            yield from self._exchanges_ahead(number, ahead.get(index, ()))
             yield from turn.ops
             if release and view.own(turn.unit) and not kept.get(turn.unit, 0):
                 self.present.discard(turn.unit)
                 yield Op("release", number, turn.unit)
-        yield from ahead.get(len(turns), ())
+        yield from self._exchanges_ahead(number, ahead.get(len(turns), ()))
 
-    def _going_ahead(self, number: int, turns: list[UnitTurn]) -> dict[int, list[Op]]:
-        """Exchanges of the switch to the next group, by the turn that they are posted before. [Note: order]"""
+    def _exchanges_ahead(self, number: int, exchanges: Sequence[int]) -> Iterator[Op]:
+        """Exchanges of the switch to the next group. What they leave is closed later: it is still in use."""
+        for i in exchanges:
+            ops = self._exchange(number + 1, self._switch(number + 1), "weights", i, i + 1)
+            yield from (op for op in ops if op.kind != "close")
+
+    def _going_ahead(self, number: int, turns: list[UnitTurn]) -> dict[int, list[int]]:
+        """Numbers of the exchanges of the switch to the next group, by the turn that they are posted before. [Note: order]"""
         if number + 1 == len(self.visits) or not self.learns:
             return {}
         after = self.views[number + 1].cut
@@ -280,12 +349,68 @@ class _Step:
         exchanges = self._switch(number + 1)
         self.ahead = exchanges.ahead
         last = [index for index, turn in enumerate(turns) if turn.final]
-        found: dict[int, list[Op]] = {}
+        found: dict[int, list[int]] = {}
         for i in range(exchanges.ahead):
             at = last[i * len(last) // exchanges.ahead] if self.views[number].leads and last else len(turns)
-            ops = self._exchange(number + 1, exchanges, "weights", i, i + 1)
-            found.setdefault(at, []).extend(op for op in ops if op.kind != "close")
+            found.setdefault(at, []).append(i)
         return found
+
+
+class _Disk:
+    """What of a home on disk is in memory, while a program grows. Mutable. `units`: that lie there."""
+
+    def __init__(self, units: Sequence[int]):
+        self.units = frozenset(units)
+        self.masters = Counter[int]()  # users
+        self.asked: set[int] = set()
+        self.known: set[int] = set()  # units that have gradient sums
+        self.writing: deque[Op] = deque()
+
+    def ask(self, number: int, unit: int) -> Iterator[Op]:
+        """Read the master of a unit, for `have`."""
+        if not self.masters[unit] and unit not in self.asked:
+            self.asked.add(unit)
+            yield Op("read", number, unit, part="master")
+
+    def have(self, number: int, unit: int) -> Iterator[Op]:
+        """Bring the master of a unit, until it is left."""
+        if not self.masters[unit]:
+            yield from self.ask(number, unit)
+            self.asked.remove(unit)
+            yield Op("await read", number, unit, part="master")
+        self.masters[unit] += 1
+
+    def leave(self, number: int, unit: int) -> Iterator[Op]:
+        self.masters[unit] -= 1
+        if not self.masters[unit]:
+            yield Op("evict", number, unit, part="master")
+
+    def known_sums(self, number: int, unit: int) -> Iterator[Op]:
+        """Bring the gradient sums of a unit, if there are some."""
+        if unit in self.known:
+            if any(op.unit == unit for op in self.writing):
+                yield from self.settled()
+            yield Op("read", number, unit, part="sums")
+            yield Op("await read", number, unit, part="sums")
+        self.known.add(unit)
+
+    def have_sums(self, number: int, unit: int) -> Iterator[Op]:
+        """Bring the gradient sums of a unit; zeros, if there are none."""
+        new = unit not in self.known
+        yield from self.known_sums(number, unit)
+        if new:
+            yield Op("total", number, unit)
+
+    def write(self, number: int, unit: int, part: str) -> Iterator[Op]:
+        """Write a part of a unit, when that before it is written."""
+        yield from self.settled()
+        self.writing.append(Op("write", number, unit, part=part))
+        yield self.writing[0]
+
+    def settled(self) -> Iterator[Op]:
+        """All is written."""
+        while self.writing:
+            yield self.writing.popleft()._replace(kind="await write")
 
 
 class _Window(deque[int]):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from longshift.cluster.cluster import Cluster
-from longshift.layout.layout import Coord, Layout
+from longshift.layout.layout import Coord, Layout, Tier
 from longshift.program.ledger import Ledger
 from longshift.program.needs import StepShape
 from longshift.program.operations import AWAITED, LANES, Op
@@ -195,13 +195,13 @@ class Clock:
         together = abs(stage - peer) * ranks < self.per_node and stage * ranks // self.per_node == peer * ranks // self.per_node
         return float(self.rates.constants.messages) * float(self.rates.collective_s("send", sent_bytes, 2, 2 if together else 1))
 
-    def copy_s(self, layout: Layout, moved_bytes: int, way: str) -> float:
-        """Seconds of a copy between a device and its tier: "out" or "in". The disk is one for all ranks of a node."""
+    def copy_s(self, tier: Tier, world: int, moved_bytes: int, way: str) -> float:
+        """Seconds of a copy between a device and a tier, "out" or "in", of each of `world` ranks. The ranks of a node share its disk."""
         if not moved_bytes:
             return 0.0
-        if layout.offload == "host":
+        if tier == "host":
             return float(self.cluster.copy_s("to_host pinned both" if way == "out" else "to_device pinned both", moved_bytes, beyond=True))
-        ranks = min(layout.world, self.per_node)
+        ranks = min(world, self.per_node)
         return ranks * float(self.cluster.disk_s("write" if way == "out" else "read", moved_bytes, depth=1, mode="plain", beyond=True))
 
     def exchange_s(self, visits: Sequence[Visit], op: Op) -> float:
@@ -242,7 +242,8 @@ def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tup
         if op.kind == "accumulate":
             elements = sum(ledger.copies[ledger.steps.views[visits[op.visit].layout].cut].units[op.unit].weights)
         elif op.kind == "update":
-            elements = sum(size for _, size in ledger.shards)
+            all_at_once = ledger.steps.home_in != "disk"
+            elements = sum(size for unit, size in ledger.home.shards if op.unit == unit or (all_at_once and op.unit < 0))
         before, sent, moved = (sent, moved), sum(account.sent.values()), sum(account.moved.values())
         found[-1].append(_Moved(op, sent - before[0], moved - before[1], elements))
         if op.kind == "leave" and op.visit < len(visits) - 1:
@@ -297,12 +298,14 @@ class _Stage:
             key = "exchange", op.visit, op.way, op.number
             made = Begin(key, LANES[op.kind], clock.exchange_s(self.visits, op), self.uses(self.far), everyone, self.crowds(self.far))
         else:
-            made = self._piece(op, LANES[op.kind], self._copy_s(one, "in"), ("host in",))
+            way = "out" if op.kind == "write" else "in"
+            made = self._piece(op, LANES[op.kind], self._copy_s(one, way), (f"host {way}",))
         self.under_way.setdefault(ended, deque()).append(made.key)
         return made
 
     def _copy_s(self, one: _Moved, way: str) -> float:
-        return self.clock.copy_s(self.layout, one.moved, way)
+        tier = "disk" if one.op.kind in ("read", "write") else self.layout.offload
+        return self.clock.copy_s(tier, self.layout.world, one.moved, way)
 
     def _turn(self, op: Op) -> Iterator[Begin | End]:
         blocks = self.visits[op.visit].loss_blocks[op.micro] if op.turn == "loss" and not self.layout.chunk else 1

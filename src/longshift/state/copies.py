@@ -63,7 +63,8 @@ class Copies(ABC):
         """Tensors of a unit: home's own where home keeps all of a weight in the compute format, else slices of one flat vector."""
         at_home = {}
         for shard in self.home.shards:
-            if shard.bucket.unit == unit and not shard.bucket.sharded and shard.master.dtype == self.compute:
+            there = shard.master.device == self.world.device and not shard.vectors
+            if shard.bucket.unit == unit and not shard.bucket.sharded and shard.master.dtype == self.compute and there:
                 at_home |= {name: view for name, box, view in shard.views(shard.master) if self.boxes[name] == (box,)}
         shapes = {name: local_shape(self.spec.by_name[name], self.boxes[name]) for name in names if name not in at_home}
         flat, start = None, 0
@@ -165,7 +166,12 @@ class AlignedCopies(Copies):
     def prepare(self, unit: int) -> None:
         shards = [shard for shard in self.home.shards if shard.bucket.unit == unit]
         buckets = [(Strips(shard.bucket, self.world.rank, self.boxes, self.spec), shard) for shard in shards]
+        masters = [shard.vectors["master"] for shard in shards if shard.vectors]
+        for vector in masters:
+            vector.hold()
         self.fused[unit] = Fused(self.units[unit], buckets)
+        for vector in masters:
+            vector.evict()
 
     def gather(self, unit: int) -> None:
         fused = self.fused[unit]

@@ -6,12 +6,17 @@ each piece over its holders. A bucket's boxes are one flat vector, weights that 
 that a gather sends it and a reduction ends in it without rearranging.
 
     bucket   │ q rows │ k rows │ v rows │ o rows │ ... │ norm │      one master, one gradient, two moments of this shape
+
+Home is in the device's memory, in the host's (ZeRO-Offload, arXiv 2101.06840), or on disk (`state.records`). Wherever it lies, it is
+updated there: of what is on disk, that is host memory.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,8 +25,12 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.box import Box
+from longshift.layout.layout import Layout, Tier
 from longshift.layout.placement import Bucket
+from longshift.layout.placement import buckets as buckets_of
 from longshift.spec.model import ModelSpec
+from longshift.state.precision import Precision
+from longshift.state.records import KINDS, Records, Vector
 
 Source = Callable[[str, Box], Tensor]
 NORM_RUN = 1 << 15  # elements
@@ -40,6 +49,8 @@ class Shard:
     decaying: int  # elements, from the start, that weight decay applies to
     master: Tensor
     grad: Tensor | None = None
+    vectors: Mapping[str, Vector] = field(default_factory=dict)  # by kind, of `state.records`; none where home is in memory
+    norms: tuple[Tensor, ...] = ()  # of a gradient sum on disk
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
         """Every name, box and its view of a vector shaped like `master`."""
@@ -49,11 +60,23 @@ class Shard:
             start += box.elements
 
     def receive(self, total: Tensor) -> None:
-        """Add a reduced gradient; keeps `total` as the sum when it is the first."""
-        if self.grad is None:
-            self.grad = total
+        """Add a reduced gradient. Where it is the first, the sum is `total` itself; on disk, and in another memory, a copy of it."""
+        if self.grad is not None:
+            self.grad += total.to(self.grad.device)
+        elif self.vectors:
+            self.begin().copy_(total)
         else:
-            self.grad += total
+            self.grad = total.to(self.master.device)
+
+    def begin(self) -> Tensor:
+        """The gradient sum, with undefined contents."""
+        assert self.grad is None
+        if self.vectors:
+            self.vectors["grad"].hold()
+            self.grad = self.vectors["grad"].flat
+        else:
+            self.grad = torch.empty_like(self.master)
+        return self.grad
 
 
 class Home:
@@ -68,9 +91,12 @@ class Home:
         device: torch.device,
         source: Source,
         frozen: torch.dtype | None = None,
+        records: Records | None = None,
     ):
-        """`frozen`: the format of weights that are not trained; `dtype` where not given."""
-        self.spec, self.rank, self.buckets = spec, rank, buckets
+        """`frozen`: the format of weights that are not trained; `dtype` where not given. `records`: where all is, if on disk; `device` is
+        the host then."""
+        self.spec, self.rank, self.buckets, self.records = spec, rank, buckets, records
+        self.tier: Tier = "disk" if records else "device"
         self.shards = [self._shard(b, (frozen or dtype) if b.frozen else dtype, device, source) for b in buckets if rank in b.holders]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
         self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
@@ -80,14 +106,103 @@ class Home:
                 self._places.setdefault(name, []).append((shard, box, start))
                 start += box.elements
 
+    @classmethod
+    def made(
+        cls,
+        spec: ModelSpec,
+        cut: Layout,
+        world: World,
+        precision: Precision,
+        source: Source,
+        tier: Tier = "device",
+        folder: str | Path | None = None,
+    ) -> "Home":
+        """The home of this rank of a world, cut as `cut` is, in a tier; of `disk`, below `folder`."""
+        records = Records(Path(folder or tempfile.gettempdir())) if tier == "disk" else None
+        device = world.device if tier == "device" else torch.device("cpu")
+        home = cls(spec, buckets_of(spec, cut), world.rank, precision.home, device, source, precision.compute, records)
+        home.tier = tier
+        return home
+
+    def close(self) -> None:
+        """Give the file back, where there is one."""
+        if self.records:
+            self.records.close()
+
     def _shard(self, bucket: Bucket, dtype: torch.dtype, device: torch.device, source: Source) -> Shard:
         boxes = bucket.home(self.rank)
         decaying = sum(box.elements for name, box in boxes if self.spec.by_name[name].decay)
-        master = torch.empty(sum(box.elements for _, box in boxes), dtype=dtype, device=device)
-        shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, master)
-        for name, box, view in shard.views(master):
-            view.copy_(source(name, box))
+        elements = sum(box.elements for _, box in boxes)
+        if self.records is None:
+            shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, torch.empty(elements, dtype=dtype, device=device))
+            fill(shard, source)
+            return shard
+        kinds = KINDS[:1] if bucket.frozen else KINDS
+        vectors = {kind: self.records.vector(elements, dtype) for kind in kinds}
+        shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors["master"].flat, None, vectors)
+        vectors["master"].hold()
+        fill(shard, source)
+        self.records.write(vectors["master"])
+        self.records.written(vectors["master"])
         return shard
+
+    def flat(self, shard: Shard, kind: str) -> Tensor:
+        """The values of a shard's vector of this kind; on disk, a copy of them."""
+        if not shard.vectors:
+            assert kind in ("master", "grad")
+            return shard.master if kind == "master" else shard.grad  # pyright: ignore[reportReturnType]
+        assert self.records is not None
+        with self.records.here([shard.vectors[kind]]):
+            return shard.vectors[kind].flat.clone()
+
+    # What operations of the program do with records
+
+    def read(self, unit: int, part: str) -> None:
+        """Start to bring the masters of a unit, its gradient sums as far as there are some, or its whole records."""
+        for vector in self._vectors(unit, part):
+            self.records.read(vector)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def ready(self, unit: int, part: str) -> None:
+        """Return when what was read is in memory."""
+        for vector in self._vectors(unit, part):
+            self.records.ready(vector)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def evict(self, unit: int, part: str) -> None:
+        """Give back the memory of what was read and has not changed."""
+        for vector in self._vectors(unit, part):
+            vector.evict()
+
+    def write(self, unit: int, part: str) -> None:
+        """Start to write the gradient sums of a unit, whose norms are remembered; or its records, whose gradient sums are done with."""
+        for shard in self._learning(unit) if part == "sums" else ():
+            assert shard.grad is not None
+            shard.norms = _norms(shard.grad)
+        if part == "record":
+            for shard in self._learning(unit):
+                shard.vectors["grad"].evict()
+        for vector in self._written(unit, part):
+            self.records.write(vector)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def written(self, unit: int, part: str) -> None:
+        """Return when that is on disk; its memory is given back."""
+        for vector in self._written(unit, part):
+            self.records.written(vector)  # pyright: ignore[reportOptionalMemberAccess]
+
+    def _learning(self, unit: int) -> list[Shard]:
+        return [shard for shard in self.learning if shard.bucket.unit == unit]
+
+    def _vectors(self, unit: int, part: str) -> list[Vector]:
+        if part == "master":
+            return [shard.vectors["master"] for shard in self.shards if shard.bucket.unit == unit]
+        if part == "sums":
+            return [shard.vectors["grad"] for shard in self._learning(unit) if shard.grad is not None]
+        return [vector for shard in self._learning(unit) for vector in shard.vectors.values()]
+
+    def _written(self, unit: int, part: str) -> list[Vector]:
+        kinds = KINDS[3:] if part == "sums" else KINDS[:3]
+        return [shard.vectors[kind] for shard in self._learning(unit) for kind in kinds]
+
+    # All of it
 
     def part(self, name: str, box: Box, what: Literal["master", "grad"]) -> Tensor | None:
         """A view of a box of a master or gradient sum; None where it is not here, or not whole."""
@@ -102,24 +217,25 @@ class Home:
 
         Squares are summed in the home format over NORM_RUN elements, where float32 loses 1e-7, and in float64 beyond: a float64 copy of
         a whole shard would cost its memory twice over. Infinite where a float32 gradient is above 1e19."""
-        grads = [s.grad for s in self.shards if s.owned and s.grad is not None]
-        norms = [norm for grad in grads for norm in _norms(grad)] or [torch.zeros(1, device=self.shards[0].master.device)]
-        return torch.cat(norms).double().square().sum()
+        summed = [s for s in self.shards if s.owned and s.grad is not None]
+        norms = [norm for s in summed for norm in (s.norms if s.vectors else _norms(s.grad))]  # pyright: ignore[reportArgumentType]
+        return torch.cat(norms or [torch.zeros(1, device=self.shards[0].master.device)]).double().square().sum()
 
     def not_finite(self, what: Literal["master", "grad"]) -> list[str]:
         """Names of the weights whose master, or gradient, has a value here that is not finite."""
-        flats = ((s, s.master if what == "master" else s.grad) for s in self.shards)
-        views = ((name, view) for s, flat in flats if flat is not None for name, _, view in s.views(flat))
+        here = (s for s in self.shards if what == "master" or s.grad is not None)
+        views = ((name, view) for s in here for name, _, view in s.views(self.flat(s, what)))
         return [name for name, view in views if not bool(view.isfinite().all())]
-
-    def scale_gradients(self, factor: float) -> None:
-        for shard in self.shards:
-            if shard.grad is not None:
-                shard.grad.mul_(factor)
 
     def drop_gradients(self) -> None:
         for shard in self.shards:
             shard.grad = None
+
+
+def fill(shard: Shard, source: Source) -> None:
+    """Write the values of a source into a shard's master."""
+    for name, box, view in shard.views(shard.master):
+        view.copy_(source(name, box))
 
 
 def fingerprint(home: Home, world: World) -> int | None:
@@ -129,7 +245,7 @@ def fingerprint(home: Home, world: World) -> int | None:
         return None
     total = torch.zeros((), dtype=torch.int64, device=world.device)
     for shard in home.shards:
-        for name, _, view in shard.views(shard.master) if shard.owned and shard.bucket.frozen else ():
+        for name, _, view in shard.views(home.flat(shard, "master")) if shard.owned and shard.bucket.frozen else ():
             key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
             total += view.view(BITS[view.itemsize]).sum(dtype=torch.int64) * key
     return int(world.everyone.all_reduce(total))

@@ -5,7 +5,7 @@ The gradient norm is one number for the whole model: every element counts once, 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,46 +46,94 @@ class Optimizer:
 
     def __init__(self, home: Home, betas: tuple[float, float], eps: float, weight_decay: float):
         self.home, self.steps = home, 0
-        self._vectors: list[tuple[nn.Parameter, Shard, slice]] = []
+        self._factor: float | None = None
+        self._moments: dict[str, list[Tensor]] = {name: [] for name in MOMENTS}
+        self._vectors: list[tuple[nn.Parameter, Shard]] = []
+        states: list[dict[str, Tensor]] = []
         for shard in home.learning:
-            for part in (slice(0, shard.decaying), slice(shard.decaying, shard.master.numel())):
-                if part.stop > part.start:
-                    self._vectors.append((nn.Parameter(shard.master[part]), shard, part))
+            for vector in shard.vectors.values():
+                vector.hold()
+            flats = {name: shard.vectors[name].flat if shard.vectors else torch.zeros_like(shard.master) for name in MOMENTS}
+            for name, flat in flats.items():
+                self._moments[name].append(flat)
+            for part in _halves(shard):
+                self._vectors.append((nn.Parameter(shard.master[part]), shard))
+                states.append({name: flat[part] for name, flat in flats.items()})
+            for vector in shard.vectors.values():
+                vector.evict()
         groups = [
-            {"params": [v for v, s, part in self._vectors if (part.stop <= s.decaying) == decays], "weight_decay": wd}
+            {"params": [v for v, s in self._vectors if (v.storage_offset() < s.decaying) == decays], "weight_decay": wd}
             for decays, wd in ((True, weight_decay), (False, 0.0))
         ]
         self._adamw = torch.optim.AdamW(
             [g for g in groups if g["params"]] or [nn.Parameter(torch.zeros(0))], betas=betas, eps=eps, fused=True
         )
-        self._moments = {name: [torch.zeros_like(shard.master) for shard in home.learning] for name in MOMENTS}
-        for vector, shard, part in self._vectors:
-            number = home.learning.index(shard)
-            moments = {name: self._moments[name][number][part] for name in MOMENTS}
+        for (vector, _), moments in zip(self._vectors, states):
             self._adamw.state[vector] = {"step": torch.tensor(0.0, device=vector.device), **moments}
 
-    def update(self, lr: float) -> None:
-        """One AdamW step with the gradients at home, which are dropped."""
+    def update(self, lr: float, factor: float = 1.0) -> None:
+        """One AdamW step with the gradients at home, times `factor`, which are dropped. What is on disk follows, unit by unit."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        for vector, shard, part in self._vectors:
-            vector.grad = shard.grad[part] if shard.grad is not None else None
-        self._adamw.step()
-        for vector, _, _ in self._vectors:
-            vector.grad = None
-        self.home.drop_gradients()
+        self._factor = factor
         self.steps += 1
+        self._update([shard for shard in self.home.learning if not shard.vectors])
+
+    def skip(self) -> None:
+        """Drop the gradients at home, and change nothing."""
+        self._factor = None
+        self.home.drop_gradients()
+
+    def update_unit(self, unit: int) -> None:
+        """The part of the last update, or of what was skipped, for a unit that is on disk, whose records have been read."""
+        self._update([shard for shard in self.home.learning if shard.bucket.unit == unit])
+
+    def _update(self, shards: Sequence[Shard]) -> None:
+        here = {id(shard) for shard in shards}
+        if self._factor is not None:
+            for shard in shards:
+                grad = shard.vectors["grad"].flat if shard.vectors else shard.grad
+                if grad is not None and self._factor != 1.0:
+                    grad.mul_(self._factor)
+            for vector, shard in self._vectors:
+                grad = shard.vectors["grad"].flat if shard.vectors else shard.grad
+                if id(shard) in here and grad is not None:
+                    vector.grad = grad[vector.storage_offset() :][: vector.numel()]
+            self._adamw.step()
+            for vector, _ in self._vectors:
+                vector.grad = None
+        for shard in shards:
+            shard.grad = None
 
     def resume(self, steps: int) -> None:
         """Take `steps` as done: AdamW's bias correction depends on it."""
         self.steps = steps
-        for vector, _, _ in self._vectors:
+        for vector, _ in self._vectors:
             self._adamw.state[vector]["step"].fill_(float(steps))
 
-    def state(self) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
-        """Every trained weight and box at home, whether this rank speaks for it, and its views of "master", "exp_avg" and "exp_avg_sq"."""
+    def state(self, changing: bool = False) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
+        """Every trained weight and box at home, whether this rank speaks for it, and its views of "master", "exp_avg" and "exp_avg_sq".
+        Of what is on disk they are copies that last; or, where it is for `changing` them, they last until the next is asked for."""
         for number, shard in enumerate(self.home.learning):
             flats = {"master": shard.master} | {name: self._moments[name][number] for name in MOMENTS}
-            for views in zip(*(shard.views(flat) for flat in flats.values())):
-                name, box, _ = views[0]
-                yield name, box, shard.owned, {kind: view for kind, (_, _, view) in zip(flats, views)}
+            if self.home.records is None:
+                yield from _views(shard, flats)
+                continue
+            with self.home.records.here([shard.vectors[kind] for kind in flats], changing):
+                if changing:
+                    yield from _views(shard, flats)
+                copies = {} if changing else {kind: flat.clone() for kind, flat in flats.items()}
+            if copies:
+                yield from _views(shard, copies)
+
+
+def _halves(shard: Shard) -> list[slice]:
+    """The elements that decay, and those that do not, as far as there are any."""
+    both = slice(0, shard.decaying), slice(shard.decaying, shard.master.numel())
+    return [part for part in both if part.stop > part.start]
+
+
+def _views(shard: Shard, flats: Mapping[str, Tensor]) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
+    for views in zip(*(shard.views(flat) for flat in flats.values())):
+        name, box, _ = views[0]
+        yield name, box, shard.owned, {kind: view for kind, (_, _, view) in zip(flats, views)}

@@ -21,7 +21,8 @@ from longshift.dist.world import World
 from longshift.errors import PeerError
 from longshift.layout.box import Box
 from longshift.state.home import Shard
-from longshift.state.resized import Resized, Views
+from longshift.state.resized import Resized
+from longshift.state.views import Views
 from longshift.switch.plan import Move, Plan
 from longshift.switch.traffic import traffic
 
@@ -125,6 +126,8 @@ class Transfer:
 
     def _put(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         if targets:
+            if targets[0].device != sources[0].device:  # sums of a home in host memory
+                sources = [source.to(targets[0].device) for source in sources]
             (torch._foreach_add_ if self.plan.sums else torch._foreach_copy_)(targets, sources)
 
     def _resolved(self, number: int) -> Exchange:

@@ -149,11 +149,11 @@ class Switches:
             self._transfers[key] = Transfer(self.itinerary.weights(*key), self.world, group, held, target.weight, self.precision.compute)
         return self._transfers[key].begin()
 
-    def total(self) -> None:
-        """Make home's gradient sums where there are none."""
+    def total(self, unit: int) -> None:
+        """Make home's gradient sums of a unit, of all where it is -1, where there are none."""
         for shard in self.home.learning:
-            if shard.grad is None:
-                shard.grad = torch.zeros_like(shard.master)
+            if shard.grad is None and unit in (-1, shard.bucket.unit):
+                shard.begin().zero_()
 
     def take_home(self, source: Stop) -> Transfer:
         """The transfer that adds the gradient sums of `source` to home's, which are there."""

@@ -66,7 +66,7 @@ class Ready:
     packs: dict[tuple[int, int], HostPack]
 
 
-def leave_alone(loss_sum: float, squared_norm: float) -> None:
+def leave_alone(unit: int, loss_sum: float, squared_norm: float) -> None:
     """Make no update: home stays as it is."""
 
 
@@ -91,7 +91,7 @@ class Player:
         self.spec, self.edges, self.world, self.home, self.precision, self.stream = spec, tuple(edges), world, home, precision, stream
         sizes = precision.compute.itemsize, precision.home.itemsize
         self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), *sizes, switch, home_cut)
-        self.steps = Steps(self.itinerary, world.rank, *sizes, windows)
+        self.steps = Steps(self.itinerary, world.rank, *sizes, windows, home.tier)
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
         self.kernel, self.why_kernel = choose(kernels(world.device, precision.compute), heads, precision.compute, world.device, slowest)
@@ -114,7 +114,7 @@ class Player:
         self.packs: dict[tuple[int, int], HostPack] = {}  # by visit and micro-batch
         self.lengths: Sequence[int] = ()
         self.sums: tuple[float, float] = (0.0, 0.0)  # of all ranks: the loss, the squared norm of the gradient
-        self.update: Callable[[float, float], object] = leave_alone
+        self.update: Callable[[int, float, float], object] = leave_alone
         self._began = 0.0
         self._receiving: dict[int, tuple[Pending, Tensor]] = {}  # by tag
         self._sending: dict[int, Pending] = {}
@@ -149,7 +149,12 @@ class Player:
             "total": self._total,
             "forget": self._forget,
             "norm": self._norm,
-            "update": lambda op: self.update(*self.sums),
+            "update": lambda op: self.update(op.unit, *self.sums),
+            "read": lambda op: self.home.read(op.unit, op.part),
+            "await read": lambda op: self.home.ready(op.unit, op.part),
+            "evict": lambda op: self.home.evict(op.unit, op.part),
+            "write": lambda op: self.home.write(op.unit, op.part),
+            "await write": lambda op: self.home.written(op.unit, op.part),
         }
 
     def _runner(self, layout: Layout) -> Runner:
@@ -201,9 +206,9 @@ class Player:
             runner.seed, runner.learns, runner.loss = seed or 0.0, seed is not None, runner.loss.new_zeros(())
         return ready.program
 
-    def play(self, program: Program, update: Callable[[float, float], object] = leave_alone) -> None:
+    def play(self, program: Program, update: Callable[[int, float, float], object] = leave_alone) -> None:
         """Do what the operations say, in their order. `update`: what home does with the loss sum and the squared gradient norm of all
-        ranks."""
+        ranks: first for all that is in memory, unit -1, then for each unit on disk."""
         self.update = update
         for op in program:
             self.table[op.kind](op)
@@ -267,7 +272,7 @@ class Player:
 
     def _total(self, op: Op) -> None:
         self.world.now()  # what the backward still does is no part of the switch
-        self.switches.total()
+        self.switches.total(op.unit)
 
     def _forget(self, op: Op) -> None:
         self._stop(op).forget_totals()
@@ -275,8 +280,8 @@ class Player:
 
     def _norm(self, op: Op) -> None:
         loss_sum = torch.stack([self.runners[group.layout].loss for group in self.groups_here]).sum()
-        loss_sum, squared_norm = self.world.everyone.all_reduce(torch.stack((loss_sum, self.home.squared_norm()))).tolist()
-        self.sums = loss_sum, squared_norm
+        both = torch.stack((loss_sum, self.home.squared_norm().to(loss_sum.device)))
+        self.sums = tuple(self.world.everyone.all_reduce(both).tolist())
 
     def _count(self, op: Op, way: str) -> None:
         """Add times and bytes of a finished transfer to its visit. A device may be behind the host."""

@@ -51,7 +51,14 @@ def train_step(state: State, batch: StepBatch, player: Player, ready: Ready | No
     found: list[Outcome] = []
     scale = state.scale.scale if state.scale else 1.0
     program = player.take(ready or player.ready(batch.documents), scale / max(1, batch.target_tokens))
-    player.play(program, lambda *sums: found.append(_update(state, batch, player.world, scale, *sums)))
+
+    def update(unit: int, *sums: float) -> None:
+        if unit < 0:
+            found.append(_update(state, batch, player.world, scale, *sums))
+        else:
+            state.optimizer.update_unit(unit)
+
+    player.play(program, update)
     return found[0]
 
 
@@ -62,20 +69,19 @@ def score(documents: Sequence[Document], player: Player) -> float:
 
 
 def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum: float, squared: float) -> Outcome:
-    """Clip by the global norm and update home, or leave it where float16 has overflowed."""
+    """Clip by the global norm and update home, or leave it where float16 has overflowed. Units on disk follow."""
     loss, norm = loss_sum / max(1, batch.target_tokens), squared**0.5 / scale
     finite = norm - norm == 0 and loss - loss == 0
     lr = state.schedule.at(state.optimizer.steps)
     if finite:
         clipped = min(1.0, state.clip / (norm + 1e-6)) if state.clip else 1.0
-        if clipped != scale:
-            state.home.scale_gradients(clipped / scale)
-        state.optimizer.update(lr)
+        state.optimizer.update(lr, clipped / scale if clipped != scale else 1.0)
     elif state.scale is None or state.scale.scale == 1.0:
         culprit = _culprit(state, world, batch, loss)
         state.home.drop_gradients()
         raise NonFiniteError(culprit)
-    state.home.drop_gradients()
+    else:
+        state.optimizer.skip()
     if state.scale:
         state.scale.update(finite)
     state.cursor = batch.next_cursor

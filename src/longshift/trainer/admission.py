@@ -14,7 +14,7 @@ from longshift.dist.memory import host_memory
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError
 from longshift.explained import shape_of
-from longshift.program.ledger import saved_bytes
+from longshift.program.held_home import saved_bytes
 from longshift.program.needs import Need, StepShape, most, needs
 from longshift.schedule.inside_rank import Transport
 
@@ -34,9 +34,7 @@ def admit(config: Config, world: World, run: Path) -> str:
     need, wait = most(whole), {"host": "in host memory", "disk": "on disk"}
     told = f"at most {_gib(need.device.total)} of tensors, on rank {need.rank}, and {_gib(process)} of the process"
     waiting = {place: most(whole, place).of(place) for place in wait}
-    return f"{told}; a rank may have {_gib(room)}" + "".join(
-        f"; {_gib(size)} wait {wait[place]}" for place, size in waiting.items() if size
-    )
+    return f"{told}; a rank may have {_gib(room)}" + "".join(f"; {_gib(size)} lie {wait[place]}" for place, size in waiting.items() if size)
 
 
 def _gib(size: int) -> str:
@@ -57,13 +55,19 @@ def _lacking(config: Config, world: World, run: Path, room: int, process: int, s
             "pack or train.pack_tokens take less"
         )
     waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
-    if shape.copied and not cpu:
-        waiting["host"][COPY] = max(saved_bytes(shape.steps(need.rank)) for need in whole)
+    copy = max(saved_bytes(shape.steps(need.rank)) for need in whole) if shape.copied and not cpu else 0
+    copies = {"host": copy, "disk": 0}
+    alone = replace(shape, home_in="device", copied=False)
     for edge in config.edges:
         place = edge.use.offload
         if place == "disk" or (place == "host" and not cpu):
-            alone = needs(replace(shape, copied=False), [edge], transport, cpu) if len(config.edges) > 1 or shape.copied else whole
-            waiting[place][str(edge.use)] = most(alone, place).of(place)
+            same = len(config.edges) == 1 and config.home == "device" and not shape.copied
+            waiting[place][str(edge.use)] = most(whole if same else needs(alone, [edge], transport, cpu), place).of(place)
+    for place, known in waiting.items():
+        if state := max(0, most(whole, place).of(place) - copies[place] - max(known.values(), default=0)):
+            known["the training state"] = state
+        if copies[place]:
+            known[COPY] = copies[place]
     if waiting["disk"]:
         folder = config.stream.options(run).folder
         yield from _crowded(waiting["disk"], world.per_node, shutil.disk_usage(folder).free, f"{folder} has", "another stream.folder")
@@ -72,14 +76,12 @@ def _lacking(config: Config, world: World, run: Path, room: int, process: int, s
 
 
 def _crowded(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> Iterator[str]:
-    """What has no room of what waits, in bytes of a rank by layout, or the copy for checkpoints. A group's memory is kept while others
-    run."""
+    """What has no room of what is kept in a place, in bytes of a rank by layout. A group's memory is kept while others run."""
     need = sum(waiting.values())
     if need * ranks > free:
         parts = " + ".join(f"{size / 2**30:.2f} ({layout})" for layout, size in waiting.items())
         yield (
-            f"what waits for the backward of the longest documents{', and the copy,' if COPY in waiting else ''} needs {parts} = "
-            f"{need / 2**30:.2f} GiB of each of {ranks} ranks, "
+            f"what is kept there in the largest step needs {parts} = {need / 2**30:.2f} GiB of each of {ranks} ranks, "
             f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, keep-input, every4, more "
             "tp, u or ring, or a smaller upto"
         )

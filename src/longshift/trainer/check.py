@@ -21,8 +21,7 @@ from longshift.dist.world import World
 from longshift.documents.batch import Document, StepBatch
 from longshift.documents.micro import micro_batch
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets
+from longshift.layout.layout import Layout, Tier
 from longshift.model.decoder import Decoder, Ops
 from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
@@ -60,7 +59,8 @@ class Trial:
     which each group but the last goes, where there are several; `packs`: capacities of their packs, their edges where not given, as
     `capacity` is the last group's; then how switches are planned. `ahead`: of streamed layouts;
     `stream_folder`: where their disk tier is, the system's temporary folder where not given. `masked`: drawn documents are conversations,
-    of which turns are learned in part, and one document of each step not at all. `stages`: those after the first."""
+    of which turns are learned in part, and one document of each step not at all. `stages`: those after the first. `home`: where the
+    training state is; on disk, in `stream_folder`."""
 
     spec: ModelSpec
     lengths: tuple[tuple[int, ...], ...]
@@ -84,6 +84,7 @@ class Trial:
     stream_folder: str | None = None
     masked: bool = False
     stages: tuple[Later, ...] = ()
+    home: Tier = "device"
 
     @property
     def parts(self) -> list[tuple[int, "Trial"]]:
@@ -238,7 +239,7 @@ def build(
     edges = trial.groups(layouts)
     home_cut = home_cut or home_layout(edges)
     source = source or trial.source()
-    home = Home(trial.spec, buckets(trial.spec, home_cut), world.rank, precision.home, world.device, source, precision.compute)
+    home = Home.made(trial.spec, home_cut, world, precision, source, trial.home, trial.stream_folder)
     optimizer = Optimizer(home, trial.betas, trial.eps, trial.weight_decay)
     state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
@@ -303,7 +304,7 @@ def _later(state: State, trial: Trial, layouts: Sequence[Layout], world: World, 
     saved = Checkpoint.latest(run, world)
     own, read = trial.source(), saved.source()
     state, player = build(trial, layouts, world, cut, lambda name, box: (own if trial.spec.by_name[name].frozen else read)(name, box))
-    saved.restore(state.optimizer.state(), MOMENTS)
+    saved.restore(state.optimizer.state(changing=True), MOMENTS)
     state.optimizer.resume(steps)
     world.gather_text("")
     if world.rank == 0:
@@ -313,7 +314,6 @@ def _later(state: State, trial: Trial, layouts: Sequence[Layout], world: World, 
 
 def _compare_gradients(found: Differences, kind: str, home: Home, scale: float, truth: dict[str, Tensor]) -> None:
     for shard in home.learning:
-        assert shard.grad is not None
-        for name, box, view in shard.views(shard.grad):
+        for name, box, view in shard.views(home.flat(shard, "grad")):
             if box:
                 found.add(kind, name, view / scale, truth[f"{kind}/{name}"][box.within(Box.whole(home.spec.by_name[name].shape))])

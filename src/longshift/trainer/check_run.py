@@ -187,7 +187,7 @@ def recorded(world: World, config: str, scratch: str) -> dict:
     """What `step.timeline.verdict` says of a run's first step on this rank."""
     run = parse_config(config)
     with Timeline(world.device) as seen:
-        state = build_state(run, world)
+        state = build_state(run, world, Path(scratch))
         player = build_player(run, world, state, Path(scratch))
         batches, _ = open_data(run, world)
         batch = batches.at(state.cursor)
@@ -234,6 +234,7 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
         bucket_bytes=run.switch.bucket,
         ahead_bytes=run.switch.ahead,
         stream_folder=run.stream.folder or scratch,
+        home=run.home,
     ).to_json()
 
 
@@ -268,6 +269,6 @@ def _loss(player: Player, documents: Sequence[Document]) -> float:
     pack = tuple(range(len(documents)))
     group = LengthGroup(0, sum(len(d.ids) for d in documents), layout, (pack,), ((0,),) * layout.dp, (0.0,))
     program = player.take(player.ready(documents, [group]), 1.0)
-    player.play(tuple(op for op in program if op.kind not in ("norm", "update")))
+    player.play(program[: next(number for number, op in enumerate(program) if op.kind == "norm")])
     player.home.drop_gradients()
     return float(player.world.everyone.all_reduce(runner.loss))

@@ -14,7 +14,6 @@ from longshift.config import Config
 from longshift.dist.world import World, be_deterministic, own_device
 from longshift.documents.batch import Batches, StepBatch
 from longshift.errors import CheckpointError, NonFiniteError
-from longshift.layout.placement import buckets
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Home, fingerprint
 from longshift.state.optimizer import MOMENTS, Optimizer
@@ -34,7 +33,7 @@ from longshift.trainer.facts import ChosenKernel, Facts, Fingerprints, changed_k
 from longshift.trainer.foretold import Foretold
 from longshift.trainer.initial import continued, initial
 from longshift.trainer.measured import profile_here
-from longshift.trainer.metrics import GroupMetrics, StepMetrics
+from longshift.trainer.metrics import GroupMetrics, HomeMetrics, StepMetrics
 from longshift.trainer.run_folder import RunFolder, adopt
 from longshift.trainer.stages import Stage, schedule_of, stages_of
 from longshift.trainer.trials import tried
@@ -102,7 +101,7 @@ def _steps(
     tell(admit(config, world, run))
     batches, fingerprints = open_data(config, world)
     validator = Validator.of(config, world)
-    start, state, facts = _begin(stage, world, fingerprints, run if resume else None)
+    start, state, facts = _begin(stage, world, fingerprints, run, resume)
     if validator:
         validator.remember(run, world, stage.begin, start)
     if world.rank == 0 and batches.learned_share < 1:
@@ -120,7 +119,8 @@ def _steps(
         player.record(recorder)
         timeline.watch(player)
     last = config.train.steps if most is None else min(config.train.steps, start + most)
-    with closing(Ahead(batches, player)) as ahead, Saver(run, world, config.save.keep, config.save.background) as saver:
+    saver = Saver(run, world, config.save.keep, config.save.background)
+    with closing(state.home), closing(Ahead(batches, player)) as ahead, saver:
         for step in range(start + 1, last + 1):
             began = world.now()
             batch, ready = ahead.take(state.cursor, step < last)
@@ -140,7 +140,8 @@ def _steps(
                 write(trace, world.rank, timeline.played, predicted(player), recorder)
                 timeline = None
             memory_bytes, stopping, saving = _most(world, _memory_bytes(world), stop(), saver.busy)
-            metrics = replace(_metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player)), first=step == start + 1)
+            metrics = _metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player))
+            metrics = replace(metrics, first=step == start + 1, home=_moved(state.home, world))
             metrics = foretold.beside(metrics) if foretold else metrics
             metrics = validator.after(metrics, player) if validator else metrics
             if world.rank == 0:
@@ -166,11 +167,11 @@ def _steps(
                 return
 
 
-def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path | None) -> tuple[int, State, Facts | None]:
-    """Steps done, the state after them and what is known of it: of the newest checkpoint of `run` where given. Its files are closed
-    again. What the stage before has left is another model's, of other data, as far as stages differ."""
-    if run is None:
-        state = build_state(stage.config, world)
+def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path, resume: bool) -> tuple[int, State, Facts | None]:
+    """Steps done, the state after them and what is known of it: of the newest checkpoint of `run` where the run is resumed. Its files are
+    closed again. What the stage before has left is another model's, of other data, as far as stages differ."""
+    if not resume:
+        state = build_state(stage.config, world, run)
         state.schedule = stage.schedule
         return 0, state, None
     saved = Checkpoint.latest(run, world)
@@ -178,7 +179,7 @@ def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path | N
     left = stage.before if saved.step == stage.begin else None
     data = facts.fingerprints.data if left else fingerprints.data
     expect(facts, left or stage.config, fingerprints.model_copy(update={"data": data}), run, saved)
-    state = build_state(stage.config, world, saved, facts)
+    state = build_state(stage.config, world, run, saved, facts)
     if wrong := not_finite(state, world):
         raise CheckpointError(f"{saved.folder}: the {wrong} is not finite. {saved.older}")
     state.schedule = stage.schedule
@@ -187,11 +188,12 @@ def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path | N
     return saved.step, state, facts
 
 
-def build_state(config: Config, world: World, saved: Checkpoint | None = None, facts: Facts | None = None) -> State:
-    """Home, optimizer and cursor: from a checkpoint and its facts, a model folder or the seed."""
+def build_state(config: Config, world: World, folder: Path, saved: Checkpoint | None = None, facts: Facts | None = None) -> State:
+    """Home, optimizer and cursor: from a checkpoint and its facts, a model folder or the seed. `folder`: of a home on disk, unless the
+    config names one."""
     spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
     source = continued(config, saved, precision.home) if saved else initial(config, precision.home)
-    home = Home(spec, buckets(spec, home_layout(config.edges)), world.rank, precision.home, world.device, source, precision.compute)
+    home = Home.made(spec, home_layout(config.edges), world, precision, source, config.home, config.stream.folder or folder)
     optimizer = Optimizer(home, train.betas, train.eps, train.weight_decay)
     state = State(spec, home, optimizer, schedule_of(config), train.clip, LossScale() if precision.scaled else None)
     state.base = fingerprint(home, world)
@@ -201,7 +203,7 @@ def build_state(config: Config, world: World, saved: Checkpoint | None = None, f
                 f"the weights that are not trained are others than {saved.folder} was trained beside: put the old model folder back, and "
                 f"the train.precision and train.seed that it began with"
             )
-        saved.restore(optimizer.state(), MOMENTS)  # masters are there
+        saved.restore(optimizer.state(changing=True), MOMENTS)  # masters are there
         optimizer.resume(facts.updates)
         state.cursor = facts.cursor
         if state.scale and facts.loss_scale:
@@ -270,6 +272,18 @@ def _groups(player: Player) -> tuple[GroupMetrics, ...]:
             )
         )
     return tuple(found)
+
+
+def _moved(home: Home, world: World) -> HomeMetrics | None:
+    """Metrics of the last step's home, where that is on disk; collective then."""
+    records = home.records
+    if records is None:
+        return None
+    own = torch.tensor([records.read_bytes, records.written_bytes, records.waited_s], dtype=torch.float64, device=world.device)
+    records.restart()
+    waited_s = float(world.everyone.all_reduce(own[2].clone(), dist.ReduceOp.MAX))
+    read, written, _ = world.everyone.all_reduce(own).tolist()
+    return HomeMetrics(int(read), int(written), waited_s)
 
 
 def _metrics(

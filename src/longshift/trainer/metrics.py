@@ -73,6 +73,16 @@ class ValidMetrics:
 
 
 @dataclass(frozen=True)
+class HomeMetrics:
+    """What a home on disk moved since the step before, saving included: bytes that all ranks read and wrote, and seconds that the rank
+    waited for them which waited longest."""
+
+    read_bytes: int
+    written_bytes: int
+    waited_s: float
+
+
+@dataclass(frozen=True)
 class StepMetrics:
     """One training step, the same on every rank.
 
@@ -80,9 +90,9 @@ class StepMetrics:
     are predicted; `seconds` wall time; `model_flops_per_s` forward and backward of the whole world, recomputation not counted;
     `memory_bytes` peak of the fullest rank; `cursor` documents drawn so far; `skipped` the update was left out (fp16 overflow); `groups`
     where the layout changes with the length, and where one streams or offloads; `layout` in the config's form; `first` of a process under
-    its layout, in which memory is allocated. On rank 0, of a run with a calibrated plan, also what the clock said before the step:
-    `predicted_seconds` and their `band`, a relative half-width. After a step that is followed by a validation: `valid_loss`, mean over all
-    targets, `valid` of it by length, its seconds; `early` where the run ends because it has not become better.
+    its layout, in which memory is allocated; `home` where that is on disk. On rank 0, of a run with a calibrated plan, also what the clock
+    said before the step: `predicted_seconds` and their `band`, a relative half-width. After a step that is followed by a validation:
+    `valid_loss`, mean over all targets, `valid` of it by length, its seconds; `early` where the run ends because it has not become better.
     """
 
     step: int
@@ -101,6 +111,7 @@ class StepMetrics:
     groups: tuple[GroupMetrics, ...] = ()
     layout: Any = None
     first: bool = False
+    home: HomeMetrics | None = None
     predicted_seconds: float | None = None
     band: float | None = None
     valid_loss: float | None = None
@@ -119,7 +130,8 @@ class StepMetrics:
         values = {k: math.nan if v is None else v for k, v in row.items()}
         groups = tuple(GroupMetrics(**group) for group in values.pop("groups", ()))  # pyright: ignore
         valid = tuple(ValidMetrics(**part) for part in values.pop("valid", ()))  # pyright: ignore
-        return cls(groups=groups, valid=valid, **values)  # pyright: ignore[reportArgumentType]
+        home = {"home": HomeMetrics(**values.pop("home"))} if "home" in values else {}  # pyright: ignore
+        return cls(groups=groups, valid=valid, **home, **values)  # pyright: ignore[reportArgumentType]
 
 
 class MetricsLog:

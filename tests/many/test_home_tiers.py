@@ -1,0 +1,222 @@
+"""Home in host memory and on disk: the same bits as on the device, in every layout, stream and switch; resumed from tier to tier."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from forked import DEADLINE_S, Worlds
+from parity import EDGES, trial_of
+from torch import Tensor
+
+from longshift.dist.world import World
+from longshift.errors import NonFiniteError
+from longshift.layout.box import Box
+from longshift.layout.layout import Layout, Tier
+from longshift.program.operations import Op
+from longshift.spec.formats import PrecisionName
+from longshift.spec.model import ModelSpec
+from longshift.state.checkpoint import Checkpoint, save
+from longshift.state.home import Home, Shard, Source
+from longshift.state.optimizer import MOMENTS
+from longshift.state.records import Records
+from longshift.step.player import Player
+from longshift.step.update import State, train_step
+from longshift.trainer.check import Trial, build, parse_layouts
+
+LAYOUTS: tuple[tuple[str, str, PrecisionName], ...] = (
+    ("dp1", "llama", "float32"),
+    ("dp2.z0", "gpt2", "bf16"),
+    ("dp2.z1", "lora", "bf16"),
+    ("dp2.z2", "llama-tied", "fp16"),
+    ("dp2.z3", "lora-gpt2", "float32"),
+    ("dp3.z3", "gpt2", "bf16"),
+    ("tp2", "qwen3", "float32"),
+    ("pp2.dp2.z3", "llama-tied", "bf16"),
+    ("pp2.v2", "llama", "float32"),
+    ("u2.z1", "llama", "bf16"),
+    ("ring2.z2", "gemma3", "float32"),
+    ("u2.chunk16.disk.kv-offload", "llama-tied", "bf16"),
+    ("dp2.z3 > u2.chunk16.disk", "lora", "float32"),
+    ("tp2 > dp2.z0", "llama-tied", "bf16"),
+    ("pp2 > dp2.z3 > tp2.chunk16.disk.kv-offload", "llama", "float32"),
+    ("dp4.z2 > dp2.tp2.z3 > pp2.u2", "gpt2", "bf16"),
+)
+
+
+def made(world: World, trial: Trial, layout: str) -> tuple[State, Player]:
+    world.per_node = min(2, world.size)
+    return build(trial, parse_layouts(layout), world)
+
+
+def bits(x: Tensor) -> str:
+    return hashlib.sha256(x.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def state_bits(state: State) -> dict[str, str]:
+    return {f"{kind} {name} {box}": bits(view) for name, box, _, views in state.optimizer.state() for kind, view in views.items() if box}
+
+
+def in_memory(home: Home) -> int:
+    """Bytes of what is on disk that are in memory."""
+    vectors = (vector for shard in home.shards for vector in shard.vectors.values())
+    return sum(vector.flat.nbytes for vector in vectors if vector.users or vector.memory.held)
+
+
+def trained(world: World, trial: dict, layout: str) -> dict:
+    """What a rank's home has after all steps, what they answered, and how much of a home on disk is in memory after each."""
+    state, player = made(world, what := Trial.from_json(trial), layout)
+    outcomes, left = [], 0
+    for batch in what.batches():
+        outcomes.append(train_step(state, batch, player))
+        left = max(left, in_memory(state.home))
+    found = state_bits(state) | {"steps": str([(one.loss.hex(), one.grad_norm.hex(), one.skipped) for one in outcomes])}
+    records = state.home.records
+    moved = (records.read_bytes, records.written_bytes) if records else ()
+    state.home.close()
+    return {"bits": found, "left": left, "moved": moved}
+
+
+@pytest.fixture(scope="module")
+def run(worlds: Worlds) -> Callable[..., list]:
+    """run(function, layout, trial, **more): its answers on all ranks."""
+
+    def ask(function: str, layout: str, trial: Trial, **more: object) -> list:
+        size = Layout.parse(layout.split(" > ")[0]).world
+        return worlds(size).call(f"test_home_tiers:{function}", DEADLINE_S, layout=layout, trial=trial.to_json(), **more)
+
+    return ask
+
+
+def trial(family: str, precision: PrecisionName, layout: str, steps: int = 3, **more: object) -> Trial:
+    return trial_of(family, steps, precision=precision, edges=EDGES[: layout.count(" > ")], **more)
+
+
+@pytest.mark.parametrize(("layout", "family", "precision"), LAYOUTS)
+def test_where_home_lies_moves_no_bit(run: Callable[..., list], layout: str, family: str, precision: PrecisionName):
+    what = trial(family, precision, layout)
+    device, host, disk = (run("trained", layout, replace(what, home=home)) for home in ("device", "host", "disk"))
+    for found in (host, disk):
+        assert [rank["bits"] for rank in found] == [rank["bits"] for rank in device]
+    assert all(rank["left"] == 0 and min(rank["moved"]) > 0 for rank in disk)
+
+
+def overflowing(world: World, trial: dict, layout: str) -> dict:
+    """A step in which the last rank's gradients are not finite, between two good ones."""
+    state, player = made(world, what := Trial.from_json(trial), layout)
+    first, second, third = what.batches()
+    train_step(state, first, player)
+    before = state_bits(state)
+
+    def spoil(op: Op) -> None:
+        if world.rank == world.size - 1 and op.kind == "await reduce":
+            shard = next(s for s in state.home.learning if s.bucket.unit == op.unit and s.grad is not None)
+            assert shard.grad is not None
+            shard.grad[0] = math.inf
+
+    player.after = spoil
+    said = ""
+    try:
+        skipped = train_step(state, second, player).skipped
+    except NonFiniteError as fault:
+        skipped, said = False, str(fault)
+    player.after = None
+    same, left = state_bits(state) == before, in_memory(state.home)
+    train_step(state, third, player)
+    state.home.close()
+    return {"skipped": skipped, "same": same, "left": left, "said": said}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_gradient_that_is_not_finite_leaves_what_is_on_disk_alone(run: Callable[..., list], precision: PrecisionName):
+    what = trial("llama", precision, "dp2.z2", home="disk")
+    for rank in run("overflowing", "dp2.z2", what):
+        assert rank["same"]
+        assert rank["left"] == 0
+        assert rank["skipped"] == (precision == "fp16")
+        assert ("at home on rank 1" in rank["said"]) == (precision == "bf16"), rank["said"]
+
+
+def read_one(spec: ModelSpec, sources: dict[bool, Source], name: str, box: Box) -> Tensor:
+    return sources[spec.by_name[name].frozen](name, box)
+
+
+def resumed(world: World, trial: dict, layout: str, homes: list[Tier], folder: str) -> dict[str, str]:
+    """Steps one by one, each in a home of its own that the one before has left as a checkpoint."""
+    what = Trial.from_json(trial)
+    state, player = made(world, replace(what, home=homes[0]), layout)
+    for number, batch in enumerate(what.batches()):
+        if number:
+            run = Path(folder)
+            save(run, number, state.optimizer.state(), {}, world, keep=1)
+            state.home.close()
+            saved = Checkpoint.latest(run, world)
+            read = {True: what.source(), False: saved.source()}  # by whether a weight is frozen
+            source = partial(read_one, what.spec, read)
+            world.per_node = min(2, world.size)
+            state, player = build(replace(what, home=homes[number % len(homes)]), parse_layouts(layout), world, source=source)
+            saved.restore(state.optimizer.state(changing=True), MOMENTS)
+            state.optimizer.resume(number)
+        train_step(state, batch, player)
+    found = state_bits(state)
+    state.home.close()
+    return found
+
+
+@pytest.mark.parametrize(("layout", "family"), [("dp2.z3", "llama"), ("tp2 > dp2.z1", "lora")])
+def test_a_run_goes_on_from_tier_to_tier(run: Callable[..., list], tmp_path: Path, layout: str, family: str):
+    what = trial(family, "float32", layout, 4)
+    whole = run("trained", layout, what)
+    found = run("resumed", layout, what, homes=["disk", "host", "device"], folder=str(tmp_path))
+    assert found == [{key: value for key, value in rank["bits"].items() if key != "steps"} for rank in whole]
+
+
+# Mistakes
+
+
+def forgotten_write(patch: pytest.MonkeyPatch) -> None:
+    """What was updated is not written."""
+    patch.setattr(Records, "_write", lambda records, view, start: None)
+
+
+def stale_norms(patch: pytest.MonkeyPatch) -> None:
+    """The norm is of the gradient sums as they were first written."""
+    native = Home.write
+
+    def write(home: Home, unit: int, part: str) -> None:
+        before = {id(shard): shard.norms for shard in home.learning if shard.bucket.unit == unit and shard.norms}
+        native(home, unit, part)
+        for shard in home.learning:
+            shard.norms = before.get(id(shard), shard.norms)
+
+    patch.setattr(Home, "write", write)
+
+
+def sums_begun_again(patch: pytest.MonkeyPatch) -> None:
+    """Every reduction takes the place of the sum before."""
+
+    def receive(shard: Shard, total: Tensor) -> None:
+        (shard.begin() if shard.grad is None else shard.grad).copy_(total)
+
+    patch.setattr(Shard, "receive", receive)
+
+
+MUTANTS = {mutant.__name__: mutant for mutant in (forgotten_write, stale_norms, sums_begun_again)}
+
+
+def mutated(world: World, trial: dict, layout: str, mutant: str) -> dict:
+    with pytest.MonkeyPatch.context() as patch:
+        MUTANTS[mutant](patch)
+        return trained(world, trial, layout)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mistake_shows(run: Callable[..., list], mutant: str):
+    what = trial("llama", "float32", "dp2.z2")
+    right = run("trained", "dp2.z2", what)
+    wrong = run("mutated", "dp2.z2", replace(what, home="disk"), mutant=mutant)
+    assert [rank["bits"] for rank in wrong] != [rank["bits"] for rank in right]
