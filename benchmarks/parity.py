@@ -4,6 +4,9 @@
 Documents are packed, of uneven lengths, 1 and 2 tokens among them; the vocabulary is prime, blocks, heads and feed-forward columns do
 not divide. Exit code 1 when a difference is above LIMIT.
 
+Rows with a `home` train 50 steps with the training state on the host or on disk: in float64 beside one process, and in float32 beside
+`home: device`, whose every bit must be theirs (`bitwise`).
+
 [Note: eps] A key bias without rotary embedding moves all scores of a query alike and changes no softmax: its gradient is rounding noise,
 which AdamW divides by eps. In GPT-2 the usual 1e-8 makes of that noise weight differences of 9e-13 in 20 steps, 1e-6 of 1e-14.
 
@@ -21,6 +24,7 @@ from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
 
+import home_ranks  # noqa: F401  (as below)
 import torch
 from common import arguments, publish, say
 from safetensors.torch import load_file
@@ -59,9 +63,15 @@ STAGED = (
     ("lora", "dp4.z3 | dp2.tp2.z2 | u4.chunk13.disk"),
     ("frozen", "pp2.dp2 | tp4.z1 | dp4.z2 > u4"),
 )  # each stage in another layout
+HOMES = (
+    *("dp1", "dp2.z0", "dp2.z2", "dp2.z3", "dp4.z3", "tp2", "pp2", "pp2.v2.z1", "u2", "u4.z3", "ring2", "ring2.u2.z3", "dp2.tp2.z3"),
+    *("pp2.dp2.z3", "dp1.chunk16.disk", "u2.chunk16.disk.kv-offload", "pp2.u2.chunk13.host"),
+    *("dp4 > tp4", "dp4.z3 > pp2.dp2 > u4.chunk16.disk", "dp2.z3 > u2.chunk16.disk.every2"),
+)  # each with its training state on the host and on disk
 EDGES = (6, 20)  # tokens: with these every length group is empty in some step and full in another
 
 LIMIT = 1e-12
+HOME_STEPS = 50
 STEPS, QUICK_STEPS, QUICK_EVERY = 20, 3, 7  # steps; one in 7 of the cases
 CLIP = 0.4  # below every step's gradient norm
 DEADLINE_S = 300.0
@@ -215,10 +225,11 @@ def main() -> int:
     cases = {family: list(layouts_of(family))[:: QUICK_EVERY if options.quick else 1] for family in FAMILIES}
     switches = list(switched())[:: QUICK_EVERY if options.quick else 1]
     stages = STAGED[:: QUICK_EVERY if options.quick else 1]
-    total = sum(map(len, cases.values())) + len(switches) + len(stages)
+    homes = list(product(HOMES, ("host", "disk")))[:: QUICK_EVERY if options.quick else 1]
+    total = sum(map(len, cases.values())) + len(switches) + len(stages) + len(homes)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longshift-")))
-        sizes = sorted({1, 4, 8} | {layout.world for layouts in cases.values() for layout in layouts})
+        sizes = sorted({1, 2, 4, 8} | {layout.world for layouts in cases.values() for layout in layouts})
         worlds = {size: stack.enter_context(ForkedWorld(size)) for size in sizes}
         for family, layouts in cases.items():
             what = {"trial": trial_of(family, steps).to_json(), "path": str(scratch / f"{family}.safetensors")}
@@ -239,10 +250,25 @@ def main() -> int:
             world = worlds[Layout.parse(layouts.split(" ")[0]).world]
             found = world.call("longshift.trainer.check:compare", DEADLINE_S, layout=layouts, per_node=2, **what)
             rows.append(row(f"{family}, 3 stages", layouts, found, len(rows), total))
+        longer = trial_of(FULL, QUICK_STEPS if options.quick else HOME_STEPS)
+        path = str(scratch / f"{FULL}-longer.safetensors")
+        worlds[1].call("longshift.trainer.check:write_reference", DEADLINE_S, trial=longer.to_json(), path=path)
+        for groups, home in homes:
+            world = worlds[Layout.parse(groups.split(" > ")[0]).world]
+            what = replace(longer, edges=EDGES[: groups.count(" > ")])
+            there = {"layout": groups, "trial": replace(what, home=home).to_json()}
+            found = world.call("longshift.trainer.check:compare", DEADLINE_S, per_node=2, path=path, **there)
+            single = {"layout": groups, "trial": replace(what, precision="float32").to_json()}
+            device = world.call("home_ranks:trained", DEADLINE_S, **single)
+            single["trial"] = replace(what, precision="float32", home=home).to_json()
+            tier = world.call("home_ranks:trained", DEADLINE_S, **single)
+            same = all(ours["bits"] == theirs["bits"] for ours, theirs in zip(tier, device, strict=True))
+            rows.append(row(f"{FULL}, home: {home}", groups, found, len(rows), total) | {"bitwise": same})
     worst = largest(row[kind] for row in rows for kind in KINDS)
-    summary = {"worst": worst, "rows": len(rows), "limit": LIMIT, "steps": steps, "seconds": round(time.monotonic() - started, 1)}
-    publish("parity", summary, rows, options.json)
-    return 0 if worst <= LIMIT else 1
+    bitwise = all(row.get("bitwise", True) for row in rows)
+    summary = {"worst": worst, "rows": len(rows), "limit": LIMIT, "steps": steps, "bitwise": bitwise}
+    publish("parity", summary | {"seconds": round(time.monotonic() - started, 1)}, rows, options.json)
+    return 0 if worst <= LIMIT and bitwise else 1
 
 
 def row(family: str, layout: str, found: Sequence[Mapping[str, float]], done: int, total: int) -> dict:

@@ -40,7 +40,7 @@ from longshift.spec import model
 from longshift.spec.model import ModelSpec, Part
 from longshift.state.copies import AlignedCopies
 from longshift.state.fused import Strip, Strips
-from longshift.state.home import Home, Shard
+from longshift.state.home import Shard
 from longshift.state.optimizer import Optimizer
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches

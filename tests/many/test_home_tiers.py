@@ -1,6 +1,5 @@
 """Home in host memory and on disk: the same bits as on the device, in every layout, stream and switch; resumed from tier to tier."""
 
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,8 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from forked import DEADLINE_S, Worlds
+from home_ranks import in_memory, made, state_bits, trained
 from parity import EDGES, trial_of
 from torch import Tensor
 
@@ -24,8 +23,7 @@ from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Shard, Source
 from longshift.state.optimizer import MOMENTS
 from longshift.state.records import Records
-from longshift.step.player import Player
-from longshift.step.update import State, train_step
+from longshift.step.update import train_step
 from longshift.trainer.check import Trial, build, parse_layouts
 
 LAYOUTS: tuple[tuple[str, str, PrecisionName], ...] = (
@@ -48,46 +46,13 @@ LAYOUTS: tuple[tuple[str, str, PrecisionName], ...] = (
 )
 
 
-def made(world: World, trial: Trial, layout: str) -> tuple[State, Player]:
-    world.per_node = min(2, world.size)
-    return build(trial, parse_layouts(layout), world)
-
-
-def bits(x: Tensor) -> str:
-    return hashlib.sha256(x.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def state_bits(state: State) -> dict[str, str]:
-    return {f"{kind} {name} {box}": bits(view) for name, box, _, views in state.optimizer.state() for kind, view in views.items() if box}
-
-
-def in_memory(home: Home) -> int:
-    """Bytes of what is on disk that are in memory."""
-    vectors = (vector for shard in home.shards for vector in shard.vectors.values())
-    return sum(vector.flat.nbytes for vector in vectors if vector.users or vector.memory.held)
-
-
-def trained(world: World, trial: dict, layout: str) -> dict:
-    """What a rank's home has after all steps, what they answered, and how much of a home on disk is in memory after each."""
-    state, player = made(world, what := Trial.from_json(trial), layout)
-    outcomes, left = [], 0
-    for batch in what.batches():
-        outcomes.append(train_step(state, batch, player))
-        left = max(left, in_memory(state.home))
-    found = state_bits(state) | {"steps": str([(one.loss.hex(), one.grad_norm.hex(), one.skipped) for one in outcomes])}
-    records = state.home.records
-    moved = (records.read_bytes, records.written_bytes) if records else ()
-    state.home.close()
-    return {"bits": found, "left": left, "moved": moved}
-
-
 @pytest.fixture(scope="module")
 def run(worlds: Worlds) -> Callable[..., list]:
     """run(function, layout, trial, **more): its answers on all ranks."""
 
     def ask(function: str, layout: str, trial: Trial, **more: object) -> list:
-        size = Layout.parse(layout.split(" > ")[0]).world
-        return worlds(size).call(f"test_home_tiers:{function}", DEADLINE_S, layout=layout, trial=trial.to_json(), **more)
+        size, module = Layout.parse(layout.split(" > ")[0]).world, "home_ranks" if function == "trained" else "test_home_tiers"
+        return worlds(size).call(f"{module}:{function}", DEADLINE_S, layout=layout, trial=trial.to_json(), **more)
 
     return ask
 
