@@ -1,12 +1,22 @@
-"""What a rank does to compare homes: it trains a trial, and answers with the bits of its training state."""
+"""What a rank does to compare homes: it trains a trial, under limits of time and of memory where wanted, and answers with the bits of its
+training state."""
 
 import hashlib
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
+from common import give_freed_memory_back
 from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.state.home import Home
+from longshift.state.records import Records
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.trainer.check import Trial, build, parse_layouts
@@ -46,3 +56,113 @@ def trained(world: World, trial: dict, layout: str) -> dict:
     moved = (records.read_bytes, records.written_bytes) if records else ()
     state.home.close()
     return {"bits": found, "left": left, "moved": moved}
+
+
+class Link:
+    """A disk that moves so many bytes a second. Several threads may use it."""
+
+    def __init__(self, bandwidth: float):
+        self.bandwidth, self.free_at, self._lock = bandwidth, 0.0, threading.Lock()
+
+    def wait(self, nbytes: int) -> None:
+        """Return when the link has moved these bytes, after those of whoever came before."""
+        with self._lock:
+            self.free_at = max(self.free_at, time.perf_counter()) + nbytes / self.bandwidth
+            until = self.free_at
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+
+@cache
+def throttled(bandwidth: float) -> None:
+    """Hold every home on disk of this process to a bandwidth."""
+    link = Link(bandwidth)
+
+    def slow(move: Callable[[Records, memoryview, int], None]) -> Callable[[Records, memoryview, int], None]:
+        def moved(records: Records, view: memoryview, start: int) -> None:
+            nbytes = len(view)
+            move(records, view, start)
+            link.wait(nbytes)
+
+        return moved
+
+    Records._read, Records._write = slow(Records._read), slow(Records._write)
+
+
+_built: dict[str, tuple[State, Player]] = {}
+
+
+def timed_step(world: World, trial: dict, layout: str, bandwidth: float) -> dict:
+    """Seconds of a step, and the bytes that it moved from and to the disk. A state is made when it is first asked for."""
+    throttled(bandwidth)
+    what = Trial.from_json(trial)
+    if what.home not in _built:
+        _built[what.home] = made(world, what, layout)
+    state, player = _built[what.home]
+    records = state.home.records
+    if records:
+        records.restart()
+    [batch] = what.batches()
+    began = time.perf_counter()
+    train_step(state, batch, player)
+    return {"seconds": time.perf_counter() - began, "moved": records.read_bytes + records.written_bytes if records else 0}
+
+
+def forget(world: World) -> None:
+    """Give back the states of `timed_step`."""
+    for state, _ in _built.values():
+        state.home.close()
+    _built.clear()
+
+
+def timed_update(world: World, trial: dict, rounds: int) -> dict:
+    """Seconds of updates of a home, without and with a clip, and of torch's fused AdamW on one vector of as many elements, in turn."""
+    what = Trial.from_json(trial)
+    state, _ = made(world, what, "dp1")
+    elements = sum(shard.master.numel() for shard in state.home.learning)
+    vector = torch.nn.Parameter(torch.randn(elements))
+    adamw = torch.optim.AdamW([vector], what.lr, what.betas, what.eps, what.weight_decay, fused=True)
+    found: dict[str, list[float]] = {"ours_s": [], "clipped_s": [], "torch_s": []}
+    for number in range(rounds + 1):
+        for name, factor in (("ours_s", 1.0), ("clipped_s", 0.5)):
+            for shard in state.home.learning:
+                shard.begin().fill_(1e-3)
+            began = time.perf_counter()
+            state.optimizer.update(what.lr, factor)
+            found[name].append(time.perf_counter() - began)
+        vector.grad = torch.full_like(vector, 1e-3)
+        began = time.perf_counter()
+        adamw.step()
+        found["torch_s"].append(time.perf_counter() - began)
+    return {"elements": elements} | {name: some[1:] for name, some in found.items()}
+
+
+def capped(world: World, trial: dict, layout: str, limit: int | None) -> dict:
+    """What `trained` finds where the process's memory for data may grow by `limit` bytes; by how many it grew at the most that was seen,
+    and the error, if one ended the run."""
+    give_freed_memory_back(256 << 10)
+    before, grew, done = data_bytes(), [0], threading.Event()
+    watch = threading.Thread(target=lambda: _watch(before, grew, done))
+    watch.start()
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (before + limit, resource.RLIM_INFINITY))
+    found, failed = {}, ""
+    try:
+        found = trained(world, trial, layout)["bits"]
+    except (MemoryError, RuntimeError) as fault:
+        failed = str(fault).splitlines()[0]
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    done.set()
+    watch.join()
+    return {"bits": found, "grew": grew[0], "failed": failed}
+
+
+def data_bytes() -> int:
+    """Bytes of this process's private writable memory, as RLIMIT_DATA counts them."""
+    status = Path(f"/proc/{os.getpid()}/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData"))
+
+
+def _watch(before: int, grew: list[int], done: threading.Event) -> None:
+    """In a thread."""
+    while not done.wait(0.01):
+        grew[0] = max(grew[0], data_bytes() - before)

@@ -1,0 +1,112 @@
+"""What does it cost to keep the training state elsewhere, and what does it save? `home: host` and `home: disk` beside `home: device`.
+
+    speed     seconds of a step by tokens a step, rounds of all three homes in turn; the disk is held to a named bandwidth, so that a CPU
+              stands for a device. `bound_s` is the larger of the device's seconds and bytes over bandwidth: no order of operations takes less
+    adam      the update of a home, its clip included, beside torch's fused AdamW alone on one vector of the same size
+    memory    two ranks whose address space for data may grow by a quarter of what each has of the training state: `home: disk` trains and
+              has the loss, and every bit of the state, of the run without a limit; `home: host` cannot begin
+
+On a CPU `home: host` lies in the same memory as `home: device`: its ratio says only that nothing is in its way.
+"""
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median, quantiles
+
+import home_ranks  # noqa: F401  (what the forked ranks call is imported before they fork)
+from common import arguments, publish, say
+
+from longshift.dist.fork import ForkedWorld
+from longshift.layout.layout import Tier
+from longshift.spec.families import preset
+from longshift.spec.model import ModelSpec
+from longshift.trainer.check import Trial
+
+DEADLINE_S = 600.0
+HOMES: tuple[Tier, ...] = ("device", "host", "disk")
+BANDWIDTH = 200e6  # bytes a second, of reads and writes together
+SHARE = 4  # of a rank's state, how much of it may be in memory: one part in
+CAPPED = "dp2.z3.recompute-full"
+
+
+def model(width: int, layers: int) -> ModelSpec:
+    """A Llama of this width with a small vocabulary."""
+    sizes = {"vocab": 512, "width": width, "layers": layers, "heads": 4, "kv_heads": 4, "head_width": width // 4, "ffn": 4 * width}
+    return replace(preset("tiny-llama"), **sizes, max_positions=1024)
+
+
+def trial(spec: ModelSpec, tokens: int, steps: int, home: Tier) -> dict:
+    """Steps of documents of 256 tokens."""
+    lengths = ((256,) * (tokens // 256),) * steps
+    return Trial(spec, lengths, precision="float32", capacity=512, home=home, stream_folder=tempfile.gettempdir()).to_json()
+
+
+def speed(spec: ModelSpec, sizes: Sequence[int], rounds: int) -> list[dict]:
+    """A row for each number of tokens a step and home."""
+    rows = []
+    with ForkedWorld(1) as world:
+        for tokens in sizes:
+            trials = {home: trial(spec, tokens, 1, home) for home in HOMES}
+            found: dict[Tier, list[dict]] = {home: [] for home in HOMES}
+            for number in range(rounds + 1):
+                for home in (*HOMES[number % 3 :], *HOMES[: number % 3]):
+                    how = {"trial": trials[home], "bandwidth": BANDWIDTH}
+                    found[home] += world.call("home_ranks:timed_step", DEADLINE_S, layout="dp1.recompute-full", **how)
+                say(tokens, "tokens", {home: round(some[-1]["seconds"], 2) for home, some in found.items()})
+            world.call("home_ranks:forget", DEADLINE_S)
+            device = median(one["seconds"] for one in found["device"][1:])
+            for home, some in found.items():
+                seconds, moved = [one["seconds"] for one in some[1:]], some[-1]["moved"]
+                low, _, high = quantiles(seconds, n=4) if len(seconds) > 1 else (seconds[0],) * 3
+                row = {"part": "speed", "home": home, "tokens": tokens, "step_s": median(seconds), "spread": (high - low) / median(seconds)}
+                bound = max(device, moved / BANDWIDTH)
+                rows.append(row | {"moved_mib": moved / 2**20, "bound_s": bound, "over_bound": median(seconds) / bound})
+    return rows
+
+
+def adam(spec: ModelSpec, rounds: int) -> dict:
+    """Seconds of an update of a home over those of torch's fused AdamW."""
+    with ForkedWorld(1) as world:
+        [found] = world.call("home_ranks:timed_update", DEADLINE_S, trial=trial(spec, 256, 1, "host"), rounds=rounds)
+    return {"part": "adam", "elements": found["elements"]} | {name: median(found[name]) for name in ("ours_s", "clipped_s", "torch_s")}
+
+
+def memory(spec: ModelSpec, steps: int) -> dict:
+    """The run without a limit, and both homes under it."""
+    elements = sum(p.elements for p in spec.params)
+    state = 16 * elements // 2
+    answers = {}
+    for name, home, limit in (("whole", "device", None), ("capped", "disk", state // SHARE), ("host", "host", state // SHARE)):
+        with ForkedWorld(2) as world:
+            how = {"trial": trial(spec, 512, steps, home), "limit": limit}
+            answers[name] = world.call("home_ranks:capped", DEADLINE_S, layout=CAPPED, **how)
+        say("memory:", name, answers[name][0]["failed"] or f"grew by {answers[name][0]['grew'] >> 20} MiB")
+    same = [one["bits"] for one in answers["capped"]] == [one["bits"] for one in answers["whole"]]
+    grew = {f"{name}_grew_mib": max(one["grew"] for one in answers[name]) / 2**20 for name in ("whole", "capped")}
+    host = all(one["failed"] for one in answers["host"])
+    row = {"part": "memory", "layout": CAPPED, "state_mib": state / 2**20, "limit_mib": state / SHARE / 2**20, **grew}
+    return row | {"same_bits": same and not answers["capped"][0]["failed"], "host_fails": host}
+
+
+def main() -> int:
+    options = arguments("What homes on the host and on disk cost and save.").parse_args()
+    quick = options.quick
+    rows = speed(model(64, 2) if quick else model(256, 6), (256,) if quick else (512, 2048, 8192), 1 if quick else 5)
+    rows.append(update := adam(model(64, 2) if quick else model(512, 8), 2 if quick else 20))
+    rows.append(limited := memory(model(256, 96 if quick else 160), 1 if quick else 3))
+    by_home = {(row["home"], row["tokens"]): row["step_s"] for row in rows if row["part"] == "speed"}
+    summary = {
+        f"ratio_{home}": {tokens: by_home["device", tokens] / seconds for (at, tokens), seconds in by_home.items() if at == home}
+        for home in HOMES[1:]
+    }
+    summary |= {"bound": {row["tokens"]: row["over_bound"] for row in rows if row.get("home") == "disk"}, "bandwidth": BANDWIDTH}
+    summary |= {f"adam_ratio{name}": update[key] / update["torch_s"] for name, key in (("", "ours_s"), ("_clipped", "clipped_s"))}
+    summary |= {"over_memory": limited["state_mib"] / limited["limit_mib"], "over_memory_same_bits": limited["same_bits"]}
+    publish("state_tiers", summary, rows, options.json)
+    return 0 if limited["same_bits"] and limited["host_fails"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

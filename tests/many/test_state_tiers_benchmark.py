@@ -1,0 +1,17 @@
+"""The benchmark of homes measures each of them, and a state that memory has no room for trains on disk."""
+
+from forked import Report
+
+
+def test_homes_are_compared(report_of: Report) -> None:
+    report = report_of("state_tiers", "--quick")
+    rows = {row.get("home", row["part"]): row for row in report["rows"]}
+    assert list(rows) == ["device", "host", "disk", "adam", "memory"]
+    assert rows["device"]["moved_mib"] == rows["host"]["moved_mib"] == 0
+    assert rows["disk"]["step_s"] >= rows["disk"]["moved_mib"] * 2**20 / report["summary"]["bandwidth"] > 0
+    assert min(rows["adam"][key] for key in ("ours_s", "clipped_s", "torch_s")) > 0
+    limited = rows["memory"]
+    assert limited["state_mib"] == 4 * limited["limit_mib"]
+    assert limited["capped_grew_mib"] <= limited["limit_mib"] < limited["whole_grew_mib"]
+    assert limited["same_bits"]
+    assert limited["host_fails"]
