@@ -47,7 +47,7 @@ save: {{dir: {place}/run}}
 @cache
 def built(world: World, config: str) -> tuple[Batches, State, Player]:
     parsed = parse_config(config)
-    state = build_state(parsed, world)
+    state = build_state(parsed, world, Path(parsed.save.dir))
     return open_data(parsed, world)[0], state, build_player(parsed, world, state, Path(parsed.save.dir))
 
 

@@ -122,7 +122,7 @@ def timed_update(world: World, trial: dict, rounds: int) -> dict:
     vector = torch.nn.Parameter(torch.randn(elements))
     adamw = torch.optim.AdamW([vector], what.lr, what.betas, what.eps, what.weight_decay, fused=True)
     found: dict[str, list[float]] = {"ours_s": [], "clipped_s": [], "torch_s": []}
-    for number in range(rounds + 1):
+    for _ in range(rounds + 1):
         for name, factor in (("ours_s", 1.0), ("clipped_s", 0.5)):
             for shard in state.home.learning:
                 shard.begin().fill_(1e-3)

@@ -1,7 +1,7 @@
 """What does it cost to keep the training state elsewhere, and what does it save? `home: host` and `home: disk` beside `home: device`.
 
     speed     seconds of a step by tokens a step, rounds of all three homes in turn; the disk is held to a named bandwidth, so that a CPU
-              stands for a device. `bound_s` is the larger of the device's seconds and bytes over bandwidth: no order of operations takes less
+              stands for a device. `bound_s` is the larger of the device's seconds and bytes over bandwidth: nothing takes less
     adam      the update of a home, its clip included, beside torch's fused AdamW alone on one vector of the same size
     memory    two ranks whose address space for data may grow by a quarter of what each has of the training state: `home: disk` trains and
               has the loss, and every bit of the state, of the run without a limit; `home: host` cannot begin

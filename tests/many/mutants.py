@@ -21,6 +21,7 @@ from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
 from longshift.documents import micro as micro_module
 from longshift.documents.batch import Document
+from longshift.documents.micro import HostPack
 from longshift.layout import placement
 from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
@@ -205,9 +206,9 @@ def reduced_before_the_last_micro_batch(patch: Patch) -> None:
 
 def _micro_batches(patch: Patch, change: Callable[[MicroBatch], MicroBatch]) -> None:
     """Of whole packs and of chunks."""
-    right = micro_module.micro_batch
+    right = micro_module.placed
     for module in (runner_module, micro_module):
-        patch.setattr(module, "micro_batch", lambda *arguments, **starts: change(right(*arguments, **starts)))
+        patch.setattr(module, "placed", lambda *arguments, **angles: change(right(*arguments, **angles)))
 
 
 def no_document_mask(patch: Patch) -> None:
@@ -243,12 +244,12 @@ def labels_shifted_inside_shards(patch: Patch) -> None:
 
 def labels_shifted_twice(patch: Patch) -> None:
     """The data shifts the labels and the loss shifts them again."""
-    right = runner_module.micro_batch
+    right = runner_module.host_pack
 
-    def shifted(spec: ModelSpec, documents: list[Document], *rest: object) -> MicroBatch:
-        return right(spec, [Document(d.ids, np.append(d.labels[1:], IGNORE)) for d in documents], *rest)  # pyright: ignore
+    def shifted(documents: list[Document], *rest: object) -> HostPack:
+        return right([Document(d.ids, np.append(d.labels[1:], IGNORE)) for d in documents], *rest)  # pyright: ignore
 
-    patch.setattr(runner_module, "micro_batch", shifted)
+    patch.setattr(runner_module, "host_pack", shifted)
 
 
 def padding_read_as_data(patch: Patch) -> None:
@@ -678,8 +679,8 @@ def gradients_of_keys_through_bf16(patch: Patch) -> None:
 
 def positions_start_again_with_a_chunk(patch: Patch) -> None:
     """A document that goes on in a chunk begins there at position 0."""
-    right = micro_module.micro_batch
-    patch.setattr(micro_module, "micro_batch", lambda *arguments, starts: right(*arguments))
+    right = micro_module.share
+    patch.setattr(micro_module, "share", lambda documents, layout, rank, starts=None: right(documents, layout, rank))
 
 
 def last_chunk_dropped(patch: Patch) -> None:

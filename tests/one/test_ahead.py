@@ -56,7 +56,7 @@ def config_of(place: Path, run: Path, layout: str = "dp1", precision: str = "flo
 def one_by_one(config: Config, run: Path) -> Iterator[tuple[float, float, int]]:
     """Loss, gradient norm and cursor of each step, with each batch drawn when its step begins."""
     world = World.alone()
-    batches, state = open_data(config, world)[0], build_state(config, world)
+    batches, state = open_data(config, world)[0], build_state(config, world, run)
     player = build_player(config, world, state, run)
     for _ in range(config.train.steps):
         outcome = train_step(state, batches.at(state.cursor), player)

@@ -241,7 +241,7 @@ def test_training_begins_with_the_adapters_that_peft_wrote(place: Path, tmp_path
     assert first.loss == pytest.approx(float(sum(losses)) / batch.target_tokens, rel=1e-5)
     assert (logits_of(theirs, torch.arange(60)) - without).abs().max() > 1e-3  # else any adapters would do
     given, seen = load_file(tmp_path / "theirs/adapter_model.safetensors"), 0
-    for name, box, _, views in build_state(config, World.alone()).optimizer.state():
+    for name, box, _, views in build_state(config, World.alone(), tmp_path).optimizer.state():
         whole = given[f"base_model.model.{name}"]
         assert torch.equal(views["master"], whole[box.within(Box.whole(tuple(whole.shape)))])
         seen += box.elements
@@ -254,7 +254,7 @@ def test_what_was_exported_goes_on_where_it_was(place: Path, tmp_path: Path):
     export(config, tmp_path / "first", tmp_path / "adapter")
     begun = beginning_with(place, tmp_path / "second", "llama", tmp_path / "adapter")
     saved = Checkpoint.latest(tmp_path / "first", World.alone())
-    for name, box, _, views in build_state(begun, World.alone()).optimizer.state():
+    for name, box, _, views in build_state(begun, World.alone(), tmp_path).optimizer.state():
         assert torch.equal(views["master"], saved.read("master", name, box))
     for step in ls.train(begun):
         if step.step == 2:
