@@ -72,11 +72,5 @@ def pipelined(world: World, trial: dict, layout: str) -> tuple[int, bool]:
     every = [json.loads(text) for text in world.gather_text(json.dumps([sent, arrived]))]
     world.forget()
     all_sent, all_arrived = ({key: value for rank in every for key, value in rank[which].items()} for which in (0, 1))
-    messages = 2 * len(runner_micros(player)) * (runner.layout.pp * runner.layout.virtual - 1)
+    messages = 2 * len(player.packs) * (runner.layout.pp * runner.layout.virtual - 1)
     return most, all_sent == all_arrived and len(all_sent) == messages
-
-
-def runner_micros(player: Player) -> list:
-    """The micro-batches of the only group of the last step."""
-    (packs,) = player.packs
-    return packs
