@@ -592,17 +592,24 @@ def test_the_example_configs_are_valid(example, tmp_path, monkeypatch):
     folder_of("qwen3-0.6b", tmp_path / "Qwen3-0.6B")
     folder_of("llama-3-8b", tmp_path / "Llama-3.1-8B")
     config = load_config(example)
-    assert isinstance(config.layout, AutoLayout) or config.world == {"continue.yaml": 8, "chat-lora.yaml": 1}.get(example.name, 4)
+    assert isinstance(config.layout, AutoLayout) or config.world == {"continue.yaml": 8, "chat-lora.yaml": 1, "largest.yaml": 1}.get(
+        example.name, 4
+    )
 
 
-def test_the_continue_example_trains_a_model_folder(place, longshift):
-    """As it stands but for sizes: a tiny Qwen 3 with weights, its own tokenizer, JSON lines."""
-    assert longshift("train run.yaml model.preset=tiny-qwen3 train.steps=1")[0] == 0
-    assert longshift("export run --to Qwen3-0.6B")[0] == 0
+@pytest.mark.parametrize(
+    ("example", "preset", "folder", "more"),
+    [("continue", "tiny-qwen3", "Qwen3-0.6B", "layout=dp1"), ("largest", "tiny-llama", "Llama-3.1-8B", "")],
+    ids=["continue", "largest"],
+)
+def test_an_example_trains_a_model_folder(place, longshift, example, preset, folder, more):
+    """As it stands but for sizes: a tiny model with weights, its own tokenizer, JSON lines."""
+    assert longshift(f"train run.yaml model.preset={preset} train.steps=1")[0] == 0
+    assert longshift(f"export run --to {folder}")[0] == 0
     (place / "documents").mkdir()
     (place / "documents/a.jsonl").write_text("".join(json.dumps({"text": "hello " * n}) + "\n" for n in range(20, 40)))
-    small = f"data.cache={place}/cache data.max_len=64 train.tokens_per_step=64 train.steps=2 train.warmup=1 layout=dp1"
-    code, out, err = longshift(f"train {EXAMPLES}/continue.yaml {small}")
+    small = f"data.cache={place}/cache data.max_len=64 train.tokens_per_step=64 train.steps=2 train.warmup=1 {more}".strip()
+    code, out, err = longshift(f"train {EXAMPLES}/{example}.yaml {small}")
     assert (code, err) == (0, "")
     assert "finished at step 2 of 2" in out
 
