@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.state.home import Home
+from longshift.state.optimizer import torch_optimizer
 from longshift.state.records import Records
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
@@ -120,7 +121,7 @@ def timed_update(world: World, trial: dict, rounds: int) -> dict:
     state, _ = made(world, what, "dp1")
     elements = sum(shard.master.numel() for shard in state.home.learning)
     vector = torch.nn.Parameter(torch.randn(elements))
-    adamw = torch.optim.AdamW([vector], what.lr, what.betas, what.eps, what.weight_decay, fused=True)
+    adamw = torch_optimizer(what.rule, [vector], fused=True)
     found: dict[str, list[float]] = {"ours_s": [], "clipped_s": [], "torch_s": []}
     for _ in range(rounds + 1):
         for name, factor in (("ours_s", 1.0), ("clipped_s", 0.5)):

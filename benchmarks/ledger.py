@@ -28,6 +28,7 @@ from longshift.program.ledger import Weighed
 from longshift.spec.adapters import Lora
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
+from longshift.spec.rule import Rule
 from longshift.trainer.check import Trial, parse_layouts
 
 LOW, HIGH = 0.98, 1.0
@@ -58,6 +59,7 @@ FAMILIES = {
     ),
     "lora": replace(_LLAMA, lora=Lora(8, 16.0)),
     "lora-tied": replace(_LLAMA, tied=True, lora=Lora(8, 16.0, ("q_proj", "v_proj"))),
+    "sgd": _LLAMA,
     "frozen": replace(_LLAMA, qkv_bias=True, freeze=("*embed*", "*.layers.[01].*", "*.o_proj.*", "*.k_proj.bias")),
 }
 LENGTHS = (700, 333, 1000, 2, 517, 260, 91, 640)  # of documents, in tokens
@@ -89,7 +91,8 @@ class Case:
     def trial(self) -> Trial:
         edges = EDGES[-self.layout.count(" > ") :] if " > " in self.layout else ()
         sizes = {"capacity": max(CAPACITY, *self.lengths), "edges": edges} | ({"bucket_bytes": 60_000} if self.per_node else {})
-        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, home=self.home, **sizes)
+        rule = Rule("sgd") if self.family == "sgd" else Rule()
+        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, home=self.home, rule=rule, **sizes)
 
     def __str__(self) -> str:
         return (
@@ -132,6 +135,7 @@ def cases() -> Iterator[Case]:
     yield from (Case(layout, "lora", ("float32", "bf16")[number % 2]) for number, layout in enumerate((*windowed, "dp2.z3", "dp4.z2")))
     yield from (Case(layout, "frozen", ("bf16", "float32")[number % 2]) for number, layout in enumerate((*windowed, "dp2.z3", "dp4.z2")))
     yield from (Case(layout, family, precision, SHORT, home="disk") for layout, family, precision in ON_DISK)
+    yield from (Case(layout, "sgd", "bf16", SHORT) for layout in ("dp2.z2", "tp2 > dp2.z3"))
     yield Case("dp2", lengths=(5, 1, 2, 700))
     yield Case("dp4.z2", "gpt2", lengths=(900,))  # fewer packs than replicas
     yield from (
@@ -184,12 +188,15 @@ ON_DISK: tuple[tuple[str, str, PrecisionName], ...] = (
     ("tp2", "lora", "bf16"),
     ("u2.chunk64.disk", "llama", "bf16"),
     ("dp2.z3 > tp2", "llama", "bf16"),
+    ("dp2.z3", "sgd", "bf16"),
     ("dp2.z1 > pp2 > u2.z3", "gpt2", "float32"),
 )
 
 QUICK = (
     Case("dp2.z3 > tp2", "llama", "bf16", SHORT, home="disk"),
     Case("dp2.z2", "lora", "float32", SHORT, home="disk"),
+    Case("dp2.z3", "sgd", "bf16", SHORT, home="disk"),
+    Case("dp2.z1", "sgd", "float32", SHORT),
     Case("dp1 > dp1.chunk64", lengths=(EDGES[-1], 2 * CAPACITY), few=True),
     Case("dp1", "gpt2", "bf16"),
     Case("recompute-selective", "qwen3", lengths=FEW),

@@ -17,6 +17,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.model import ModelSpec, Rope
+from longshift.spec.rule import Rule
 from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import Precision
@@ -72,7 +73,7 @@ def weigh(text: str, lengths: tuple[int, ...], rank: int, trace: bool = False) -
             world = World(rank, layout.world, device)
             with Counted(world) as counted:
                 home = Home(SPEC, buckets(SPEC, layout), rank, precision.home, device, lambda name, box: torch.empty(box.shape))
-                state = State(SPEC, home, Optimizer(home, (0.9, 0.95), 1e-8, 0.1), Schedule(1e-4, 1000, 0.0, 1), 1.0)
+                state = State(SPEC, home, Optimizer(home, Rule()), Schedule(1e-4, 1000, 0.0, 1), 1.0)
                 player = Player(SPEC, [Edge(capacity, layout)], world, home, precision, SwitchOptions(), StreamOptions())
                 documents = tuple(Document(np.zeros(n, np.int64), np.zeros(n, np.int64)) for n in lengths)
                 train_step(state, StepBatch(documents, sum(lengths), 0, 1), player)

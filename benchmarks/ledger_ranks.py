@@ -17,7 +17,7 @@ from longshift.layout.layout import Layout
 from longshift.program.ledger import Weighed
 from longshift.program.needs import StepShape
 from longshift.schedule.inside_rank import Transport
-from longshift.spec.formats import FORMATS
+from longshift.spec.formats import formats_of
 from longshift.step.update import train_step
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
@@ -59,7 +59,7 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
 @lru_cache(maxsize=4)
 def shape_of(trial: Trial, layouts: tuple[Layout, ...], per_node: int | None = None) -> StepShape:
     """What of a trial decides how large its steps are. As `longshift.trainer.check.build` makes it."""
-    formats, edges = FORMATS[trial.precision], tuple(trial.groups(layouts))
+    formats, edges = formats_of(trial.precision, len(trial.rule.moments)), tuple(trial.groups(layouts))
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
     links = assumed(per_node or layouts[0].world)
     itinerary = Itinerary(trial.spec, edges, links, formats.compute_bytes, formats.home_bytes, options)

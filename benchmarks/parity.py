@@ -1,5 +1,5 @@
 """Is every layout the same training as one process? Worst relative differences, in float64, of the loss, the gradients, the weights after
-20 steps and the optimizer's moments, to a plain one-process run of the decoder with torch's AdamW.
+20 steps and the optimizer's moments, to a plain one-process run of the decoder with torch's AdamW, or SGD where the family is `sgd`.
 
 Documents are packed, of uneven lengths, 1 and 2 tokens among them; the vocabulary is prime, blocks, heads and feed-forward columns do
 not divide. Exit code 1 when a difference is above LIMIT.
@@ -38,6 +38,7 @@ from longshift.layout.legal import faults
 from longshift.spec.adapters import Lora
 from longshift.spec.families import preset
 from longshift.spec.model import ModelSpec, Rope
+from longshift.spec.rule import Rule
 from longshift.trainer.check import Later, Trial
 
 SWITCHED = (
@@ -73,6 +74,7 @@ EDGES = (6, 20)  # tokens: with these every length group is empty in some step a
 LIMIT = 1e-12
 HOME_STEPS = 50
 STEPS, QUICK_STEPS, QUICK_EVERY = 20, 3, 7  # steps; one in 7 of the cases
+SGD: Mapping = {"sgd": {"rule": Rule("sgd"), "lr": 0.1}}  # by family
 CLIP = 0.4  # below every step's gradient norm
 DEADLINE_S = 300.0
 KINDS = ("loss", "score", "grad", "weight", "optimizer")
@@ -111,6 +113,7 @@ FAMILIES: Mapping[str, ModelSpec] = {
     "lora-gpt2": replace(preset("tiny-gpt2"), **_SIZES | {"kv_heads": 4}, lora=Lora(2, 3.0, ("c_attn", "c_proj"))),
     "lora-phi3": replace(preset("tiny-llama"), **_SIZES, family="phi3", fused=True, lora=Lora(4, 4.0, ("qkv_proj", "o_proj", "down_proj"))),
     "frozen": replace(preset("tiny-llama"), **_SIZES, family="qwen2", qkv_bias=True, freeze=FROZEN),
+    "sgd": replace(preset("tiny-llama"), **_SIZES),
 }
 
 LAYOUTS = (
@@ -139,7 +142,7 @@ FULL = "llama"  # goes through all stages of ZeRO, MORE, both recomputations and
 def trial_of(family: str, steps: int, **other: object) -> Trial:
     """What is trained: packs of up to 48 tokens, 1 to 5 a step; 5 in the first and 3 in the 20th, whose gradients are compared. The
     clip is active in every step. [Note: eps]"""
-    values = {"capacity": 48, "clip": CLIP, "eps": 1e-6} | other
+    values = {"capacity": 48, "clip": CLIP, "rule": Rule(eps=1e-6)} | SGD.get(family, {}) | other
     return Trial(FAMILIES[family], uneven_lengths(steps, 18, 40, (6, 2, 2, 3)), masked=family == "masked", **values)  # pyright: ignore[reportArgumentType]
 
 
@@ -215,7 +218,7 @@ def sizes(world: World, trial: dict, path: str) -> dict[str, float]:
         "loss": float(truth["loss"].min()),
         "grad": min(float(truth[f"{kind}/{name}"].norm()) for name in starts for kind in ("grad-first", "grad-last")),
         "weight": min(float((truth[f"master/{name}"] - start).norm() / start.norm()) for name, start in starts.items()),
-        "optimizer": min(float(truth[f"exp_avg/{name}"].norm()) for name in starts),
+        "optimizer": min(float(truth[f"{what.rule.moments[0]}/{name}"].norm()) for name in starts),
     }
 
 

@@ -40,6 +40,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.model import ModelSpec, Rope
+from longshift.spec.rule import Rule
 from longshift.state.home import Home, random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import Precision
@@ -97,7 +98,7 @@ def step_of(spec: ModelSpec, layout: Layout, device: torch.device, longest: int)
     real = device.type in ("cpu", "cuda")  # where it is not, nobody looks at numbers
     source = random_source(spec, 0, precision.home) if real else lambda _, box: torch.empty(box.shape, dtype=precision.home)
     home = Home(spec, buckets(spec, layout), 0, precision.home, device, source)
-    state = State(spec, home, Optimizer(home, (0.9, 0.95), 1e-8, 0.1), Schedule(1e-4, 1000, 0.0, 1), 1.0)
+    state = State(spec, home, Optimizer(home, Rule()), Schedule(1e-4, 1000, 0.0, 1), 1.0)
     player = Player(spec, [Edge(longest, layout)], world, home, precision, SwitchOptions(), StreamOptions())
 
     def step(tokens: int) -> float:

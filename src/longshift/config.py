@@ -45,8 +45,9 @@ from longshift.layout.layout import AUTO, UNITS, Layout, Tier, format_size
 from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
-from longshift.spec.formats import PrecisionName
+from longshift.spec.formats import Format, PrecisionName, formats_of
 from longshift.spec.model import ModelSpec
+from longshift.spec.rule import OptimizerName, Rule
 from longshift.spec.stretch import stretched
 from longshift.switch.itinerary import SwitchOptions
 from longshift.switch.planners import Planner
@@ -116,6 +117,8 @@ class TrainConfig(Section):
     clip: Annotated[Number, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
     precision: PrecisionName = "bf16"
     seed: int = Field(0, ge=0, lt=2**63)
+    optimizer: OptimizerName = Field("adamw", description="adamw, or sgd: a moment less in the training state")
+    momentum: Annotated[Number, Field(ge=0, lt=1)] | None = Field(None, description="of sgd: 0.9 where it is not given; 0 keeps no moment")
     weight_decay: Rate = Field(0.1, ge=0)
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Rate = Field(1e-8, gt=0)
@@ -140,11 +143,26 @@ class TrainConfig(Section):
     def _consistent(self) -> "TrainConfig":
         if self.stages and self.steps != (total := sum(stage.steps for stage in self.stages)):
             raise ValueError(f"steps is {self.steps} and the stages have {total} together; leave steps out, or change a stage's")
+        if self.optimizer == "adamw" and self.momentum is not None:
+            raise ValueError("momentum is of train.optimizer=sgd; adamw has train.betas: leave momentum out")
+        for name in ("betas", "eps") if self.optimizer == "sgd" else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is of train.optimizer=adamw; sgd has train.momentum: leave {name} out")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
         if self.warmup > self.steps:
             raise ValueError(f"warmup {self.warmup} is longer than the run of {self.steps} steps; write train.warmup={self.steps // 10}")
         return self
+
+    @property
+    def rule(self) -> Rule:
+        """How an update changes weights."""
+        return Rule(self.optimizer, self.weight_decay, self.betas, self.eps, 0.9 if self.momentum is None else self.momentum)
+
+    @property
+    def formats(self) -> Format:
+        """Of numbers, and how many moments home keeps."""
+        return formats_of(self.precision, len(self.rule.moments))
 
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]

@@ -12,7 +12,7 @@ from longshift.layout.layout import Layout, format_size
 from longshift.layout.placement import buckets
 from longshift.program.needs import Need, StepShape, most, needs
 from longshift.schedule.inside_rank import Transport
-from longshift.spec.formats import FORMATS, Format
+from longshift.spec.formats import Format
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of
 from longshift.switch.plan import Plan
@@ -50,12 +50,14 @@ class Explained:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A step that has documents of all lengths. `groups` in visiting order; `need`: of the rank that needs most memory in it."""
+    """A step that has documents of all lengths. `groups` in visiting order; `need`: of the rank that needs most memory in it;
+    `optimizer`: what updates home."""
 
     home: str
     links: Links
     groups: tuple[Explained, ...]
     need: Need
+    optimizer: str
 
     def to_json(self) -> dict:
         """The explanation as JSON, without seconds of a switch where links are assumed."""
@@ -80,7 +82,7 @@ class Explanation:
             lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic, self.links)]
             lines += [f"   pruned     {text}" for text in group.pruned]
             lines += told(group.need) if len(self.groups) > 1 else []
-        lines += ["", "then one global norm, one clip, one AdamW, at home"]
+        lines += ["", f"then one global norm, one clip, one {self.optimizer}, at home"]
         return "\n".join([*lines, *told(self.need)])
 
 
@@ -97,7 +99,7 @@ def told(need: Need) -> list[str]:
 def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Itinerary:
     """The itinerary of a run. `per_node`: ranks on each machine, all where not given; `cluster`: whose links it crosses, assumed ones where
     not given."""
-    formats = FORMATS[config.train.precision]
+    formats = config.train.formats
     per_node = per_node or config.world
     links = links_of(cluster, per_node, -(-config.world // per_node))
     return Itinerary(config.spec, config.edges, links, formats.compute_bytes, formats.home_bytes, config.switch.options)
@@ -106,7 +108,7 @@ def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | No
 def shape_of(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> StepShape:
     """The shape of a run's steps."""
     train = config.train
-    way, formats = itinerary(config, per_node, cluster), FORMATS[train.precision]
+    way, formats = itinerary(config, per_node, cluster), train.formats
     sizes = train.tokens_per_step, config.data.max_len, config.stream.ahead
     return StepShape(way, config.edges, formats, *sizes, config.window.options, config.home, config.save.background)
 
@@ -135,7 +137,7 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         told_of = weights, coming, pack.sent, pack.moved, gradients, going, tuple(pruned), need
         groups.append(Explained(str(edge.use), edge.upto, edge.pack, *told_of))
     whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
-    return Explanation(str(way.home), way.links, tuple(groups), whole)
+    return Explanation(str(way.home), way.links, tuple(groups), whole, str(config.train.rule))
 
 
 def _weights(way: Itinerary, cut: Cut, before: Layout | None, formats: Format, layout: Layout) -> tuple[str, Traffic | None, list[str]]:

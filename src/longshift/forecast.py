@@ -72,6 +72,7 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         switch=config.switch.options,
         ahead=config.stream.ahead,
         copied=config.save.background,
+        moments=config.train.formats.moments,
     )
 
 

@@ -52,14 +52,17 @@ KEYS: Mapping[str, str] = {
     **dict.fromkeys(("model_name_or_path", "base_model", "pretrained_model_name_or_path"), "model.path, a folder on this machine"),
     **dict.fromkeys(("dataset", "datasets", "train_file", "data_path", "dataset_name"), "data.train, as in train: [{path: books.jsonl}]"),
     **dict.fromkeys(("rope_scaling", "rope_theta", "rope_parameters"), "model.rope, as in rope: {type: yarn}"),
-    **dict.fromkeys(("offload", "cpu_offload", "offload_optimizer"), "host or disk in a layout with chunks or recompute-full"),
+    **dict.fromkeys(
+        ("offload", "cpu_offload", "offload_optimizer"),
+        "home: host or disk; of activations, host or disk in a layout",
+    ),
     **dict.fromkeys(
         ("lora", "peft", "lora_r", "lora_rank", "lora_alpha", "lora_target_modules", "adapter"), "model.lora, as in lora: {rank: 16}"
     ),
     **dict.fromkeys(("qlora", "load_in_4bit", "load_in_8bit"), _ABSENT),
     **dict.fromkeys(("flash_attention", "attn_implementation", "use_flash_attn"), "nothing to set: the fastest exact kernel is chosen"),
     **dict.fromkeys(("random_seed",), "train.seed"),
-    **dict.fromkeys(("optim", "optimizer", "optimizer_type"), "AdamW alone, with train.betas, train.eps and train.weight_decay"),
+    **dict.fromkeys(("optim", "optimizer", "optimizer_type"), "train.optimizer: adamw, or sgd with train.momentum"),
     **dict.fromkeys(("eval_steps", "eval_interval", "evaluation_strategy", "eval_strategy", "val_interval"), "validation.every, in steps"),
     **dict.fromkeys(("eval_dataset", "val_data", "validation_file", "eval_file"), "data.valid, or data.held_out for a share of data.train"),
     **dict.fromkeys(("logging_steps", "log_interval", "log_freq"), f"nothing to set: {_ROWS}"),

@@ -72,9 +72,9 @@ def carry(world: World, source: str, target: str, layout: str, truth: str | None
     """Load a run's newest checkpoint under a layout and save it elsewhere. Returns the step, the values this rank holds, and how many of
     their kinds and boxes differ in any bit from the whole weights in the file `truth`."""
     saved = Checkpoint.latest(Path(source), world)
-    saved.expect(SPEC)
+    saved.expect(SPEC, TRIAL.rule.moments)
     state = _blank(world, Layout.parse(layout))
-    saved.restore(state.optimizer.state())
+    saved.restore(state.optimizer.state(), ("master", *TRIAL.rule.moments))
     state.optimizer.resume(saved.facts["updates"])
     whole = load_file(truth) if truth else {}
     held = wrong = 0
@@ -121,7 +121,7 @@ def _spoil(optimizer: Optimizer) -> None:
 def _blank(world: World, layout: Layout) -> State:
     """A state whose every value is wrong."""
     home = Home(SPEC, buckets(SPEC, layout), world.rank, torch.float32, world.device, lambda _, box: torch.full(box.shape, -7.0))
-    optimizer = Optimizer(home, TRIAL.betas, TRIAL.eps, TRIAL.weight_decay)
+    optimizer = Optimizer(home, TRIAL.rule)
     _spoil(optimizer)
     return State(SPEC, home, optimizer, TRIAL.schedule, TRIAL.clip)
 
@@ -154,9 +154,9 @@ def open_latest(world: World, run: str) -> dict[str, Any]:
     """The step, or the error, of a run's newest checkpoint, which is read in full."""
     try:
         saved = Checkpoint.latest(Path(run), world)
-        saved.expect(SPEC)
+        saved.expect(SPEC, TRIAL.rule.moments)
         for param in SPEC.params:
-            for kind in checkpoint.KINDS:
+            for kind in ("master", *TRIAL.rule.moments):
                 saved.read(kind, param.name, Box.whole(param.shape))
     except CheckpointError as fault:
         return {"fault": str(fault)}
@@ -276,7 +276,7 @@ def make_tokenizer(world: World, place: str, vocab: int) -> None:
 def forget_moments(kind: str) -> Callable[..., None]:
     """A `Checkpoint.restore` that leaves one kind as it was."""
 
-    def restore(saved: Checkpoint, entries: checkpoint.Entries, kinds: object = None) -> None:
+    def restore(saved: Checkpoint, entries: checkpoint.Entries, kinds: object) -> None:
         for name, box, _, views in entries:
             for other, view in views.items():
                 if box and other != kind:
@@ -285,7 +285,7 @@ def forget_moments(kind: str) -> Callable[..., None]:
     return restore
 
 
-def round_masters(saved: Checkpoint, entries: checkpoint.Entries, kinds: object = None) -> None:
+def round_masters(saved: Checkpoint, entries: checkpoint.Entries, kinds: object) -> None:
     """A `Checkpoint.restore` by way of bf16."""
     for name, box, _, views in entries:
         for kind, view in views.items():

@@ -383,7 +383,7 @@ def _midway(patch: Patch, damage: Callable[[Optimizer], object]) -> None:
 
 def adam_step_reset(patch: Patch) -> None:
     """The step of the bias correction starts again."""
-    _midway(patch, lambda optimizer: [state["step"].zero_() for state in optimizer._adamw.state.values()])
+    _midway(patch, lambda optimizer: [count.zero_() for count in optimizer._counts])
 
 
 def first_moment_reset(patch: Patch) -> None:
@@ -394,6 +394,11 @@ def first_moment_reset(patch: Patch) -> None:
 def second_moment_reset(patch: Patch) -> None:
     """exp_avg_sq is forgotten."""
     _midway(patch, lambda optimizer: [moment.zero_() for moment in optimizer._moments["exp_avg_sq"]])
+
+
+def momentum_reset(patch: Patch) -> None:
+    """momentum_buffer is forgotten."""
+    _midway(patch, lambda optimizer: [moment.zero_() for moment in optimizer._moments["momentum_buffer"]])
 
 
 def _through_bf16(x: Tensor) -> Tensor:
@@ -857,6 +862,7 @@ CASES = (
     Case(adam_step_reset, ("dp2.z1",), steps=5),
     Case(first_moment_reset, ("dp2.z1",), steps=5),
     Case(second_moment_reset, ("dp2.z1",), steps=5),
+    Case(momentum_reset, ("dp2.z1", "pp2"), "sgd", steps=5),
     Case(master_through_bf16, ("dp2.z1",), steps=5, at_least=1e-6),
     Case(moments_through_bf16, ("dp2.z1",), steps=5, at_least=1e-6),
     Case(gradients_through_bf16, ("dp2.z1",)),

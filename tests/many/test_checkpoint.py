@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FIRST_SCALE, SPEC, bits
+from checkpoints import FIRST_SCALE, SPEC, TRIAL, bits
 from safetensors.torch import load_file
 
 from longshift.dist.fork import ForkedWorld
@@ -18,8 +18,9 @@ from longshift.errors import CheckpointError, PeerError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Rope
-from longshift.state.checkpoint import KINDS, Checkpoint, _overlap, _read_manifest, _render
+from longshift.state.checkpoint import Checkpoint, _overlap, _read_manifest, _render
 
+KINDS = ("master", *TRIAL.rule.moments)
 LAYOUTS = ("dp1", "dp2.z1", "tp2", "pp2", "u2.z3", "dp3", "dp3.z2", "dp2.tp2.z3")
 DEADLINE_S = 60.0  # for a case of a second: the machine may be busy
 Call = Callable[..., list]
@@ -38,7 +39,7 @@ def call(worlds) -> Call:
 def whole(run: Path) -> dict[str, bytes]:
     """Every value of a run's newest checkpoint, exact."""
     saved = Checkpoint.latest(run, World.alone())
-    saved.expect(SPEC)
+    saved.expect(SPEC, KINDS[1:])
     return {f"{kind}/{p.name}": bits(saved.read(kind, p.name, Box.whole(p.shape))) for p in SPEC.params for kind in KINDS}
 
 
@@ -151,7 +152,7 @@ def shapes(saved: Checkpoint) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Weights and their shapes, by what the run says of its model."""
     fields = saved.facts["model"]
     spec = ModelSpec(**fields | {"rope": Rope(**fields["rope"]), "full_blocks": tuple(fields["full_blocks"])})
-    saved.expect(spec)
+    saved.expect(spec, KINDS[1:])
     yield from ((p.name, p.shape) for p in spec.params)
 
 

@@ -21,7 +21,6 @@ from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Shard, Source
-from longshift.state.optimizer import MOMENTS
 from longshift.state.records import Records
 from longshift.step.update import train_step
 from longshift.trainer.check import Trial, build, parse_layouts
@@ -41,6 +40,7 @@ LAYOUTS: tuple[tuple[str, str, PrecisionName], ...] = (
     ("u2.chunk16.disk.kv-offload", "llama-tied", "bf16"),
     ("dp2.z3 > u2.chunk16.disk", "lora", "float32"),
     ("tp2 > dp2.z0", "llama-tied", "bf16"),
+    ("dp2.z3 > tp2", "sgd", "bf16"),
     ("pp2 > dp2.z3 > tp2.chunk16.disk.kv-offload", "llama", "float32"),
     ("dp4.z2 > dp2.tp2.z3 > pp2.u2", "gpt2", "bf16"),
 )
@@ -124,7 +124,7 @@ def resumed(world: World, trial: dict, layout: str, homes: list[Tier], folder: s
             source = partial(read_one, what.spec, read)
             world.per_node = min(2, world.size)
             state, player = build(replace(what, home=homes[number % len(homes)]), parse_layouts(layout), world, source=source)
-            saved.restore(state.optimizer.state(changing=True), MOMENTS)
+            saved.restore(state.optimizer.state(changing=True), state.home.moments)
             state.optimizer.resume(number)
         train_step(state, batch, player)
     found = state_bits(state)

@@ -88,6 +88,9 @@ CASES = (
     ("frozen", "pp2.ring2.z3", FEWER),
     ("frozen", "pp2.chunk13.disk.kv-offload", FEWER),
     ("frozen", "u4.recompute-full.disk", FEWER),
+    ("sgd", "dp2.z2", STEPS),
+    ("sgd", "pp2.tp2.z1", FEWER),
+    ("sgd", "u2.chunk13.disk", FEWER),
     ("llama", "chunk13.disk.kv-offload", FEWER),
     ("llama", "chunk16.keep-input.fpdt", FEWER),
     ("llama", "pp2.recompute-full.disk", FEWER),
@@ -117,6 +120,7 @@ SWITCHED = (
     ("lora", "dp4 > dp2.tp2.z3 > u4.chunk13.disk", 2, 20_000, 1 << 30, "fan_out"),
     ("lora-gpt2", "dp4.z3 > tp4 > pp2.u2", 2, 5_000, 1 << 30, "algorithm1"),
     ("frozen", "pp4 > dp4.z2 > ring2.tp2", 2, 20_000, 0, "fan_out"),
+    ("sgd", "dp4 > dp2.tp2.z3 > u4.chunk13.disk", 2, 20_000, 1 << 30, "fan_out"),
 )
 
 
@@ -212,6 +216,7 @@ def test_the_benchmark_prints_its_rows(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("parity.STREAMED_GROUPS", ())
     monkeypatch.setattr("parity.SWITCHED", (("dp2", "tp2"),))
     monkeypatch.setattr("parity.STAGED", (("llama", "dp2 | tp2 | pp2"),))
+    monkeypatch.setattr("parity.HOMES", ("dp2.z1",))
     monkeypatch.setattr("sys.argv", ["parity.py", "--json", "--quick"])
     assert main() == 0
     report = json.loads(capsys.readouterr().out)
@@ -223,8 +228,10 @@ def test_the_benchmark_prints_its_rows(monkeypatch: pytest.MonkeyPatch, capsys: 
         ("llama", "pp2.z3"),
         ("llama", "dp2.z1 > tp2.z2 > tp2.z3"),
         ("llama, 3 stages", "dp2 | tp2 | pp2"),
+        ("llama, home: host", "dp2.z1"),
     ]
+    assert rows[-1]["bitwise"]
     assert {row["dtype"] for row in rows} == {"float64"}
     worst = max(row[kind] for row in rows for kind in KINDS)
     assert 0 < worst <= LIMIT
-    assert report["summary"].items() >= {"worst": worst, "rows": 4, "limit": LIMIT}.items()
+    assert report["summary"].items() >= {"worst": worst, "rows": 5, "bitwise": True, "limit": LIMIT}.items()

@@ -387,6 +387,25 @@ def test_a_refused_resume_changes_nothing(place, longshift):
     assert "steps: 4" in (place / "run/config.yaml").read_text()
 
 
+@pytest.mark.parametrize(("given", "kept"), [("", {"momentum_buffer"}), ("train.momentum=0", set())])
+def test_sgd_is_trained_and_resumed_with_its_own_moments(place, longshift, given, kept):
+    sgd = f"train.optimizer=sgd {given} save.every=1".strip()
+    assert longshift(f"train run.yaml train.lr=0.1 train.min_lr=0.01 save.dir=whole {sgd}")[0] == 0
+    (file,) = (place / "whole/checkpoints/step-3").glob("*.safetensors")
+    whole = load_file(file)
+    assert {key.split("|")[0] for key in whole} == {"master"} | kept
+    assert longshift(f"train run.yaml train.lr=0.1 train.min_lr=0.01 {sgd}")[0] == 0
+    (place / "run/LATEST").write_text("step-1\n")
+    code, _, err = longshift("train run/config.yaml --resume train.optimizer=adamw train.momentum=null")
+    assert code == 4
+    assert "has the moments of SGD" in err
+    assert "write train.optimizer=sgd train.momentum=" in err
+    assert longshift("train run/config.yaml --resume")[0] == 0
+    (file,) = (place / "run/checkpoints/step-3").glob("*.safetensors")
+    again = load_file(file)
+    assert all(torch.equal(again[key], value) for key, value in whole.items())
+
+
 def test_resume_keeps_the_runs_settings_and_tells_what_the_file_has_otherwise(place, longshift):
     assert longshift("train run.yaml")[0] == 0
     changed = CONFIG.format(place=place).replace("steps: 3, lr: 1e-3", "steps: 30, lr: 2e-3").replace("every: 2", "every: 7")

@@ -73,6 +73,29 @@ def test_yes_is_no_number(key):
     assert line.endswith(f"train.{key}: a number is needed, and YAML reads this as true")
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (["train.optimizer=adam"], "'adam' is not one of adamw, sgd; did you mean 'adamw'?"),
+        (["train.momentum=0.8"], "momentum is of train.optimizer=sgd; adamw has train.betas: leave momentum out"),
+        (["train.optimizer=sgd", "train.momentum=1"], "train.momentum: input should be less than 1"),
+        (["train.optimizer=sgd", "train.betas=[0.8, 0.9]"], "betas is of train.optimizer=adamw; sgd has train.momentum: leave betas out"),
+        (["train.optimizer=sgd", "train.eps=1e-6"], "eps is of train.optimizer=adamw"),
+    ],
+)
+def test_numbers_of_another_optimizer_are_refused(changes, told):
+    (line,) = faults(GOOD, *changes)
+    assert told in line
+
+
+def test_a_moment_is_there_where_its_optimizer_has_it():
+    given = ([], ["train.optimizer=sgd"], ["train.optimizer=sgd", "train.momentum=0"])
+    configs = [parse_config(GOOD, changes) for changes in given]
+    assert [config.train.rule.moments for config in configs] == [("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()]
+    assert [config.train.formats.moments for config in configs] == [2, 1, 0]
+    assert [parse_config(config.to_yaml()) for config in configs] == configs
+
+
 @given(st.integers(1, 2**50))
 def test_sizes_read_back(size):
     assert parse_size(format_size(size)) == size

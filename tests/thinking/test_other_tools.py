@@ -32,7 +32,7 @@ def refusal(section: str = "", top: str = "", overrides: tuple[str, ...] = ()) -
         ("fsdp", "dp8.z3"),
         ("cp", "here it is ring2 or u2 (ring attention, Ulysses) in the layout"),
         ("sp", "here it is tp2 in the layout, which has sequence parallelism in it"),
-        ("optimizer", "here it is AdamW alone"),
+        ("optim", "here it is train.optimizer: adamw, or sgd with train.momentum"),
         ("eval_steps", "here it is validation.every"),
         ("report_to", "here it is save.trackers"),
         ("packing", "there is nothing to set: documents are always packed"),

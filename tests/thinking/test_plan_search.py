@@ -25,7 +25,7 @@ from longshift.planner.least_bytes import device_bytes
 from longshift.planner.loads import Dealing, dealt
 from longshift.planner.shortlist import shortlist
 from longshift.program.needs import StepShape, most, needs
-from longshift.spec.formats import FORMATS
+from longshift.spec.formats import FORMATS, Format, formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
@@ -85,8 +85,8 @@ def test_plan_keeps_to_what_is_fixed():
 # --- the bound ---
 
 
-def ledger_bytes(spec: ModelSpec, layout: Layout, pack: int, micros: int, precision: str, transport: str) -> float:
-    edges, formats = (Edge(pack, layout),), FORMATS[precision]
+def ledger_bytes(spec: ModelSpec, layout: Layout, pack: int, micros: int, formats: Format, transport: str) -> float:
+    edges = (Edge(pack, layout),)
     way = Itinerary(spec, edges, assumed(8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
     shape = StepShape(way, edges, formats, pack * layout.dp * micros, pack)
     return most(needs(shape, edges, transport, transport == "gloo")).device.total  # pyright: ignore[reportArgumentType]
@@ -102,9 +102,10 @@ def of_bound(seeds: range, **switches: object) -> list[float]:
         index = rng.randrange(len(known))
         layout, pack, micros = known.layout(index), rng.choice([256, 1024, 4096, 8192]), rng.choice([1, 2, 5, 9])
         precision, transport = rng.choice(["bf16", "bf16", "bf16", "float32"]), rng.choice(["nccl", "nccl", "gloo"])
+        formats = formats_of(precision, rng.choice([0, 1, 2, 2]))
         few = micros if layout.order == "gpipe" else min(micros, 2 * layout.pp * layout.virtual + 1)
-        bound = device_bytes(spec, known.take(np.array([index])), FORMATS[precision], pack, few)[0]
-        found.append(bound / ledger_bytes(spec, layout, pack, micros, precision, transport))
+        bound = device_bytes(spec, known.take(np.array([index])), formats, pack, few)[0]
+        found.append(bound / ledger_bytes(spec, layout, pack, micros, formats, transport))
     return found
 
 
@@ -129,7 +130,7 @@ def test_plan_bound_counts_packs_in_flight(monkeypatch: pytest.MonkeyPatch):
     at, small = Meshes.of([layout]), FORMATS["bf16"]
 
     def ratio() -> float:
-        return float(device_bytes(SMALL, at, small, 8192, 9)[0] / ledger_bytes(SMALL, layout, 8192, 9, "bf16", "nccl"))
+        return float(device_bytes(SMALL, at, small, 8192, 9)[0] / ledger_bytes(SMALL, layout, 8192, 9, small, "nccl"))
 
     assert 0.9 < ratio() <= 1
     one = np.ones(1, np.int64)

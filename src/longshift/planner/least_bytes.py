@@ -1,6 +1,6 @@
 """Bounds: bytes of a device that a candidate needs at the least, in closed form, for arrays of candidates at once.
 
-    home       masters and two moments, of this rank's share
+    home       masters and moments, of this rank's share
     copies     of all units (z0 to z2) or of two (z3)
     sums       of gradients: all units on the way home (z0, z1) or at home (z2, z3), from the second micro-batch on
     kept       of the packs in flight, what each block keeps for its backward, T' tokens a rank
@@ -24,7 +24,6 @@ from longshift.simulate.cost import RECOMPUTE
 from longshift.spec.formats import Format
 from longshift.spec.model import ModelSpec
 
-MOMENTS = 2  # of Adam
 # Assumed, not measured: what the driver's context and NCCL's buffers take, and the share of memory that an allocator leaves no holes in.
 CONTEXT_BYTES = float(1 << 30)
 FILLED = 0.94
@@ -116,11 +115,11 @@ def _of_stage(
     small, least = formats.compute_bytes, _least_trained(spec)
     wide = formats.home_bytes * least  # of a mean weight
     kept_at_home = np.where(at.zero == 0, own.all, own.own)
-    state = ((1 + MOMENTS) * wide + small * (1 - least)) * kept_at_home
+    state = ((1 + formats.moments) * wide + small * (1 - least)) * kept_at_home
     sums_at_home = wide * kept_at_home
     if home_bytes is not None:
-        state = np.full(len(at), home_bytes * (1 + MOMENTS) / (2 + MOMENTS))
-        sums_at_home = np.full(len(at), home_bytes / (2 + MOMENTS))
+        state = np.full(len(at), home_bytes * (1 + formats.moments) / (2 + formats.moments))
+        sums_at_home = np.full(len(at), home_bytes / (2 + formats.moments))
     same = formats.compute == formats.home
     copies = np.where(at.zero == 0, 0.0 if same else small * least * own.all, small * own.all)
     copies = np.where((at.zero == 3) & (at.holders > 1), small * own.block * np.where(own.blocks > 1, 3.0, 1.0), copies)

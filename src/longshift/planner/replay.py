@@ -15,7 +15,7 @@ from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
 from longshift.simulate.cost import Cost, sizes
 from longshift.simulate.rates import rates
-from longshift.spec.formats import FORMATS
+from longshift.spec.formats import formats_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
@@ -29,7 +29,8 @@ FINALISTS = 4  # ways that all of them are played with
 @dataclass(frozen=True)
 class Task:
     """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
-    it may have; `memory_bytes`: of a device; `copied`: whether checkpoints are written from a copy of the state."""
+    it may have; `memory_bytes`: of a device; `copied`: whether checkpoints are written from a copy of the state;
+    `moments`: how many the optimizer keeps."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -43,6 +44,7 @@ class Task:
     switch: SwitchOptions = SwitchOptions()  # noqa: RUF009  (frozen)
     ahead: int = 1
     copied: bool = False
+    moments: int = 2
 
     @property
     def longest(self) -> int:
@@ -83,7 +85,7 @@ class Replay:
 
     def __init__(self, task: Task):
         self.task = task
-        self.formats = FORMATS[task.precision]
+        self.formats = formats_of(task.precision, task.moments)
         self.transport = "nccl" if task.on_gpu else "gloo"
         self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision))
         self.links = links_of(task.cluster, task.cluster.devices_per_node, task.cluster.nodes)

@@ -88,6 +88,7 @@ def _listed(task: Task, part: float) -> Shortlist:
         fixed={WORDS.get(word, word): numbers for word, numbers in task.fixed.items()},
         memory_bytes=part * total,
         ahead_bytes=float(task.switch.ahead_bytes),
+        moments=task.moments,
     )
 
 

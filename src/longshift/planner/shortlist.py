@@ -24,7 +24,7 @@ from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_stat
 from longshift.program.needs import StepShape
 from longshift.simulate.cost import LONGSHIFT, Cost, Habits, sizes
 from longshift.simulate.rates import rates
-from longshift.spec.formats import FORMATS
+from longshift.spec.formats import Format, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
@@ -61,24 +61,27 @@ def shortlist(
     habits: Habits = LONGSHIFT,
     ahead_bytes: float = AHEAD_BYTES,
     seed: int = 0,
+    moments: int = 2,
 ) -> Shortlist:
     """The best assignments for documents of these `lengths` (int64, ascending), so many of each (`counts`), on all devices of `cluster`.
 
-    `fixed`: what a person decided, as {"tp": [1, 2, 4]}; `memory_bytes`: of a device, the cluster's where not given. Documents longer than
+    `fixed`: what a person decided, as {"tp": [1, 2, 4]}; `memory_bytes`: of a device, the cluster's where not given; `moments`: how
+    many the optimizer keeps. Documents longer than
     `max_len` are split. Where nothing fits, the shortlist says by how much and which changes would help, the smallest first. Raises
     UsageError.
     """
     lengths, counts = cut_at(np.asarray(lengths, np.int64), np.asarray(counts, np.int64), max_len)
     cost = Cost(sizes(spec), rates(cluster, precision), habits)
+    formats = formats_of(precision, moments)
     budget = float(cluster.device.memory_bytes if memory_bytes is None else memory_bytes)
     known = enumerate_layouts(spec, cluster.devices, fixed)
     everything = tally(spec, lengths, counts, tokens_per_step, max_len)
     told = {"devices": cluster.devices, "max_len": max_len, "budget_bytes": budget, "candidates": known.total}
     refused: Mapping[str, int] = known.refused
-    ledger = _Weigher(spec, cluster, precision, tokens_per_step, budget)
+    ledger = _Weigher(spec, cluster, formats, tokens_per_step, budget)
     found: list[dict[str, Answer]] = []
     for number in range(ROUNDS):
-        problem = Problem(spec, cost, precision, everything, tokens_per_step, budget, ledger.on_cpu, tuple(sorted(ledger.over.items())))
+        problem = Problem(spec, cost, formats, everything, tokens_per_step, budget, ledger.on_cpu, tuple(sorted(ledger.over.items())))
         at_keys = compared(problem, known.meshes)
         if number == 0:
             refused = {**known.refused, **at_keys.refused}
@@ -93,7 +96,7 @@ def shortlist(
         need, changes = remedies(problem, cluster, known.meshes, fixed or {})
         none = Shortlist(**told, refused=refused, binding=need, changes=changes)
         shorter = _longest_whole(problem, at_keys)
-        more = float(reserved(FORMATS[precision].home_bytes * spec.learned / cluster.devices, on_cpu=True)) if shorter else 0.0
+        more = float(reserved(formats.home_bytes * spec.learned / cluster.devices, on_cpu=True)) if shorter else 0.0
         one = streamed(problem, cluster, known.meshes, shorter, more)
         if one is None:
             return none
@@ -101,7 +104,7 @@ def shortlist(
         if shorter:
             upto, tokens = int(everything.edges[shorter - 1]), int(everything.tokens[shorter])
             short = lengths <= upto
-            under = (precision, fixed, budget - more, habits, ahead_bytes, seed)
+            under = (precision, fixed, budget - more, habits, ahead_bytes, seed, moments)
             part = shortlist(spec, cluster, lengths[short], counts[short], tokens, upto, *under).best
             if part is not None:
                 both = _both(problem, part, _streamed_answer(problem, one, shorter), shorter)
@@ -155,8 +158,8 @@ class _Weigher:
     """What the ledger says of single groups. Mutable: it keeps what it has weighed. `over`: by family, the ledger's bytes over the bound's
     where these did not fit."""
 
-    def __init__(self, spec: ModelSpec, cluster: Cluster, precision: str, tokens_per_step: int, budget_bytes: float):
-        self.spec, self.formats, self.tokens, self.on_cpu = spec, FORMATS[precision], tokens_per_step, cluster.device.kind == "cpu"
+    def __init__(self, spec: ModelSpec, cluster: Cluster, formats: Format, tokens_per_step: int, budget_bytes: float):
+        self.spec, self.formats, self.tokens, self.on_cpu = spec, formats, tokens_per_step, cluster.device.kind == "cpu"
         self.links, self.budget_bytes = links_of(cluster, cluster.devices_per_node, cluster.nodes), budget_bytes
         self.known: dict[tuple[str, int, int], float] = {}
         self.over: dict[tuple[int, ...], float] = {}
@@ -200,7 +203,7 @@ class _Comparison:
         last = len(self.edges) - 1
         _, self.optimizer_s = problem.expected(self.pool, float(self.edges[-1]), 0, last)
         # Gradients that have come home from one cut lie there while another one's groups are computed.
-        spec, formats = problem.spec, FORMATS[problem.precision]
+        spec, formats = problem.spec, problem.formats
         world = int(np.prod(self.pool.columns()[0, :5]))
         self.more_bytes = float(reserved(formats.home_bytes * spec.learned / world, on_cpu=True))
         self.table = self._table(np.arange(len(numbers)))

@@ -17,7 +17,6 @@ from longshift.planner.least_bytes import reserved
 from longshift.planner.survive import Problem
 from longshift.program.needs import StepShape
 from longshift.simulate.cost import RECOMPUTE
-from longshift.spec.formats import FORMATS
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
 from longshift.workload.groups import Edge
@@ -71,7 +70,7 @@ def streamed(problem: Problem, cluster: Cluster, at: Meshes, before: int, more_b
 
 def _bytes(problem: Problem, cluster: Cluster, layout: Layout, longest: int) -> tuple[float, float, float]:
     """Bytes that the first rank needs in the largest step, by place."""
-    edges, formats = (Edge(longest, layout),), FORMATS[problem.precision]
+    edges, formats = (Edge(longest, layout),), problem.formats
     links = links_of(cluster, cluster.devices_per_node, cluster.nodes)
     way = Itinerary(problem.spec, edges, links, formats.compute_bytes, formats.home_bytes, SwitchOptions())
     shape = StepShape(way, edges, formats, int(problem.tokens_per_step), longest)

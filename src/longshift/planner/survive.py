@@ -14,7 +14,7 @@ from longshift.planner.enumerated import Meshes
 from longshift.planner.least_bytes import device_bytes, reserved
 from longshift.planner.loads import expected
 from longshift.simulate.cost import Cost
-from longshift.spec.formats import FORMATS
+from longshift.spec.formats import Format
 from longshift.spec.model import ModelSpec
 
 MOST_LAYOUTS = 16  # that an assignment chooses among
@@ -34,7 +34,7 @@ class Problem:
 
     spec: ModelSpec
     cost: Cost
-    precision: str
+    formats: Format
     tally: Tally
     tokens_per_step: float
     budget_bytes: float
@@ -43,7 +43,7 @@ class Problem:
 
     def bound(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
         """Bytes that a device is asked for at the least in the largest step of packs of `capacity` tokens, float64 [candidates]."""
-        return reserved(device_bytes(self.spec, at, FORMATS[self.precision], capacity, self.micros(at, capacity)), self.on_cpu)
+        return reserved(device_bytes(self.spec, at, self.formats, capacity, self.micros(at, capacity)), self.on_cpu)
 
     def bytes(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
         """The bound, and more for families that are known to need more."""

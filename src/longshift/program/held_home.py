@@ -14,7 +14,8 @@ SMALL = 16 << 10  # scalars: losses, counters of updates, norms of runs of gradi
 def saved_bytes(steps: Steps) -> int:
     """Bytes of master weights and moments that a rank writes into a checkpoint: of what several ranks keep, one writes."""
     mine = buckets_of(steps.itinerary.spec, steps.itinerary.home, steps.rank)
-    return 3 * steps.bytes[1] * sum(bucket.kept(steps.rank) for bucket in mine if bucket.owns(steps.rank) and not bucket.frozen)
+    elements = sum(bucket.kept(steps.rank) for bucket in mine if bucket.owns(steps.rank) and not bucket.frozen)
+    return (1 + steps.moments) * steps.bytes[1] * elements
 
 
 class HeldHome:
@@ -23,19 +24,19 @@ class HeldHome:
 
     def __init__(self, account: Account, steps: Steps, copied: bool):
         self.account = account
-        self.weight_bytes, self.sum_bytes = steps.bytes
+        (self.weight_bytes, self.sum_bytes), self.moments = steps.bytes, steps.moments
         mine = buckets_of(steps.itinerary.spec, steps.itinerary.home, steps.rank)
         self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in mine if not bucket.frozen]
         self.frozen = [(bucket.unit, bucket.kept(steps.rank)) for bucket in mine if bucket.frozen]
         trained = self.sum_bytes * sum(elements for _, elements in self.shards)
         self.state = [account.held("scalars", SMALL)]
         if steps.home_in == "disk":
-            vectors = [elements * self.sum_bytes for _, elements in self.shards] * 4
+            vectors = [elements * self.sum_bytes for _, elements in self.shards] * (2 + self.moments)
             vectors += [elements * self.weight_bytes for _, elements in self.frozen]
             self.state += [account.held("training state", sum(-(-size // ALIGN) * ALIGN for size in vectors), "disk")]
         else:
             frozen = self.weight_bytes * sum(elements for _, elements in self.frozen)
-            parts = ("master weights", trained), ("moments", 2 * trained), ("weights not trained", frozen)
+            parts = ("master weights", trained), ("moments", self.moments * trained), ("weights not trained", frozen)
             self.state += [account.at_home(*part) for part in parts]
         if copied:
             self.state.append(account.held("copy for checkpoints", saved_bytes(steps), "device" if account.host_is_device else "host"))
@@ -52,11 +53,11 @@ class HeldHome:
 
     def read(self, op: Op) -> None:
         trained, frozen = self._of(op.unit)
-        self.account.moved["home in"] += {"master": trained + frozen, "sums": trained, "record": 4 * trained}[op.part]
+        self.account.moved["home in"] += {"master": trained + frozen, "sums": trained, "record": (2 + self.moments) * trained}[op.part]
         if op.part == "sums":
             self.total(op)
             return
-        parts = [trained + frozen] if op.part == "master" else [trained, 3 * trained]
+        parts = [trained + frozen] if op.part == "master" else [trained, (1 + self.moments) * trained]
         self.here[op.part, op.unit] = [self.account.at_home(f"{op.part} from disk", size) for size in parts]
 
     def evict(self, op: Op) -> None:
@@ -64,7 +65,7 @@ class HeldHome:
 
     def write(self, op: Op) -> None:
         trained, _ = self._of(op.unit)
-        self.account.moved["home out"] += trained * (3 if op.part == "record" else 1)
+        self.account.moved["home out"] += trained * (1 + self.moments if op.part == "record" else 1)
         if op.part == "record":
             del self.here[op.part, op.unit][0]  # the gradient sums
 

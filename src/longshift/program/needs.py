@@ -36,7 +36,8 @@ class StepShape:
     copied: bool = False
 
     def steps(self, rank: int) -> Steps:
-        return Steps(self.itinerary, rank, self.formats.compute_bytes, self.formats.home_bytes, self.windows, self.home_in)
+        formats = self.formats
+        return Steps(self.itinerary, rank, formats.compute_bytes, formats.home_bytes, self.windows, self.home_in, formats.moments)
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool) -> Ledger:
         same = self.formats.compute == self.formats.home

@@ -59,10 +59,20 @@ class Exchanges:
 class Steps:
     """Makes the programs of one rank. Mutable: it keeps what it has made. Several threads may ask for programs."""
 
-    def __init__(self, itinerary: Itinerary, rank: int, weight_bytes: int, sum_bytes: int, windows: Windows, home_in: Tier = "device"):
-        """`home_in`: where the training state lies."""
+    def __init__(
+        self,
+        itinerary: Itinerary,
+        rank: int,
+        weight_bytes: int,
+        sum_bytes: int,
+        windows: Windows,
+        home_in: Tier = "device",
+        moments: int = 2,
+    ):
+        """`home_in`: where the training state lies; `moments`: how many the optimizer keeps."""
         self.itinerary, self.rank, self.windows = itinerary, rank, windows
         self.home_in: Tier = home_in
+        self.moments = moments
         mine = buckets_of(itinerary.spec, itinerary.home, rank) if home_in == "disk" else ()
         self.on_disk = sorted({bucket.unit for bucket in mine})
         self.trained = sorted({bucket.unit for bucket in mine if not bucket.frozen})

@@ -29,7 +29,7 @@ from longshift.program.turns import Visit, visit_of
 from longshift.schedule import chunks
 from longshift.schedule.streamed import lists
 from longshift.simulate.chunk_seconds import ChunkSeconds
-from longshift.simulate.closed import UPDATE_BYTES
+from longshift.simulate.closed import update_bytes
 from longshift.simulate.cost import Cost, Mesh, UnitKind, recompute_code
 from longshift.simulate.lanes import Begin, End, Timed, play
 from longshift.spec.formats import FORMATS
@@ -278,7 +278,7 @@ class _Stage:
             elif op.kind in ("accumulate", "update"):
                 formats, rates = self.clock.shape.formats, self.clock.rates
                 of_sum = formats.compute_bytes + 2 * formats.home_bytes  # a gradient is read, a sum read and written
-                of_one = of_sum if op.kind == "accumulate" else UPDATE_BYTES * rates.constants.update
+                of_one = of_sum if op.kind == "accumulate" else update_bytes(formats.moments) * rates.constants.update
                 yield from self._alone("compute", op, float(rates.elementwise_s(one.elements * of_one)))
             elif op.kind == "put":
                 yield self._piece(op, LANES["put"], self._copy_s(one, "out"), ("host out",))

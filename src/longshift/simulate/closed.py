@@ -25,11 +25,15 @@ PARTS = (
     *("matmul", "attention", "elementwise", "launch", "recompute", "head", "tp", "ulysses", "ring", "gather", "reduce", "bubble"),
     *("messages", "optimizer", "crowd", "wait"),
 )
-# Bytes an owned weight: Adam reads and writes master and moments in float32, reads the gradient twice (norm, update), writes the copy.
-UPDATE_BYTES = 34.0
 # Relative half-width that holds 80 % of the errors of benchmarks/published.py, for sources to which constants were not fitted: 0.10, and
 # 0.12 after three of their rows, most of which belong to one source.
 BAND = 0.12
+
+
+def update_bytes(moments: int = 2) -> float:
+    """Bytes that the update of an owned weight moves: master and moments are read and written in float32, the gradient is read twice (norm,
+    update), the copy is written."""
+    return 18.0 + 8.0 * moments
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     reduced_once_s = np.maximum(once_reduce_s / np.maximum(blocks, 1), _exposed(once_reduce_s, last_s, habits.reduce_hidden))
 
     owned = held.learned / np.where(zero >= 1, held.ranks, 1)
-    optimizer_s = cost.rates.elementwise_s(owned * UPDATE_BYTES * cost.rates.constants.update) + cost.rates.constants.begin_s
+    optimizer_s = cost.rates.elementwise_s(owned * update_bytes() * cost.rates.constants.update) + cost.rates.constants.begin_s
     per_step = micros * blocks
     plain = forward + backward
     tensor_s, ring_s = sum(turn.tensor_s for turn in turns.values()), sum(turn.ring_s for turn in turns.values())

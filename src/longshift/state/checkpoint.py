@@ -36,12 +36,10 @@ from longshift.files import sync
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Source
-from longshift.state.optimizer import MOMENTS
 
 BEST, HOME_TYPES = "BEST", (torch.float32, torch.float64)
 FORMAT = 1
 FILE_BYTES = 2 << 30
-KINDS = ("master", *MOMENTS)
 Entries = Iterable[tuple[str, Box, bool, dict[str, Tensor]]]
 T = TypeVar("T")
 
@@ -180,10 +178,11 @@ class Checkpoint:
         """A sentence about what may serve instead."""
         return _instead(self.folder).strip()
 
-    def expect(self, spec: ModelSpec) -> None:
-        """Refuse a checkpoint that does not hold every value of the model's state, or holds another weight's. Raises CheckpointError."""
+    def expect(self, spec: ModelSpec, moments: Sequence[str]) -> None:
+        """Refuse a checkpoint that does not hold every value of the model's weights and their moments, or holds another weight's. Raises
+        CheckpointError."""
         for name, whole in ((p.name, Box.whole(p.shape)) for p in spec.params if not p.frozen):
-            for kind in KINDS:
+            for kind in ("master", *moments):
                 boxes = [saved.box for saved in self._index.get((kind, name), ())]
                 held = sum(box.elements for box in boxes)
                 if held != whole.elements or not all(len(box.shape) == len(whole.shape) and box in whole for box in boxes):
@@ -216,7 +215,7 @@ class Checkpoint:
         """The values of one kind as Home takes them."""
         return lambda name, box: self.read(kind, name, box) if box else torch.empty(box.shape)
 
-    def restore(self, entries: Entries, kinds: Sequence[str] = KINDS) -> None:
+    def restore(self, entries: Entries, kinds: Sequence[str]) -> None:
         """Fill the views of `entries` (as from `Optimizer.state`), of these kinds."""
         for name, box, _, views in entries:
             for kind in kinds if box else ():

@@ -1,11 +1,11 @@
-"""Home: the training state, once. Master weights, gradient sums and Adam moments of the boxes that this rank keeps. Of weights that are
-not trained it keeps the values alone, in the compute format.
+"""Home: the training state, once. Master weights, gradient sums and the optimizer's moments of the boxes that this rank keeps. Of
+weights that are not trained it keeps the values alone, in the compute format.
 
 Where the boxes lie is `layout.placement`'s: ZeRO-0 keeps whole pieces on every holder, ZeRO-1..3 (arXiv 1910.02054) deal the rows of
 each piece over its holders. A bucket's boxes are one flat vector, weights that decay first, in the order of the fused collectives, so
 that a gather sends it and a reduction ends in it without rearranging.
 
-    bucket   │ q rows │ k rows │ v rows │ o rows │ ... │ norm │      one master, one gradient, two moments of this shape
+    bucket   │ q rows │ k rows │ v rows │ o rows │ ... │ norm │      one master, one gradient, each moment of this shape
 
 Home is in the device's memory, in the host's (ZeRO-Offload, arXiv 2101.06840), or on disk (`state.records`). Wherever it lies, it is
 updated there: of what is on disk, that is host memory.
@@ -29,8 +29,9 @@ from longshift.layout.layout import Layout, Tier
 from longshift.layout.placement import Bucket
 from longshift.layout.placement import buckets as buckets_of
 from longshift.spec.model import ModelSpec
+from longshift.spec.rule import Rule
 from longshift.state.precision import Precision
-from longshift.state.records import KINDS, Records, Vector
+from longshift.state.records import Records, Vector
 
 Source = Callable[[str, Box], Tensor]
 NORM_RUN = 1 << 15  # elements
@@ -92,10 +93,11 @@ class Home:
         source: Source,
         frozen: torch.dtype | None = None,
         records: Records | None = None,
+        moments: tuple[str, ...] = Rule().moments,
     ):
         """`frozen`: the format of weights that are not trained; `dtype` where not given. `records`: where all is, if on disk; `device` is
-        the host then."""
-        self.spec, self.rank, self.buckets, self.records = spec, rank, buckets, records
+        the host then. `moments`: names of those that the optimizer keeps."""
+        self.spec, self.rank, self.buckets, self.records, self.moments = spec, rank, buckets, records, moments
         self.tier: Tier = "disk" if records else "device"
         self.shards = [self._shard(b, (frozen or dtype) if b.frozen else dtype, device, source) for b in buckets if rank in b.holders]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
@@ -116,11 +118,12 @@ class Home:
         source: Source,
         tier: Tier = "device",
         folder: str | Path | None = None,
+        rule: Rule = Rule(),  # noqa: B008  (frozen)
     ) -> "Home":
-        """The home of this rank of a world, cut as `cut` is, in a tier; of `disk`, below `folder`."""
+        """The home of this rank of a world, cut as `cut` is, in a tier; of `disk`, below `folder`. `rule`: of its updates."""
         records = Records(Path(folder or tempfile.gettempdir())) if tier == "disk" else None
         device = world.device if tier == "device" else torch.device("cpu")
-        home = cls(spec, buckets_of(spec, cut), world.rank, precision.home, device, source, precision.compute, records)
+        home = cls(spec, buckets_of(spec, cut), world.rank, precision.home, device, source, precision.compute, records, rule.moments)
         home.tier = tier
         return home
 
@@ -137,7 +140,7 @@ class Home:
             shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, torch.empty(elements, dtype=dtype, device=device))
             fill(shard, source)
             return shard
-        kinds = KINDS[:1] if bucket.frozen else KINDS
+        kinds = ("master",) if bucket.frozen else ("master", *self.moments, "grad")
         vectors = {kind: self.records.vector(elements, dtype) for kind in kinds}
         shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors["master"].flat, None, vectors)
         vectors["master"].hold()
@@ -199,7 +202,7 @@ class Home:
         return [vector for shard in self._learning(unit) for vector in shard.vectors.values()]
 
     def _written(self, unit: int, part: str) -> list[Vector]:
-        kinds = KINDS[3:] if part == "sums" else KINDS[:3]
+        kinds = ("grad",) if part == "sums" else ("master", *self.moments)
         return [shard.vectors[kind] for shard in self._learning(unit) for kind in kinds]
 
     # All of it

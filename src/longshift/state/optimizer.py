@@ -1,11 +1,11 @@
-"""AdamW at home, one global clip, and the learning-rate schedule.
+"""The update at home, by one of the rules of `spec.rule`, after one global clip, and the learning-rate schedule.
 
-Decoupled weight decay (arXiv 1711.05101) through torch's fused kernel, over the flat vectors of home: norms and biases do not decay.
-The gradient norm is one number for the whole model: every element counts once, whatever the layout.
+torch's fused kernels run over the flat vectors of home: norms and biases do not decay. The gradient norm is one number for the whole
+model: every element counts once, whatever the layout.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from longshift.layout.box import Box
+from longshift.spec.rule import Rule
 from longshift.state.home import Home, Shard
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -42,18 +41,19 @@ class Schedule:
 
 
 class Optimizer:
-    """AdamW over home. Mutable: holds the moments, and `steps` done."""
+    """A rule over home, which was made for its moments. Mutable: holds the moments, and `steps` done."""
 
-    def __init__(self, home: Home, betas: tuple[float, float], eps: float, weight_decay: float):
+    def __init__(self, home: Home, rule: Rule):
+        assert home.moments == rule.moments
         self.home, self.steps = home, 0
         self._factor: float | None = None
-        self._moments: dict[str, list[Tensor]] = {name: [] for name in MOMENTS}
+        self._moments: dict[str, list[Tensor]] = {name: [] for name in rule.moments}
         self._vectors: list[tuple[nn.Parameter, Shard]] = []
         states: list[dict[str, Tensor]] = []
         for shard in home.learning:
             for vector in shard.vectors.values():
                 vector.hold()
-            flats = {name: shard.vectors[name].flat if shard.vectors else torch.zeros_like(shard.master) for name in MOMENTS}
+            flats = {name: shard.vectors[name].flat if shard.vectors else torch.zeros_like(shard.master) for name in rule.moments}
             for name, flat in flats.items():
                 self._moments[name].append(flat)
             for part in _halves(shard):
@@ -63,17 +63,16 @@ class Optimizer:
                 vector.evict()
         groups = [
             {"params": [v for v, s in self._vectors if (v.storage_offset() < s.decaying) == decays], "weight_decay": wd}
-            for decays, wd in ((True, weight_decay), (False, 0.0))
+            for decays, wd in ((True, rule.weight_decay), (False, 0.0))
         ]
-        self._adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]] or [nn.Parameter(torch.zeros(0))], betas=betas, eps=eps, fused=True
-        )
-        for (vector, _), moments in zip(self._vectors, states):
-            self._adamw.state[vector] = {"step": torch.tensor(0.0, device=vector.device), **moments}
+        self._torch = torch_optimizer(rule, [g for g in groups if g["params"]] or [nn.Parameter(torch.zeros(0))], fused=True)
+        self._counts = [torch.tensor(0.0, device=vector.device) for vector, _ in self._vectors] if rule.name == "adamw" else []
+        for number, ((vector, _), moments) in enumerate(zip(self._vectors, states)):
+            self._torch.state[vector] = moments | ({"step": self._counts[number]} if self._counts else {})
 
     def update(self, lr: float, factor: float = 1.0) -> None:
-        """One AdamW step with the gradients at home, times `factor`, which are dropped. What is on disk follows, unit by unit."""
-        for group in self._adamw.param_groups:
+        """One step with the gradients at home, times `factor`, which are dropped. What is on disk follows, unit by unit."""
+        for group in self._torch.param_groups:
             group["lr"] = lr
         self._factor = factor
         self.steps += 1
@@ -99,7 +98,7 @@ class Optimizer:
                 grad = shard.vectors["grad"].flat if shard.vectors else shard.grad
                 if id(shard) in here and grad is not None:
                     vector.grad = grad[vector.storage_offset() :][: vector.numel()]
-            self._adamw.step()
+            self._torch.step()
             for vector, _ in self._vectors:
                 vector.grad = None
         for shard in shards:
@@ -108,14 +107,14 @@ class Optimizer:
     def resume(self, steps: int) -> None:
         """Take `steps` as done: AdamW's bias correction depends on it."""
         self.steps = steps
-        for vector, _ in self._vectors:
-            self._adamw.state[vector]["step"].fill_(float(steps))
+        for count in self._counts:
+            count.fill_(float(steps))
 
     def state(self, changing: bool = False) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
-        """Every trained weight and box at home, whether this rank speaks for it, and its views of "master", "exp_avg" and "exp_avg_sq".
-        Of what is on disk they are copies that last; or, where it is for `changing` them, they last until the next is asked for."""
+        """Every trained weight and box at home, whether this rank speaks for it, and its views of "master" and of each moment. Of what is
+        on disk they are copies that last; or, where it is for `changing` them, they last until the next is asked for."""
         for number, shard in enumerate(self.home.learning):
-            flats = {"master": shard.master} | {name: self._moments[name][number] for name in MOMENTS}
+            flats = {"master": shard.master} | {name: self._moments[name][number] for name in self._moments}
             if self.home.records is None:
                 yield from _views(shard, flats)
                 continue
@@ -125,6 +124,15 @@ class Optimizer:
                 copies = {} if changing else {kind: flat.clone() for kind, flat in flats.items()}
             if copies:
                 yield from _views(shard, copies)
+
+
+def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Optimizer:
+    """torch's optimizer of a rule, over parameters or groups of them with a weight decay of their own; its kernels fused, or one operation
+    after another."""
+    how = {"lr": 0.0, "weight_decay": rule.weight_decay, "fused": fused} | ({} if fused else {"foreach": False})
+    if rule.name == "sgd":
+        return torch.optim.SGD(params, momentum=rule.momentum, **how)
+    return torch.optim.AdamW(params, betas=rule.betas, eps=rule.eps, **how)
 
 
 def _halves(shard: Shard) -> list[slice]:

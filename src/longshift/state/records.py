@@ -1,14 +1,15 @@
 """Home on disk: masters, moments and gradient sums of a rank in a file, of which only what is in use is in memory. ZeRO-Infinity
 (arXiv 2104.07857) for training states.
 
-    file     | bucket 0: master  exp_avg  exp_avg_sq  grad | bucket 1: ... |      a record a bucket, at page boundaries
+    file     | bucket 0: master  moments  grad | bucket 1: ... |                      a record a bucket, at page boundaries
     memory              storage that comes with `hold` or `read` and goes with `evict`, or when `written` says that the file has it
 
     read ─── await read ─── in use ─── evict            not changed
                                   └─── write ─── await write      changed
 
 When is the program's (`program.step`). The file is as large as it will ever be before the first step, has no name, and is gone with the
-process. Bytes: 4 home formats an element, of a bucket that is not trained one in the compute format.
+process. Bytes an element: a home format for the master, each moment and the gradient sum; of a bucket that is not trained, the master in
+the compute format.
 """
 
 import ctypes
@@ -28,7 +29,6 @@ from longshift.errors import LongshiftError, OutOfMemoryError
 from longshift.files import NO_ROOM
 from longshift.state.resized import Resized
 
-KINDS = ("master", "exp_avg", "exp_avg_sq", "grad")
 THREADS = 2  # for each direction
 ALIGN = 4096  # bytes: a page
 PIECE = 8 << 20  # bytes that a thread reads or writes at one time

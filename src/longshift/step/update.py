@@ -15,7 +15,7 @@ from longshift.documents.batch import Document, StepBatch
 from longshift.errors import NonFiniteError
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
-from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
+from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale
 from longshift.step.player import Player, Ready
 
@@ -91,7 +91,7 @@ def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum
 def not_finite(state: State, world: World) -> str | None:
     """The first of the weights, in canonical order, and then of their moments, that is not finite on some rank, in the same words on all
     ranks; collective. None where all are."""
-    suspects = [f"{kind} of {p.name}" for kind in ("master", *MOMENTS) for p in state.spec.params if not p.frozen]
+    suspects = [f"{kind} of {p.name}" for kind in ("master", *state.home.moments) for p in state.spec.params if not p.frozen]
     here = ((name, kind, view) for name, box, _, views in state.optimizer.state() for kind, view in views.items() if box)
     found = [f"{kind} of {name}" for name, kind, view in here if not view.isfinite().all()]
     first = torch.tensor(min(map(suspects.index, found), default=len(suspects)), device=world.device)

@@ -1,6 +1,6 @@
 """Is a layout the same training as one process? The parity harness behind `longshift check`, the tests and `benchmarks/parity.py`.
 
-The reference is plain PyTorch: the decoder in one process, one document at a time, torch's clip and its unfused AdamW. Four things are
+The reference is plain PyTorch: the decoder in one process, one document at a time, torch's clip and its unfused optimizer. Four things are
 compared: the loss of every step, every weight's gradient (first and last step), the weights, and the optimizer's moments.
 """
 
@@ -30,17 +30,16 @@ from longshift.schedule.chunks import StreamOptions
 from longshift.spec.adapters import Lora
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
+from longshift.spec.rule import Rule
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
-from longshift.state.optimizer import MOMENTS, Optimizer, Schedule
+from longshift.state.optimizer import Optimizer, Schedule, torch_optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.update import State, score, train_step
 from longshift.switch.itinerary import SwitchOptions, home_layout
 from longshift.switch.planners import Planner
 from longshift.workload.groups import Edge
-
-KINDS = ("grad-first", "grad-last", "master", *MOMENTS)
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,7 @@ class Trial:
     lr: float = 3e-3
     warmup: int = 2
     clip: float | None = 1.0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    rule: Rule = Rule()  # noqa: RUF009  (frozen)
     given: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], ...] = ()
     folder: str | None = None
     edges: tuple[int, ...] = ()
@@ -152,7 +149,8 @@ class Trial:
         spec["lora"] = Lora(**spec["lora"] | {"targets": tuple(spec["lora"]["targets"])}) if spec["lora"] else None
         rest = {k: v for k, v in value.items() if k != "spec"}
         rest["stages"] = tuple(Later(**later | {"rope": Rope(**later["rope"]) if later["rope"] else None}) for later in value["stages"])
-        rest |= {"lengths": tuple(map(tuple, value["lengths"]))} | {name: tuple(value[name]) for name in ("betas", "edges", "packs")}
+        rest |= {"lengths": tuple(map(tuple, value["lengths"]))} | {name: tuple(value[name]) for name in ("edges", "packs")}
+        rest["rule"] = Rule(**value["rule"] | {"betas": tuple(value["rule"]["betas"])})
         return cls(ModelSpec(**spec), **rest)
 
 
@@ -192,8 +190,8 @@ def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | N
     decays = {True: [], False: []}
     for name, weight in weights.items():
         decays[spec.by_name[name].decay].append(weight)
-    groups = [{"params": decays[True], "weight_decay": trial.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, betas=trial.betas, eps=trial.eps, foreach=False)
+    groups = [{"params": decays[True], "weight_decay": trial.rule.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
+    optimizer = torch_optimizer(trial.rule, groups, fused=False)
     alone, schedule, batches, stages = Layout(), trial.schedule, trial.batches(), dict(trial.parts)
     out: dict[str, Tensor] = {}
     losses = []
@@ -201,7 +199,7 @@ def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | N
         if step in stages:
             spec = stages[step].spec
             ops, model = Ops(spec), Decoder(spec).load(model.weights())
-        adamw.zero_grad()
+        optimizer.zero_grad()
         total = 0.0
         for document in batch.documents:
             loss = model(micro_batch(spec, [document], alone, 0, dtype, device), ops)
@@ -213,13 +211,13 @@ def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | N
                 out |= {f"{kind}/{name}": w.grad.clone() for name, w in weights.items() if w.grad is not None}
         if trial.clip:
             torch.nn.utils.clip_grad_norm_(weights.values(), trial.clip)
-        for group in adamw.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = schedule.at(step)
-        adamw.step()
+        optimizer.step()
     out["loss"] = torch.tensor(losses, dtype=torch.float64)
     for name, weight in weights.items():
         out[f"master/{name}"] = weight.detach()
-        out |= {f"{kind}/{name}": adamw.state[weight][kind] for kind in MOMENTS}
+        out |= {f"{kind}/{name}": optimizer.state[weight][kind] for kind in trial.rule.moments}
     return out
 
 
@@ -239,8 +237,8 @@ def build(
     edges = trial.groups(layouts)
     home_cut = home_cut or home_layout(edges)
     source = source or trial.source()
-    home = Home.made(trial.spec, home_cut, world, precision, source, trial.home, trial.stream_folder)
-    optimizer = Optimizer(home, trial.betas, trial.eps, trial.weight_decay)
+    home = Home.made(trial.spec, home_cut, world, precision, source, trial.home, trial.stream_folder, trial.rule)
+    optimizer = Optimizer(home, trial.rule)
     state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
     stream = StreamOptions(trial.stream_folder or tempfile.gettempdir(), trial.ahead, checked=True)
@@ -283,8 +281,8 @@ def compare(
         for kind, view in views.items():
             if box:
                 found.add(kind, name, view, truth[f"{kind}/{name}"][box.within(Box.whole(what.spec.by_name[name].shape))])
-    group = world.everyone
-    worst = {kind: found.worst(kind, lambda both: group.all_reduce(both.to(world.device)).cpu()) for kind in KINDS}
+    group, kinds = world.everyone, ("grad-first", "grad-last", "master", *what.rule.moments)
+    worst = {kind: found.worst(kind, lambda both: group.all_reduce(both.to(world.device)).cpu()) for kind in kinds}
     world.forget()
     ours = torch.tensor(losses, dtype=torch.float64)
     return {
@@ -292,7 +290,7 @@ def compare(
         "score": float((torch.stack(scores).abs() / truth["loss"][[0, -1]]).max()),
         "grad": max(worst["grad-first"], worst["grad-last"]),
         "weight": worst["master"],
-        "optimizer": max(worst[kind] for kind in MOMENTS),
+        "optimizer": max((worst[kind] for kind in what.rule.moments), default=0.0),
     }
 
 
@@ -304,7 +302,7 @@ def _later(state: State, trial: Trial, layouts: Sequence[Layout], world: World, 
     saved = Checkpoint.latest(run, world)
     own, read = trial.source(), saved.source()
     state, player = build(trial, layouts, world, cut, lambda name, box: (own if trial.spec.by_name[name].frozen else read)(name, box))
-    saved.restore(state.optimizer.state(changing=True), MOMENTS)
+    saved.restore(state.optimizer.state(changing=True), trial.rule.moments)
     state.optimizer.resume(steps)
     world.gather_text("")
     if world.rank == 0:

@@ -14,6 +14,7 @@ from longshift.errors import CheckpointError, UsageError
 from longshift.model.kernels import Kernel
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
+from longshift.spec.rule import OptimizerName, Rule
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.precision import Precision
 from longshift.step.update import State
@@ -32,7 +33,15 @@ class Part(BaseModel):
 
 
 class SavedTrain(Part):
+    """`optimizer`, `momentum`: as in `config.TrainConfig`; checkpoints from before there were two have moments of AdamW."""
+
     precision: PrecisionName
+    optimizer: OptimizerName = "adamw"
+    momentum: float | None = None
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(self.optimizer) if self.momentum is None else Rule(self.optimizer, momentum=self.momentum)
 
 
 class SavedConfig(Part):
@@ -116,9 +125,9 @@ def changed_model(saved: Mapping[str, Any], spec: ModelSpec) -> list[tuple[str, 
 
 
 def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, saved: Checkpoint) -> None:
-    """Refuse to go on from a checkpoint with another model, format, data or tokenizer. A checkpoint can be resumed only with the same model
-    function and the same home precision; its cursor counts documents of its data, and its embedding has rows of its tokenizer. Raises
-    CheckpointError, UsageError."""
+    """Refuse to go on from a checkpoint with another model, format, optimizer, data or tokenizer. A checkpoint can be resumed only with
+    the same model function, the same moments and the same home precision; its cursor counts documents of its data, and its embedding has
+    rows of its tokenizer. Raises CheckpointError, UsageError."""
     for field, was, now in changed_model(facts.model, config.spec):
         raise CheckpointError(
             f"the model changed since {saved.folder} was written: {field} was {was} and is {now}; "
@@ -130,9 +139,16 @@ def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, 
             f"{saved.folder} keeps its state in {Precision.of(was).home}, train.precision={precision} in {Precision.of(precision).home}: "
             f"write train.precision={was}, or start a new run from an export of this one"
         )
+    before, rule = facts.config.train.rule, config.train.rule
+    if before.moments != rule.moments:
+        wrote = f"train.optimizer={before.name}" + (f" train.momentum={before.momentum:g}" if before.name == "sgd" else "")
+        raise CheckpointError(
+            f"{saved.folder} has the moments of {before}, and {rule} keeps others: write {wrote}, or start a new run from an export of "
+            "this one"
+        )
     for what, mend in MENDS.items():
         if getattr(facts.fingerprints, what) != getattr(fingerprints, what):
             raise CheckpointError(f"the {what} changed since {saved.folder} was written: {mend}")
-    saved.expect(config.spec)
+    saved.expect(config.spec, rule.moments)
     if saved.step > config.train.steps:
         raise UsageError(f"{run} is at step {saved.step} already: train.steps={config.train.steps} cannot be reached; write a larger one")

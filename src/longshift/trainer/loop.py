@@ -16,7 +16,7 @@ from longshift.documents.batch import Batches, StepBatch
 from longshift.errors import CheckpointError, NonFiniteError
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Home, fingerprint
-from longshift.state.optimizer import MOMENTS, Optimizer
+from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.state.saver import Saver
 from longshift.step.player import Player
@@ -193,8 +193,8 @@ def build_state(config: Config, world: World, folder: Path, saved: Checkpoint | 
     config names one."""
     spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
     source = continued(config, saved, precision.home) if saved else initial(config, precision.home)
-    home = Home.made(spec, home_layout(config.edges), world, precision, source, config.home, config.stream.folder or folder)
-    optimizer = Optimizer(home, train.betas, train.eps, train.weight_decay)
+    home = Home.made(spec, home_layout(config.edges), world, precision, source, config.home, config.stream.folder or folder, train.rule)
+    optimizer = Optimizer(home, train.rule)
     state = State(spec, home, optimizer, schedule_of(config), train.clip, LossScale() if precision.scaled else None)
     state.base = fingerprint(home, world)
     if saved and facts:
@@ -203,7 +203,7 @@ def build_state(config: Config, world: World, folder: Path, saved: Checkpoint | 
                 f"the weights that are not trained are others than {saved.folder} was trained beside: put the old model folder back, and "
                 f"the train.precision and train.seed that it began with"
             )
-        saved.restore(optimizer.state(changing=True), MOMENTS)  # masters are there
+        saved.restore(optimizer.state(changing=True), home.moments)  # masters are there
         optimizer.resume(facts.updates)
         state.cursor = facts.cursor
         if state.scale and facts.loss_scale:
