@@ -39,7 +39,7 @@ from longshift.layout.layout import Layout, parse_size
 from longshift.model.decoder import Decoder, MicroBatch, Ops
 from longshift.model.kernels import TILED
 from longshift.spec.model import ModelSpec, Rope
-from longshift.state.optimizer import torch_optimizer
+from longshift.state.optimizer import decay_groups, torch_optimizer
 from longshift.step.update import train_step
 from longshift.trainer.check import Trial, build
 
@@ -144,9 +144,7 @@ def _selective(trial: Trial, ops: Ops) -> Run:
     source = trial.source()
     model = Decoder(spec).load({p.name: source(p.name, Box.whole(p.shape)).to(dtype) for p in spec.params})
     masters = {name: weight.detach().float() for name, weight in model.weights().items()}
-    decays = {decay: [masters[p.name] for p in spec.params if p.decay == decay] for decay in (True, False)}
-    groups = [{"params": decays[True], "weight_decay": trial.rule.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
-    adamw = torch_optimizer(trial.rule, groups, fused=True)
+    adamw = torch_optimizer(trial.rule, decay_groups(spec, trial.rule, masters), fused=True)
     updates = count()
     device, kept = torch.device("cpu"), (flash, torch.ops.longshift_benchmark.tiled.default)
 

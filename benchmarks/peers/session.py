@@ -25,6 +25,7 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.model.decoder import MicroBatch
 from longshift.spec.model import ModelSpec
+from longshift.state.optimizer import decay_groups, torch_optimizer
 from longshift.trainer.check import Trial
 from longshift.workload.packs import cost, pack, shares
 
@@ -77,13 +78,10 @@ def weights(trial: Trial) -> dict[str, Tensor]:
     return {p.name: source(p.name, Box.whole(p.shape)).float().clone() for p in trial.spec.params}
 
 
-def adamw(trial: Trial, params: dict[str, nn.Parameter]) -> torch.optim.AdamW:
+def adamw(trial: Trial, params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     """torch's fused AdamW; norms do not decay, as in Longshift."""
-    decays: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, param in params.items():
-        decays[trial.spec.by_name[name].decay].append(param)
-    groups = [{"params": decays[True], "weight_decay": trial.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=trial.lr, betas=trial.betas, eps=trial.eps, fused=True)
+    groups = [{**group, "lr": trial.lr} for group in decay_groups(trial.spec, trial.rule, params)]
+    return torch_optimizer(trial.rule, groups, fused=True)
 
 
 def micro_batches(trial: Trial, batch: StepBatch, world: World, dtype: torch.dtype) -> Iterator[MicroBatch]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from longshift.layout.box import Box
+from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
 from longshift.state.home import Home, Shard
 
@@ -133,6 +134,14 @@ def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Op
     if rule.name == "sgd":
         return torch.optim.SGD(params, momentum=rule.momentum, **how)
     return torch.optim.AdamW(params, betas=rule.betas, eps=rule.eps, **how)
+
+
+def decay_groups(spec: ModelSpec, rule: Rule, weights: Mapping[str, Tensor]) -> list[dict]:
+    """torch's groups of parameters: matrices decay, norms and biases do not. `weights` by canonical name."""
+    decays: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, weight in weights.items():
+        decays[spec.by_name[name].decay].append(weight)
+    return [{"params": decays[True], "weight_decay": rule.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
 
 
 def _halves(shard: Shard) -> list[slice]:

@@ -33,7 +33,7 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
-from longshift.state.optimizer import Optimizer, Schedule, torch_optimizer
+from longshift.state.optimizer import Optimizer, Schedule, decay_groups, torch_optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.update import State, score, train_step
@@ -187,11 +187,7 @@ def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | N
     source = trial.source()
     model = Decoder(spec).load({p.name: source(p.name, Box.whole(p.shape)).to(dtype).clone() for p in spec.params})
     weights = {name: weight for name, weight in model.weights().items() if weight.requires_grad}
-    decays = {True: [], False: []}
-    for name, weight in weights.items():
-        decays[spec.by_name[name].decay].append(weight)
-    groups = [{"params": decays[True], "weight_decay": trial.rule.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
-    optimizer = torch_optimizer(trial.rule, groups, fused=False)
+    optimizer = torch_optimizer(trial.rule, decay_groups(spec, trial.rule, weights), fused=False)
     alone, schedule, batches, stages = Layout(), trial.schedule, trial.batches(), dict(trial.parts)
     out: dict[str, Tensor] = {}
     losses = []
