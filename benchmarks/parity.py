@@ -190,6 +190,11 @@ def switched() -> Iterator[tuple[Trial, str, int]]:
         yield trial_of("masked" if number % 2 else "llama", STEPS, edges=EDGES), groups, 2
 
 
+def of_switches(trial: Trial) -> str:
+    """The family of a trial of `switched`."""
+    return "masked" if trial.masked else "llama-tied" if trial.spec.tied else "llama"
+
+
 def staged(family: str, steps: int) -> Trial:
     """A trial of three stages, each with positions and packs of its own; families without rotary embedding keep their positions."""
     base = FAMILIES[family].rope
@@ -223,25 +228,29 @@ def sizes(world: World, trial: dict, path: str) -> dict[str, float]:
 
 
 def main() -> int:
-    options = arguments("Worst relative differences of every layout to one process.").parse_args()
+    parser = arguments("Worst relative differences of every layout to one process.")
+    parts = (*FAMILIES, "switches", "stages", "homes")
+    parser.add_argument("--only", nargs="+", default=parts, choices=parts, metavar="PART", help=f"of {', '.join(parts)}")
+    options = parser.parse_args()
     steps, rows, started = QUICK_STEPS if options.quick else STEPS, [], time.monotonic()
-    cases = {family: list(layouts_of(family))[:: QUICK_EVERY if options.quick else 1] for family in FAMILIES}
-    switches = list(switched())[:: QUICK_EVERY if options.quick else 1]
-    stages = STAGED[:: QUICK_EVERY if options.quick else 1]
-    homes = list(product(HOMES, ("host", "disk")))[:: QUICK_EVERY if options.quick else 1]
+    every = QUICK_EVERY if options.quick else 1
+    cases = {family: list(layouts_of(family))[::every] for family in FAMILIES if family in options.only}
+    switches = list(switched())[::every] if "switches" in options.only else []
+    stages = STAGED[::every] if "stages" in options.only else ()
+    homes = list(product(HOMES, ("host", "disk")))[::every] if "homes" in options.only else []
     total = sum(map(len, cases.values())) + len(switches) + len(stages) + len(homes)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longshift-")))
         sizes = sorted({1, 2, 4, 8} | {layout.world for layouts in cases.values() for layout in layouts})
         worlds = {size: stack.enter_context(ForkedWorld(size)) for size in sizes}
-        for family, layouts in cases.items():
+        for family in dict.fromkeys((*cases, *(of_switches(trial) for trial, _, _ in switches))):
             what = {"trial": trial_of(family, steps).to_json(), "path": str(scratch / f"{family}.safetensors")}
             worlds[1].call("longshift.trainer.check:write_reference", DEADLINE_S, **what)
-            for layout in layouts:
+            for layout in cases.get(family, ()):
                 found = worlds[layout.world].call("longshift.trainer.check:compare", DEADLINE_S, layout=str(layout), **what)
                 rows.append(row(family, str(layout), found, len(rows), total))
         for trial, groups, per_node in switches:
-            family = "masked" if trial.masked else "llama-tied" if trial.spec.tied else "llama"
+            family = of_switches(trial)
             what = {"trial": replace(trial, lengths=trial.lengths[:steps]).to_json(), "path": str(scratch / f"{family}.safetensors")}
             found = worlds[Layout.parse(groups.split(" > ")[0]).world].call(
                 "longshift.trainer.check:compare", DEADLINE_S, layout=groups, per_node=per_node, **what
