@@ -1,5 +1,6 @@
 """`longshift report`: what a run's folder says, in one page that a browser opens without a network."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -9,15 +10,16 @@ from pathlib import Path
 import pytest
 from test_pages import BROWSER, opened
 
+from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import UsageError
 from longshift.reports.read import read_run
 from longshift.trainer.metrics import read_rows
 
 CONFIG = """
 model: {preset: tiny-llama}
-data: {train: [{corpus: python}], max_len: 256, overlong: split, held_out: 0.05, cache: CACHE}
-train: {tokens_per_step: 6K, steps: 4, lr: 3e-3, precision: float32}
-validation: {every: 2, tokens: 2K}
+data: {train: [{path: PLACE/*.txt}], tokenizer: PLACE/tokenizer.json, max_len: 256, overlong: split, held_out: 0.05, cache: PLACE/cache}
+train: {tokens_per_step: 1K, steps: 4, lr: 3e-3, precision: float32}
+validation: {every: 2, tokens: 512}
 layout: [{upto: 240, use: dp2}, {upto: 256, use: u2.chunk64.disk}]
 save: {dir: RUN, every: 2}
 """
@@ -31,7 +33,11 @@ def longshift(*words: object) -> subprocess.CompletedProcess:
 def runs(tmp_path_factory) -> tuple[Path, Path]:
     """A run that was resumed, and one with another learning rate, on one rank."""
     place = tmp_path_factory.mktemp("runs")
-    text = CONFIG.replace("CACHE", str(place / "cache")).replace("RUN", str(place / "first"))
+    source = Path(argparse.__file__).read_text()
+    for n in range(200):
+        (place / f"{n}.txt").write_text(source[300 * n :][: 20 * n + 20])
+    train_tokenizer(iter([source]), 300).save(str(place / "tokenizer.json"))
+    text = CONFIG.replace("PLACE", str(place)).replace("RUN", str(place / "first"))
     (place / "run.yaml").write_text(text)
     (place / "plain.yaml").write_text(re.sub(r"validation: .*|held_out: 0.05, ", "", text))
     for words in (

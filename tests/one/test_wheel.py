@@ -8,10 +8,12 @@ import venv
 import zipfile
 from pathlib import Path
 
+from longshift.documents.tokenizer import train as train_tokenizer
+
 ROOT = Path(__file__).parents[2]
 RUN = """
 model: {preset: tiny-llama}
-data: {train: [{corpus: python}], max_len: 128, overlong: truncate, cache: cache}
+data: {train: [{path: a.txt}], tokenizer: tokenizer.json, max_len: 128, overlong: split, cache: cache}
 train: {tokens_per_step: 256, steps: 2, lr: 1e-3, precision: float32}
 save: {dir: run, every: 2}
 """
@@ -33,6 +35,8 @@ def test_a_wheel_trains_where_the_source_is_not(tmp_path: Path):
     python = place / "venv" / "bin" / "python"
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL"))}
     (place / "run.yaml").write_text(RUN)
+    (place / "a.txt").write_text(text := Path(venv.__file__).read_text())
+    train_tokenizer(iter([text]), 300).save(str(place / "tokenizer.json"))
 
     def run(*words: str) -> str:
         done = subprocess.run([str(python), *words], cwd=place, env=clean, capture_output=True, text=True, timeout=300)
