@@ -1,6 +1,7 @@
 """Trackers hold what `metrics.jsonl` holds, each where its package is installed; none of them can end or delay a run."""
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -44,6 +45,11 @@ save: {{dir: {place}/run, every: 2, trackers: [{names}], project: tests}}
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
+    return made(tmp_path)
+
+
+def made(tmp_path: Path) -> Path:
+    """A folder with documents and a tokenizer."""
     text = Path(re.__file__).read_text()
     train_tokenizer(iter([text]), 300).save(str(tmp_path / "tokenizer.json"))
     for number in range(12):
@@ -128,18 +134,25 @@ def of_mlflow(place: Path) -> dict[str, dict[int, dict]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "layout"), [*((name, "dp1") for name in NAMES), ("tensorboard", "dp2")])
-def test_a_tracker_holds_the_rows_of_a_run_that_was_resumed(place, name, layout):
-    pytest.importorskip(name)
-    environment = {"TRACKIO_DIR": str(place / "trackio")}
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The place of a run on two ranks that was resumed, with every tracker whose package is here."""
+    place = made(tmp_path_factory.mktemp("resumed"))
+    names = ", ".join(name for name in NAMES if importlib.util.find_spec(name))
     for words in ((), ("--resume", "train.steps=5")):
-        ran = trained(place, *words, layout=layout, names=name, **environment)
+        ran = trained(place, *words, layout="dp2", names=names, TRACKIO_DIR=str(place / "trackio"))
         assert ran.returncode == 0, ran.stderr
-        assert all(isinstance(json.loads(line), dict) for line in ran.stdout.splitlines())  # what the tracker says is elsewhere
+        assert all(isinstance(json.loads(line), dict) for line in ran.stdout.splitlines())  # what the trackers say is elsewhere
         assert "the run goes on without it" not in ran.stderr
-    rows = read_rows(place / "run" / "metrics.jsonl")
+    return place
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tracker_holds_the_rows_of_a_run_that_was_resumed(resumed: Path, name: str):
+    pytest.importorskip(name)
+    rows = read_rows(resumed / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    found = {"tensorboard": of_tensorboard, "wandb": of_wandb, "trackio": of_trackio, "mlflow": of_mlflow}[name](place)
+    found = {"tensorboard": of_tensorboard, "wandb": of_wandb, "trackio": of_trackio, "mlflow": of_mlflow}[name](resumed)
     assert set(found) == ({"run"} if name == "tensorboard" else {"run", "run from step 4"})
     told = {step: row for part in found.values() for step, row in part.items()}
     assert len(told) == sum(map(len, found.values())) == 5
@@ -160,13 +173,12 @@ def test_a_run_that_fails_is_told_as_failed(place):
     assert run.info.status == "FAILED"
 
 
-@pytest.mark.parametrize("layout", ["dp1", "dp2"])
-def test_a_tracker_that_cannot_write_is_said_once_and_the_run_goes_on(place, layout):
+def test_a_tracker_that_cannot_write_is_said_once_and_the_run_goes_on(place):
     """A file stands where TensorBoard makes its folder."""
     pytest.importorskip("tensorboard")
     (place / "run").mkdir()
     (place / "run" / "tensorboard").write_text("")
-    ran = trained(place, layout=layout, names="tensorboard")
+    ran = trained(place, layout="dp2", names="tensorboard")
     assert ran.returncode == 0, ran.stderr
     (said,) = (line for line in ran.stderr.splitlines() if "tensorboard" in line)
     assert said.startswith("longshift: tensorboard failed before step 1, and the run goes on without it: ")
