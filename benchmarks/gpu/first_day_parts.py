@@ -40,6 +40,7 @@ METHODS = {  # C: the chunk
 }
 RIVALS = {"fsdp2": "dp1", "fsdp2 checkpoint": "recompute-full", "fsdp2 compiled": "dp1"}  # and the layout that computes as much
 STREAMED = ("stream", "kv-offload", "fpdt")
+PROFILED_TOKENS = 1024 * K  # of a step that there is no time to profile, too
 HOST_BYTES = 128 * GIB
 HOST_SHARE = 0.8  # of a machine's memory, that a tier may have
 BY_DOCUMENT = replace(FLASH, name="flash, a call for each document")
@@ -77,24 +78,25 @@ class Way:
             with fake_device() as (device, held):
                 row["counted"] = count(case, device, held)
             return row | {"over_ledger": row["counted"]["device_peak_gib"] / peak}
-        if reason := self.no_room(row["forecast"]):
+        profile = case.tokens < PROFILED_TOKENS
+        if reason := self.no_room(row["forecast"], profile):
             return row | {"left_out": reason}
         path = self.results.with_suffix("") / f"{trace}.json" if trace else None
-        row["measured"] = measure(case, self.real, path)
+        row["measured"] = measure(case, self.real, path, profile)
         if "device_peak_gib" in row["measured"]:
             row["over_ledger"] = row["measured"]["device_peak_gib"] / peak
         if "seconds" in row["measured"]:
             row["over_forecast_s"] = row["measured"]["seconds"] / row["forecast"]["seconds"]
         return row
 
-    def no_room(self, foretold: dict) -> str:
+    def no_room(self, foretold: dict, profile: bool) -> str:
         """Why a case is not tried: the device's memory, or the time that is left. Empty where there is no reason."""
         if self.device != "cuda":
             return ""
         free = torch.cuda.mem_get_info()[0] / GIB
         if foretold["device_peak_gib"] > free:
             return f"the ledger says {foretold['device_peak_gib']:.1f} GiB, {free:.1f} are free"
-        left, needs = self.until - time.monotonic(), 1.5 * foretold["seconds"] + 10
+        left, needs = self.until - time.monotonic(), (1.4 if profile else 1.1) * foretold["seconds"] + 15
         return f"about {needs:.0f} s, {left:.0f} are left" if needs > left else ""
 
 
@@ -143,12 +145,12 @@ def attention_of(way: Way, kernel: Kernel, heads: Heads, lengths: tuple[int, ...
         found = [make(tokens, n, heads.width, device=device, dtype=torch.bfloat16) for n in counts]
         return [found[0], *(x.requires_grad_() for x in found[1:])]
 
-    def forward(given: list[torch.Tensor]) -> torch.Tensor:
+    def forward(given: list[torch.Tensor]) -> torch.Tensor:  # by the attention of now
         return PackedAttention.apply(*given[1:], lengths, None, attention)  # pyright: ignore[reportReturnType]
 
     if way.device == "fake":
         with fake_device() as (device, held):
-            given = inputs(device)
+            given, attention = inputs(device), replace(attention, kernel=held.told(kernel))
             held.restart()
             torch.autograd.grad(forward(given), given[1:], given[0])
             return {"counted": {**held.work, "device_peak_gib": held.most[device.type] / GIB}}

@@ -3,7 +3,7 @@ and chunk. `python benchmarks/gpu/long_context.py --json > report.json`, which `
 
 A step is forward, backward and update in bf16, from random weights. FLOP/s count a causal attention's scores once and no recomputation;
 the peak is a bf16 matmul of 8192 x 8192 in the same process. The share of transfers that is hidden, their time under a kernel, is the
-profiler's, of a step of at most 8 chunks; what they cost is also seen against the same layout with everything on the device, where that
+profiler's, of a step of at most 4 chunks; what they cost is also seen against the same layout with everything on the device, where that
 fits. `--device cpu` tries the script itself on a small model; `--device fake` needs no GPU and counts, of the same steps (fake_device.py),
 the bytes that the device's tensors take and what its operations compute and move, and no seconds.
 """

@@ -28,6 +28,7 @@ from fake_device import NAME, Held
 from longshift.cluster.cluster import Cluster
 from longshift.dist.world import World
 from longshift.documents.batch import Document, StepBatch
+from longshift.layout.box import Box
 from longshift.layout.layout import Layout, Tier
 from longshift.program.ledger import Weighed
 from longshift.program.needs import StepShape
@@ -42,7 +43,7 @@ from longshift.simulate.rates import rates
 from longshift.spec.formats import formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
-from longshift.state.home import Home, random_source
+from longshift.state.home import Home, Source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import Precision
 from longshift.step.player import Player
@@ -56,6 +57,7 @@ K = 1024
 GIB = 2**30
 PRECISION = "bf16"
 WARM_TOKENS = 8 * K  # of the step before the one that is timed
+PROFILED = 4  # chunks of a step that is profiled
 AGAIN_S = 5.0  # a shorter step is timed three times
 
 
@@ -189,7 +191,7 @@ class Built:
 def build(case: Case, device: torch.device) -> Built:
     world, precision = World(0, 1, device), Precision.of(PRECISION)
     real = device.type in ("cpu", "cuda")  # where it is not, nobody looks at numbers
-    source = random_source(case.spec, 0, precision.home) if real else lambda _, box: torch.empty(box.shape, dtype=precision.home)
+    source = drawn_there(case.spec, device) if real else lambda _, box: torch.empty(box.shape, dtype=precision.home)
     home = Home.made(case.spec, case.layout, world, precision, source, case.home)
     state = State(case.spec, home, Optimizer(home, Rule()), Schedule(1e-4, 1000, 0.0, 1), 1.0)
     player = Player(case.spec, [Edge(case.tokens, case.layout)], world, home, precision, SwitchOptions(), StreamOptions())
@@ -200,6 +202,19 @@ def build(case: Case, device: torch.device) -> Built:
         return train_step(state, StepBatch(documents, sum(lengths) - len(lengths), 0, 1), player).loss
 
     return Built(step, player.runners[case.layout].tier, player)
+
+
+def drawn_there(spec: ModelSpec, device: torch.device) -> Source:
+    """Initial weights, drawn on the device: the run's own source takes a minute for billions of them."""
+    make = torch.Generator(device).manual_seed(0)
+
+    def source(name: str, box: Box) -> torch.Tensor:
+        init = spec.by_name[name].init
+        if init in ("zeros", "ones"):
+            return torch.full(box.shape, float(init == "ones"), device=device)
+        return torch.randn(box.shape, generator=make, device=device).mul_(spec.init_std)
+
+    return source
 
 
 def warm(case: Case) -> tuple[int, ...]:
@@ -222,11 +237,11 @@ def count(case: Case, device: torch.device, held: Held) -> dict:
     return found
 
 
-def measure(case: Case, device: torch.device, trace: Path | None = None) -> dict:
+def measure(case: Case, device: torch.device, trace: Path | None = None, profile: bool = True) -> dict:
     """What a step takes, of three if it is short the fastest; `fault` where it does not fit. `trace`: a file for the profiler's trace of a
-    step of at most 8 chunks, which tells what share of its copies is hidden."""
+    step of at most PROFILED chunks, which tells what share of its copies is hidden; `profile`: whether there is time for that."""
     try:
-        found = _measured(case, device, trace)
+        found = _measured(case, device, trace, profile)
     except torch.cuda.OutOfMemoryError as fault:
         found = {"fault": str(fault).splitlines()[0]}
     gc.collect()  # a player and its table refer to each other
@@ -235,7 +250,7 @@ def measure(case: Case, device: torch.device, trace: Path | None = None) -> dict
     return found
 
 
-def _measured(case: Case, device: torch.device, trace: Path | None) -> dict:
+def _measured(case: Case, device: torch.device, trace: Path | None, profile: bool) -> dict:
     with contextlib.closing(build(case, device)) as built:
         built.step(warm(case))
         if device.type == "cuda":
@@ -256,7 +271,7 @@ def _measured(case: Case, device: torch.device, trace: Path | None) -> dict:
             found["reserved_peak_gib"] = torch.cuda.max_memory_reserved(device) / GIB
         found["host_resident_gib"] = resident() / GIB  # arenas stay pinned till the tier is closed
         found |= {**moved(built.tier), "kernel": f"{built.player.kernel.name}: {built.player.why_kernel}"}
-        if built.tier is not None or trace is not None:
+        if profile and (built.tier is not None or trace is not None):
             few = few_chunks(case)
             with tempfile.TemporaryDirectory() as folder:
                 found["hidden_share"] = hidden(profiled(lambda: built.step(few), device, trace or Path(folder) / "trace.json"))
@@ -265,8 +280,8 @@ def _measured(case: Case, device: torch.device, trace: Path | None) -> dict:
 
 
 def few_chunks(case: Case) -> tuple[int, ...]:
-    """Documents of a step whose profile can be read: of at most 8 chunks."""
-    most = 8 * case.layout.chunk
+    """Documents of a step whose profile can be read."""
+    most = PROFILED * case.layout.chunk
     return (most,) if 0 < most < case.tokens else case.lengths
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -41,25 +42,38 @@ def test_without_a_gpu_it_foretells_and_counts_and_goes_on_where_it_was(tmp_path
     assert found["commit"] == "one"
     assert {row["layout"] for row in found["parts"]["profiles"]["rows"]} == {"recompute-full"}
     assert all(row["forecast"]["lanes"]["compute"] > 0 for row in found["parts"]["profiles"]["rows"])
-    out.write_text(json.dumps(found | {"parts": {**found["parts"], "profiles": found["parts"]["profiles"] | {"commit": "zero"}}}))
     again, said = first_day(out, "--device", "fake", "--layers", "1", "--parts", "home", "profiles")
-    assert "== home: done before" in said
-    assert "== profiles\n" in said
-    assert again["parts"]["home"] == found["parts"]["home"]
+    assert said == "== home: done before\n== profiles: done before\n"
+    assert again == found
 
 
-def test_a_part_that_does_not_end_is_ended_and_one_that_fails_says_why(tmp_path: Path):
-    """It measures on a small model, and finds little beside torch; what was found before stays."""
+@pytest.mark.parametrize(
+    ("code", "rows", "state"),
+    [
+        ("print('{\"a\": 1}'); print('other words')", [{"a": 1}], "done"),
+        ("import time; print('{\"a\": 1}', flush=True); time.sleep(60)", [{"a": 1}], "deadline"),
+        ("print('{\"a\": 1}'); raise ValueError('of this')", [{"a": 1}], "fault"),
+    ],
+)
+def test_rows_are_kept_however_a_part_ends(tmp_path: Path, code: str, rows: list, state: str):
+    deadline_s = 3.0 if state == "deadline" else 60.0
+    *found, last = runpy.run_path(str(SCRIPT))["rows_of"]([sys.executable, "-c", code], deadline_s, tmp_path / "errors")
+    assert found == rows
+    assert last["state"] == state
+    assert ("ValueError: of this" in last.get("why", ())) == (state == "fault")
+
+
+def test_what_there_is_is_measured_with_little_beside_torch(tmp_path: Path):
+    """On the CPU, a small model. A part that was not done is played again."""
     for name in ABSENT:
         (tmp_path / f"{name}.py").write_text("raise ImportError")
-    found, said = first_day(tmp_path / "a.json", "--device", "cpu", "--layers", "1", "--parts", "profiles", "--deadline", "0.01")
-    assert found["parts"]["profiles"]["state"] == "deadline", said
-    found, said = first_day(tmp_path / "a.json", "--device", "cpu", "--machine", "h900", "--parts", "home")
-    assert found["parts"]["home"]["state"] == "fault"
-    assert any("h900" in line for line in found["parts"]["home"]["why"])
-    assert found["parts"]["profiles"]["state"] == "deadline"
-    found, said = first_day(tmp_path / "a.json", "--device", "cpu", "--layers", "1", "--parts", "home")
-    device, host = found["parts"]["home"]["rows"]
+    out = tmp_path / "day.json"
+    out.write_text(
+        json.dumps({"device": "cpu", "parts": {"home": {"state": "fault", "commit": "one", "rows": []}, "law": {"state": "done"}}})
+    )
+    found, said = first_day(out, "--device", "cpu", "--layers", "1", "--parts", "home")
     assert found["parts"]["home"]["state"] == "done", said
+    assert found["parts"]["law"] == {"state": "done"}
+    device, host = found["parts"]["home"]["rows"]
     assert all(row["measured"]["tokens_per_s"] > 0 and row["forecast"]["seconds"] > 0 for row in (device, host))
     assert device["measured"]["loss"] == host["measured"]["loss"]

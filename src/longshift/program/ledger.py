@@ -25,7 +25,7 @@ from longshift.switch.plan import Plan
 @dataclass(frozen=True)
 class Weighed:
     """What a step needs on one rank. `sent`: bytes out of the rank to others, by communicator; `moved`: bytes put into tiers and
-    fetched; `flops`: of matmuls and of attention, causal scores counted once, recomputation included."""
+    fetched; `flops`: of matmuls and of attention, causal scores counted once, recomputation included, where the step itself was played."""
 
     peaks: dict[str, Peak]
     sent: dict[str, int] = field(default_factory=dict)

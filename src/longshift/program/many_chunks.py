@@ -2,9 +2,8 @@
 
 A document of n chunks has n²/2 pairs of chunks: too many to weigh one by one before a run. What a rank keeps at one *moment* of a step (an
 operation; in a chunked turn an event of the first, the last or the middle chunks) is linear in the number of documents of a pack, in their
-chunks, and in those of the shorter document that fills the pack up. What a rank sends, moves and computes is linear in these and in the
-pairs. So a few small packs tell what a large one needs, moment by moment. The peak is the most of all moments, and not always that of small
-packs.
+chunks, and in those of the shorter document that fills the pack up. What a rank sends and moves is linear in these and in the pairs. So
+a few small packs tell what a large one needs, moment by moment. The peak is the most of all moments, and not always that of small packs.
 
     pack: [ document | document | ... | rest ]        documents 3, 4 · chunks of each 9, 12, 15 · of the rest 5, 8
 
@@ -70,8 +69,7 @@ def _shape(pack: Pack) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Moments:
-    """What a step needs at each of its moments. `visits`: of each operation, by number; `traffic`: bytes, and FLOPs, by visit, kind and
-    name."""
+    """What a step needs at each of its moments. `visits`: of each operation, by number; `traffic`: bytes by visit, kind and name."""
 
     visits: tuple[int, ...]
     peaks: Mapping[Moment, Mapping[str, Peak]]
@@ -86,9 +84,8 @@ def moments_of(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence
     def after(op: Op) -> None:
         nonlocal before
         order.append(op.visit)
-        account = ledger.account
-        kinds = {"sent": account.sent, "moved": account.moved, "flops": account.flops}
-        now = Counter({(kind, name): size for kind, counted in kinds.items() for name, size in counted.items()})
+        now = Counter({("sent", name): size for name, size in ledger.account.sent.items()})
+        now |= Counter({("moved", name): size for name, size in ledger.account.moved.items()})
         if now != before:
             traffic.update({(op.visit, *key): size for key, size in (now - before).items()})
             before = now
@@ -117,10 +114,10 @@ def extended(
                 alive = [dict(side.alive) for side in sides]
                 rows = [(name, _sum(weights, [side.get(name, size) for side in alive])) for name, size in peak.alive]
                 peaks[place] = Peak(total, peak.op, tuple(sorted(rows, key=lambda row: -row[1])))
-    traffic = {kind: Counter[str]() for kind in ("sent", "moved", "flops")}
+    traffic = {"sent": Counter[str](), "moved": Counter[str]()}
     for visit, what, name in last.traffic:
         traffic[what][name] += _sum(pairs[visit], [one.traffic[visit, what, name] for one in known])
-    return Weighed(peaks, *map(dict, traffic.values()))
+    return Weighed(peaks, dict(traffic["sent"]), dict(traffic["moved"]))
 
 
 def _weights(few: Sequence[Pack], pack: Pack, chunk: int, windows: Windows) -> list[float]:
