@@ -62,15 +62,13 @@ OF_EIGHT = {
 }
 # Every word that README.md explains, but for chunk-auto, which becomes a number; the disk tier is for CPU ranks.
 WORDS_ALONE = {
-    "recompute-selective": (2 * K, K),
-    "recompute-attention": (2 * K,),
     "recompute-full.keep-output.host": (2 * K, K),
     "chunk1K.host.every2": (2 * K,),
     "chunk1K.host.keep-input.kv-offload.fpdt": (2 * K,),
 }
 WORDS_OF_EIGHT = {
-    "dp8.z1": (K,) * 8,
-    "dp2.tp4.z2": (2 * K, K),
+    "dp8.z1.recompute-selective": (2 * K, K) * 8,
+    "dp2.tp4.z2.recompute-attention": (2 * K, K),
     "ring2.u4.z3.recompute-full": (2 * K, K),
     "pp2:1-1.dp2.tp2.gpipe": (K,) * 4,
     "pp2.v2.tp4": (K,) * 2,
