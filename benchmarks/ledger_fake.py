@@ -1,8 +1,9 @@
 """Rows of `ledger.py` at the width of Llama 3 8B, two of its layers, on a device that is not there: one rank, alone or of eight whose
-collectives do nothing. Prints a list of them."""
+collectives do nothing. Prints a list of them. `--words`: few, which have every word of a layout among them, of short documents."""
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from longshift.workload.groups import Edge
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
-from fake_device import NAME, fake_device
+from fake_device import NAME, Held, fake_device
 
 K = 1024
 SPEC = ModelSpec("llama", 128256, 4096, 2, 32, 8, 128, 14336, 1024 * K, rope=Rope(theta=500000.0))
@@ -59,22 +60,37 @@ OF_EIGHT = {
     "pp2.dp2.tp2.z3.recompute-full": (8 * K, 3 * K) * 4,
     "pp2.ring2.u2.z3.chunk16K.host": (64 * K,) * 2,
 }
+# Every word that README.md explains, but for chunk-auto, which becomes a number; the disk tier is for CPU ranks.
+WORDS_ALONE = {
+    "recompute-full.keep-output.host": (2 * K, K),
+    "chunk1K.host.every2": (2 * K,),
+    "chunk1K.host.keep-input.kv-offload.fpdt": (2 * K,),
+}
+WORDS_OF_EIGHT = {
+    "dp8.z1.recompute-selective": (2 * K, K) * 8,
+    "dp2.tp4.z2.recompute-attention": (2 * K, K),
+    "ring2.u4.z3.recompute-full": (2 * K, K),
+    "pp2:1-1.dp2.tp2.gpipe": (K,) * 4,
+    "pp2.v2.tp4": (K,) * 2,
+    "pp2.ring2.u2.z3.chunk1K.host.kv-offload": (2 * K,) * 2,
+}
 
 
 def weigh(text: str, lengths: tuple[int, ...], rank: int, trace: bool = False) -> dict:
     """A row: the second of two equal steps, in bf16."""
     layout, precision = Layout.parse(text), Precision.of("bf16")
+    spec = replace(SPEC, layers=max(SPEC.layers, layout.pp * layout.virtual))
     capacity, after = max(lengths) + 3 * K, list[int]()
-    trial = Trial(SPEC, (lengths,) * 2, "bf16", capacity=capacity)
+    trial = Trial(spec, (lengths,) * 2, "bf16", capacity=capacity)
     if layout.world > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
     try:
         with fake_device() as (device, held):
             world = World(rank, layout.world, device)
             with Counted(world) as counted:
-                home = Home(SPEC, buckets(SPEC, layout), rank, precision.home, device, lambda name, box: torch.empty(box.shape))
-                state = State(SPEC, home, Optimizer(home, Rule()), Schedule(1e-4, 1000, 0.0, 1), 1.0)
-                player = Player(SPEC, [Edge(capacity, layout)], world, home, precision, SwitchOptions(), StreamOptions())
+                home = Home(spec, buckets(spec, layout), rank, precision.home, device, lambda name, box: torch.empty(box.shape))
+                state = State(spec, home, Optimizer(home, Rule()), Schedule(1e-4, 1000, 0.0, 1), 1.0)
+                player = Player(spec, [Edge(capacity, layout)], world, home, precision, SwitchOptions(), StreamOptions())
                 documents = tuple(Document(np.zeros(n, np.int64), np.zeros(n, np.int64)) for n in lengths)
                 train_step(state, StepBatch(documents, sum(lengths), 0, 1), player)
                 held.restart()
@@ -82,7 +98,7 @@ def weigh(text: str, lengths: tuple[int, ...], rank: int, trace: bool = False) -
                 if trace:
                     player.after = lambda op: after.append(held.now[NAME])
                 train_step(state, StepBatch(documents, sum(lengths), 0, 1), player)
-                found = {"measured": held.most[NAME], "sent": counted.told()}
+                found = {"measured": held.most[NAME], "sent": counted.told(), "records": {}, "flops": _work(held)}
             for runner in player.runners.values():
                 if runner.tier is not None:
                     runner.tier.close()
@@ -92,12 +108,19 @@ def weigh(text: str, lengths: tuple[int, ...], rank: int, trace: bool = False) -
     weighed, said = predict(trial, (layout,), rank, "nccl", host_is_device=False)
     name = {"device": "fake", "family": "llama-3-8b", "layout": text, "precision": "bf16", "lengths": lengths, "rank": rank}
     row = row_of(name, found, weighed)
+    row |= {"flops": found["flops"], "flops_predicted": weighed.flops}
     return row | ({"alive": weighed.peaks["device"].alive, "apart": apart(after, said)} if trace else {})
 
 
+def _work(held: Held) -> dict[str, int]:
+    """FLOPs by kind."""
+    return {kind: held.work[f"{kind}_flops"] for kind in ("matmul", "attention")}
+
+
 def main() -> None:
-    traced_too = "--trace" in sys.argv
-    some = [(text, lengths, 0) for text, lengths in ALONE.items()] + [(text, lengths, 5) for text, lengths in OF_EIGHT.items()]
+    traced_too, few = "--trace" in sys.argv, "--words" in sys.argv
+    alone, of_eight = (WORDS_ALONE, WORDS_OF_EIGHT) if few else (ALONE, OF_EIGHT)
+    some = [(text, lengths, 0) for text, lengths in alone.items()] + [(text, lengths, 5) for text, lengths in of_eight.items()]
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
     rows = []
     for case in some:

@@ -3,7 +3,8 @@ as it is, but for what asks a GPU for numbers. What is seen: operations on tenso
 does not take, which are errors as on a GPU; and the bytes that tensors take there."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,10 +19,12 @@ from torch.utils.flop_counter import flop_registry
 
 from longshift.dist.held import HeldBytes
 from longshift.dist.world import World
-from longshift.model.kernels import FLASH, Kernel
+from longshift.model.kernels import Kernel, kernels
+from longshift.spec.model import attended
 from longshift.step import player
 
 NAME = "gpu"
+FLASH = kernels(torch.device("cuda"), torch.bfloat16)[0]
 ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach")  # no kernel runs
 
 
@@ -58,12 +61,34 @@ class Held(HeldBytes):
         if not tensors or any(x.device.type != NAME for x in tensors):  # nothing there, or a copy from or to the host
             return
         self.work["operations"] += 1
+        of_documents = kwargs.get("window_size_left") is not None or any(x.dtype == torch.int32 and x.numel() > 2 for x in tensors)
+        if "_flash_attention" in func._opname and of_documents:
+            return  # their lengths are numbers of a tensor: `told`
         if (flops := flop_registry.get(func._overloadpacket)) is not None:
             attention = "attention" in func._opname
             found = flops(*args, **kwargs, out_val=out) // (2 if attention and any(x is True for x in args) else 1)
             self.work["attention_flops" if attention else "matmul_flops"] += found
         else:
             self.work["other_bytes"] += sum(x.numel() * x.itemsize for x in tensors)
+
+    def told(self, kernel: Kernel) -> Kernel:
+        """The kernel, whose packed form tells the FLOPs of its calls."""
+        packed = kernel.packed
+        if packed is None:
+            return kernel
+
+        def forward(q: Tensor, *given: Any) -> Any:
+            self._attention(4, q, *given[3:5])
+            return packed.forward(q, *given)
+
+        def backward(grad: Tensor, q: Tensor, *given: Any) -> Any:
+            self._attention(10, q, *given[5:7])
+            return packed.backward(grad, q, *given)
+
+        return replace(kernel, packed=replace(packed, forward=forward, backward=backward))
+
+    def _attention(self, times: int, q: Tensor, lengths: Sequence[int], window: int | None) -> None:
+        self.work["attention_flops"] += int(times * q.shape[1] * q.shape[2] * sum(attended(length, window) for length in lengths))
 
 
 @contextlib.contextmanager
@@ -81,7 +106,7 @@ def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
         patch.object(FakeTensor, "tolist", lambda x: [1.0] * x.numel()),  # the loss and the norm, once a step
         patch.object(FakeTensor, "__int__", lambda x: 1, create=True),  # what ranks agree on about a switch, once a plan
         patch.object(World, "gather_text", lambda world, text: [text] * world.size),
-        patch.object(player, "choose", lambda *how: (kernel, "")),
+        patch.object(player, "choose", lambda *how: (held.told(kernel), "")),
         FakeTensorMode(),
         held,
     ):

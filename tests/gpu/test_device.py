@@ -3,6 +3,7 @@
 The truth is one process on the CPU, in float64. In bf16 a streamed step may be off by twice as much as a plain one on the same device is.
 """
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 
 from longshift.cluster.cluster import Heads
 from longshift.dist.world import World
-from longshift.model.kernels import choose, kernels, probe
+from longshift.model.attention import Attention, PackedAttention
+from longshift.model.kernels import FLASH, Kernel, choose, kernels, probe
 from longshift.spec.model import ModelSpec, Rope
 from longshift.stream.tiers import tier_of
 from longshift.trainer.check import Trial, compare, write_reference
@@ -59,6 +61,32 @@ def test_the_attention_kernel_is_one_that_is_legal_here(device: torch.device):
     kernel, reason = choose(candidates, Heads(8, 2, 64), torch.bfloat16, device, lambda seconds: seconds)
     verdict = probe(kernel, torch.bfloat16, "bf16", device)
     assert verdict.legal, (verdict, reason)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("window", [None, 48])
+def test_a_pack_in_one_call_is_as_exact_as_a_call_for_each_document(device: torch.device, window: int | None, again: bool):
+    if device.type == "cpu":
+        pytest.skip("kernels of CPUs take a document at a time")
+    heads, lengths = Heads(8, 2, 64), (300, 1, 1024, 77)
+    kernel, reason = choose(kernels(device, torch.bfloat16), heads, torch.bfloat16, device, lambda seconds: seconds)
+    assert kernel.packed is not None, reason
+    assert kernel.packed.windows, reason
+    make = torch.Generator().manual_seed(0)
+    shapes = [(sum(lengths), count, heads.width) for count in (heads.query, heads.key, heads.key, heads.query)]
+    given = [torch.randn(*shape, generator=make, dtype=torch.float64).bfloat16() for shape in shapes]
+
+    def computed(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        q, k, v, grad = (t.to(device, dtype) for t in given)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out = PackedAttention.apply(*leaves, lengths, window, Attention(kernel, heads.width**-0.5, again))
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]  # pyright: ignore
+
+    truth = computed(FLASH, torch.device("cpu"), torch.float64)
+    packed, alone = (computed(one, device, torch.bfloat16) for one in (kernel, replace(kernel, packed=None)))
+    for mine, other, exact in zip(packed, alone, truth):
+        errors = [float((x.double().cpu() - exact).norm() / exact.norm()) for x in (mine, other)]
+        assert 1e-5 < errors[0] <= 2 * errors[1], errors
 
 
 def test_what_was_put_comes_back_while_the_device_is_busy(device: torch.device, tmp_path: Path):

@@ -27,7 +27,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.layout.placement import local_boxes
 from longshift.model.decoder import Block, Head, Unit, build_unit
-from longshift.model.kernels import FLASH
+from longshift.model.kernels import FLASH, kernels
 from longshift.program.operations import Op
 from longshift.schedule.chunks import Event
 from longshift.spec.adapters import Lora
@@ -92,7 +92,8 @@ def _operations(
 ) -> Iterator[tuple[str, dict]]:
     if world.everyone.handle is not None:
         prepare(world, spec, layout)
-    ops = LayoutOps(spec, layout, world, FLASH)
+    kernel = FLASH if device.type == "cpu" else kernels(torch.device("cuda"), dtype)[0]
+    ops = LayoutOps(spec, layout, world, kernel)
     documents = [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]
     micro = micro_batch(spec, documents, layout, world.rank, dtype, device)
     watch = Watch(held, device, {"tp": ops.tp, "ulysses": ops.ulysses, "ring": ops.ring})

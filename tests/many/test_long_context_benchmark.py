@@ -66,8 +66,8 @@ def test_the_script_for_gpus_needs_little_beside_torch(tmp_path):
 
 def test_copies_are_hidden_where_they_lie_under_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "longshift", longshift)  # the script's own takes its place till the test ends
-    monkeypatch.setattr(sys, "path", [*sys.path])  # its folder has a long_context, too
-    found = runpy.run_path(str(BENCHMARKS / "gpu" / "long_context.py"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = runpy.run_path(str(BENCHMARKS / "gpu" / "steps.py"))
     spans = [("kernel", "a", 0, 10), ("kernel", "b", 5, 10), ("kernel", "c", 30, 5), ("gpu_memcpy", "Memcpy HtoD", 10, 10)]
     spans += [("gpu_memcpy", "Memcpy DtoH", 18, 14), ("gpu_memcpy", "Memcpy DtoD", 40, 10), ("cpu_op", "Memcpy HtoD", 0, 50)]
     events = [{"cat": cat, "name": name, "ts": start, "dur": length} for cat, name, start, length in spans]

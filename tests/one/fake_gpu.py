@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -25,6 +26,7 @@ from fake_device import fake_device
 
 LLAMA = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128, rope=Rope())
 GPT2 = ModelSpec("gpt2", 61, 64, 2, 4, 4, 16, 96, 128)
+WINDOWED = replace(LLAMA, sliding_window=16)
 LAYOUTS = (
     "dp1",
     "recompute-selective",
@@ -43,13 +45,16 @@ RANKS = {  # which one of as many as the layout has
     "pp2.u2.z3.chunk24.host.kv-offload": 2,
     "dp4.z2 > dp2.tp2.z3 > pp2.ring2": 2,
 }
+FLASH, CUDNN, VARLEN = kernels.kernels(torch.device("cuda"), torch.bfloat16)
 CASES = {
-    **{layout: (LLAMA, layout, "bf16", kernels.FLASH) for layout in (*LAYOUTS, *RANKS)},
+    **{layout: (LLAMA, layout, "bf16", FLASH) for layout in (*LAYOUTS, *RANKS)},
+    **{f"chunk24.host {kernel.name}": (LLAMA, "chunk24.host", "bf16", replace(kernel, rest=None)) for kernel in (CUDNN, VARLEN)},
     **{
-        f"chunk24.host {kernel.name}": (LLAMA, "chunk24.host", "bf16", replace(kernel, rest=None))
-        for kernel in (kernels.CUDNN, kernels.VARLEN)
+        f"gpt2 chunk24.host {name}": (GPT2, "chunk24.host", name, kernels.kernels(torch.device("cuda"), dtype)[0])
+        for name, dtype in (("float32", torch.float32), ("fp16", torch.float16))
     },
-    **{f"gpt2 chunk24.host {name}": (GPT2, "chunk24.host", name, kernels.FLASH) for name in ("float32", "fp16")},
+    "dp1 a call for each document": (LLAMA, "dp1", "bf16", kernels.FLASH),
+    "windows in one call": (WINDOWED, "dp1", "bf16", FLASH),
 }
 
 

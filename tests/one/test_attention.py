@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from longshift.cluster.cluster import Heads
 from longshift.errors import UsageError
+from longshift.model import attention as attention_module
 from longshift.model import kernels as kernels_module
+from longshift.model import packed as packed_module
 from longshift.model import tiled
 from longshift.model.attention import Attention, PackedAttention, match_heads
 from longshift.model.kernels import (
@@ -31,6 +34,7 @@ from longshift.model.kernels import (
     reference,
     reference_backward,
 )
+from longshift.model.packed import Packed
 
 CPU = torch.device("cpu")
 HEAD = 16
@@ -397,6 +401,120 @@ def test_packed_attention_passes_gradcheck(window):
     assert torch.autograd.gradcheck(
         lambda *t: PackedAttention.apply(*t, (4, 1, 4), window, Attention(FLASH, SCALE)), leaves, fast_mode=True
     )
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, lengths: tuple[int, ...], window: int | None, scale: float):
+    """A packed kernel on a CPU: a call for each document inside."""
+    runs = [slice(first, last) for first, last in pairwise(ends.tolist())]
+    parts = [attention_module._forward(q[run], k[run], v[run], [len(q[run])], window, Attention(FLASH, scale)) for run in runs]
+    out, lse = (torch.cat(some) for some in zip(*parts))
+    return out, lse
+
+
+def one_by_one_backward(grad, q, k, v, out, lse, ends: Tensor, lengths: tuple[int, ...], window: int | None, scale: float):
+    runs = [slice(first, last) for first, last in pairwise(ends.tolist())]
+    found = []
+    for run in runs:
+        given = [t[run] for t in (grad, q, k, v, out, lse)]
+        if window is not None and len(given[0]) > window:
+            found.append([g.to(q.dtype) for g in attention_module._windowed_backward(tuple(given), window, Attention(FLASH, scale))])
+        else:
+            found.append(flash_backward(*given, True, scale))
+    return [torch.cat(parts) for parts in zip(*found)]
+
+
+ONE_BY_ONE = Packed(one_by_one, one_by_one_backward)
+BY_PACKS = replace(FLASH, packed=ONE_BY_ONE)
+
+
+def attended_packs(kernel: Kernel, window: int | None, again: bool, dtype: torch.dtype, lengths=LENGTHS) -> list[Tensor]:
+    """Output and gradients, and what is kept of the first forward for another one."""
+    q, k, v, grad = inputs(sum(lengths), sum(lengths), 6, 2, dtype)
+    leaves, kept = [t.requires_grad_() for t in (q, k, v)], list[Tensor]()
+    with torch.no_grad():
+        PackedAttention.apply(*leaves, lengths, window, Attention(kernel, SCALE, again, kept))
+    out = PackedAttention.apply(*leaves, lengths, window, Attention(kernel, SCALE, again, kept))
+    return [*kept, out.detach(), *torch.autograd.grad(out, leaves, grad)]  # pyright: ignore
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("window", [None, 5, 37, 64])
+def test_a_packed_kernel_gives_the_bits_of_a_call_for_each_document(window, again, dtype):
+    """A packed kernel that is not used gives them, too: it is counted."""
+    calls = []
+    told = Packed(
+        lambda *given: calls.append("forward") or one_by_one(*given), lambda *given: calls.append("back") or one_by_one_backward(*given)
+    )
+    found = attended_packs(replace(FLASH, packed=told), window, again, dtype)
+    assert calls == ["forward", *["forward"] * again, "back"]
+    assert all(torch.equal(a, b) for a, b in zip(found, attended_packs(FLASH, window, again, dtype), strict=True))
+
+
+def test_a_packed_kernel_takes_several_documents_or_a_band():
+    assert BY_PACKS.packed
+    assert BY_PACKS.packed.takes((3, 4), None)
+    assert BY_PACKS.packed.takes((9,), 4)
+    assert not BY_PACKS.packed.takes((9,), None)
+    assert not BY_PACKS.packed.takes((9,), 9)
+    assert not replace(ONE_BY_ONE, windows=False).takes((9, 9), 4)
+    assert replace(ONE_BY_ONE, windows=False).takes((9, 9), 9)
+
+
+def one_document(q, k, v, ends, lengths, window, scale):
+    return one_by_one(q, k, v, ends[[0, -1]], (len(q),), window, scale)
+
+
+def no_window(q, k, v, ends, lengths, window, scale):
+    return one_by_one(q, k, v, ends, lengths, None, scale)
+
+
+def wider_by_one(grad, q, k, v, out, lse, ends, lengths, window, scale):
+    return one_by_one_backward(grad, q, k, v, out, lse, ends, lengths, window and window + 1, scale)
+
+
+@pytest.mark.parametrize("kernels_of_packs", ["right", "one document", "no window", "wider", "absent", "elsewhere"])
+def test_a_packed_kernel_is_used_as_far_as_it_is_right_on_every_rank(monkeypatch, kernels_of_packs):
+    forward, backward = one_by_one, one_by_one_backward
+    if kernels_of_packs in ("one document", "no window", "absent"):
+        forward = {"one document": one_document, "no window": no_window, "absent": absent}[kernels_of_packs]
+    if kernels_of_packs == "wider":
+        backward = wider_by_one
+    given = [replace(FLASH, packed=Packed(forward, backward))]
+    others = 1.0 if kernels_of_packs == "elsewhere" else -1.0  # minus what another rank found
+    kernel, why = choose(given, Heads(4, 2, 16), torch.float32, CPU, lambda own: own.maximum(own.new_tensor([0.0, others])))
+    usable = {"right": True, "no window": False, "wider": False}.get(kernels_of_packs)
+    assert (None if kernel.packed is None else kernel.packed.windows) == usable
+    assert ("packed" in why) == (usable is None)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_packed_kernel_of_gpus_takes_and_gives_what_it_should(window):
+    shapes = ((70, 8), (70, 2), (70, 2), (70, 8))
+    q, k, v, grad = (torch.empty(*shape, HEAD, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    ends, whole = torch.empty(4, dtype=torch.int32, device="meta"), packed_module.FLASH
+    out, lse = whole.forward(q, k, v, ends, (30, 1, 39), window, SCALE)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:2], torch.float32)
+    grads = whole.backward(grad, q, k, v, out, lse, ends, (30, 1, 39), window, SCALE)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_of_gpus_have_packed_forms_of_16_bit_numbers(device, dtype):
+    found = [kernel.packed is not None for kernel in kernels_module.kernels(torch.device(device), dtype)]
+    assert set(found) == {device == "cuda" and dtype == torch.bfloat16}
+
+
+@pytest.mark.parametrize("scores", [300, 2**26])
+def test_the_definition_knows_windows(monkeypatch, scores):
+    monkeypatch.setattr(kernels_module, "MOST_SCORES", scores)
+    q, k, v, grad = inputs(45, 45, 6, 2)
+    out, lse = reference(q, k, v, True, SCALE, window=7)
+    found = out, *reference_backward(grad, q, k, v, out, lse, True, SCALE, window=7)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    wanted = windowed(*leaves, 7)  # pyright: ignore
+    assert worst(found, [wanted, *torch.autograd.grad(wanted, leaves, grad)]) < 1e-12
 
 
 def windowed(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The device of a rank, and the memory of its machine, as environment and control groups tell them."""
 
+import os
 from pathlib import Path
 
 import psutil
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from longshift.dist.memory import host_memory
-from longshift.dist.world import own_device
+from longshift.dist.world import ALLOCATOR, World, allocator, own_device
 from longshift.errors import UsageError
+from longshift.trainer import admission
 
 TOTAL = psutil.virtual_memory().total
 
@@ -37,6 +39,27 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     with pytest.raises(UsageError, match=r"^rank 7 is number 3 \(from 0\) on its machine, which shows it 2 GPUs$"):
         own_device()
+
+
+def test_the_allocator_of_a_gpu_grows_its_segments_unless_a_person_has_set_it(monkeypatch):
+    for name in (*ALLOCATOR, "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert allocator() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    World.from_environment()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for name in ALLOCATOR:
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        World.from_environment()
+        assert os.environ.get("PYTORCH_ALLOC_CONF") == ("max_split_size_mb:64" if name == "PYTORCH_ALLOC_CONF" else None)
+        monkeypatch.delenv(name)
+
+
+def test_a_rank_on_a_gpu_has_the_room_that_is_free_there(monkeypatch):
+    """What others hold of the device counts as held."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80))
+    room, held = admission._room(World(0, 1, torch.device("cuda", 0)))
+    assert room - held == 10
 
 
 VERSIONS = {

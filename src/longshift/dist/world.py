@@ -23,6 +23,7 @@ from longshift.dist.sealed import SealedStore
 from longshift.errors import LongshiftError, PeerError, UsageError
 
 TIMEOUT = timedelta(minutes=10)
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what torch reads, the second where there is no first
 ALONE_TIMEOUT = timedelta(days=7)  # for what some ranks do alone, such as the tokens of a large corpus
 
 
@@ -56,6 +57,12 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
         mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: the largest that glibc would come to by itself
+
+
+def allocator() -> dict[str, str]:
+    """What the environment is to hold before CUDA starts: segments of its allocator grow in place, so that steps of other lengths fit into
+    what is free together. Nothing where a person has set the allocator."""
+    return {} if any(name in os.environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def be_deterministic() -> None:
@@ -105,6 +112,7 @@ class World:
         be reached, or the launcher's store holds what none of them has written, UsageError without a GPU for this rank where there are
         some."""
         keep_freed_memory()
+        os.environ.update(allocator())
         if not launched():
             return cls.alone()
         rank, size, device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), own_device()

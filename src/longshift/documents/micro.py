@@ -23,17 +23,19 @@ from longshift.spec.model import ModelSpec
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """One rank's tokens of a pack, or of a chunk of a pack, in host memory: ids, labels and positions, int64 [T] each."""
+    """One rank's tokens of a pack, or of a chunk of a pack, in host memory: ids, labels and positions, int64 [T] each; and where its runs
+    of tokens begin and the last one ends, int32 [runs + 1]."""
 
     tokens: np.ndarray | Tensor
     labels: np.ndarray | Tensor
     positions: np.ndarray | Tensor
+    ends: np.ndarray | Tensor
     order: TokenOrder
 
     def pinned(self, device: torch.device) -> "Share":
         """The same in memory that a GPU copies from while the host goes on."""
         with torch.cuda.device(device):  # a thread begins with the first GPU
-            pins = {name: torch.from_numpy(getattr(self, name)).pin_memory() for name in ("tokens", "labels", "positions")}
+            pins = {name: torch.from_numpy(getattr(self, name)).pin_memory() for name in ("tokens", "labels", "positions", "ends")}
         return replace(self, **pins)
 
 
@@ -69,7 +71,8 @@ def share(documents: Sequence[Document], layout: Layout, rank: int, starts: Sequ
     tokens = np.where(index >= 0, np.concatenate([d.ids for d in documents])[index], 0)
     labels = np.where(index >= 0, np.concatenate([d.labels for d in documents])[index], IGNORE)
     seen = slice(at.ulysses * len(index) // layout.ulysses, (at.ulysses + 1) * len(index) // layout.ulysses)
-    return Share(tokens[seen], labels[seen], positions[seen], order)
+    ends = np.cumsum([0, *(run.length for run in order.runs[at.ring])], dtype=np.int32)
+    return Share(tokens[seen], labels[seen], positions[seen], ends, order)
 
 
 def _share_of_chunk(documents: Sequence[Document], runs: Sequence[Run], layout: Layout, rank: int) -> Share:
@@ -88,11 +91,11 @@ def placed(
     spec: ModelSpec, share: Share, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device, angles: bool = True
 ) -> MicroBatch:
     """A share on the device. `angles`: whether with those of its positions."""
-    host = (x if isinstance(x, Tensor) else torch.from_numpy(x) for x in (share.tokens, share.labels, share.positions))
-    tokens_T, labels_T, positions_T = (on_device(x, device) for x in host)
+    host = (x if isinstance(x, Tensor) else torch.from_numpy(x) for x in (share.tokens, share.labels, share.positions, share.ends))
+    tokens_T, labels_T, positions_T, ends = (on_device(x, device) for x in host)
     own, at = len(tokens_T) // layout.tp, layout.coord(rank)
     rotary = {rope: rotary_table(rope, spec.rotary_width, positions_T, dtype) for rope in (spec.ropes if angles else ())}
-    return MicroBatch(tokens_T, labels_T, positions_T, positions_T[at.tp * own : (at.tp + 1) * own], rotary, share.order)
+    return MicroBatch(tokens_T, labels_T, positions_T, positions_T[at.tp * own : (at.tp + 1) * own], rotary, share.order, ends)
 
 
 class ChunkedPack:

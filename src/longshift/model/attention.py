@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longshift.layout.heads import matched_heads
 from longshift.model.kernels import Kernel, add_up, copy_each, merge
+from longshift.model.packed import Packed, ends_of
 from longshift.schedule.windows import Mask, pieces
 
 
@@ -28,6 +29,11 @@ class Attention:
     scale: float
     again: bool = False
     kept: list[Tensor] | None = None
+
+    def packed(self, lengths: Sequence[int], window: int | None) -> Packed | None:
+        """What computes these documents in one call, where the kernel has it."""
+        found = self.kernel.packed
+        return found if found and found.takes(lengths, window) else None
 
     def whole(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a pack: those that are `kept`, or computed."""
@@ -87,18 +93,26 @@ class Attention:
 
 class PackedAttention(torch.autograd.Function):
     """Causal attention inside each of the runs that tile the tokens, to the last `window` tokens where there is one:
-    apply(q, k, v, lengths, window, attention) -> out [T, N, H]."""
+    apply(q, k, v, lengths, window, attention, ends) -> out [T, N, H]. `ends`: of `model.packed`, made here where a kernel wants them."""
 
     @staticmethod
-    def forward(ctx, q, k, v, lengths: Sequence[int], window: int | None, attention: Attention):  # pyright: ignore[reportIncompatibleMethodOverride]
-        out, lse = attention.whole(lambda: _forward(q, k, v, lengths, window, attention))
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, q, k, v, lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None = None
+    ):
+        if ends is None and attention.packed(lengths, window):
+            ends = ends_of(lengths, q.device)
+        out, lse = attention.whole(lambda: _forward(q, k, v, lengths, window, attention, ends))
         ctx.save_for_backward(q, k, v, *(() if attention.again else (out, lse)))
-        ctx.lengths, ctx.window, ctx.attention = lengths, window, attention
+        ctx.lengths, ctx.window, ctx.attention, ctx.ends = lengths, window, attention, ends
         return out
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, *made = ctx.saved_tensors
+        if packed := ctx.attention.packed(ctx.lengths, ctx.window):
+            out, lse = made or _forward(q, k, v, ctx.lengths, ctx.window, ctx.attention, ctx.ends)
+            found = packed.backward(grad, q, k, v, out, lse, ctx.ends, ctx.lengths, ctx.window, ctx.attention.scale)
+            return *found, None, None, None, None
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for run in _runs(ctx.lengths, *grads, grad, q, k, v, *made):
             length = len(run[0])
@@ -110,10 +124,14 @@ class PackedAttention(torch.autograd.Function):
                 found = _windowed_backward(given, ctx.window, ctx.attention)
             copy_each(run[:3], found)
             del given, found, result
-        return *grads, None, None, None
+        return *grads, None, None, None, None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, attention: Attention) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    if packed := attention.packed(lengths, window):
+        return packed.forward(q, k, v, ends, lengths, window, attention.scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
     for run in _runs(lengths, out, lse, q, k, v):

@@ -36,6 +36,7 @@ class MicroBatch:
     positions: Tensor  # [T']
     rotary: Mapping[Rope, tuple[Tensor, Tensor]]  # cos, sin [T, 1, R]
     order: TokenOrder
+    ends: Tensor  # of `model.packed`: int32 [runs + 1]
 
     @property
     def tokens_here(self) -> int:
@@ -71,7 +72,7 @@ class Ops:
         """Attention of every document to itself, to the last `window` tokens where there is one: [T, N, H]."""
         q, k, v = self.to_heads(q_TNH, k_TKH, v_TKH)
         lengths = tuple(run.length for run in micro.order.runs[0])
-        return self.to_tokens(PackedAttention.apply(q, k, v, lengths, window, self.attention))  # pyright: ignore[reportArgumentType]
+        return self.to_tokens(PackedAttention.apply(q, k, v, lengths, window, self.attention, micro.ends))  # pyright: ignore[reportArgumentType]
 
     def to_heads(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What attention works on: the heads that this rank attends with, key/value heads such that they divide its query heads."""

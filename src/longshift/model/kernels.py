@@ -18,7 +18,8 @@ from torch.utils.benchmark import Timer
 
 from longshift.cluster.cluster import Backend, Heads
 from longshift.errors import UsageError
-from longshift.model import tiled
+from longshift.model import packed, tiled
+from longshift.model.packed import Packed, ends_of
 from longshift.schedule.inside_rank import MOST_SCORES
 
 aten = torch.ops.aten
@@ -27,6 +28,7 @@ TOKENS = 256
 TIMED_TOKENS = 4096
 EVEN = 1024  # tokens: chunks and their cuts are multiples, most documents are not
 TILED_TOKENS = {False: 2048, True: 4096}  # of queries and of keys, where the mask is not causal, and is: half a tile on its edge is in vain
+PACK, BAND = (60, 1, 130, 65), 48  # of a packed kernel that is tried: lengths of documents, and a window
 WRONG = 0.05  # a relative error above this is no rounding
 SECONDS = 0.05  # of timing, a kernel and direction
 
@@ -39,9 +41,9 @@ Add = Callable[..., None]  # (dq, dk, dv, grad, q, k, v, out, lse, causal, scale
 @dataclass(frozen=True)
 class Kernel:
     """`fold` and `add`: as `forward` and `backward`, on sums that grow from piece to piece, where a kernel does better than to merge what
-    those two return. `rest`: another kernel for the pieces that this one does not take. `repeats`: whether its backward on a GPU gives the
-    same bits every time: always, where torch is asked for deterministic algorithms, or never; on a CPU every kernel does, for a number of
-    threads."""
+    those two return. `packed`: what takes whole documents in one call, where there is something. `rest`: another kernel for the pieces
+    that this one does not take. `repeats`: whether its backward on a GPU gives the same bits every time: always, where torch is asked for
+    deterministic algorithms, or never; on a CPU every kernel does, for a number of threads."""
 
     name: str
     forward: Forward
@@ -49,13 +51,15 @@ class Kernel:
     fold: Fold | None = None
     add: Add | None = None
     most_scores: int = 2**62  # query heads x queries x keys that fit in memory
+    packed: Packed | None = None
     rest: "Kernel | None" = None
     takes: Callable[[Tensor, Tensor, bool], bool] = lambda q, k, causal: True
     repeats: Literal["always", "asked", "never"] = "always"
 
     def deterministic(self, device: torch.device) -> bool:
         """Whether equal inputs give equal bits on this device, as torch is set now."""
-        own = device.type == "cpu" or self.repeats == "always" or (self.repeats == "asked" and _asked())
+        parts = (self, self.packed) if self.packed else (self,)
+        own = device.type == "cpu" or all(one.repeats == "always" or (one.repeats == "asked" and _asked()) for one in parts)
         return own and (self.rest is None or self.rest.deterministic(device))
 
     def of(self, q: Tensor, k: Tensor, causal: bool) -> "Kernel":
@@ -123,16 +127,19 @@ def gradients(kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cau
 def choose(
     candidates: Sequence[Kernel], heads: Heads, dtype: torch.dtype, device: torch.device, slowest: Callable[[Tensor], Tensor]
 ) -> tuple[Kernel, str]:
-    """The fastest of those that can be used here, and the reason in words. Where torch is asked for deterministic algorithms, the first
-    that is deterministic: timing may choose another one in every run. `slowest`: the largest of every number over all ranks, for one choice
-    on all. Raises UsageError, on every rank, where none can be used on all."""
+    """The fastest of those that can be used here, with its packed form as far as that can be, and the reason in words. Where torch is asked
+    for deterministic algorithms, the first that is deterministic: timing may choose another one in every run. `slowest`: the largest of
+    every number over all ranks, for one choice on all. Raises UsageError, on every rank, where none can be used on all."""
     verdicts = [probe(kernel, dtype, str(dtype), device, heads) for kernel in candidates]
     most = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
     refusals = [_refusal(kernel, verdict, most, device) for kernel, verdict in zip(candidates, verdicts)]
     timed = len(candidates) > 1 and not _asked()
     usable = [_seconds(k, heads, dtype, device) if timed and not no else float(n) for n, (k, no) in enumerate(zip(candidates, refusals))]
     own = [float("inf") if no else s for s, no in zip(usable, refusals)]
-    seconds = slowest(torch.tensor(own, dtype=torch.float64, device=device)).tolist()
+    windows = {number: _windows(kernel, heads, dtype, device) for number, kernel in enumerate(candidates) if kernel.packed}
+    given = [*own, *(-float(one) for one in windows.values())]
+    found = slowest(torch.tensor(given, dtype=torch.float64, device=device)).tolist()
+    seconds, agreed = found[: len(own)], {number: -one for number, one in zip(windows, found[len(own) :])}
     refusals = [
         "" if s < float("inf") else no or (f"fails at {TIMED_TOKENS} tokens" if mine == s else "not on every rank")
         for s, mine, no in zip(seconds, own, refusals)
@@ -149,7 +156,12 @@ def choose(
         why = f"{TIMED_TOKENS} queries and keys, forward and backward: {told}"
     else:
         why = "the only one here" if len(candidates) == 1 else f"the first that is deterministic: {told}"
-    return candidates[seconds.index(min(seconds))], why
+    best = seconds.index(min(seconds))
+    chosen = candidates[best]
+    if chosen.packed is None:
+        return chosen, why
+    usable = None if agreed[best] < 0 else replace(chosen.packed, windows=agreed[best] > 0)
+    return replace(chosen, packed=usable), why if usable else f"{why}; its packed form cannot be used: a call for each document"
 
 
 def _refusal(kernel: Kernel, verdict: Backend, most: Sequence[float], device: torch.device) -> str:
@@ -162,6 +174,35 @@ def _refusal(kernel: Kernel, verdict: Backend, most: Sequence[float], device: to
     if _asked() and not kernel.deterministic(device):
         return "not deterministic"
     return ""
+
+
+def _windows(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device) -> int:
+    """Whether a kernel's packed form takes windows, 1 or 0; -1 where it cannot be used. Some documents against their definition, one by
+    one; with a window, its own over documents that a window does not reach beyond."""
+    given = _inputs(sum(PACK), sum(PACK), heads, dtype, device)
+    if not _right(kernel, given, PACK, None):
+        return -1
+    return int(_right(kernel, given, PACK, BAND))
+
+
+def _right(kernel: Kernel, given: Sequence[Tensor], lengths: Sequence[int], window: int | None) -> bool:
+    """Whether the packed form is right on these documents."""
+    assert kernel.packed
+    grad, q, k, v = given
+    scale, ends = q.shape[-1] ** -0.5, ends_of(lengths, q.device)
+    exact = [_one(*(x.double() for x in run), scale, window) for run in zip(*(x.split(list(lengths)) for x in given))]
+    try:
+        out, lse = kernel.packed.forward(q, k, v, ends, lengths, window, scale)
+        found = out, lse, *kernel.packed.backward(grad, q, k, v, out, lse, ends, lengths, window, scale)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
+        return False
+    return _error(found, [torch.cat(parts) for parts in zip(*exact)]) < WRONG
+
+
+def _one(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp and gradients of one document."""
+    out, lse = reference(q, k, v, True, scale, window=window)
+    return out, lse, *reference_backward(grad, q, k, v, out, lse, True, scale, window=window)
 
 
 def _seconds(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device) -> float:
@@ -227,19 +268,31 @@ def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return [flat(g) for g in grads[:3]]
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, cap: float | None = None) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, some rows at a time. `cap`: scores are cap * tanh(score / cap)."""
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, cap: float | None = None, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention by its definition, some rows at a time. `cap`: scores are cap * tanh(score / cap). `window`: of a causal one, the last
+    tokens that a token sees."""
     q, k, v = batched(q, k, v)
     keys, values, outs, lses = _per_query_head(k, q), _per_query_head(v, q), [], []
     for first, rows in _rows(q, k):
-        scores = _scores(q[:, :, rows], keys, causal, scale, first, cap)
+        scores = _scores(q[:, :, rows], keys, causal, scale, first, cap, window)
         lses.append(scores.logsumexp(-1))
         outs.append((scores - lses[-1].unsqueeze(-1)).exp() @ values)
     return flat(torch.cat(outs, 2)), flat(torch.cat(lses, 2))
 
 
 def reference_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, cap: float | None = None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    cap: float | None = None,
+    window: int | None = None,
 ) -> list[Tensor]:
     """Gradients by their definition, for a global `out` and `lse`."""
     grad, q, k, v, out, lse = batched(grad, q, k, v, out, lse)
@@ -247,7 +300,7 @@ def reference_backward(
     groups = (1, k.shape[1], q.shape[1] // k.shape[1], k.shape[2], k.shape[3])
     for first, rows in _rows(q, k):
         own, given = q[:, :, rows], grad[:, :, rows]
-        scores = _scores(own, keys, causal, scale, first, cap)
+        scores = _scores(own, keys, causal, scale, first, cap, window)
         p = (scores - lse[:, :, rows].unsqueeze(-1)).exp()
         slope = scores.div_(cap).clamp_(min=-1).square_().neg_().add_(1) if cap else None  # of tanh; 0 where hidden
         del scores
@@ -266,14 +319,20 @@ def _rows(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice]]:
     return ((first, slice(first, first + count)) for first in range(0, q.shape[2], count))
 
 
-def _scores(q: Tensor, keys: Tensor, causal: bool, scale: float, first: int, cap: float | None) -> Tensor:
+def _scores(q: Tensor, keys: Tensor, causal: bool, scale: float, first: int, cap: float | None, window: int | None) -> Tensor:
     """Of rows from number `first` on, with a key for every query head."""
     scores = q @ keys.mT * scale
     if cap:
         scores.div_(cap).tanh_().mul_(cap)
     if causal:
-        scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1 + first), float("-inf"))
+        scores = scores.masked_fill(_hidden(scores[0, 0], first, window), float("-inf"))
     return scores
+
+
+def _hidden(scores: Tensor, first: int, window: int | None) -> Tensor:
+    """Which keys these rows do not see."""
+    every = torch.ones_like(scores, dtype=torch.bool)
+    return every.triu(1 + first) if window is None else ~every.tril(first).triu(1 + first - window)
 
 
 def _per_query_head(k: Tensor, q: Tensor) -> Tensor:
@@ -350,6 +409,7 @@ def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
     times as fast as torch's kernel; where AMX does, torch's is 1.2 to 3 times as fast as they. `MATH` is slow, and in bf16 too
     far from the truth."""
     if device.type != "cpu":
-        return FLASH, CUDNN, VARLEN
+        whole = packed.FLASH if dtype in (torch.float16, torch.bfloat16) else None
+        return tuple(replace(kernel, packed=whole) for kernel in (FLASH, CUDNN, VARLEN))
     able = getattr(torch.cpu, "get_capabilities", dict)()
     return (BY_SIZE if dtype == torch.bfloat16 and able.get("avx512_bf16") and not able.get("amx_bf16") else FLASH,)

@@ -100,6 +100,7 @@ class Account:
     book: Book = field(default_factory=Book)
     sent: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
     home_sums: dict[tuple[int, int], Held] = field(default_factory=dict)
 
     def held(self, name: str, size: int, place: Place = "device") -> Held:

@@ -13,7 +13,7 @@ from longshift.schedule import chunks
 from longshift.schedule.chunks import Buffer
 from longshift.schedule.inside import inside, loaded, loss_of_rows
 from longshift.schedule.inside_chunk import of_event
-from longshift.schedule.inside_rank import INDEX_BYTES, Inside
+from longshift.schedule.inside_rank import END_BYTES, INDEX_BYTES, Inside
 from longshift.schedule.inside_rank import Place as Rank
 from longshift.schedule.sequence import TokenOrder, token_order
 from longshift.schedule.streamed import Lists, lists, tier_key
@@ -120,8 +120,9 @@ class HeldPacks:
         return self.account.held(name, tokens * self.spec.width * self.compute_bytes)
 
     def happen(self, found: Inside) -> None:
-        """Write down what an operation needs inside, and what it sends."""
+        """Write down what an operation needs inside, what it computes, and what it sends."""
         self.account.book.inside(found.peak)
+        self.account.flops.update(matmul=found.matmul_flops, attention=found.attention_flops)
         for axis, size in found.sent.items():
             self.account.send(axis, size)
 
@@ -269,8 +270,10 @@ class HeldChunked(HeldPacks):
 
     def load(self, micro: int, lengths: Sequence[int]) -> None:
         self.cuts[micro] = chunks.cut(list(lengths) or [1], self.layout.chunk)
-        tokens = sum(order.local_tokens for order in chunks.orders(self.cuts[micro], self.layout)) // self.layout.ulysses
-        self.micros[micro] = self.account.held("token ids, labels, positions", 3 * INDEX_BYTES * tokens)
+        orders = chunks.orders(self.cuts[micro], self.layout)
+        tokens = sum(order.local_tokens for order in orders) // self.layout.ulysses
+        ends = sum(1 + len(order.runs[self.view.at.ring]) for order in orders)
+        self.micros[micro] = self.account.held("token ids, labels, positions", 3 * INDEX_BYTES * tokens + END_BYTES * ends)
 
     def unload(self, micro: int) -> None:
         del self.cuts[micro], self.micros[micro]

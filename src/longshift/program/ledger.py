@@ -25,11 +25,12 @@ from longshift.switch.plan import Plan
 @dataclass(frozen=True)
 class Weighed:
     """What a step needs on one rank. `sent`: bytes out of the rank to others, by communicator; `moved`: bytes put into tiers and
-    fetched."""
+    fetched; `flops`: of matmuls and of attention, causal scores counted once, recomputation included, where the step itself was played."""
 
     peaks: dict[str, Peak]
     sent: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
+    flops: dict[str, int] = field(default_factory=dict)
 
     @property
     def device(self) -> int:
@@ -106,15 +107,15 @@ class Ledger:
         self.visits, self.packs = visits, packs
         program = self.steps.program(visits)
         for step in range(steps):
-            self.account.sent.clear()
-            self.account.moved.clear()
+            for counted in (self.account.sent, self.account.moved, self.account.flops):
+                counted.clear()
             for number, op in enumerate(program):
                 self.book.begin(number, partial(self._told, op))
                 self.table[op.kind](op)
                 self.book.settle()
                 if after and step == steps - 1:
                     after(op)
-        return Weighed(self.book.peaks, dict(self.account.sent), dict(self.account.moved))
+        return Weighed(self.book.peaks, *map(dict, (self.account.sent, self.account.moved, self.account.flops)))
 
     def _told(self, op: Op) -> str:
         """An operation, and under which layout, where there are several."""

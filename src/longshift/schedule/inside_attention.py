@@ -10,6 +10,7 @@ from longshift.schedule.abstract import Tensor, recorded
 from longshift.schedule.inside_rank import MOST_SCORES, Rank, SizedGroup, cast
 from longshift.schedule.sequence import Pair, TokenOrder, pairs
 from longshift.schedule.windows import Mask, pieces
+from longshift.spec.model import attended
 
 
 def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool, times: int) -> tuple[Tensor, Tensor]:
@@ -162,6 +163,9 @@ def packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Seque
     again = rank.place.layout.recompute == "selective"
 
     def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *made: Tensor) -> list[Tensor]:
+        if rank.place.packed(lengths, window):
+            result = _forward(rank, q, k, lengths, window) if again else ()
+            return _one_call_backward(rank, q, k, v, lengths, window)
         grads, result = [q.new(), k.new(), v.new()], ()
         for length, times in Counter(lengths).items():
             piece = _rows(q, length), _rows(k, length), _rows(v, length)
@@ -179,7 +183,29 @@ def packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Seque
     return recorded(out, (q, k, v), back, (q, k, v) if again else (q, k, v, out, lse))
 
 
+def _one_call(rank: Rank, q: Tensor, lengths: Sequence[int], window: int | None) -> tuple[Tensor, Tensor]:
+    """`model.packed.flash_forward`."""
+    rank.flops["attention"] += 4 * q.shape[1] * q.shape[2] * _seen(lengths, window)
+    out, by_head, states = q.new(), q.new(q.shape[:2], rank.place.wide), q.new((3,), 8)  # of random numbers
+    lse = by_head.new()
+    return out, lse
+
+
+def _one_call_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None) -> list[Tensor]:
+    """`model.packed.flash_backward`."""
+    rank.flops["attention"] += 10 * q.shape[1] * q.shape[2] * _seen(lengths, window)
+    seed, lse = q.new((2,), 8), q.new(q.shape[:2], rank.place.wide)
+    return [q.new(), k.new(), v.new()]
+
+
+def _seen(lengths: Sequence[int], window: int | None) -> int:
+    """Pairs of a token and one that it attends to, half of them on the diagonal."""
+    return int(sum(attended(length, window) for length in lengths))
+
+
 def _forward(rank: Rank, q: Tensor, k: Tensor, lengths: Sequence[int], window: int | None) -> tuple[Tensor, Tensor]:
+    if rank.place.packed(lengths, window):
+        return _one_call(rank, q, lengths, window)
     out, lse = q.new(), q.new(q.shape[:2], rank.place.wide)
     for length, times in Counter(lengths).items():
         if window is None or length <= window:

@@ -19,6 +19,7 @@ Part = Literal["embed", "block", "block with output", "attention half", "mlp hal
 Turn = Literal["pass", "forward", "backward"]
 
 INDEX_BYTES = 8  # of a token's or a position's number
+END_BYTES = 4  # of where a run of tokens ends
 MOST_SCORES = 2**26  # that the definition of attention holds at one time (`model.kernels`)
 
 
@@ -57,6 +58,11 @@ class Place:
     def wide(self) -> int:
         """Bytes of a number of at least float32."""
         return max(4, self.itemsize)
+
+    def packed(self, lengths: Sequence[int], window: int | None) -> bool:
+        """Whether attention to documents of these lengths is one call: on GPUs, in 16-bit numbers (`model.packed`)."""
+        there = self.transport == "nccl" and self.itemsize <= 2 and not self.spec.score_cap
+        return there and (len(lengths) > 1 or (window is not None and window < max(lengths)))
 
     @property
     def by_definition(self) -> bool:
@@ -118,6 +124,7 @@ class Micro:
         tokens = rank.tokens_T
         self.order = rank.order
         self.numbers = [rank.new((tokens,), INDEX_BYTES) for _ in range(3)]  # tokens, labels, positions
+        self.ends = rank.new((1 + len(rank.order.runs[rank.place.at.ring]),), END_BYTES)
         self.rotary: dict[Rope, tuple[Tensor, ...]] = {}
         for rope in ropes:
             self.rotate(rank, rope)

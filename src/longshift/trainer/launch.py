@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from longshift.cluster.host import core_count
 from longshift.dist.memory import host_memory
 from longshift.dist.sealed import SealedStore, new_secret
-from longshift.dist.world import check_gpus, launchers_store
+from longshift.dist.world import allocator, check_gpus, launchers_store
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.files import OF_DISKS, refused, temporary_folder
 from longshift.trainer.frozen import watched
@@ -177,6 +177,7 @@ def _worker_environment(store: TCPStore, secret: str, world: int) -> dict[str, s
         "NCCL_SOCKET_IFNAME": loopback,
         "OMP_NUM_THREADS": str(max(1, core_count() // world)),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGUSR2",  # of the agent; those that end processes are ours
+        **allocator(),
     }
 
 
