@@ -190,7 +190,7 @@ def _right(kernel: Kernel, given: Sequence[Tensor], lengths: Sequence[int], wind
     assert kernel.packed
     grad, q, k, v = given
     scale, ends = q.shape[-1] ** -0.5, ends_of(lengths, q.device)
-    exact = [_one(*(x.double() for x in run), scale, window) for run in zip(*(x.split(list(lengths)) for x in given))]
+    exact = [_one([x.double() for x in run], scale, window) for run in zip(*(x.split(list(lengths)) for x in given))]
     try:
         out, lse = kernel.packed.forward(q, k, v, ends, lengths, window, scale)
         found = out, lse, *kernel.packed.backward(grad, q, k, v, out, lse, ends, lengths, window, scale)
@@ -199,8 +199,9 @@ def _right(kernel: Kernel, given: Sequence[Tensor], lengths: Sequence[int], wind
     return _error(found, [torch.cat(parts) for parts in zip(*exact)]) < WRONG
 
 
-def _one(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and gradients of one document."""
+def _one(document: Sequence[Tensor], scale: float, window: int | None) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp and gradients of one document, of which are given gradient, q, k and v."""
+    grad, q, k, v = document
     out, lse = reference(q, k, v, True, scale, window=window)
     return out, lse, *reference_backward(grad, q, k, v, out, lse, True, scale, window=window)
 
