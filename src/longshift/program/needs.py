@@ -37,7 +37,8 @@ class StepShape:
 
     def steps(self, rank: int) -> Steps:
         formats = self.formats
-        return Steps(self.itinerary, rank, formats.compute_bytes, formats.home_bytes, self.windows, self.home_in, formats.moments)
+        sizes, moments = (formats.compute_bytes, formats.home_bytes), (formats.moments, formats.packed)
+        return Steps(self.itinerary, rank, *sizes, self.windows, self.home_in, *moments)
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool) -> Ledger:
         same = self.formats.compute == self.formats.home
