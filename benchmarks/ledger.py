@@ -208,9 +208,6 @@ PACKED: tuple[tuple[str, str, PrecisionName, Tier, MomentFormat], ...] = (
 )
 
 QUICK = (
-    Case("dp2.z3", "llama", "float32", (3, 2), packed="float8"),
-    Case("tp2", "qwen3", "bf16", (3, 2), home="disk", packed="float8"),
-    Case("dp2.z1", "sgd", "bf16", (3, 2), packed="bf16"),
     Case("dp2.z3 > tp2", "llama", "bf16", SHORT, home="disk"),
     Case("dp2.z2", "lora", "float32", SHORT, home="disk"),
     Case("dp2.z3", "sgd", "bf16", SHORT, home="disk"),
@@ -244,6 +241,9 @@ QUICK = (
     Case("dp2.z2 > tp2", "frozen", "bf16", (*SHORT, 700)),
     Case("dp2.z2 > tp2", "qwen3", lengths=(*SHORT, 700)),
     Case("dp2 > tp2 > pp2", "llama-tied", "bf16", FEW),
+    Case("dp2.tp2.z3", "llama", "float32", (3, 2), packed="float8"),
+    Case("tp2", "qwen3", "bf16", (3, 2), home="disk", packed="float8"),
+    Case("dp2.z1", "sgd", "bf16", (3, 2), packed="bf16"),
 )
 
 
