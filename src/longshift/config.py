@@ -236,8 +236,10 @@ class StreamConfig(Section):
 class HomeConfig(Section):
     """Where the training state lies, and in which format. `home: disk` is short for `home: {at: disk}`."""
 
-    at: Tier = Field("device", description="where master weights, moments and gradient sums lie: device, host or disk")
-    moments: MomentFormat = Field("float32", description="format of moments between updates: float32 (that of masters), bf16 or float8")
+    at: Tier = Field(default="device", description="where master weights, moments and gradient sums lie: device, host or disk")
+    moments: MomentFormat = Field(
+        default="float32", description="format of moments between updates: float32 (that of masters), bf16 or float8"
+    )
 
     @model_validator(mode="before")
     @classmethod

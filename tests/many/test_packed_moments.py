@@ -54,7 +54,7 @@ def test_so_are_sixteen(bits: Callable[..., dict], layout: str):
 def resumed(world: World, trial: dict, layouts: list[str], formats: list[MomentFormat], folder: str) -> list[float]:
     """Losses of steps one by one, each in a home of its own that the one before has left as a checkpoint."""
     what, losses = Trial.from_json(trial), []
-    state = before = None
+    state, before = None, formats[0]
     for number, batch in enumerate(what.batches()):
         part = replace(what, packed=formats[number % len(formats)])
         if state is None:

@@ -37,8 +37,8 @@ class StepShape:
 
     def steps(self, rank: int) -> Steps:
         formats = self.formats
-        sizes, moments = (formats.compute_bytes, formats.home_bytes), (formats.moments, formats.packed)
-        return Steps(self.itinerary, rank, *sizes, self.windows, self.home_in, *moments)
+        sizes = formats.compute_bytes, formats.home_bytes
+        return Steps(self.itinerary, rank, *sizes, self.windows, self.home_in, formats.moments, formats.packed)
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool) -> Ledger:
         same = self.formats.compute == self.formats.home

@@ -69,6 +69,7 @@ class Packed:
         assert self.scales is not None
         found = torch.empty_like(self.scales)
         for box, wide, _, maxima in self._runs(self.codes, found):
+            assert maxima is not None
             maxima.copy_(largest(wide, box.start[-1], self.root))
         return found
 
