@@ -80,7 +80,6 @@ MUTANTS = {
     "fused buffers of gathers are forgotten": (forgotten("gathers under way"), "dp2.z3"),
     "gradient sums are forgotten": (forgotten("gradient sums", "gradients at home"), "dp1"),
     "moments are one": (forgotten("moments", share=0.5), "dp1"),
-    "unpacked moments are forgotten": (forgotten("unpacked moments"), "dp2.tp2.z3"),
     "scales are sent twice": (lambda patch: sent_twice(patch, "scales"), "dp2.tp2.z3"),
     "moments are not packed": (dropped("pack"), "dp2.tp2.z3"),
     "copies of a layout are forgotten": (forgotten("working copies"), "dp2 > tp2 > pp2"),
