@@ -7,16 +7,25 @@ import resource
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from common import give_freed_memory_back
 from torch import Tensor
 
 from longshift.dist.world import World
-from longshift.state.home import Home
+from longshift.documents.batch import StepBatch, document_from_ids
+from longshift.layout.blocks import scales_of
+from longshift.layout.box import Box
+from longshift.program.operations import Op
+from longshift.state.checkpoint import Checkpoint, save
+from longshift.state.home import Home, Source
 from longshift.state.optimizer import torch_optimizer
+from longshift.state.packed import SCALE
 from longshift.state.records import Records
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
@@ -57,6 +66,55 @@ def trained(world: World, trial: dict, layout: str) -> dict:
     moved = (records.read_bytes, records.written_bytes) if records else ()
     state.home.close()
     return {"bits": found, "left": left, "moved": moved}
+
+
+def logical_bits(world: World, trial: dict, layout: str, folder: str) -> dict[str, str]:
+    """A digest of every whole master, moment and tensor of scales after all steps, whose gradients, as they are after the norm, are
+    replaced by values that depend on step, weight and place alone: sums over ranks differ in their last bits from layout to layout."""
+    state, player = made(world, what := replace(Trial.from_json(trial), clip=None), layout)
+    for step, batch in enumerate(what.batches()):
+        player.after = partial(_given_gradients, state.home, replace(what, seed=1000 + step).source())
+        train_step(state, batch, player)
+    run = Path(folder)
+    save(run, 1, state.optimizer.state(), {}, world, keep=1)
+    saved, found = Checkpoint.latest(run, world), {}
+    kinds = ("master", *state.home.saved)
+    saved.expect(what.spec, kinds[1:])
+    for param in what.spec.params if world.rank == 0 else ():
+        for kind in kinds if not param.frozen else ():
+            whole = Box.whole(param.shape)
+            found[f"{kind} {param.name}"] = bits(saved.read(kind, param.name, scales_of(whole) if kind.endswith(SCALE) else whole))
+    world.gather_text("")
+    state.home.close()
+    return found
+
+
+def _given_gradients(home: Home, source: Source, op: Op) -> None:
+    for shard in home.learning if op.kind == "norm" else ():
+        with home.records.here([shard.vectors["grad"]], True) if home.records else nullcontext():
+            grad = shard.vectors["grad"].flat if shard.vectors else shard.grad
+            assert grad is not None
+            for name, box, view in shard.views(grad):
+                view.copy_(source(name, box))
+
+
+def learned(world: World, trial: dict, tokens: int, documents: int) -> dict:
+    """Losses of a training on Python's standard library, byte by byte, in `documents` of so many tokens a step, drawn by the trial's seed;
+    and bytes of its training state between steps, of a parameter."""
+    what = Trial.from_json(trial)
+    text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
+    corpus, drawn = np.frombuffer(text, np.uint8), np.random.default_rng(what.seed)
+    state, player = made(world, what, "dp1")
+    losses = []
+    for _ in what.lengths:
+        starts = drawn.integers(0, len(corpus) - tokens - 1, documents)
+        batch = StepBatch(tuple(document_from_ids(corpus[at : at + tokens + 1], tokens) for at in starts), tokens * documents, 0, 1)
+        losses.append(train_step(state, batch, player).loss)
+    kept = [shard.master for shard in state.home.learning]
+    for shard in state.home.learning:
+        kept += [some for moment in shard.packed.values() for some in (moment.codes, moment.scales) if some is not None]
+    kept += [flat for flats in state.optimizer._moments.values() for flat in flats] if what.packed == "float32" else []
+    return {"losses": losses, "state_bytes": sum(some.untyped_storage().nbytes() for some in kept) / what.spec.parameters}
 
 
 class Link:
@@ -129,6 +187,9 @@ def timed_update(world: World, trial: dict, rounds: int) -> dict:
                 shard.begin().fill_(1e-3)
             began = time.perf_counter()
             state.optimizer.update(what.lr, factor)
+            for unit in sorted({shard.bucket.unit for shard in state.home.learning}) if state.home.by_unit else ():
+                state.optimizer.update_unit(unit)
+                state.home.pack(unit, world)
             found[name].append(time.perf_counter() - began)
         vector.grad = torch.full_like(vector, 1e-3)
         began = time.perf_counter()

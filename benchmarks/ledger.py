@@ -26,7 +26,7 @@ from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout, Tier
 from longshift.program.ledger import Weighed
 from longshift.spec.adapters import Lora
-from longshift.spec.formats import PrecisionName
+from longshift.spec.formats import MomentFormat, PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
 from longshift.trainer.check import Trial, parse_layouts
@@ -82,6 +82,7 @@ class Case:
     per_node: int | None = None
     few: bool = False
     home: Tier = "device"
+    packed: MomentFormat = "float32"
 
     @property
     def world(self) -> int:
@@ -92,13 +93,14 @@ class Case:
         edges = EDGES[-self.layout.count(" > ") :] if " > " in self.layout else ()
         sizes = {"capacity": max(CAPACITY, *self.lengths), "edges": edges} | ({"bucket_bytes": 60_000} if self.per_node else {})
         rule = Rule("sgd") if self.family == "sgd" else Rule()
-        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, home=self.home, rule=rule, **sizes)
+        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, home=self.home, rule=rule, packed=self.packed, **sizes)
 
     def __str__(self) -> str:
         return (
             f"{self.family} {self.precision} {self.layout}"
             + ", from few chunks" * self.few
             + f", home {self.home}" * (self.home != "device")
+            + f", moments {self.packed}" * (self.packed != "float32")
         )
 
 
@@ -135,6 +137,7 @@ def cases() -> Iterator[Case]:
     yield from (Case(layout, "lora", ("float32", "bf16")[number % 2]) for number, layout in enumerate((*windowed, "dp2.z3", "dp4.z2")))
     yield from (Case(layout, "frozen", ("bf16", "float32")[number % 2]) for number, layout in enumerate((*windowed, "dp2.z3", "dp4.z2")))
     yield from (Case(layout, family, precision, SHORT, home="disk") for layout, family, precision in ON_DISK)
+    yield from (Case(layout, family, precision, SHORT, home=home, packed=packed) for layout, family, precision, home, packed in PACKED)
     yield from (Case(layout, "sgd", "bf16", SHORT) for layout in ("dp2.z2", "tp2 > dp2.z3"))
     yield Case("dp2", lengths=(5, 1, 2, 700))
     yield Case("dp4.z2", "gpt2", lengths=(900,))  # fewer packs than replicas
@@ -192,6 +195,18 @@ ON_DISK: tuple[tuple[str, str, PrecisionName], ...] = (
     ("dp2.z1 > pp2 > u2.z3", "gpt2", "float32"),
 )
 
+PACKED: tuple[tuple[str, str, PrecisionName, Tier, MomentFormat], ...] = (
+    ("dp1", "llama", "float32", "device", "float8"),
+    ("dp1", "llama", "bf16", "device", "bf16"),
+    ("dp2.z1", "gpt2", "bf16", "host", "float8"),
+    ("dp4.z3", "llama-tied", "float32", "device", "float8"),
+    ("tp2", "qwen3", "bf16", "disk", "float8"),
+    ("pp2.dp2.z3", "llama-tied", "bf16", "device", "float8"),
+    ("dp2.z3 > tp2", "lora", "float32", "disk", "bf16"),
+    ("dp2.z2 > pp2 > u2.z3", "llama", "bf16", "disk", "float8"),
+    ("dp2.z3", "sgd", "bf16", "device", "float8"),
+)
+
 QUICK = (
     Case("dp2.z3 > tp2", "llama", "bf16", SHORT, home="disk"),
     Case("dp2.z2", "lora", "float32", SHORT, home="disk"),
@@ -226,6 +241,9 @@ QUICK = (
     Case("dp2.z2 > tp2", "frozen", "bf16", (*SHORT, 700)),
     Case("dp2.z2 > tp2", "qwen3", lengths=(*SHORT, 700)),
     Case("dp2 > tp2 > pp2", "llama-tied", "bf16", FEW),
+    Case("dp2.tp2.z3", "llama", "float32", (3, 2), packed="float8"),
+    Case("tp2", "qwen3", "bf16", (3, 2), home="disk", packed="float8"),
+    Case("dp2.z1", "sgd", "bf16", (3, 2), packed="bf16"),
 )
 
 

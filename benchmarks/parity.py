@@ -7,6 +7,9 @@ not divide. Exit code 1 when a difference is above LIMIT.
 Rows with a `home` train 50 steps with the training state on the host or on disk: in float64 beside one process, and in float32 beside
 `home: device`, whose every bit must be theirs (`bitwise`).
 
+Rows with `moments` train with packed moments and are given the same gradients in every layout: masters, codes and scales, put together
+over all ranks, must have the same bits everywhere (`identical`), wherever they lie.
+
 [Note: eps] A key bias without rotary embedding moves all scores of a query alike and changes no softmax: its gradient is rounding noise,
 which AdamW divides by eps. In GPT-2 the usual 1e-8 makes of that noise weight differences of 9e-13 in 20 steps, 1e-6 of 1e-14.
 
@@ -33,10 +36,11 @@ import longshift.trainer.check  # noqa: F401  (what the forked ranks call is imp
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout, Recompute
+from longshift.layout.layout import Layout, Recompute, Tier
 from longshift.layout.legal import faults
 from longshift.spec.adapters import Lora
 from longshift.spec.families import preset
+from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
 from longshift.trainer.check import Later, Trial
@@ -69,10 +73,15 @@ HOMES = (
     *("pp2.dp2.z3", "dp1.chunk16.disk", "u2.chunk16.disk.kv-offload", "pp2.u2.chunk13.host"),
     *("dp4 > tp4", "dp4.z3 > pp2.dp2 > u4.chunk16.disk", "dp2.z3 > u2.chunk16.disk.every2"),
 )  # each with its training state on the host and on disk
+PACKED = (
+    *("dp1", "dp2.z0", "dp2.z1", "dp2.z3", "dp4.z2", "dp4.z3", "tp2", "tp4", "pp2.dp2.z3", "dp2.tp2.z3", "u2.z1", "ring2.z2"),
+    *("dp2.z3 > tp2", "tp2 > dp2.z1", "dp4.z3 > tp4", "tp4 > pp2.dp2.z2", "pp2 > dp2.z3 > u2.chunk16.disk", "dp2.tp2.z3 > u4.z3"),
+)  # each with packed moments, every third on the host and on disk
 EDGES = (6, 20)  # tokens: with these every length group is empty in some step and full in another
 
 LIMIT = 1e-12
 HOME_STEPS = 50
+PACKED_STEPS = 4
 STEPS, QUICK_STEPS, QUICK_EVERY = 20, 3, 7  # steps; one in 7 of the cases
 SGD: Mapping = {"sgd": {"rule": Rule("sgd"), "lr": 0.1}}  # by family
 CLIP = 0.4  # below every step's gradient norm
@@ -203,6 +212,16 @@ def staged(family: str, steps: int) -> Trial:
     return trial_of(family, steps, edges=EDGES, stages=tuple(Later(*each) for each in bounds))
 
 
+def packed_trial(layout: str, packed: MomentFormat, home: Tier) -> Trial:
+    """A model with rows of several blocks, which layouts cut inside: 2 or 4 ranks of tensor parallelism, biases of 160 and norms of 48."""
+    how = {"heads": 4, "kv_heads": 2, "head_width": 40, "width": 48, "ffn": 300, "layers": 4}
+    spec = replace(FAMILIES["llama"], family="qwen2", qkv_bias=True, **how)
+    edges, rule = EDGES[: layout.count(" > ")], Rule(eps=1e-6)
+    lengths = uneven_lengths(PACKED_STEPS, 18, 40, (6,))
+    where = {"home": home, "packed": packed, "stream_folder": tempfile.gettempdir()}
+    return Trial(spec, lengths, "float32", capacity=48, clip=None, rule=rule, edges=edges, **where)
+
+
 def uneven_lengths(steps: int, seed: int, largest: int = 61, documents: Iterable[int] = (9, 5, 7)) -> tuple[tuple[int, ...], ...]:
     """Document lengths of some steps, with very short ones among them; the number of documents varies from step to step."""
     generator = torch.Generator().manual_seed(seed)
@@ -229,7 +248,7 @@ def sizes(world: World, trial: dict, path: str) -> dict[str, float]:
 
 def main() -> int:
     parser = arguments("Worst relative differences of every layout to one process.")
-    parts = (*FAMILIES, "switches", "stages", "homes")
+    parts = (*FAMILIES, "switches", "stages", "homes", "packed")
     parser.add_argument("--only", nargs="+", default=parts, choices=parts, metavar="PART", help=f"of {', '.join(parts)}")
     options = parser.parse_args()
     steps, rows, started = QUICK_STEPS if options.quick else STEPS, [], time.monotonic()
@@ -238,7 +257,8 @@ def main() -> int:
     switches = list(switched())[::every] if "switches" in options.only else []
     stages = STAGED[::every] if "stages" in options.only else ()
     homes = list(product(HOMES, ("host", "disk")))[::every] if "homes" in options.only else []
-    total = sum(map(len, cases.values())) + len(switches) + len(stages) + len(homes)
+    packed = list(product(PACKED, ("float8", "bf16")))[::every] if "packed" in options.only else []
+    total = sum(map(len, cases.values())) + len(switches) + len(stages) + len(homes) + len(packed)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="longshift-")))
         sizes = sorted({1, 2, 4, 8} | {layout.world for layouts in cases.values() for layout in layouts})
@@ -276,11 +296,23 @@ def main() -> int:
             tier = world.call("home_ranks:trained", DEADLINE_S, **single)
             same = all(ours["bits"] == theirs["bits"] for ours, theirs in zip(tier, device, strict=True))
             rows.append(row(f"{FULL}, home: {home}", groups, found, len(rows), total) | {"bitwise": same})
-    worst = largest(row[kind] for row in rows for kind in KINDS)
+        known = dict[str, dict[str, str]]()
+        for number, (groups, format) in enumerate(packed):
+            what = packed_trial(groups, format, ("device", "host", "disk")[number // 2 % 3])
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                how = {"trial": what.to_json(), "layout": groups, "folder": folder}
+                [found, *_] = worlds[Layout.parse(groups.split(" > ")[0]).world].call("home_ranks:logical_bits", DEADLINE_S, **how)
+            same = found == known.setdefault(format, found)
+            say(f"{len(rows) + 1}/{total} moments: {format} {groups}, home {what.home}: {'the same bits' if same else 'OTHER BITS'}")
+            rows.append(
+                {"family": f"{FULL}, moments: {format}", "layout": groups, "dtype": "float32", "home": what.home, "identical": same}
+            )
+    worst = largest(row[kind] for row in rows for kind in KINDS if kind in row)
     bitwise = all(row.get("bitwise", True) for row in rows)
-    summary = {"worst": worst, "rows": len(rows), "limit": LIMIT, "steps": steps, "bitwise": bitwise}
+    identical = all(row.get("identical", True) for row in rows)
+    summary = {"worst": worst, "rows": len(rows), "limit": LIMIT, "steps": steps, "bitwise": bitwise, "identical": identical}
     publish("parity", summary | {"seconds": round(time.monotonic() - started, 1)}, rows, options.json)
-    return 0 if worst <= LIMIT and bitwise else 1
+    return 0 if worst <= LIMIT and bitwise and identical else 1
 
 
 def row(family: str, layout: str, found: Sequence[Mapping[str, float]], done: int, total: int) -> dict:

@@ -3,6 +3,8 @@
     speed     seconds of a step by tokens a step, rounds of all three homes in turn; the disk is held to a named bandwidth, so that a CPU
               stands for a device. `bound_s` is the larger of the device's seconds and bytes over bandwidth: nothing takes less
     adam      the update of a home, its clip included, beside torch's fused AdamW alone on one vector of the same size
+    moments   a Llama of 128 wide learns Python's standard library, byte by byte, with moments in each format: its loss, the mean of the
+              last tenth of the steps, over that with moments in float32, on the same documents; and bytes of state a parameter
     memory    two ranks whose address space for data may grow by a quarter of what each has of the training state: `home: disk` trains and
               has the loss, and every bit of the state, of the run without a limit; `home: host` cannot begin
 
@@ -21,10 +23,12 @@ from common import arguments, publish, say
 from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Tier
 from longshift.spec.families import preset
+from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
 from longshift.trainer.check import Trial
 
 DEADLINE_S = 600.0
+FORMATS: tuple[MomentFormat, ...] = ("float32", "bf16", "float8")
 HOMES: tuple[Tier, ...] = ("device", "host", "disk")
 BANDWIDTH = 200e6  # bytes a second, of reads and writes together
 SHARE = 4  # of a rank's state, how much of it may be in memory: one part in
@@ -73,6 +77,26 @@ def adam(spec: ModelSpec, rounds: int) -> dict:
     return {"part": "adam", "elements": found["elements"]} | {name: median(found[name]) for name in ("ours_s", "clipped_s", "torch_s")}
 
 
+def moments(steps: int, seeds: Sequence[int]) -> list[dict]:
+    """A row for each format and seed."""
+    spec = replace(model(128, 2), vocab=256, ffn=256, max_positions=256)
+    rows = []
+    with ForkedWorld(1) as world:
+        for seed in seeds:
+            losses: dict[str, float] = {}
+            for packed in FORMATS:
+                lengths = ((256,) * 4,) * steps
+                what = Trial(spec, lengths, precision="float32", capacity=1024, seed=seed, warmup=20, packed=packed)
+                how = {"trial": what.to_json(), "tokens": 256, "documents": 4}
+                [found] = world.call("home_ranks:learned", 10 * DEADLINE_S, **how)
+                last = found["losses"][-max(1, steps // 10) :]
+                losses[packed] = sum(last) / len(last)
+                row = {"part": "moments", "format": packed, "seed": seed, "steps": steps, "loss": losses[packed]}
+                rows.append(row | {"over_float32": losses[packed] / losses["float32"], "state_bytes": found["state_bytes"]})
+                say("moments:", rows[-1])
+    return rows
+
+
 def memory(spec: ModelSpec, steps: int) -> dict:
     """The run without a limit, and both homes under it."""
     elements = sum(p.elements for p in spec.params)
@@ -95,6 +119,7 @@ def main() -> int:
     quick = options.quick
     rows = speed(model(64, 2) if quick else model(256, 6), (256,) if quick else (512, 2048, 8192), 1 if quick else 5)
     rows.append(update := adam(model(64, 2) if quick else model(512, 8), 2 if quick else 20))
+    rows += (formats := moments(*((60, (0,)) if quick else (500, (0, 1, 2)))))
     rows.append(limited := memory(model(256, 96 if quick else 160), 1 if quick else 3))
     by_home = {(row["home"], row["tokens"]): row["step_s"] for row in rows if row["part"] == "speed"}
     summary = {
@@ -103,6 +128,9 @@ def main() -> int:
     }
     summary |= {"bound": {row["tokens"]: row["over_bound"] for row in rows if row.get("home") == "disk"}, "bandwidth": BANDWIDTH}
     summary |= {f"adam_ratio{name}": update[key] / update["torch_s"] for name, key in (("", "ours_s"), ("_clipped", "clipped_s"))}
+    for packed in FORMATS[1:]:
+        some = [row for row in formats if row["format"] == packed]
+        summary |= {f"{packed}_loss": max(row["over_float32"] for row in some), f"{packed}_bytes": some[0]["state_bytes"]}
     summary |= {"over_memory": limited["state_mib"] / limited["limit_mib"], "over_memory_same_bits": limited["same_bits"]}
     publish("state_tiers", summary, rows, options.json)
     return 0 if limited["same_bits"] and limited["host_fails"] else 1

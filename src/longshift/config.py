@@ -45,7 +45,7 @@ from longshift.layout.layout import AUTO, UNITS, Layout, Tier, format_size
 from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
-from longshift.spec.formats import Format, PrecisionName, formats_of
+from longshift.spec.formats import Format, MomentFormat, PrecisionName, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import OptimizerName, Rule
 from longshift.spec.stretch import stretched
@@ -159,11 +159,6 @@ class TrainConfig(Section):
         """How an update changes weights."""
         return Rule(self.optimizer, self.weight_decay, self.betas, self.eps, 0.9 if self.momentum is None else self.momentum)
 
-    @property
-    def formats(self) -> Format:
-        """Of numbers, and how many moments home keeps."""
-        return formats_of(self.precision, len(self.rule.moments))
-
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
@@ -238,6 +233,20 @@ class StreamConfig(Section):
         return StreamOptions(self.folder or str(run), self.ahead, self.checked)
 
 
+class HomeConfig(Section):
+    """Where the training state lies, and in which format. `home: disk` is short for `home: {at: disk}`."""
+
+    at: Tier = Field(default="device", description="where master weights, moments and gradient sums lie: device, host or disk")
+    moments: MomentFormat = Field(
+        default="float32", description="format of moments between updates: float32 (that of masters), bf16 or float8"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_word(cls, value: object) -> object:
+        return {"at": value} if isinstance(value, str) else value
+
+
 class Config(Section):
     """A run."""
 
@@ -245,7 +254,7 @@ class Config(Section):
     data: DataConfig
     train: TrainConfig
     layout: Layouts = Layout()
-    home: Tier = Field("device", description="where master weights, moments and gradient sums lie: device, host or disk")
+    home: HomeConfig = HomeConfig()
     save: SaveConfig
     validation: ValidationConfig | None = None
     switch: SwitchConfig = SwitchConfig()
@@ -291,9 +300,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _of_home(self) -> "Config":
-        if self.home != "device" and isinstance(self.layout, AutoLayout):
-            raise ValueError(f"layout: auto is chosen for home: device, and home is {self.home}; name a layout (longshift plan finds them)")
-        if self.home == "disk" and self.save.background:
+        if self.home.at != "device" and isinstance(self.layout, AutoLayout):
+            raise ValueError(
+                f"layout: auto is chosen for home: device, and home is {self.home.at}; name a layout (longshift plan finds them)"
+            )
+        if self.home.moments != "float32" and not self.train.rule.moments:
+            raise ValueError(f"home.moments is a format of moments, and {self.train.rule} keeps none: leave it out")
+        if self.home.at == "disk" and self.save.background:
             raise ValueError("save.background copies the training state into memory, and home: disk keeps it out of memory; leave one out")
         return self
 
@@ -319,6 +332,11 @@ class Config(Section):
                     f"train.stages.{number}: its layout has {part.world} ranks and the run's has {self.world}; all need the same number"
                 )
         return self
+
+    @property
+    def formats(self) -> Format:
+        """Of numbers, and how many moments home keeps."""
+        return formats_of(self.train.precision, len(self.train.rule.moments), self.home.moments)
 
     @property
     def parts(self) -> tuple["Config", ...]:

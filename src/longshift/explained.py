@@ -51,7 +51,7 @@ class Explained:
 @dataclass(frozen=True)
 class Explanation:
     """A step that has documents of all lengths. `groups` in visiting order; `need`: of the rank that needs most memory in it;
-    `optimizer`: what updates home."""
+    `optimizer`: what updates home, and what becomes of its moments."""
 
     home: str
     links: Links
@@ -99,7 +99,7 @@ def told(need: Need) -> list[str]:
 def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> Itinerary:
     """The itinerary of a run. `per_node`: ranks on each machine, all where not given; `cluster`: whose links it crosses, assumed ones where
     not given."""
-    formats = config.train.formats
+    formats = config.formats
     per_node = per_node or config.world
     links = links_of(cluster, per_node, -(-config.world // per_node))
     return Itinerary(config.spec, config.edges, links, formats.compute_bytes, formats.home_bytes, config.switch.options)
@@ -108,9 +108,9 @@ def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | No
 def shape_of(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> StepShape:
     """The shape of a run's steps."""
     train = config.train
-    way, formats = itinerary(config, per_node, cluster), train.formats
+    way, formats = itinerary(config, per_node, cluster), config.formats
     sizes = train.tokens_per_step, config.data.max_len, config.stream.ahead
-    return StepShape(way, config.edges, formats, *sizes, config.window.options, config.home, config.save.background)
+    return StepShape(way, config.edges, formats, *sizes, config.window.options, config.home.at, config.save.background)
 
 
 def explain(config: Config, per_node: int | None = None, cluster: Cluster | None = None, gpus: bool = True) -> Explanation:
@@ -137,7 +137,12 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         told_of = weights, coming, pack.sent, pack.moved, gradients, going, tuple(pruned), need
         groups.append(Explained(str(edge.use), edge.upto, edge.pack, *told_of))
     whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
-    return Explanation(str(way.home), way.links, tuple(groups), whole, str(config.train.rule))
+    return Explanation(str(way.home), way.links, tuple(groups), whole, _updating(config))
+
+
+def _updating(config: Config) -> str:
+    packed = config.home.moments
+    return f"{config.train.rule}" + f", unit by unit, whose moments are {packed} before and after" * (packed != "float32")
 
 
 def _weights(way: Itinerary, cut: Cut, before: Layout | None, formats: Format, layout: Layout) -> tuple[str, Traffic | None, list[str]]:

@@ -72,7 +72,8 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         switch=config.switch.options,
         ahead=config.stream.ahead,
         copied=config.save.background,
-        moments=config.train.formats.moments,
+        moments=config.formats.moments,
+        packed=config.formats.packed,
     )
 
 

@@ -80,6 +80,8 @@ MUTANTS = {
     "fused buffers of gathers are forgotten": (forgotten("gathers under way"), "dp2.z3"),
     "gradient sums are forgotten": (forgotten("gradient sums", "gradients at home"), "dp1"),
     "moments are one": (forgotten("moments", share=0.5), "dp1"),
+    "scales are sent twice": (lambda patch: sent_twice(patch, "scales"), "dp2.tp2.z3"),
+    "moments are not packed": (dropped("pack"), "dp2.tp2.z3"),
     "copies of a layout are forgotten": (forgotten("working copies"), "dp2 > tp2 > pp2"),
     "the stream that waits is forgotten": (forgotten("residual stream"), "ring2.z1.recompute-full.disk"),
     "graphs are forgotten": (forgotten("activations for the backward"), "recompute-selective"),

@@ -33,6 +33,7 @@ from longshift.layout.legal import faults
 from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.state.checkpoint import _render
+from longshift.state.packed import DTYPES
 from longshift.trainer import loop
 from longshift.trainer.interrupt import ENDING
 from longshift.trainer.metrics import Display, MetricsLog, StepMetrics, read_rows
@@ -404,6 +405,30 @@ def test_sgd_is_trained_and_resumed_with_its_own_moments(place, longshift, given
     (file,) = (place / "run/checkpoints/step-3").glob("*.safetensors")
     again = load_file(file)
     assert all(torch.equal(again[key], value) for key, value in whole.items())
+
+
+@pytest.mark.parametrize("format", ["bf16", "float8"])
+def test_packed_moments_are_saved_resumed_and_converted_with_a_word(place, longshift, format):
+    packed = f"home.moments={format} save.every=1"
+    assert longshift(f"train run.yaml save.dir=whole {packed}")[0] == 0
+    (file,) = (place / "whole/checkpoints/step-3").glob("*.safetensors")
+    whole = load_file(file)
+    kinds = {"master", "exp_avg", "exp_avg_sq"} | ({"exp_avg.scale", "exp_avg_sq.scale"} if format == "float8" else set())
+    assert {key.split("|")[0] for key in whole} == kinds
+    assert {value.dtype for key, value in whole.items() if key.startswith("exp_avg|")} == {DTYPES[format]}
+    assert longshift(f"train run.yaml {packed} save.background=true")[0] == 0
+    (place / "run/LATEST").write_text("step-1\n")
+    code, _, err = longshift("train run/config.yaml --resume")
+    assert (code, "moments were" in err) == (0, False)
+    (file,) = (place / "run/checkpoints/step-3").glob("*.safetensors")
+    again = load_file(file)
+    assert all(torch.equal(again[key].view(torch.uint8), value.view(torch.uint8)) for key, value in whole.items())
+    (place / "run/LATEST").write_text("step-1\n")
+    code, _, err = longshift("train run/config.yaml --resume home.moments=float32")
+    assert code == 0
+    assert f"moments were {format} and go on as float32" in err
+    (file,) = (place / "run/checkpoints/step-3").glob("*.safetensors")
+    assert {value.dtype for value in load_file(file).values()} == {torch.float32}
 
 
 def test_resume_keeps_the_runs_settings_and_tells_what_the_file_has_otherwise(place, longshift):

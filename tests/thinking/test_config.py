@@ -92,8 +92,19 @@ def test_a_moment_is_there_where_its_optimizer_has_it():
     given = ([], ["train.optimizer=sgd"], ["train.optimizer=sgd", "train.momentum=0"])
     configs = [parse_config(GOOD, changes) for changes in given]
     assert [config.train.rule.moments for config in configs] == [("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()]
-    assert [config.train.formats.moments for config in configs] == [2, 1, 0]
+    assert [config.formats.moments for config in configs] == [2, 1, 0]
     assert [parse_config(config.to_yaml()) for config in configs] == configs
+
+
+def test_home_is_a_word_or_a_section():
+    word, section, default = (parse_config(GOOD, changes) for changes in (["home=disk"], ["home.at=disk", "home.moments=float8"], []))
+    assert [(config.home.at, config.home.moments) for config in (word, section, default)] == [
+        ("disk", "float32"),
+        ("disk", "float8"),
+        ("device", "float32"),
+    ]
+    assert [config.formats.moment_bytes for config in (word, section)] == [4, 1 + 4 / 128]
+    assert [parse_config(config.to_yaml()) for config in (word, section)] == [word, section]
 
 
 @given(st.integers(1, 2**50))
@@ -219,7 +230,9 @@ def test_groups_of_lengths_read_back():
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        (["home=memory"], "home: 'memory' is not one of device, host, disk"),
+        (["home=memory"], "home.at: 'memory' is not one of device, host, disk"),
+        (["home.at=disk", "home.moments=int8"], "home.moments: 'int8' is not one of float32, bf16, float8"),
+        (["home.moments=float8", "train.optimizer=sgd", "train.momentum=0"], "home.moments is a format of moments, and SGD keeps none"),
         (["home=disk", "layout=auto"], "layout: auto is chosen for home: device"),
         (["home=disk", "save.background=true"], "save.background copies the training state into memory"),
     ],

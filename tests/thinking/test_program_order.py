@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from longshift.layout.blocks import cut_blocks
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.layout.placement import buckets, moving_unit
@@ -95,7 +96,8 @@ def cases(seed: int, models: int, each: int) -> Iterator[Case]:
         for _ in range(each):
             windows = Windows(*(draw.choice((None, 0, 500, 2000, 1 << 20)) for _ in range(2)))
             home_in = draw.choice(("device", "disk"))
-            steps = tuple(Steps(itinerary, rank, WEIGHT_BYTES, SUM_BYTES, windows, home_in) for rank in range(world))
+            moments = 2, draw.choice(("float32", "bf16", "float8"))
+            steps = tuple(Steps(itinerary, rank, WEIGHT_BYTES, SUM_BYTES, windows, home_in, *moments) for rank in range(world))
             yield Case(steps, random_visits(draw, world, draw.sample(layouts, draw.randint(1, len(layouts)))))
 
 
@@ -130,6 +132,10 @@ def posts(case: Case, rank: int, op: Op) -> Iterator[Post]:
             yield op.way, everyone, (op.visit, op.number)
     elif op.kind == "norm":
         yield "", everyone, "norm"
+    elif op.kind == "pack" and case.steps[rank].packed == "float8":
+        cut = cut_blocks(itinerary.spec, itinerary.home).get(op.unit)
+        if cut is not None and len(cut.ranks) > 1:
+            yield "scales", cut.ranks, op.unit
     elif op.kind == "compute":
         block = 0 < op.unit <= itinerary.spec.layers and op.part != "mlp half"
         for axis in AXES if block else ("tp",):
@@ -244,8 +250,11 @@ class Follow:
         self.exchanged: dict[tuple[int, str], int] = {}
         self.coming: set[str] = set()  # ways on which an exchange is under way
         self.brought: set[Cut] = set()
-        own = [b for b in buckets(self.spec, case.itinerary.home) if rank in b.holders] if case.steps[rank].home_in == "disk" else []
-        self.on_disk = {bucket.unit for bucket in own}
+        own = {bucket.unit for bucket in buckets(self.spec, case.itinerary.home) if rank in bucket.holders}
+        self.on_disk = own if case.steps[rank].home_in == "disk" else set()
+        self.packs = case.steps[rank].packed != "float32"
+        self.by_unit = own if self.on_disk or self.packs else set()
+        self.unpacked: int | None = None
         self.parts: dict[tuple[str, int], str] = {}  # of units on disk in memory, and whether they are "coming", "here", "new" or "going"
         self.summed: set[int] = set()  # units whose gradient sums are on disk
         self.updated: list[int] = []
@@ -259,7 +268,7 @@ class Follow:
         for name in ("opened", "added", "loaded", "waiting", "coming"):
             self.need(not getattr(self, name), f"{name} at the end: {getattr(self, name)}")
         self.need(not self.parts, f"in memory at the end: {self.parts}")
-        self.need(sorted(self.updated) == [-1, *sorted(self.on_disk)], "updates are missing, or twice")
+        self.need(sorted(self.updated) == [-1, *sorted(self.by_unit)], "updates are missing, or twice")
         self.need(not any(self.under_way.values()) and not any(self.messages.values()), "something is under way at the end")
         self.need(Counter(dict.fromkeys(self.wanted(), 1)) == self.done, "backwards are missing, or twice")
 
@@ -314,6 +323,7 @@ class Follow:
         del self.parts[self.part("here")]
 
     def write(self) -> None:
+        self.need(self.unpacked is None, "moments are not packed")
         self.parts[self.part("new")] = "going"
 
     def await_write(self) -> None:
@@ -328,9 +338,16 @@ class Follow:
     def update(self) -> None:
         self.need(self.normed == 1, "the norm is not known")
         self.updated.append(self.op.unit)
-        if self.op.unit >= 0:
+        if self.op.unit >= 0 and self.packs:
+            self.need(self.unpacked is None, "another unit's moments are unpacked")
+            self.unpacked = self.op.unit
+        if self.op.unit >= 0 and self.on_disk:
             self.need(self.parts.get(("record", self.op.unit)) == "here", "its record is not here")
             self.parts["record", self.op.unit] = "new"
+
+    def pack(self) -> None:
+        self.need(self.unpacked == self.op.unit, "its moments are not unpacked")
+        self.unpacked = None
 
     def add_to_sums(self, unit: int) -> None:
         """The first sums need nothing; later ones are added to what is on disk."""
@@ -513,7 +530,7 @@ def test_ranks_agree_on_every_order_and_none_waits_for_ever():
         seen["ahead"] += any(op.kind == "exchange" and op.way == "weights" and op.visit == visit + 1 for visit, op in entered(programs[0]))
     assert number + 1 >= 2000
     assert all(count >= 50 for count in seen.values()), seen
-    assert len(seen) == 36
+    assert len(seen) == 37
 
 
 def entered(program: Program) -> Iterator[tuple[int, Op]]:
@@ -572,8 +589,8 @@ def damaged(draw: random.Random, kind: str, program: Program) -> Program | None:
         "early release",
         *(f"no {kind}" for kind in ("gather", "await gather", "reduce", "await reduce", "open", "exchange", "await exchange", "arrived")),
         *(f"no {kind}" for kind in ("load", "unload", "receive", "await receive", "send", "await send", "put", "fetch", "drop", "norm")),
-        *(f"no {kind}" for kind in ("read", "await read", "evict", "write", "await write", "update")),
-        *(f"twice {kind}" for kind in ("read", "evict", "write", "update")),
+        *(f"no {kind}" for kind in ("read", "await read", "evict", "write", "await write", "update", "pack")),
+        *(f"twice {kind}" for kind in ("read", "evict", "write", "update", "pack")),
         *(f"twice {kind}" for kind in ("gather", "reduce", "put", "fetch", "drop", "exchange", "load", "release", "norm")),
     ],
 )

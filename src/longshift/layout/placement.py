@@ -111,6 +111,11 @@ def _stages(layout: Layout, layers: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(pps)) for pps in found)
 
 
+def holders_of(layout: Layout, pps: tuple[int, ...]) -> tuple[int, ...]:
+    """All ranks of these stages, ascending."""
+    return _holders(layout, pps, tuple(range(layout.tp)))
+
+
 def local_boxes(param: Param, layout: Layout, tp: int) -> tuple[Box, ...]:
     """Boxes of a weight on tensor-parallel coordinate `tp`. The rank's tensor is their concatenation along `param.dim`."""
     whole = Box.whole(param.shape)

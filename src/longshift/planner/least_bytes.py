@@ -115,11 +115,13 @@ def _of_stage(
     small, least = formats.compute_bytes, _least_trained(spec)
     wide = formats.home_bytes * least  # of a mean weight
     kept_at_home = np.where(at.zero == 0, own.all, own.own)
-    state = ((1 + formats.moments) * wide + small * (1 - least)) * kept_at_home
+    moments = formats.moments * formats.moment_bytes
+    state = (wide + moments * least + small * (1 - least)) * kept_at_home
     sums_at_home = wide * kept_at_home
     if home_bytes is not None:
-        state = np.full(len(at), home_bytes * (1 + formats.moments) / (2 + formats.moments))
-        sums_at_home = np.full(len(at), home_bytes / (2 + formats.moments))
+        whole = 2 * formats.home_bytes + moments
+        state = np.full(len(at), home_bytes * (1 - formats.home_bytes / whole))
+        sums_at_home = np.full(len(at), home_bytes * formats.home_bytes / whole)
     same = formats.compute == formats.home
     copies = np.where(at.zero == 0, 0.0 if same else small * least * own.all, small * own.all)
     copies = np.where((at.zero == 3) & (at.holders > 1), small * own.block * np.where(own.blocks > 1, 3.0, 1.0), copies)

@@ -89,6 +89,7 @@ def _listed(task: Task, part: float) -> Shortlist:
         memory_bytes=part * total,
         ahead_bytes=float(task.switch.ahead_bytes),
         moments=task.moments,
+        packed=task.packed,
     )
 
 

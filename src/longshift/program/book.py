@@ -55,9 +55,9 @@ class Book:
         if size > 0 and self.now[place] > self.most.get(place, 0):
             self.most[place] = self.now[place]
 
-    def inside(self, size: int) -> None:
-        """An operation needs so many bytes on the device, beyond what is there."""
-        self.most["device"] = max(self.most.get("device", 0), self.now["device"] + size)
+    def inside(self, size: int, place: Place = "device") -> None:
+        """An operation needs so many bytes in a place, beyond what is there."""
+        self.most[place] = max(self.most.get(place, 0), self.now[place] + size)
 
     def begin(self, number: int, told: Callable[[], str]) -> None:
         """What follows is this operation's, which `told` names."""
@@ -111,14 +111,23 @@ class Account:
         """Whether copies may be tensors of home's own."""
         return self.home_in == "device" or (self.home_in == "host" and self.host_is_device)
 
+    @property
+    def memory_of_home(self) -> Place:
+        """Where the training state is as far as it is in memory."""
+        return "device" if self.borrowed or self.host_is_device else "host"
+
     def at_home(self, name: str, size: int) -> Held:
         """Memory of the training state, as far as it is in memory."""
-        return self.held(name, size, "device" if self.borrowed or self.host_is_device else "host")
+        return self.held(name, size, self.memory_of_home)
 
     def receive(self, unit: int, number: int, total: Held, size: int) -> None:
         """Add a reduced gradient to the sum of a bucket at home, of `size` bytes; the first is the sum where it can be."""
         if (unit, number) not in self.home_sums:
             self.home_sums[unit, number] = total if self.borrowed else self.at_home("gradients at home", size)
+
+    def all_reduced(self, size: int, ranks: int) -> int:
+        """Bytes out of a rank for a small all-reduce of `size` bytes: to each other rank on gloo, by a ring on NCCL."""
+        return size * (ranks - 1) if self.transport == "gloo" else 2 * size * (ranks - 1) // ranks
 
     def send(self, what: str, size: int) -> None:
         self.sent[what] += size

@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from longshift.layout.placement import buckets_of
+from longshift.layout.blocks import cut_blocks, elements_at_once, scales_of
+from longshift.layout.placement import Bucket, buckets_of
 from longshift.program.book import Account, Held
 from longshift.program.operations import Op
 from longshift.program.step import Steps
@@ -15,28 +16,52 @@ def saved_bytes(steps: Steps) -> int:
     """Bytes of master weights and moments that a rank writes into a checkpoint: of what several ranks keep, one writes."""
     mine = buckets_of(steps.itinerary.spec, steps.itinerary.home, steps.rank)
     elements = sum(bucket.kept(steps.rank) for bucket in mine if bucket.owns(steps.rank) and not bucket.frozen)
-    return (1 + steps.moments) * steps.bytes[1] * elements
+    blocks = sum(_blocks(bucket, steps) for bucket in mine if bucket.owns(steps.rank) and not bucket.frozen)
+    return elements * (steps.bytes[1] + steps.moments * _moment_bytes(steps)) + 4 * steps.moments * blocks
+
+
+def _moment_bytes(steps: Steps) -> int:
+    """Of an element, without scales."""
+    return {"float32": steps.bytes[1], "bf16": 2, "float8": 1}[steps.packed]
+
+
+def _blocks(bucket: Bucket, steps: Steps) -> int:
+    """How many blocks with a scale a rank has a part of."""
+    return sum(scales_of(box).elements for _, box in bucket.home(steps.rank)) if steps.packed == "float8" else 0
 
 
 class HeldHome:
     """The training state of a rank. Mutable. `copied`: whether checkpoints are written from a copy; `shards`, `frozen`: unit and elements
-    of each bucket that is trained, and that is not."""
+    of each bucket that is trained, and that is not; `packed`: bytes of the moments of each that is trained, as they are between updates;
+    by unit `scales`, their bytes, and `at_once`, how many elements are packed at one time."""
 
     def __init__(self, account: Account, steps: Steps, copied: bool):
-        self.account = account
+        self.account, self.steps = account, steps
         (self.weight_bytes, self.sum_bytes), self.moments = steps.bytes, steps.moments
         mine = buckets_of(steps.itinerary.spec, steps.itinerary.home, steps.rank)
         self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in mine if not bucket.frozen]
         self.frozen = [(bucket.unit, bucket.kept(steps.rank)) for bucket in mine if bucket.frozen]
         trained = self.sum_bytes * sum(elements for _, elements in self.shards)
+        blocks = [_blocks(bucket, steps) for bucket in mine if not bucket.frozen]
+        codes = [elements * _moment_bytes(steps) for _, elements in self.shards]
+        self.packed = [self.moments * (size + 4 * scales) for size, scales in zip(codes, blocks)]
+        self.scales = {bucket.unit: 0 for bucket in mine}
+        self.at_once = dict(self.scales)
+        for bucket, some in zip((bucket for bucket in mine if not bucket.frozen), blocks):
+            self.scales[bucket.unit] += 4 * some * self.moments
+            runs = [elements_at_once(box) for _, box in bucket.home(steps.rank) if box] if steps.packed != "float32" else []
+            self.at_once[bucket.unit] = max(self.at_once[bucket.unit], *runs, 0)
+        self.cut = cut_blocks(steps.itinerary.spec, steps.itinerary.home) if steps.packed == "float8" else {}
+        self.wide: list[Held] = []  # moments of the unit that is updated
         self.state = [account.held("scalars", SMALL)]
         if steps.home_in == "disk":
-            vectors = [elements * self.sum_bytes for _, elements in self.shards] * (2 + self.moments)
+            vectors = [elements * self.sum_bytes for _, elements in self.shards] * 2
+            vectors += [*codes, *(4 * some for some in blocks)] * self.moments
             vectors += [elements * self.weight_bytes for _, elements in self.frozen]
             self.state += [account.held("training state", sum(-(-size // ALIGN) * ALIGN for size in vectors), "disk")]
         else:
             frozen = self.weight_bytes * sum(elements for _, elements in self.frozen)
-            parts = ("master weights", trained), ("moments", self.moments * trained), ("weights not trained", frozen)
+            parts = ("master weights", trained), ("moments", sum(self.packed)), ("weights not trained", frozen)
             self.state += [account.at_home(*part) for part in parts]
         if copied:
             self.state.append(account.held("copy for checkpoints", saved_bytes(steps), "device" if account.host_is_device else "host"))
@@ -51,13 +76,40 @@ class HeldHome:
             if key not in self.account.home_sums and op.unit in (-1, unit):
                 self.account.home_sums[key] = self.account.at_home("gradients at home", elements * self.sum_bytes)
 
+    def update(self, op: Op) -> None:
+        """Of all, or of a unit: its moments are unpacked, and its gradient sums are done with."""
+        if op.unit < 0:
+            if not self.steps.by_unit:
+                self.account.home_sums.clear()
+            return
+        if self.steps.packed != "float32":
+            trained, _ = self._of(op.unit)
+            self.wide = [self.account.at_home("unpacked moments", self.moments * trained)]
+            self._inside(self.at_once[op.unit] * (self.sum_bytes + 1))
+        if self.steps.home_in != "disk":
+            for key in [key for key in self.account.home_sums if key[0] == op.unit]:
+                del self.account.home_sums[key]
+
+    def pack(self, op: Op) -> None:
+        packing = self.scales[op.unit] + self.at_once[op.unit] * (self.sum_bytes + 1)
+        if op.unit in self.cut:
+            size, ranks = 4 * self.moments * self.cut[op.unit].count, len(self.cut[op.unit].ranks)
+            self.account.send("scales", self.account.all_reduced(size, ranks))
+            packing = max(packing, self.scales[op.unit] + size * (2 + ranks))
+        self._inside(packing)
+        self.wide = []
+
+    def _inside(self, size: int) -> None:
+        self.account.book.inside(size, self.account.memory_of_home)
+
     def read(self, op: Op) -> None:
         trained, frozen = self._of(op.unit)
-        self.account.moved["home in"] += {"master": trained + frozen, "sums": trained, "record": (2 + self.moments) * trained}[op.part]
+        record = trained + self._packed(op.unit)
+        self.account.moved["home in"] += {"master": trained + frozen, "sums": trained, "record": trained + record}[op.part]
         if op.part == "sums":
             self.total(op)
             return
-        parts = [trained + frozen] if op.part == "master" else [trained, (1 + self.moments) * trained]
+        parts = [trained + frozen] if op.part == "master" else [trained, record]
         self.here[op.part, op.unit] = [self.account.at_home(f"{op.part} from disk", size) for size in parts]
 
     def evict(self, op: Op) -> None:
@@ -65,7 +117,7 @@ class HeldHome:
 
     def write(self, op: Op) -> None:
         trained, _ = self._of(op.unit)
-        self.account.moved["home out"] += trained * (1 + self.moments if op.part == "record" else 1)
+        self.account.moved["home out"] += trained + (self._packed(op.unit) if op.part == "record" else 0)
         if op.part == "record":
             del self.here[op.part, op.unit][0]  # the gradient sums
 
@@ -75,6 +127,10 @@ class HeldHome:
             return
         for key in [key for key in self.account.home_sums if key[0] == op.unit]:
             del self.account.home_sums[key]
+
+    def _packed(self, unit: int) -> int:
+        """Bytes of a unit's moments between updates."""
+        return sum(size for (at, _), size in zip(self.shards, self.packed) if at == unit)
 
     def _of(self, unit: int) -> tuple[int, int]:
         """Bytes of one vector of a unit's weights that are trained, and of those that are not."""

@@ -84,7 +84,8 @@ class Ledger:
             "total": self.home.total,
             "forget": lambda op: self._copies(op).forget(),
             "norm": lambda op: self.account.send("everyone", self._of_norm()),
-            "update": lambda op: self.account.home_sums.clear() if op.unit < 0 else None,
+            "update": self.home.update,
+            "pack": self.home.pack,
             "read": self.home.read,
             "await read": lambda op: None,
             "evict": self.home.evict,
@@ -119,7 +120,7 @@ class Ledger:
 
     def _told(self, op: Op) -> str:
         """An operation, and under which layout, where there are several."""
-        whole = len(self.visits) == 1 or op.kind in ("norm", "update") or op.part == "record"
+        whole = len(self.visits) == 1 or op.kind in ("norm", "update", "pack") or op.part == "record"
         return str(op) if whole else f"{op} under {self.visits[op.visit].layout}"
 
     def _runner(self, op: Op) -> HeldPacks:
@@ -129,9 +130,8 @@ class Ledger:
         return self.copies[self.steps.views[self.visits[op.visit].layout].cut]
 
     def _of_norm(self) -> int:
-        """Bytes that go out for the sum of two float64 over all ranks: to each on gloo, by a ring on NCCL."""
-        peers = self.steps.world - 1
-        return 16 * peers if self.account.transport == "gloo" else 2 * 16 * peers // self.steps.world
+        """Bytes that go out for the sum of two float64 over all ranks."""
+        return self.account.all_reduced(16, self.steps.world)
 
     def _exchange(self, op: Op) -> None:
         """The fused buffer of a switch has the size of the largest exchange; what passes through stays for all rounds of its bucket."""

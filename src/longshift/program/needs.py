@@ -37,7 +37,8 @@ class StepShape:
 
     def steps(self, rank: int) -> Steps:
         formats = self.formats
-        return Steps(self.itinerary, rank, formats.compute_bytes, formats.home_bytes, self.windows, self.home_in, formats.moments)
+        sizes = formats.compute_bytes, formats.home_bytes
+        return Steps(self.itinerary, rank, *sizes, self.windows, self.home_in, formats.moments, formats.packed)
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool) -> Ledger:
         same = self.formats.compute == self.formats.home

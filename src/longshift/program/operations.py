@@ -25,7 +25,8 @@ one on bytes (`program.ledger`) play it. What happens in a step happens in one o
     arrived              a switch has brought all weights of the layout                           -
     total, forget        makes home's sums where there are none; drops sums that went home        -
     norm                 loss and squared gradient norm of all ranks                              communicator "everyone"
-    update               clips and updates home: all that is in memory, then each unit on disk    compute
+    update               clips and updates home: all at once, or one unit after another           compute
+    pack                 packs the moments of a unit that was updated; owners of one block agree  compute, communicator "scales"
     read, write          start to move a part of a unit's home from disk, or to it                disk
     await read, await write
     evict                gives back the memory of what was read and has not changed               -
@@ -44,7 +45,8 @@ from typing import Literal, NamedTuple
 Kind = Literal[
     "enter", "leave", "load", "unload", "gather", "await gather", "release", "receive", "await receive", "send", "await send", "compute",
     "arrive", "depart", "put", "fetch", "await fetch", "drop", "accumulate", "reduce", "await reduce", "open", "exchange",
-    "await exchange", "close", "arrived", "total", "forget", "norm", "update", "read", "await read", "evict", "write", "await write",
+    "await exchange", "close", "arrived", "total", "forget", "norm", "update", "pack", "read", "await read", "evict", "write",
+    "await write",
 ]  # fmt: skip
 
 # The operation that ends another.

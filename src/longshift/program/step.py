@@ -29,6 +29,7 @@ from longshift.layout.placement import buckets_of, moving_unit
 from longshift.program.operations import Op, Program
 from longshift.program.turns import RankLayout, UnitTurn, Visit, visit_of
 from longshift.program.turns import turns as made_turns
+from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.plan import Plan
@@ -68,13 +69,16 @@ class Steps:
         windows: Windows,
         home_in: Tier = "device",
         moments: int = 2,
+        packed: MomentFormat = "float32",
     ):
-        """`home_in`: where the training state lies; `moments`: how many the optimizer keeps."""
+        """`home_in`: where the training state lies; `moments`: how many the optimizer keeps, `packed` into this format between updates."""
         self.itinerary, self.rank, self.windows = itinerary, rank, windows
         self.home_in: Tier = home_in
         self.moments = moments
-        mine = buckets_of(itinerary.spec, itinerary.home, rank) if home_in == "disk" else ()
-        self.on_disk = sorted({bucket.unit for bucket in mine})
+        self.packed: MomentFormat = packed if moments else "float32"
+        self.by_unit = home_in == "disk" or self.packed != "float32"
+        mine = buckets_of(itinerary.spec, itinerary.home, rank) if self.by_unit else ()
+        self.on_disk = sorted({bucket.unit for bucket in mine}) if home_in == "disk" else []
         self.trained = sorted({bucket.unit for bucket in mine if not bucket.frozen})
         self.bytes = weight_bytes, sum_bytes
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
@@ -178,16 +182,21 @@ class _Step:
             yield from self._updates()
 
     def _updates(self) -> Iterator[Op]:
-        """Updates of what is on disk, in the order of the next forward: while one unit is updated, the next comes and the last goes."""
-        units = self.steps.trained
+        """Updates of a home that is updated by unit, in the order of the next forward. Of what is on disk the next unit comes while one is
+        updated, and the last goes."""
+        units, disk = self.steps.trained, self.steps.home_in == "disk"
         for number, unit in enumerate(units):
-            if not number:
-                yield Op("read", unit=unit, part="record")
-            yield Op("await read", unit=unit, part="record")
-            if number + 1 < len(units):
-                yield Op("read", unit=units[number + 1], part="record")
+            if disk:
+                if not number:
+                    yield Op("read", unit=unit, part="record")
+                yield Op("await read", unit=unit, part="record")
+                if number + 1 < len(units):
+                    yield Op("read", unit=units[number + 1], part="record")
             yield Op("update", unit=unit)
-            yield from self.disk.write(0, unit, "record")
+            if self.steps.packed != "float32":
+                yield Op("pack", unit=unit)
+            if disk:
+                yield from self.disk.write(0, unit, "record")
         yield from self.disk.settled()
 
     def _come(self, number: int) -> Iterator[Op]:

@@ -29,7 +29,7 @@ from longshift.program.turns import Visit, visit_of
 from longshift.schedule import chunks
 from longshift.schedule.streamed import lists
 from longshift.simulate.chunk_seconds import ChunkSeconds
-from longshift.simulate.closed import update_bytes
+from longshift.simulate.closed import packing_bytes, update_bytes
 from longshift.simulate.cost import Cost, Mesh, UnitKind, recompute_code
 from longshift.simulate.lanes import Begin, End, Timed, play
 from longshift.spec.formats import FORMATS
@@ -242,8 +242,10 @@ def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tup
         if op.kind == "accumulate":
             elements = sum(ledger.copies[ledger.steps.views[visits[op.visit].layout].cut].units[op.unit].weights)
         elif op.kind == "update":
-            all_at_once = ledger.steps.home_in != "disk"
+            all_at_once = not ledger.steps.by_unit
             elements = sum(size for unit, size in ledger.home.shards if op.unit == unit or (all_at_once and op.unit < 0))
+        elif op.kind == "pack":
+            elements = sum(size for unit, size in ledger.home.shards if op.unit == unit)
         before, sent, moved = (sent, moved), sum(account.sent.values()), sum(account.moved.values())
         found[-1].append(_Moved(op, sent - before[0], moved - before[1], elements))
         if op.kind == "leave" and op.visit < len(visits) - 1:
@@ -275,10 +277,13 @@ class _Stage:
                     yield End(self.under_way[key].popleft())
             elif op.kind == "compute":
                 yield from self._turn(op)
-            elif op.kind in ("accumulate", "update"):
+            elif op.kind in ("accumulate", "update", "pack"):
                 formats, rates = self.clock.shape.formats, self.clock.rates
-                of_sum = formats.compute_bytes + 2 * formats.home_bytes  # a gradient is read, a sum read and written
-                of_one = of_sum if op.kind == "accumulate" else update_bytes(formats.moments) * rates.constants.update
+                of_one = {
+                    "accumulate": formats.compute_bytes + 2 * formats.home_bytes,  # a gradient is read, a sum read and written
+                    "update": update_bytes(formats.moments) * rates.constants.update,
+                    "pack": packing_bytes(formats),
+                }[op.kind]
                 yield from self._alone("compute", op, float(rates.elementwise_s(one.elements * of_one)))
             elif op.kind == "put":
                 yield self._piece(op, LANES["put"], self._copy_s(one, "out"), ("host out",))

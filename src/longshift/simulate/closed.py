@@ -19,6 +19,7 @@ import numpy as np
 from longshift.cluster.cluster import Number
 from longshift.layout.loss_rows import rows_at_once
 from longshift.simulate.cost import RECOMPUTE, Cost, Mesh, Sizes, Work
+from longshift.spec.formats import Format
 
 # In the order of a table. All are seconds that a step shows; what is hidden under computation is in Forecast.hidden.
 PARTS = (
@@ -34,6 +35,12 @@ def update_bytes(moments: int = 2) -> float:
     """Bytes that the update of an owned weight moves: master and moments are read and written in float32, the gradient is read twice (norm,
     update), the copy is written."""
     return 18.0 + 8.0 * moments
+
+
+def packing_bytes(formats: Format) -> float:
+    """Bytes that it moves to unpack and to pack the moments of an owned weight: codes are read and written, values written once and read
+    twice, for the largest of a block and for its codes."""
+    return formats.moments * (2 * formats.moment_bytes + 3 * formats.home_bytes)
 
 
 @dataclass(frozen=True)

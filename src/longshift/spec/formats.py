@@ -5,17 +5,21 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 PrecisionName = Literal["float32", "bf16", "fp16", "float64"]
+MomentFormat = Literal["float32", "bf16", "float8"]
+SCALE_EVERY = 128  # elements of a row that share a float32 scale, where moments have eight bits
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class Format:
-    """`compute`: dtype of working copies and activations; `home`: of masters, gradient sums and moments, of which there are `moments`."""
+    """`compute`: dtype of working copies and activations; `home`: of masters and gradient sums. There are so many `moments`, `packed` into
+    bf16 or float8 between updates, or else of the home format."""
 
     compute: str
     home: str
     moments: int = 2
+    packed: MomentFormat = "float32"
 
     @property
     def compute_bytes(self) -> int:
@@ -27,10 +31,15 @@ class Format:
         """Bytes of an element at home."""
         return _BYTES[self.home]
 
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of an element of one moment between updates, with its part of a scale; rows are as long as their blocks."""
+        return {"float32": self.home_bytes, "bf16": 2, "float8": 1 + 4 / SCALE_EVERY}[self.packed]
 
-def formats_of(precision: str, moments: int = 2) -> Format:
-    """The formats of a run whose optimizer keeps so many moments."""
-    return replace(FORMATS[precision], moments=moments)
+
+def formats_of(precision: str, moments: int = 2, packed: MomentFormat = "float32") -> Format:
+    """The formats of a run whose optimizer keeps so many moments, packed so."""
+    return replace(FORMATS[precision], moments=moments, packed=packed)
 
 
 FORMATS: Mapping[str, Format] = {

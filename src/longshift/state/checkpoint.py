@@ -33,11 +33,13 @@ from longshift.background import Background
 from longshift.dist.world import World
 from longshift.errors import CheckpointError
 from longshift.files import sync
+from longshift.layout.blocks import scales_of
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Source
+from longshift.state.packed import DTYPES, SCALE
 
-BEST, HOME_TYPES = "BEST", (torch.float32, torch.float64)
+BEST, HOME_TYPES = "BEST", (torch.float32, torch.float64, *DTYPES.values())
 FORMAT = 1
 FILE_BYTES = 2 << 30
 Entries = Iterable[tuple[str, Box, bool, dict[str, Tensor]]]
@@ -179,10 +181,11 @@ class Checkpoint:
         return _instead(self.folder).strip()
 
     def expect(self, spec: ModelSpec, moments: Sequence[str]) -> None:
-        """Refuse a checkpoint that does not hold every value of the model's weights and their moments, or holds another weight's. Raises
-        CheckpointError."""
-        for name, whole in ((p.name, Box.whole(p.shape)) for p in spec.params if not p.frozen):
+        """Refuse a checkpoint that does not hold every value of the model's weights, their moments and scales, or holds another weight's.
+        Raises CheckpointError."""
+        for name, of in ((p.name, Box.whole(p.shape)) for p in spec.params if not p.frozen):
             for kind in ("master", *moments):
+                whole = scales_of(of) if kind.endswith(SCALE) else of
                 boxes = [saved.box for saved in self._index.get((kind, name), ())]
                 held = sum(box.elements for box in boxes)
                 if held != whole.elements or not all(len(box.shape) == len(whole.shape) and box in whole for box in boxes):
@@ -203,7 +206,7 @@ class Checkpoint:
                 self._files[saved.path] = safe_open(saved.path, framework="pt")
             values = self._files[saved.path].get_slice(saved.key)[part.within(saved.box)]
             if values.dtype not in HOME_TYPES:
-                raise CheckpointError(f"{saved.path}: {kind} {name} is {values.dtype}, not float32 or float64. {self.older}")
+                raise CheckpointError(f"{saved.path}: {kind} {name} is {values.dtype}, which no format of the state is. {self.older}")
             out = torch.empty(box.shape, dtype=values.dtype) if out is None else out
             out[part.within(box)] = values
             found += part.elements

@@ -7,29 +7,36 @@ that a gather sends it and a reduction ends in it without rearranging.
 
     bucket   │ q rows │ k rows │ v rows │ o rows │ ... │ norm │      one master, one gradient, each moment of this shape
 
+Moments may be packed into fewer bits between updates (`state.packed`).
+
 Home is in the device's memory, in the host's (ZeRO-Offload, arXiv 2101.06840), or on disk (`state.records`). Wherever it lies, it is
 updated there: of what is on disk, that is host memory.
 """
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from longshift.dist.world import World
+from longshift.layout.blocks import CutBlocks, cut_blocks, scales_of
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout, Tier
 from longshift.layout.placement import Bucket
 from longshift.layout.placement import buckets as buckets_of
+from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
+from longshift.state.packed import DTYPES, ROOTS, SCALE, Packed, saved_moments
 from longshift.state.precision import Precision
 from longshift.state.records import Records, Vector
 
@@ -52,6 +59,7 @@ class Shard:
     grad: Tensor | None = None
     vectors: Mapping[str, Vector] = field(default_factory=dict)  # by kind, of `state.records`; none where home is in memory
     norms: tuple[Tensor, ...] = ()  # of a gradient sum on disk
+    packed: Mapping[str, Packed] = field(default_factory=dict)  # moments by name, where they are packed
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
         """Every name, box and its view of a vector shaped like `master`."""
@@ -93,11 +101,16 @@ class Home:
         source: Source,
         frozen: torch.dtype | None = None,
         records: Records | None = None,
-        moments: tuple[str, ...] = Rule().moments,
+        rule: Rule = Rule(),  # noqa: B008  (frozen)
+        packed: MomentFormat = "float32",
     ):
         """`frozen`: the format of weights that are not trained; `dtype` where not given. `records`: where all is, if on disk; `device` is
-        the host then. `moments`: names of those that the optimizer keeps."""
-        self.spec, self.rank, self.buckets, self.records, self.moments = spec, rank, buckets, records, moments
+        the host then. `rule`: of updates, whose moments are `packed` into this format between them."""
+        self.spec, self.rank, self.buckets, self.records, self.moments = spec, rank, buckets, records, rule.moments
+        self.packed: MomentFormat = packed if rule.moments else "float32"
+        self.saved = saved_moments(rule, self.packed)
+        self.cut: Mapping[int, CutBlocks] = {}
+        self._wide: dict[int, int] = {}  # units whose moments are unpacked, for which update
         self.tier: Tier = "disk" if records else "device"
         self.shards = [self._shard(b, (frozen or dtype) if b.frozen else dtype, device, source) for b in buckets if rank in b.holders]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
@@ -119,13 +132,24 @@ class Home:
         tier: Tier = "device",
         folder: str | Path | None = None,
         rule: Rule = Rule(),  # noqa: B008  (frozen)
+        packed: MomentFormat = "float32",
     ) -> "Home":
-        """The home of this rank of a world, cut as `cut` is, in a tier; of `disk`, below `folder`. `rule`: of its updates."""
+        """The home of this rank of a world, cut as `cut` is, in a tier; of `disk`, below `folder`. `rule`: of its updates; `packed`: the
+        format of moments between them. Collective where that is float8."""
         records = Records(Path(folder or tempfile.gettempdir())) if tier == "disk" else None
         device = world.device if tier == "device" else torch.device("cpu")
-        home = cls(spec, buckets_of(spec, cut), world.rank, precision.home, device, source, precision.compute, records, rule.moments)
+        how = precision.home, device, source, precision.compute, records, rule, packed
+        home = cls(spec, buckets_of(spec, cut), world.rank, *how)
         home.tier = tier
+        if home.packed == "float8":
+            home.cut = cut_blocks(spec, cut)
+            world.prepare(sorted({blocks.ranks for blocks in home.cut.values()}), "scales")
         return home
+
+    @property
+    def by_unit(self) -> bool:
+        """Whether it is updated unit by unit."""
+        return self.records is not None or self.packed != "float32"
 
     def close(self) -> None:
         """Give the file back, where there is one."""
@@ -136,18 +160,39 @@ class Home:
         boxes = bucket.home(self.rank)
         decaying = sum(box.elements for name, box in boxes if self.spec.by_name[name].decay)
         elements = sum(box.elements for _, box in boxes)
+        formats: dict[str, tuple[int, torch.dtype]] = {"master": (elements, dtype)}
+        if not bucket.frozen:
+            blocks = sum(scales_of(box).elements for _, box in boxes)
+            moment = DTYPES.get(self.packed, dtype)
+            formats |= {kind: (blocks, torch.float32) if kind.endswith(SCALE) else (elements, moment) for kind in self.saved}
+            formats["grad"] = elements, dtype
         if self.records is None:
             shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, torch.empty(elements, dtype=dtype, device=device))
             fill(shard, source)
+            if self.packed != "float32" and not bucket.frozen:
+                flats = {kind: torch.zeros(size, dtype=of, device=device) for kind, (size, of) in formats.items() if kind in self.saved}
+                shard.packed = self._packed(shard, flats)
             return shard
-        kinds = ("master",) if bucket.frozen else ("master", *self.moments, "grad")
-        vectors = {kind: self.records.vector(elements, dtype) for kind in kinds}
+        vectors = {kind: self.records.vector(*how) for kind, how in formats.items()}
         shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors["master"].flat, None, vectors)
+        if self.packed != "float32" and not bucket.frozen:
+            shard.packed = self._packed(shard, {kind: vector.flat for kind, vector in vectors.items()})
         vectors["master"].hold()
         fill(shard, source)
         self.records.write(vectors["master"])
         self.records.written(vectors["master"])
         return shard
+
+    def _packed(self, shard: Shard, flats: Mapping[str, Tensor]) -> dict[str, Packed]:
+        """The moments of a shard, whose codes and scales are these."""
+        boxes, dtype, device = [box for _, box in shard.boxes], shard.master.dtype, shard.master.device
+        found = {}
+        for name in self.moments:
+            root = name in ROOTS and self.packed == "float8"
+            wide = torch.empty(sum(box.elements for box in boxes), dtype=dtype, device=device)
+            found[name] = Packed(boxes, self.packed, root, wide, flats[name], flats.get(name + SCALE))
+            found[name].memory.drop()
+        return found
 
     def flat(self, shard: Shard, kind: str) -> Tensor:
         """The values of a shard's vector of this kind; on disk, a copy of them."""
@@ -191,6 +236,62 @@ class Home:
         for vector in self._written(unit, part):
             self.records.written(vector)  # pyright: ignore[reportOptionalMemberAccess]
 
+    # What operations do with packed moments
+
+    def unpack(self, unit: int, number: int) -> None:
+        """Have the moments of a unit in the home format, for the update of this number."""
+        self._wide[unit] = number
+        for moment in self._moments(unit):
+            moment.unpack()
+
+    def pack(self, unit: int, world: World) -> None:
+        """Keep the codes of a unit's moments alone, if they were unpacked. Collective where home cuts blocks of the unit: see
+        `layout.blocks`."""
+        number = self._wide.pop(unit, None)
+        if number is None:
+            return
+        maxima = list[dict[str, Tensor]]()
+        if self.packed == "float8":
+            maxima = [{name: moment.maxima() for name, moment in shard.packed.items()} for shard in self._learning(unit)]
+            if unit in self.cut:
+                self._together(unit, maxima, world)
+        for at, shard in enumerate(self._learning(unit)):
+            for name, moment in shard.packed.items():
+                moment.pack(maxima[at][name] if maxima else None, number)
+
+    def _together(self, unit: int, maxima: Sequence[Mapping[str, Tensor]], world: World) -> None:
+        """Make the maxima of a unit's shards, by moment, those of whole blocks. Collective."""
+        blocks, device = self.cut[unit], self.shards[0].master.device
+        several = torch.zeros(len(self.moments), blocks.count, device=device)
+        pairs = [
+            pair
+            for shard, found in zip(self._learning(unit), maxima)
+            for whole, name in zip(several, self.moments)
+            for pair in self._shared(shard, found[name], blocks, whole)
+        ]
+        for own, whole in pairs:
+            whole.copy_(torch.maximum(own, whole))
+        several.copy_(world.group(blocks.ranks, "scales").all_reduce(several.to(world.device), dist.ReduceOp.MAX))
+        for own, whole in pairs:
+            own.copy_(whole)
+
+    def _shared(self, shard: Shard, maxima: Tensor, blocks: CutBlocks, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The maxima of blocks that home cuts, as far as a shard has a part of them, and their places among those of all ranks."""
+        start = 0
+        for name, box in shard.boxes:
+            own = scales_of(box)
+            first, columns = blocks.places.get(name, (0, ()))
+            leading = self.spec.by_name[name].shape[:-1]
+            for at, column in enumerate(columns):
+                if own and own.start[-1] <= column < own.stop[-1]:
+                    rows = whole[first:][: prod(leading) * len(columns)].view(*leading, len(columns))[..., at]
+                    theirs = rows[tuple(slice(*ends) for ends in zip(box.start[:-1], box.stop[:-1]))]
+                    yield maxima[start:][: own.elements].view(own.shape)[..., column - own.start[-1]], theirs
+            start += own.elements
+
+    def _moments(self, unit: int) -> list[Packed]:
+        return [moment for shard in self._learning(unit) for moment in shard.packed.values()]
+
     def _learning(self, unit: int) -> list[Shard]:
         return [shard for shard in self.learning if shard.bucket.unit == unit]
 
@@ -202,7 +303,7 @@ class Home:
         return [vector for shard in self._learning(unit) for vector in shard.vectors.values()]
 
     def _written(self, unit: int, part: str) -> list[Vector]:
-        kinds = ("grad",) if part == "sums" else ("master", *self.moments)
+        kinds = ("grad",) if part == "sums" else ("master", *self.saved)
         return [shard.vectors[kind] for shard in self._learning(unit) for kind in kinds]
 
     # All of it

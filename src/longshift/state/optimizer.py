@@ -5,17 +5,23 @@ model: every element counts once, whatever the layout.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from longshift.layout.blocks import begun_in, scales_of
 from longshift.layout.box import Box
+from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
 from longshift.state.home import Home, Shard
+from longshift.state.packed import SCALE, converted
+
+Read = Callable[[str, str, Box], Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,9 @@ class Optimizer:
         for shard in home.learning:
             for vector in shard.vectors.values():
                 vector.hold()
-            flats = {name: shard.vectors[name].flat if shard.vectors else torch.zeros_like(shard.master) for name in rule.moments}
+            for moment in shard.packed.values():
+                moment.memory.hold()
+            flats = {name: self._flat(shard, name) for name in rule.moments}
             for name, flat in flats.items():
                 self._moments[name].append(flat)
             for part in _halves(shard):
@@ -62,6 +70,8 @@ class Optimizer:
                 states.append({name: flat[part] for name, flat in flats.items()})
             for vector in shard.vectors.values():
                 vector.evict()
+            for moment in shard.packed.values():
+                moment.memory.drop()
         groups = [
             {"params": [v for v, s in self._vectors if (v.storage_offset() < s.decaying) == decays], "weight_decay": wd}
             for decays, wd in ((True, rule.weight_decay), (False, 0.0))
@@ -71,13 +81,20 @@ class Optimizer:
         for number, ((vector, _), moments) in enumerate(zip(self._vectors, states)):
             self._torch.state[vector] = moments | ({"step": self._counts[number]} if self._counts else {})
 
+    @staticmethod
+    def _flat(shard: Shard, name: str) -> Tensor:
+        """A moment as updates see it; zeros where that is all that there is of it."""
+        if shard.packed:
+            return shard.packed[name].wide
+        return shard.vectors[name].flat if shard.vectors else torch.zeros_like(shard.master)
+
     def update(self, lr: float, factor: float = 1.0) -> None:
-        """One step with the gradients at home, times `factor`, which are dropped. What is on disk follows, unit by unit."""
+        """One step with the gradients at home, times `factor`, which are dropped. Of a home that is updated by unit, the units follow."""
         for group in self._torch.param_groups:
             group["lr"] = lr
         self._factor = factor
         self.steps += 1
-        self._update([shard for shard in self.home.learning if not shard.vectors])
+        self._update([] if self.home.by_unit else self.home.learning)
 
     def skip(self) -> None:
         """Drop the gradients at home, and change nothing."""
@@ -85,7 +102,10 @@ class Optimizer:
         self.home.drop_gradients()
 
     def update_unit(self, unit: int) -> None:
-        """The part of the last update, or of what was skipped, for a unit that is on disk, whose records have been read."""
+        """The part of the last update, or of what was skipped, for a unit of a home that is updated by unit; of one on disk, records have
+        been read. Moments that are packed stay unpacked until `pack`."""
+        if self._factor is not None and self.home.packed != "float32":
+            self.home.unpack(unit, self.steps)
         self._update([shard for shard in self.home.learning if shard.bucket.unit == unit])
 
     def _update(self, shards: Sequence[Shard]) -> None:
@@ -112,19 +132,44 @@ class Optimizer:
             count.fill_(float(steps))
 
     def state(self, changing: bool = False) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
-        """Every trained weight and box at home, whether this rank speaks for it, and its views of "master" and of each moment. Of what is
-        on disk they are copies that last; or, where it is for `changing` them, they last until the next is asked for."""
+        """Every trained weight and box at home, whether this rank speaks for it, and its views of "master" and of each moment; packed ones
+        are codes, and their scales, "MOMENT.scale", follow with boxes of blocks. Of what is on disk they are copies that last; or, where it
+        is for `changing` them, they last until the next is asked for. Scales are of blocks that begin in the shard's boxes; for `changing`
+        them, of all that it has a part of."""
         for number, shard in enumerate(self.home.learning):
-            flats = {"master": shard.master} | {name: self._moments[name][number] for name in self._moments}
+            moments = {name: moment.codes for name, moment in shard.packed.items()} or {
+                name: self._moments[name][number] for name in self._moments
+            }
+            flats = {"master": shard.master} | moments
+            flats |= {name + SCALE: moment.scales for name, moment in shard.packed.items() if moment.scales is not None}
             if self.home.records is None:
-                yield from _views(shard, flats)
+                yield from _views(shard, flats, changing)
                 continue
             with self.home.records.here([shard.vectors[kind] for kind in flats], changing):
                 if changing:
-                    yield from _views(shard, flats)
+                    yield from _views(shard, flats, changing)
                 copies = {} if changing else {kind: flat.clone() for kind, flat in flats.items()}
             if copies:
-                yield from _views(shard, copies)
+                yield from _views(shard, copies, changing)
+
+    def restore(self, read: Read, was: MomentFormat) -> None:
+        """Take the moments of a checkpoint that keeps them in this format; masters are there. `read`: values of a kind, weight and box."""
+        for name, box, _, views in self.state(changing=True):
+            for kind in self.home.moments if box else ():
+                if was == self.home.packed:
+                    values = read(kind, name, box)
+                    scales = read(kind + SCALE, name, scales_of(box)) if was == "float8" else None
+                else:
+                    of = partial(_of_weight, read, name)
+                    shape, dtype = self.home.spec.by_name[name].shape, self.home.shards[0].master.dtype
+                    values, scales = converted(of, kind, box, shape, was, self.home.packed, dtype)
+                views[kind].copy_(values)
+                if scales is not None:
+                    views[kind + SCALE].copy_(scales)
+
+
+def _of_weight(read: Read, name: str, kind: str, box: Box) -> Tensor:
+    return read(kind, name, box)
 
 
 def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Optimizer:
@@ -150,7 +195,15 @@ def _halves(shard: Shard) -> list[slice]:
     return [part for part in both if part.stop > part.start]
 
 
-def _views(shard: Shard, flats: Mapping[str, Tensor]) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
-    for views in zip(*(shard.views(flat) for flat in flats.values())):
-        name, box, _ = views[0]
-        yield name, box, shard.owned, {kind: view for kind, (_, _, view) in zip(flats, views)}
+def _views(shard: Shard, flats: Mapping[str, Tensor], changing: bool) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
+    """Of every box its views of these vectors; those of scales together with them where `changing`, else with a box of their own."""
+    start = first = 0
+    for name, box in shard.boxes:
+        blocks = scales_of(box)
+        views = {kind: flat[start:][: box.elements].view(box.shape) for kind, flat in flats.items() if not kind.endswith(SCALE)}
+        scales = {kind: flat[first:][: blocks.elements].view(blocks.shape) for kind, flat in flats.items() if kind.endswith(SCALE)}
+        yield name, box, shard.owned, views | (scales if changing else {})
+        if scales and not changing:
+            begun = begun_in(box)
+            yield name, begun, shard.owned, {kind: view[begun.within(blocks)] for kind, view in scales.items()}
+        start, first = start + box.elements, first + blocks.elements

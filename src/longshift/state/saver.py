@@ -32,21 +32,26 @@ class StateCopy:
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
         saved = [view for _, box, owned, views in optimizer.state() if owned and box for view in views.values()]
-        self.nbytes = sum(view.nbytes for view in saved)
+        self._starts: dict[int, int] = {}  # by bytes of an element, the widest first: where they begin
+        self.nbytes = 0
+        for itemsize in sorted({view.itemsize for view in saved}, reverse=True):
+            self._starts[itemsize] = self.nbytes
+            self.nbytes += sum(view.nbytes for view in saved if view.itemsize == itemsize)
         self._gpu = bool(saved) and saved[0].device.type == "cuda"
         self._arena = Arena(self.nbytes) if self._gpu else None
         self._bytes = self._arena.bytes if self._arena else torch.empty(self.nbytes, dtype=torch.uint8)
 
     def filled(self) -> list[tuple[str, Box, bool, dict[str, Tensor]]]:
         """The state as it is now, like `Optimizer.state`, of what this rank saves."""
-        found, start = [], 0
+        found, starts = [], dict(self._starts)
         for name, box, owned, views in self._optimizer.state():
             if owned and box:
                 there = {}
                 for kind, view in views.items():
+                    start = starts[view.itemsize]
                     there[kind] = self._bytes[start : start + view.nbytes].view(view.dtype).view(view.shape)
                     there[kind].copy_(view, non_blocking=True)
-                    start += view.nbytes
+                    starts[view.itemsize] += view.nbytes
                 found.append((name, box, owned, there))
         if self._gpu:
             torch.cuda.synchronize()

@@ -91,7 +91,7 @@ class Player:
         self.spec, self.edges, self.world, self.home, self.precision, self.stream = spec, tuple(edges), world, home, precision, stream
         sizes = precision.compute.itemsize, precision.home.itemsize
         self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), *sizes, switch, home_cut)
-        self.steps = Steps(self.itinerary, world.rank, *sizes, windows, home.tier, len(home.moments))
+        self.steps = Steps(self.itinerary, world.rank, *sizes, windows, home.tier, len(home.moments), home.packed)
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
         self.kernel, self.why_kernel = choose(kernels(world.device, precision.compute), heads, precision.compute, world.device, slowest)
@@ -150,6 +150,7 @@ class Player:
             "forget": self._forget,
             "norm": self._norm,
             "update": lambda op: self.update(op.unit, *self.sums),
+            "pack": lambda op: self.home.pack(op.unit, world),
             "read": lambda op: self.home.read(op.unit, op.part),
             "await read": lambda op: self.home.ready(op.unit, op.part),
             "evict": lambda op: self.home.evict(op.unit, op.part),
@@ -208,7 +209,7 @@ class Player:
 
     def play(self, program: Program, update: Callable[[int, float, float], object] = leave_alone) -> None:
         """Do what the operations say, in their order. `update`: what home does with the loss sum and the squared gradient norm of all
-        ranks: first for all that is in memory, unit -1, then for each unit on disk."""
+        ranks: first for all, unit -1, then for each unit of a home that is updated by unit."""
         self.update = update
         for op in program:
             self.table[op.kind](op)

@@ -16,6 +16,7 @@ from longshift.errors import NonFiniteError
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
 from longshift.state.optimizer import Optimizer, Schedule
+from longshift.state.packed import SCALE
 from longshift.state.precision import LossScale
 from longshift.step.player import Player, Ready
 
@@ -93,7 +94,8 @@ def not_finite(state: State, world: World) -> str | None:
     ranks; collective. None where all are."""
     suspects = [f"{kind} of {p.name}" for kind in ("master", *state.home.moments) for p in state.spec.params if not p.frozen]
     here = ((name, kind, view) for name, box, _, views in state.optimizer.state() for kind, view in views.items() if box)
-    found = [f"{kind} of {name}" for name, kind, view in here if not view.isfinite().all()]
+    known = ((name, kind.removesuffix(SCALE), view) for name, kind, view in here if view.itemsize > 1)  # scales tell of eight bits
+    found = [f"{kind} of {name}" for name, kind, view in known if not view.isfinite().all()]
     first = torch.tensor(min(map(suspects.index, found), default=len(suspects)), device=world.device)
     first = int(world.everyone.all_reduce(first, dist.ReduceOp.MIN))
     return suspects[first] if first < len(suspects) else None

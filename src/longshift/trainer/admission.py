@@ -61,7 +61,7 @@ def _lacking(config: Config, world: World, run: Path, room: int, process: int, s
     for edge in config.edges:
         place = edge.use.offload
         if place == "disk" or (place == "host" and not cpu):
-            same = len(config.edges) == 1 and config.home == "device" and not shape.copied
+            same = len(config.edges) == 1 and config.home.at == "device" and not shape.copied
             waiting[place][str(edge.use)] = most(whole if same else needs(alone, [edge], transport, cpu), place).of(place)
     for place, known in waiting.items():
         if state := max(0, most(whole, place).of(place) - copies[place] - max(known.values(), default=0)):

@@ -28,7 +28,7 @@ from longshift.model.loss import IGNORE
 from longshift.program.operations import Op
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.adapters import Lora
-from longshift.spec.formats import PrecisionName
+from longshift.spec.formats import MomentFormat, PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
 from longshift.state.checkpoint import Checkpoint, save
@@ -59,7 +59,7 @@ class Trial:
     `capacity` is the last group's; then how switches are planned. `ahead`: of streamed layouts;
     `stream_folder`: where their disk tier is, the system's temporary folder where not given. `masked`: drawn documents are conversations,
     of which turns are learned in part, and one document of each step not at all. `stages`: those after the first. `home`: where the
-    training state is; on disk, in `stream_folder`."""
+    training state is; on disk, in `stream_folder`. `packed`: the format of moments between updates."""
 
     spec: ModelSpec
     lengths: tuple[tuple[int, ...], ...]
@@ -82,6 +82,7 @@ class Trial:
     masked: bool = False
     stages: tuple[Later, ...] = ()
     home: Tier = "device"
+    packed: MomentFormat = "float32"
 
     @property
     def parts(self) -> list[tuple[int, "Trial"]]:
@@ -233,7 +234,7 @@ def build(
     edges = trial.groups(layouts)
     home_cut = home_cut or home_layout(edges)
     source = source or trial.source()
-    home = Home.made(trial.spec, home_cut, world, precision, source, trial.home, trial.stream_folder, trial.rule)
+    home = Home.made(trial.spec, home_cut, world, precision, source, trial.home, trial.stream_folder, trial.rule, trial.packed)
     optimizer = Optimizer(home, trial.rule)
     state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
@@ -298,7 +299,7 @@ def _later(state: State, trial: Trial, layouts: Sequence[Layout], world: World, 
     saved = Checkpoint.latest(run, world)
     own, read = trial.source(), saved.source()
     state, player = build(trial, layouts, world, cut, lambda name, box: (own if trial.spec.by_name[name].frozen else read)(name, box))
-    saved.restore(state.optimizer.state(changing=True), trial.rule.moments)
+    state.optimizer.restore(saved.read, trial.packed)
     state.optimizer.resume(steps)
     world.gather_text("")
     if world.rank == 0:

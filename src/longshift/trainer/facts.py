@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longshift.config import Config
 from longshift.errors import CheckpointError, UsageError
 from longshift.model.kernels import Kernel
-from longshift.spec.formats import PrecisionName
+from longshift.spec.formats import MomentFormat, PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import OptimizerName, Rule
 from longshift.state.checkpoint import Checkpoint
+from longshift.state.packed import saved_moments
 from longshift.state.precision import Precision
 from longshift.step.update import State
 
@@ -44,8 +45,20 @@ class SavedTrain(Part):
         return Rule(self.optimizer) if self.momentum is None else Rule(self.optimizer, momentum=self.momentum)
 
 
+class SavedHome(Part):
+    """`moments`: their format; checkpoints from before there were several have that of masters."""
+
+    moments: MomentFormat = "float32"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_word(cls, value: object) -> object:
+        return {} if isinstance(value, str) else value
+
+
 class SavedConfig(Part):
     train: SavedTrain
+    home: SavedHome = SavedHome()
 
 
 class ChosenKernel(Part):
@@ -115,6 +128,14 @@ def changed_kernel(facts: Facts | None, attention: ChosenKernel) -> str | None:
     return f"attention was by {facts.attention} and goes on by {attention}: numbers may differ in their last bits from a run that kept it"
 
 
+def changed_moments(facts: Facts | None, config: Config) -> str | None:
+    """A word about a run that goes on with moments in another format than its checkpoint holds, else None."""
+    before, now = facts.config.home.moments if facts else config.home.moments, config.home.moments
+    if before == now or not config.train.rule.moments:
+        return None
+    return f"moments were {before} and go on as {now}: they are converted, rounded once where {now} has fewer bits"
+
+
 def changed_model(saved: Mapping[str, Any], spec: ModelSpec) -> list[tuple[str, Any, Any]]:
     """Fields of the model in which `spec` is not what a checkpoint says, with both values. A field that is younger than the checkpoint
     had its default."""
@@ -149,6 +170,6 @@ def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, 
     for what, mend in MENDS.items():
         if getattr(facts.fingerprints, what) != getattr(fingerprints, what):
             raise CheckpointError(f"the {what} changed since {saved.folder} was written: {mend}")
-    saved.expect(config.spec, rule.moments)
+    saved.expect(config.spec, saved_moments(rule, facts.config.home.moments))
     if saved.step > config.train.steps:
         raise UsageError(f"{run} is at step {saved.step} already: train.steps={config.train.steps} cannot be reached; write a larger one")

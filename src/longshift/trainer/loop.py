@@ -29,7 +29,7 @@ from longshift.switch.links import agreed, links_of
 from longshift.trainer.admission import admit
 from longshift.trainer.ahead import Ahead
 from longshift.trainer.corpus import open_on_ranks
-from longshift.trainer.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, expect
+from longshift.trainer.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, changed_moments, expect
 from longshift.trainer.foretold import Foretold
 from longshift.trainer.initial import continued, initial
 from longshift.trainer.measured import profile_here
@@ -112,8 +112,9 @@ def _steps(
     if world.rank == 0 and world.device.type != "cpu":
         print(f"longshift: attention by {player.kernel.name}: {player.why_kernel}", file=sys.stderr)
     attention = ChosenKernel.of(player.kernel, world.device)
-    if world.rank == 0 and (warning := changed_kernel(facts, attention)):
-        print(f"longshift: {warning}", file=sys.stderr)
+    for warning in (changed_kernel(facts, attention), changed_moments(facts, config)):
+        if world.rank == 0 and warning:
+            print(f"longshift: {warning}", file=sys.stderr)
     foretold, recorder = Foretold.of(run, config, world), Recorder()
     if timeline:
         player.record(recorder)
@@ -193,7 +194,8 @@ def build_state(config: Config, world: World, folder: Path, saved: Checkpoint | 
     config names one."""
     spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
     source = continued(config, saved, precision.home) if saved else initial(config, precision.home)
-    home = Home.made(spec, home_layout(config.edges), world, precision, source, config.home, config.stream.folder or folder, train.rule)
+    where = config.home.at, config.stream.folder or folder, train.rule, config.home.moments
+    home = Home.made(spec, home_layout(config.edges), world, precision, source, *where)
     optimizer = Optimizer(home, train.rule)
     state = State(spec, home, optimizer, schedule_of(config), train.clip, LossScale() if precision.scaled else None)
     state.base = fingerprint(home, world)
@@ -203,7 +205,7 @@ def build_state(config: Config, world: World, folder: Path, saved: Checkpoint | 
                 f"the weights that are not trained are others than {saved.folder} was trained beside: put the old model folder back, and "
                 f"the train.precision and train.seed that it began with"
             )
-        saved.restore(optimizer.state(changing=True), home.moments)  # masters are there
+        optimizer.restore(saved.read, facts.config.home.moments)
         optimizer.resume(facts.updates)
         state.cursor = facts.cursor
         if state.scale and facts.loss_scale:

@@ -132,7 +132,9 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
     if rank == 0:
         expect(config.save.trackers)
     _prove_writable(folder.path, "the run folder", "save.dir", make=True)
-    if config.stream.folder and (config.home == "disk" or any(edge.use.offload == "disk" for part in config.parts for edge in part.edges)):
+    if config.stream.folder and (
+        config.home.at == "disk" or any(edge.use.offload == "disk" for part in config.parts for edge in part.edges)
+    ):
         _prove_writable(Path(config.stream.folder), "the folder", "stream.folder", make=False)
     if resume and not folder.latest.exists():
         raise UsageError(f"{folder.shown} holds no checkpoint to resume from; leave out --resume to start at step 1")

@@ -1,0 +1,100 @@
+"""Blocks: BLOCK elements along a row of a weight, counted from the row's first element, that share a scale where moments have eight bits.
+A row is what lies along the last dim.
+
+    row of 300        │ block 0: 0..127 │ block 1: 128..255 │ 2: 256..299 │
+    two owners        │            ours: 0..149  │ theirs: 150..299       │      both have a part of block 1
+
+[Note: blocks of the logical tensor] Blocks belong to the weight in global coordinates, never to a rank's part of it, so that codes and
+scales are the same bits however home is cut. Home is cut where layouts compute, which may be anywhere: columns of a head of 64, a
+feed-forward width of 11008 over 8 ranks, a norm of 896 over 4. Cuts at block edges alone would refuse such layouts, or have a
+gather send what another rank computes with. So a block may have several owners: its scale is of the largest value among them, which is
+exact, for a maximum does not depend on an order. What they tell each other is 4 bytes a moment for each such block; where a model's widths
+are multiples of 128 a rank, there are none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from longshift.layout.box import Box
+from longshift.layout.layout import Layout
+from longshift.layout.placement import holders_of, moving_unit, pieces_of, stages_of
+from longshift.spec.formats import SCALE_EVERY as BLOCK
+from longshift.spec.model import ModelSpec, Param
+
+RUN = 1 << 18  # elements that are packed at one time, at the most
+
+
+def scales_of(box: Box) -> Box:
+    """The blocks that a box has a part of, each one element of a tensor of scales."""
+    last = box.start[-1] // BLOCK, -(-box.stop[-1] // BLOCK) if box else box.start[-1] // BLOCK
+    return Box((*box.start[:-1], last[0]), (*box.stop[:-1], last[1]))
+
+
+def begun_in(box: Box) -> Box:
+    """The blocks whose first element is in a box: of all boxes of a weight each block is in one."""
+    if not box:
+        return scales_of(box)
+    first, stop = -(-box.start[-1] // BLOCK), -(-box.stop[-1] // BLOCK)
+    return Box((*box.start[:-1], first), (*box.stop[:-1], max(first, stop)))
+
+
+def rows_at_once(box: Box) -> int:
+    """How many rows of a box are packed at one time."""
+    return max(1, RUN // (BLOCK * max(1, scales_of(box).shape[-1])))
+
+
+def elements_at_once(box: Box) -> int:
+    """How many elements are packed at one time, those of whole blocks."""
+    scales = scales_of(box)
+    return min(prod(scales.shape[:-1]), rows_at_once(box)) * scales.shape[-1] * BLOCK
+
+
+def widened(box: Box, shape: tuple[int, ...]) -> Box:
+    """A box, and the rest of the blocks that it has a part of, of a weight of this shape."""
+    scales = scales_of(box)
+    start, stop = scales.start[-1] * BLOCK, min(scales.stop[-1] * BLOCK, shape[-1])
+    return Box((*box.start[:-1], start), (*box.stop[:-1], max(start, stop)))
+
+
+@dataclass(frozen=True)
+class CutBlocks:
+    """The blocks of a moving unit's trained weights that home cuts. `ranks`: all that keep a part of the unit; `places`: by weight, where
+    its cut blocks begin in a vector of all of them, row by row, and which blocks of each row they are; `count`: of all."""
+
+    ranks: tuple[int, ...]
+    places: Mapping[str, tuple[int, tuple[int, ...]]]
+    count: int
+
+
+def cut_blocks(spec: ModelSpec, home: Layout) -> dict[int, CutBlocks]:
+    """By moving unit, where it has some, the blocks that a home which is cut by this layout cuts."""
+    units: dict[int, list[Param]] = {}
+    for param in spec.params:
+        if not param.frozen:
+            units.setdefault(moving_unit(spec, param), []).append(param)
+    known: dict[tuple, tuple[int, ...]] = {}
+    found = {}
+    for unit, params in sorted(units.items()):
+        places, count = {}, 0
+        for param in params:
+            key = param.shape, param.dim, param.parts, len(stages_of(spec, home, param))
+            if key not in known:
+                known[key] = _columns(spec, home, param)
+            if known[key]:
+                places[param.name] = count, known[key]
+                count += prod(param.shape[:-1]) * len(known[key])
+        if count:
+            stages = sorted({pp for param in params for pp in stages_of(spec, home, param)})
+            found[unit] = CutBlocks(holders_of(home, tuple(stages)), places, count)
+    return found
+
+
+def _columns(spec: ModelSpec, home: Layout, param: Param) -> tuple[int, ...]:
+    """Numbers of the blocks of a row that are cut."""
+    edges = set[int]()
+    for piece in pieces_of(spec, home, param):
+        dealt = home.zero > 0 and len(param.shape) == 1
+        boxes = [piece.share(index) for index in range(len(piece.holders))] if dealt else [piece.box]
+        edges |= {edge for box in boxes if box for edge in (box.start[-1], box.stop[-1])}
+    return tuple(sorted({edge // BLOCK for edge in edges if edge % BLOCK and edge < param.shape[-1]}))
