@@ -16,6 +16,7 @@ from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import OptimizerName, Rule
 from longshift.state.checkpoint import Checkpoint
+from longshift.state.manifest import TYPES
 from longshift.state.precision import Precision
 from longshift.step.update import State
 
@@ -99,13 +100,18 @@ class Facts(Part):
 
     @classmethod
     def of(cls, saved: Checkpoint) -> "Facts":
-        """The facts of a checkpoint. Raises CheckpointError where one is missing or malformed."""
+        """The facts of a checkpoint. Raises CheckpointError where one is missing or malformed, or where tensors have another dtype."""
         try:
-            return cls.model_validate(saved.facts)
+            facts = cls.model_validate(saved.facts)
         except ValidationError as fault:
             first = fault.errors()[0]
             where = ".".join(map(str, ("facts", *first["loc"])))
             raise CheckpointError(f"{saved.folder}/manifest.json is malformed: {where}: {first['msg']}") from None
+        precision = facts.config.train.precision
+        if saved.types != {TYPES[Precision.of(precision).home]}:
+            found = ", ".join(sorted(saved.types))
+            raise CheckpointError(f"{saved.folder} holds {found}, which train.precision={precision} does not keep. {saved.older}")
+        return facts
 
 
 def changed_kernel(facts: Facts | None, attention: ChosenKernel) -> str | None:
