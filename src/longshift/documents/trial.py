@@ -1,8 +1,9 @@
 """A tokenizer tried in a process of its own, with a deadline: its library panics, aborts or never returns for some files, and takes the
-process with it. The child imports nothing of Longshift but this. It may compute for so long, however busy the machine is; one that waits
-for something is ended after WAITS times as long.
+process with it. The child imports next to nothing of Longshift, and ends with the process that asked. It may compute for so long, however
+busy the machine is; one that waits for something is ended after WAITS times as long.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import tokenizers
+
+from longshift.dist.parent import end_with_parent
 
 DEADLINE_S, WAITS = 120.0, 20  # the largest tokenizers take some seconds to open
 # What later texts are made of: words, numbers, spaces, signs, other scripts, one long run of each kind.
@@ -31,7 +34,7 @@ def why_not(file: Path, deadline_s: float = DEADLINE_S) -> str | None:
 @lru_cache(maxsize=64)
 def _tried(file: Path, mtime_ns: int, size: int, deadline_s: float) -> str | None:
     code = "import sys; from longshift.documents.trial import tried; tried(*sys.argv[1:])"
-    command = [sys.executable, "-P", "-c", code, str(file), str(deadline_s)]
+    command = [sys.executable, "-P", "-c", code, str(file), str(deadline_s), str(os.getpid())]
     late = f"it does not cut a few short texts within {deadline_s:g} s: look for a pattern of its pre_tokenizer that never ends"
     try:
         child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=WAITS * deadline_s, check=False)
@@ -46,9 +49,10 @@ def _tried(file: Path, mtime_ns: int, size: int, deadline_s: float) -> str | Non
     return f"{how}: {' '.join(said[-1:])[:300]}"
 
 
-def tried(file: str, deadline_s: str) -> None:
+def tried(file: str, deadline_s: str, parent: str) -> None:
     """Open a tokenizer and cut the probes; the process ends with an exit code other than 0 where that fails, and by SIGPROF where it
     computes for longer."""
+    end_with_parent(signal.SIGKILL, int(parent))
     signal.setitimer(signal.ITIMER_PROF, float(deadline_s))
     core = tokenizers.Tokenizer.from_file(file)
     core.no_truncation()
