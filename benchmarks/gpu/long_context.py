@@ -14,11 +14,11 @@ import platform
 import sys
 from pathlib import Path
 
-import bare as bare
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import bare as bare
 from fake_device import Held, fake_device
 from first_day import commit
 from steps import Case, K, count, llama, measure, peak_flops

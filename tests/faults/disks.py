@@ -142,6 +142,18 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def summary(cases: int, bad: Sequence[Sequence]) -> dict[str, int]:
+    """Counts of what was wrong with cases, by the words of `Disk.wrong`."""
+    said = [why for *_, wrong in bad for why in wrong.split("; ")]
+
+    def count(*begins: str) -> int:
+        return sum(why.startswith(begins) for why in said)
+
+    other = sum("other weights" in wrong or "the run that goes on ends" in wrong for *_, wrong in bad)
+    counts = {"tracebacks": count("traceback"), "hangs": count("late"), "orphans": count("left"), "left_files": count("files")}
+    return {"cases": cases, "resumed": cases, "resumed_bitwise": cases - other, "lost_steps": count("rows"), **counts}
+
+
 def campaign(disk: Disk, cases: Sequence[tuple[int, int]]) -> list[list]:
     """Cases of which something is wrong: at, how, operation, what."""
     bad = []

@@ -5,6 +5,7 @@ with a deadline. What may come of it:
 
 accepted    nothing was raised
 refused     a LongshiftError that says where: a file, a key or a line of what was written
+silent      the case found that what was read is not what was written, and raised Silent: a failure
             anything else is a failure: a traceback, a hang, a death, an error that does not say where
 """
 
@@ -27,6 +28,10 @@ from longshift.errors import LongshiftError
 Case = Callable[[random.Random, Path], object]
 DEADLINE_S, MEMORY_BYTES = 20.0, 6 << 30
 GOOD = ("accepted", "refused")
+
+
+class Silent(Exception):
+    """Something was read as what it is not."""
 
 
 @dataclass
@@ -89,6 +94,8 @@ def _child(case: Case, seed: int, place: Path, words: tuple[str, ...], writes: i
     except LongshiftError as fault:
         located = any(word in str(fault) for word in (str(place), *words))
         said = ("refused\n" if located else "unlocated\n") + str(fault)
+    except Silent as fault:
+        said = f"silent\n{fault}"
     except BaseException:
         said = "traceback\n" + traceback.format_exc()
     os.write(writes, said.encode(errors="replace")[: 1 << 15])
@@ -201,5 +208,5 @@ def spoil_bytes(random_: random.Random, data: bytes) -> bytes:
 def summary(found: Mapping[str, Verdicts]) -> dict[str, int]:
     """How many cases of all surfaces had each verdict."""
     total: Counter = sum((verdicts.counts for verdicts in found.values()), Counter())
-    names = {"tracebacks": "traceback", "hangs": "hang", "deaths": "death", "unlocated": "unlocated"}
+    names = {"tracebacks": "traceback", "hangs": "hang", "deaths": "death", "unlocated": "unlocated", "silent": "silent"}
     return {"cases": total.total(), **{name: total[verdict] for name, verdict in names.items()}, **{name: total[name] for name in GOOD}}

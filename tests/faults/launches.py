@@ -9,8 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -32,7 +33,7 @@ class Ended:
 
 
 class Launches:
-    """Runs `longshift ARGUMENTS`, one at a time. A context manager. `library`: loaded before all others."""
+    """Runs `longshift ARGUMENTS`, one at a time. A context manager. Mutable: whether one `runs`. `library`: loaded before all others."""
 
     def __init__(self, library: Path, place: Path):
         self.place = place
@@ -40,6 +41,7 @@ class Launches:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen([sys.executable, __file__], env=environment, text=True, **pipes)
         self._cases = 0
+        self.runs = False  # a command
 
     def __enter__(self) -> "Launches":
         return self
@@ -49,8 +51,19 @@ class Launches:
         self._process.stdin.close()
         self._process.wait(10)
 
-    def run(self, arguments: Sequence[str], variables: Mapping[str, str], deadline_s: float = DEADLINE_S) -> Ended:
-        """`longshift` with these arguments and, beside this process's, these variables of the environment."""
+    def launcher(self) -> psutil.Process | None:
+        """The process of the command that runs now."""
+        return next(iter(psutil.Process(self._process.pid).children()), None)
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        deadline_s: float = DEADLINE_S,
+        meanwhile: Callable[[str], object] = lambda mark: None,
+    ) -> Ended:
+        """`longshift` with these arguments and, beside this process's, these variables of the environment. `meanwhile` is called in a
+        thread once it runs, with the mark of its processes."""
         assert self._process.stdin
         assert self._process.stdout
         self._cases += 1
@@ -58,7 +71,13 @@ class Launches:
         case = {"arguments": list(arguments), "variables": {**variables, MARK: mark}, "streams": streams, "deadline_s": deadline_s}
         self._process.stdin.write(json.dumps(case) + "\n")
         self._process.stdin.flush()
+        self._process.stdout.readline()  # it runs
+        beside = threading.Thread(target=meanwhile, args=(mark,))
+        self.runs = True
+        beside.start()
         code = json.loads(self._process.stdout.readline())
+        self.runs = False
+        beside.join()
         left = ended(mark)
         out, err = (Path(name).read_text() for name in streams)
         return Ended(code, out, err, left)
@@ -127,6 +146,7 @@ def _serve(cases: IO[str]) -> None:
                     sys.stdout.flush()
                     sys.stderr.flush()
                 os._exit(code)
+        print(flush=True)
         until = time.monotonic() + case["deadline_s"]
         done, status = 0, 0
         while not done and time.monotonic() < until:

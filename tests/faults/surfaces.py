@@ -2,19 +2,26 @@
 
 import json
 import random
+import shutil
+import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+import spoiled_runs
+import torch
 from fuzz import ODD_TEXT, Case, odd_json, spoil_bytes, spoil_mapping
 
 from longshift.config_file import parse_config
 from longshift.config_parts import Source
 from longshift.documents import tokenizer, tokens
 from longshift.documents.tokenizer import Tokenizer
+from longshift.layout.box import Box
+from longshift.model.huggingface import INDEX, WeightFolder, write_folder
 from longshift.spec.families import PRESETS, read_spec, to_hugging_face
 
 CONFIG = {
@@ -96,10 +103,15 @@ def _small() -> str:
     return core.to_str()
 
 
+def make() -> None:
+    """What cases are made of, before children are forked."""
+    _good()
+    _weights()
+    spoiled_runs.made()
+
+
 @lru_cache
 def _good() -> Tokenizer:
-    import tempfile
-
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     _tokenizer(folder, _small())
     return tokenizer.load(folder)
@@ -171,6 +183,39 @@ def dataset_folder(random_: random.Random, place: Path) -> None:
     tokens.build([Source(path=str(folder))], _good(), place / "cache")
 
 
+@lru_cache
+def _weights() -> Path:
+    """A model folder of several weight files."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-")) / "model"
+    spec = PRESETS["tiny-llama"]
+    spec = replace(spec, vocab=64, layers=1)
+    write_folder(folder, spec, ((p.name, torch.full(p.shape, 0.5)) for p in spec.params), torch.float32, max_shard_bytes=200_000)
+    return folder
+
+
+def weight_index(random_: random.Random, place: Path) -> None:
+    """Weight files of a model folder, and the index of them."""
+    folder = place / "model"
+    shutil.copytree(_weights(), folder)
+    index = folder / INDEX
+    files = sorted(folder.glob("*.safetensors"))
+    if random_.random() < 0.6:
+        values = json.loads(index.read_text())
+        for _ in range(random_.randint(1, 3)):
+            names = (*ODD_TEXT, files[0].name, files[-1].name, "config.json", INDEX, "../model/" + files[0].name, 7, None, [], {})
+            values["weight_map"][random_.choice(sorted(values["weight_map"]))] = random_.choice(names)
+        index.write_text(json.dumps(values if random_.random() < 0.6 else spoil_mapping(random_, values)), errors="replace")
+    if random_.random() < 0.5:
+        path = random_.choice([index, *files])
+        path.write_bytes(spoil_bytes(random_, path.read_bytes()))
+    if random_.random() < 0.1:
+        random_.choice(files).unlink()
+    spec = read_spec(folder)
+    found = WeightFolder(folder, spec)
+    for param in spec.params:
+        assert found.read(param.name, Box.whole(param.shape)).shape == param.shape
+
+
 SURFACES: Mapping[str, tuple[Case, tuple[str, ...]]] = {
     "config": (config, ()),
     "overrides": (overrides, ("command line",)),
@@ -179,4 +224,6 @@ SURFACES: Mapping[str, tuple[Case, tuple[str, ...]]] = {
     "json lines": (json_lines, ()),
     "parquet": (parquet, ()),
     "dataset": (dataset_folder, ()),
+    "weight index": (weight_index, ()),
+    "checkpoint": (spoiled_runs.case, ()),
 }

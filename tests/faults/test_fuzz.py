@@ -10,20 +10,24 @@ from pathlib import Path
 import figures
 import fuzz
 import pytest
+import spoiled_runs
 import surfaces
-from fuzz import Case, played, summary
+from fuzz import Case, Silent, played, summary
 from surfaces import SURFACES
 
 from longshift.errors import DataError
+from longshift.state import manifest
 
 # Cases of each surface: as many seconds of each here, and in the campaign.
 QUICK = {"config": 120, "overrides": 120, "model folder": 120, "tokenizer": 40, "json lines": 120, "parquet": 80, "dataset": 24}
+QUICK |= {"weight index": 60, "checkpoint": 150}
 CAMPAIGN = {"config": 2500, "overrides": 2500, "model folder": 1200, "tokenizer": 400, "json lines": 8000, "parquet": 2000, "dataset": 400}
+CAMPAIGN |= {"weight index": 1000, "checkpoint": 4000}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _made() -> None:
-    surfaces._good()  # before children are forked
+    surfaces.make()
 
 
 @pytest.mark.parametrize("name", SURFACES)
@@ -39,10 +43,24 @@ def test_a_surface_holds(name: str):
 def test_the_campaign():
     """`JSON=out.json` keeps the figures."""
     found = {name: fuzz.fuzz(case, CAMPAIGN[name], seed=10_000, words=words) for name, (case, words) in SURFACES.items()}
-    report = {"summary": summary(found), "surfaces": {name: dict(verdicts.counts) for name, verdicts in found.items()}}
-    report["failures"] = [[name, *bad] for name, verdicts in found.items() for bad in verdicts.bad]
-    figures.keep(report)
-    assert not report["failures"], report["failures"][:5]
+    failures = [[name, *bad] for name, verdicts in found.items() for bad in verdicts.bad]
+    counts = {name: dict(verdicts.counts) for name, verdicts in found.items()}
+    figures.keep("surfaces", summary(found), {"surfaces": counts, "failures": failures})
+    assert not failures, failures[:5]
+
+
+class _Any:
+    """Equal to everything."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def test_a_reader_that_believes_any_seal_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(manifest, "sealed", lambda run, body: _Any())
+    assert fuzz.fuzz(spoiled_runs.case, 60).counts["silent"] > 0
 
 
 def _raises(error: BaseException) -> Case:
@@ -59,6 +77,7 @@ def _raises(error: BaseException) -> Case:
         (lambda random_, place: (_ for _ in ()).throw(DataError(f"{place}/a.jsonl, line 1: bad")), "refused"),
         (_raises(DataError("something is wrong")), "unlocated"),
         (_raises(ValueError("x")), "traceback"),
+        (_raises(Silent("x")), "silent"),
         (_raises(RecursionError()), "traceback"),
         (lambda random_, place: os.kill(os.getpid(), signal.SIGSEGV), "death"),
         (lambda random_, place: os._exit(0), "death"),

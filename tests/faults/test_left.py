@@ -31,7 +31,16 @@ def config(tmp_path: Path):
 
 def test_what_writers_left_goes_and_what_is_a_persons_stays(config, tmp_path):
     run = tmp_path / "run"
-    left = (".probe-1", ".env.json-23", "..config.yaml-4", ".metrics.jsonl-5", ".plan.json-6", ".LATEST.writing", ".BEST.writing")
+    left = (
+        ".probe-1",
+        ".env.json-23",
+        "..config.yaml-4",
+        ".metrics.jsonl-5",
+        ".plan.json-6",
+        ".LATEST.writing",
+        ".BEST.writing",
+        ".identity.writing",
+    )
     own = (".gitignore", ".notes-2024", "probe-1", ".env", "checkpoints/note")
     (run / "checkpoints/.step-3.writing").mkdir(parents=True)
     (run / "checkpoints/step-2").mkdir()

@@ -6,20 +6,12 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-import disks
 import figures
 import pytest
 from launches import processes
 from orphans import MARK, Ended, frozen, launched, wrong
 
 MOMENTS_S = 4.0
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("orphans")
-    disks.make_data(place)
-    return place
 
 
 @pytest.mark.parametrize(("after_s", "number"), [(0.5, 9), (2.0, 9), (3.0, 9), (4.0, 9), (4.5, 2)])
@@ -42,16 +34,18 @@ def test_a_rank_that_is_frozen_while_it_trains_is_named(place: Path, rank: int):
 @pytest.mark.long
 def test_the_campaign(place: Path):
     """Moments spread over the start, those after ranks have begun to train among them, three in ten of them Ctrl-C."""
-    random_, ends, bad, slowest = random.Random(0), Counter(), [], 0.0
+    random_, ends, bad, slowest, lefts = random.Random(0), Counter(), [], 0.0, []
     for case in range(50):
         after_s = (case + random_.random()) * MOMENTS_S / 50 * (1 if case % 2 else 2)
         number = signal.SIGINT if case % 10 in (2, 5, 8) else signal.SIGKILL
         found = launched(place, f"campaign-{case}", after_s, number)
         ends[f"{number.name}, {max(0, found.ranks)} more processes"] += 1
+        lefts.append(found.left)
         slowest = max(slowest, found.seconds if number == signal.SIGKILL else 0.0)
         if why := wrong(found, number):
             bad.append([after_s, number.name, why])
-    figures.keep({"launchers": {"ends": dict(ends), "slowest_s": slowest, "failures": bad}})
+    counts = {"cases": 50, "orphans": sum(len(left) for left in lefts), "tracebacks": sum("traceback" in why for *_, why in bad)}
+    figures.keep("launchers", counts, {"ends": dict(ends), "slowest_s": slowest, "failures": bad})
     assert not bad, bad[:3]
     assert any(not name.endswith(" 0 more processes") for name in ends)
 

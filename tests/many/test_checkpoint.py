@@ -18,7 +18,8 @@ from longshift.errors import CheckpointError, PeerError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Rope
-from longshift.state.checkpoint import Checkpoint, _overlap, _read_manifest, _render
+from longshift.state.checkpoint import Checkpoint, _overlap
+from longshift.state.manifest import read_manifest, render, sealed
 
 KINDS = ("master", *TRIAL.rule.moments)
 LAYOUTS = ("dp1", "dp2.z1", "tp2", "pp2", "u2.z3", "dp3", "dp3.z2", "dp2.tp2.z3")
@@ -126,6 +127,15 @@ def place(call, tmp_path_factory) -> Path:
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False, **sizes, **rest}
     (place / "model/config.json").write_text(json.dumps(config))
     return place
+
+
+def forge_manifest(path: Path, forge: Callable, by_the_run: bool = True) -> None:
+    """Change a manifest and make its hash right again; and its seal, by the identity of the run, or not."""
+    body = json.loads(path.read_text())
+    del body["sha256"]
+    seal = {"seal": body.pop("seal")}
+    forge(body)
+    path.write_text(render(sealed(path.parents[2], body) if by_the_run else seal | body))
 
 
 def config(place: Path, run: Path, layout: str, precision: str = "float32", **other: object) -> str:
@@ -303,10 +313,7 @@ def test_a_resume_with_another_attention_kernel_says_so(call, place, tmp_path):
     told = "longshift: attention was by one (deterministic) and goes on by other (deterministic): numbers may differ in their last bits"
     first, second = said("other", 5, resume=True)
     assert (first, second) == (f"{told} from a run that kept it\n", "")
-    manifest = run / "checkpoints/step-5/manifest.json"
-    body = json.loads(manifest.read_text())
-    del body["sha256"], body["facts"]["attention"]
-    manifest.write_text(_render(body))
+    forge_manifest(run / "checkpoints/step-5/manifest.json", lambda body: body["facts"].pop("attention"))
     assert said("one", 6, resume=True) == ["", ""]
 
 
@@ -328,10 +335,7 @@ def test_a_run_beyond_its_last_step_is_not_resumed(call, place, finished, tmp_pa
 )
 def test_facts_that_are_wrong_with_a_right_hash_are_refused(call, place, finished, tmp_path, forge, words):
     run = shutil.copytree(finished, tmp_path / "run")
-    body = json.loads((run / MANIFEST).read_text())
-    del body["sha256"]
-    forge(body["facts"])
-    (run / MANIFEST).write_text(_render(body))
+    forge_manifest(run / MANIFEST, lambda body: forge(body["facts"]))
     (answer,) = call(1, "run_loop", config=config(place, run, "dp1"), resume=True)
     assert answer["fault"].startswith(f"CheckpointError: {run / MANIFEST} is malformed: {words}")
 
@@ -436,9 +440,9 @@ def test_no_bit_of_a_manifest_can_flip_unnoticed(good, tmp_path):
         byte, bit = divmod(number, 8)
         path.write_bytes(data[:byte] + bytes([data[byte] ^ 1 << bit]) + data[byte + 1 :])
         with pytest.raises(CheckpointError, match=r"manifest\.json is (missing or )?damaged"):
-            _read_manifest(path.parent)
+            read_manifest(path.parent)
     path.write_bytes(data)
-    assert _read_manifest(path.parent)[0].step == 2
+    assert read_manifest(path.parent)[0].step == 2
 
 
 def first_key(body: dict) -> str:
@@ -453,12 +457,14 @@ def rename_key(body: dict, to: str) -> None:
 @pytest.mark.parametrize(
     ("forge", "words"),
     [
-        (lambda body: body.update(format=2), "manifest.json has format 2, this version of longshift reads 1: use the one that wrote it."),
+        (lambda body: body.update(format=1), "manifest.json has format 1, this version of longshift reads 2: use the one that wrote it."),
         (lambda body: body["files"][0].update(name="../../x"), "is malformed: files.0.name is '../../x': "),
         (lambda body: body["files"][0].update(name="/etc/passwd"), "is malformed: files.0.name is '/etc/passwd': "),
         (lambda body: body["files"][0].update(name="rank-00000.safetensors\n"), "is malformed: files.0.name is "),
         (lambda body: body["files"][0].update(bytes="many"), "is malformed: files.0.bytes is 'many': "),
         (lambda body: body["files"][0].pop("sha256"), "is malformed: files.0.sha256 is "),
+        (lambda body: body["files"][0].update(dtype="BF16"), "is malformed: files.0.dtype is 'BF16': "),
+        (lambda body: body["files"][0].update(dtype="F64"), "rank-00000.safetensors holds F32, F64 was written."),
         (lambda body: body.update(step=-1), "is malformed: step is -1: "),
         (lambda body: body.update(extra=1), "is malformed: extra is 1: "),
         (lambda body: body.update(files={}), "is malformed: files is {}: "),
@@ -481,14 +487,56 @@ def rename_key(body: dict, to: str) -> None:
     ],
 )
 def test_a_manifest_that_is_wrong_with_a_right_hash_is_refused(call, copy, forge, words):
-    path = copy / MANIFEST
-    body = json.loads(path.read_text())
-    del body["sha256"]
-    forge(body)
-    path.write_text(_render(body))
+    forge_manifest(copy / MANIFEST, forge)
     said = refused(call, copy)
     assert said.startswith(str(copy / "checkpoints/step-2"))
     assert words in said
+
+
+OF_ANOTHER = "{run}/" + MANIFEST + " was not written by this run: it is of another run, or it, or identity in the run folder, was changed."
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda body: body["facts"].update(updates=7),
+        lambda body: body["files"][0].update(sha256="0" * 64),
+        lambda body: body["files"].reverse(),
+        lambda body: body.update(step=2),
+    ],
+)
+def test_a_manifest_that_was_changed_without_the_identity_of_its_run_is_refused(call, copy, forge):
+    """Its hash is right. The last is step 1 as step 2."""
+    shutil.rmtree(copy / "checkpoints/step-2")
+    (copy / "checkpoints/step-1").rename(copy / "checkpoints/step-2")
+    before = (copy / MANIFEST).read_text()
+    forge_manifest(copy / MANIFEST, lambda body: body.update(step=2))
+    assert call(2, "open_latest", run=str(copy)) == [{"step": 2}] * 2  # by one that has the identity
+    (copy / MANIFEST).write_text(before)
+    forge_manifest(copy / MANIFEST, forge, by_the_run=False)
+    assert refused(call, copy).startswith(OF_ANOTHER.format(run=copy))
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_a_run_that_was_moved_is_not(call, copy, tmp_path):
+    call(2, "save_steps", run=str(tmp_path / "other"), layout="dp2.z1", steps=[1, 2])
+    moved = (tmp_path / "other").rename(tmp_path / "moved")
+    assert call(2, "open_latest", run=str(moved)) == [{"step": 2}] * 2
+    shutil.rmtree(copy / "checkpoints/step-2")
+    shutil.copytree(moved / "checkpoints/step-2", copy / "checkpoints/step-2")
+    assert refused(call, copy) == OF_ANOTHER.format(run=copy) + INSTEAD.format(run=copy)
+    (moved / "identity").unlink()
+    assert refused(call, moved).startswith(f"{moved}/identity cannot be read: ")
+
+
+def test_the_first_checkpoint_makes_the_identity_and_those_after_it_keep_it(call, copy):
+    before = (copy / "identity").read_text()
+    assert re.fullmatch(r"[0-9a-f]{64}\n", before)
+    call(2, "save_steps", run=str(copy), layout="dp2.z1", steps=[3])
+    assert (copy / "identity").read_text() == before
+    (copy / "LATEST").unlink()  # nothing is left to go on from
+    call(2, "save_steps", run=str(copy), layout="dp2.z1", steps=[3])
+    assert (copy / "identity").read_text() != before
+    assert call(2, "open_latest", run=str(copy)) == [{"step": 3}] * 2
 
 
 def test_overlaps_are_found():
@@ -585,7 +633,8 @@ def files_of(run: Path) -> dict[str, bytes]:
 def test_a_checkpoint_from_the_copy_is_that_of_the_state_when_it_was_saved(call, tmp_path, layout):
     for name, background in (("one", False), ("other", True)):
         call(Layout.parse(layout).world, "begin", run=str(tmp_path / name), layout=layout, background=background, file_bytes=3000)
-    manifests = [(tmp_path / name / MANIFEST).read_bytes() for name in ("one", "other")]
+    manifests = [json.loads((tmp_path / name / MANIFEST).read_text()) for name in ("one", "other")]
+    assert len({manifest.pop("seal") for manifest in manifests}) == len({manifest.pop("sha256") for manifest in manifests}) == 2
     assert manifests[0] == manifests[1]
     assert files_of(tmp_path / "one") == files_of(tmp_path / "other")
 

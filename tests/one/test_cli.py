@@ -32,7 +32,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
-from longshift.state.checkpoint import _render
+from longshift.state.manifest import render, sealed
 from longshift.state.packed import DTYPES
 from longshift.trainer import loop
 from longshift.trainer.interrupt import ENDING
@@ -718,20 +718,42 @@ def test_checkpoints_that_were_moved_or_hold_other_numbers_are_refused(place, lo
     assert longshift("train run.yaml save.every=1")[0] == 0
     (file,) = (place / "run/checkpoints/step-3").glob("*.safetensors")
     tensors = load_file(file)
-    ruined = {key: torch.full_like(value, float("nan")) if key.startswith("exp_avg|") else value for key, value in tensors.items()}
-    for changed, why in (
-        ({key: value.half() for key, value in tensors.items()}, "is torch.float16, not float32 or float64. An older checkpoint may serve"),
-        (ruined, "the exp_avg of model.embed_tokens.weight is not finite. An older checkpoint may serve"),
-    ):
+    manifest = file.parent / "manifest.json"
+
+    def forge(changed: dict[str, torch.Tensor], dtype: str = "F32") -> None:
+        """By a program that has the identity of the run."""
         save_file(changed, file, metadata={"format": "pt"})
-        manifest = file.parent / "manifest.json"
         body = json.loads(manifest.read_text())
-        body.pop("sha256", None)
-        for row in body["files"]:
-            row |= {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        manifest.write_text(_render(body))
+        del body["sha256"], body["seal"]
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        types = dict.fromkeys(body["files"][0]["types"], dtype)
+        body["files"][0] |= {"bytes": file.stat().st_size, "sha256": digest, "types": types}
+        manifest.write_text(render(sealed(place / "run", body)))
+
+    def spoiled(kind: str, by: float) -> dict[str, torch.Tensor]:
+        return {key: torch.full_like(value, by) if key.startswith(kind) else value for key, value in tensors.items()}
+
+    wide = {key: value.double() for key, value in tensors.items()}
+    for changed, dtype, why in (
+        ({key: value.half() for key, value in tensors.items()}, "F32", " as F16, F32 was written. An older checkpoint may serve"),
+        (wide, "F32", " as F64, F32 was written. An older checkpoint may serve"),
+        (wide, "F64", " as F64, which train.precision=float32 and home.moments=float32 do not keep. An older"),
+        (spoiled("exp_avg|", math.nan), "F32", "the exp_avg of model.embed_tokens.weight is not finite. An older checkpoint may serve"),
+        (spoiled("master|", math.inf), "F32", "the master of model.embed_tokens.weight is not finite. An older checkpoint may serve"),
+    ):
+        forge(changed, dtype)
         code, _, err = longshift("train run.yaml train.steps=4 --resume")
         assert (code, why in err) == (4, True), err
+        if "exp_avg" not in why:  # an export takes no moments
+            code, _, err = longshift("export run --to exported")
+            assert (code, why in err) == (4, True), err
+    (place / "run/LATEST").write_text("step-2\n")
+    code, _, err = longshift("train run.yaml train.steps=4 --resume")
+    assert code == 0
+    assert "run/LATEST names step-2, and newer checkpoints are there, up to step-3: the run goes on from step 2" in err
+    assert longshift("export run --to exported")[0] == 0
+    code, _, err = longshift("train run.yaml train.steps=5 --resume")
+    assert (code, "newer checkpoints" in err) == (0, False)
 
 
 def readme_blocks(kind: str) -> list[str]:

@@ -1,9 +1,12 @@
 """Model folders, tokenizers and documents whose files lead elsewhere or would end the process: refused, by name."""
 
 import json
+import subprocess
+import sys
 import time
 
 import datasets
+import psutil
 import pyarrow as pa
 import pytest
 import torch
@@ -112,12 +115,28 @@ def test_a_pattern_that_never_ends_is_refused(good, tmp_path):
         load(tmp_path)
 
 
-def test_a_trial_has_a_deadline(good, tmp_path):
+def test_a_trial_has_a_deadline(good, tmp_path, monkeypatch):
+    """Of computing, however long that takes on a busy machine, and a longer one of waiting."""
     file = write(tmp_path, good) / "tokenizer.json"
     assert trial.why_not(file) is None
-    started = time.monotonic()
+    monkeypatch.setattr(trial, "WAITS", 0.1)
     assert "within 0.01 s: look for a pattern of its pre_tokenizer" in str(trial.why_not(file, 0.01))
-    assert time.monotonic() - started < 30
+    monkeypatch.undo()
+    write(tmp_path, good | {"pre_tokenizer": ENDLESS})
+    assert "within 0.2 s: look for a pattern of its pre_tokenizer" in str(trial.why_not(file, 0.2))
+
+
+def test_a_trial_ends_with_the_process_that_asked(good, tmp_path):
+    file = write(tmp_path, good | {"pre_tokenizer": ENDLESS}) / "tokenizer.json"
+    code = "import sys; from pathlib import Path; from longshift.documents.trial import why_not; why_not(Path(sys.argv[1]))"
+    with subprocess.Popen([sys.executable, "-c", code, str(file)]) as asker:
+        until, found = time.monotonic() + 60, list[psutil.Process]()
+        while not found and time.monotonic() < until:
+            found = psutil.Process(asker.pid).children()
+            time.sleep(0.02)
+        asker.kill()
+    assert found
+    assert not psutil.wait_procs(found, timeout=60)[1]
 
 
 @pytest.mark.parametrize("eos", [7, [], True, {"content": 3}, "\ud800", "a\0"])

@@ -1,6 +1,10 @@
 """A tokenizer tried in a process of its own, with a deadline: its library panics, aborts or never returns for some files, and takes the
-process with it. The child imports nothing of Longshift but this."""
+process with it. The child imports next to nothing of Longshift, and ends with the process that asked. It may compute for so long, however
+busy the machine is; one that waits for something is ended after WAITS times as long.
+"""
 
+import os
+import signal
 import subprocess
 import sys
 from functools import lru_cache
@@ -8,7 +12,9 @@ from pathlib import Path
 
 import tokenizers
 
-DEADLINE_S = 120.0  # the largest tokenizers take some seconds to open, on a machine with nothing else to do
+from longshift.dist.parent import end_with_parent
+
+DEADLINE_S, WAITS = 120.0, 20  # the largest tokenizers take some seconds to open
 # What later texts are made of: words, numbers, spaces, signs, other scripts, one long run of each kind.
 PROBES = (
     "",
@@ -27,11 +33,15 @@ def why_not(file: Path, deadline_s: float = DEADLINE_S) -> str | None:
 
 @lru_cache(maxsize=64)
 def _tried(file: Path, mtime_ns: int, size: int, deadline_s: float) -> str | None:
-    command = [sys.executable, "-P", "-c", "import sys; from longshift.documents.trial import tried; tried(sys.argv[1])", str(file)]
+    code = "import sys; from longshift.documents.trial import tried; tried(*sys.argv[1:])"
+    command = [sys.executable, "-P", "-c", code, str(file), str(deadline_s), str(os.getpid())]
+    late = f"it does not cut a few short texts within {deadline_s:g} s: look for a pattern of its pre_tokenizer that never ends"
     try:
-        child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=deadline_s, check=False)
+        child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=WAITS * deadline_s, check=False)
     except subprocess.TimeoutExpired:
-        return f"it does not cut a few short texts within {deadline_s:g} s: look for a pattern of its pre_tokenizer that never ends"
+        return late
+    if child.returncode == -signal.SIGPROF:
+        return late
     if child.returncode == 0:
         return None
     said = [line for line in child.stderr.decode(errors="replace").splitlines() if line.strip()]
@@ -39,8 +49,11 @@ def _tried(file: Path, mtime_ns: int, size: int, deadline_s: float) -> str | Non
     return f"{how}: {' '.join(said[-1:])[:300]}"
 
 
-def tried(file: str) -> None:
-    """Open a tokenizer and cut the probes; the process ends with an exit code other than 0 where that fails."""
+def tried(file: str, deadline_s: str, parent: str) -> None:
+    """Open a tokenizer and cut the probes; the process ends with an exit code other than 0 where that fails, and by SIGPROF where it
+    computes for longer."""
+    end_with_parent(signal.SIGKILL, int(parent))
+    signal.setitimer(signal.ITIMER_PROF, float(deadline_s))
     core = tokenizers.Tokenizer.from_file(file)
     core.no_truncation()
     core.no_padding()

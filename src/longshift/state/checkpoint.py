@@ -2,7 +2,8 @@
 
     checkpoints/step-N/rank-00000.safetensors   masters and moments of the boxes that rank 0 speaks for, "kind|weight|box"
                        rank-00000-1.safetensors    where they are more than FILE_BYTES, and so on; rank-00001.safetensors   ...
-                       manifest.json            files with size and SHA-256, facts of the run, a SHA-256 of itself
+                       manifest.json            files with size and SHA-256, facts of the run, the run's seal, a SHA-256 of itself
+    identity                                    random, made with the run's first checkpoint: the key of the seal
     LATEST                                      "step-N", moved only after N is durable
     BEST                                        "step-N" of the lowest validation loss, where the run validates
 
@@ -14,17 +15,15 @@ unpickled. One run saves into a folder at a time.
 import hashlib
 import json
 import re
-import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -37,35 +36,25 @@ from longshift.layout.blocks import scales_of
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Source
-from longshift.state.packed import DTYPES, SCALE
+from longshift.state.manifest import (
+    FORMAT,
+    IDENTITY,
+    TYPES,
+    Manifest,
+    SavedFile,
+    instead,
+    new_identity,
+    read_manifest,
+    render,
+    sealed,
+    steps_of,
+)
+from longshift.state.packed import SCALE
 
-BEST, HOME_TYPES = "BEST", (torch.float32, torch.float64, *DTYPES.values())
-FORMAT = 1
+BEST = "BEST"
 FILE_BYTES = 2 << 30
 Entries = Iterable[tuple[str, Box, bool, dict[str, Tensor]]]
 T = TypeVar("T")
-
-
-class SavedFile(BaseModel):
-    """One file of a checkpoint. `tensors` are its keys, "kind|weight|box"."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    name: Annotated[str, Field(pattern=r"^rank-[0-9]{5,}(-[0-9]+)?\.safetensors$")]
-    bytes: int
-    sha256: str
-    tensors: list[str]
-
-
-class Manifest(BaseModel):
-    """What a checkpoint holds. `facts` are the run's."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    format: int
-    step: Annotated[int, Field(ge=0)]
-    facts: dict[str, Any]
-    files: list[SavedFile]
 
 
 @dataclass(frozen=True)
@@ -122,10 +111,15 @@ class Unfinished:
     def _begin(self) -> None:
         _sweep(self.run)
         self._scratch.mkdir(parents=True)
+        if not (self.run / "LATEST").exists():
+            fresh = self.run / f".{IDENTITY}.writing"
+            _write_text(fresh, new_identity())
+            fresh.rename(self.run / IDENTITY)
+            sync(self.run)
 
     def _publish(self, files: list[dict]) -> None:
         manifest = {"format": FORMAT, "step": self.step, "facts": dict(self.facts), "files": files}
-        _write_text(self._scratch / "manifest.json", _render(manifest))
+        _write_text(self._scratch / "manifest.json", render(sealed(self.run, manifest)))
         sync(self._scratch)
         _publish(self.run, self.step, self._scratch, self.best)
 
@@ -144,9 +138,12 @@ class Unfinished:
 class Checkpoint:
     """A verified checkpoint, read box by box on demand. It opens each file once and keeps it open."""
 
-    def __init__(self, folder: Path, step: int, facts: dict[str, Any], index: Index, files: dict[Path, Any]):
+    def __init__(self, folder: Path, manifest: Manifest, index: Index, files: dict[Path, Any]):
         """`files`: those that are open already."""
-        self.folder, self.step, self.facts, self._index, self._files = folder, step, facts, index, files
+        self.folder, self.step, self.facts, self._index, self._files = folder, manifest.step, manifest.facts, index, files
+        self.types: dict[str, set[str]] = {}  # by kind
+        for kind, name in chain.from_iterable(file.types.items() for file in manifest.files):
+            self.types.setdefault(kind, set()).add(name)
 
     @classmethod
     def latest(cls, run: Path, world: World) -> "Checkpoint":
@@ -166,19 +163,24 @@ class Checkpoint:
         """Verify and index a checkpoint; collective: every rank reads a share of the files to check them. Raises CheckpointError as
         `latest` does."""
         fault = f"{folder} cannot be read"
-        manifest, digest = _together(world, fault, lambda: _read_manifest(folder))
+        manifest, digest = _together(world, fault, lambda: read_manifest(folder))
         if len(set(world.gather_text(digest))) > 1:
             raise CheckpointError(f"{folder} is not the same on all ranks: all machines must see one run folder")
         if folder.name != f"step-{manifest.step}":
-            raise CheckpointError(f"{folder} holds step {manifest.step}: it was moved; give each folder its own name.{_instead(folder)}")
+            raise CheckpointError(f"{folder} holds step {manifest.step}: it was moved; give each folder its own name.{instead(folder)}")
         index = _together(world, fault, lambda: _index(folder, manifest))
         files = _together(world, fault, lambda: _verify(folder, manifest.files[world.rank :: world.size], index))
-        return cls(folder, manifest.step, manifest.facts, index, files)
+        return cls(folder, manifest, index, files)
 
     @property
     def older(self) -> str:
         """A sentence about what may serve instead."""
-        return _instead(self.folder).strip()
+        return instead(self.folder).strip()
+
+    @property
+    def newer(self) -> list[int]:
+        """Steps of the checkpoints after this one, ascending."""
+        return [step for step in steps_of(self.folder.parent) if step > self.step]
 
     def expect(self, spec: ModelSpec, moments: Sequence[str]) -> None:
         """Refuse a checkpoint that does not hold every value of the model's weights, their moments and scales, or holds another weight's.
@@ -205,8 +207,6 @@ class Checkpoint:
             if saved.path not in self._files:
                 self._files[saved.path] = safe_open(saved.path, framework="pt")
             values = self._files[saved.path].get_slice(saved.key)[part.within(saved.box)]
-            if values.dtype not in HOME_TYPES:
-                raise CheckpointError(f"{saved.path}: {kind} {name} is {values.dtype}, which no format of the state is. {self.older}")
             out = torch.empty(box.shape, dtype=values.dtype) if out is None else out
             out[part.within(box)] = values
             found += part.elements
@@ -250,7 +250,9 @@ def _write_tensors(folder: Path, entries: Entries, rank: int) -> list[dict]:
         path = folder / f"rank-{rank:05}{f'-{len(files)}' if files else ''}.safetensors"
         save_file(tensors, path)
         sync(path)
-        files.append({"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path), "tensors": sorted(tensors)})
+        types = {_kind(key): TYPES[view.dtype] for key, view in tensors.items()}
+        row = {"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path), "types": types, "tensors": sorted(tensors)}
+        files.append(row)
         tensors.clear()
 
     room = FILE_BYTES
@@ -287,7 +289,7 @@ def _purge(run: Path, step: int, keep: int, best: int | None) -> None:
     """Hide, then remove, all but the newest `keep` up to `step` and the best one. Newer ones are of a run that a person went back from:
     they are left until this one reaches them."""
     folder = run / "checkpoints"
-    steps = [s for s in _steps(folder) if s <= step]
+    steps = [s for s in steps_of(folder) if s <= step]
     for old in {*steps[:-keep]} - {best}:
         (folder / f"step-{old}").rename(folder / f".step-{old}.purged")
     _sweep(run)
@@ -297,7 +299,7 @@ def _sweep(run: Path) -> None:
     """Remove what saves that died have left."""
     for path in (run / "checkpoints").glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
-    for name in ("LATEST", BEST):
+    for name in ("LATEST", BEST, IDENTITY):
         with suppress(OSError):
             (run / f".{name}.writing").unlink()
 
@@ -309,35 +311,12 @@ def _latest(run: Path, name: str = "LATEST") -> str:
     try:
         step = pointer.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as fault:
-        raise CheckpointError(f"{pointer} cannot be read: {fault}.{_instead(run / 'checkpoints' / 'none')}") from None
+        raise CheckpointError(f"{pointer} cannot be read: {fault}.{instead(run / 'checkpoints' / 'none')}") from None
     known = re.fullmatch(r"step-[0-9]+", step) is not None
     folder = run / "checkpoints" / (step if known else "none")
     if not folder.is_dir():
-        raise CheckpointError(f"{pointer} names {step!r}, which is not a checkpoint of this run.{_instead(folder)}")
+        raise CheckpointError(f"{pointer} names {step!r}, which is not a checkpoint of this run.{instead(folder)}")
     return step
-
-
-def _read_manifest(folder: Path) -> tuple[Manifest, str]:
-    """The manifest of a checkpoint, and its SHA-256."""
-    path = folder / "manifest.json"
-    try:
-        text = path.read_text("utf-8")
-        body = json.loads(text)
-        digest = body.pop("sha256")
-        intact = text == _render(body)
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        raise CheckpointError(f"{path} is missing or damaged: {fault}.{_instead(folder)}") from None
-    if not intact:
-        raise CheckpointError(f"{path} is damaged: its own SHA-256 differs.{_instead(folder)}")
-    if body.get("format") != FORMAT:
-        found = f"{path} has format {body.get('format')}, this version of longshift reads {FORMAT}: use the one that wrote it."
-        raise CheckpointError(found + _instead(folder))
-    try:
-        return Manifest(**body), digest
-    except ValidationError as fault:
-        first = fault.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path} is malformed: {where} is {first['input']!r}: {first['msg']}.{_instead(folder)}") from None
 
 
 def _index(folder: Path, manifest: Manifest) -> Index:
@@ -352,7 +331,7 @@ def _index(folder: Path, manifest: Manifest) -> Index:
     for (kind, name), saved in index.items():
         both = _overlap([s.box for s in saved])
         if both:
-            raise CheckpointError(f"{path} is malformed: {kind} {name} is there twice, as {both[0]} and {both[1]}.{_instead(folder)}")
+            raise CheckpointError(f"{path} is malformed: {kind} {name} is there twice, as {both[0]} and {both[1]}.{instead(folder)}")
     return index
 
 
@@ -368,7 +347,7 @@ def _parse_key(path: Path, key: str, known: dict[str, Box]) -> tuple[str, str, B
             return kind, name, box
     except ValueError:
         pass
-    raise CheckpointError(f"{path} is malformed: {key!r} is not KIND|WEIGHT|BOX.{_instead(path.parent)}")
+    raise CheckpointError(f"{path} is malformed: {key!r} is not KIND|WEIGHT|BOX.{instead(path.parent)}")
 
 
 def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
@@ -395,40 +374,24 @@ def _verify(folder: Path, files: Sequence[SavedFile], index: Index) -> dict[Path
         try:
             size = path.stat().st_size
             if size != file.bytes:
-                raise CheckpointError(f"{path} is damaged: it has {size} bytes, {file.bytes} were written.{_instead(folder)}")
+                raise CheckpointError(f"{path} is damaged: it has {size} bytes, {file.bytes} were written.{instead(folder)}")
             if _sha256(path) != file.sha256:
-                raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest's.{_instead(folder)}")
+                raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest's.{instead(folder)}")
             opened[path] = tensors = safe_open(path, framework="pt")
-            if {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()} != listed[path]:  # noqa: SIM118
-                raise CheckpointError(f"{path} does not hold the boxes that manifest.json lists.{_instead(folder)}")
+            slices = {key: tensors.get_slice(key) for key in tensors.keys()}  # noqa: SIM118
+            if {key: tuple(part.get_shape()) for key, part in slices.items()} != listed[path]:
+                raise CheckpointError(f"{path} does not hold the boxes that manifest.json lists.{instead(folder)}")
+            for key, part in slices.items():
+                if part.get_dtype() != (written := file.types.get(_kind(key))):
+                    raise CheckpointError(f"{path} holds {key} as {part.get_dtype()}, {written} was written.{instead(folder)}")
         except (OSError, SafetensorError) as fault:
-            raise CheckpointError(f"{path} cannot be read: {fault}.{_instead(folder)}") from None
+            raise CheckpointError(f"{path} cannot be read: {fault}.{instead(folder)}") from None
     return opened
 
 
-def _instead(folder: Path) -> str:
-    """What may serve instead of the checkpoint `folder`: the newest before it, or of all where it is no step, that has a manifest."""
-    match = re.fullmatch(r"step-([0-9]+)", folder.name)
-    for step in reversed(_steps(folder.parent)):
-        if (match is None or step < int(match[1])) and (folder.parent / f"step-{step}" / "manifest.json").is_file():
-            latest = shlex.quote(str(folder.parent.parent / "LATEST"))
-            return f" An older checkpoint may serve: echo step-{step} > {latest}"
-    return f" There is no {'older' if match else 'other'} checkpoint of this run."
-
-
-def _steps(checkpoints: Path) -> list[int]:
-    """Steps with a checkpoint, ascending; none where there is no such folder."""
-    names = (re.fullmatch(r"step-([0-9]+)", path.name) for path in checkpoints.glob("step-*"))
-    return sorted(int(match[1]) for match in names if match)
-
-
-def _render(body: dict[str, Any]) -> str:
-    """The one text of a manifest: any other is a damaged one."""
-    return json.dumps({"sha256": _digest(body), **body}, indent=1)
-
-
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _kind(key: str) -> str:
+    """Of a tensor's key."""
+    return key.partition("|")[0]
 
 
 def _sha256(path: Path) -> str:

@@ -36,7 +36,7 @@ from longshift.layout.placement import buckets as buckets_of
 from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
-from longshift.state.packed import DTYPES, ROOTS, SCALE, Packed, saved_moments
+from longshift.state.packed import ROOTS, SCALE, Packed, saved_moments
 from longshift.state.precision import Precision
 from longshift.state.records import Records, Vector
 
@@ -108,7 +108,7 @@ class Home:
         the host then. `rule`: of updates, whose moments are `packed` into this format between them."""
         self.spec, self.rank, self.buckets, self.records, self.moments = spec, rank, buckets, records, rule.moments
         self.packed: MomentFormat = packed if rule.moments else "float32"
-        self.saved = saved_moments(rule, self.packed)
+        self.saved = saved_moments(rule, self.packed, dtype)
         self.cut: Mapping[int, CutBlocks] = {}
         self._wide: dict[int, int] = {}  # units whose moments are unpacked, for which update
         self.tier: Tier = "disk" if records else "device"
@@ -163,8 +163,7 @@ class Home:
         formats: dict[str, tuple[int, torch.dtype]] = {"master": (elements, dtype)}
         if not bucket.frozen:
             blocks = sum(scales_of(box).elements for _, box in boxes)
-            moment = DTYPES.get(self.packed, dtype)
-            formats |= {kind: (blocks, torch.float32) if kind.endswith(SCALE) else (elements, moment) for kind in self.saved}
+            formats |= {kind: (blocks if kind.endswith(SCALE) else elements, of) for kind, of in self.saved.items()}
             formats["grad"] = elements, dtype
         if self.records is None:
             shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, torch.empty(elements, dtype=dtype, device=device))

@@ -38,9 +38,10 @@ ROOTS = ("exp_avg_sq",)  # moments that are packed as square roots
 SCALE = ".scale"  # ends the name of a moment's scales
 
 
-def saved_moments(rule: Rule, format: MomentFormat) -> tuple[str, ...]:
-    """Kinds of vectors that the moments of a rule are kept as."""
-    return *rule.moments, *(name + SCALE for name in rule.moments if format == "float8")
+def saved_moments(rule: Rule, format: MomentFormat, home: torch.dtype) -> dict[str, torch.dtype]:
+    """Kinds of vectors that the moments of a rule are kept as, and their types. `home`: the type of masters."""
+    scales = {name + SCALE: torch.float32 for name in rule.moments if format == "float8"}
+    return {name: DTYPES.get(format, home) for name in rule.moments} | scales
 
 
 @dataclass(repr=False)  # torch cannot print a tensor without storage

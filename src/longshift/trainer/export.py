@@ -46,7 +46,7 @@ def export(config: Config, run: Path, to: Path, precision: PrecisionName | None 
     kept = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16)}
     named = getattr(torch, FORMATS[precision].compute) if precision else None
     carried = _carried(config, tokenizer)
-    weights = continued(config, saved, Precision.of(config.train.precision).home)
+    weights = _finite(continued(config, saved, Precision.of(config.train.precision).home), saved)
     if spec.lora and not merge:
         if config.model.path is None or config.model.init != "pretrained":
             raise CheckpointError(f"{run} trained adapters of weights that were drawn, which no folder holds: write --merge")
@@ -56,6 +56,18 @@ def export(config: Config, run: Path, to: Path, precision: PrecisionName | None 
     dtype = named or kept.get(source.get("dtype") or source.get("torch_dtype") or "", torch.float32)
     whole = ((p.name, _merged(spec, p, weights)) for p in spec.base.params)
     write_folder(to, spec.base, whole, dtype, carried)
+
+
+def _finite(weights: Source, saved: Checkpoint) -> Source:
+    """The same weights. Raises CheckpointError at the first that is not finite."""
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        found = weights(name, box)
+        if not found.isfinite().all():
+            raise CheckpointError(f"{saved.folder}: the master of {name} is not finite. {saved.older}")
+        return found
+
+    return read
 
 
 def _merged(spec: ModelSpec, p: Param, weights: Source) -> torch.Tensor:

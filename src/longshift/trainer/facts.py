@@ -16,6 +16,7 @@ from longshift.spec.formats import MomentFormat, PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import OptimizerName, Rule
 from longshift.state.checkpoint import Checkpoint
+from longshift.state.manifest import TYPES
 from longshift.state.packed import saved_moments
 from longshift.state.precision import Precision
 from longshift.step.update import State
@@ -59,6 +60,11 @@ class SavedHome(Part):
 class SavedConfig(Part):
     train: SavedTrain
     home: SavedHome = SavedHome()
+
+    @property
+    def moments(self) -> dict[str, torch.dtype]:
+        """Kinds of vectors that moments are kept as, and their types."""
+        return saved_moments(self.train.rule, self.home.moments, Precision.of(self.train.precision).home)
 
 
 class ChosenKernel(Part):
@@ -112,13 +118,19 @@ class Facts(Part):
 
     @classmethod
     def of(cls, saved: Checkpoint) -> "Facts":
-        """The facts of a checkpoint. Raises CheckpointError where one is missing or malformed."""
+        """The facts of a checkpoint. Raises CheckpointError where one is missing or malformed, or where tensors have another dtype."""
         try:
-            return cls.model_validate(saved.facts)
+            facts = cls.model_validate(saved.facts)
         except ValidationError as fault:
             first = fault.errors()[0]
             where = ".".join(map(str, ("facts", *first["loc"])))
             raise CheckpointError(f"{saved.folder}/manifest.json is malformed: {where}: {first['msg']}") from None
+        kept = {"master": Precision.of(facts.config.train.precision).home} | facts.config.moments
+        for kind, found in saved.types.items():
+            if found != {TYPES.get(kept[kind]) if kind in kept else None}:
+                how = f"train.precision={facts.config.train.precision} and home.moments={facts.config.home.moments}"
+                raise CheckpointError(f"{saved.folder} holds {kind} as {', '.join(sorted(found))}, which {how} do not keep. {saved.older}")
+        return facts
 
 
 def changed_kernel(facts: Facts | None, attention: ChosenKernel) -> str | None:
@@ -170,6 +182,6 @@ def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, 
     for what, mend in MENDS.items():
         if getattr(facts.fingerprints, what) != getattr(fingerprints, what):
             raise CheckpointError(f"the {what} changed since {saved.folder} was written: {mend}")
-    saved.expect(config.spec, saved_moments(rule, facts.config.home.moments))
+    saved.expect(config.spec, tuple(facts.config.moments))
     if saved.step > config.train.steps:
         raise UsageError(f"{run} is at step {saved.step} already: train.steps={config.train.steps} cannot be reached; write a larger one")

@@ -61,7 +61,7 @@ def train(
         admit(stage.config, world, run)
         open_data(stage.config, world)
         Validator.of(stage.config, world)
-    done = Checkpoint.latest(run, world).step if resume else 0
+    done = _done(run, world) if resume else 0
     with Timeline(world.device) if trace and world.rank == 0 else nullcontext() as timeline:
         traced = [(timeline, trace)]  # the first step of all
         for number, stage in enumerate(stages, 1):
@@ -82,6 +82,17 @@ def train(
             resume = True
     world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
     world.close()
+
+
+def _done(run: Path, world: World) -> int:
+    """The step that a run goes on from; collective. Where newer checkpoints are there, by a person who went back or a kill before LATEST
+    moved, rank 0 says so."""
+    saved = Checkpoint.latest(run, world)
+    if saved.newer and world.rank == 0:
+        newest = f"step-{saved.newer[-1]}"
+        there = f"{RunFolder(run).shown}/LATEST names step-{saved.step}, and newer checkpoints are there, up to {newest}"
+        print(f"longshift: {there}: the run goes on from step {saved.step} and replaces them as it comes to them", file=sys.stderr)
+    return saved.step
 
 
 def _steps(

@@ -5,6 +5,7 @@ env.json         machine and versions
 metrics.jsonl    a row per step
 checkpoints/     step-N, whole or absent
 LATEST           the newest checkpoint that is durable
+identity         random: what shows that a checkpoint is of this run
 errors/          rank-N.json: why rank N failed
 .lock            held while a process trains here
 .ranks           held by each of its ranks, which may outlive it by a step
@@ -40,7 +41,8 @@ from longshift.spec.stretch import beyond
 from longshift.trainer.metrics import read_rows
 from longshift.trainer.trackers import expect
 
-LEFT = re.compile(r"\.(probe|\.?config\.yaml|(env|plan)\.json|metrics\.jsonl|BEST)-[0-9]+|\.(LATEST|BEST)\.writing")  # of killed processes
+# What killed processes leave.
+LEFT = re.compile(r"\.(probe|\.?config\.yaml|(env|plan)\.json|metrics\.jsonl|BEST)-[0-9]+|\.(LATEST|BEST|identity)\.writing")
 RANKS_S = 10.0  # to wait for ranks whose launcher was killed
 
 
