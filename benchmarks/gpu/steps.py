@@ -189,11 +189,12 @@ class Built:
 
 
 def build(case: Case, device: torch.device) -> Built:
+    """`case` on a device. The learning rate is 0: all steps of all layouts have one loss, however many there are."""
     world, precision = World(0, 1, device), Precision.of(PRECISION)
     real = device.type in ("cpu", "cuda")  # where it is not, nobody looks at numbers
     source = drawn_there(case.spec, device) if real else lambda _, box: torch.empty(box.shape, dtype=precision.home)
     home = Home.made(case.spec, case.layout, world, precision, source, case.home)
-    state = State(case.spec, home, Optimizer(home, Rule()), Schedule(1e-4, 1000, 0.0, 1), 1.0)
+    state = State(case.spec, home, Optimizer(home, Rule()), Schedule(0.0, 1000), 1.0)
     player = Player(case.spec, [Edge(case.tokens, case.layout)], world, home, precision, SwitchOptions(), StreamOptions())
 
     def step(lengths: Sequence[int]) -> float:
