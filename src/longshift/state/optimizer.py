@@ -11,7 +11,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longshift.layout.blocks import begun_in, scales_of
 from longshift.layout.box import Box
@@ -47,16 +47,27 @@ class Schedule:
         return self.min_lr + (self.lr - self.min_lr) * falling
 
 
+@dataclass(frozen=True)
+class Part:
+    """Elements of a shard that decay alike, and views of its vectors there. `updates`: how many AdamW has made of them, a scalar."""
+
+    shard: Shard
+    place: slice
+    decay: float
+    master: Tensor
+    moments: Sequence[Tensor]
+    updates: Tensor
+
+
 class Optimizer:
     """A rule over home, which was made for its moments. Mutable: holds the moments, and `steps` done."""
 
     def __init__(self, home: Home, rule: Rule):
         assert home.moments == rule.moments
-        self.home, self.steps = home, 0
+        self.home, self.rule, self.steps, self._lr = home, rule, 0, 0.0
         self._factor: float | None = None
         self._moments: dict[str, list[Tensor]] = {name: [] for name in rule.moments}
-        self._vectors: list[tuple[nn.Parameter, Shard]] = []
-        states: list[dict[str, Tensor]] = []
+        self._parts: list[Part] = []
         for shard in home.learning:
             for vector in shard.vectors.values():
                 vector.hold()
@@ -65,21 +76,14 @@ class Optimizer:
             flats = {name: self._flat(shard, name) for name in rule.moments}
             for name, flat in flats.items():
                 self._moments[name].append(flat)
-            for part in _halves(shard):
-                self._vectors.append((nn.Parameter(shard.master[part]), shard))
-                states.append({name: flat[part] for name, flat in flats.items()})
+            for place, decay in _halves(shard, rule):
+                moments = [flat[place] for flat in flats.values()]
+                updates = torch.tensor(0.0, device=shard.master.device)
+                self._parts.append(Part(shard, place, decay, shard.master[place], moments, updates))
             for vector in shard.vectors.values():
                 vector.evict()
             for moment in shard.packed.values():
                 moment.memory.drop()
-        groups = [
-            {"params": [v for v, s in self._vectors if (v.storage_offset() < s.decaying) == decays], "weight_decay": wd}
-            for decays, wd in ((True, rule.weight_decay), (False, 0.0))
-        ]
-        self._torch = torch_optimizer(rule, [g for g in groups if g["params"]] or [nn.Parameter(torch.zeros(0))], fused=True)
-        self._counts = [torch.tensor(0.0, device=vector.device) for vector, _ in self._vectors] if rule.name == "adamw" else []
-        for number, ((vector, _), moments) in enumerate(zip(self._vectors, states)):
-            self._torch.state[vector] = moments | ({"step": self._counts[number]} if self._counts else {})
 
     @staticmethod
     def _flat(shard: Shard, name: str) -> Tensor:
@@ -90,9 +94,7 @@ class Optimizer:
 
     def update(self, lr: float, factor: float = 1.0) -> None:
         """One step with the gradients at home, times `factor`, which are dropped. Of a home that is updated by unit, the units follow."""
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-        self._factor = factor
+        self._lr, self._factor = lr, factor
         self.steps += 1
         self._update([] if self.home.by_unit else self.home.learning)
 
@@ -109,27 +111,22 @@ class Optimizer:
         self._update([shard for shard in self.home.learning if shard.bucket.unit == unit])
 
     def _update(self, shards: Sequence[Shard]) -> None:
-        here = {id(shard) for shard in shards}
         if self._factor is not None:
-            for shard in shards:
-                grad = shard.vectors["grad"].flat if shard.vectors else shard.grad
+            grads = {id(shard): shard.vectors["grad"].flat if shard.vectors else shard.grad for shard in shards}
+            for grad in grads.values():
                 if grad is not None and self._factor != 1.0:
                     grad.mul_(self._factor)
-            for vector, shard in self._vectors:
-                grad = shard.vectors["grad"].flat if shard.vectors else shard.grad
-                if id(shard) in here and grad is not None:
-                    vector.grad = grad[vector.storage_offset() :][: vector.numel()]
-            self._torch.step()
-            for vector, _ in self._vectors:
-                vector.grad = None
+            found = [(part, grad[part.place]) for part in self._parts if (grad := grads.get(id(part.shard))) is not None]
+            for decay in dict.fromkeys(part.decay for part, _ in found):
+                _fused(self.rule, self._lr, decay, [(part, grad) for part, grad in found if part.decay == decay])
         for shard in shards:
             shard.grad = None
 
     def resume(self, steps: int) -> None:
         """Take `steps` as done: AdamW's bias correction depends on it."""
         self.steps = steps
-        for count in self._counts:
-            count.fill_(float(steps))
+        for part in self._parts:
+            part.updates.fill_(float(steps))
 
     def state(self, changing: bool = False) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
         """Every trained weight and box at home, whether this rank speaks for it, and its views of "master" and of each moment; packed ones
@@ -172,6 +169,21 @@ def _of_weight(read: Read, name: str, kind: str, box: Box) -> Tensor:
     return read(kind, name, box)
 
 
+def _fused(rule: Rule, lr: float, decay: float, found: Sequence[tuple[Part, Tensor]]) -> None:
+    """Update parts that decay alike by their gradients. These are the kernels of torch.optim, which imports torch's compiler: 1.3 s."""
+    masters, grads = [part.master for part, _ in found], [grad for _, grad in found]
+    moments = [list(some) for some in zip(*(part.moments for part, _ in found))]
+    if rule.name == "sgd":
+        [momenta] = moments or [[]]
+        how = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+        torch._fused_sgd_(masters, grads, momenta, lr=lr, weight_decay=decay, momentum=rule.momentum, **how)
+    else:
+        [first, second], updates = moments, [part.updates for part, _ in found]
+        torch._foreach_add_(updates, 1)
+        how = {"beta1": rule.betas[0], "beta2": rule.betas[1], "eps": rule.eps, "amsgrad": False, "maximize": False}
+        torch._fused_adamw_(masters, grads, first, second, [], updates, lr=lr, weight_decay=decay, **how)
+
+
 def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Optimizer:
     """torch's optimizer of a rule, over parameters or groups of them with a weight decay of their own; its kernels fused, or one operation
     after another."""
@@ -189,10 +201,10 @@ def decay_groups(spec: ModelSpec, rule: Rule, weights: Mapping[str, Tensor]) -> 
     return [{"params": decays[True], "weight_decay": rule.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
 
 
-def _halves(shard: Shard) -> list[slice]:
-    """The elements that decay, and those that do not, as far as there are any."""
-    both = slice(0, shard.decaying), slice(shard.decaying, shard.master.numel())
-    return [part for part in both if part.stop > part.start]
+def _halves(shard: Shard, rule: Rule) -> list[tuple[slice, float]]:
+    """The elements that decay, and those that do not, as far as there are any, with their weight decay."""
+    both = (slice(0, shard.decaying), rule.weight_decay), (slice(shard.decaying, shard.master.numel()), 0.0)
+    return [(place, decay) for place, decay in both if place.stop > place.start]
 
 
 def _views(shard: Shard, flats: Mapping[str, Tensor], changing: bool) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
