@@ -24,8 +24,8 @@ from longshift.layout.box import Box
 from longshift.program.operations import Op
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source
+from longshift.state.moments import SCALE
 from longshift.state.optimizer import torch_optimizer
-from longshift.state.packed import SCALE
 from longshift.state.records import Records
 from longshift.step.player import Player
 from longshift.step.update import State, train_step

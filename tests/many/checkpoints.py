@@ -273,30 +273,24 @@ def make_tokenizer(world: World, place: str, vocab: int) -> None:
     train_tokenizer(iter([(Path(place) / "text.txt").read_text()]), vocab).save(f"{place}/tokenizer.json")
 
 
-def forget_moments(kind: str) -> Callable[..., None]:
-    """A `Checkpoint.restore` that leaves one kind as it was."""
-
-    def restore(saved: Checkpoint, entries: checkpoint.Entries, kinds: object) -> None:
-        for name, box, _, views in entries:
-            for other, view in views.items():
-                if box and other != kind:
-                    view.copy_(saved.read(other, name, box))
-
-    return restore
+READ = Checkpoint.read
 
 
-def round_masters(saved: Checkpoint, entries: checkpoint.Entries, kinds: object) -> None:
-    """A `Checkpoint.restore` by way of bf16."""
-    for name, box, _, views in entries:
-        for kind, view in views.items():
-            if box:
-                view.copy_(saved.read(kind, name, box).to(torch.bfloat16) if kind == "master" else saved.read(kind, name, box))
+def forget(kind: str) -> Callable[..., Tensor]:
+    """A `Checkpoint.read` to which one kind is zero."""
+    return lambda saved, of, name, box: READ(saved, of, name, box) * (of != kind)
 
 
-MUTANTS: dict[str, tuple[type, str, Callable[..., None]]] = {
-    "exp_avg": (Checkpoint, "restore", forget_moments("exp_avg")),
-    "exp_avg_sq": (Checkpoint, "restore", forget_moments("exp_avg_sq")),
-    "master": (Checkpoint, "restore", round_masters),
+def round_masters(saved: Checkpoint, kind: str, name: str, box: Box) -> Tensor:
+    """A `Checkpoint.read` by way of bf16."""
+    values = READ(saved, kind, name, box)
+    return values.to(torch.bfloat16).to(values.dtype) if kind == "master" else values
+
+
+MUTANTS: dict[str, tuple[type, str, Callable]] = {
+    "exp_avg": (Checkpoint, "read", forget("exp_avg")),
+    "exp_avg_sq": (Checkpoint, "read", forget("exp_avg_sq")),
+    "master": (Checkpoint, "read", round_masters),
     "steps": (Optimizer, "resume", lambda *_: None),
 }
 

@@ -33,7 +33,7 @@ from longshift.layout.legal import faults
 from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.state.manifest import render, sealed
-from longshift.state.packed import DTYPES
+from longshift.state.moments import DTYPES
 from longshift.trainer import loop
 from longshift.trainer.interrupt import ENDING
 from longshift.trainer.metrics import Display, MetricsLog, StepMetrics, read_rows

@@ -269,6 +269,7 @@ class Follow:
             self.need(not getattr(self, name), f"{name} at the end: {getattr(self, name)}")
         self.need(not self.parts, f"in memory at the end: {self.parts}")
         self.need(sorted(self.updated) == [-1, *sorted(self.by_unit)], "updates are missing, or twice")
+        self.need(self.unpacked is None, "moments are not packed")
         self.need(not any(self.under_way.values()) and not any(self.messages.values()), "something is under way at the end")
         self.need(Counter(dict.fromkeys(self.wanted(), 1)) == self.done, "backwards are missing, or twice")
 

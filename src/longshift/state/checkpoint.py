@@ -49,7 +49,7 @@ from longshift.state.manifest import (
     sealed,
     steps_of,
 )
-from longshift.state.packed import SCALE
+from longshift.state.moments import SCALE
 
 BEST = "BEST"
 FILE_BYTES = 2 << 30
@@ -217,12 +217,6 @@ class Checkpoint:
     def source(self, kind: str = "master") -> Source:
         """The values of one kind as Home takes them."""
         return lambda name, box: self.read(kind, name, box) if box else torch.empty(box.shape)
-
-    def restore(self, entries: Entries, kinds: Sequence[str]) -> None:
-        """Fill the views of `entries` (as from `Optimizer.state`), of these kinds."""
-        for name, box, _, views in entries:
-            for kind in kinds if box else ():
-                views[kind].copy_(self.read(kind, name, box))
 
 
 def _together(world: World, what: str, work: Callable[[], T] | None) -> T:

@@ -7,7 +7,7 @@ that a gather sends it and a reduction ends in it without rearranging.
 
     bucket   │ q rows │ k rows │ v rows │ o rows │ ... │ norm │      one master, one gradient, each moment of this shape
 
-Moments may be packed into fewer bits between updates (`state.packed`).
+Moments may be packed into fewer bits between updates (`state.moments`).
 
 Home is in the device's memory, in the host's (ZeRO-Offload, arXiv 2101.06840), or on disk (`state.records`). Wherever it lies, it is
 updated there: of what is on disk, that is host memory.
@@ -36,7 +36,7 @@ from longshift.layout.placement import buckets as buckets_of
 from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
-from longshift.state.packed import ROOTS, SCALE, Packed, saved_moments
+from longshift.state.moments import ROOTS, SCALE, PackedMoment, saved_moments
 from longshift.state.precision import Precision
 from longshift.state.records import Records, Vector
 
@@ -59,7 +59,7 @@ class Shard:
     grad: Tensor | None = None
     vectors: Mapping[str, Vector] = field(default_factory=dict)  # by kind, of `state.records`; none where home is in memory
     norms: tuple[Tensor, ...] = ()  # of a gradient sum on disk
-    packed: Mapping[str, Packed] = field(default_factory=dict)  # moments by name, where they are packed
+    packed: Mapping[str, PackedMoment] = field(default_factory=dict)  # moments by name, where they are packed
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
         """Every name, box and its view of a vector shaped like `master`."""
@@ -182,14 +182,14 @@ class Home:
         self.records.written(vectors["master"])
         return shard
 
-    def _packed(self, shard: Shard, flats: Mapping[str, Tensor]) -> dict[str, Packed]:
+    def _packed(self, shard: Shard, flats: Mapping[str, Tensor]) -> dict[str, PackedMoment]:
         """The moments of a shard, whose codes and scales are these."""
         boxes, dtype, device = [box for _, box in shard.boxes], shard.master.dtype, shard.master.device
         found = {}
         for name in self.moments:
             root = name in ROOTS and self.packed == "float8"
             wide = torch.empty(sum(box.elements for box in boxes), dtype=dtype, device=device)
-            found[name] = Packed(boxes, self.packed, root, wide, flats[name], flats.get(name + SCALE))
+            found[name] = PackedMoment(boxes, self.packed, root, wide, flats[name], flats.get(name + SCALE))
             found[name].memory.drop()
         return found
 
@@ -288,7 +288,7 @@ class Home:
                     yield maxima[start:][: own.elements].view(own.shape)[..., column - own.start[-1]], theirs
             start += own.elements
 
-    def _moments(self, unit: int) -> list[Packed]:
+    def _moments(self, unit: int) -> list[PackedMoment]:
         return [moment for shard in self._learning(unit) for moment in shard.packed.values()]
 
     def _learning(self, unit: int) -> list[Shard]:

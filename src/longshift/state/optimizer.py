@@ -19,7 +19,7 @@ from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
 from longshift.state.home import Home, Shard
-from longshift.state.packed import SCALE, converted
+from longshift.state.moments import SCALE, converted
 
 Read = Callable[[str, str, Box], Tensor]
 

@@ -15,8 +15,8 @@ from longshift.documents.batch import Document, StepBatch
 from longshift.errors import NonFiniteError
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
+from longshift.state.moments import SCALE
 from longshift.state.optimizer import Optimizer, Schedule
-from longshift.state.packed import SCALE
 from longshift.state.precision import LossScale
 from longshift.step.player import Player, Ready
 

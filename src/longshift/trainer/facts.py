@@ -17,7 +17,7 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import OptimizerName, Rule
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.manifest import TYPES
-from longshift.state.packed import saved_moments
+from longshift.state.moments import saved_moments
 from longshift.state.precision import Precision
 from longshift.step.update import State
 

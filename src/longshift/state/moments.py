@@ -45,7 +45,7 @@ def saved_moments(rule: Rule, format: MomentFormat, home: torch.dtype) -> dict[s
 
 
 @dataclass(repr=False)  # torch cannot print a tensor without storage
-class Packed:
+class PackedMoment:
     """A moment of a shard. Mutable. `codes`: an element each; `scales`: a block each, box by box, None where the format needs none; `wide`:
     the moment in the home format, whose storage exists during an update."""
 

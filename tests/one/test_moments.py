@@ -12,23 +12,23 @@ from torch import Tensor
 from longshift.layout.blocks import BLOCK
 from longshift.layout.box import Box
 from longshift.spec.formats import MomentFormat
-from longshift.state import packed
-from longshift.state.packed import LARGEST, Packed, converted, largest
+from longshift.state import moments as kept
+from longshift.state.moments import LARGEST, PackedMoment, converted, largest
 
 WHOLE = (5, 300)
 
 
-def made(x: Tensor, format: MomentFormat = "float8", root: bool = False, box: Box | None = None) -> Packed:
+def made(x: Tensor, format: MomentFormat = "float8", root: bool = False, box: Box | None = None) -> PackedMoment:
     """A moment of a box with these values, packed in the first update."""
     box = box or Box.whole(tuple(x.shape))
     blocks = sum(1 for _ in range(box.start[-1] // BLOCK, -(-box.stop[-1] // BLOCK))) * (x.numel() // x.shape[-1])
-    codes = torch.zeros(x.numel(), dtype=packed.DTYPES[format])
-    moment = Packed([box], format, root, x.flatten().clone(), codes, torch.zeros(blocks) if format == "float8" else None)
+    codes = torch.zeros(x.numel(), dtype=kept.DTYPES[format])
+    moment = PackedMoment([box], format, root, x.flatten().clone(), codes, torch.zeros(blocks) if format == "float8" else None)
     moment.pack(moment.maxima() if moment.scales is not None else None, 1)
     return moment
 
 
-def seen(moment: Packed) -> Tensor:
+def seen(moment: PackedMoment) -> Tensor:
     moment.unpack()
     return moment.wide.clone()
 
@@ -103,10 +103,10 @@ def test_a_checkpoint_is_converted_box_by_box_as_a_whole(was: MomentFormat, now:
     box = Box((1, 100), (4, 260))
     part, own = converted(read, "exp_avg_sq", box, WHOLE, was, now, torch.float32)
     assert torch.equal(part.float(), whole[1:4, 100:260].float())
-    assert whole.dtype == packed.DTYPES.get(now, torch.float32)
+    assert whole.dtype == kept.DTYPES.get(now, torch.float32)
     if blocks is not None and own is not None:
         assert torch.equal(own, blocks[1:4, 0:3])
-        values = packed.decoded(whole, blocks, 0, True, torch.float32)
+        values = kept.decoded(whole, blocks, 0, True, torch.float32)
         assert (values.sqrt() / x.sqrt() - 1).abs()[x > 1e-3].max() < 0.3
 
 
@@ -120,7 +120,7 @@ def descended(steps: int = 400) -> float:
     weight = torch.nn.Parameter(torch.ones(4 * BLOCK))
     adamw = torch.optim.AdamW([weight], lr=0.02, betas=(0.9, 0.95), weight_decay=0.0)
     box = Box((0,), (4 * BLOCK,))
-    moments = {name: made(torch.zeros(4 * BLOCK), root=name in packed.ROOTS, box=box) for name in ("exp_avg", "exp_avg_sq")}
+    moments = {name: made(torch.zeros(4 * BLOCK), root=name in kept.ROOTS, box=box) for name in ("exp_avg", "exp_avg_sq")}
     for moment in moments.values():
         moment.memory.hold()
     adamw.state[weight] = {name: moment.wide for name, moment in moments.items()} | {"step": torch.tensor(0.0)}
@@ -140,7 +140,7 @@ def test_a_noisy_quadratic_is_descended():
 
 
 def test_plain_codes_do_not_descend(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packed, "ROOTS", ())
+    monkeypatch.setattr(kept, "ROOTS", ())
     assert not descended() < 1
 
 
@@ -149,7 +149,7 @@ def test_plain_codes_do_not_descend(monkeypatch: pytest.MonkeyPatch):
 
 def rounded_to_zero(patch: pytest.MonkeyPatch) -> None:
     """Roots that are small are lost."""
-    patch.setattr(packed, "SMALLEST", 0.0)
+    patch.setattr(kept, "SMALLEST", 0.0)
 
 
 def saturated(patch: pytest.MonkeyPatch) -> None:
@@ -158,12 +158,12 @@ def saturated(patch: pytest.MonkeyPatch) -> None:
     def saturating(x: Tensor, column: int, root: bool) -> Tensor:
         return largest(x.nan_to_num_(1.0, 1e30, -1e30), column, root)
 
-    patch.setattr(packed, "largest", saturating)
+    patch.setattr(kept, "largest", saturating)
 
 
 def nearest(patch: pytest.MonkeyPatch) -> None:
     """Values are rounded to the nearest code."""
-    patch.setattr(packed, "turn", lambda number, device: torch.full((BLOCK,), BLOCK // 2, dtype=torch.int32))
+    patch.setattr(kept, "turn", lambda number, device: torch.full((BLOCK,), BLOCK // 2, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
