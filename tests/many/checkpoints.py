@@ -35,7 +35,7 @@ from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
 from longshift.state import checkpoint
 from longshift.state.checkpoint import Checkpoint
-from longshift.state.home import Home
+from longshift.state.home import Home, fill
 from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale
 from longshift.state.saver import Saver, StateCopy
@@ -74,7 +74,9 @@ def carry(world: World, source: str, target: str, layout: str, truth: str | None
     saved = Checkpoint.latest(Path(source), world)
     saved.expect(SPEC, TRIAL.rule.moments)
     state = _blank(world, Layout.parse(layout))
-    saved.restore(state.optimizer.state(), ("master", *TRIAL.rule.moments))
+    for shard in state.home.shards:
+        fill(shard, saved.source())
+    state.optimizer.restore(saved.read, "float32")
     state.optimizer.resume(saved.facts["updates"])
     whole = load_file(truth) if truth else {}
     held = wrong = 0

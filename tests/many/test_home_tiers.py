@@ -124,7 +124,7 @@ def resumed(world: World, trial: dict, layout: str, homes: list[Tier], folder: s
             source = partial(read_one, what.spec, read)
             world.per_node = min(2, world.size)
             state, player = build(replace(what, home=homes[number % len(homes)]), parse_layouts(layout), world, source=source)
-            saved.restore(state.optimizer.state(changing=True), state.home.moments)
+            state.optimizer.restore(saved.read, "float32")
             state.optimizer.resume(number)
         train_step(state, batch, player)
     found = state_bits(state)
