@@ -123,8 +123,8 @@ class Micro:
     def __init__(self, rank: "Rank", ropes: Sequence[Rope]):
         tokens = rank.tokens_T
         self.order = rank.order
-        self.numbers = [rank.new((tokens,), INDEX_BYTES) for _ in range(3)]  # tokens, labels, positions
-        self.ends = rank.new((1 + len(rank.order.runs[rank.place.at.ring]),), END_BYTES)
+        ends = rank.new((1 + len(rank.order.runs[rank.place.at.ring]),), END_BYTES)
+        self.numbers = [*(rank.new((tokens,), INDEX_BYTES) for _ in range(3)), ends]  # tokens, labels, positions
         self.rotary: dict[Rope, tuple[Tensor, ...]] = {}
         for rope in ropes:
             self.rotate(rank, rope)
