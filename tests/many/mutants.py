@@ -383,7 +383,7 @@ def _midway(patch: Patch, damage: Callable[[Optimizer], object]) -> None:
 
 def adam_step_reset(patch: Patch) -> None:
     """The step of the bias correction starts again."""
-    _midway(patch, lambda optimizer: [count.zero_() for count in optimizer._counts])
+    _midway(patch, lambda optimizer: [part.updates.zero_() for part in optimizer._parts])
 
 
 def first_moment_reset(patch: Patch) -> None:
