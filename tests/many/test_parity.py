@@ -217,12 +217,15 @@ def test_the_benchmark_prints_its_rows(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("parity.SWITCHED", (("dp2", "tp2"),))
     monkeypatch.setattr("parity.STAGED", (("llama", "dp2 | tp2 | pp2"),))
     monkeypatch.setattr("parity.HOMES", ("dp2.z1",))
+    monkeypatch.setattr("parity.PACKED", ("dp1", *["dp2.z1"] * 6, "tp2"))
     monkeypatch.setattr("sys.argv", ["parity.py", "--json", "--quick"])
     assert main() == 0
     report = json.loads(capsys.readouterr().out)
     assert report["benchmark"] == "parity"
     assert {"machine", "versions", "commit"} <= set(report)
-    rows = report["rows"]
+    rows, packed = report["rows"][:-3], report["rows"][-3:]
+    formats = [(row["family"].removeprefix("llama, moments: "), row["layout"], row["identical"]) for row in packed]
+    assert formats == [("float8", "dp1", True), ("bf16", "dp2.z1", True), ("float8", "tp2", True)]
     assert [(row["family"], row["layout"]) for row in rows] == [
         ("llama", "dp2"),
         ("llama", "pp2.z3"),
@@ -234,4 +237,4 @@ def test_the_benchmark_prints_its_rows(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert {row["dtype"] for row in rows} == {"float64"}
     worst = max(row[kind] for row in rows for kind in KINDS)
     assert 0 < worst <= LIMIT
-    assert report["summary"].items() >= {"worst": worst, "rows": 5, "bitwise": True, "limit": LIMIT}.items()
+    assert report["summary"].items() >= {"worst": worst, "rows": 8, "bitwise": True, "identical": True, "limit": LIMIT}.items()
