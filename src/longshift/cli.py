@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -20,11 +20,12 @@ from rich.progress import Progress
 
 from longshift import api
 from longshift.cluster import files
-from longshift.cluster.host import core_count
+from longshift.cluster.host import core_count, gpu_driver
 from longshift.cluster.named import cluster as named
 from longshift.config import Config
 from longshift.config_file import load_config
-from longshift.dist.parent import end_with_parent
+from longshift.dist.parent import call_this_process, end_with_parent
+from longshift.dist.ranks import Seed
 from longshift.errors import LongshiftError, UsageError
 from longshift.files import OF_DISKS, refused
 from longshift.forecast import plan as make_plan
@@ -102,35 +103,33 @@ def train(
 ) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment."""
     run, (rank, world) = load_config(config, overrides), _place()
-    console = Console(highlight=False)
-    header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
-    header.begin(run, config)
-    resume = resume or (resume_auto and not explain and RunFolder(Path(run.save.dir)).begun())
-    run = going_on(run, config, overrides, _say if rank == 0 else api.silent) if resume else run
-    run, plan = _planned(run)
-    run = api.with_chunks(run, _say)
-    if explain:
-        for found in api.explain(run, per_node=_per_node(run.world)):
-            print(jsonlib.dumps(found.to_json()) if json else found)
-        return
-    trace = None if trace is None else writable(trace)
-    for edge in run.edges if world is not None else ():
-        legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack)
-    folder = prepare(run, resume, rank, alone=world is None)
-    if rank == 0:
-        keep(plan, folder.path, resume)
-    if world is None and (header.shown or run.world > 1):
-        header.data(run, _open_corpus(run, verify=False).lengths)  # the ranks verify
-    header.run(run, plan, folder, resume)
-    if world is not None or run.world == 1:
-        stop = Interrupt(*ENDING, say=_say if rank == 0 else api.silent)
-        _run_told(run, folder, rank, resume, json, stop, trace)
-    else:
-        from longshift.trainer.launch import launch
-
-        flags = ["--resume"] * resume + ["--json"] * json + (["--trace", str(trace)] if trace else [])
-        command = [sys.executable, "-m", "longshift.cli", "worker", str(folder.path), *flags]
-        launch(command, run.world, folder, say=_say, frozen_s=run.train.frozen, crowded=run.train.crowded, held=True)
+    several = isinstance(run.layout, AutoLayout) or run.world > 1
+    with Seed(_load, _work) if several and world is None and not explain and not gpu_driver() else nullcontext() as seed:
+        console = Console(highlight=False)
+        header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
+        header.begin(run, config)
+        resume = resume or (resume_auto and not explain and RunFolder(Path(run.save.dir)).begun())
+        run = going_on(run, config, overrides, _say if rank == 0 else api.silent) if resume else run
+        run, plan = _planned(run)
+        run = api.with_chunks(run, _say)
+        if explain:
+            for found in api.explain(run, per_node=_per_node(run.world)):
+                print(jsonlib.dumps(found.to_json()) if json else found)
+            return
+        trace = None if trace is None else writable(trace)
+        for edge in run.edges if world is not None else ():
+            legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack)
+        folder = prepare(run, resume, rank, alone=world is None)
+        if rank == 0:
+            keep(plan, folder.path, resume)
+        if world is None and (header.shown or run.world > 1):
+            header.data(run, _open_corpus(run, verify=False).lengths)  # the ranks verify
+        header.run(run, plan, folder, resume)
+        if world is None and run.world > 1:
+            _launch(run, folder, resume, json, trace, seed)
+        else:
+            stop = Interrupt(*ENDING, say=_say if rank == 0 else api.silent)
+            _run_told(run, folder, rank, resume, json, stop, trace)
     finished = True
     if rank == 0:
         with read_or_not():
@@ -143,10 +142,11 @@ def train(
 
 @app.command(show=False)
 def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False) -> None:
-    """One rank that `train` started. It ends with the launcher: without a word until it has joined the others, saving from then on."""
-    end_with_parent(signal.SIGKILL, int(os.environ.get("LONGSHIFT_LAUNCHER", os.getppid())))
+    """One rank that `train` started. It ends with the process that started it."""
+    end_with_parent(signal.SIGKILL, int(os.environ.get("LONGSHIFT_PARENT", os.getppid())))
     stop = Interrupt()
     rank, _ = _place()
+    call_this_process(f"longshift-r{rank}")
     folder = RunFolder(run)
     from longshift.trainer.launch import rank_error, tell
 
@@ -352,6 +352,30 @@ def _open_corpus(run: Config, verify: bool = True) -> "TokenCache":
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("tokens", total=None)
         return open_corpus(run, lambda done, total: progress.update(task, completed=done, total=total), verify)[1]
+
+
+def _launch(run: Config, folder: RunFolder, resume: bool, json: bool, trace: Path | None, seed: Seed | None) -> None:
+    """Train in ranks of this machine, forked from `seed` where there is one."""
+    from longshift.trainer.launch import launch
+
+    words = ["worker", str(folder.path), *["--resume"] * resume, *["--json"] * json, *(["--trace", str(trace)] if trace else [])]
+    command = words if seed else [sys.executable, "-m", "longshift.cli", *words]
+    launch(command, run.world, folder, say=_say, frozen_s=run.train.frozen, crowded=run.train.crowded, held=True, seed=seed)
+
+
+def _load() -> None:
+    """Import what ranks need."""
+    import longshift.trainer.launch
+    import longshift.trainer.loop  # noqa: F401
+
+
+def _work(words: Sequence[str]) -> None:
+    """What a rank does in a fork of a process that has done `_load`."""
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    sys.argv[1:] = words
+    main()
 
 
 def _planned(run: Config) -> tuple[Config, PlanFile | None]:

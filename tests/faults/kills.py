@@ -91,7 +91,7 @@ class Killed:
             self._wait(random_.uniform(0, 0.3), lambda: False)
         while self.launches.runs:
             with suppress(psutil.Error):
-                ranks = [process for process in processes(mark) if process.environ().get("RANK") == rank] if victim == "rank" else []
+                ranks = [process for process in processes(mark) if process.name() == f"longshift-r{rank}"] if victim == "rank" else []
                 if process := self.launches.launcher() if victim == "launcher" else next(iter(ranks), None):
                     process.kill()
                     return [victim]

@@ -18,7 +18,7 @@ STOPPED_S = 30.0  # of one that was asked to stop: ranks come up first, then tra
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launcher ended. `ranks`: processes beside the launcher, when it was told; `seconds`: until all were gone; `left`: those that
+    """How a launcher ended. `ranks`: how many it had, when it was told; `seconds`: until all were gone; `left`: those that
     were not."""
 
     code: int | None
@@ -36,7 +36,7 @@ def launched(place: Path, name: str, after_s: float, number: int, layout: str = 
         command = [sys.executable, "-m", "longshift.cli", "train", str(config)]
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err, env=os.environ | {MARK: mark}, start_new_session=True)
         time.sleep(after_s)
-        ranks = len(processes(mark)) - 1
+        ranks = _ranks(mark)
         child.send_signal(number)
         began = time.monotonic()
         allowed_s = ENDED_S if number == signal.SIGKILL else STOPPED_S
@@ -48,11 +48,15 @@ def launched(place: Path, name: str, after_s: float, number: int, layout: str = 
         return Ended(child.wait(), ranks, seconds, left, err.read())
 
 
+def _ranks(mark: str) -> int:
+    return sum(process.name().startswith("longshift-r") for process in processes(mark))
+
+
 def wrong(found: Ended, number: int) -> str:
     """What is wrong with an end; empty where nothing is."""
     if found.left:
         return f"left after {found.seconds:.1f} s: {found.left}"
-    if number == signal.SIGKILL or (found.code == -number and found.ranks <= 0):  # Python's own end, while it imports the command
+    if number == signal.SIGKILL or (found.code == -number and not found.ranks):  # Python's own end, while it imports the command
         return ""
     if "Traceback" in found.err:
         return f"traceback: {found.err[-1500:]}"
@@ -73,8 +77,8 @@ def frozen(place: Path, rank: int, allowed_s: float) -> tuple[Ended, int]:
             assert child.poll() is None
             assert time.monotonic() < until
             time.sleep(0.05)
-        victim = next(process for process in processes(mark) if process.environ().get("RANK") == str(rank))
-        ranks = len(processes(mark)) - 1
+        victim = next(process for process in processes(mark) if process.name() == f"longshift-r{rank}")
+        ranks = _ranks(mark)
         victim.suspend()
         began = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):

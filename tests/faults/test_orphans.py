@@ -39,7 +39,7 @@ def test_the_campaign(place: Path):
         after_s = (case + random_.random()) * MOMENTS_S / 50 * (1 if case % 2 else 2)
         number = signal.SIGINT if case % 10 in (2, 5, 8) else signal.SIGKILL
         found = launched(place, f"campaign-{case}", after_s, number)
-        ends[f"{number.name}, {max(0, found.ranks)} more processes"] += 1
+        ends[f"{number.name}, {found.ranks} ranks"] += 1
         lefts.append(found.left)
         slowest = max(slowest, found.seconds if number == signal.SIGKILL else 0.0)
         if why := wrong(found, number):
@@ -47,7 +47,7 @@ def test_the_campaign(place: Path):
     counts = {"cases": 50, "orphans": sum(len(left) for left in lefts), "tracebacks": sum("traceback" in why for *_, why in bad)}
     figures.keep("launchers", counts, {"ends": dict(ends), "slowest_s": slowest, "failures": bad})
     assert not bad, bad[:3]
-    assert any(not name.endswith(" 0 more processes") for name in ends)
+    assert any(not name.endswith(" 0 ranks") for name in ends)
 
 
 def test_the_campaign_can_fail():

@@ -88,8 +88,7 @@ def test_each_rank_finds_its_place_and_the_caller_keeps_its_environment(folder):
     assert all(e["LONGSHIFT_STORE"].startswith("127.0.0.1:") for e in found)
     assert {e["GLOO_SOCKET_IFNAME"] for e in found} == {"lo"}
     assert {len(e["LONGSHIFT_SECRET"]) for e in found} == {64}
-    after = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "PYTEST_CURRENT"))}
-    assert after == {k: v for k, v in before.items() if not k.startswith(("TORCHELASTIC", "PYTEST_CURRENT"))}
+    assert os.environ == before
 
 
 def test_nothing_listens_beyond_loopback(folder):
@@ -395,8 +394,8 @@ def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bi
         assert child.stdout
         while not child.stdout.readline().startswith("step 3/"):
             assert child.poll() is None
-        workers = [p for p in psutil.Process(child.pid).children() if "worker" in p.cmdline()]
-        victim = next(p for p in workers if p.environ()["RANK"] == "1")
+        workers = {p.name(): p for p in psutil.Process(child.pid).children(recursive=True) if p.name().startswith("longshift-r")}
+        victim = workers["longshift-r1"]
         start = time.monotonic()
         victim.kill()
         _, err = child.communicate(timeout=20)
@@ -404,7 +403,7 @@ def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bi
     assert child.returncode == PeerError.exit_code
     assert err == "longshift: rank 1 was ended by SIGKILL; the kernel does this when memory runs out (see dmesg)\n"
     assert len(workers) == 2
-    assert not any(p.is_running() for p in workers)
+    assert not any(p.is_running() for p in workers.values())
 
     subprocess.run([*train, "--resume"], check=True, capture_output=True)
     killed = read_rows(place / "run/metrics.jsonl")
@@ -451,14 +450,15 @@ os._exit(0)
     assert all(seconds < 10 for seconds in waited)
 
 
-def ranks_of(run: Path) -> list[int]:
-    """Processes whose command line names a run folder as a rank's does."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "worker" in words and str(run) in words and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(process.pid)
-    return found
+def ranks_of(config: Path) -> list[int]:
+    """Processes of ranks, by their names, whose launcher was given this config."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "name", "status"])
+        if process.info["name"].startswith("longshift-r")
+        and str(config) in (process.info["cmdline"] or [])
+        and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.6, 2.0])
@@ -471,7 +471,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(tmp_path, aft
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 60
-        while len(ranks_of(tmp_path / "run")) < 2:
+        while len(ranks_of(config)) < 2:
             assert time.monotonic() < until
             assert launcher.poll() is None
             time.sleep(0.02)
@@ -480,7 +480,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(tmp_path, aft
         launcher.kill()
         launcher.wait()
     until = time.monotonic() + 20  # a rank that trains finishes its step and saves
-    while left := ranks_of(tmp_path / "run"):
+    while left := ranks_of(config):
         if time.monotonic() > until:
             for pid in left:
                 os.kill(pid, signal.SIGKILL)

@@ -72,3 +72,8 @@ def core_quota() -> float | None:
     except (OSError, ValueError):
         return None
     return None
+
+
+def gpu_driver() -> bool:
+    """Whether this machine has the driver of NVIDIA's GPUs or AMD's. Whether this process sees one, only torch can tell."""
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))

@@ -21,9 +21,8 @@ STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 @contextmanager
-def watched(ranks: Callable[[], Mapping[int, int]], folder: RunFolder, allowed_s: float, tell: Callable[[Cause], None]) -> Iterator[None]:
-    """Watch ranks meanwhile. `ranks`: the process of each rank that has one, asked again every time; `tell`: called with why one was
-    ended."""
+def watched(ranks: Mapping[int, int], folder: RunFolder, allowed_s: float, tell: Callable[[Cause], None]) -> Iterator[None]:
+    """Watch ranks meanwhile. `ranks`: the process of each; `tell`: called with why one was ended."""
     over = threading.Event()
     thread = threading.Thread(target=_watch, args=(ranks, folder, allowed_s, tell, over), daemon=True)
     thread.start()
@@ -34,13 +33,11 @@ def watched(ranks: Callable[[], Mapping[int, int]], folder: RunFolder, allowed_s
         thread.join()
 
 
-def _watch(
-    ranks: Callable[[], Mapping[int, int]], folder: RunFolder, allowed_s: float, tell: Callable[[Cause], None], over: threading.Event
-) -> None:
+def _watch(ranks: Mapping[int, int], folder: RunFolder, allowed_s: float, tell: Callable[[Cause], None], over: threading.Event) -> None:
     since: dict[int, float] = {}
     while not over.wait(min(POLL_S, allowed_s / 4)):
         now = time.monotonic()
-        for rank, pid in ranks().items():
+        for rank, pid in ranks.items():
             if not _stopped(pid):
                 since.pop(rank, None)
             elif now - since.setdefault(rank, now) >= allowed_s:

@@ -1,0 +1,234 @@
+"""Processes of the ranks of one machine: how they start, and how they end together.
+
+    Started   a process of its own for each rank, from a command: with GPUs, as CUDA does not survive a fork
+    Seed      a process that imports what ranks need, once, and is forked for each of them
+
+[Note: a seed] Importing torch takes two seconds of a core in each process. The seed is forked before the launcher has read a corpus or
+measured a kernel, so that it has none of the threads that such work leaves (OpenMP's and tokenizers' do not survive a fork), and imports
+while the launcher does that work. Ranks are children of the seed: they end with it, and it ends with the launcher.
+"""
+
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import NoReturn
+
+from longshift.dist.parent import end_with_parent
+
+ENDING_S = 5.0  # from SIGTERM to SIGKILL
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Ranks(ABC):
+    """Processes of ranks. `pids`: by rank."""
+
+    def __init__(self, pids: Mapping[int, int]):
+        self.pids = dict(pids)
+
+    @abstractmethod
+    def codes(self) -> dict[int, int]:
+        """Exit codes of those that are known to have ended, by rank, negative for a signal."""
+
+    @abstractmethod
+    def wait(self, within_s: float) -> None:
+        """Wait until another has ended, for so long at the most."""
+
+    def send(self, number: signal.Signals, group: bool = False) -> None:
+        """A signal for those that are not known to have ended; `group`: for what they have started, too. A signal handler may call it."""
+        for rank in self.pids.keys() - self.codes().keys():
+            with suppress(ProcessLookupError):
+                os.kill(self.pids[rank], number)
+            with suppress(ProcessLookupError):  # it leads no group yet
+                if group:
+                    os.killpg(self.pids[rank], number)
+
+    def end(self) -> None:
+        """End those that run."""
+        self.wait(0.0)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self.send(number, group=True)
+            until = time.monotonic() + ENDING_S
+            while len(self.codes()) < len(self.pids) and (left_s := until - time.monotonic()) > 0:
+                self.wait(left_s)
+
+
+class Started(Ranks):
+    """A process for each rank, started by `command`, in sessions of their own. `environments`: what each finds beside this process's;
+    `held`: whether they find SIGINT blocked."""
+
+    def __init__(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], held: bool):
+        with _blocked([signal.SIGINT] if held else []):
+            self._children = [
+                subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True) for environment in environments
+            ]
+        super().__init__({rank: child.pid for rank, child in enumerate(self._children)})
+
+    def codes(self) -> dict[int, int]:
+        return {rank: child.returncode for rank, child in enumerate(self._children) if child.returncode is not None}
+
+    def wait(self, within_s: float) -> None:
+        until = time.monotonic() + within_s
+        while not any([child.returncode is None and child.poll() is not None for child in self._children]):
+            if (left_s := until - time.monotonic()) <= 0:
+                break
+            time.sleep(min(left_s, 0.05))
+
+
+class Seed:
+    """A process that is forked for each rank. Make it before this one starts threads; `close` it, or use it as a context manager.
+
+    `load`: imports what ranks need; `work`: what a rank does with its arguments, in the environment of its place. Mutable: its pipes."""
+
+    def __init__(self, load: Callable[[], object], work: Callable[[Sequence[str]], object]):
+        orders, events = os.pipe(), os.pipe()
+        launcher = os.getpid()
+        _flush()
+        with _blocked(SIGNALS):
+            self.pid = os.fork()
+            if self.pid == 0:
+                os.close(orders[1])
+                os.close(events[0])
+                _grow(launcher, orders[0], events[1], load, work)
+        os.close(orders[0])
+        os.close(events[1])
+        self._orders, self._events, self._open = orders[1], events[0], True
+
+    def __enter__(self) -> "Seed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], held: bool) -> Ranks:
+        """A process for each rank, of which `Started` says what it finds. A seed starts ranks once."""
+        order = {"arguments": list(arguments), "environments": [dict(environment) for environment in environments], "held": held}
+        with suppress(BrokenPipeError):  # it has ended: so have its ranks
+            os.write(self._orders, json.dumps(order).encode() + b"\n")
+        return _Forked(self._events, len(environments))
+
+    def close(self) -> None:
+        """End it, and ranks that it has started."""
+        if self._open:
+            self._open = False
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+            os.close(self._orders)
+            os.close(self._events)
+
+
+class _Forked(Ranks):
+    """Ranks that a seed has started, of which it tells by a pipe. Where it has ended itself, its ranks were killed."""
+
+    def __init__(self, events: int, size: int):
+        super().__init__({})
+        self._pipe, self._size, self._codes, self._rest = events, size, dict[int, int](), b""
+        while len(self.pids) < size and not self._codes:
+            self._read()
+
+    def codes(self) -> dict[int, int]:
+        return dict(self._codes)
+
+    def wait(self, within_s: float) -> None:
+        if len(self._codes) < self._size and select.select([self._pipe], [], [], within_s)[0]:
+            self._read()
+
+    def _read(self) -> None:
+        """Take in what the seed tells."""
+        data = os.read(self._pipe, 1 << 16)
+        if not data:
+            self._codes = {rank: -signal.SIGKILL for rank in range(self._size)} | self._codes
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            event = json.loads(line)
+            (self.pids if "pid" in event else self._codes)[event["rank"]] = event["pid" if "pid" in event else "code"]
+
+
+def _grow(launcher: int, orders: int, events: int, load: Callable[[], object], work: Callable[[Sequence[str]], object]) -> NoReturn:
+    """Life of a seed: in a session of its own, where no terminal reaches it."""
+    try:
+        os.setsid()
+        _as_at_first()
+        end_with_parent(signal.SIGKILL, launcher)
+        load()
+        gc.freeze()
+        with os.fdopen(orders) as lines:
+            line = lines.readline()
+        if line:
+            order = json.loads(line)
+            with _blocked(SIGNALS):
+                children = {
+                    _fork(events, order["arguments"], environment, order["held"], work): rank
+                    for rank, environment in enumerate(order["environments"])
+                }
+            for pid, rank in children.items():
+                _tell(events, rank=rank, pid=pid)
+            for _ in range(len(children)):
+                pid, status = os.wait()
+                _tell(events, rank=children[pid], code=os.waitstatus_to_exitcode(status))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _flush()
+        os._exit(1)
+
+
+def _fork(events: int, arguments: Sequence[str], environment: Mapping[str, str], held: bool, work: Callable[[Sequence[str]], object]) -> int:
+    """Fork a rank; its process id."""
+    seed = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.close(events)
+        os.setsid()
+        os.environ.update(environment)
+        end_with_parent(signal.SIGKILL, seed)
+        _as_at_first([signal.SIGINT] if held else [])
+        work(arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _flush()
+        os._exit(code)
+
+
+def _tell(events: int, **what: int) -> None:
+    os.write(events, json.dumps(what).encode() + b"\n")
+
+
+def _as_at_first(blocked: Sequence[signal.Signals] = ()) -> None:
+    """What a process of its own would do at a signal."""
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _flush() -> None:
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+@contextmanager
+def _blocked(numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    """Signals held back meanwhile, in processes that start meanwhile too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
