@@ -6,6 +6,7 @@ resumed, resumed_bitwise                       runs that were disturbed and went
 lost_steps, orphans, left_files                steps that were saved and are made again; processes, and files, that are left
 """
 
+import fcntl
 import json
 import os
 from collections import Counter
@@ -28,10 +29,13 @@ NAMES = (
 
 
 def keep(campaign: str, summary: Mapping[str, int], found: Mapping) -> None:
-    """Write figures beside those of other campaigns, where a file was asked for."""
+    """Write figures beside those of other campaigns, which may be played at the same time, where a file was asked for."""
     if path := os.environ.get("JSON"):
-        file = Path(path)
-        parts = json.loads(file.read_text()) if file.exists() else {}
-        parts[campaign] = {"summary": {name: count for name, count in summary.items() if name in NAMES}, **found}
-        total = sum((Counter(part["summary"]) for name, part in parts.items() if name != "summary"), Counter())
-        file.write_text(json.dumps(parts | {"summary": {name: total[name] for name in NAMES}}, indent=1) + "\n")
+        with Path(path).open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            parts = json.loads(file.read() or "{}")
+            parts[campaign] = {"summary": {name: count for name, count in summary.items() if name in NAMES}, **found}
+            total = sum((Counter(part["summary"]) for name, part in parts.items() if name != "summary"), Counter())
+            file.truncate(0)
+            file.write(json.dumps(parts | {"summary": {name: total[name] for name in NAMES}}, indent=1) + "\n")

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import psutil
 from disks import CONFIG, files, steps, weights
-from launches import Ended, Launches, processes
+from launches import Ended, Launches
 
 from longshift.trainer.run_folder import RunFolder
 
-STEPS, DEADLINE_S = 8, 600.0
+STEPS, DEADLINE_S = 16, 600.0
+LAST = 4  # steps in which none is killed: a kill takes a moment, too
 STARTING = 0.3  # share of kills that come before a step is awaited
 LAYOUTS = {
     "dp2.z3": "dp2.z3",
@@ -64,7 +65,7 @@ class Killed:
         """Begin a run or go on with it; its exit code, and how many were killed."""
         victims = list[str]()
         before, rows = RunFolder(run).steps_saved(), _rows(run)
-        ended = self._start(run, lambda mark: victims.extend(self._kill(random_, run, mark) if random_ else ()))
+        ended = self._start(run, lambda: victims.extend(self._kill(random_, run) if random_ else ()))
         self._count(run, ended, victims, _lost(before, RunFolder(run).steps_saved(), rows, _rows(run)))
         return ended.code, len(victims)
 
@@ -80,19 +81,19 @@ class Killed:
             killed = f"killed {victims}: code {ended.code}, {lost} steps lost, left {ended.left}"
             self.wrong.append(f"{self.name}, {run.name}, {killed}: {ended.err[-900:]}")
 
-    def _kill(self, random_: random.Random, run: Path, mark: str) -> list[str]:
+    def _kill(self, random_: random.Random, run: Path) -> list[str]:
         """Kill a rank or the launcher at a random moment. Which it was; nothing where the run was over before."""
         victim, saved = random_.choice(("rank", "rank", "launcher")), RunFolder(run).steps_saved()
-        rows, rank = random_.randrange(min(saved, STEPS - 2), STEPS - 1), random_.choice("01")
+        rows, rank = random_.randrange(min(saved, STEPS - LAST), STEPS - LAST + 1), random_.choice("01")
         if random_.random() < STARTING:
-            self._wait(random_.uniform(0, self.seconds / 3), lambda: False)
+            self._wait(random_.uniform(0, self.seconds / 2), lambda: False)
         else:
             self._wait(DEADLINE_S, lambda: len(_rows(run)) >= rows)
-            self._wait(random_.uniform(0, 0.3), lambda: False)
+            self._wait(random_.uniform(0, 0.1), lambda: False)
         while self.launches.runs:
             with suppress(psutil.Error):
-                ranks = [process for process in processes(mark) if process.name() == f"longshift-r{rank}"] if victim == "rank" else []
-                if process := self.launches.launcher() if victim == "launcher" else next(iter(ranks), None):
+                named = (process for process in self.launches.processes() if process.name() == f"longshift-r{rank}")
+                if process := self.launches.launcher() if victim == "launcher" else next(named, None):
                     process.kill()
                     return [victim]
             time.sleep(0.05)
@@ -103,7 +104,7 @@ class Killed:
         while (left := until - time.monotonic()) > 0 and self.launches.runs and not done():
             time.sleep(min(left, 0.02))
 
-    def _start(self, run: Path, meanwhile: Callable[[str], object] = lambda mark: None) -> Ended:
+    def _start(self, run: Path, meanwhile: Callable[[], object] = lambda: None) -> Ended:
         file = self.place / f"{run.name}.yaml"
         file.write_text(CONFIG.format(place=self.place, layout=LAYOUTS[self.name], name=run.name, steps=STEPS, background="false"))
         return self.launches.run(["train", str(file), "--resume=auto"], {}, DEADLINE_S, meanwhile)

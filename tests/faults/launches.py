@@ -4,6 +4,7 @@ The process is this file's own main: it reads cases, a JSON line each, from stan
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from typing import IO
 import psutil
 
 DEADLINE_S = 120.0
-MARK = "FAULTS_CASE"  # in the environment of every process of a case
+SUBREAPER = 36  # of prctl: orphans below a process become its children
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ class Launches:
         environment = os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen([sys.executable, __file__], env=environment, text=True, **pipes)
-        self._cases = 0
         self.runs = False  # a command
 
     def __enter__(self) -> "Launches":
@@ -55,60 +55,58 @@ class Launches:
         """The process of the command that runs now."""
         return next(iter(psutil.Process(self._process.pid).children()), None)
 
+    def processes(self) -> list[psutil.Process]:
+        """Those of the command that runs now, and what is left of those before."""
+        below = psutil.Process(self._process.pid).children(recursive=True)
+        return [process for process in below if _runs(process)]
+
     def run(
         self,
         arguments: Sequence[str],
         variables: Mapping[str, str],
         deadline_s: float = DEADLINE_S,
-        meanwhile: Callable[[str], object] = lambda mark: None,
+        meanwhile: Callable[[], object] = lambda: None,
     ) -> Ended:
         """`longshift` with these arguments and, beside this process's, these variables of the environment. `meanwhile` is called in a
-        thread once it runs, with the mark of its processes."""
+        thread once it runs."""
         assert self._process.stdin
         assert self._process.stdout
-        self._cases += 1
-        mark, streams = f"{os.getpid()}-{self._cases}", [str(self.place / name) for name in ("out", "err")]
-        case = {"arguments": list(arguments), "variables": {**variables, MARK: mark}, "streams": streams, "deadline_s": deadline_s}
+        streams = [str(self.place / name) for name in ("out", "err")]
+        case = {"arguments": list(arguments), "variables": dict(variables), "streams": streams, "deadline_s": deadline_s}
         self._process.stdin.write(json.dumps(case) + "\n")
         self._process.stdin.flush()
         self._process.stdout.readline()  # it runs
-        beside = threading.Thread(target=meanwhile, args=(mark,))
+        beside = threading.Thread(target=meanwhile)
         self.runs = True
         beside.start()
         code = json.loads(self._process.stdout.readline())
         self.runs = False
         beside.join()
-        left = ended(mark)
+        left = ended(self.processes)
         out, err = (Path(name).read_text() for name in streams)
         return Ended(code, out, err, left)
 
 
-def ended(mark: str, within_s: float = 5.0) -> tuple[str, ...]:
-    """Command lines of processes of a case that are there after so many seconds, which are then killed."""
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def ended(processes: Callable[[], list[psutil.Process]], within_s: float = 5.0) -> tuple[str, ...]:
+    """Command lines of processes that are there after so many seconds, which are then killed."""
     until = time.monotonic() + within_s
-    while (left := processes(mark)) and time.monotonic() < until:
+    while (left := processes()) and time.monotonic() < until:
         time.sleep(0.05)
     told = []
     for process in left:
         with contextlib.suppress(psutil.Error):
-            told.append(f"{process.pid}: {' '.join(process.cmdline())}")
+            told.append(f"{process.pid}, {process.name()}: {' '.join(process.cmdline())}")
             process.kill()
     return tuple(told)
 
 
-def processes(mark: str) -> list[psutil.Process]:
-    """Those that carry a mark in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if f"{MARK}={mark}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found.append(process)
-    return found
-
-
 def _child(case: Mapping) -> int:
-    import ctypes
-
     os.setsid()
     for number, name in enumerate(case["streams"], 1):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
@@ -134,7 +132,11 @@ def _serve(cases: IO[str]) -> None:
     import longshift.trainer.loop  # noqa: F401
 
     torch.set_num_threads(1)
+    ctypes.CDLL(None).prctl(SUBREAPER, 1)
     for line in cases:
+        with contextlib.suppress(ChildProcessError):  # there are no orphans
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         case = json.loads(line)
         pid = os.fork()
         if pid == 0:

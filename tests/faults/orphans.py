@@ -9,9 +9,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from disks import CONFIG
-from launches import MARK, ended, processes
+from launches import ended
 
+MARK = "FAULTS_CASE"  # in the environment of every process of a launcher
 ENDED_S = 5.0  # for all processes of a launcher that was killed
 STOPPED_S = 30.0  # of one that was asked to stop: ranks come up first, then train a step and save
 
@@ -42,10 +44,20 @@ def launched(place: Path, name: str, after_s: float, number: int, layout: str = 
         allowed_s = ENDED_S if number == signal.SIGKILL else STOPPED_S
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(allowed_s)
-        left = ended(mark, max(0.0, allowed_s - (time.monotonic() - began)))
+        left = ended(lambda: processes(mark), max(0.0, allowed_s - (time.monotonic() - began)))
         seconds = time.monotonic() - began
         err.seek(0)
         return Ended(child.wait(), ranks, seconds, left, err.read())
+
+
+def processes(mark: str) -> list[psutil.Process]:
+    """Those that carry a mark in the environment that they, or what they were forked from, began with."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if f"{MARK}={mark}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found.append(process)
+    return found
 
 
 def _ranks(mark: str) -> int:
@@ -83,6 +95,6 @@ def frozen(place: Path, rank: int, allowed_s: float) -> tuple[Ended, int]:
         began = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(allowed_s + ENDED_S)
-        left = ended(mark, max(0.0, allowed_s + ENDED_S - (time.monotonic() - began)))
+        left = ended(lambda: processes(mark), max(0.0, allowed_s + ENDED_S - (time.monotonic() - began)))
         assert child.stderr
         return Ended(child.wait(), ranks, time.monotonic() - began, left, child.stderr.read()), victim.pid

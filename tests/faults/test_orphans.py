@@ -8,8 +8,7 @@ from pathlib import Path
 
 import figures
 import pytest
-from launches import processes
-from orphans import MARK, Ended, frozen, launched, wrong
+from orphans import MARK, Ended, frozen, launched, processes, wrong
 
 MOMENTS_S = 4.0
 
