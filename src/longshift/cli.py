@@ -189,6 +189,9 @@ def check(
         raise UsageError("check needs --against LAYOUT or --timeline, one of them")
     run = load_config(config, overrides)
     if against is None:
+        if run.train.compile:
+            _say("recorded with train.compile=false: torch does not tell what compiled kernels hold, which is less")
+            run = load_config(config, (*overrides, "train.compile=false"))
         _check_timeline(api.with_chunks(run, _say), json)
         return
     found = api.check(run, against=against)

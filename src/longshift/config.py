@@ -102,9 +102,10 @@ class StageConfig(Section):
 
 class TrainConfig(Section):
     """Steps and the optimizer. A step takes whole documents until `tokens_per_step` is reached, whatever the layout. `deterministic`: equal
-    runs on equal devices give equal bits, where faster kernels would not. `timeout`: seconds after which a collective fails because a rank
-    does not answer; `workload.waits` derives it from the longest document where it is not given; `frozen`: seconds that a local rank may
-    be stopped before the launcher ends the run; `crowded`: whether more ranks may start than this machine is made for."""
+    runs on equal devices give equal bits, where faster kernels would not. `compile`: see `model.compiled`. `timeout`: seconds after which a
+    collective fails because a rank does not answer; `workload.waits` derives it from the longest document where it is not given; `frozen`:
+    seconds that a local rank may be stopped before the launcher ends the run; `crowded`: whether more ranks may start than this machine is
+    made for."""
 
     tokens_per_step: Size
     pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
@@ -123,6 +124,7 @@ class TrainConfig(Section):
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Rate = Field(1e-8, gt=0)
     deterministic: bool = Field(False, description="kernels that give the same bits in every run, where faster ones do not")
+    compile: bool = Field(False, description="compile norms, rotary embedding and gated activations: faster from the second step on")
     timeout: Seconds | None = Field(None, description="seconds; derived from the step where it is not given")
     frozen: Seconds = Field(60.0, description="seconds that a rank may be stopped (SIGSTOP) before the run ends")
     crowded: bool = Field(False, description="start more ranks than this machine's cores and memory are made for")

@@ -168,6 +168,14 @@ def test_stages_are_one_process(worlds: Worlds, truth: Truth, family: str, layou
     assert family == "gpt2" or found[0]["grad"] > 1e-3
 
 
+def test_compiled_arithmetic_is_one_process(worlds: Worlds, truth: Truth):
+    """`train.compile`: norms of the stream and of heads, with 1 + weight, gelu, rotary embedding, in packs and chunks of many lengths. The
+    reference is not compiled."""
+    trial, groups = trial_of("gemma3", FEWER, edges=EDGES, compile=True), "dp2 > pp2.recompute-full > u2.chunk13"
+    found = worlds(2).call("longshift.trainer.check:compare", 3 * DEADLINE_S, trial=trial.to_json(), layout=groups, path=truth(trial))
+    assert all(largest(answer[kind] for answer in found) <= LIMIT for kind in KINDS), found
+
+
 @pytest.mark.parametrize(("family", "layout", "steps"), CASES)
 def test_a_layout_is_one_process(worlds: Worlds, truth: Truth, family: str, layout: str, steps: int):
     found = differences(worlds, truth, family, layout, steps)

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshift.errors import UsageError
+from longshift.model.compiled import compiled
 from longshift.model.decoder import rotary_table
-from longshift.model.functions import Gated, RmsNorm, Rotate
+from longshift.model.functions import WRITTEN_OUT, Elementwise, Gated, RmsNorm, Rotate, SlicedRmsNorm
 from longshift.model.loss import alone
 from longshift.spec.model import Rope
 
@@ -33,14 +35,25 @@ def tables(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return rotary_table(Rope(), 16, torch.arange(tokens), dtype)
 
 
-# name -> (ours, its definition, shapes of the inputs that have gradients, other inputs by dtype)
+# name -> (ours by an arithmetic, its definition, shapes of the inputs that have gradients, other inputs by dtype)
 CASES = {
-    "norm": (lambda x, w: RmsNorm.apply(x, w, EPS, x.shape[-1], alone), defined_norm, ((37, 48), (48,)), lambda dtype: ()),
-    "norm of heads": (lambda x, w: RmsNorm.apply(x, w, EPS, x.shape[-1], alone), defined_norm, ((37, 3, 16), (16,)), lambda dtype: ()),
-    "silu": (lambda g, u: Gated.apply(g, u, "silu"), lambda g, u: F.silu(g) * u, ((37, 48), (37, 48)), lambda dtype: ()),
-    "gelu": (lambda g, u: Gated.apply(g, u, "gelu_tanh"), defined_gelu, ((37, 48), (37, 48)), lambda dtype: ()),
-    "rotate": (Rotate.apply, defined_rotation, ((37, 3, 16),), lambda dtype: tables(37, dtype)),
+    "norm": (lambda by: lambda x, w: RmsNorm.apply(x, w, EPS, by), defined_norm, ((37, 48), (48,)), lambda dtype: ()),
+    "norm of heads": (lambda by: lambda x, w: RmsNorm.apply(x, w, EPS, by), defined_norm, ((37, 3, 16), (16,)), lambda dtype: ()),
+    "silu": (lambda by: lambda g, u: Gated.apply(g, u, "silu", by), lambda g, u: F.silu(g) * u, ((37, 48), (37, 48)), lambda dtype: ()),
+    "gelu": (lambda by: lambda g, u: Gated.apply(g, u, "gelu_tanh", by), defined_gelu, ((37, 48), (37, 48)), lambda dtype: ()),
+    "rotate": (lambda by: lambda x, *t: Rotate.apply(x, *t, by), defined_rotation, ((37, 3, 16),), lambda dtype: tables(37, dtype)),
 }
+
+
+@pytest.fixture(scope="module")
+def by(request: pytest.FixtureRequest) -> Elementwise:
+    return WRITTEN_OUT if request.param == "written out" else compiled(torch.device("cpu"))
+
+
+# Half a dozen seconds for each kernel that is made.
+BOTH = [("written out", name) for name in CASES]
+BOTH += [pytest.param("compiled", name, marks=pytest.mark.long if name in ("norm of heads", "gelu") else ()) for name in CASES]
+both = pytest.mark.parametrize(("by", "name"), BOTH, indirect=["by"])
 
 
 def outcome(function, inputs: list[Tensor], others: tuple, grad: Tensor) -> list[Tensor]:
@@ -53,26 +66,59 @@ def errors(found: list[Tensor], truth: list[Tensor]) -> list[float]:
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth)]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients_are_autograds(name: str):
+@both
+def test_values_and_gradients_are_autograds(name: str, by: Elementwise):
     ours, defined, shapes, others = CASES[name]
     make = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=make, dtype=torch.float64) for shape in shapes]
     grad = torch.randn(shapes[0], generator=make, dtype=torch.float64)
     how = others(torch.float64), grad
-    assert max(errors(outcome(ours, inputs, *how), outcome(defined, inputs, *how))) < 1e-14
+    assert max(errors(outcome(ours(by), inputs, *how), outcome(defined, inputs, *how))) < 1e-14
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_in_bf16_they_are_no_further_from_the_truth_than_the_definition(name: str):
+@both
+def test_in_bf16_they_are_no_further_from_the_truth_than_the_definition(name: str, by: Elementwise):
     ours, defined, shapes, others = CASES[name]
     make = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=make).bfloat16() for shape in shapes]
     grad = torch.randn(shapes[0], generator=make).bfloat16()
     tables = others(torch.bfloat16)
     truth = outcome(defined, [x.double() for x in inputs], tuple(t.double() for t in tables), grad.double())
-    found, usual = (errors(outcome(f, inputs, tables, grad), truth) for f in (ours, defined))
+    found, usual = (errors(outcome(f, inputs, tables, grad), truth) for f in (ours(by), defined))
     assert all(a <= 1.02 * b for a, b in zip(found, usual)), (found, usual)
+
+
+def test_one_kernel_serves_all_lengths():
+    """And none is made again for a new one: that would take seconds of each step."""
+    by, w = compiled(torch.device("cpu")), torch.ones(48)
+    by.normed(torch.ones(37, 48), w, EPS)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (5, 2, 64, 999):
+            y, _ = by.normed(torch.full((tokens, 48), 2.0), w, EPS)
+            assert y.shape == (tokens, 48)
+            assert float((y - 1).abs().max()) < 1e-6
+
+
+def test_a_norm_of_slices_is_the_norm_of_the_whole():
+    make = torch.Generator().manual_seed(0)
+    x, w, grad = (torch.randn(shape, generator=make, dtype=torch.float64) for shape in ((37, 48), (48,), (37, 48)))
+    truth = outcome(lambda x, w: RmsNorm.apply(x, w, EPS, WRITTEN_OUT), [x, w], (), grad)
+    found = outcome(lambda x, w: SlicedRmsNorm.apply(x, w, EPS, 48, alone), [x, w], (), grad)
+    assert all(torch.equal(a, b) for a, b in zip(found, truth))
+
+
+def test_a_machine_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: object, **__: object):
+        def call(*_: object) -> None:
+            raise RuntimeError("No working C++ compiler found")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", fails)
+    with pytest.raises(
+        UsageError, match=r"^train.compile: torch cannot compile on this machine: No working C\+\+ compiler found; install "
+    ):
+        compiled(torch.device("cpu"))
 
 
 def test_angles_are_right_at_position_4_million():

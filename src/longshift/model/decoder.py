@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longshift.model.attention import Attention, PackedAttention, match_heads
-from longshift.model.functions import Adapted, Gated, RmsNorm, Rotate, SoftCap, activate
+from longshift.model.functions import WRITTEN_OUT, Adapted, Elementwise, Gated, RmsNorm, Rotate, SlicedRmsNorm, SoftCap, activate
 from longshift.model.kernels import FLASH, Kernel, capped
 from longshift.model.loss import CrossEntropySum, alone
 from longshift.schedule.seams import BlockSeams, scaled
@@ -98,9 +98,9 @@ class Ops:
 class Unit(nn.Module):
     """A piece of the model whose weights move together. Weights are registered by role; state decides what storage they have."""
 
-    def __init__(self, spec: ModelSpec, unit: int):
+    def __init__(self, spec: ModelSpec, unit: int, by: Elementwise):
         super().__init__()
-        self.spec, self.unit = spec, unit
+        self.spec, self.unit, self.by = spec, unit, by
         self.table = spec.of_unit(unit)
         for p in self.table:
             self.register_parameter(p.role, nn.Parameter(torch.empty(p.shape, device="meta"), not p.frozen))
@@ -126,7 +126,7 @@ class Unit(nn.Module):
         """x normalized over its last dim: the residual stream's, or a head's."""
         if self.spec.norm == "layer":
             return F.layer_norm(x, x.shape[-1:], getattr(self, role), getattr(self, role + "_bias"), self.spec.norm_eps)
-        return RmsNorm.apply(x, self.norm_weight(role), self.spec.norm_eps, x.shape[-1], alone)  # pyright: ignore[reportReturnType]
+        return RmsNorm.apply(x, self.norm_weight(role), self.spec.norm_eps, self.by)  # pyright: ignore[reportReturnType]
 
     def norm_weight(self, role: str) -> Tensor:
         """What an RMS norm multiplies with: where it is stored less one, the sum in at least float32."""
@@ -158,17 +158,17 @@ class Block(BlockSeams, Unit):
     def rotate(self, x_TNH: Tensor, micro: MicroBatch) -> Tensor:
         rope = self.spec.rope_of(self.unit)
         assert rope is not None
-        return Rotate.apply(x_TNH, *micro.rotary[rope])  # pyright: ignore[reportReturnType]
+        return Rotate.apply(x_TNH, *micro.rotary[rope], self.by)  # pyright: ignore[reportReturnType]
 
     def norm_of_heads(self, x: Tensor, role: str, heads: int, ops: Ops) -> Tensor:
         width = heads * self.spec.head_width
-        return RmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, width, ops.all_sum)  # pyright: ignore[reportReturnType]
+        return SlicedRmsNorm.apply(x, getattr(self, role), self.spec.norm_eps, width, ops.all_sum)  # pyright: ignore[reportReturnType]
 
     def activation(self, x: Tensor) -> Tensor:
         return activate(x, self.spec.activation)
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        return Gated.apply(gate, up, self.spec.activation)  # pyright: ignore[reportReturnType]
+        return Gated.apply(gate, up, self.spec.activation, self.by)  # pyright: ignore[reportReturnType]
 
 
 class Head(Unit):
@@ -183,10 +183,10 @@ class Head(Unit):
         return ops.loss(self.logits(x_TD, ops), micro.labels_T)
 
 
-def build_unit(spec: ModelSpec, unit: int) -> Unit:
+def build_unit(spec: ModelSpec, unit: int, by: Elementwise = WRITTEN_OUT) -> Unit:
     """Unit 0 is the embedding, units 1..L the blocks, unit L+1 the head; weights on the meta device."""
     kind = Embed if unit == 0 else Head if unit == spec.layers + 1 else Block
-    return kind(spec, unit)
+    return kind(spec, unit, by)
 
 
 class Decoder(nn.Module):

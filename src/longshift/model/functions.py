@@ -13,39 +13,79 @@ before (`schedule.inside` mirrors them, line by line).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshift.model.loss import alone
+
 aten = torch.ops.aten
+AllSum = Callable[[Tensor], Tensor]
 
 
 class RmsNorm(torch.autograd.Function):
-    """apply(x [..., D_i], weight [D_i], eps, width D, all_sum) -> [..., D_i] of x's dtype; the mean and all sums in at least float32.
-    `all_sum` adds up what the holders of the slices of x have."""
+    """apply(x [..., D], weight [D], eps, arithmetic) -> [..., D] of x's dtype; the mean and all sums in at least float32."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx, x: Tensor, weight: Tensor, eps: float, width: int, all_sum: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square_()
-        rstd = all_sum(squares).div_(width).add_(eps).rsqrt_()
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, by: "Elementwise") -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        y, rstd = by.normed(x, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.width, ctx.all_sum = width, all_sum
-        return torch.mul(x, rstd, out=x.new_empty(x.shape)).mul_(weight)
+        ctx.by = by
+        return y
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, rstd = ctx.saved_tensors
-        shape, width = x.shape, x.shape[-1]
-        g, x, r, w = grad.reshape(-1, width).to(rstd.dtype), x.reshape(-1, width), rstd.view(-1), weight.to(rstd.dtype)
-        wide = g * x
-        dw = torch.mv(wide.mT, r).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        minus = ctx.all_sum(torch.mv(wide, w)).mul_(r).mul_(r).div_(-ctx.width).unsqueeze(-1)
-        torch.mul(g, w, out=wide).addcmul_(x, minus).mul_(r.unsqueeze(-1))
-        return wide.to(grad.dtype).view(shape), dw, None, None, None
+        dx, dw = ctx.by.normed_grad(grad, x, rstd, weight, ctx.needs_input_grad[1])
+        return dx, dw, None, None
+
+
+class SlicedRmsNorm(torch.autograd.Function):
+    """apply(x [..., D_i], weight [D_i], eps, width D, all_sum) -> [..., D_i], as RmsNorm of slices that several ranks hold: `all_sum` adds
+    up what they have."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, x: Tensor, weight: Tensor, eps: float, width: int, all_sum: AllSum
+    ) -> Tensor:
+        rstd = all_sum(_squares(x)).div_(width).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.width, ctx.all_sum = width, all_sum
+        return _times(x, rstd, weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, rstd = ctx.saved_tensors
+        dx, dw = _normed_grad(grad, x, rstd, weight, ctx.needs_input_grad[1], ctx.width, ctx.all_sum)
+        return dx, dw, None, None, None
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Sums of squares over the last dim, [..., 1]."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).square_()
+
+
+def _times(x: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    return torch.mul(x, rstd, out=x.new_empty(x.shape)).mul_(weight)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rstd = _squares(x).div_(x.shape[-1]).add_(eps).rsqrt_()
+    return _times(x, rstd, weight), rstd
+
+
+def _normed_grad(
+    grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, learns: bool, whole: int | None = None, all_sum: AllSum = alone
+) -> tuple[Tensor, Tensor | None]:
+    shape, width = x.shape, x.shape[-1]
+    g, x, r, w = grad.reshape(-1, width).to(rstd.dtype), x.reshape(-1, width), rstd.view(-1), weight.to(rstd.dtype)
+    wide = g * x
+    dw = torch.mv(wide.mT, r).to(weight.dtype) if learns else None
+    minus = all_sum(torch.mv(wide, w)).mul_(r).mul_(r).div_(-(whole or width)).unsqueeze(-1)
+    torch.mul(g, w, out=wide).addcmul_(x, minus).mul_(r.unsqueeze(-1))
+    return wide.to(grad.dtype).view(shape), dw
 
 
 class Adapted(torch.autograd.Function):
@@ -90,23 +130,30 @@ class SoftCap(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """apply(gate, up, activation) -> activation(gate) * up."""
+    """apply(gate, up, activation, arithmetic) -> activation(gate) * up."""
 
     @staticmethod
-    def forward(ctx, gate: Tensor, up: Tensor, activation: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, gate: Tensor, up: Tensor, activation: str, by: "Elementwise") -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return activate(gate, activation).mul_(up)
+        ctx.activation, ctx.by = activation, by
+        return by.gated(gate, up, activation)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        gate, up = ctx.saved_tensors
-        d_gate = grad * up
-        if ctx.activation == "gelu_tanh":
-            aten.gelu_backward.grad_input(d_gate, gate, approximate="tanh", grad_input=d_gate)
-        else:
-            aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
-        return d_gate, activate(gate, ctx.activation).mul_(grad), None
+        return *ctx.by.gated_grad(grad, *ctx.saved_tensors, ctx.activation), None, None
+
+
+def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return activate(gate, activation).mul_(up)
+
+
+def _gated_grad(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    d_gate = grad * up
+    if activation == "gelu_tanh":
+        aten.gelu_backward.grad_input(d_gate, gate, approximate="tanh", grad_input=d_gate)
+    else:
+        aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+    return d_gate, activate(gate, activation).mul_(grad)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -114,18 +161,19 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """apply(x [T, N, H], cos [T, 1, R], sin [T, 1, R]) -> [T, N, H], in the half-split convention of the Hugging Face checkpoints. The
-    first R channels of a head turn."""
+    """apply(x [T, N, H], cos [T, 1, R], sin [T, 1, R], arithmetic) -> [T, N, H], in the half-split convention of the Hugging Face
+    checkpoints. The first R channels of a head turn."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, by: "Elementwise") -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
+        ctx.by = by
+        return by.turned(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, sin, -1), None, None
+        return ctx.by.turned(grad, cos, sin, -1), None, None, None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
@@ -137,3 +185,24 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
     y1.addcmul_(x2, sin1, value=-way)
     y2.addcmul_(x1, sin2, value=way)
     return y
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """The arithmetic of these functions: torch's operations as they are written out above, or other callables that take and give the same
+    (`model.compiled`). Tensors of tokens come first among arguments, tokens are their first dim.
+
+    normed        x, weight, eps -> y, rstd [..., 1]
+    normed_grad   grad, x, rstd, weight, whether dw is wanted -> dx, dw
+    gated         gate, up, activation -> y
+    gated_grad    grad, gate, up, activation -> dgate, dup
+    turned        x, cos, sin, 1 or -1 -> y"""
+
+    normed: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = _normed
+    normed_grad: Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]] = _normed_grad
+    gated: Callable[[Tensor, Tensor, str], Tensor] = _gated
+    gated_grad: Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor]] = _gated_grad
+    turned: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _turned
+
+
+WRITTEN_OUT = Elementwise()

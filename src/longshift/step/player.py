@@ -20,6 +20,8 @@ from longshift.dist.world import World
 from longshift.documents.batch import Document
 from longshift.documents.micro import HostPack
 from longshift.layout.layout import Layout
+from longshift.model.compiled import compiled
+from longshift.model.functions import WRITTEN_OUT
 from longshift.model.kernels import choose, kernels
 from longshift.program.operations import Op, Program
 from longshift.program.step import Steps, Windows
@@ -85,9 +87,11 @@ class Player:
         home_cut: Layout | None = None,
         links: Links | None = None,
         windows: Windows = Windows(),  # noqa: B008  (frozen)
+        compile: bool = False,
     ):
         """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`. `links`: equal on all ranks
-        (`switch.links.agreed`); assumed ones where None."""
+        (`switch.links.agreed`); assumed ones where None. `compile`: whether the arithmetic between matmuls is compiled. Raises
+        UsageError where it cannot be."""
         self.spec, self.edges, self.world, self.home, self.precision, self.stream = spec, tuple(edges), world, home, precision, stream
         sizes = precision.compute.itemsize, precision.home.itemsize
         self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), *sizes, switch, home_cut)
@@ -95,6 +99,7 @@ class Player:
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
         self.kernel, self.why_kernel = choose(kernels(world.device, precision.compute), heads, precision.compute, world.device, slowest)
+        self.by = compiled(world.device) if compile else WRITTEN_OUT
         self.runners: dict[Layout, Runner] = {}
         self.stop_of: dict[Layout, Stop] = {}
         stops: dict[Cut, Stop] = {}
@@ -160,7 +165,7 @@ class Player:
 
     def _runner(self, layout: Layout) -> Runner:
         stop, tier = self.stop_of[layout], None
-        how = self.spec, layout, self.world, stop.copies, self.precision, self.kernel
+        how = self.spec, layout, self.world, stop.copies, self.precision, self.kernel, self.by
         if layout.chunk or layout.offload != "device":
             tier = tier_of(layout.offload, self.world.device, Path(self.stream.folder), self.stream.checked)
         if not layout.chunk:

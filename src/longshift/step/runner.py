@@ -19,6 +19,7 @@ from longshift.documents.micro import HostPack, host_pack, placed
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_rows
 from longshift.model.decoder import Block, Head, MicroBatch, build_unit
+from longshift.model.functions import Elementwise
 from longshift.model.kernels import Kernel
 from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
@@ -37,11 +38,13 @@ class Runner(ABC):
 
     loaded: dict[int, Any]
 
-    def __init__(self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision, kernel: Kernel):
+    def __init__(
+        self, spec: ModelSpec, layout: Layout, world: World, copies: Copies, precision: Precision, kernel: Kernel, by: Elementwise
+    ):
         self.spec, self.layout, self.world, self.copies, self.precision = spec, layout, world, copies, precision
         self.at = layout.coord(world.rank)
         self.ops = LayoutOps(spec, layout, world, kernel)
-        self.modules = {unit: build_unit(spec, unit) for chunk in layout.units_of(spec.layers, self.at.pp) for unit in chunk}
+        self.modules = {unit: build_unit(spec, unit, by) for chunk in layout.units_of(spec.layers, self.at.pp) for unit in chunk}
         for module in self.modules.values():
             copies.fill(module)
         self.tier: Tier | None = None

@@ -59,7 +59,8 @@ class Trial:
     `capacity` is the last group's; then how switches are planned. `ahead`: of streamed layouts;
     `stream_folder`: where their disk tier is, the system's temporary folder where not given. `masked`: drawn documents are conversations,
     of which turns are learned in part, and one document of each step not at all. `stages`: those after the first. `home`: where the
-    training state is; on disk, in `stream_folder`. `packed`: the format of moments between updates."""
+    training state is; on disk, in `stream_folder`. `packed`: the format of moments between updates. `compile`: whether
+    layouts, and not the reference, compile their arithmetic."""
 
     spec: ModelSpec
     lengths: tuple[tuple[int, ...], ...]
@@ -83,6 +84,7 @@ class Trial:
     stages: tuple[Later, ...] = ()
     home: Tier = "device"
     packed: MomentFormat = "float32"
+    compile: bool = False
 
     @property
     def parts(self) -> list[tuple[int, "Trial"]]:
@@ -239,7 +241,7 @@ def build(
     state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
     stream = StreamOptions(trial.stream_folder or tempfile.gettempdir(), trial.ahead, checked=True)
-    return state, Player(trial.spec, edges, world, home, precision, options, stream, home_cut)
+    return state, Player(trial.spec, edges, world, home, precision, options, stream, home_cut, compile=trial.compile)
 
 
 def parse_layouts(text: str) -> list[Layout]:

@@ -235,6 +235,7 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
         ahead_bytes=run.switch.ahead,
         stream_folder=run.stream.folder or scratch,
         home=run.home.at,
+        compile=run.train.compile,
     ).to_json()
 
 

@@ -237,6 +237,7 @@ def build_player(config: Config, world: World, state: State, run: Path) -> Playe
         config.stream.options(run),
         links=agreed(links, world.gather_text),
         windows=config.window.options,
+        compile=config.train.compile,
     )
 
 

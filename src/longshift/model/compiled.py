@@ -1,0 +1,85 @@
+"""The arithmetic of `model.functions`, compiled by torch: a kernel or two for each function, in place of four to eight passes over memory.
+
+Kernels are made for any number of tokens, once for each width, in the first step that uses them: seconds on a GPU, half a minute on a CPU.
+What is saved for the backward stays the same and nothing wider is held between, so that the ledger's bytes are an upper bound. In bf16 what
+one kernel does is rounded once, at its end; in float32 and float64 sums are formed in another order.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from longshift.errors import UsageError
+from longshift.model.functions import Elementwise
+
+MOST = 64  # kernels of a function, by width, strides and activation
+
+
+def compiled(device: torch.device) -> Elementwise:
+    """Kernels for tensors of this device. Raises UsageError where torch finds no compiler."""
+    import torch._dynamo
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # in this process: a pool of others would outlive a rank that is killed
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST)
+    both = torch.ones(2, 2, device=device)
+    found = Elementwise(_of(_normed, 1), _of(_normed_grad, 3), _of(_gated, 2), _of(_gated_grad, 3), _of(_turned, 3))
+    try:
+        found.gated(both, both, "silu")
+    except Exception as fault:
+        told = next((line for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
+        raise UsageError(f"train.compile: torch cannot compile on this machine: {told}; install a C++ compiler, or leave it out") from fault
+    return found
+
+
+def _of(function: Callable, tokens: int) -> Any:
+    """A function, compiled: the first dim of its first `tokens` arguments may have any size."""
+    made = torch.compile(function, fullgraph=True)
+
+    def call(*arguments: Any) -> Any:
+        for tensor in arguments[:tokens]:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return made(*arguments)
+
+    return call
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rstd = torch.rsqrt(_wide(x).square().mean(-1, keepdim=True) + eps)
+    return ((_wide(x) * rstd).to(x.dtype) * weight).to(x.dtype), rstd
+
+
+def _normed_grad(grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
+    g, x_, w = _wide(grad), _wide(x), _wide(weight)
+    dw = (g * x_ * rstd).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype) if learns else None
+    dx = rstd * (g * w - x_ * rstd.square() * (g * w * x_).mean(-1, keepdim=True))
+    return dx.to(grad.dtype), dw
+
+
+def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    act = F.gelu(_wide(gate), approximate="tanh") if activation == "gelu_tanh" else F.silu(_wide(gate))
+    return (act * _wide(up)).to(gate.dtype)
+
+
+def _gated_grad(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    g, x = _wide(grad), _wide(gate)
+    if activation == "gelu_tanh":
+        d_gate, act = torch.ops.aten.gelu_backward(g * _wide(up), x, approximate="tanh"), F.gelu(x, approximate="tanh")
+    else:
+        d_gate, act = torch.ops.aten.silu_backward(g * _wide(up), x), F.silu(x)
+    return d_gate.to(gate.dtype), (act * g).to(up.dtype)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
+    width = cos.shape[-1]
+    turning = x[..., :width]
+    first, second = turning.chunk(2, -1)
+    turned = turning * cos + torch.cat((-second, first), -1) * (sin * way)
+    return torch.cat((turned, x[..., width:]), -1) if width < x.shape[-1] else turned
