@@ -5,21 +5,28 @@ All train the same function from the same weights on the same packs (two documen
 torch's fused AdamW and one clip a step; the losses must agree, else the exit code is 1. Every system has its own pair of processes;
 rounds are interleaved, each begins with another system, and ratios are taken within a round. The first round is not counted.
 
+`--against FOLDER` compares with Longshift as it is in another checkout, and with `train.compile`, instead: ranks are processes of their
+own, with the code of each.
+
 No system here cuts the sequence, so u2 and ring2 have no ratio to a like-for-like peer, only one to the best data-parallel system.
 """
 
 import importlib
 import json
+import os
+import socket
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 
 from common import arguments, publish, say
 from peers.session import small_llama
 
-from longshift.dist.fork import ForkedWorld
+from longshift.dist.fork import ForkedWorld, SpawnedWorld
 from longshift.errors import LongshiftError, PeerError
 from longshift.trainer.check import Trial
 
@@ -44,6 +51,26 @@ LIKE: Mapping[str, tuple[str, ...]] = {
     "u2": (),
     "ring2": (),
 }
+
+
+YOUNG = ("compile",)  # what trials have not always had
+BEFORE = ("dp2", "dp2.z3", "tp2", "pp2", "u2", "ring2")  # layouts that are compared with those of another checkout
+
+
+class OtherWorld(SpawnedWorld):
+    """Ranks that import Longshift, and these benchmarks, from a checkout."""
+
+    def __init__(self, checkout: Path):
+        super().__init__(RANKS)
+        self._path = os.pathsep.join(str(checkout.resolve() / name) for name in ("src", "benchmarks"))
+
+    def _begin(self, rank: int, listener: socket.socket, calls: int, answers: int) -> int:
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = self._path
+        try:
+            return super()._begin(rank, listener, calls, answers)
+        finally:
+            os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
 
 
 @dataclass(frozen=True)
@@ -71,17 +98,20 @@ def available() -> tuple[list[str], dict[str, str]]:
     return [f"longshift {layout}" for layout in LIKE] + [name for name in peers if name.split()[0] not in skipped], skipped
 
 
-def measure(names: Sequence[str], trial: Trial, rounds: int, steps: int) -> tuple[dict[str, list[Round]], dict[str, list[float]]]:
-    """Rounds and losses of every system, the uncounted first round's losses included."""
-    text, tokens = json.dumps(trial.to_json()), sum(trial.lengths[0])
+def measure(
+    names: Sequence[str], trial: Trial, rounds: int, steps: int, world_of: Callable[[str], ForkedWorld]
+) -> tuple[dict[str, list[Round]], dict[str, list[float]]]:
+    """Rounds and losses of every system, the uncounted first round's losses included. `world_of`: where a system computes."""
+    text, tokens = json.dumps(asked(trial)), sum(trial.lengths[0])
     found: dict[str, list[Round]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
     with ExitStack() as stack:
-        worlds = {name: stack.enter_context(ForkedWorld(RANKS)) for name in names}
+        worlds = {name: stack.enter_context(world_of(name)) for name in names}
         for number in range(rounds + 1):
             turn = number % len(names)
             for name in (*names[turn:], *names[:turn]):
                 system, variant = name.split()
+                system = "longshift" if system == "before" else system
                 call = {"system": system, "variant": variant, "trial": text, "first": number * steps, "steps": steps}
                 try:
                     ranks = worlds[name].call("peers.session:block", DEADLINE_S, **call)
@@ -94,6 +124,11 @@ def measure(names: Sequence[str], trial: Trial, rounds: int, steps: int) -> tupl
                     found[name].append(Round(rate, peak, base, cpu_s / steps))
             say(f"{trial.precision}: round {number} of {rounds}")
     return found, losses
+
+
+def asked(trial: Trial) -> dict:
+    """A trial in JSON, without what an older checkout does not know and does not do."""
+    return {key: value for key, value in trial.to_json().items() if value or key not in YOUNG}
 
 
 def spread(values: Sequence[float]) -> float:
@@ -126,9 +161,34 @@ def ratio(found: Mapping[str, list[Round]], layout: str, like: Sequence[str]) ->
     return {"peer": best, "ratio": statistics.median(pairs), "spread": spread(pairs)}
 
 
-def worst_loss(losses: Mapping[str, list[float]], steps: int) -> float:
-    """Largest relative distance from DDP's losses over the first updates."""
-    truth = losses["ddp dp2"][:steps]
+def against(options: Namespace) -> int:
+    """Rates of layouts over those of another checkout, as they are and with `train.compile`, round by round."""
+    here, rows, summary = Path(__file__).parents[1], list[dict](), dict[str, dict]()
+    names = [f"{system} {layout}" for layout in BEFORE for system in ("before", "longshift", "compiled")]
+    for dtype in options.dtypes:
+        trial = trial_of(options, dtype)
+        found, losses = measure(
+            names, trial, options.rounds, options.steps, lambda name: OtherWorld(options.against if name.startswith("before") else here)
+        )
+        rows += [row(name, dtype, rounds) for name, rounds in found.items()]
+        for layout in BEFORE:
+            for system, key in (("longshift", "ratio_to_before"), ("compiled", "compiled_to_before")):
+                pairs = [ours.rate / theirs.rate for ours, theirs in zip(found[f"{system} {layout}"], found[f"before {layout}"])]
+                told = {"ratio": statistics.median(pairs), "spread": spread(pairs)}
+                summary.setdefault(key, {}).setdefault(layout, {})[dtype] = told
+        summary.setdefault("loss_difference", {})[dtype] = worst_loss(losses, f"before {BEFORE[0]}", 4)
+    publish("static", summary, rows, options.json)
+    return int(any(not value <= LOSS_LIMIT[dtype] for dtype, value in summary["loss_difference"].items()))
+
+
+def trial_of(options: Namespace, dtype: str) -> Trial:
+    lengths = ((options.length,) * 8,) * 4
+    return Trial(small_llama(options.width, 4, 4096), lengths, dtype, capacity=2 * options.length)  # pyright: ignore[reportArgumentType]
+
+
+def worst_loss(losses: Mapping[str, list[float]], usual: str, steps: int) -> float:
+    """Largest relative distance from the losses of a system over the first updates."""
+    truth = losses[usual][:steps]
     return max(abs(loss - right) / right for mine in losses.values() for loss, right in zip(mine, truth))
 
 
@@ -139,17 +199,18 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bf16"], choices=["float32", "bf16"])
     parser.add_argument("--width", type=int, default=256, help="model width")
     parser.add_argument("--length", type=int, default=512, help="tokens of a document; a pack holds two, a step four packs")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of this repository")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.steps, options.dtypes, options.width, options.length = 3, 1, ["float32"], 128, 64
+    if options.against is not None:
+        return against(options)
     names, skipped = available()
     keys = ("ratio_to_best_peer", "ratio_spread", "best_peer", "ratio_to_best_data_parallel", "loss_difference")
     rows: list[dict] = []
     summary: dict[str, dict] = {key: {} for key in keys} | {"skipped": skipped}
     for dtype in options.dtypes:
-        lengths = ((options.length,) * 8,) * 4
-        trial = Trial(small_llama(options.width, 4, 4096), lengths, dtype, capacity=2 * options.length)  # pyright: ignore[reportArgumentType]
-        found, losses = measure(names, trial, options.rounds, options.steps)
+        found, losses = measure(names, trial_of(options, dtype), options.rounds, options.steps, lambda name: ForkedWorld(RANKS))
         rows += [row(name, dtype, rounds) for name, rounds in found.items()]
         replicas = [name for layout, like in LIKE.items() if layout.startswith("dp") for name in like if name in found]
         for layout, like in LIKE.items():
@@ -158,7 +219,7 @@ def main() -> int:
                 for key, value in (("ratio_to_best_peer", "ratio"), ("ratio_spread", "spread"), ("best_peer", "peer")):
                     summary[key].setdefault(layout, {})[dtype] = told[value]
             summary["ratio_to_best_data_parallel"].setdefault(layout, {})[dtype] = ratio(found, layout, replicas)["ratio"]
-        summary["loss_difference"][dtype] = worst_loss(losses, 4)
+        summary["loss_difference"][dtype] = worst_loss(losses, "ddp dp2", 4)
     publish("static", summary, rows, options.json)
     wrong = [dtype for dtype, value in summary["loss_difference"].items() if not value <= LOSS_LIMIT[dtype]]
     if wrong:

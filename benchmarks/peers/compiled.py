@@ -1,0 +1,12 @@
+"""Longshift under the layout named by `variant`, with `train.compile`."""
+
+from dataclasses import replace
+
+from longshift.dist.world import World
+from longshift.trainer.check import Trial
+from peers import longshift
+from peers.session import Step
+
+
+def build(world: World, trial: Trial, variant: str) -> Step:
+    return longshift.build(world, replace(trial, compile=True), variant)
