@@ -1,16 +1,20 @@
 """What a rank does to compare homes: it trains a trial, under limits of time and of memory where wanted, and answers with the bits of its
 training state."""
 
+import fcntl
 import hashlib
+import mmap
 import os
 import resource
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
@@ -21,12 +25,13 @@ from longshift.dist.world import World
 from longshift.documents.batch import StepBatch, document_from_ids
 from longshift.layout.blocks import scales_of
 from longshift.layout.box import Box
+from longshift.program.held_home import PIECE, THREADS
 from longshift.program.operations import Op
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source
 from longshift.state.moments import SCALE
 from longshift.state.optimizer import torch_optimizer
-from longshift.state.records import Records
+from longshift.state.records import Piece, Records, Vector
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.trainer.check import Trial, build, parse_layouts
@@ -136,11 +141,10 @@ def throttled(bandwidth: float) -> None:
     """Hold every home on disk of this process to a bandwidth."""
     link = Link(bandwidth)
 
-    def slow(move: Callable[[Records, memoryview, int], None]) -> Callable[[Records, memoryview, int], None]:
-        def moved(records: Records, view: memoryview, start: int) -> None:
-            nbytes = len(view)
-            move(records, view, start)
-            link.wait(nbytes)
+    def slow(move: Callable[[Records, Piece], None]) -> Callable[[Records, Piece], None]:
+        def moved(records: Records, piece: Piece) -> None:
+            move(records, piece)
+            link.wait(piece.nbytes)
 
         return moved
 
@@ -171,6 +175,62 @@ def forget(world: World) -> None:
     for state, _ in _built.values():
         state.home.close()
     _built.clear()
+
+
+def moved_records(world: World, folder: str, mebibytes: int, rounds: int) -> dict:
+    """Bytes a second of records of 32 MiB that are read and written one after the other, the next one read meanwhile, and of a plain file
+    in blocks of PIECE, half of the threads reading and half writing; in turn."""
+    records = Records(Path(folder))
+    vectors = [records.vector(8 << 20, torch.float32) for _ in range(mebibytes // 32)]
+    found: dict = {"ours": [], "plain": [], "direct": records.direct}
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as plain:
+        os.posix_fallocate(plain.fileno(), 0, mebibytes << 20)
+        if records.direct:
+            fcntl.fcntl(plain.fileno(), fcntl.F_SETFL, fcntl.fcntl(plain.fileno(), fcntl.F_GETFL) | os.O_DIRECT)
+        for number in range(rounds + 1):
+            ways = {"ours": lambda: _all_records(records, vectors), "plain": lambda: _plain_file(plain.fileno(), mebibytes)}
+            for name in sorted(ways, reverse=bool(number % 2)):
+                began = time.perf_counter()
+                ways[name]()
+                os.sync()
+                if number:
+                    found[name].append(2 * (mebibytes << 20) / (time.perf_counter() - began))
+    records.close()
+    return found
+
+
+def _all_records(records: Records, vectors: Sequence[Vector]) -> None:
+    """As `update` of a home on disk: a window of one record each way."""
+    records.read(vectors[0])
+    for number, vector in enumerate(vectors):
+        if number + 1 < len(vectors):
+            records.read(vectors[number + 1])
+        records.ready(vector)
+        records.write(vector)
+        if number:
+            records.written(vectors[number - 1])
+    records.written(vectors[-1])
+
+
+def _plain_file(file: int, mebibytes: int) -> None:
+    """Every block is read and written once."""
+    blocks = SimpleQueue[int]()
+    for at in range(0, mebibytes << 20, PIECE):
+        blocks.put(at)
+
+    def work() -> None:
+        page = mmap.mmap(-1, PIECE)  # at a page boundary
+        with suppress(Empty):
+            while True:
+                at = blocks.get_nowait()
+                os.preadv(file, [page], at)
+                os.pwrite(file, page, at)
+
+    threads = [threading.Thread(target=work) for _ in range(2 * THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def timed_update(world: World, trial: dict, rounds: int) -> dict:

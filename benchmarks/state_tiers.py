@@ -2,6 +2,8 @@
 
     speed     seconds of a step by tokens a step, rounds of all three homes in turn; the disk is held to a named bandwidth, so that a CPU
               stands for a device. `bound_s` is the larger of the device's seconds and bytes over bandwidth: nothing takes less
+    disk      all records of a home are read and written, as an update does, in turn with a plain test of the same disk: one file, direct,
+              as many threads, as large blocks. `disk_share`: of its rate, the median over rounds
     adam      the update of a home, its clip included, beside torch's fused AdamW alone on one vector of the same size
     moments   a Llama of 128 wide learns Python's standard library, byte by byte, with moments in each format: its loss, the mean of the
               last tenth of the steps, over that with moments in float32, on the same documents; and bytes of state a parameter
@@ -77,6 +79,15 @@ def adam(spec: ModelSpec, rounds: int) -> dict:
     return {"part": "adam", "elements": found["elements"]} | {name: median(found[name]) for name in ("ours_s", "clipped_s", "torch_s")}
 
 
+def disk(mebibytes: int, rounds: int) -> dict:
+    """Rates of a home's file and of a plain one, in bytes a second, reads and writes together."""
+    with ForkedWorld(1) as world:
+        [found] = world.call("home_ranks:moved_records", DEADLINE_S, folder=tempfile.gettempdir(), mebibytes=mebibytes, rounds=rounds)
+    shares = [ours / plain for ours, plain in zip(found["ours"], found["plain"])]
+    row = {"part": "disk", "mebibytes": mebibytes, "direct": found["direct"], "shares": shares}
+    return row | {name: median(found[name]) for name in ("ours", "plain")}
+
+
 def moments(steps: int, seeds: Sequence[int]) -> list[dict]:
     """A row for each format and seed."""
     spec = replace(model(128, 2), vocab=256, ffn=256, max_positions=256)
@@ -119,6 +130,8 @@ def main() -> int:
     quick = options.quick
     rows = speed(model(64, 2) if quick else model(256, 6), (256,) if quick else (512, 2048, 8192), 1 if quick else 5)
     rows.append(update := adam(model(64, 2) if quick else model(512, 8), 2 if quick else 20))
+    rows.append(moved := disk(64 if quick else 1024, 2 if quick else 7))
+    say("disk:", moved)
     rows += (formats := moments(*((60, (0,)) if quick else (500, (0, 1, 2)))))
     rows.append(limited := memory(model(256, 96 if quick else 160), 1 if quick else 3))
     by_home = {(row["home"], row["tokens"]): row["step_s"] for row in rows if row["part"] == "speed"}
@@ -127,6 +140,7 @@ def main() -> int:
         for home in HOMES[1:]
     }
     summary |= {"bound": {row["tokens"]: row["over_bound"] for row in rows if row.get("home") == "disk"}, "bandwidth": BANDWIDTH}
+    summary |= {"disk_share": median(moved["shares"]), "direct": moved["direct"]}
     summary |= {f"adam_ratio{name}": update[key] / update["torch_s"] for name, key in (("", "ours_s"), ("_clipped", "clipped_s"))}
     for packed in FORMATS[1:]:
         some = [row for row in formats if row["format"] == packed]

@@ -161,12 +161,11 @@ def hidden_on_clock(case: Case, machine: Cluster) -> float | None:
     if not case.layout.chunk or case.layout.offload != "host" or machine.device.kind == "cpu":
         return None
     copied_s = exposed_s = 0.0
+    cost = Cost(sizes(case.spec), rates(machine, PRECISION))
     for window in case.spec.windows:
         cut = chunks.cut(case.lengths, case.layout.chunk)
         made = lists(case.spec, case.layout, case.layout.coord(0), cut, formats_of(PRECISION).compute_bytes, 1, window)
-        moving, still = (
-            ChunkSeconds(case.spec, case.layout, machine, PRECISION, False, moving=moves, window=window) for moves in (True, False)
-        )
+        moving, still = (ChunkSeconds(case.spec, case.layout, machine, cost, False, moving=moves, window=window) for moves in (True, False))
         for turn in ("forward", "backward"):
             exposed_s += max(moving.turn(made, turn)) - max(still.turn(made, turn))
             ways = {"fetch": "to_device", "store": "to_host"}

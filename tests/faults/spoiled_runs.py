@@ -215,7 +215,7 @@ def _forge(run: Path, change: Callable[[dict], object], by_the_run: bool = False
         del body["sha256"]
         body = change(body) or body
         text = render(sealed(run, body) if by_the_run else {"seal": seal, **body})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, checkpoint.CheckpointError):  # spoiled already
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, checkpoint.CheckpointError):  # spoiled already
         return
     path.write_text(text, errors="replace")
 

@@ -145,7 +145,7 @@ def test_a_run_goes_on_from_tier_to_tier(run: Callable[..., list], tmp_path: Pat
 
 def forgotten_write(patch: pytest.MonkeyPatch) -> None:
     """What was updated is not written."""
-    patch.setattr(Records, "_write", lambda records, view, start: None)
+    patch.setattr(Records, "_write", lambda records, piece: None)
 
 
 def stale_norms(patch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshift.cluster import files
+from longshift.cluster.named import cluster as named
 from longshift.layout.layout import Layout
 from longshift.program.needs import StepShape
 from longshift.schedule import pipeline
@@ -18,9 +19,10 @@ from longshift.simulate.cost import Cost, recompute_code, sizes
 from longshift.simulate.lanes import Begin, End, Timed, play
 from longshift.simulate.rates import FITTED, Constants, rates
 from longshift.spec import families
-from longshift.spec.formats import FORMATS
+from longshift.spec.formats import FORMATS, formats_of
+from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
-from longshift.switch.links import links_of
+from longshift.switch.links import assumed, links_of
 from longshift.workload.groups import Edge
 
 
@@ -192,3 +194,24 @@ def test_a_choice_of_many_micro_batches_stands_for_all(text: str, monkeypatch: p
     assert whole.shares == (1.0,)
     assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert short.busy_s("compute") == pytest.approx(whole.busy_s("compute"), rel=0.02)
+
+
+@pytest.mark.parametrize("cluster", ["1xh200", "1xa100-80"])
+@pytest.mark.parametrize("tokens", [65536, 524288])
+def test_chunks_take_what_a_whole_document_takes(cluster: str, tokens: int):
+    """On a device that keeps all of them. A chunk's backward computes its forward again but for attention: a larger share of a document
+    that is shorter."""
+    spec = ModelSpec("llama", 128256, 4096, 2, 32, 8, 128, 14336, tokens, rope=Rope(theta=500000.0))
+    machine = named(cluster)
+    cost = Cost(sizes(spec), rates(machine, "bf16"))
+
+    def seconds(layout: str) -> float:
+        edges = (Edge(tokens, Layout.parse(layout)),)
+        formats = formats_of("bf16")
+        way = Itinerary(spec, edges, assumed(1), formats.compute_bytes, formats.home_bytes, SwitchOptions())
+        shape = StepShape(way, edges, formats, 0, tokens)
+        return Clock(shape, machine, cost, "bf16").step([GroupPacks(edges[0].use, (((tokens,),),))]).seconds
+
+    whole, large, small = (seconds(layout) for layout in ("dp1", "chunk64K", "chunk16K"))
+    assert 1.0 < large / whole < (1.35 if tokens < 100_000 else 1.07)
+    assert 0.99 < small / large < 1.1

@@ -97,7 +97,7 @@ def read(file: File, template: ChatTemplate | None = None) -> Iterator[Text | Sk
             records = {"jsonl": _read_jsonl, "parquet": _read_parquet, "dataset": _read_dataset}[file.format]
             for record, where, at in records(file):
                 yield _document(file, record, where, at, template)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:  # names of columns, too
         raise DataError(f"{file.path}: cannot be read as {file.format}: {error}") from error
 
 

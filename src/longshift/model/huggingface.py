@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longshift.errors import CheckpointError
+from longshift.errors import CheckpointError, shown
 from longshift.files import publish, read_small
 from longshift.layout.box import Box
 from longshift.spec.adapters import ALL, adapter_faults, linear_modules
@@ -280,16 +280,25 @@ def _write_tokenizer(folder: Path, carried: Carried | None) -> dict[str, Any]:
     return ids
 
 
+def _is_plain(name: str) -> bool:
+    """Whether a name is one of a file in a folder, and nothing else."""
+    return bool(name) and "\0" not in name and len(name) <= 255 and Path(name).name == name
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder; every one that the index names must be there."""
     if (folder / INDEX).is_file():
         try:
             names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
-            strangers = [name for name in names if not name or "\0" in name or len(name) > 255 or Path(name).name != name]
+            strangers = [
+                name
+                for name in names
+                if not isinstance(name, str) or not name or "\0" in name or len(name) > 255 or Path(name).name != name
+            ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{folder / INDEX} cannot be read as an index of weight files: {error!r}") from error
         if strangers:
-            raise CheckpointError(f"{folder / INDEX} names {strangers[0][:80]!r}, which is no file name: weights lie in the folder itself")
+            raise CheckpointError(f"{folder / INDEX} names {shown(strangers[0])}, which is no file name: weights lie in the folder itself")
         files = [folder / name for name in names]
         missing = [path.name for path in files if not path.is_file()]
         if missing:

@@ -4,7 +4,7 @@
     kernels are efficient attention of a chunk to a chunk reaches nearly the best rate of any chunk
     it fits               on the device: what the ledger says of a whole step (`program.needs`)
 
-Norms and other elementwise work are not counted, which leaves transfers less to hide behind. A long document is simulated by its first
+A long document is simulated by its first
 MOST_CHUNKS chunks, in which attention is shorter than later: again no less than is needed.
 """
 
@@ -19,6 +19,8 @@ from longshift.layout.layout import Layout
 from longshift.schedule import chunks
 from longshift.schedule.streamed import lists
 from longshift.simulate.chunk_seconds import ChunkSeconds
+from longshift.simulate.cost import Cost, sizes
+from longshift.simulate.rates import rates
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
 
@@ -98,11 +100,13 @@ def _hidden(spec: ModelSpec, layout: Layout, tokens: int, longest: int, machine:
         window: lists(spec, layout, layout.coord(0), cut, FORMATS[machine.dtype].compute_bytes, ahead, window) for window in spec.windows
     }
 
+    cost = Cost(sizes(spec), rates(machine.cluster, machine.dtype))
+
     def seconds(moving: bool) -> float:
         """Of a block's forward and backward, each until its last operation: stores go on beside the next block."""
         found = 0.0
         for window, share in spec.windows.items():
-            rank = ChunkSeconds(spec, layout, machine.cluster, machine.dtype, machine.device_is_host, moving, window)
+            rank = ChunkSeconds(spec, layout, machine.cluster, cost, machine.device_is_host, moving, window)
             found += share * (rank.turn(made[window], "forward")[0] + rank.turn(made[window], "backward")[0])
         return found
 

@@ -8,7 +8,9 @@ from longshift.program.book import Account, Held
 from longshift.program.operations import Op
 from longshift.program.step import Steps
 
-ALIGN = 4096  # bytes: where vectors of a file begin
+ALIGN = 4096  # bytes: a page, where vectors of a file begin
+THREADS = 2  # that read a file, and that write it
+PIECE = 8 << 20  # bytes that a thread reads or writes at one time
 SMALL = 16 << 10  # scalars: losses, counters of updates, norms of runs of gradients
 
 
@@ -58,7 +60,9 @@ class HeldHome:
             vectors = [elements * self.sum_bytes for _, elements in self.shards] * 2
             vectors += [*codes, *(4 * some for some in blocks)] * self.moments
             vectors += [elements * self.weight_bytes for _, elements in self.frozen]
-            self.state += [account.held("training state", sum(-(-size // ALIGN) * ALIGN for size in vectors), "disk")]
+            rooms = [-(-size // ALIGN) * ALIGN for size in vectors]
+            self.state += [account.held("training state", sum(rooms), "disk")]
+            self.state += [account.at_home("buffers of the disk", 2 * THREADS * (min(PIECE, max(rooms, default=0)) + ALIGN))]
         else:
             frozen = self.weight_bytes * sum(elements for _, elements in self.frozen)
             parts = ("master weights", trained), ("moments", sum(self.packed)), ("weights not trained", frozen)

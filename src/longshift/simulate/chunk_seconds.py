@@ -1,6 +1,7 @@
 """Seconds of a chunked pack's turns: the event lists of a unit, played on the lanes of `schedule.chunk_times`."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from longshift.cluster.cluster import Cluster, Heads
@@ -9,27 +10,30 @@ from longshift.layout.layout import Layout
 from longshift.schedule import chunk_times
 from longshift.schedule.chunks import Event
 from longshift.schedule.streamed import Lists, Turn
-from longshift.spec.formats import FORMATS
+from longshift.simulate.cost import Cost, Mesh
 from longshift.spec.model import ModelSpec, attended
+
+HEADS = ("loss", "score")
 
 
 @dataclass(frozen=True)
 class ChunkSeconds:
-    """How long events take on a rank. `device_is_host`: a CPU, whose host tier moves nothing; `moving`: whether tiers take time; `window`:
-    of the block."""
+    """How long events take on a rank of `cluster`. `cost`: of what is computed, as for whole packs; `device_is_host`: a CPU, whose host
+    tier moves nothing; `moving`: whether tiers take time; `window`: of the block."""
 
     spec: ModelSpec
     layout: Layout
     cluster: Cluster
-    dtype: str
+    cost: Cost
     device_is_host: bool
     moving: bool = True
     window: int | None = None
 
     def turn(self, made: Lists, turn: Turn) -> tuple[float, float]:
         """A turn of a unit until its last operation, and the seconds of its busiest lane, which many such units need each."""
-        seconds = self._of(made)
         events = made.of[turn]
+        blocks = Counter(event.chunk for event in events if event.kind == "compute" and event.name in HEADS)
+        seconds = self._of(made, blocks)
         played = [(event, *times) for event, times in zip(events, chunk_times.timeline(events, seconds))]
         until = max((end for event, _, end in played if event.kind in ("compute", "send")), default=0.0)
         busy: dict[str, float] = {}
@@ -38,16 +42,17 @@ class ChunkSeconds:
             busy[lane] = busy.get(lane, 0.0) + end - start
         return until, max(busy.values(), default=0.0)
 
-    def _of(self, made: Lists) -> Callable[[Event], float]:
+    def _of(self, made: Lists, blocks: Mapping[int, int]) -> Callable[[Event], float]:
+        """`blocks`: in how many blocks of rows the loss of each chunk is computed."""
         known: dict[tuple, float] = {}
 
         def seconds(event: Event) -> float:
             queries = made.orders[event.chunk].local_tokens
             keys = made.orders[event.keys].local_tokens if event.keys >= 0 and event.name.startswith("attend") else 0
-            what = event.kind, event.name, event.bytes, queries, keys, event.chunk == event.keys
+            what = event.kind, event.name, event.bytes, queries, keys, event.chunk == event.keys, blocks.get(event.chunk, 1)
             if what not in known:
                 moves = event.kind in ("fetch", "store")
-                known[what] = self._moved(event) if moves else self._computed(event, queries, keys)
+                known[what] = self._moved(event) if moves else self._computed(event, queries, keys, what[-1])
             return known[what]
 
         return seconds
@@ -63,31 +68,35 @@ class ChunkSeconds:
         ranks = layout.world / cluster.nodes
         return ranks * float(cluster.disk_s("read" if event.kind == "fetch" else "write", event.bytes, depth=1, mode="plain", beyond=True))
 
-    def _computed(self, event: Event, queries: int, keys: int) -> float:
+    def _computed(self, event: Event, queries: int, keys: int, blocks: int) -> float:
         """`queries`, `keys`: tokens of a ring rank."""
-        cluster, dtype, layout, spec = self.cluster, self.dtype, self.layout, self.spec
+        layout = self.layout
         if event.kind == "send":
-            return float(cluster.collective_s("all_to_all", event.bytes, layout.ulysses, "node", beyond=True))
+            return float(self.cluster.collective_s("all_to_all", event.bytes, layout.ulysses, "node", beyond=True))
         if event.name.startswith("attend"):
-            direction, diagonal = "backward" if event.name == "attend_back" else "forward", event.chunk == event.keys
-            if diagonal and layout.ring == 1:
-                return self._seen(event) * float(cluster.attention_s(queries, keys, self.heads, dtype, direction, causal=True, beyond=True))
-            part = 0.5 if diagonal else 1.0
-            if self.window is not None:
-                part *= self._seen(event)
-            return part * float(cluster.attention_s(queries, keys * layout.ring, self.heads, dtype, direction, beyond=True))
-        rows, width, inner = queries / layout.ulysses, spec.width, spec.heads * spec.head_width / layout.tp
+            return self._attention_s(event, queries, keys)
+        mesh, tokens = Mesh(layout.tp, layout.ulysses, layout.ring), queries * layout.ring
         if event.name.startswith("embed"):
-            return float(cluster.elementwise_s(2 * FORMATS[dtype].compute_bytes * rows / layout.tp * width, dtype, beyond=True))
-        if event.name == "loss":
-            shapes: Sequence[tuple[float, float]] = [(width, spec.vocab / layout.tp)]
-        elif event.name.startswith("qkv"):
-            shapes = [(width, inner + 2 * spec.kv_heads * spec.head_width / layout.tp)]
+            work = self.cost.embeddings(mesh, tokens, event.name == "embed_back")
+        elif event.name in HEADS:
+            work = self.cost.head(mesh, tokens / blocks, event.name == "loss")
+            if event.name == "loss":
+                work = work + self.cost.accumulated(mesh, self.cost.sizes.head_elements * self.cost.sizes.head_trained)
         else:
-            ffn = spec.ffn / layout.tp
-            shapes = [(inner, width), *[(width, ffn)] * (2 if spec.gated else 1), (ffn, width)]
-        times = {"qkv": 1, "tail": 1, "tail_back": 3, "qkv_back": 2, "loss": 3}[event.name]
-        return times * sum(float(cluster.matmul_s(rows, k, n, dtype, beyond=True)) for k, n in shapes)
+            work = self.cost.seam(event.name, mesh, tokens)  # pyright: ignore[reportArgumentType]
+        return float(work.exposed_s(self.cost.rates.launch_s))
+
+    def _attention_s(self, event: Event, queries: int, keys: int) -> float:
+        """Of a chunk's queries and the keys of one chunk, all the ring's."""
+        layout, cluster, rates = self.layout, self.cluster, self.cost.rates
+        backward, diagonal, seen = event.name == "attend_back", event.chunk == event.keys, self._seen(event)
+        if rates.cluster is None:
+            pairs = queries * keys * layout.ring * (0.5 if diagonal else 1.0) * seen
+            return float(rates.attention_s(queries * seen, pairs, self.heads.query, self.heads.width, backward))
+        how = self.heads, rates.dtype, "backward" if backward else "forward"
+        if diagonal and layout.ring == 1:
+            return seen * float(cluster.attention_s(queries, keys, *how, causal=True, beyond=True))
+        return seen * (0.5 if diagonal else 1.0) * float(cluster.attention_s(queries, keys * layout.ring, *how, beyond=True))
 
     def _seen(self, event: Event) -> float:
         """Share of a pair of chunks that lies inside the window."""

@@ -177,7 +177,7 @@ class Clock:
         seconds = 0.0
         for window, share in self.spec.windows.items():
             made = lists(self.spec, layout, layout.coord(0), cut, FORMATS[self.dtype].compute_bytes, self.shape.ahead, window)
-            timed = ChunkSeconds(self.spec, layout, self.cluster, self.dtype, self.on_cpu, window=window)
+            timed = ChunkSeconds(self.spec, layout, self.cluster, self.cost, self.on_cpu, window=window)
             seconds += share * max(timed.turn(made, turn))  # pyright: ignore[reportArgumentType]
         return [("compute", seconds)]
 

@@ -20,6 +20,7 @@ from longshift.layout.layout import Layout
 from longshift.simulate.rates import Rates
 from longshift.spec.model import ModelSpec
 
+Seam = Literal["qkv", "tail", "qkv_back", "tail_back"]
 Half = Literal["attention half", "mlp half"]
 UnitKind = Literal["embeddings", "block", "head"]
 
@@ -232,6 +233,25 @@ class Cost:
         attention_s, ring_s = self.attention_s(mesh, tokens, pairs, True), self._ring_s(mesh, tokens, True)
         return Work(matmul_s, attention_s, elementwise_s, 2 * self._kernels(half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
 
+    def seam(self, name: Seam, mesh: Mesh, tokens: Number) -> Work:
+        """Of a seam of a block on a chunk, without attention: `qkv`, or `tail`, the output projection and the MLP. `tail_back` computes its
+        forward again. What a backward leaves on weights is added to their sum after each chunk."""
+        s, rows = self.sizes, _rows(mesh, tokens)
+        qkv, out = (rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp), (rows, s.inner / mesh.tp, s.width)
+        norm = Work(0.0, 0.0, self._elementwise_s(mesh, rows, "attention half"), self._kernels("attention half"))
+        travels = Work(tensor_s=self._tensor_s(mesh, rows) / 2)  # into a seam, or out of it
+        if name == "qkv":
+            return norm + travels + Work(self._matmuls_s(*qkv))
+        if name == "qkv_back":
+            elements = s.width * (s.inner + 2 * s.keys) * s.trained
+            return norm.times(BACKWARD) + travels + Work(self._gradients_s(*qkv, s.trained)) + self.accumulated(mesh, elements)
+        tail = Work(self._matmuls_s(*out)) + travels + self.forward("mlp half", mesh, tokens, 0.0)
+        if name == "tail":
+            return tail
+        elements = (s.block_elements - s.width * (s.inner + 2 * s.keys)) * s.trained
+        back = Work(self._gradients_s(*out, s.trained)) + travels + self.backward("mlp half", mesh, tokens, 0.0)
+        return tail + back + self.accumulated(mesh, elements)
+
     def again_inside(self, mesh: Mesh, tokens: Number, pairs: Number) -> Work:
         """What recompute selective adds to a block's backward: attention, or where the habit says so, a share of the matmuls."""
         whole = self.forward("attention half", mesh, tokens, pairs) + self.forward("mlp half", mesh, tokens, pairs)
@@ -267,11 +287,12 @@ class Cost:
         moved_bytes = np.asarray(elements) / mesh.tp * (self.rates.element_bytes + 2 * np.asarray(self.habits.gradient_bytes))
         return Work(elementwise_s=self.habits.accumulated * self.rates.elementwise_s(moved_bytes))
 
-    def head(self, mesh: Mesh, tokens: Number) -> Work:
-        """Of the head's loss turn on so many tokens: final norm, logits, cross entropy, and their backward."""
+    def head(self, mesh: Mesh, tokens: Number, learns: bool = True) -> Work:
+        """Of the head's turn on so many tokens: final norm, logits, cross entropy, and, where it `learns`, their backward."""
         s, rows = self.sizes, _rows(mesh, tokens)
         columns = s.vocab / np.asarray(mesh.tp)
-        matmul_s = self._matmuls_s(rows, s.width, columns) + self._gradients_s(rows, s.width, columns, s.head_trained)
+        matmul_s = self._matmuls_s(rows, s.width, columns)
+        matmul_s = matmul_s + (self._gradients_s(rows, s.width, columns, s.head_trained) if learns else 0.0)
         moved_bytes = rows * (columns * LOGIT_BYTES * self.rates.constants.loss + 8.0 * s.width * self.rates.element_bytes)
         return Work(matmul_s, 0.0, self.rates.elementwise_s(moved_bytes), 20.0, self._tensor_s(mesh, rows))
 

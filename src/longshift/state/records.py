@@ -7,31 +7,31 @@
     read ─── await read ─── in use ─── evict            not changed
                                   └─── write ─── await write      changed
 
-When is the program's (`program.step`). The file is as large as it will ever be before the first step, has no name, and is gone with the
-process. Bytes an element: a home format for the master, each moment and the gradient sum; of a bucket that is not trained, the master in
-the compute format.
+When is the program's (`program.step`). Bytes pass through a few buffers at page boundaries, so that the file system's cache is left out
+where it can be (O_DIRECT): it would keep a second copy of a state that does not fit into memory, and stop writers when it is full. The file
+is as large as it will ever be before the first step, has no name, and is gone with the process. Bytes an element: a home format for the
+master, each moment and the gradient sum; of a bucket that is not trained, the master in the compute format.
 """
 
 import ctypes
+import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
 from longshift.files import NO_ROOM
+from longshift.program.held_home import ALIGN, PIECE, THREADS
 from longshift.state.resized import Resized
-
-THREADS = 2  # for each direction
-ALIGN = 4096  # bytes: a page
-PIECE = 8 << 20  # bytes that a thread reads or writes at one time
 
 
 @dataclass
@@ -59,21 +59,33 @@ class Vector:
             self.memory.drop()
 
     @property
-    def bytes(self) -> memoryview:
-        """The memory itself: torch never resizes again what it has given to numpy."""
-        return memoryview((ctypes.c_char * self.flat.nbytes).from_address(self.flat.data_ptr())).cast("B")
+    def room(self) -> int:
+        """Bytes in the file, whole pages."""
+        return -(-self.flat.nbytes // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a vector in memory, and where it lies in the file."""
+
+    address: int
+    nbytes: int
+    start: int
 
 
 class Records:
-    """The file of one rank. Mutable; `close` it. `read_bytes`, `written_bytes`, `waited_s`: since `restart`. Raises OutOfMemoryError where
-    the disk is full, LongshiftError where it cannot be read."""
+    """The file of one rank. Mutable; `close` it. `direct`: whether the file system's cache is left out; `read_bytes`, `written_bytes`,
+    `waited_s`: since `restart`. Raises OutOfMemoryError where the disk is full, LongshiftError where it cannot be read."""
 
     def __init__(self, folder: Path):
-        self.folder, self.end = folder, 0
+        self.folder, self.end, self._largest = folder, 0, 0
+        self._buffers = SimpleQueue[Tensor]()
+        self._buffered = 0  # bytes of each
         try:
             self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as fault:
             raise LongshiftError(f"home: no file can be made in {folder}: {fault.strerror}") from None
+        self.direct = _leaves_cache_out(self.file.fileno())
         self.readers, self.writers = (ThreadPoolExecutor(THREADS, f"longshift-home-{way}") for way in ("read", "write"))
         self.restart()
 
@@ -84,8 +96,8 @@ class Records:
 
     def vector(self, elements: int, dtype: torch.dtype) -> Vector:
         """A vector of zeros in the file, without memory."""
-        flat = torch.empty(elements, dtype=dtype)
-        room = -(-flat.nbytes // ALIGN) * ALIGN
+        made = Vector(torch.empty(elements, dtype=dtype), self.end)
+        room = made.room
         try:
             if room:
                 os.posix_fallocate(self.file.fileno(), self.end, room)
@@ -96,9 +108,9 @@ class Records:
                 f"home: {self.folder} has no room for byte {self.end + room} of this rank's training state: choose another stream.folder, "
                 "more ranks under ZeRO, or home: host"
             ) from None
-        made = Vector(flat, self.end)
         made.memory.drop()
         self.end += room
+        self._largest = max(self._largest, room)
         return made
 
     def read(self, vector: Vector) -> None:
@@ -106,7 +118,7 @@ class Records:
         self._wait(vector)
         if not vector.users:
             vector.memory.hold()
-            vector.moving = [self.readers.submit(self._read, piece, start) for piece, start in _pieces(vector)]
+            self._move(vector, self.readers, self._read)
             self.read_bytes += vector.flat.nbytes
         vector.users += 1
 
@@ -117,7 +129,7 @@ class Records:
     def write(self, vector: Vector) -> None:
         """Start to write a vector, which nobody changes until it is `written`."""
         self._wait(vector)
-        vector.moving = [self.writers.submit(self._write, piece, start) for piece, start in _pieces(vector)]
+        self._move(vector, self.writers, self._write)
         self.written_bytes += vector.flat.nbytes
 
     def written(self, vector: Vector) -> None:
@@ -154,28 +166,59 @@ class Records:
         finally:
             self.waited_s += time.perf_counter() - began
 
-    def _read(self, view: memoryview, start: int) -> None:
+    def _move(self, vector: Vector, threads: ThreadPoolExecutor, move: Callable[[Piece], None]) -> None:
+        """Start to move a vector, piece by piece. There is a buffer for each thread, no larger than what is moved at one time."""
+        if self._buffered < min(PIECE, self._largest):
+            self._buffered = min(PIECE, self._largest)
+            self._buffers = SimpleQueue()
+            for _ in range(2 * THREADS):
+                room = torch.empty(self._buffered + ALIGN, dtype=torch.uint8)
+                self._buffers.put(room[-room.data_ptr() % ALIGN :][: self._buffered])
+        at, size = vector.flat.data_ptr(), vector.flat.nbytes
+        pieces = [Piece(at + first, min(PIECE, size - first), vector.start + first) for first in range(0, size, PIECE)]
+        vector.moving = [threads.submit(move, piece) for piece in pieces]
+
+    @contextmanager
+    def _buffer(self, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+        """The address of a buffer, and its pages that a piece takes."""
+        buffers = self._buffers
+        room = buffers.get()
+        try:
+            size = -(-piece.nbytes // ALIGN) * ALIGN
+            yield room.data_ptr(), memoryview((ctypes.c_char * size).from_address(room.data_ptr())).cast("B")
+        finally:
+            buffers.put(room)
+
+    def _read(self, piece: Piece) -> None:
         """In a thread."""
-        while view:
-            done = os.preadv(self.file.fileno(), [view], start)
-            if not done:
-                raise LongshiftError(f"home: the file in {self.folder} ends before byte {start}")
-            view, start = view[done:], start + done
+        with self._buffer(piece) as (address, pages):
+            at = 0
+            while at < piece.nbytes:
+                done = os.preadv(self.file.fileno(), [pages[at:]], piece.start + at)
+                if not done:
+                    raise LongshiftError(f"home: the file in {self.folder} ends before byte {piece.start + piece.nbytes}")
+                at += done
+            ctypes.memmove(piece.address, address, piece.nbytes)
 
-    def _write(self, view: memoryview, start: int) -> None:
+    def _write(self, piece: Piece) -> None:
         """In a thread."""
-        while view:
-            try:
-                done = os.pwrite(self.file.fileno(), view, start)
-            except OSError as fault:
-                raise LongshiftError(f"home: {self.folder}: {fault.strerror}") from None
-            view, start = view[done:], start + done
+        with self._buffer(piece) as (address, pages):
+            ctypes.memmove(address, piece.address, piece.nbytes)
+            at = 0
+            while at < len(pages):
+                try:
+                    at += os.pwrite(self.file.fileno(), pages[at:], piece.start + at)
+                except OSError as fault:
+                    raise LongshiftError(f"home: {self.folder}: {fault.strerror}") from None
 
 
-def _pieces(vector: Vector) -> Iterable[tuple[memoryview, int]]:
-    """Parts of a vector's memory, and where they lie in the file."""
-    whole = vector.bytes
-    return [(whole[first : first + PIECE], vector.start + first) for first in range(0, len(whole), PIECE)]
+def _leaves_cache_out(file: int) -> bool:
+    """Have an open file pass the file system's cache by, and whether it does."""
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+    except (OSError, AttributeError):  # tmpfs has no other place; macOS has no such flag
+        return False
+    return True
 
 
 def _taken(futures: list[Future]) -> Iterator[Future]:

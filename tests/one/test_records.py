@@ -1,0 +1,70 @@
+"""The file of a home on disk: what is read is what was written, whatever the sizes, past the file system's cache or through it."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from longshift.program.held_home import ALIGN
+from longshift.state import records as module
+from longshift.state.records import Records
+
+SIZES = (1, 1023, 1024, 1025, 2048, 5000, 3 * 2048 + 7, 0, 1)
+
+
+@pytest.fixture(params=["disk", "/dev/shm"])
+def records(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Records]:
+    """On a disk and in memory, which has no direct access, with pieces of two pages."""
+    folder = tmp_path if request.param == "disk" else Path(request.param)
+    if not folder.is_dir():
+        pytest.skip("no such file system here")
+    monkeypatch.setattr(module, "PIECE", 2 * ALIGN)
+    found = Records(folder)
+    yield found
+    found.close()
+
+
+def test_what_is_read_is_what_was_written(records: Records):
+    """Neighbours are written in turn: the pages of one never reach the other's."""
+    vectors = [records.vector(size, torch.float32) for size in SIZES]
+    for turn in range(3):
+        values = [torch.arange(size, dtype=torch.float32) * (number + 1) + 1000 * turn for number, size in enumerate(SIZES)]
+        for vector, value in zip(vectors[turn % 2 :: 2], values[turn % 2 :: 2]):
+            vector.hold()
+            vector.flat.copy_(value)
+            records.write(vector)
+        for vector in vectors[turn % 2 :: 2]:
+            records.written(vector)
+            assert not vector.memory.held or not vector.flat.numel()
+        with records.here(vectors):
+            for number, vector in enumerate(vectors):
+                last = turn if number % 2 == turn % 2 else turn - 1
+                expected = torch.arange(SIZES[number], dtype=torch.float32) * (number + 1) + 1000 * last if last >= 0 else vector.flat * 0
+                assert torch.equal(vector.flat, expected), (turn, number)
+    assert records.end == os.fstat(records.file.fileno()).st_size
+
+
+def test_a_disk_is_moved_to_and_from_past_the_cache(tmp_path: Path):
+    """Where it can be: the kernel has the flag, and where a file cannot have it, nothing else is tried."""
+    records = Records(tmp_path)
+    try:
+        flags = fcntl.fcntl(records.file.fileno(), fcntl.F_GETFL)
+        probe = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError:
+        pytest.skip("no direct access here")
+    finally:
+        records.close()
+    os.close(probe)
+    assert flags & os.O_DIRECT
+    assert records.direct
+
+
+def test_a_file_that_ends_early_is_told(records: Records):
+    vector = records.vector(3000, torch.float32)
+    os.ftruncate(records.file.fileno(), ALIGN)
+    records.read(vector)
+    with pytest.raises(module.LongshiftError, match=r"ends before byte 8192"):
+        records.ready(vector)
