@@ -18,7 +18,7 @@ from longshift.planner.search import Choice, search
 from longshift.program.needs import StepShape
 from longshift.simulate.clock import Clock, StepTime
 from longshift.simulate.closed import BAND, mfu, model_flops
-from longshift.simulate.cost import Cost, sizes
+from longshift.simulate.cost import Cost, habits, sizes
 from longshift.simulate.rates import rates
 from longshift.workload.given import Lengths
 from longshift.workload.lengths import spans
@@ -74,6 +74,7 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         copied=config.save.background,
         moments=config.formats.moments,
         packed=config.formats.packed,
+        compile=config.train.compile,
     )
 
 
@@ -210,7 +211,7 @@ class RunForecast:
     def __init__(self, config: Config, cluster: Cluster, shape: StepShape | None = None):
         cluster = on_cluster(cluster, config.world)
         self.shape = shape or shape_of(config, cluster.devices_per_node, cluster)
-        cost = Cost(sizes(config.spec), rates(cluster, config.train.precision))
+        cost = Cost(sizes(config.spec), rates(cluster, config.train.precision), habits(config.train.compile))
         self.clock = Clock(self.shape, cluster, cost, config.train.precision)
 
     def step(self, lengths: Sequence[int]) -> StepTime:

@@ -146,3 +146,16 @@ def test_a_plan_takes_the_seconds_and_the_band_of_a_calibrated_cluster():
     told = [plan(task_of(config, cluster, lengths)).to_json()["best"] for cluster in (files.preset("cpu"), calibrated(matmul=0.5))]
     assert [one["most_s"] / one["seconds"] - 1 for one in told] == pytest.approx([BAND, 0.07])
     assert told[1]["seconds"] > 1.2 * told[0]["seconds"]
+
+
+def test_a_plan_takes_the_seconds_of_compiled_arithmetic():
+    text = CONFIG.format(model="tiny-llama", precision="float32", layout="{auto: {ranks: 2, tp: 1, pp: 1, u: 1, ring: 1}}")
+    configs = [parse_config(text, [f"train.compile={word}"]) for word in ("false", "true")]
+    lengths, cluster = Lengths.from_array(np.array(LENGTHS[0])), files.preset("cpu")
+    plain, compiled = (plan(task_of(config, cluster, lengths)).to_json()["best"]["seconds"] for config in configs)
+    assert 0.5 < compiled / plain < 0.995
+    plain, compiled = (
+        RunForecast(parse_config(text, ["layout=dp2", f"train.compile={word}"]), cluster).step(LENGTHS[0]).seconds
+        for word in ("false", "true")
+    )
+    assert 0.5 < compiled / plain < 0.995

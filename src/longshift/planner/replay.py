@@ -13,7 +13,7 @@ from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
-from longshift.simulate.cost import Cost, sizes
+from longshift.simulate.cost import Cost, habits, sizes
 from longshift.simulate.rates import rates
 from longshift.spec.formats import MomentFormat, formats_of
 from longshift.spec.model import ModelSpec
@@ -30,7 +30,7 @@ FINALISTS = 4  # ways that all of them are played with
 class Task:
     """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
     it may have; `memory_bytes`: of a device; `copied`: whether checkpoints are written from a copy of the state;
-    `moments`: how many the optimizer keeps, `packed` into this format between updates."""
+    `moments`: how many the optimizer keeps, `packed` into this format between updates; `compile`: of `train.compile`."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -46,6 +46,7 @@ class Task:
     copied: bool = False
     moments: int = 2
     packed: MomentFormat = "float32"
+    compile: bool = False
 
     @property
     def longest(self) -> int:
@@ -88,7 +89,7 @@ class Replay:
         self.task = task
         self.formats = formats_of(task.precision, task.moments, task.packed)
         self.transport = "nccl" if task.on_gpu else "gloo"
-        self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision))
+        self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision), habits(task.compile))
         self.links = links_of(task.cluster, task.cluster.devices_per_node, task.cluster.nodes)
         self.draws = [tuple(task.lengths.draw(seed, task.tokens_per_step).tolist()) for seed in range(DRAWS)]
         self.weighed: dict[tuple[Edge, ...], tuple[Mapping[str, int], str]] = {}

@@ -83,6 +83,11 @@ class Habits:
 LONGSHIFT = Habits(messages_hidden=1.0, accumulated=1.0)
 
 
+def habits(compile: bool) -> Habits:
+    """Longshift's, with `train.compile` or without."""
+    return replace(LONGSHIFT, compiled=float(compile))
+
+
 @dataclass(frozen=True)
 class Sizes:
     """A model in numbers or arrays of them. `inner`: query heads * head width; `keys`: key/value heads * head width; `gated`, `tied`: 0
