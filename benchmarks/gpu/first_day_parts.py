@@ -197,6 +197,7 @@ def static_and_rivals(way: Way) -> Iterator[dict]:
     """The same step by Longshift's static layouts and by FSDP2."""
     for layout in ("dp1", "recompute-full"):
         yield way.row(way.case(layout, 8 * K), system="longshift")
+    yield way.row(replace(way.case("dp1", 8 * K), compile=True), system="longshift compiled")
     for name, layout in RIVALS.items():
         case = way.case(layout, 8 * K)
         habits = Habits(compiled=float("compiled" in name))

@@ -38,7 +38,7 @@ from longshift.schedule.chunks import StreamOptions
 from longshift.schedule.streamed import lists
 from longshift.simulate.chunk_seconds import ChunkSeconds
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
-from longshift.simulate.cost import LONGSHIFT, Cost, Habits, sizes
+from longshift.simulate.cost import Cost, Habits, habits, sizes
 from longshift.simulate.rates import rates
 from longshift.spec.formats import formats_of
 from longshift.spec.model import ModelSpec, Rope
@@ -70,12 +70,13 @@ def llama(layers: int, longest: int, small: bool = False) -> ModelSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """A step of one pack, on one rank. `lengths`: of its documents; `home`: where the training state lies."""
+    """A step of one pack, on one rank. `lengths`: of its documents; `home`: where the training state lies; `compile`: train.compile."""
 
     spec: ModelSpec
     layout: Layout
     lengths: tuple[int, ...]
     home: Tier = "device"
+    compile: bool = False
 
     @property
     def tokens(self) -> int:
@@ -135,9 +136,9 @@ class Case:
         return replace(self, spec=spec, lengths=(tokens,))
 
 
-def clocked(case: Case, machine: Cluster, habits: Habits = LONGSHIFT) -> StepTime:
-    """The step on the clock."""
-    cost = Cost(sizes(case.spec), rates(machine, PRECISION), habits)
+def clocked(case: Case, machine: Cluster, trainer: Habits | None = None) -> StepTime:
+    """The step on the clock, by the habits of another trainer where they are given."""
+    cost = Cost(sizes(case.spec), rates(machine, PRECISION), trainer or habits(case.compile))
     return Clock(case.shape, machine, cost, PRECISION).step([GroupPacks(case.layout, ((case.lengths,),))])
 
 
@@ -194,7 +195,8 @@ def build(case: Case, device: torch.device) -> Built:
     source = drawn_there(case.spec, device) if real else lambda _, box: torch.empty(box.shape, dtype=precision.home)
     home = Home.made(case.spec, case.layout, world, precision, source, case.home)
     state = State(case.spec, home, Optimizer(home, Rule()), Schedule(0.0, 1000), 1.0)
-    player = Player(case.spec, [Edge(case.tokens, case.layout)], world, home, precision, SwitchOptions(), StreamOptions())
+    edges, compiles = [Edge(case.tokens, case.layout)], case.compile and real
+    player = Player(case.spec, edges, world, home, precision, SwitchOptions(), StreamOptions(), compile=compiles)
 
     def step(lengths: Sequence[int]) -> float:
         drawn = [np.random.default_rng(number).integers(0, case.spec.vocab, length) for number, length in enumerate(lengths)]
