@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from longshift import api
 from longshift.cluster import files
-from longshift.cluster.host import core_count, gpu_driver
+from longshift.cluster.host import core_count, forks_ranks
 from longshift.cluster.named import cluster as named
 from longshift.config import Config
 from longshift.config_file import load_config
@@ -103,8 +103,8 @@ def train(
 ) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment."""
     run, (rank, world) = load_config(config, overrides), _place()
-    several = isinstance(run.layout, AutoLayout) or run.world > 1
-    with Seed(_load, _work) if several and world is None and not explain and not gpu_driver() else nullcontext() as seed:
+    several = world is None and (isinstance(run.layout, AutoLayout) or run.world > 1)
+    with Seed(_load, _work) if several and not explain and forks_ranks() else nullcontext() as seed:
         console = Console(highlight=False)
         header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
         header.begin(run, config)
@@ -128,6 +128,8 @@ def train(
         if world is None and run.world > 1:
             _launch(run, folder, resume, json, trace, seed)
         else:
+            if seed:
+                seed.close()
             stop = Interrupt(*ENDING, say=_say if rank == 0 else api.silent)
             _run_told(run, folder, rank, resume, json, stop, trace)
     finished = True

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 from pathlib import Path
 
 from longshift.cluster.cluster import Cluster
@@ -74,6 +75,7 @@ def core_quota() -> float | None:
     return None
 
 
-def gpu_driver() -> bool:
-    """Whether this machine has the driver of NVIDIA's GPUs or AMD's. Whether this process sees one, only torch can tell."""
-    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
+def forks_ranks() -> bool:
+    """Whether ranks may be forked here: on Linux, where there is no driver of NVIDIA's GPUs or AMD's. A process that has used a GPU cannot
+    be forked, and only torch can tell whether this one sees any."""
+    return sys.platform == "linux" and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
