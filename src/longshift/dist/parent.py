@@ -1,4 +1,4 @@
-"""A process that does not outlive the one that started it, and is known by a name (Linux). Needs no torch, so that it holds before torch is imported."""
+"""A process that does not outlive the one that started it, and has a name (Linux). Needs no torch: it holds before torch is imported."""
 
 import ctypes
 import os

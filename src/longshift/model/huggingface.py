@@ -290,11 +290,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
             names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
-            strangers = [
-                name
-                for name in names
-                if not isinstance(name, str) or not name or "\0" in name or len(name) > 255 or Path(name).name != name
-            ]
+            strangers = [name for name in names if not (isinstance(name, str) and _is_plain(name))]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{folder / INDEX} cannot be read as an index of weight files: {error!r}") from error
         if strangers:
