@@ -2,7 +2,7 @@
 
     speed     seconds of a step by tokens a step, rounds of all three homes in turn; the disk is held to a named bandwidth, so that a CPU
               stands for a device. `bound_s` is the larger of the device's seconds and bytes over bandwidth: nothing takes less
-    disk      all records of a home are read and written, as an update does, in turn with a plain test of the same disk: one file, direct,
+    file      all records of a home are read and written, as an update does, in turn with a plain test of the same disk: one file, direct,
               as many threads, as large blocks. `disk_share`: of its rate, the median over rounds
     adam      the update of a home, its clip included, beside torch's fused AdamW alone on one vector of the same size
     moments   a Llama of 128 wide learns Python's standard library, byte by byte, with moments in each format: its loss, the mean of the
@@ -84,7 +84,7 @@ def disk(mebibytes: int, rounds: int) -> dict:
     with ForkedWorld(1) as world:
         [found] = world.call("home_ranks:moved_records", DEADLINE_S, folder=tempfile.gettempdir(), mebibytes=mebibytes, rounds=rounds)
     shares = [ours / plain for ours, plain in zip(found["ours"], found["plain"])]
-    row = {"part": "disk", "mebibytes": mebibytes, "direct": found["direct"], "shares": shares}
+    row = {"part": "file", "mebibytes": mebibytes, "direct": found["direct"], "shares": shares}
     return row | {name: median(found[name]) for name in ("ours", "plain")}
 
 

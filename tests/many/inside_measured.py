@@ -27,6 +27,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.layout.placement import local_boxes
 from longshift.model.decoder import Block, Head, Unit, build_unit
+from longshift.model.functions import WRITTEN_OUT
 from longshift.model.kernels import FLASH, kernels
 from longshift.program.operations import Op
 from longshift.schedule.chunks import Event
@@ -148,7 +149,7 @@ def _events(world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, h
         units[unit].zero_grad()
 
     copies: Any = SimpleNamespace(fill=lambda unit: filled(unit, layout, world, dtype, device))
-    runner = ChunkedPacks(spec, layout, world, copies, precision, FLASH, tier=Elsewhere(), ahead=1, accumulate=added)
+    runner = ChunkedPacks(spec, layout, world, copies, precision, FLASH, WRITTEN_OUT, tier=Elsewhere(), ahead=1, accumulate=added)
     units |= runner.modules
     watch = Watch(held, device, {"tp": runner.ops.tp, "ulysses": runner.ops.ulysses, "ring": runner.ops.ring})
     runner.load(0, runner.on_host([Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]))
