@@ -31,7 +31,7 @@ from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source
 from longshift.state.moments import SCALE
 from longshift.state.optimizer import torch_optimizer
-from longshift.state.records import Piece, Records, Vector
+from longshift.state.records import Extent, Records, Vector
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.trainer.check import Trial, build, parse_layouts
@@ -141,8 +141,8 @@ def throttled(bandwidth: float) -> None:
     """Hold every home on disk of this process to a bandwidth."""
     link = Link(bandwidth)
 
-    def slow(move: Callable[[Records, Piece], None]) -> Callable[[Records, Piece], None]:
-        def moved(records: Records, piece: Piece) -> None:
+    def slow(move: Callable[[Records, Extent], None]) -> Callable[[Records, Extent], None]:
+        def moved(records: Records, piece: Extent) -> None:
             move(records, piece)
             link.wait(piece.nbytes)
 

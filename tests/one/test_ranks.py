@@ -52,7 +52,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Ranks]]:
 
 
 def all_ended(ranks: Ranks, size: int = 3) -> dict[int, int]:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while len(ranks.codes()) < size and time.monotonic() < until:
         ranks.wait(1.0)
     return ranks.codes()

@@ -20,10 +20,8 @@ MOST = 64  # kernels of a function, by width, strides and activation
 
 def compiled(device: torch.device) -> Elementwise:
     """Kernels for tensors of this device. Raises UsageError where torch finds no compiler."""
-    import torch._dynamo
-    import torch._inductor.config
-
-    torch._inductor.config.compile_threads = 1  # in this process: a pool of others would outlive a rank that is killed
+    # In this process: a pool of others would outlive a rank that is killed.
+    torch._inductor.config.compile_threads = 1  # pyright: ignore[reportAttributeAccessIssue]
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST)
     both = torch.ones(2, 2, device=device)
     found = Elementwise(_of(_normed, 1), _of(_normed_grad, 3), _of(_gated, 2), _of(_gated_grad, 3), _of(_turned, 3))

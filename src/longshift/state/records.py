@@ -65,7 +65,7 @@ class Vector:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Extent:
     """A part of a vector in memory, and where it lies in the file."""
 
     address: int
@@ -166,7 +166,7 @@ class Records:
         finally:
             self.waited_s += time.perf_counter() - began
 
-    def _move(self, vector: Vector, threads: ThreadPoolExecutor, move: Callable[[Piece], None]) -> None:
+    def _move(self, vector: Vector, threads: ThreadPoolExecutor, move: Callable[[Extent], None]) -> None:
         """Start to move a vector, piece by piece. There is a buffer for each thread, no larger than what is moved at one time."""
         if self._buffered < min(PIECE, self._largest):
             self._buffered = min(PIECE, self._largest)
@@ -175,11 +175,11 @@ class Records:
                 room = torch.empty(self._buffered + ALIGN, dtype=torch.uint8)
                 self._buffers.put(room[-room.data_ptr() % ALIGN :][: self._buffered])
         at, size = vector.flat.data_ptr(), vector.flat.nbytes
-        pieces = [Piece(at + first, min(PIECE, size - first), vector.start + first) for first in range(0, size, PIECE)]
+        pieces = [Extent(at + first, min(PIECE, size - first), vector.start + first) for first in range(0, size, PIECE)]
         vector.moving = [threads.submit(move, piece) for piece in pieces]
 
     @contextmanager
-    def _buffer(self, piece: Piece) -> Iterator[tuple[int, memoryview]]:
+    def _buffer(self, piece: Extent) -> Iterator[tuple[int, memoryview]]:
         """The address of a buffer, and its pages that a piece takes."""
         buffers = self._buffers
         room = buffers.get()
@@ -189,7 +189,7 @@ class Records:
         finally:
             buffers.put(room)
 
-    def _read(self, piece: Piece) -> None:
+    def _read(self, piece: Extent) -> None:
         """In a thread."""
         with self._buffer(piece) as (address, pages):
             at = 0
@@ -200,7 +200,7 @@ class Records:
                 at += done
             ctypes.memmove(piece.address, address, piece.nbytes)
 
-    def _write(self, piece: Piece) -> None:
+    def _write(self, piece: Extent) -> None:
         """In a thread."""
         with self._buffer(piece) as (address, pages):
             ctypes.memmove(address, piece.address, piece.nbytes)
