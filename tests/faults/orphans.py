@@ -34,6 +34,8 @@ def launched(place: Path, name: str, after_s: float, number: int, layout: str = 
     """`longshift train` in a run folder of this name, sent signal `number` after so many seconds."""
     config, mark = place / f"{name}.yaml", f"{os.getpid()}-{name}"
     config.write_text(CONFIG.format(place=place, layout=layout, name=name, steps=10**6, background="false"))
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has started this in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with (place / f"{name}.err").open("w+") as err:
         command = [sys.executable, "-m", "longshift.cli", "train", str(config)]
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err, env=os.environ | {MARK: mark}, start_new_session=True)

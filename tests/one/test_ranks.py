@@ -94,11 +94,14 @@ def test_an_interrupt_is_held_back_where_asked(start, held):
 
 
 def test_signals_do_what_they_do_in_any_process(start):
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    """Also where this process has been started by a shell that ignores SIGINT, in the background."""
+    own = {signal.SIGTERM: lambda *_: None, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
     try:
         assert set(all_ended(start("handles")).values()) == {0}
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_what_a_rank_has_started_ends_with_it(start):
