@@ -192,7 +192,7 @@ def check(
     run = load_config(config, overrides)
     if against is None:
         if run.train.compile:
-            _say("recorded with train.compile=false: torch does not tell what compiled kernels hold, which is less")
+            _say("recorded with train.compile=false: torch does not tell what compiled kernels hold")
             run = load_config(config, (*overrides, "train.compile=false"))
         _check_timeline(api.with_chunks(run, _say), json)
         return

@@ -1,7 +1,7 @@
-"""The arithmetic of `model.functions`, compiled by torch: a kernel or two for each function, in place of four to eight passes over memory.
+"""The arithmetic of `model.functions`, compiled by torch: a kernel or two for each function, in place of several passes over memory.
 
 Kernels are made for any number of tokens, once for each width, in the first step that uses them: seconds on a GPU, half a minute on a CPU.
-What is saved for the backward stays the same and nothing wider is held between, so that the ledger's bytes are an upper bound. In bf16 what
+What is saved for the backward is what `model.functions` saves. What a kernel holds meanwhile is not known to the ledger. In bf16 what
 one kernel does is rounded once, at its end; in float32 and float64 sums are formed in another order.
 """
 

@@ -4,8 +4,8 @@
     kernels are efficient attention of a chunk to a chunk reaches nearly the best rate of any chunk
     it fits               on the device: what the ledger says of a whole step (`program.needs`)
 
-A long document is simulated by its first
-MOST_CHUNKS chunks, in which attention is shorter than later: again no less than is needed.
+A long document is simulated by its first MOST_CHUNKS chunks. Attention is shorter in them than later and hides less, so that the chunk is
+no smaller than is needed.
 """
 
 from collections.abc import Callable

@@ -43,9 +43,9 @@ class _AtOnce(Exception):
 
 
 class _Interrupts:
-    """Passes the first Ctrl-C, or what schedulers and terminals send before they end a job, on to ranks (they are in sessions of their own
-    and do not see it), and raises _AtOnce at the second, or once there are ranks that have not begun. A context manager. Mutable: what was
-    `received`, and whom it reaches."""
+    """Passes the first Ctrl-C, or what schedulers and terminals send before they end a job, on to ranks: they are in sessions of their own
+    and do not see it. Raises _AtOnce at the second; after the first, too, where ranks have not begun. A context manager. Mutable:
+    `received` signals, and the ranks that it reaches."""
 
     def __init__(self, say: Callable[[str], None]):
         self.received, self._say = list[int](), say
