@@ -25,15 +25,19 @@ from longshift.dist.world import World
 from longshift.documents.batch import StepBatch, document_from_ids
 from longshift.layout.blocks import scales_of
 from longshift.layout.box import Box
+from longshift.layout.home_tiers import StateBytes
+from longshift.layout.placement import buckets_of
 from longshift.program.held_home import PIECE, THREADS
 from longshift.program.operations import Op
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source
 from longshift.state.moments import SCALE
 from longshift.state.optimizer import torch_optimizer
+from longshift.state.precision import Precision
 from longshift.state.records import Extent, Records, Vector
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
+from longshift.switch.itinerary import home_layout
 from longshift.trainer.check import Trial, build, parse_layouts
 
 
@@ -41,6 +45,13 @@ def made(world: World, trial: Trial, layout: str) -> tuple[State, Player]:
     """State and player of a trial, whose switches are planned for nodes of two ranks."""
     world.per_node = min(2, world.size)
     return build(trial, parse_layouts(layout), world)
+
+
+def half_of_home(trial: Trial, layout: str) -> int:
+    """Half of the bytes that rank 0 keeps of the training state."""
+    home, how = home_layout(trial.groups(parse_layouts(layout))), Precision.of(trial.precision)
+    each = StateBytes(how.compute.itemsize, how.home.itemsize, len(trial.rule.moments), trial.packed)
+    return sum(each.state_of(bucket, 0) for bucket in buckets_of(trial.spec, home, 0)) // 2
 
 
 def bits(x: Tensor) -> str:
@@ -59,8 +70,8 @@ def in_memory(home: Home) -> int:
 
 
 def trained(world: World, trial: dict, layout: str) -> dict:
-    """What a rank's home has after all steps; what the steps answered; how much of a home on disk was in memory after a step at the most;
-    the bytes that the last step read and wrote."""
+    """What a rank's home has after all steps, and where, by unit; what the steps answered; how much of what is on disk was in memory after
+    a step at the most; the bytes that the last step read and wrote."""
     state, player = made(world, what := Trial.from_json(trial), layout)
     outcomes, left = [], 0
     for batch in what.batches():
@@ -70,7 +81,7 @@ def trained(world: World, trial: dict, layout: str) -> dict:
     records = state.home.records
     moved = (records.read_bytes, records.written_bytes) if records else ()
     state.home.close()
-    return {"bits": found, "left": left, "moved": moved}
+    return {"bits": found, "left": left, "moved": moved, "tiers": {str(unit): tier for unit, tier in state.home.tiers.items()}}
 
 
 def logical_bits(world: World, trial: dict, layout: str, folder: str) -> dict[str, str]:
@@ -96,7 +107,7 @@ def logical_bits(world: World, trial: dict, layout: str, folder: str) -> dict[st
 
 def _given_gradients(home: Home, source: Source, op: Op) -> None:
     for shard in home.learning if op.kind == "norm" else ():
-        with home.records.here([shard.vectors["grad"]], True) if home.records else nullcontext():
+        with home.records.here([shard.vectors["grad"]], True) if home.records and shard.vectors else nullcontext():
             grad = shard.vectors["grad"].flat if shard.vectors else shard.grad
             assert grad is not None
             for name, box, view in shard.views(grad):

@@ -81,7 +81,7 @@ class Case:
     lengths: tuple[int, ...] = LENGTHS
     per_node: int | None = None
     few: bool = False
-    home: Tier = "device"
+    home: str = "device"
     packed: MomentFormat = "float32"
 
     @property
@@ -118,6 +118,13 @@ def cases() -> Iterator[Case]:
     yield Case("pp2.dp2.tp2.z3", "llama", "fp16")
     yield from (Case(f"{layout}.recompute-selective", "qwen3") for layout in ("tp2", "u2.z3", "ring2", "pp2.v2.dp2"))
     yield from (Case(f"{layout}.recompute-full", "llama-tied") for layout in ("tp2", "u2", "ring2.z2", "dp2.z3", "pp2"))
+    kept = (
+        "recompute-full.keep2",
+        "dp2.recompute-full.keep1.disk",
+        "pp2.recompute-attention.keep1",
+        "tp2.recompute-full.keep3.keep-output",
+    )
+    yield from (Case(layout, "qwen3", "bf16") for layout in kept)
     yield from (
         Case(layout)
         for layout in ("recompute-full.host", "recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
@@ -137,6 +144,7 @@ def cases() -> Iterator[Case]:
     yield from (Case(layout, "lora", ("float32", "bf16")[number % 2]) for number, layout in enumerate((*windowed, "dp2.z3", "dp4.z2")))
     yield from (Case(layout, "frozen", ("bf16", "float32")[number % 2]) for number, layout in enumerate((*windowed, "dp2.z3", "dp4.z2")))
     yield from (Case(layout, family, precision, SHORT, home="disk") for layout, family, precision in ON_DISK)
+    yield from (Case(layout, family, precision, SHORT, home="device 1M, disk rest") for layout, family, precision in ON_DISK)
     yield from (Case(layout, family, precision, SHORT, home=home, packed=packed) for layout, family, precision, home, packed in PACKED)
     yield from (Case(layout, "sgd", "bf16", SHORT) for layout in ("dp2.z2", "tp2 > dp2.z3"))
     yield Case("dp2", lengths=(5, 1, 2, 700))
@@ -210,12 +218,15 @@ PACKED: tuple[tuple[str, str, PrecisionName, Tier, MomentFormat], ...] = (
 QUICK = (
     Case("dp2.z3 > tp2", "llama", "bf16", SHORT, home="disk"),
     Case("dp2.z2", "lora", "float32", SHORT, home="disk"),
+    Case("dp2.z3 > tp2", "llama-tied", "bf16", SHORT, home="device 1M, disk rest"),
+    Case("tp2", "lora", "bf16", SHORT, home="host 400K, disk rest", packed="float8"),
     Case("dp2.z3", "sgd", "bf16", SHORT, home="disk"),
     Case("dp2.z1", "sgd", "float32", SHORT),
     Case("dp1 > dp1.chunk64", lengths=(EDGES[-1], 2 * CAPACITY), few=True),
     Case("dp1", "gpt2", "bf16"),
     Case("recompute-selective", "qwen3", lengths=FEW),
     Case("recompute-full"),
+    Case("pp2.recompute-full.keep1.disk", "qwen3", "bf16", FEW),
     Case("chunk256.disk.kv-offload", "llama", "bf16", FEW),
     Case("dp2.z3", "llama-tied", lengths=SHORT),
     Case("tp2", "llama-5-heads", lengths=FEW),

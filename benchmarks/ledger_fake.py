@@ -60,9 +60,10 @@ OF_EIGHT = {
     "pp2.dp2.tp2.z3.recompute-full": (8 * K, 3 * K) * 4,
     "pp2.ring2.u2.z3.chunk16K.host": (64 * K,) * 2,
 }
-# Every word that README.md explains, but for chunk-auto, which becomes a number; the disk tier is for CPU ranks.
+# Every word that README.md explains, but for chunk-auto and recompute-auto, which become something else; the disk tier is for CPU ranks.
 WORDS_ALONE = {
     "recompute-full.keep-output.host": (2 * K, K),
+    "recompute-full.keep1.host": (2 * K, K),
     "chunk1K.host.every2": (2 * K,),
     "chunk1K.host.keep-input.kv-offload.fpdt": (2 * K,),
 }

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from longshift.dist import collectives
 from longshift.dist.held import HeldBytes, prompt_release
 from longshift.dist.world import World
+from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.program.ledger import Weighed
 from longshift.program.needs import StepShape
@@ -63,7 +64,7 @@ def shape_of(trial: Trial, layouts: tuple[Layout, ...], per_node: int | None = N
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
     links = assumed(per_node or layouts[0].world)
     itinerary = Itinerary(trial.spec, edges, links, formats.compute_bytes, formats.home_bytes, options)
-    return StepShape(itinerary, edges, formats, 0, trial.capacity, trial.ahead, home_in=trial.home)
+    return StepShape(itinerary, edges, formats, 0, trial.capacity, trial.ahead, home_in=HomeTiers.parse(trial.home))
 
 
 def predict(
@@ -101,7 +102,7 @@ def row_of(name: dict[str, Any], found: dict[str, Any], weighed: Weighed) -> dic
     peak, expected = weighed.peaks["device"], {axis: size for axis, size in weighed.sent.items() if size}
     row = {"measured": found["measured"], "predicted": peak.total, "ratio": found["measured"] / peak.total}
     records = {way: size for way, size in weighed.moved.items() if way.startswith("home")}
-    row |= {"records": found["records"], "records_predicted": records}
+    row |= {"records": {way: size for way, size in found["records"].items() if size}, "records_predicted": records}
     return name | row | {"sent": found["sent"], "sent_predicted": expected, "peak_at": peak.op}
 
 

@@ -4,8 +4,8 @@
 Documents are packed, of uneven lengths, 1 and 2 tokens among them; the vocabulary is prime, blocks, heads and feed-forward columns do
 not divide. Exit code 1 when a difference is above LIMIT.
 
-Rows with a `home` train 50 steps with the training state on the host or on disk: in float64 beside one process, and in float32 beside
-`home: device`, whose every bit must be theirs (`bitwise`).
+Rows with a `home` train 50 steps with the training state on the host, on disk, or half of it on the device: in float64 beside one
+process, and in float32 beside `home: device`, whose every bit must be theirs (`bitwise`).
 
 Rows with `moments` train with packed moments and are given the same gradients in every layout: masters, codes and scales, put together
 over all ranks, must have the same bits everywhere (`identical`), wherever they lie.
@@ -27,9 +27,9 @@ from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
 
-import home_ranks  # noqa: F401  (as below)
 import torch
 from common import arguments, publish, say
+from home_ranks import half_of_home
 from safetensors.torch import load_file
 
 import longshift.trainer.check  # noqa: F401  (what the forked ranks call is imported before they fork)
@@ -72,7 +72,7 @@ HOMES = (
     *("dp1", "dp2.z0", "dp2.z2", "dp2.z3", "dp4.z3", "tp2", "pp2", "pp2.v2.z1", "u2", "u4.z3", "ring2", "ring2.u2.z3", "dp2.tp2.z3"),
     *("pp2.dp2.z3", "dp1.chunk16.disk", "u2.chunk16.disk.kv-offload", "pp2.u2.chunk13.host"),
     *("dp4 > tp4", "dp4.z3 > pp2.dp2 > u4.chunk16.disk", "dp2.z3 > u2.chunk16.disk.every2"),
-)  # each with its training state on the host and on disk
+)  # each with its training state on the host, on disk, and some of it on the device
 PACKED = (
     *("dp1", "dp2.z0", "dp2.z1", "dp2.z3", "dp4.z2", "dp4.z3", "tp2", "tp4", "pp2.dp2.z3", "dp2.tp2.z3", "u2.z1", "ring2.z2"),
     *("dp2.z3 > tp2", "tp2 > dp2.z1", "dp4.z3 > tp4", "tp4 > pp2.dp2.z2", "pp2 > dp2.z3 > u2.chunk16.disk", "dp2.tp2.z3 > u4.z3"),
@@ -139,6 +139,10 @@ EVERY = (1, 2, 1, 3, 1, 2, 1)  # of five blocks
 STREAMING = tuple(product(("stream", "fpdt"), ("output", "input"), TIERS))
 OFFLOADED = (
     "recompute-full.keep-output",
+    "recompute-full.keep2",
+    "pp2.dp2.recompute-full.keep1.disk",
+    "pp2.v2.tp2.recompute-attention.keep1",
+    "u2.recompute-full.keep3.keep-output.disk",
     "pp2.dp2.ring2.recompute-full.keep-output.disk",
     "recompute-full.disk",
     "pp2.recompute-full.disk",
@@ -256,7 +260,7 @@ def main() -> int:
     cases = {family: list(layouts_of(family))[::every] for family in FAMILIES if family in options.only}
     switches = list(switched())[::every] if "switches" in options.only else []
     stages = STAGED[::every] if "stages" in options.only else ()
-    homes = list(product(HOMES, ("host", "disk")))[::every] if "homes" in options.only else []
+    homes = list(product(HOMES, ("host", "disk", "split")))[::every] if "homes" in options.only else []
     packed = list(product(PACKED, ("float8", "bf16")))[::every] if "packed" in options.only else []
     total = sum(map(len, cases.values())) + len(switches) + len(stages) + len(homes) + len(packed)
     with ExitStack() as stack:
@@ -288,12 +292,12 @@ def main() -> int:
         for groups, home in homes:
             world = worlds[Layout.parse(groups.split(" > ")[0]).world]
             what = replace(longer, edges=EDGES[: groups.count(" > ")])
+            single = replace(what, precision="float32")
+            home = home if home != "split" else f"device {half_of_home(single, groups)}, disk rest"
             there = {"layout": groups, "trial": replace(what, home=home).to_json()}
             found = world.call("longshift.trainer.check:compare", DEADLINE_S, per_node=2, path=path, **there)
-            single = {"layout": groups, "trial": replace(what, precision="float32").to_json()}
-            device = world.call("home_ranks:trained", DEADLINE_S, **single)
-            single["trial"] = replace(what, precision="float32", home=home).to_json()
-            tier = world.call("home_ranks:trained", DEADLINE_S, **single)
+            trials = (replace(single, home=where).to_json() for where in ("device", home))
+            device, tier = (world.call("home_ranks:trained", DEADLINE_S, layout=groups, trial=trial) for trial in trials)
             same = all(ours["bits"] == theirs["bits"] for ours, theirs in zip(tier, device, strict=True))
             rows.append(row(f"{FULL}, home: {home}", groups, found, len(rows), total) | {"bitwise": same})
         known = dict[str, dict[str, str]]()

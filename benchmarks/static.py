@@ -164,19 +164,19 @@ def ratio(found: Mapping[str, list[Round]], layout: str, like: Sequence[str]) ->
 def against(options: Namespace) -> int:
     """Rates of layouts over those of another checkout, as they are and with `train.compile`, round by round."""
     here, rows, summary = Path(__file__).parents[1], list[dict](), dict[str, dict]()
-    names = [f"{system} {layout}" for layout in BEFORE for system in ("before", "longshift", "compiled")]
+    names = [f"{system} {layout}" for layout in options.layouts for system in ("before", "longshift", "compiled")]
     for dtype in options.dtypes:
         trial = trial_of(options, dtype)
         found, losses = measure(
             names, trial, options.rounds, options.steps, lambda name: OtherWorld(options.against if name.startswith("before") else here)
         )
         rows += [row(name, dtype, rounds) for name, rounds in found.items()]
-        for layout in BEFORE:
+        for layout in options.layouts:
             for system, key in (("longshift", "ratio_to_before"), ("compiled", "compiled_to_before")):
                 pairs = [ours.rate / theirs.rate for ours, theirs in zip(found[f"{system} {layout}"], found[f"before {layout}"])]
                 told = {"ratio": statistics.median(pairs), "spread": spread(pairs)}
                 summary.setdefault(key, {}).setdefault(layout, {})[dtype] = told
-        summary.setdefault("loss_difference", {})[dtype] = worst_loss(losses, f"before {BEFORE[0]}", 4)
+        summary.setdefault("loss_difference", {})[dtype] = worst_loss(losses, f"before {options.layouts[0]}", 4)
     publish("static", summary, rows, options.json)
     return int(any(not value <= LOSS_LIMIT[dtype] for dtype, value in summary["loss_difference"].items()))
 
@@ -200,6 +200,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256, help="model width")
     parser.add_argument("--length", type=int, default=512, help="tokens of a document; a pack holds two, a step four packs")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of this repository")
+    parser.add_argument("--layouts", nargs="+", default=BEFORE, choices=BEFORE, help="that are compared with that checkout's")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.steps, options.dtypes, options.width, options.length = 3, 1, ["float32"], 128, 64

@@ -29,6 +29,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.dist.world import World
 from longshift.documents.batch import Document, StepBatch
 from longshift.layout.box import Box
+from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, Tier
 from longshift.program.ledger import Weighed
 from longshift.program.needs import StepShape
@@ -100,7 +101,7 @@ class Case:
     def shape(self) -> StepShape:
         formats, edges = formats_of(PRECISION), (Edge(self.tokens, self.layout),)
         way = Itinerary(self.spec, edges, assumed(1), formats.compute_bytes, formats.home_bytes, SwitchOptions())
-        return StepShape(way, edges, formats, 0, max(self.lengths), home_in=self.home)
+        return StepShape(way, edges, formats, 0, max(self.lengths), home_in=HomeTiers(self.home))
 
     def weighed(self, on_cpu: bool = False) -> Weighed:
         """What the ledger says."""
@@ -193,7 +194,7 @@ def build(case: Case, device: torch.device) -> Built:
     world, precision = World(0, 1, device), Precision.of(PRECISION)
     real = device.type in ("cpu", "cuda")  # where it is not, nobody looks at numbers
     source = drawn_there(case.spec, device) if real else lambda _, box: torch.empty(box.shape, dtype=precision.home)
-    home = Home.made(case.spec, case.layout, world, precision, source, case.home)
+    home = Home.made(case.spec, case.layout, world, precision, source, HomeTiers(case.home))
     state = State(case.spec, home, Optimizer(home, Rule()), Schedule(0.0, 1000), 1.0)
     edges, compiles = [Edge(case.tokens, case.layout)], case.compile and real
     player = Player(case.spec, edges, world, home, precision, SwitchOptions(), StreamOptions(), compile=compiles)

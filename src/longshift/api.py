@@ -36,7 +36,7 @@ from longshift.files import temporary_folder, written
 from longshift.forecast import plan as planned
 from longshift.forecast import task_of
 from longshift.layout import legal
-from longshift.layout.layout import AUTO, Layout
+from longshift.layout.layout import Layout
 from longshift.planner.asked import AutoLayout
 from longshift.spec.formats import PrecisionName
 from longshift.trainer.metrics import MetricsLog, StepMetrics
@@ -80,7 +80,7 @@ def train(config: Config | str | Path, *overrides: str, resume: bool = False) ->
     if isinstance(config.layout, AutoLayout):
         yield from _run_workers(config, resume)
         return
-    config = with_chunks(config, tell)
+    config = with_choices(config, tell)
     if config.world == 1 or launched():
         yield from run_rank(config, prepare(config, resume, own_rank(), alone=not launched()), resume)
     else:
@@ -102,8 +102,8 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
     LongshiftError."""
     run, other = _read(config, overrides), Layout.parse(against) if isinstance(against, str) else against
     legal.check(run.spec, other, None, run.data.max_len)
-    (edge,) = with_chunks(run.model_copy(update={"layout": other}), say).edges
-    run = with_chunks(run, say)
+    (edge,) = with_choices(run.model_copy(update={"layout": other}), say).edges
+    run = with_choices(run, say)
     from longshift.dist.world import own_device
     from longshift.trainer.check_run import check as compare
 
@@ -113,7 +113,7 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
 def explain(config: Config | str | Path, *overrides: str, per_node: int | None = None) -> tuple[Explanation, ...]:
     """What a step inserts, prunes, moves and needs, for each stage of the run, one where it has no stages. `per_node`: ranks on each
     machine, all where not given. Raises LongshiftError."""
-    run = with_chunks(_read(config, overrides), say)
+    run = with_choices(_read(config, overrides), say)
     ranks = per_node or run.world
     links = profile_of_host(ranks, -(-run.world // ranks))
     return tuple(explain_part(part, ranks, links, has_gpu()) for part in run.parts)
@@ -179,11 +179,11 @@ def _read(config: Config | str | Path, overrides: Sequence[str]) -> Config:
     return config
 
 
-def with_chunks(config: Config, tell: Say) -> Config:
-    """With every `chunk-auto` chosen."""
-    if isinstance(config.layout, AutoLayout) or all(edge.use.chunk != AUTO for edge in config.edges):
+def with_choices(config: Config, tell: Say) -> Config:
+    """With every `chunk-auto` and `recompute-auto` chosen."""
+    if isinstance(config.layout, AutoLayout) or not any(edge.use.open for edge in config.edges):
         return config
-    from longshift.profile.choose import with_chunks as chosen
+    from longshift.profile.choose import chosen
 
     return chosen(config, tell)
 

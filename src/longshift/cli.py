@@ -111,7 +111,7 @@ def train(
         resume = resume or (resume_auto and not explain and RunFolder(Path(run.save.dir)).begun())
         run = going_on(run, config, overrides, _say if rank == 0 else api.silent) if resume else run
         run, plan = _planned(run)
-        run = api.with_chunks(run, _say)
+        run = api.with_choices(run, _say)
         if explain:
             for found in api.explain(run, per_node=_per_node(run.world)):
                 print(jsonlib.dumps(found.to_json()) if json else found)
@@ -194,7 +194,7 @@ def check(
         if run.train.compile:
             _say("recorded with train.compile=false: torch does not tell what compiled kernels hold")
             run = load_config(config, (*overrides, "train.compile=false"))
-        _check_timeline(api.with_chunks(run, _say), json)
+        _check_timeline(api.with_choices(run, _say), json)
         return
     found = api.check(run, against=against)
     if json:

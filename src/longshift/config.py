@@ -27,6 +27,7 @@ from longshift.config_parts import (
     Count,
     DataConfig,
     Decay,
+    HomeAt,
     Layouts,
     ModelConfig,
     Number,
@@ -41,7 +42,8 @@ from longshift.config_parts import (
     some_sources,
 )
 from longshift.errors import UsageError
-from longshift.layout.layout import AUTO, UNITS, Layout, Tier, format_size
+from longshift.layout.home_tiers import TIERS, HomeTiers
+from longshift.layout.layout import AUTO, UNITS, Layout, format_size
 from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
@@ -236,9 +238,14 @@ class StreamConfig(Section):
 
 
 class HomeConfig(Section):
-    """Where the training state lies, and in which format. `home: disk` is short for `home: {at: disk}`."""
+    """Where the training state lies, and in which format. `home: disk` is short for `home: {at: disk}`, and `home: {device: 8G, host:
+    rest}` for `home: {at: {device: 8G, host: rest}}`."""
 
-    at: Tier = Field(default="device", description="where master weights, moments and gradient sums lie: device, host or disk")
+    at: HomeAt = Field(
+        default=HomeTiers(),
+        description="where master weights, moments and gradient sums lie: device, host or disk, or so many bytes of a rank in each, as in "
+        "{device: 8G, host: rest}",
+    )
     moments: MomentFormat = Field(
         default="float32", description="format of moments between updates: float32 (that of masters), bf16 or float8"
     )
@@ -246,7 +253,12 @@ class HomeConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _a_word(cls, value: object) -> object:
-        return {"at": value} if isinstance(value, str) else value
+        if isinstance(value, str):
+            return {"at": value}
+        if not isinstance(value, dict) or "at" in value or not any(tier in value for tier in TIERS):
+            return value
+        tiers = {tier: size for tier, size in value.items() if tier in TIERS}
+        return {"at": tiers} | {key: other for key, other in value.items() if key not in TIERS}
 
 
 class Config(Section):
@@ -302,13 +314,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _of_home(self) -> "Config":
-        if self.home.at != "device" and isinstance(self.layout, AutoLayout):
+        if self.home.at != HomeTiers() and isinstance(self.layout, AutoLayout):
             raise ValueError(
                 f"layout: auto is chosen for home: device, and home is {self.home.at}; name a layout (longshift plan finds them)"
             )
         if self.home.moments != "float32" and not self.train.rule.moments:
             raise ValueError(f"home.moments is a format of moments, and {self.train.rule} keeps none: leave it out")
-        if self.home.at == "disk" and self.save.background:
+        if "disk" in self.home.at.named and self.save.background:
             raise ValueError("save.background copies the training state into memory, and home: disk keeps it out of memory; leave one out")
         return self
 
@@ -329,6 +341,8 @@ class Config(Section):
         for number, part in enumerate(self.parts if self.train.stages else ()):
             if any(edge.use.chunk == AUTO for edge in part.edges):
                 raise ValueError(f"train.stages.{number}: chunk-auto is chosen for runs without stages; write a number of tokens")
+            if any(edge.use.open for edge in part.edges):
+                raise ValueError(f"train.stages.{number}: recompute-auto is chosen for runs without stages; write recompute-full, say")
             if part.world != self.world:
                 raise ValueError(
                     f"train.stages.{number}: its layout has {part.world} ranks and the run's has {self.world}; all need the same number"

@@ -16,6 +16,7 @@ from pydantic import (
 
 from longshift.errors import UsageError
 from longshift.files import absolute
+from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import MOST_SIZE, Layout, parse_size
 from longshift.planner.asked import AutoLayout
 from longshift.spec.adapters import Lora, partly_trained
@@ -37,6 +38,13 @@ def _parse_layout(value: object) -> "Layout | tuple[Edge, ...] | AutoLayout":
     except UsageError as fault:
         raise ValueError(str(fault).removeprefix("layout: ")) from None
     raise ValueError("auto, one layout such as dp2.tp2, or groups of lengths, such as [{upto: 4K, use: dp4}, {upto: 32K, use: u4}]")
+
+
+def _parse_home(value: object) -> HomeTiers:
+    try:
+        return HomeTiers.parse(value)
+    except UsageError as fault:
+        raise ValueError(str(fault)) from None
 
 
 def layout_out(value: "Layout | tuple[Edge, ...] | AutoLayout") -> object:
@@ -74,6 +82,7 @@ Seconds = Annotated[Number, Field(gt=0, le=1e7)]  # four months; clocks of colle
 Rate = Annotated[Number, Field(le=1e6)]  # a step by more leaves fp32
 Count = Annotated[int, BeforeValidator(parse_size), Field(ge=0, le=MOST_SIZE, strict=True)]
 PathText = Annotated[str, BeforeValidator(_absolute), Field(min_length=1)]
+HomeAt = Annotated[HomeTiers, PlainValidator(_parse_home), PlainSerializer(HomeTiers.to_json)]
 Layouts = Annotated[Layout | tuple[Edge, ...] | AutoLayout, PlainValidator(_parse_layout), PlainSerializer(layout_out)]
 
 

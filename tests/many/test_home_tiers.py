@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from forked import DEADLINE_S, Worlds
-from home_ranks import in_memory, made, state_bits, trained
+from home_ranks import half_of_home, in_memory, made, state_bits, trained
 from parity import EDGES, trial_of
 from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.errors import NonFiniteError
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout, Tier
+from longshift.layout.layout import Layout
 from longshift.program.operations import Op
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
@@ -59,6 +59,19 @@ def run(worlds: Worlds) -> Callable[..., list]:
 
 def trial(family: str, precision: PrecisionName, layout: str, steps: int = 3, **more: object) -> Trial:
     return trial_of(family, steps, precision=precision, edges=EDGES[: layout.count(" > ")], **more)
+
+
+@pytest.mark.parametrize(("number", "case"), list(enumerate(LAYOUTS)))
+def test_a_home_in_several_memories_moves_no_bit(run: Callable[..., list], number: int, case: tuple[str, str, PrecisionName]):
+    layout, family, precision = case
+    what = trial(family, precision, layout)
+    size = half_of_home(what, layout)
+    split = (f"device {size}, disk rest", f"device {size // 2}, host {size // 2}, disk rest", f"host {size}, disk rest")[number % 3]
+    device, parts = (run("trained", layout, replace(what, home=home)) for home in ("device", split))
+    assert [rank["bits"] for rank in parts] == [rank["bits"] for rank in device]
+    assert all(rank["left"] == 0 for rank in parts)
+    tiers = [set(rank["tiers"].values()) for rank in parts]
+    assert all("disk" in some and len(some) > 1 for some in tiers), tiers
 
 
 @pytest.mark.parametrize(("layout", "family", "precision"), LAYOUTS)
@@ -110,7 +123,7 @@ def read_one(spec: ModelSpec, sources: dict[bool, Source], name: str, box: Box) 
     return sources[spec.by_name[name].frozen](name, box)
 
 
-def resumed(world: World, trial: dict, layout: str, homes: list[Tier], folder: str) -> dict[str, str]:
+def resumed(world: World, trial: dict, layout: str, homes: list[str], folder: str) -> dict[str, str]:
     """Steps one by one, each in a home of its own that the one before has left as a checkpoint."""
     what = Trial.from_json(trial)
     state, player = made(world, replace(what, home=homes[0]), layout)
@@ -134,9 +147,11 @@ def resumed(world: World, trial: dict, layout: str, homes: list[Tier], folder: s
 
 @pytest.mark.parametrize(("layout", "family"), [("dp2.z3", "llama"), ("tp2 > dp2.z1", "lora")])
 def test_a_run_goes_on_from_tier_to_tier(run: Callable[..., list], tmp_path: Path, layout: str, family: str):
-    what = trial(family, "float32", layout, 4)
+    what = trial(family, "float32", layout, 5)
     whole = run("trained", layout, what)
-    found = run("resumed", layout, what, homes=["disk", "host", "device"], folder=str(tmp_path))
+    found = run(
+        "resumed", layout, what, homes=["disk", f"device {half_of_home(what, layout)}, disk rest", "host", "device"], folder=str(tmp_path)
+    )
     assert found == [{key: value for key, value in rank["bits"].items() if key != "steps"} for rank in whole]
 
 

@@ -1,5 +1,7 @@
 """The benchmark against other systems runs, measures every layout and finds that all systems train the same."""
 
+from pathlib import Path
+
 import pytest
 from forked import Report
 
@@ -40,3 +42,11 @@ def test_ratios_are_to_the_best_like_for_like_peer(report: dict) -> None:
 
 def test_all_systems_train_the_same(report: dict) -> None:
     assert 0 < report["summary"]["loss_difference"]["float32"] < 1e-4
+
+
+def test_another_checkout_is_compared_in_its_own_processes(report_of: Report) -> None:
+    root = Path(__file__).parents[2]
+    report = report_of("static", "--quick", "--against", str(root), "--layouts", "u2")
+    assert {(row["system"], row["layout"]) for row in report["rows"]} == {(name, "u2") for name in ("before", "longshift", "compiled")}
+    assert report["summary"]["ratio_to_before"]["u2"]["float32"]["ratio"] > 0
+    assert 0 <= report["summary"]["loss_difference"]["float32"] < 1e-5

@@ -97,14 +97,18 @@ def test_a_moment_is_there_where_its_optimizer_has_it():
 
 
 def test_home_is_a_word_or_a_section():
-    word, section, default = (parse_config(GOOD, changes) for changes in (["home=disk"], ["home.at=disk", "home.moments=float8"], []))
-    assert [(config.home.at, config.home.moments) for config in (word, section, default)] == [
+    split = ["home={device: 8G, disk: rest}", "home.moments=float8"]
+    changes = ["home=disk"], ["home.at=disk", "home.moments=float8"], [], split, ["home.device=1M", "home.host=2M", "home.disk=rest"]
+    word, section, *_ = configs = [parse_config(GOOD, some) for some in changes]
+    assert [(str(config.home.at), config.home.moments) for config in configs] == [
         ("disk", "float32"),
         ("disk", "float8"),
         ("device", "float32"),
+        ("device 8G, disk rest", "float8"),
+        ("device 1M, host 2M, disk rest", "float32"),
     ]
     assert [config.formats.moment_bytes for config in (word, section)] == [4, 1 + 4 / 128]
-    assert [parse_config(config.to_yaml()) for config in (word, section)] == [word, section]
+    assert [parse_config(config.to_yaml()) for config in configs] == configs
 
 
 @given(st.integers(1, 2**50))
@@ -231,6 +235,10 @@ def test_groups_of_lengths_read_back():
     ("changes", "fault"),
     [
         (["home=memory"], "home.at: 'memory' is not one of device, host, disk"),
+        (["home={device: 8G}"], "home.at: say where the rest lies, as in host: rest"),
+        (["home={device: rest, host: 8G}"], "home.at: the rest goes to the last of device, host: write host: rest"),
+        (["home={device: much, host: rest}"], "home.at: device: 'much' is not a whole number"),
+        (["home={device: 8G, disk: rest}", "save.background=true"], "save.background copies the training state into memory"),
         (["home.at=disk", "home.moments=int8"], "home.moments: 'int8' is not one of float32, bf16, float8"),
         (["home.moments=float8", "train.optimizer=sgd", "train.momentum=0"], "home.moments is a format of moments, and SGD keeps none"),
         (["home=disk", "layout=auto"], "layout: auto is chosen for home: device"),

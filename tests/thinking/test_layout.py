@@ -19,7 +19,8 @@ layouts = st.builds(
     **dict.fromkeys(("dp", "pp", "tp", "ulysses", "ring", "virtual"), degree),
     zero=st.integers(0, 3),
     order=st.sampled_from(["gpipe", "1f1b"]),
-    recompute=st.sampled_from(["none", "selective", "attention", "full"]),
+    recompute=st.sampled_from(["none", "selective", "attention", "full", "auto"]),
+    kept_blocks=st.integers(0, 9),
     keep_output=st.booleans(),
     stages=st.lists(st.integers(1, 9), max_size=4).map(tuple),
     chunk=st.sampled_from([0, 7, 64 << 10]),
@@ -34,7 +35,17 @@ def test_text_is_the_inverse_of_parse(layout):
 
 @pytest.mark.parametrize(
     "text",
-    ["dp2.tp2", "pp2.dp2.tp2.z3", "ring2.u4", "pp2:3-2.gpipe", "pp2.v2", "dp4.recompute-full", "recompute-full.keep-output.disk", "dp1"],
+    [
+        "dp2.tp2",
+        "pp2.dp2.tp2.z3",
+        "ring2.u4",
+        "pp2:3-2.gpipe",
+        "pp2.v2",
+        "dp4.recompute-full",
+        "recompute-full.keep-output.disk",
+        "dp1",
+        "recompute-full.keep8.disk",
+    ],
 )
 def test_canonical_text_stays(text):
     assert str(Layout.parse(text)) == text

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from longshift.layout.blocks import cut_blocks
+from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.layout.placement import buckets, moving_unit
@@ -80,6 +81,7 @@ def random_layout(draw: random.Random, spec: ModelSpec, world: int) -> Layout:
             layout = replace(layout, recompute=draw.choice(("selective", "attention", "attention")))
         elif kind < 0.7:
             layout = replace(layout, recompute="full", keep_output=draw.random() < 0.5, offload=draw.choice(("device", "host")))
+            layout = replace(layout, kept_blocks=draw.choice((0, 0, 1, 2)))
         if not faults(spec, layout, world):
             return layout
 
@@ -95,7 +97,7 @@ def cases(seed: int, models: int, each: int) -> Iterator[Case]:
         itinerary = Itinerary(spec, edges, links, WEIGHT_BYTES, SUM_BYTES, options)
         for _ in range(each):
             windows = Windows(*(draw.choice((None, 0, 500, 2000, 1 << 20)) for _ in range(2)))
-            home_in = draw.choice(("device", "disk"))
+            home_in = draw.choice((HomeTiers(), HomeTiers("disk"), HomeTiers("disk", (("device", draw.choice((3000, 10000, 50000))),))))
             moments = 2, draw.choice(("float32", "bf16", "float8"))
             steps = tuple(Steps(itinerary, rank, WEIGHT_BYTES, SUM_BYTES, windows, home_in, *moments) for rank in range(world))
             yield Case(steps, random_visits(draw, world, draw.sample(layouts, draw.randint(1, len(layouts)))))
@@ -251,9 +253,9 @@ class Follow:
         self.coming: set[str] = set()  # ways on which an exchange is under way
         self.brought: set[Cut] = set()
         own = {bucket.unit for bucket in buckets(self.spec, case.itinerary.home) if rank in bucket.holders}
-        self.on_disk = own if case.steps[rank].home_in == "disk" else set()
+        self.on_disk = own & {unit for unit, tier in case.steps[rank].home_tiers.items() if tier == "disk"}
         self.packs = case.steps[rank].packed != "float32"
-        self.by_unit = own if self.on_disk or self.packs else set()
+        self.by_unit = own if "disk" in case.steps[rank].home_in.named or self.packs else set()
         self.unpacked: int | None = None
         self.parts: dict[tuple[str, int], str] = {}  # of units on disk in memory, and whether they are "coming", "here", "new" or "going"
         self.summed: set[int] = set()  # units whose gradient sums are on disk
@@ -282,6 +284,8 @@ class Follow:
                     head = unit > self.spec.layers
                     parts = ("attention half", "mlp half") if visit.layout.recompute == "attention" else ("block",)
                     parts = ("block with output",) if visit.layout.keep_output else parts
+                    after = [later for later in view.chunks[event.chunk] if unit < later <= self.spec.layers]
+                    parts = ("block",) if len(after) < visit.layout.kept_blocks else parts
                     parts = ("",) if head or visit.layout.chunk else parts if unit else ("embed",)
                     blocks = range(visit.loss_blocks[event.micro]) if head and visit.loss_blocks else (-1,)
                     yield from product((number,), (event.micro,), (unit,), parts, blocks)
@@ -342,7 +346,7 @@ class Follow:
         if self.op.unit >= 0 and self.packs:
             self.need(self.unpacked is None, "another unit's moments are unpacked")
             self.unpacked = self.op.unit
-        if self.op.unit >= 0 and self.on_disk:
+        if self.op.unit in self.on_disk:
             self.need(self.parts.get(("record", self.op.unit)) == "here", "its record is not here")
             self.parts["record", self.op.unit] = "new"
 
@@ -553,7 +557,7 @@ def swapped(program: Program, first: int, second: int) -> Program:
 
 def test_two_operations_of_a_communicator_swapped_on_one_rank_are_noticed():
     draw, noticed = random.Random(2), Counter()
-    for case in cases(3, 120, 1):
+    for case in cases(3, 160, 1):
         programs = case.programs()
         rank = draw.randrange(len(programs))
         own = [(at, post) for at, op in enumerate(programs[rank]) for post in posts(case, rank, op) if len(post[1]) > 1]

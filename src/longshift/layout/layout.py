@@ -6,6 +6,8 @@
     pp2:3-2.gpipe      three and two layers in the stages, all-forward-all-backward
     pp2.v2             interleaved 1F1B with two model chunks a rank
     dp4.recompute-full
+    recompute-full.keep8   the last 8 blocks of each stage keep all for their backward, the others their input
+    recompute-auto     recomputation, and how many blocks keep all, chosen for this machine (`planner.activations`)
     u4.chunk64K.host   streamed: 64K tokens of a pack at one time, all else in host memory (`schedule.chunks`)
     chunk-auto.host    the same, with a chunk chosen for this machine (`planner.chunk_size`)
     chunk64K.every4.host   of every four blocks only the first one's input waits (`schedule.streamed`)
@@ -23,17 +25,20 @@ from longshift.other_tools import layout_hint
 from longshift.spec.model import share
 
 AXES = ("tp", "ulysses", "ring", "dp", "pp")  # fastest first
-AUTO = -1  # a chunk that is chosen before the ranks start, from what the machine can do
+AUTO = -1  # a chunk that is chosen before the ranks start, from what the machine can do, as the recomputation "auto" is
 ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 and weights"
 
 Order = Literal["gpipe", "1f1b"]
-Recompute = Literal["none", "selective", "attention", "full"]
+Recompute = Literal["none", "selective", "attention", "full", "auto"]
 Tier = Literal["device", "host", "disk"]
 Keep = Literal["output", "input"]
 Where = Literal["device", "offload"]
 Schedule = Literal["stream", "fpdt"]
 
-_DEGREES = {"dp": "dp", "pp": "pp", "tp": "tp", "u": "ulysses", "ring": "ring", "z": "zero", "v": "virtual", "every": "every"}
+_DEGREES = {
+    **{"dp": "dp", "pp": "pp", "tp": "tp", "u": "ulysses", "ring": "ring", "z": "zero", "v": "virtual"},
+    **{"every": "every", "keep": "kept_blocks"},
+}
 _POLICIES = ("keep_output", "offload", "keep", "kv", "schedule")  # written as they are called in _FLAGS
 _FLAGS = {
     "gpipe": ("order", "gpipe"),
@@ -41,6 +46,7 @@ _FLAGS = {
     "recompute-selective": ("recompute", "selective"),
     "recompute-attention": ("recompute", "attention"),
     "recompute-full": ("recompute", "full"),
+    "recompute-auto": ("recompute", "auto"),
     "keep-output": ("keep_output", True),
     "host": ("offload", "host"),
     "disk": ("offload", "disk"),
@@ -71,8 +77,9 @@ class Layout:
 
     `zero` 0..3; `virtual` model chunks per pipeline rank (interleaved 1F1B when above 1); `stages` blocks in each of the
     `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention from queries, keys and values),
-    attention (attention half of a block, projections too) or full (whole block); `keep_output`: a recompute-full block keeps the output of
-    attention, too, and does not compute it again.
+    attention (attention half of a block, projections too) or full (whole block), auto: see AUTO; `keep_output`: a recompute-full block
+    keeps the output of attention, too, and does not compute it again; `kept_blocks`: so many of each virtual stage, the last ones, or
+    all where there are fewer, keep all, whatever the others compute again.
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
     memory where what a backward needs waits, under recompute full or in chunks; `keep`, `kv` and `schedule` of a chunked one: see
@@ -96,6 +103,7 @@ class Layout:
     kv: Where = "device"
     schedule: Schedule = "stream"
     every: int = 1
+    kept_blocks: int = 0
 
     if TYPE_CHECKING:  # what dataclass makes, and the text form
 
@@ -121,6 +129,7 @@ class Layout:
             kv: Where = "device",
             schedule: Schedule = "stream",
             every: int = 1,
+            kept_blocks: int = 0,
         ) -> None: ...
         def __init__(self, *degrees: Any, **policies: Any) -> None: ...
 
@@ -144,7 +153,7 @@ class Layout:
             raise UsageError(f"layout {shown(text)}: {what}; write one such as dp2.tp2")
         values: dict[str, object] = {}
         for word in text.strip().split("."):
-            match = re.fullmatch(r"(dp|pp|tp|u|ring|z|v|every)(\d+)(?::(\d+(?:-\d+)*))?", word)
+            match = re.fullmatch(r"(dp|pp|tp|u|ring|z|v|every|keep)(\d+)(?::(\d+(?:-\d+)*))?", word)
             if match:
                 name, number = _DEGREES[match[1]], int(match[2])
                 if match[3]:
@@ -168,9 +177,9 @@ class Layout:
                 raise UsageError(f"layout {text!r}: {word!r} sets {name} a second time")
             values[name] = value
         found = cls(**values)  # pyright: ignore[reportArgumentType]
-        if max(found.world, found.virtual, found.every) > MOST_RANKS or found.chunk > MOST_SIZE:
+        if max(found.world, found.virtual, found.every, found.kept_blocks) > MOST_RANKS or found.chunk > MOST_SIZE:
             raise UsageError(
-                f"layout {text!r}: at most {MOST_RANKS} ranks, model chunks and blocks of every, and {MOST_SIZE} tokens of a chunk"
+                f"layout {text!r}: at most {MOST_RANKS} ranks, model chunks and blocks of every or keep, and {MOST_SIZE} tokens of a chunk"
             )
         return found
 
@@ -182,6 +191,7 @@ class Layout:
         words += [f"v{self.virtual}"] if self.virtual > 1 else []
         words += ["gpipe"] if self.order == "gpipe" else []
         words += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
+        words += [f"keep{self.kept_blocks}"] if self.kept_blocks else []
         words += [f"z{self.zero}"] if self.zero else []
         words += [f"chunk{format_size(self.chunk)}" if self.chunk != AUTO else "chunk-auto"] if self.chunk else []
         words += [f"every{self.every}"] if self.every > 1 else []
@@ -192,6 +202,11 @@ class Layout:
     def world(self) -> int:
         """Number of ranks."""
         return self.tp * self.ulysses * self.ring * self.dp * self.pp
+
+    @property
+    def open(self) -> bool:
+        """Whether it leaves something to be chosen."""
+        return self.chunk == AUTO or self.recompute == "auto"
 
     @property
     def sequence(self) -> int:

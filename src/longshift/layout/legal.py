@@ -145,17 +145,18 @@ def _stages(layout: Layout, layers: int) -> Iterator[str]:
 
 def _streaming(layout: Layout) -> Iterator[str]:
     """What is said of chunks needs them, and what is moved must be kept apart from the rest."""
+    yield from _kept(layout)
     if layout.keep_output and layout.chunk:
         yield "keep-output is said of recompute-full; a layout in chunks keeps the output of attention unless it says keep-input: drop it"
     elif layout.keep_output and layout.recompute != "full":
-        kept = {"none": "keeps all", "selective": "is to compute that again", "attention": "is to compute that again"}[layout.recompute]
+        kept = {"none": "keeps all", "auto": "leaves that open"}.get(layout.recompute, "is to compute that again")
         yield f"keep-output keeps the output of attention under recompute-full, and this layout {kept}: add recompute-full or drop it"
     chunked = [word for word, said in (("keep-input", layout.keep == "input"), ("kv-offload", layout.kv == "offload")) if said]
     chunked += [word for word, said in (("fpdt", layout.schedule == "fpdt"), (f"every{layout.every}", layout.every > 1)) if said]
     if not layout.chunk:
         if chunked:
             yield f"{' and '.join(chunked)} is said of a layout in chunks, and this one has none: add chunk64K, say"
-        if layout.offload != "device" and layout.recompute != "full":
+        if layout.offload != "device" and layout.recompute not in ("full", "auto"):
             yield f"{layout.offload} takes what recompute-full or a chunked layout keeps: add recompute-full, or chunk64K"
         return
     if layout.chunk != AUTO and layout.chunk < layout.sequence:
@@ -164,6 +165,20 @@ def _streaming(layout: Layout) -> Iterator[str]:
         yield f"recompute-{layout.recompute}: chunks are computed again from a block's input anyway; drop it, or say keep-input"
     if layout.kv == "offload" and layout.offload == "device":
         yield "kv-offload has nowhere to go: add host or disk"
+
+
+def _kept(layout: Layout) -> Iterator[str]:
+    """Blocks that keep all are said of a layout whose others do not."""
+    if not layout.kept_blocks:
+        return
+    word = f"keep{layout.kept_blocks}"
+    if layout.chunk:
+        yield f"{word} is said of blocks that are computed whole, and this layout has chunks: drop it"
+    elif layout.recompute == "auto":
+        yield f"recompute-auto chooses how many blocks keep all: drop {word}"
+    elif layout.recompute in ("none", "selective"):
+        what = "keep all" if layout.recompute == "none" else "keep all but attention's inside"
+        yield f"{word}: the blocks of this layout {what} anyway; drop it, or add recompute-full or recompute-attention"
 
 
 def least_chunk(max_tokens: int, pack_tokens: int) -> int:

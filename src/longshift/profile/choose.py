@@ -1,13 +1,15 @@
-"""`chunk-auto` becomes a number before the ranks start, from what `longshift profile` has kept of this machine."""
+"""`chunk-auto` becomes a number, and `recompute-auto` what blocks keep, before the ranks start, from what `longshift profile` has kept of
+this machine."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import psutil
 import torch
 
 from longshift.cluster.cluster import Cluster
+from longshift.cluster.files import preset
 from longshift.cluster.host import CACHE
 from longshift.config import Config
 from longshift.dist.world import launched
@@ -15,22 +17,27 @@ from longshift.errors import UsageError
 from longshift.explained import shape_of
 from longshift.layout.layout import AUTO, Layout, format_size
 from longshift.layout.legal import least_chunk
+from longshift.planner.activations import choose as choose_activations
 from longshift.planner.chunk_size import Machine, choose, powers
 from longshift.profile.run import kept
-from longshift.program.needs import most, needs
+from longshift.program.many_chunks import full_pack
+from longshift.program.needs import StepShape, most, needs
+from longshift.simulate.clock import Clock, GroupPacks
+from longshift.simulate.cost import Cost, habits, sizes
+from longshift.simulate.rates import rates
 from longshift.workload.groups import Edge
 
 DEFAULTS = {"cpu": 4 << 10, "cuda": 64 << 10}  # tokens, where nothing was measured
 FREE_SHARE = 0.8  # of a device's memory: kernels and the allocator need some too
 
 
-def with_chunks(config: Config, tell: Callable[[str], None]) -> Config:
-    """The config with every `chunk-auto` replaced; `tell`: each choice and why. Raises UsageError in a rank, whose peers may be other
-    machines and choose differently."""
+def chosen(config: Config, tell: Callable[[str], None]) -> Config:
+    """The config with every `chunk-auto` and `recompute-auto` replaced; `tell`: each choice and why. Raises UsageError in a rank, whose
+    peers may be other machines and choose differently."""
     if launched():
-        raise UsageError(
-            "chunk-auto is chosen before ranks start: write the chunk that longshift train CONFIG --explain tells on one machine"
-        )
+        word, what = ("chunk-auto", "chunk") if any(edge.use.chunk == AUTO for edge in config.edges) else ("recompute-auto", "layout")
+        where = "that longshift train CONFIG --explain tells on one machine"
+        raise UsageError(f"{word} is chosen before ranks start: write the {what} {where}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     cluster = kept(device, 1, max(1, torch.cuda.device_count()), True, CACHE, tell)
     edges = []
@@ -40,6 +47,9 @@ def with_chunks(config: Config, tell: Callable[[str], None]) -> Config:
             tokens, why = _choice(config, edge, device, cluster)
             layout = replace(layout, chunk=tokens)
             tell(f"{edge.use}: chunks of {format_size(tokens)}: {why}")
+        elif layout.recompute == "auto":
+            layout, why = _activations(config, edge, device, cluster)
+            tell(f"{edge.use}: {layout}: {why}")
         edges.append(replace(edge, use=layout))
     return config.model_copy(update={"layout": edges[0].use if isinstance(config.layout, Layout) else tuple(edges)})
 
@@ -50,7 +60,7 @@ def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster |
     if cluster is not None:
         machine = Machine(cluster, config.train.precision, device.type == "cpu", FREE_SHARE * _memory(config, device))
         try:
-            return choose(config.spec, edge.use, longest, machine, partial(_bytes, config, edge, device), config.stream.ahead, edge.pack)
+            return choose(config.spec, edge.use, longest, machine, partial(_of_chunk, config, edge, device), config.stream.ahead, edge.pack)
         except UsageError as unknown:
             fault = str(unknown)
     least = least_chunk(longest, edge.pack)
@@ -64,10 +74,40 @@ def _memory(config: Config, device: torch.device) -> int:
     return psutil.virtual_memory().total // config.world
 
 
-def _bytes(config: Config, edge: Edge, device: torch.device, tokens: int) -> int:
+def _activations(config: Config, edge: Edge, device: torch.device, cluster: Cluster | None) -> tuple[Layout, str]:
+    """What blocks of a group keep, and why. A machine that was not measured is taken for a preset: ways differ in what they compute."""
+    spec, free, cpu = config.spec, FREE_SHARE * _memory(config, device), device.type == "cpu"
+    known = cluster or preset("cpu" if cpu else "h100")
+    dtype = config.train.precision if config.train.precision in known.device.flops_per_s else "float32"
+    cost = Cost(sizes(spec), rates(known, dtype), habits(config.train.compile))
+    pack = tuple(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
+
+    def seconds(way: Layout) -> float:
+        micros = max(1, config.train.tokens_per_step // (edge.pack * way.dp))
+        clock = Clock(_shape(config, edge, way), known, cost, dtype)
+        return clock.step([GroupPacks(way, ((pack,) * micros,) * way.dp)]).seconds
+
+    blocks = max(stop - start for start, stop in edge.use.layers_of(spec.layers))
+    best, others = choose_activations(edge.use, blocks, free, cache(partial(_of_layout, config, edge, device)), seconds)
+    room = f"{best.bytes / 2**30:.2f} of {free / 2**30:.2f} GiB"
+    if not others:
+        return best.layout, f"the smallest, and more than is free: {room}"
+    slower = ", ".join(f"{one.layout} {one.seconds / best.seconds - 1:+.0%}" for one in others[1:3])
+    return best.layout, f"the fastest that fits, {room}" + (f"; {slower}" if slower else "")
+
+
+def _of_chunk(config: Config, edge: Edge, device: torch.device, tokens: int) -> int:
     """What a rank needs on its device for a group with chunks of so many tokens."""
-    chosen = replace(edge, use=replace(edge.use, chunk=tokens))
-    layout = chosen.use if isinstance(config.layout, Layout) else tuple(chosen if one == edge else one for one in config.edges)
-    shape = shape_of(config.model_copy(update={"layout": layout}))
+    return _of_layout(config, edge, device, replace(edge.use, chunk=tokens))
+
+
+def _of_layout(config: Config, edge: Edge, device: torch.device, way: Layout) -> int:
+    """What a rank needs on its device for a group under another layout."""
     cpu = device.type == "cpu"
-    return most(needs(shape, [chosen], "gloo" if cpu else "nccl", cpu)).device.total
+    return most(needs(_shape(config, edge, way), [replace(edge, use=way)], "gloo" if cpu else "nccl", cpu)).device.total
+
+
+def _shape(config: Config, edge: Edge, way: Layout) -> StepShape:
+    """The shape of a run's steps with another layout for a group."""
+    edges = tuple(replace(one, use=way) if one == edge else one for one in config.edges)
+    return shape_of(config.model_copy(update={"layout": way if isinstance(config.layout, Layout) else edges}))

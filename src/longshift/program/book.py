@@ -1,7 +1,7 @@
 """Bytes by name and place, now and at the most."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from longshift.layout.layout import Layout, Tier
@@ -85,8 +85,8 @@ class Account:
     """What all that is weighed on a rank shares: how the rank computes and moves, and where bytes are written down. Mutable.
 
     `transport`: how collectives move, which decides what they need besides their results; `same_format`: weights are computed with in
-    home's format; `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_in`: where it lies;
-    `home_sums`: by unit and bucket."""
+    home's format; `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_tiers`: where it
+    lies, by unit; `home_sums`: by unit and bucket."""
 
     rank: int
     home: Layout
@@ -96,7 +96,7 @@ class Account:
     same_format: bool
     host_is_device: bool
     ahead: int
-    home_in: Tier = "device"
+    home_tiers: Mapping[int, Tier] = field(default_factory=dict)
     book: Book = field(default_factory=Book)
     sent: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
@@ -106,24 +106,28 @@ class Account:
     def held(self, name: str, size: int, place: Place = "device") -> Held:
         return Held(self.book, name, size, place)
 
-    @property
-    def borrowed(self) -> bool:
-        """Whether copies may be tensors of home's own."""
-        return self.home_in == "device" or (self.home_in == "host" and self.host_is_device)
+    def borrowed(self, unit: int) -> bool:
+        """Whether copies of a unit may be tensors of home's own."""
+        tier = self.home_tiers[unit]
+        return tier == "device" or (tier == "host" and self.host_is_device)
+
+    def memory_of_home(self, unit: int) -> Place:
+        """Where the training state of a unit is as far as it is in memory."""
+        return "device" if self.borrowed(unit) else self.host
 
     @property
-    def memory_of_home(self) -> Place:
-        """Where the training state is as far as it is in memory."""
-        return "device" if self.borrowed or self.host_is_device else "host"
+    def host(self) -> Place:
+        """The place of the host's memory."""
+        return "device" if self.host_is_device else "host"
 
-    def at_home(self, name: str, size: int) -> Held:
-        """Memory of the training state, as far as it is in memory."""
-        return self.held(name, size, self.memory_of_home)
+    def at_home(self, name: str, size: int, unit: int) -> Held:
+        """Memory of the training state of a unit, as far as it is in memory."""
+        return self.held(name, size, self.memory_of_home(unit))
 
     def receive(self, unit: int, number: int, total: Held, size: int) -> None:
         """Add a reduced gradient to the sum of a bucket at home, of `size` bytes; the first is the sum where it can be."""
         if (unit, number) not in self.home_sums:
-            self.home_sums[unit, number] = total if self.borrowed else self.at_home("gradients at home", size)
+            self.home_sums[unit, number] = total if self.borrowed(unit) else self.at_home("gradients at home", size, unit)
 
     def all_reduced(self, size: int, ranks: int) -> int:
         """Bytes out of a rank for a small all-reduce of `size` bytes: to each other rank on gloo, by a ring on NCCL."""

@@ -1,6 +1,7 @@
 """What the working copies of a cut, their gradients on the way home and switches take on a rank, in bytes: see `program.ledger`."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,12 +44,12 @@ class UnitSizes:
 
 
 def unit_sizes(
-    spec: ModelSpec, view: RankLayout, home: Layout, rank: int, same_format: bool, borrowed: bool = True
+    spec: ModelSpec, view: RankLayout, home: Layout, rank: int, same_format: bool, borrowed: Callable[[int], bool]
 ) -> dict[int, UnitSizes]:
     """Elements of each moving unit on this rank; the layout's copies have a source cut as `home` is. `same_format`: copies have the format
-    of their source; `borrowed`: they are its own tensors then, where it keeps a weight whole."""
+    of their source; `borrowed`: whether those of a unit are its own tensors then, where it keeps a weight whole."""
     mine = buckets_of(spec, home, rank)
-    whole = (bucket for bucket in mine if borrowed and not bucket.sharded and (same_format or bucket.frozen))
+    whole = (bucket for bucket in mine if not bucket.sharded and borrowed(bucket.unit) and (same_format or bucket.frozen))
     at_home = {name: box for bucket in whole for name, box in bucket.home(rank)}
     routes: dict[int, list[Route]] = {}
     for bucket in mine:
@@ -70,7 +71,8 @@ class HeldCopies:
         self.account, self.view, self.cut = account, view, view.cut
         self.guest = view.collective and not view.cut.at_home
         source = view.cut.layout if self.guest else account.home
-        self.units = unit_sizes(view.spec, view, source, account.rank, self.guest or account.same_format, self.guest or account.borrowed)
+        borrowed = (lambda unit: True) if self.guest else account.borrowed
+        self.units = unit_sizes(view.spec, view, source, account.rank, self.guest or account.same_format, borrowed)
         self.name = str(view.cut.layout)
         self.flats: dict[int, Held] = {}
         self.rows: dict[int, Held] = {}

@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from longshift.layout.blocks import cut_blocks, elements_at_once, scales_of
-from longshift.layout.placement import Bucket, buckets_of
+from longshift.layout.blocks import cut_blocks, elements_at_once
 from longshift.program.book import Account, Held
 from longshift.program.operations import Op
 from longshift.program.step import Steps
@@ -16,20 +15,9 @@ SMALL = 16 << 10  # scalars: losses, counters of updates, norms of runs of gradi
 
 def saved_bytes(steps: Steps) -> int:
     """Bytes of master weights and moments that a rank writes into a checkpoint: of what several ranks keep, one writes."""
-    mine = buckets_of(steps.itinerary.spec, steps.itinerary.home, steps.rank)
-    elements = sum(bucket.kept(steps.rank) for bucket in mine if bucket.owns(steps.rank) and not bucket.frozen)
-    blocks = sum(_blocks(bucket, steps) for bucket in mine if bucket.owns(steps.rank) and not bucket.frozen)
-    return elements * (steps.bytes[1] + steps.moments * _moment_bytes(steps)) + 4 * steps.moments * blocks
-
-
-def _moment_bytes(steps: Steps) -> int:
-    """Of an element, without scales."""
-    return {"float32": steps.bytes[1], "bf16": 2, "float8": 1}[steps.packed]
-
-
-def _blocks(bucket: Bucket, steps: Steps) -> int:
-    """How many blocks with a scale a rank has a part of."""
-    return sum(scales_of(box).elements for _, box in bucket.home(steps.rank)) if steps.packed == "float8" else 0
+    mine, each = steps.buckets, steps.state_bytes
+    owned = [bucket for bucket in mine if bucket.owns(steps.rank) and not bucket.frozen]
+    return sum(bucket.kept(steps.rank) * each.home_bytes + each.moments_of(bucket, steps.rank) for bucket in owned)
 
 
 class HeldHome:
@@ -40,13 +28,11 @@ class HeldHome:
     def __init__(self, account: Account, steps: Steps, copied: bool):
         self.account, self.steps = account, steps
         (self.weight_bytes, self.sum_bytes), self.moments = steps.bytes, steps.moments
-        mine = buckets_of(steps.itinerary.spec, steps.itinerary.home, steps.rank)
+        mine, each = steps.buckets, steps.state_bytes
         self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in mine if not bucket.frozen]
         self.frozen = [(bucket.unit, bucket.kept(steps.rank)) for bucket in mine if bucket.frozen]
-        trained = self.sum_bytes * sum(elements for _, elements in self.shards)
-        blocks = [_blocks(bucket, steps) for bucket in mine if not bucket.frozen]
-        codes = [elements * _moment_bytes(steps) for _, elements in self.shards]
-        self.packed = [self.moments * (size + 4 * scales) for size, scales in zip(codes, blocks)]
+        blocks = [each.blocks(bucket, steps.rank) for bucket in mine if not bucket.frozen]
+        self.packed = [each.moments_of(bucket, steps.rank) for bucket in mine if not bucket.frozen]
         self.scales = {bucket.unit: 0 for bucket in mine}
         self.at_once = dict(self.scales)
         for bucket, some in zip((bucket for bucket in mine if not bucket.frozen), blocks):
@@ -56,19 +42,24 @@ class HeldHome:
         self.cut = cut_blocks(steps.itinerary.spec, steps.itinerary.home) if steps.packed == "float8" else {}
         self.wide: list[Held] = []  # moments of the unit that is updated
         self.state = [account.held("scalars", SMALL)]
-        if steps.home_in == "disk":
-            vectors = [elements * self.sum_bytes for _, elements in self.shards] * 2
-            vectors += [*codes, *(4 * some for some in blocks)] * self.moments
-            vectors += [elements * self.weight_bytes for _, elements in self.frozen]
+        vectors = list[int]()
+        for (unit, elements), moments, some in zip(self.shards, self.packed, blocks):
+            masters, codes = elements * self.sum_bytes, elements * each.moment_bytes
+            if unit in steps.on_disk:
+                vectors += [masters] * 2 + [codes, 4 * some] * self.moments
+            else:
+                self.state += [account.at_home("master weights", masters, unit), account.at_home("moments", moments, unit)]
+        for unit, elements in self.frozen:
+            if unit in steps.on_disk:
+                vectors.append(elements * self.weight_bytes)
+            else:
+                self.state.append(account.at_home("weights not trained", elements * self.weight_bytes, unit))
+        if vectors:
             rooms = [-(-size // ALIGN) * ALIGN for size in vectors]
             self.state += [account.held("training state", sum(rooms), "disk")]
-            self.state += [account.at_home("buffers of the disk", 2 * THREADS * (min(PIECE, max(rooms, default=0)) + ALIGN))]
-        else:
-            frozen = self.weight_bytes * sum(elements for _, elements in self.frozen)
-            parts = ("master weights", trained), ("moments", sum(self.packed)), ("weights not trained", frozen)
-            self.state += [account.at_home(*part) for part in parts]
+            self.state += [account.held("buffers of the disk", 2 * THREADS * (min(PIECE, max(rooms, default=0)) + ALIGN), account.host)]
         if copied:
-            self.state.append(account.held("copy for checkpoints", saved_bytes(steps), "device" if account.host_is_device else "host"))
+            self.state.append(account.held("copy for checkpoints", saved_bytes(steps), account.host))
         self.here: dict[tuple[str, int], list[Held]] = {}  # parts of units on disk that are in memory too
 
     def total(self, op: Op) -> None:
@@ -78,7 +69,7 @@ class HeldHome:
             key = unit, units[unit]
             units[unit] += 1
             if key not in self.account.home_sums and op.unit in (-1, unit):
-                self.account.home_sums[key] = self.account.at_home("gradients at home", elements * self.sum_bytes)
+                self.account.home_sums[key] = self.account.at_home("gradients at home", elements * self.sum_bytes, unit)
 
     def update(self, op: Op) -> None:
         """Of all, or of a unit: its moments are unpacked, and its gradient sums are done with."""
@@ -88,9 +79,9 @@ class HeldHome:
             return
         if self.steps.packed != "float32":
             trained, _ = self._of(op.unit)
-            self.wide = [self.account.at_home("unpacked moments", self.moments * trained)]
-            self._inside(self.at_once[op.unit] * (self.sum_bytes + 1))
-        if self.steps.home_in != "disk":
+            self.wide = [self.account.at_home("unpacked moments", self.moments * trained, op.unit)]
+            self._inside(op.unit, self.at_once[op.unit] * (self.sum_bytes + 1))
+        if op.unit not in self.steps.on_disk:
             for key in [key for key in self.account.home_sums if key[0] == op.unit]:
                 del self.account.home_sums[key]
 
@@ -100,11 +91,11 @@ class HeldHome:
             size, ranks = 4 * self.moments * self.cut[op.unit].count, len(self.cut[op.unit].ranks)
             self.account.send("scales", self.account.all_reduced(size, ranks))
             packing = max(packing, self.scales[op.unit] + size * (2 + ranks))
-        self._inside(packing)
+        self._inside(op.unit, packing)
         self.wide = []
 
-    def _inside(self, size: int) -> None:
-        self.account.book.inside(size, self.account.memory_of_home)
+    def _inside(self, unit: int, size: int) -> None:
+        self.account.book.inside(size, self.account.memory_of_home(unit))
 
     def read(self, op: Op) -> None:
         trained, frozen = self._of(op.unit)
@@ -114,7 +105,7 @@ class HeldHome:
             self.total(op)
             return
         parts = [trained + frozen] if op.part == "master" else [trained, record]
-        self.here[op.part, op.unit] = [self.account.at_home(f"{op.part} from disk", size) for size in parts]
+        self.here[op.part, op.unit] = [self.account.at_home(f"{op.part} from disk", size, op.unit) for size in parts]
 
     def evict(self, op: Op) -> None:
         del self.here[op.part, op.unit]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from longshift.layout.heads import own_heads
-from longshift.layout.layout import Coord, Tier
+from longshift.layout.home_tiers import HomeTiers
+from longshift.layout.layout import Coord
 from longshift.program.book import Peak
 from longshift.program.ledger import Ledger, Weighed
 from longshift.program.many_chunks import Pack, extended, full_pack, moments_of, small_packs
@@ -32,7 +33,7 @@ class StepShape:
     longest: int
     ahead: int = 1
     windows: Windows = Windows()  # noqa: RUF009  (frozen)
-    home_in: Tier = "device"
+    home_in: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
     copied: bool = False
 
     def steps(self, rank: int) -> Steps:

@@ -24,7 +24,8 @@ from itertools import chain
 
 import numpy as np
 
-from longshift.layout.layout import Layout, Tier
+from longshift.layout.home_tiers import HomeTiers, StateBytes, tiers_of
+from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of, moving_unit
 from longshift.program.operations import Op, Program
 from longshift.program.turns import RankLayout, UnitTurn, Visit, visit_of
@@ -67,19 +68,20 @@ class Steps:
         weight_bytes: int,
         sum_bytes: int,
         windows: Windows,
-        home_in: Tier = "device",
+        home_in: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
         moments: int = 2,
         packed: MomentFormat = "float32",
     ):
         """`home_in`: where the training state lies; `moments`: how many the optimizer keeps, `packed` into this format between updates."""
-        self.itinerary, self.rank, self.windows = itinerary, rank, windows
-        self.home_in: Tier = home_in
+        self.itinerary, self.rank, self.windows, self.home_in = itinerary, rank, windows, home_in
         self.moments = moments
         self.packed: MomentFormat = packed if moments else "float32"
-        self.by_unit = home_in == "disk" or self.packed != "float32"
-        mine = buckets_of(itinerary.spec, itinerary.home, rank) if self.by_unit else ()
-        self.on_disk = sorted({bucket.unit for bucket in mine}) if home_in == "disk" else []
-        self.trained = sorted({bucket.unit for bucket in mine if not bucket.frozen})
+        self.by_unit = "disk" in home_in.named or self.packed != "float32"
+        self.buckets = buckets_of(itinerary.spec, itinerary.home, rank)
+        self.state_bytes = StateBytes(weight_bytes, sum_bytes, moments, self.packed)
+        self.home_tiers = tiers_of(home_in, self.buckets, rank, self.state_bytes)
+        self.on_disk = [unit for unit, tier in self.home_tiers.items() if tier == "disk"]
+        self.trained = sorted({bucket.unit for bucket in self.buckets if not bucket.frozen})
         self.bytes = weight_bytes, sum_bytes
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
         self.cuts = set(itinerary.cuts.values())
@@ -179,23 +181,23 @@ class _Step:
         yield Op("norm")
         if self.learns:
             yield Op("update")
-            yield from self._updates()
+            yield from self._updates() if self.steps.by_unit else ()
 
     def _updates(self) -> Iterator[Op]:
-        """Updates of a home that is updated by unit, in the order of the next forward. Of what is on disk the next unit comes while one is
+        """Updates of a home that is updated by unit, in the order of the next forward. Of units on disk the next one comes while one is
         updated, and the last goes."""
-        units, disk = self.steps.trained, self.steps.home_in == "disk"
-        for number, unit in enumerate(units):
-            if disk:
-                if not number:
-                    yield Op("read", unit=unit, part="record")
-                yield Op("await read", unit=unit, part="record")
-                if number + 1 < len(units):
-                    yield Op("read", unit=units[number + 1], part="record")
+        coming = [unit for unit in self.steps.trained if unit in self.disk.units]
+        for unit in coming[:1]:
+            yield Op("read", unit=unit, part="record")
+        for unit in self.steps.trained:
+            if unit in self.disk.units:
+                yield Op("await read", unit=coming.pop(0), part="record")
+                for after in coming[:1]:
+                    yield Op("read", unit=after, part="record")
             yield Op("update", unit=unit)
             if self.steps.packed != "float32":
                 yield Op("pack", unit=unit)
-            if disk:
+            if unit in self.disk.units:
                 yield from self.disk.write(0, unit, "record")
         yield from self.disk.settled()
 
@@ -254,6 +256,8 @@ class _Step:
         if self.learns:
             if not self.disk.units:
                 yield Op("total", number)
+            else:
+                yield from (Op("total", number, unit) for unit in self.steps.trained if unit not in self.disk.units)
             exchanges = self.steps.take_home(view.cut)
             yield from self._exchange(number, exchanges, "sums", 0, exchanges.count)
             yield Op("await exchange", number, number=exchanges.count - 1, way="sums")
@@ -290,13 +294,11 @@ class _Step:
 
     def _gather(self, number: int, unit: int, after: int | None = None) -> Iterator[Op]:
         """A gather, with the master from disk where home is there; `after`: the unit whose master is wanted next."""
-        if not (self.views[number].cut.at_home and unit in self.disk.units):
-            yield Op("gather", number, unit)
-            return
-        yield from self.disk.have(number, unit)
+        away = self.disk.units if self.views[number].cut.at_home else frozenset()
+        yield from self.disk.have(number, unit) if unit in away else ()
         yield Op("gather", number, unit)
-        yield from self.disk.leave(number, unit)
-        if after is not None:
+        yield from self.disk.leave(number, unit) if unit in away else ()
+        if after is not None and after in away:
             yield from self.disk.ask(number, after)
 
     def _with_gathers(self, number: int, turns: list[UnitTurn], ahead: dict[int, list[int]]) -> Iterator[Op]:

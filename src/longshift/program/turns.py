@@ -28,9 +28,9 @@ PARTS = {
 }
 
 
-def parts_of(layout: Layout) -> tuple[tuple[str, bool], ...]:
-    """The parts of a block, as in PARTS."""
-    return PARTS[layout.recompute + ".keep-output" * layout.keep_output]
+def parts_of(layout: Layout, kept: bool = False) -> tuple[tuple[str, bool], ...]:
+    """The parts of a block, as in PARTS; `kept`: of one that keeps all."""
+    return PARTS["none" if kept else layout.recompute + ".keep-output" * layout.keep_output]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,12 @@ class RankLayout:
         self.learned = self.units & {moving_unit(spec, param) for param in spec.params if not param.frozen}
         self.tied = (spec.units,) if spec.units in self.units else ()
         self.collective = cut.at_home or cut.side == "rows"  # weights come and sums go by collectives among holders
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """Blocks that keep all for their backward, whatever the others do: the last of each model chunk, whose backward comes first."""
+        blocks = ([unit for unit in chunk if 1 <= unit <= self.spec.layers] for chunk in self.chunks)
+        return frozenset(unit for some in blocks for unit in some[max(0, len(some) - self.layout.kept_blocks) :])
 
     @property
     def leads(self) -> bool:
@@ -203,6 +209,7 @@ class _WholeTurns(_Turns):
     def __init__(self, view: RankLayout, visit: Visit, number: int, closing: bool):
         super().__init__(view, visit, number, closing)
         self.moves = view.layout.offload != "device"
+        self.kept = view.kept
 
     def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
         for unit in self.view.chunks[event.chunk]:
@@ -227,7 +234,7 @@ class _WholeTurns(_Turns):
             yield UnitTurn(unit, tuple(ops))
 
     def _parts(self, unit: int) -> tuple[tuple[str, bool], ...]:
-        return (("embed", True),) if unit == 0 else parts_of(self.view.layout)
+        return (("embed", True),) if unit == 0 else parts_of(self.view.layout, unit in self.kept)
 
     def _forward(self, unit: int, micro: int) -> Iterator[Op]:
         for part, graph in self._parts(unit):

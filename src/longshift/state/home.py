@@ -9,8 +9,8 @@ that a gather sends it and a reduction ends in it without rearranging.
 
 Moments may be packed into fewer bits between updates (`state.moments`).
 
-Home is in the device's memory, in the host's (ZeRO-Offload, arXiv 2101.06840), or on disk (`state.records`). Wherever it lies, it is
-updated there: of what is on disk, that is host memory.
+Home is in the device's memory, in the host's (ZeRO-Offload, arXiv 2101.06840), on disk (`state.records`), or some units are here and some
+there (`layout.home_tiers`). Wherever a unit lies, it is updated there: of what is on disk, that is host memory.
 """
 
 import hashlib
@@ -30,7 +30,8 @@ from torch import Tensor
 from longshift.dist.world import World
 from longshift.layout.blocks import CutBlocks, cut_blocks, scales_of
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout, Tier
+from longshift.layout.home_tiers import HomeTiers, StateBytes, tiers_of
+from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
 from longshift.layout.placement import buckets as buckets_of
 from longshift.spec.formats import MomentFormat
@@ -57,7 +58,7 @@ class Shard:
     decaying: int  # elements, from the start, that weight decay applies to
     master: Tensor
     grad: Tensor | None = None
-    vectors: Mapping[str, Vector] = field(default_factory=dict)  # by kind, of `state.records`; none where home is in memory
+    vectors: Mapping[str, Vector] = field(default_factory=dict)  # by kind, of `state.records`; none where the unit is in memory
     norms: tuple[Tensor, ...] = ()  # of a gradient sum on disk
     packed: Mapping[str, PackedMoment] = field(default_factory=dict)  # moments by name, where they are packed
 
@@ -100,19 +101,22 @@ class Home:
         device: torch.device,
         source: Source,
         frozen: torch.dtype | None = None,
-        records: Records | None = None,
+        home_in: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
+        folder: Path | None = None,
         rule: Rule = Rule(),  # noqa: B008  (frozen)
         packed: MomentFormat = "float32",
     ):
-        """`frozen`: the format of weights that are not trained; `dtype` where not given. `records`: where all is, if on disk; `device` is
-        the host then. `rule`: of updates, whose moments are `packed` into this format between them."""
-        self.spec, self.rank, self.buckets, self.records, self.moments = spec, rank, buckets, records, rule.moments
+        """`frozen`: the format of weights that are not trained; `dtype` where not given. `home_in`: where which units lie, on disk below
+        `folder`. `rule`: of updates, whose moments are `packed` into this format between them."""
+        self.spec, self.rank, self.buckets, self.home_in, self.moments = spec, rank, buckets, home_in, rule.moments
+        self.records = Records(folder or Path(tempfile.gettempdir())) if "disk" in home_in.named else None
         self.packed: MomentFormat = packed if rule.moments else "float32"
         self.saved = saved_moments(rule, self.packed, dtype)
         self.cut: Mapping[int, CutBlocks] = {}
         self._wide: dict[int, int] = {}  # units whose moments are unpacked, for which update
-        self.tier: Tier = "disk" if records else "device"
-        self.shards = [self._shard(b, (frozen or dtype) if b.frozen else dtype, device, source) for b in buckets if rank in b.holders]
+        mine, frozen = [bucket for bucket in buckets if rank in bucket.holders], frozen or dtype
+        self.tiers = tiers_of(home_in, mine, rank, StateBytes(frozen.itemsize, dtype.itemsize, len(rule.moments), self.packed))
+        self.shards = [self._shard(bucket, frozen if bucket.frozen else dtype, device, source) for bucket in mine]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
         self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
         for shard in self.shards:
@@ -129,18 +133,15 @@ class Home:
         world: World,
         precision: Precision,
         source: Source,
-        tier: Tier = "device",
+        home_in: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
         folder: str | Path | None = None,
         rule: Rule = Rule(),  # noqa: B008  (frozen)
         packed: MomentFormat = "float32",
     ) -> "Home":
-        """The home of this rank of a world, cut as `cut` is, in a tier; of `disk`, below `folder`. `rule`: of its updates; `packed`: the
+        """The home of this rank of a world, cut as `cut` is, and lies; on disk, below `folder`. `rule`: of its updates; `packed`: the
         format of moments between them. Collective where that is float8."""
-        records = Records(Path(folder or tempfile.gettempdir())) if tier == "disk" else None
-        device = world.device if tier == "device" else torch.device("cpu")
-        how = precision.home, device, source, precision.compute, records, rule, packed
+        how = precision.home, world.device, source, precision.compute, home_in, Path(folder) if folder else None, rule, packed
         home = cls(spec, buckets_of(spec, cut), world.rank, *how)
-        home.tier = tier
         if home.packed == "float8":
             home.cut = cut_blocks(spec, cut)
             world.prepare(sorted({blocks.ranks for blocks in home.cut.values()}), "scales")
@@ -157,7 +158,8 @@ class Home:
             self.records.close()
 
     def _shard(self, bucket: Bucket, dtype: torch.dtype, device: torch.device, source: Source) -> Shard:
-        boxes = bucket.home(self.rank)
+        boxes, tier = bucket.home(self.rank), self.tiers[bucket.unit]
+        device = device if tier == "device" else torch.device("cpu")
         decaying = sum(box.elements for name, box in boxes if self.spec.by_name[name].decay)
         elements = sum(box.elements for _, box in boxes)
         formats: dict[str, tuple[int, torch.dtype]] = {"master": (elements, dtype)}
@@ -165,7 +167,7 @@ class Home:
             blocks = sum(scales_of(box).elements for _, box in boxes)
             formats |= {kind: (blocks if kind.endswith(SCALE) else elements, of) for kind, of in self.saved.items()}
             formats["grad"] = elements, dtype
-        if self.records is None:
+        if self.records is None or tier != "disk":
             shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, torch.empty(elements, dtype=dtype, device=device))
             fill(shard, source)
             if self.packed != "float32" and not bucket.frozen:
@@ -322,7 +324,8 @@ class Home:
         a whole shard would cost its memory twice over. Infinite where a float32 gradient is above 1e19."""
         summed = [s for s in self.shards if s.owned and s.grad is not None]
         norms = [norm for s in summed for norm in (s.norms if s.vectors else _norms(s.grad))]  # pyright: ignore[reportArgumentType]
-        return torch.cat(norms or [torch.zeros(1, device=self.shards[0].master.device)]).double().square().sum()
+        device = self.shards[0].master.device
+        return torch.cat([norm.to(device) for norm in norms] or [torch.zeros(1, device=device)]).double().square().sum()
 
     def not_finite(self, what: Literal["master", "grad"]) -> list[str]:
         """Names of the weights whose master, or gradient, has a value here that is not finite."""

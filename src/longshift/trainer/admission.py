@@ -14,6 +14,7 @@ from longshift.dist.memory import host_memory
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError
 from longshift.explained import shape_of
+from longshift.layout.home_tiers import HomeTiers
 from longshift.program.held_home import saved_bytes
 from longshift.program.needs import Need, StepShape, most, needs
 from longshift.schedule.inside_rank import Transport
@@ -57,11 +58,11 @@ def _lacking(config: Config, world: World, run: Path, room: int, process: int, s
     waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
     copy = max(saved_bytes(shape.steps(need.rank)) for need in whole) if shape.copied and not cpu else 0
     copies = {"host": copy, "disk": 0}
-    alone = replace(shape, home_in="device", copied=False)
+    alone = replace(shape, home_in=HomeTiers(), copied=False)
     for edge in config.edges:
         place = edge.use.offload
         if place == "disk" or (place == "host" and not cpu):
-            same = len(config.edges) == 1 and config.home.at == "device" and not shape.copied
+            same = len(config.edges) == 1 and config.home.at == HomeTiers() and not shape.copied
             waiting[place][str(edge.use)] = most(whole if same else needs(alone, [edge], transport, cpu), place).of(place)
     for place, known in waiting.items():
         if state := max(0, most(whole, place).of(place) - copies[place] - max(known.values(), default=0)):

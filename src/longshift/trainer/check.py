@@ -21,7 +21,8 @@ from longshift.dist.world import World
 from longshift.documents.batch import Document, StepBatch
 from longshift.documents.micro import micro_batch
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout, Tier
+from longshift.layout.home_tiers import HomeTiers
+from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, Ops
 from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
@@ -82,7 +83,7 @@ class Trial:
     stream_folder: str | None = None
     masked: bool = False
     stages: tuple[Later, ...] = ()
-    home: Tier = "device"
+    home: str = "device"  # of `HomeTiers`
     packed: MomentFormat = "float32"
     compile: bool = False
 
@@ -236,7 +237,9 @@ def build(
     edges = trial.groups(layouts)
     home_cut = home_cut or home_layout(edges)
     source = source or trial.source()
-    home = Home.made(trial.spec, home_cut, world, precision, source, trial.home, trial.stream_folder, trial.rule, trial.packed)
+    home = Home.made(
+        trial.spec, home_cut, world, precision, source, HomeTiers.parse(trial.home), trial.stream_folder, trial.rule, trial.packed
+    )
     optimizer = Optimizer(home, trial.rule)
     state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)

@@ -234,7 +234,7 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
         bucket_bytes=run.switch.bucket,
         ahead_bytes=run.switch.ahead,
         stream_folder=run.stream.folder or scratch,
-        home=run.home.at,
+        home=str(run.home.at),
         compile=run.train.compile,
     ).to_json()
 

@@ -15,7 +15,7 @@ from typing import Any
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.errors import shown
-from longshift.layout.layout import AUTO, Layout
+from longshift.layout.layout import AUTO
 from longshift.planner.asked import AutoLayout
 from longshift.trainer.plan_file import read
 from longshift.trainer.run_folder import RunFolder
@@ -61,7 +61,7 @@ def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Con
     if isinstance(asked, AutoLayout):
         made = plan is not None and plan.asked == asked.to_json() and run.model_dump(mode="json")["layout"] in plan.choices
         return given, (run.model_copy(update={"layout": asked}) if made else run)
-    chosen = tuple(_chunked(*pair) for pair in zip(_edges(given), _edges(run)))
+    chosen = tuple(_chosen(*pair) for pair in zip(_edges(given), _edges(run)))
     if len(_edges(given)) == len(_edges(run)) and chosen == _edges(run):
         return given.model_copy(update={"layout": run.layout}), run
     return given, run
@@ -85,9 +85,13 @@ def _edges(config: Config) -> tuple[Edge, ...]:
     return () if isinstance(config.layout, AutoLayout) else config.edges
 
 
-def _chunked(asked: Edge, of_run: Edge) -> Edge:
-    """A group whose `chunk-auto` is the chunk of the run's group."""
-    use: Layout = replace(asked.use, chunk=of_run.use.chunk) if asked.use.chunk == AUTO else asked.use
+def _chosen(asked: Edge, of_run: Edge) -> Edge:
+    """A group whose `chunk-auto` and `recompute-auto` are what the run's group has."""
+    use, was = asked.use, of_run.use
+    if use.chunk == AUTO:
+        use = replace(use, chunk=was.chunk)
+    if use.recompute == "auto":
+        use = replace(use, recompute=was.recompute, kept_blocks=was.kept_blocks, keep_output=was.keep_output, offload=was.offload)
     return replace(asked, use=use)
 
 

@@ -135,7 +135,7 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
         expect(config.save.trackers)
     _prove_writable(folder.path, "the run folder", "save.dir", make=True)
     if config.stream.folder and (
-        config.home.at == "disk" or any(edge.use.offload == "disk" for part in config.parts for edge in part.edges)
+        "disk" in config.home.at.named or any(edge.use.offload == "disk" for part in config.parts for edge in part.edges)
     ):
         _prove_writable(Path(config.stream.folder), "the folder", "stream.folder", make=False)
     if resume and not folder.latest.exists():
