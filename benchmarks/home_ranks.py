@@ -162,16 +162,16 @@ def throttled(bandwidth: float) -> None:
     Records._read, Records._write = slow(Records._read), slow(Records._write)
 
 
-_built: dict[str, tuple[State, Player]] = {}
+_built: dict[tuple[str, str], tuple[State, Player]] = {}
 
 
 def timed_step(world: World, trial: dict, layout: str, bandwidth: float) -> dict:
     """Seconds of a step, and the bytes that it moved from and to the disk. A state is made when it is first asked for."""
     throttled(bandwidth)
     what = Trial.from_json(trial)
-    if what.home not in _built:
-        _built[what.home] = made(world, what, layout)
-    state, player = _built[what.home]
+    if (what.home, layout) not in _built:
+        _built[what.home, layout] = made(world, what, layout)
+    state, player = _built[what.home, layout]
     records = state.home.records
     if records:
         records.restart()

@@ -51,9 +51,10 @@ class Explained:
 @dataclass(frozen=True)
 class Explanation:
     """A step that has documents of all lengths. `groups` in visiting order; `need`: of the rank that needs most memory in it;
-    `optimizer`: what updates home, and what becomes of its moments."""
+    `home`: the layout that home is cut by, `home_in`: where it lies; `optimizer`: what updates it, and what becomes of its moments."""
 
     home: str
+    home_in: str
     links: Links
     groups: tuple[Explained, ...]
     need: Need
@@ -68,7 +69,10 @@ class Explanation:
         return found
 
     def __str__(self) -> str:
-        lines = [f"home is cut as {self.home}: every master weight, gradient sum and moment once; nodes of {self.links.per_node} ranks"]
+        lies = f", in {self.home_in}" * (self.home_in != "device")
+        lines = [
+            f"home is cut as {self.home}{lies}: every master weight, gradient sum and moment once; nodes of {self.links.per_node} ranks"
+        ]
         lines += [f"links: {self.links}"]
         for number, group in enumerate(self.groups, 1):
             packs = f", in packs of up to {format_size(group.pack)}" if group.pack != group.upto else ""
@@ -137,7 +141,7 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         told_of = weights, coming, pack.sent, pack.moved, gradients, going, tuple(pruned), need
         groups.append(Explained(str(edge.use), edge.upto, edge.pack, *told_of))
     whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
-    return Explanation(str(way.home), way.links, tuple(groups), whole, _updating(config))
+    return Explanation(str(way.home), str(shape.home_in), way.links, tuple(groups), whole, _updating(config))
 
 
 def _updating(config: Config) -> str:

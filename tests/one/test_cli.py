@@ -241,6 +241,30 @@ def test_a_chunk_is_chosen_and_the_run_keeps_it(place, longshift, monkeypatch):
     assert "chunk-auto is chosen before ranks start" in err
 
 
+def test_what_blocks_keep_is_chosen_and_the_run_keeps_it(place, longshift, monkeypatch):
+    monkeypatch.setattr("longshift.profile.choose.CACHE", place / "none")
+    code, out, err = longshift("train run.yaml --explain layout=recompute-auto.disk")
+    assert code == 0
+    assert err.startswith("longshift: recompute-auto.disk: dp1: the fastest that fits, ")
+    assert "1. documents of up to" in out
+    monkeypatch.setattr("longshift.profile.choose.FREE_SHARE", 1e-9)
+    code, _, err = longshift("train run.yaml layout=recompute-auto.disk train.steps=1 train.pack_tokens=16K")
+    assert code == 0
+    assert "recompute-auto.disk: recompute-full: the smallest, and more than is free: " in err
+    assert load_config(place / "run/config.yaml").layout == Layout.parse("recompute-full")
+    monkeypatch.setattr("longshift.profile.choose.FREE_SHARE", 0.8)
+    (place / "run.yaml").write_text(CONFIG.format(place=place) + "layout: recompute-auto.disk\n")
+    code, _, err = longshift("train run.yaml --resume train.steps=2 train.pack_tokens=16K")
+    assert code == 0
+    assert "  layout: " not in err
+    assert load_config(place / "run/config.yaml").layout == Layout.parse("recompute-full")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    code, _, err = longshift("train run.yaml layout=recompute-auto save.dir=other")
+    assert code == 2
+    assert "recompute-auto is chosen before ranks start: write the layout that" in err
+
+
 def test_explain_counts_ranks_on_a_node_as_the_launcher_says(place, longshift, monkeypatch):
     """The nodes that the switch is planned for, and what goes between them."""
     groups = "layout='[{upto: 32, use: dp4}, {upto: 64, use: tp4}]'"
