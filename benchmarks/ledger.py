@@ -118,6 +118,8 @@ def cases() -> Iterator[Case]:
     yield Case("pp2.dp2.tp2.z3", "llama", "fp16")
     yield from (Case(f"{layout}.recompute-selective", "qwen3") for layout in ("tp2", "u2.z3", "ring2", "pp2.v2.dp2"))
     yield from (Case(f"{layout}.recompute-full", "llama-tied") for layout in ("tp2", "u2", "ring2.z2", "dp2.z3", "pp2"))
+    vertical = ("dp2.z3.vertical", "tp2.vertical.recompute-full.disk", "u2.z2.vertical")
+    yield from (Case(layout, "llama-tied", "bf16") for layout in vertical)
     kept = (
         "recompute-full.keep2",
         "dp2.recompute-full.keep1.disk",
@@ -227,6 +229,7 @@ QUICK = (
     Case("recompute-selective", "qwen3", lengths=FEW),
     Case("recompute-full"),
     Case("pp2.recompute-full.keep1.disk", "qwen3", "bf16", FEW),
+    Case("dp2.z3.vertical.recompute-full.disk", "llama-tied", "bf16", SHORT, home="disk"),
     Case("chunk256.disk.kv-offload", "llama", "bf16", FEW),
     Case("dp2.z3", "llama-tied", lengths=SHORT),
     Case("tp2", "llama-5-heads", lengths=FEW),

@@ -71,6 +71,7 @@ WORDS_OF_EIGHT = {
     "dp8.z1.recompute-selective": (2 * K, K) * 8,
     "dp2.tp4.z2.recompute-attention": (2 * K, K),
     "ring2.u4.z3.recompute-full": (2 * K, K),
+    "dp8.z3.vertical": (K,) * 64,
     "pp2:1-1.dp2.tp2.gpipe": (K,) * 4,
     "pp2.v2.tp4": (K,) * 2,
     "pp2.ring2.u2.z3.chunk1K.host.kv-offload": (2 * K,) * 2,

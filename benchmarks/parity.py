@@ -140,6 +140,9 @@ STREAMING = tuple(product(("stream", "fpdt"), ("output", "input"), TIERS))
 OFFLOADED = (
     "recompute-full.keep-output",
     "recompute-full.keep2",
+    "dp2.z3.vertical",
+    "dp3.tp2.z2.vertical.recompute-full",
+    "u2.z1.vertical.recompute-full.keep1.disk",
     "pp2.dp2.recompute-full.keep1.disk",
     "pp2.v2.tp2.recompute-attention.keep1",
     "u2.recompute-full.keep3.keep-output.disk",

@@ -2,6 +2,8 @@
 
     speed     seconds of a step by tokens a step, rounds of all three homes in turn; the disk is held to a named bandwidth, so that a CPU
               stands for a device. `bound_s` is the larger of the device's seconds and bytes over bandwidth: nothing takes less
+    vertical  the same of `home: disk` under ZeRO-3, micro-batch by micro-batch and in vertical order; `vertical_ratio`: seconds of the one
+              over those of the other
     file      all records of a home are read and written, as an update does, in turn with a plain test of the same disk: one file, direct,
               as many threads, as large blocks. `disk_share`: of its rate, the median over rounds
     adam      the update of a home, its clip included, beside torch's fused AdamW alone on one vector of the same size
@@ -72,6 +74,24 @@ def speed(spec: ModelSpec, sizes: Sequence[int], rounds: int) -> list[dict]:
     return rows
 
 
+def vertical(spec: ModelSpec, tokens: int, rounds: int) -> list[dict]:
+    """A row for each order of micro-batches, of `home: disk`."""
+    layouts = ("dp1.z3.recompute-full", "dp1.z3.vertical.recompute-full")
+    found: dict[str, list[dict]] = {layout: [] for layout in layouts}
+    with ForkedWorld(1) as world:
+        for number in range(rounds + 1):
+            for layout in (*layouts[number % 2 :], *layouts[: number % 2]):
+                how = {"trial": trial(spec, tokens, 1, "disk"), "bandwidth": BANDWIDTH}
+                found[layout] += world.call("home_ranks:timed_step", DEADLINE_S, layout=layout, **how)
+            say("vertical:", {layout: round(some[-1]["seconds"], 2) for layout, some in found.items()})
+        world.call("home_ranks:forget", DEADLINE_S)
+    rows = []
+    for layout, some in found.items():
+        row = {"part": "vertical", "order": layout, "tokens": tokens, "step_s": median(one["seconds"] for one in some[1:])}
+        rows.append(row | {"moved_mib": some[-1]["moved"] / 2**20})
+    return rows
+
+
 def adam(spec: ModelSpec, rounds: int) -> dict:
     """Seconds of an update of a home over those of torch's fused AdamW."""
     with ForkedWorld(1) as world:
@@ -129,6 +149,7 @@ def main() -> int:
     options = arguments("What homes on the host and on disk cost and save.").parse_args()
     quick = options.quick
     rows = speed(model(64, 2) if quick else model(256, 6), (256,) if quick else (512, 2048, 8192), 1 if quick else 5)
+    rows += (orders := vertical(*((model(64, 2), 1024, 1) if quick else (model(256, 6), 4096, 5))))
     rows.append(update := adam(model(64, 2) if quick else model(512, 8), 2 if quick else 20))
     rows.append(moved := disk(64 if quick else 1024, 2 if quick else 7))
     say("disk:", moved)
@@ -140,6 +161,7 @@ def main() -> int:
         for home in HOMES[1:]
     }
     summary |= {"bound": {row["tokens"]: row["over_bound"] for row in rows if row.get("home") == "disk"}, "bandwidth": BANDWIDTH}
+    summary |= {"vertical_ratio": orders[0]["step_s"] / orders[1]["step_s"]}
     summary |= {"disk_share": median(moved["shares"]), "direct": moved["direct"]}
     summary |= {f"adam_ratio{name}": update[key] / update["torch_s"] for name, key in (("", "ours_s"), ("_clipped", "clipped_s"))}
     for packed in FORMATS[1:]:

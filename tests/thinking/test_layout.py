@@ -18,7 +18,7 @@ layouts = st.builds(
     Layout,
     **dict.fromkeys(("dp", "pp", "tp", "ulysses", "ring", "virtual"), degree),
     zero=st.integers(0, 3),
-    order=st.sampled_from(["gpipe", "1f1b"]),
+    order=st.sampled_from(["gpipe", "1f1b", "vertical"]),
     recompute=st.sampled_from(["none", "selective", "attention", "full", "auto"]),
     kept_blocks=st.integers(0, 9),
     keep_output=st.booleans(),

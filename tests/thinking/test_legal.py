@@ -75,6 +75,11 @@ def test_uneven_is_possible(text):
             "keep-output keeps the output of attention under recompute-full, and this layout is to compute that again: "
             "add recompute-full or drop it",
         ),
+        (
+            "pp2.vertical",
+            "vertical takes all micro-batches through a block before the next, and stages wait for each: drop vertical, or pp and v",
+        ),
+        ("chunk1K.vertical", "vertical is said of packs that are computed whole, and this layout has chunks: drop it"),
         ("keep2", "keep2: the blocks of this layout keep all anyway; drop it, or add recompute-full or recompute-attention"),
         (
             "recompute-selective.keep2",

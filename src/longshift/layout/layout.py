@@ -5,6 +5,7 @@
     u4.ring2           sequence over eight ranks: Ulysses inside, ring outside
     pp2:3-2.gpipe      three and two layers in the stages, all-forward-all-backward
     pp2.v2             interleaved 1F1B with two model chunks a rank
+    dp4.z3.vertical    all micro-batches of a block before the next block (`program.turns`)
     dp4.recompute-full
     recompute-full.keep8   the last 8 blocks of each stage keep all for their backward, the others their input
     recompute-auto     recomputation, and how many blocks keep all, chosen for this machine (`planner.activations`)
@@ -28,7 +29,7 @@ AXES = ("tp", "ulysses", "ring", "dp", "pp")  # fastest first
 AUTO = -1  # a chunk that is chosen before the ranks start, from what the machine can do, as the recomputation "auto" is
 ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 and weights"
 
-Order = Literal["gpipe", "1f1b"]
+Order = Literal["gpipe", "1f1b", "vertical"]
 Recompute = Literal["none", "selective", "attention", "full", "auto"]
 Tier = Literal["device", "host", "disk"]
 Keep = Literal["output", "input"]
@@ -43,6 +44,7 @@ _POLICIES = ("keep_output", "offload", "keep", "kv", "schedule")  # written as t
 _FLAGS = {
     "gpipe": ("order", "gpipe"),
     "1f1b": ("order", "1f1b"),
+    "vertical": ("order", "vertical"),
     "recompute-selective": ("recompute", "selective"),
     "recompute-attention": ("recompute", "attention"),
     "recompute-full": ("recompute", "full"),
@@ -189,7 +191,7 @@ class Layout:
             words.append(f"pp{self.pp}" + (":" + "-".join(map(str, self.stages)) if self.stages else ""))
         words += [f"{short}{n}" for short, n in (("dp", self.dp), ("ring", self.ring), ("u", self.ulysses), ("tp", self.tp)) if n > 1]
         words += [f"v{self.virtual}"] if self.virtual > 1 else []
-        words += ["gpipe"] if self.order == "gpipe" else []
+        words += [self.order] if self.order != "1f1b" else []
         words += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
         words += [f"keep{self.kept_blocks}"] if self.kept_blocks else []
         words += [f"z{self.zero}"] if self.zero else []

@@ -114,6 +114,10 @@ def _ulysses(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 
 def _pipeline(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     pp, virtual, layers = layout.pp, layout.virtual, spec.layers
+    if layout.order == "vertical" and pp * virtual > 1:
+        yield "vertical takes all micro-batches through a block before the next, and stages wait for each: drop vertical, or pp and v"
+    if layout.order == "vertical" and layout.chunk:
+        yield "vertical is said of packs that are computed whole, and this layout has chunks: drop it"
     if virtual > 1 and layout.order == "gpipe":
         yield f"gpipe and v{virtual} contradict: model chunks are what 1F1B interleaves; drop gpipe or v{virtual}"
     if virtual > 1 and pp == 1:

@@ -91,12 +91,12 @@ def most(found: Sequence[Need], place: str = "device") -> Need:
 
 def largest_step(shape: StepShape, edges: Sequence[Edge], packs: Sequence[Pack]) -> tuple[tuple[Visit, ...], list[list[Pack]]]:
     """Visits of these groups, and the lengths of the documents of each micro-batch, `packs` as often as the tokens of full ones can fill
-    them. More micro-batches than a pipeline has under way change no peak, but under gpipe, where all are under way."""
+    them. More micro-batches than a pipeline has under way change no peak, but under gpipe and vertical, where all are under way."""
     spec, visits, micros = shape.itinerary.spec, [], []
     for edge, pack in zip(edges, packs):
         layout = edge.use
         number = max(1, -(-shape.tokens // (edge.pack * layout.dp)))
-        if layout.order != "gpipe":
+        if layout.order == "1f1b":
             number = min(number, 2 * layout.pp * layout.virtual + 1)
         micros.append([pack] * number)
         visits.append(visit_of(spec, layout, micros[-1]))

@@ -1,5 +1,11 @@
 """What a length group computes on one rank, in order, as turns: forward and backward of every micro-batch, messages between stages, what
 goes to tiers, where gradients are summed. Without gathers and waits for reductions, which `program.step` puts around them.
+
+    vertical   F1 F1 F1 │ F2 F2 F2 │ loss loss loss │ B2 B2 B2 │ B1 B1 B1      units in turn, each for three micro-batches
+
+In vertical order (GreedySnake, arXiv 2512.17570) a unit's weights come once for a forward and once for a backward, and its gradients go
+once, however many micro-batches there are. What waits between units is the residual stream of every micro-batch. So it is for weights that
+come from far: ZeRO-3 with several packs, a home on disk.
 """
 
 from collections import deque
@@ -116,6 +122,9 @@ def turns(view: RankLayout, visit: Visit, number: int, closing: bool, learns: bo
     """All that a group computes on a rank, messages between stages included, without gathers. Where it does not learn, the forwards alone:
     in the order of a step that learns they wait for none but each other."""
     layout, at = view.layout, view.at
+    if layout.order == "vertical" and learns:
+        yield from _WholeTurns(view, visit, number, closing).vertical()
+        return
     order = [event for event in pipeline.events(layout, at.pp, visit.micros) if learns or event.kind == "forward"]
     last = {event.micro: index for index, event in enumerate(order)}
     loaded: set[int] = set()
@@ -173,7 +182,8 @@ class _Turns:
 
     def reduces(self, micro: int) -> bool:
         """Whether sums go home after a backward of this micro-batch."""
-        return self.view.layout.zero >= 2 or (self.closing and micro == self.visit.micros - 1)
+        early, last = self.view.layout.zero >= 2, micro == self.visit.micros - 1
+        return (early and (last or self.view.layout.order != "vertical")) or (self.closing and last)
 
     def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
         """Turns of a forward; `arrived`: what another stage computed goes before it."""
@@ -212,26 +222,42 @@ class _WholeTurns(_Turns):
         self.kept = view.kept
 
     def forward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
-        for unit in self.view.chunks[event.chunk]:
-            if unit <= self.view.spec.layers:  # the head's forward is part of its loss
-                yield UnitTurn(unit, tuple(self._forward(unit, event.micro)))
+        return self._forwards(event.chunk, (event.micro,))
 
     def backward(self, event: pipeline.Event, arrived: bool) -> Iterator[UnitTurn]:
-        """Turns of a backward. What waits in a tier is fetched one unit ahead."""
-        units = self.view.chunks[event.chunk][::-1]
-        reduce = self.reduces(event.micro)
-        fetches = [tuple(self._fetches(unit, event.micro)) for unit in units] + [()]
-        for index, unit in enumerate(units):
-            ops = [*(fetches[0] if index == 0 else ()), *fetches[index + 1]]
-            if unit > self.view.spec.layers:
-                blocks = self.visit.loss_blocks[event.micro]
-                for block in range(blocks):
-                    ops.append(Op("compute", self.number, unit, event.micro, turn="loss", number=block))
-                    ops += self.collect(unit, reduce and block == blocks - 1)
-            else:
-                ops += self._backward(unit, event.micro)
-                ops += self.collect(unit, reduce)
+        return self._backwards(event.chunk, (event.micro,))
+
+    def vertical(self) -> Iterator[UnitTurn]:
+        """Turns of all micro-batches, each unit's together."""
+        micros = range(self.visit.micros)
+        yield UnitTurn(-1, tuple(Op("load", self.number, micro=micro) for micro in micros))
+        yield from self._forwards(0, micros)
+        yield from (replace(turn, final=True) for turn in self._backwards(0, micros))
+        yield UnitTurn(-1, tuple(Op("unload", self.number, micro=micro) for micro in micros))
+
+    def _forwards(self, chunk: int, micros: Sequence[int]) -> Iterator[UnitTurn]:
+        """Turns of the forwards of some micro-batches."""
+        for unit in self.view.chunks[chunk]:
+            if unit <= self.view.spec.layers:  # the head's forward is part of its loss
+                yield UnitTurn(unit, tuple(op for micro in micros for op in self._forward(unit, micro)))
+
+    def _backwards(self, chunk: int, micros: Sequence[int]) -> Iterator[UnitTurn]:
+        """Turns of the backwards of some micro-batches. What waits in a tier is fetched one unit, or micro-batch, ahead."""
+        units = self.view.chunks[chunk][::-1]
+        fetches = iter([*(tuple(self._fetches(unit, micro)) for unit in units for micro in micros), ()])
+        ops = list(next(fetches))
+        for unit in units:
+            for micro in micros:
+                ops += next(fetches)
+                ops += self._loss(unit, micro) if unit > self.view.spec.layers else self._backward(unit, micro)
             yield UnitTurn(unit, tuple(ops))
+            ops = []
+
+    def _loss(self, unit: int, micro: int) -> Iterator[Op]:
+        blocks, reduce = self.visit.loss_blocks[micro], self.reduces(micro)
+        for block in range(blocks):
+            yield Op("compute", self.number, unit, micro, turn="loss", number=block)
+            yield from self.collect(unit, reduce and block == blocks - 1)
 
     def _parts(self, unit: int) -> tuple[tuple[str, bool], ...]:
         return (("embed", True),) if unit == 0 else parts_of(self.view.layout, unit in self.kept)
@@ -257,6 +283,7 @@ class _WholeTurns(_Turns):
             yield Op("compute", self.number, unit, micro, turn="backward", part=part)
             if self.moves and not graph:
                 yield Op("drop", self.number, unit, micro, part=part)
+        yield from self.collect(unit, self.reduces(micro))
 
 
 class _ChunkedTurns(_Turns):
