@@ -78,11 +78,11 @@ def timed(what: Trial, layouts: Sequence[str], rounds: int) -> dict[str, list[fl
 
 def main() -> int:
     options = arguments("What recompute-auto chooses, beside computing and moving all again.").parse_args()
-    what = trial(64, 4, 256, 2) if options.quick else trial(256, 12, 4096, 2)
+    what = trial(64, 4, 256, 2) if options.quick else trial(256, 8, 2048, 2)
     cluster = machine_preset("cpu") if options.quick else measure_here(1, True, False, say)
     choices, uniform = chosen(what, cluster)
     layouts = list(dict.fromkeys([ALL_AGAIN, ALL_MOVED, *(str(one.layout) for _, one in choices)]))
-    seconds = timed(what, layouts, 2 if options.quick else 9)
+    seconds = timed(what, layouts, 2 if options.quick else 5)
     with ForkedWorld(1) as world:
         counted = {text: world.call("ledger_ranks:weigh", DEADLINE_S, trial=what.to_json(), layout=text)[0]["measured"] for text in layouts}
     rows = []
