@@ -85,10 +85,10 @@ def main() -> int:
     seconds = timed(what, layouts, 2 if options.quick else 5)
     with ForkedWorld(1) as world:
         counted = {text: world.call("ledger_ranks:weigh", DEADLINE_S, trial=what.to_json(), layout=text)[0]["measured"] for text in layouts}
+    better = [min(pair) for pair in zip(seconds[ALL_AGAIN], seconds[ALL_MOVED])]
     rows = []
     for budget, one in choices:
         text = str(one.layout)
-        better = [min(pair) for pair in zip(seconds[ALL_AGAIN], seconds[ALL_MOVED])]
         over = [slow / fast for slow, fast in zip(better, seconds[text])]
         row = {"budget_mib": budget / 2**20, "layout": text, "step_s": median(seconds[text]), "predicted_s": one.seconds}
         row |= {"better_over": median(over), "again_s": median(seconds[ALL_AGAIN]), "moved_s": median(seconds[ALL_MOVED])}

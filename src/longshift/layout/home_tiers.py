@@ -3,9 +3,9 @@
     device 8G, host rest      │ embeddings │ block 1 │ block 2 │ ... │ block 31 │ block 32 │ head │
                               └────────── device, 8G of a rank ──────┘└───────── host ─────────┘
 
-Units are taken in the order of the forward, and each goes to the first memory that still has room for all of it, gradient sums included.
-The first units are what the next step wants first, and their gradients are the last to come: what travels furthest has most time to (as in
-SuperOffload, arXiv 2509.21271).
+Units are taken in the order of the forward. Each goes to the first memory that still has room for all of it, gradient sums included. So the
+first units lie nearest: the next forward wants their weights first, and the backward gives their gradients last (as in SuperOffload, arXiv
+2509.21271).
 """
 
 from collections.abc import Iterable, Mapping

@@ -5,9 +5,9 @@
     recompute-....keepN  of each stage the last N blocks keep all, as many as fit
     ... .host, .disk     what recompute-full keeps waits there, where the layout names it
 
-Which tensors are dropped matters as much as how many (Coop, arXiv 2311.00591): all blocks are alike, so that one number says which. A block
-more is worth what its forward takes, a transfer what it is not hidden behind, so that nothing is computed again or moved where all fits.
-Bytes are the ledger's and seconds the clock's, of the largest step; neither is approximated.
+Which tensors are dropped matters as much as how many (Coop, arXiv 2311.00591). All blocks are alike, so one number says which of them keep
+all. Where everything fits nothing is computed again and nothing is moved. The caller brings bytes and seconds: those of the ledger and the
+clock.
 """
 
 from collections.abc import Callable, Iterator

@@ -75,7 +75,7 @@ def _memory(config: Config, device: torch.device) -> int:
 
 
 def _activations(config: Config, edge: Edge, device: torch.device, cluster: Cluster | None) -> tuple[Layout, str]:
-    """What blocks of a group keep, and why. A machine that was not measured is taken for a preset: ways differ in what they compute."""
+    """What blocks of a group keep, and why. A machine that was not measured is taken for the preset of a CPU or an H100."""
     spec, free, cpu = config.spec, FREE_SHARE * _memory(config, device), device.type == "cpu"
     known = cluster or preset("cpu" if cpu else "h100")
     dtype = config.train.precision if config.train.precision in known.device.flops_per_s else "float32"
