@@ -220,8 +220,6 @@ PACKED: tuple[tuple[str, str, PrecisionName, Tier, MomentFormat], ...] = (
 QUICK = (
     Case("dp2.z3 > tp2", "llama", "bf16", SHORT, home="disk"),
     Case("dp2.z2", "lora", "float32", SHORT, home="disk"),
-    Case("dp2.z3 > tp2", "llama-tied", "bf16", SHORT, home="device 1M, disk rest"),
-    Case("tp2", "lora", "bf16", SHORT, home="host 400K, disk rest", packed="float8"),
     Case("dp2.z3", "sgd", "bf16", SHORT, home="disk"),
     Case("dp2.z1", "sgd", "float32", SHORT),
     Case("dp1 > dp1.chunk64", lengths=(EDGES[-1], 2 * CAPACITY), few=True),
@@ -258,6 +256,8 @@ QUICK = (
     Case("dp2.tp2.z3", "llama", "float32", (3, 2), packed="float8"),
     Case("tp2", "qwen3", "bf16", (3, 2), home="disk", packed="float8"),
     Case("dp2.z1", "sgd", "bf16", (3, 2), packed="bf16"),
+    Case("dp2.z3 > tp2", "llama-tied", "bf16", SHORT, home="device 1M, disk rest"),
+    Case("tp2", "lora", "bf16", SHORT, home="host 400K, disk rest", packed="float8"),
 )
 
 
