@@ -71,6 +71,20 @@ class Held(HeldBytes):
         else:
             self.work["other_bytes"] += sum(x.numel() * x.itemsize for x in tensors)
 
+    def wider(self, native: Any) -> Any:
+        """A matmul that adds to a sum of a wider format, for which fake tensors have no kernel: its shapes are checked, its FLOPs told."""
+
+        def call(total: Tensor, left: Tensor, right: Tensor, *wider: torch.dtype, **how: Any) -> Tensor:
+            if not wider:
+                return native(total, left, right, **how)
+            assert how["out"].dtype == total.dtype == wider[0] == torch.float32 and left.dtype == right.dtype
+            native(*(torch.empty(x.shape, device="meta") for x in (total, left, right)))
+            self.work["matmul_flops"] += 2 * total.numel() * left.shape[-1]
+            self.work["operations"] += 1
+            return how["out"]
+
+        return call
+
     def told(self, kernel: Kernel) -> Kernel:
         """The kernel, whose packed form tells the FLOPs of its calls."""
         packed = kernel.packed
@@ -103,6 +117,7 @@ def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
         patch.multiple(torch.cuda, stream=contextlib.nullcontext, synchronize=lambda device: None),
         patch.multiple(torch.Tensor, record_stream=lambda *how: None, data_ptr=lambda x: id(x)),
         patch.object(torch, "tensor", _tensor),
+        patch.multiple(torch, addmm=held.wider(torch.addmm), baddbmm=held.wider(torch.baddbmm)),
         patch.object(FakeTensor, "tolist", lambda x: [1.0] * x.numel()),  # the loss and the norm, once a step
         patch.object(FakeTensor, "__int__", lambda x: 1, create=True),  # what ranks agree on about a switch, once a plan
         patch.object(World, "gather_text", lambda world, text: [text] * world.size),

@@ -139,7 +139,8 @@ class Case:
 
 def clocked(case: Case, machine: Cluster, trainer: Habits | None = None) -> StepTime:
     """The step on the clock, by the habits of another trainer where they are given."""
-    cost = Cost(sizes(case.spec), rates(machine, PRECISION), trainer or habits(case.compile))
+    trainer = trainer or habits(case.compile, PRECISION, machine.device.kind == "cuda")
+    cost = Cost(sizes(case.spec), rates(machine, PRECISION), trainer)
     return Clock(case.shape, machine, cost, PRECISION).step([GroupPacks(case.layout, ((case.lengths,),))])
 
 

@@ -211,7 +211,8 @@ class RunForecast:
     def __init__(self, config: Config, cluster: Cluster, shape: StepShape | None = None):
         cluster = on_cluster(cluster, config.world)
         self.shape = shape or shape_of(config, cluster.devices_per_node, cluster)
-        cost = Cost(sizes(config.spec), rates(cluster, config.train.precision), habits(config.train.compile))
+        habit = habits(config.train.compile, config.train.precision, cluster.device.kind == "cuda")
+        cost = Cost(sizes(config.spec), rates(cluster, config.train.precision), habit)
         self.clock = Clock(self.shape, cluster, cost, config.train.precision)
 
     def step(self, lengths: Sequence[int]) -> StepTime:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.layout.placement import local_boxes
 from longshift.model.decoder import Block, Head, Unit, build_unit
-from longshift.model.functions import WRITTEN_OUT
+from longshift.model.functions import WRITTEN_OUT, add_product
 from longshift.model.kernels import FLASH, kernels
 from longshift.program.operations import Op
 from longshift.schedule.chunks import Event
@@ -148,7 +149,7 @@ def _events(world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, h
     def added(unit: int) -> None:
         units[unit].zero_grad()
 
-    copies: Any = SimpleNamespace(fill=lambda unit: filled(unit, layout, world, dtype, device))
+    copies: Any = SimpleNamespace(fill=lambda unit: filled(unit, layout, world, dtype, device), expect=lambda unit: None)
     runner = ChunkedPacks(spec, layout, world, copies, precision, FLASH, WRITTEN_OUT, tier=Elsewhere(), ahead=1, accumulate=added)
     units |= runner.modules
     watch = Watch(held, device, {"tp": runner.ops.tp, "ulysses": runner.ops.ulysses, "ring": runner.ops.ring})
@@ -197,11 +198,16 @@ def stream(micro: Any, spec: ModelSpec, dtype: torch.dtype, device: torch.device
 
 
 def filled(unit: Unit, layout: Layout, world: World, dtype: torch.dtype, device: torch.device) -> Unit:
-    """With weights of a rank's shapes."""
+    """With weights of a rank's shapes, and sums where matmuls add to them."""
+    inside = (device.type != "cpu" or dtype.itemsize >= 4) and unit.spec.multiplied(unit.unit)
     for param in unit.table:
         boxes = local_boxes(param, layout, layout.coord(world.rank).tp)
         parts = [torch.full(box.shape, 0.01, dtype=dtype, device=device) for box in boxes]
         setattr(unit, param.role, nn.Parameter(torch.cat(parts, param.dim or 0), not param.frozen))
+        if inside and param.name in inside:
+            wide = torch.promote_types(dtype, torch.float32)
+            total = torch.zeros(getattr(unit, param.role).shape, dtype=wide, device=device).unsqueeze(0)
+            unit.adds[param.role] = partial(add_product, total, first=False)
     return unit
 
 

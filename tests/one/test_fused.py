@@ -69,9 +69,9 @@ def test_both_ways_are_those_of_single_slots(spec: ModelSpec, layout: Layout, ch
     assert strips.own == sizes[bucket.holders.index(rank)]
 
     into = torch.zeros(strips.slots, strips.width, dtype=torch.float64)
-    views, parts = strips.views(into, tensors)
-    if views:
-        torch._foreach_copy_(views, parts)
+    for name in tensors:
+        for strip in strips.of[name]:
+            strip.in_buffer(into).copy_(strip.in_weight(tensors[name]))
     expected = torch.zeros_like(into)
     for name, slot, start, box, at in by_slot(spec, bucket, boxes):
         if name in tensors:
@@ -80,9 +80,9 @@ def test_both_ways_are_those_of_single_slots(spec: ModelSpec, layout: Layout, ch
 
     buffer = torch.randn(into.shape, dtype=torch.float64)
     own = {name: tensor.clone() for name, tensor in tensors.items()}
-    views, parts = strips.views(buffer, own)
-    if views:
-        torch._foreach_copy_(parts, views)
+    for name in own:
+        for strip in strips.of[name]:
+            strip.in_weight(own[name]).copy_(strip.in_buffer(buffer))
     for name, slot, start, box, at in by_slot(spec, bucket, boxes):
         if name in tensors:
             tensors[name][at] = buffer[slot, start : start + box.elements].view(box.shape)

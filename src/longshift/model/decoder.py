@@ -18,7 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longshift.model.attention import Attention, PackedAttention, match_heads
-from longshift.model.functions import WRITTEN_OUT, Adapted, Elementwise, Gated, RmsNorm, Rotate, SlicedRmsNorm, SoftCap, activate
+from longshift.model.functions import (
+    WRITTEN_OUT,
+    Adapted,
+    Add,
+    Elementwise,
+    Gated,
+    RmsNorm,
+    Rotate,
+    SlicedRmsNorm,
+    SoftCap,
+    SummedLinear,
+    activate,
+)
 from longshift.model.kernels import FLASH, Kernel, capped
 from longshift.model.loss import CrossEntropySum, alone
 from longshift.schedule.seams import BlockSeams, scaled
@@ -102,6 +114,7 @@ class Unit(nn.Module):
         super().__init__()
         self.spec, self.unit, self.by = spec, unit, by
         self.table = spec.of_unit(unit)
+        self.adds: dict[str, Add] = {}  # by role: weights whose gradients go into their sum as they are formed
         for p in self.table:
             self.register_parameter(p.role, nn.Parameter(torch.empty(p.shape, device="meta"), not p.frozen))
 
@@ -109,10 +122,15 @@ class Unit(nn.Module):
 
         def __getattr__(self, role: str) -> Any: ...
 
+    input_major = False  # weights of matmuls are stored [I, O]
+
     def linear(self, x: Tensor, role: str, bias: bool = True) -> Tensor:
-        """x W^T + b, with an adapter where the weight has one; GPT-2 stores W input-major."""
+        """x W^T + b, with an adapter where the weight has one."""
         weight, added = getattr(self, role), getattr(self, role + "_bias", None) if bias else None
-        weight = weight.mT if self.spec.fused_qkv else weight
+        weight = weight.mT if self.input_major else weight
+        if add := self.adds.get(role):
+            turned: Add = lambda dy, x: add(x, dy)  # noqa: E731
+            return SummedLinear.apply(x, weight.detach(), added, turned if self.input_major else add)  # pyright: ignore
         if (a := getattr(self, role + "_lora_a", None)) is None:
             return F.linear(x, weight, added)
         b = getattr(self, role + "_lora_b")
@@ -155,6 +173,11 @@ def embed_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
 class Block(BlockSeams, Unit):
     """One transformer block: `BlockSeams` over torch."""
 
+    @property
+    def input_major(self) -> bool:
+        """GPT-2."""
+        return self.spec.fused_qkv
+
     def rotate(self, x_TNH: Tensor, micro: MicroBatch) -> Tensor:
         rope = self.spec.rope_of(self.unit)
         assert rope is not None
@@ -175,8 +198,8 @@ class Head(Unit):
     """The residual stream to the sum of the target tokens' cross-entropies."""
 
     def logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
-        weight = self.embed if self.spec.tied else self.head
-        logits = F.linear(ops.enter(scaled(self.norm_of(x_TD, "norm"), 1.0 / self.spec.logit_divisor)), weight)
+        h_TD = ops.enter(scaled(self.norm_of(x_TD, "norm"), 1.0 / self.spec.logit_divisor))
+        logits = self.linear(h_TD, "embed" if self.spec.tied else "head")
         return SoftCap.apply(logits, self.spec.logit_cap) if self.spec.logit_cap else logits  # pyright: ignore[reportReturnType]
 
     def forward(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:

@@ -8,12 +8,14 @@ before (`schedule.inside` mirrors them, line by line).
                means over x, or over the slices of several ranks: [T] numbers travel
                dw is not formed where w is not trained
     gated      y = act(gate) up                                  saves gate, up
+    linear     y = x W^T + b                                     saves x, W        dW = dy^T x goes into its sum as it is formed
     adapted    y = x W^T + b + s (x A^T) B^T,  u = x A^T         saves x, W, A, B, u    dB = s dy^T u    dA = (s dy B)^T x
     rotate     y1 = x1 cos - x2 sin,  y2 = x2 cos + x1 sin       saves nothing of x; backward turns the other way
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +88,38 @@ def _normed_grad(
     minus = all_sum(torch.mv(wide, w)).mul_(r).mul_(r).div_(-(whole or width)).unsqueeze(-1)
     torch.mul(g, w, out=wide).addcmul_(x, minus).mul_(r.unsqueeze(-1))
     return wide.to(grad.dtype).view(shape), dw
+
+
+Add = Callable[[Tensor, Tensor], None]  # (left [T, O], right [T, I]) adds left^T right to a sum of gradients
+
+
+class SummedLinear(torch.autograd.Function):
+    """apply(x [T, I], weight [O, I], bias [O] or None, add) -> [T, O]: a linear layer whose weight has no gradient in the graph. `add` is
+    called with dy and x instead, so that no tensor holds dW (as gradient accumulation fusion of Megatron-LM)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, add: Add) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x, weight)
+        ctx.add = add
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        ctx.add(grad, x)
+        return torch.mm(grad, weight), None, grad.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """Add left^T right to a sum, in place, inside the matmul; the `first` does not read what was there. `total` [S, R, I], of at least
+    the factors' format; left [T, S * R]; right [T, I]. Sums wider than the factors are for GPUs alone."""
+    left_ST, beta = left.mT, 0.0 if first else 1.0
+    wider: Any = () if total.dtype == left.dtype else (total.dtype,)
+    if len(total) == 1:
+        torch.addmm(total[0], left_ST, right, *wider, beta=beta, out=total[0])
+    else:
+        lefts = left_ST.unflatten(0, total.shape[:2])
+        torch.baddbmm(total, lefts, right.expand(len(total), *right.shape), *wider, beta=beta, out=total)
 
 
 class Adapted(torch.autograd.Function):

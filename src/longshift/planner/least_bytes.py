@@ -132,7 +132,7 @@ def _of_stage(
     halves = at.recompute == RECOMPUTE.index("attention")  # one half at a time
     graph = np.where(halves, graph - small * _mlp_graph(spec, at, rows), graph)
     passes, again, once = in_flight(at, micros, first)
-    block_turn = np.maximum(graph, kept) - kept + 2 * small * rows / at.tp * spec.width + small * least * own.block / 2
+    block_turn = np.maximum(graph, kept) - kept + 2 * small * rows / at.tp * spec.width
     head = (not first) | (at.pp == 1)
     logits = np.minimum(np.maximum(LEAST_ROWS, rows / at.tp * spec.width / spec.vocab), rows / at.tp) * spec.vocab
     turn = np.maximum(block_turn, head * (small + max(4, small)) * logits)
@@ -141,7 +141,7 @@ def _of_stage(
     at_first = state + copies + full + turn
     at_last = state + copies + sums + np.where(again, full, one) + turn
     # Under ZeRO-2 and 3 the sum of one block is reduced while the next block's gradients are added to theirs.
-    reducing = (2 * wide + small * least) * own.block * ((at.zero >= 2) & (at.holders > 1) & (own.blocks >= 2 * at.virtual))
+    reducing = 2 * wide * own.block * ((at.zero >= 2) & (at.holders > 1) & (own.blocks >= 2 * at.virtual))
     at_sum = state + copies + np.where(once, np.where(at.zero >= 2, sums, 0.0), 0.0) + reducing
     at_sum += np.maximum(0.0, np.where(again | ~once, full, one) - 2 * kept)
     at_first = np.maximum(at_first, np.where(reducing > 0, at_sum, 0.0))

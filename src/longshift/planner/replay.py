@@ -13,7 +13,7 @@ from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
-from longshift.simulate.cost import Cost, habits, sizes
+from longshift.simulate.cost import Cost, Habits, habits, sizes
 from longshift.simulate.rates import rates
 from longshift.spec.formats import MomentFormat, formats_of
 from longshift.spec.model import ModelSpec
@@ -62,6 +62,10 @@ class Task:
     def on_gpu(self) -> bool:
         return self.cluster.device.kind == "cuda"
 
+    @property
+    def habits(self) -> Habits:
+        return habits(self.compile, self.precision, self.on_gpu)
+
 
 @dataclass(frozen=True)
 class Way:
@@ -89,7 +93,7 @@ class Replay:
         self.task = task
         self.formats = formats_of(task.precision, task.moments, task.packed)
         self.transport = "nccl" if task.on_gpu else "gloo"
-        self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision), habits(task.compile))
+        self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision), task.habits)
         self.links = links_of(task.cluster, task.cluster.devices_per_node, task.cluster.nodes)
         self.draws = [tuple(task.lengths.draw(seed, task.tokens_per_step).tolist()) for seed in range(DRAWS)]
         self.weighed: dict[tuple[Edge, ...], tuple[Mapping[str, int], str]] = {}

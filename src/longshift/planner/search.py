@@ -15,7 +15,6 @@ from longshift.layout.layout import Layout
 from longshift.planner.chosen import Shortlist
 from longshift.planner.replay import Replay, Task, Way, one_cut
 from longshift.planner.shortlist import shortlist
-from longshift.simulate.cost import habits
 from longshift.workload.groups import Edge
 
 WORDS: Mapping[str, str] = {"u": "ulysses", "v": "virtual", "z": "zero"}  # of a layout, where the field's name is another
@@ -88,7 +87,7 @@ def _listed(task: Task, part: float) -> Shortlist:
         task.precision,
         fixed={WORDS.get(word, word): numbers for word, numbers in task.fixed.items()},
         memory_bytes=part * total,
-        habits=habits(task.compile),
+        habits=task.habits,
         ahead_bytes=float(task.switch.ahead_bytes),
         moments=task.moments,
         packed=task.packed,

@@ -79,7 +79,7 @@ def _activations(config: Config, edge: Edge, device: torch.device, cluster: Clus
     spec, free, cpu = config.spec, FREE_SHARE * _memory(config, device), device.type == "cpu"
     known = cluster or preset("cpu" if cpu else "h100")
     dtype = config.train.precision if config.train.precision in known.device.flops_per_s else "float32"
-    cost = Cost(sizes(spec), rates(known, dtype), habits(config.train.compile))
+    cost = Cost(sizes(spec), rates(known, dtype), habits(config.train.compile, config.train.precision, not cpu))
     pack = tuple(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
 
     def seconds(way: Layout) -> float:

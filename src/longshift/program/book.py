@@ -86,7 +86,7 @@ class Account:
 
     `transport`: how collectives move, which decides what they need besides their results; `same_format`: weights are computed with in
     home's format; `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_tiers`: where it
-    lies, by unit; `home_sums`: by unit and bucket."""
+    lies, by unit; `added`: bytes of gradients that were added to their sums in a pass of its own; `home_sums`: by unit and bucket."""
 
     rank: int
     home: Layout
@@ -101,7 +101,13 @@ class Account:
     sent: Counter[str] = field(default_factory=Counter)
     moved: Counter[str] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
+    added: int = 0
     home_sums: dict[tuple[int, int], Held] = field(default_factory=dict)
+
+    @property
+    def adds_inside(self) -> bool:
+        """Whether matmuls add gradients of weights to their sums (`state.copies`)."""
+        return self.transport == "nccl" or self.same_format
 
     def held(self, name: str, size: int, place: Place = "device") -> Held:
         return Held(self.book, name, size, place)

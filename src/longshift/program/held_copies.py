@@ -1,7 +1,7 @@
 """What the working copies of a cut, their gradients on the way home and switches take on a rank, in bytes: see `program.ledger`."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,10 +31,11 @@ class Route:
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Elements of one moving unit on this rank: of the copies that are no tensors of home's, and of each weight that is trained."""
+    """Elements of one moving unit on this rank: of the copies that are no tensors of home's, and of each weight that is trained, by
+    name."""
 
     flat: int
-    weights: tuple[int, ...]
+    weights: Mapping[str, int]
     routes: tuple[Route, ...]
 
     @property
@@ -59,7 +60,7 @@ def unit_sizes(
     for unit in units_on(spec, view.layout, rank):
         weights = {name: sum(box.elements for box in boxes) for name, boxes in unit.boxes.items()}
         flat = sum(weights[name] for name, boxes in unit.boxes.items() if boxes != (at_home.get(name),))
-        learned = tuple(size for name, size in weights.items() if not spec.by_name[name].frozen)
+        learned = {name: size for name, size in weights.items() if not spec.by_name[name].frozen}
         found[unit.unit] = UnitSizes(flat, learned, tuple(routes.get(unit.unit, ())))
     return found
 
@@ -116,11 +117,26 @@ class HeldCopies:
     def gathered(self, unit: int) -> None:
         del self.gathering[unit]
 
-    def accumulate(self, unit: int, grads: list[Held]) -> None:
+    def expect(self, module: int) -> None:
+        """Make the sums that matmuls of a unit's backward add to."""
+        inside = self.inside(module)
+        for unit in self.view.learning(module):
+            if inside & self.units[unit].weights.keys():
+                self._begin(unit)
+
+    def inside(self, module: int) -> frozenset[str]:
+        """Weights whose gradients go into their sums as they are formed."""
+        return self.view.spec.multiplied(module) if self.account.adds_inside else frozenset()
+
+    def _begin(self, unit: int) -> None:
         if unit not in self.sums:
             sizes = self.units[unit]
-            elements = [r.slots * r.width for r in sizes.learning] if self.view.collective else sizes.weights
+            elements = [r.slots * r.width for r in sizes.learning] if self.view.collective else sizes.weights.values()
             self.sums[unit] = [self.account.held("gradient sums", n * self.home) for n in elements]
+
+    def accumulate(self, unit: int, grads: list[Held]) -> None:
+        self._begin(unit)
+        self.account.added += sum(held.size for held in grads)
         grads.clear()
 
     def reduce(self, unit: int) -> None:

@@ -20,6 +20,7 @@ from longshift.schedule.streamed import Lists, lists, tier_key
 
 WRITES = 2  # puts of a disk tier that keep what they send (`stream.tiers`)
 IN_FLIGHT_BYTES = 256 << 20
+BACKWARDS = ("loss", "tail_back", "qkv_back")  # events that leave gradients of matmuls
 ENDS = 3  # chunks at either end of a document that are told apart
 NAMES = {"kv": "keys and values", "dkv": "gradients of keys and values", "o": "output of attention"}
 
@@ -128,11 +129,11 @@ class HeldPacks:
 
     def leave(self, unit: int) -> None:
         """Have gradients on the weights of a unit, and on those that it shares."""
-        sizes = self.copies.units
+        inside = self.copies.inside(unit)
         for moving in self.view.learning(unit):
-            if not self.grads.get(moving):
-                size = sum(sizes[moving].weights) * self.compute_bytes
-                self.grads[moving] = [self.account.held("gradients of weights", size)]
+            elements = sum(size for name, size in self.copies.units[moving].weights.items() if name not in inside)
+            if elements and not self.grads.get(moving):
+                self.grads[moving] = [self.account.held("gradients of weights", elements * self.compute_bytes)]
 
     def load(self, micro: int, lengths: Sequence[int]) -> None:
         raise NotImplementedError
@@ -224,6 +225,7 @@ class HeldWhole(HeldPacks):
         return self.residual(self.tokens(op.micro), "residual stream")
 
     def _backward(self, op: Op) -> None:
+        self.copies.expect(op.unit)
         self._inside(op)
         x = self.graphs.pop(self._key(op))[0]
         del self.g[op.micro]
@@ -232,6 +234,7 @@ class HeldWhole(HeldPacks):
             self.g[op.micro] = self.residual(self.tokens(op.micro), "gradient of the residual stream")
 
     def _loss(self, op: Op) -> None:
+        self.copies.expect(op.unit)
         if op.number == 0:
             self.g[op.micro] = self.residual(self.tokens(op.micro), "gradient of the residual stream")
         rows = self.tokens(op.micro)
@@ -324,6 +327,8 @@ class HeldChunked(HeldPacks):
         stands = standings(chunks.reach(cut)) if book.moments is not None else []
         for event in made.of[op.turn]:  # pyright: ignore[reportArgumentType]
             key = tier_key(op.micro, op.unit, event.object)
+            if event.name in BACKWARDS:
+                self.copies.expect(op.unit)
             if event.kind in ("compute", "send"):
                 found = of_event(self.rank, made, cut, event, self.spec.like(op.unit))
                 self.happen(found)

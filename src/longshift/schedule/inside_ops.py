@@ -17,15 +17,16 @@ def linear(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, width: in
     work = 2 * x.shape[0] * weight.shape[0] * weight.shape[1]
     rank.flops["matmul"] += work
     shape, learns = x.shape, weight.needs
-    biases = 0 if bias is None else 1
     biased = bias is not None and bias.needs
+    leaves = learns and not rank.place.adds_inside  # a gradient of its own
 
     def back(grad: Tensor, weight: Tensor, x: Tensor | None = None) -> list[Tensor | None]:
         rank.flops["matmul"] += work * (1 + learns)
-        return [grad.new(shape), weight.new() if learns else None, *[grad.new((width,)) if biased else None] * biases]
+        dx = grad.new(shape)
+        return [dx, *(weight.new() for _ in range(leaves)), *(grad.new((width,)) for _ in range(biased))]
 
-    saved = (weight, x) if learns else (weight,)
-    return recorded(x.new((x.shape[0], width)), (x, weight, bias) if bias else (x, weight), back, saved)
+    inputs = (x, *[weight] * leaves, *[bias] * biased)
+    return recorded(x.new((x.shape[0], width)), inputs, back, (weight, x) if learns else (weight,))
 
 
 def adapted(rank: Rank, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, width: int) -> Tensor:

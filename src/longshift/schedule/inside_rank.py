@@ -65,6 +65,11 @@ class Place:
         return there and (len(lengths) > 1 or (window is not None and window < max(lengths)))
 
     @property
+    def adds_inside(self) -> bool:
+        """Whether matmuls add gradients of weights to their sums: GPUs', or in the sums' own format."""
+        return self.transport == "nccl" or self.itemsize == self.wide
+
+    @property
     def by_definition(self) -> bool:
         """Whether attention has no fused kernel: GPUs have them for 16-bit numbers only."""
         return self.transport == "nccl" and self.itemsize > 2

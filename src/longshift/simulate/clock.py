@@ -234,13 +234,14 @@ def _chosen(layout: Layout, costs: np.ndarray) -> tuple[tuple[int, ...], tuple[i
 def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tuple[int, ...]]]) -> list[list[_Moved]]:
     """The operations of a rank's step by visit, norm and update with the last one's, and what the ledger says of them."""
     found: list[list[_Moved]] = [[]]
-    account, sent, moved = ledger.account, 0, 0
+    account, sent, moved, added = ledger.account, 0, 0, 0
 
     def after(op: Op) -> None:
-        nonlocal sent, moved
+        nonlocal sent, moved, added
         elements = 0
+        before, added = added, account.added
         if op.kind == "accumulate":
-            elements = sum(ledger.copies[ledger.steps.views[visits[op.visit].layout].cut].units[op.unit].weights)
+            elements = (added - before) // account.weight_bytes
         elif op.kind == "update":
             all_at_once = not ledger.steps.by_unit
             elements = sum(size for unit, size in ledger.home.shards if op.unit == unit or (all_at_once and op.unit < 0))

@@ -103,12 +103,10 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     sides = (turns["forward"].seconds + gathers[0], turns["again"].seconds + turns["backward"].seconds + gathers[1] + reduced_s)
     block_s = sides[0] + sides[1]
 
-    summed, rows = (
-        cost.accumulated(mesh, sizes.head_elements * sizes.head_trained),
-        np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring * at.tp),
-    )
+    table, rows = sizes.head_elements * sizes.head_trained, np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring * at.tp)
+    summed = cost.accumulated(mesh, table)
     head = cost.head(mesh, at.tokens) + summed.times(np.ceil(rows / rows_at_once(rows, sizes.width, sizes.vocab)))
-    embeddings = cost.embeddings(mesh, at.tokens, False).times(2) + summed
+    embeddings = cost.embeddings(mesh, at.tokens, False).times(2) + cost.accumulated(mesh, table, rows=True)
     ends = [np.maximum(work.device_s, work.kernels * launch_s) + work.tensor_s for work in (head, embeddings)]
     fewer = virtual * np.floor(sizes.layers / (pp * virtual)) - blocks  # of the last stage, which has the head
     ends_s = np.where(pp > 1, np.maximum(ends[1], ends[0] + fewer * block_s), ends[0] + ends[1])

@@ -18,6 +18,7 @@ import numpy as np
 from longshift.cluster.cluster import Number
 from longshift.layout.layout import Layout
 from longshift.simulate.rates import Rates
+from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
 
 Seam = Literal["qkv", "tail", "qkv_back", "tail_back"]
@@ -54,7 +55,8 @@ class Habits:
     messages_hidden      a stage computes while its messages travel
     ring_hidden          keys and values travel under attention
     gradient_bytes       of an element that is reduced
-    accumulated          a micro-batch's gradients are added to their sum in a pass of its own, else where they are made
+    accumulated          gradients of matmuls are added to their sum in a pass of its own, else where they are made
+    accumulated_rows     the same of the embeddings'
     selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
     forward_gain, backward_gain               times the speed of a preset's attention kernel, FlashAttention-2 (as in FLASH3)
     shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
@@ -70,6 +72,7 @@ class Habits:
     ring_hidden: Number = 1.0
     gradient_bytes: Number = 4.0
     accumulated: Number = 0.0
+    accumulated_rows: Number = 0.0
     selective_matmuls: Number = 0.0
     selective_attention: Number = 1.0
     forward_gain: Number = 1.0
@@ -79,13 +82,14 @@ class Habits:
 
 # Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
 # Receives are posted one event ahead and sends are awaited pp events later (`program.turns`), so messages travel beside computation.
-# A micro-batch's gradients are added to float32 sums unit by unit.
-LONGSHIFT = Habits(messages_hidden=1.0, accumulated=1.0)
+# Gradients of matmuls are added to their sums as they are formed, where the machine can.
+LONGSHIFT = Habits(messages_hidden=1.0, accumulated_rows=1.0)
 
 
-def habits(compile: bool) -> Habits:
+def habits(compile: bool, precision: str, on_gpu: bool) -> Habits:
     """Longshift's, with `train.compile` or without."""
-    return replace(LONGSHIFT, compiled=float(compile))
+    inside = on_gpu or FORMATS[precision].compute == FORMATS[precision].home
+    return replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside))
 
 
 @dataclass(frozen=True)
@@ -287,10 +291,12 @@ class Cost:
         moved_bytes = 4.0 * self.rates.element_bytes * rows * self.sizes.width
         return Work(0.0, 0.0, self.rates.elementwise_s(moved_bytes), 6.0, self._tensor_s(mesh, rows) / 2)
 
-    def accumulated(self, mesh: Mesh, elements: Number) -> Work:
-        """Of adding the gradients of a unit of so many weights to their sum: the gradient is read, the sum read and written."""
+    def accumulated(self, mesh: Mesh, elements: Number, rows: bool = False) -> Work:
+        """Of adding the gradients of so many weights of matmuls, or of embeddings (`rows`), to their sum: the gradient is read, the sum
+        read and written."""
         moved_bytes = np.asarray(elements) / mesh.tp * (self.rates.element_bytes + 2 * np.asarray(self.habits.gradient_bytes))
-        return Work(elementwise_s=self.habits.accumulated * self.rates.elementwise_s(moved_bytes))
+        share = self.habits.accumulated_rows if rows else self.habits.accumulated
+        return Work(elementwise_s=share * self.rates.elementwise_s(moved_bytes))
 
     def head(self, mesh: Mesh, tokens: Number, learns: bool = True) -> Work:
         """Of the head's turn on so many tokens: final norm, logits, cross entropy, and, where it `learns`, their backward."""

@@ -237,6 +237,11 @@ class ModelSpec:
         """The weights that a unit computes with: its own and, for a tied head, the embedding."""
         return tuple(p for p in self.params if unit in (p.unit, p.also_unit))
 
+    def multiplied(self, unit: int) -> frozenset[str]:
+        """Names of the weights that a unit multiplies with and whose gradient is one matmul: trained, without an adapter, no look-up."""
+        weights = (p for p in self.of_unit(unit) if unit > 0 and len(p.shape) == 2 and not p.frozen)
+        return frozenset(p.name for p in weights if not p.role.endswith(("_lora_a", "_lora_b")))
+
     def flops_per_token(self, context: float) -> float:
         """Model FLOP of forward and backward for a token that attends to `context` others on average (causal: half its document).
         6 per matmul weight that is trained and 4 per one that is not (embedding look-ups excluded), 12 * N * H per attended token and

@@ -3,6 +3,7 @@ is; `state.visit` has them for one that is not.
 
     gather    home rows of every holder, cast at the source ── all-gather ──> the rank's tensors
     reduce    the rank's gradients, summed over micro-batches in the home format ── reduce-scatter (ZeRO-0: all-reduce) ──> home
+              (a matmul's go into their sum as they are formed, where its device can; all others after the backward)
     release   the copies' storage is dropped
 
 One fused collective a bucket, started at once and waited for as late as possible. Bytes in and out of a holder, P holders, W elements:
@@ -17,7 +18,6 @@ storage before they are gathered for the first time.
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -29,9 +29,11 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import assemble, local_shape, moving_unit, units_on
 from longshift.model.decoder import Unit
+from longshift.model.functions import add_product
 from longshift.spec.model import ModelSpec
 from longshift.state.fused import Strips
 from longshift.state.home import Home, Shard
+from longshift.state.precision import Precision
 from longshift.state.resized import Resized
 
 
@@ -46,8 +48,13 @@ class UnitCopies(Resized):
 class Copies(ABC):
     """The working copies of `layout` on this rank, with `home` as their source. Mutable."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, compute: torch.dtype):
-        self.spec, self.layout, self.world, self.home, self.compute = spec, layout, world, home, compute
+    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
+        self.spec, self.layout, self.world, self.home, self.compute = spec, layout, world, home, precision.compute
+        self.sum_format = precision.home
+        # Matmuls of CPUs add to sums of their own format only.
+        self.adds_inside = world.device.type != "cpu" or precision.compute == precision.home
+        self.expected: dict[int, set[int]] = {}  # moving units that matmuls of a unit's backward add to
+        self.blank: dict[int, set[str]] = {}  # weights whose sums have no numbers yet
         self.boxes: dict[str, tuple[Box, ...]] = {}
         self.units: dict[int, UnitCopies] = {}
         for unit, boxes in ((own.unit, own.boxes) for own in units_on(spec, layout, world.rank)):
@@ -90,8 +97,13 @@ class Copies(ABC):
 
     def fill(self, module: Unit) -> None:
         """Make a unit of the model compute with these copies."""
+        inside = self.spec.multiplied(module.unit) if self.adds_inside else frozenset()
         for param in module.table:
-            module.register_parameter(param.role, self.units[moving_unit(self.spec, param)].weights[param.name])
+            moving = moving_unit(self.spec, param)
+            module.register_parameter(param.role, self.units[moving].weights[param.name])
+            if param.name in inside:
+                module.adds[param.role] = partial(self.add, moving, param.name)
+                self.expected.setdefault(module.unit, set()).add(moving)
 
     def release(self, unit: int) -> None:
         """Drop a unit's copies. Gradients not yet accumulated must not need them."""
@@ -105,21 +117,46 @@ class Copies(ABC):
     def ready(self, unit: int) -> None:
         """Return when a unit's weights are here."""
 
+    def expect(self, module: int) -> None:
+        """Make the sums that matmuls of a unit's backward add to, where there are none."""
+        for unit in self.expected.get(module, ()):
+            self._begin(unit)
+
+    def _begin(self, unit: int) -> None:
+        if self.make_sums(unit):
+            self.blank[unit] = {name for name, weight in self.units[unit].weights.items() if weight.requires_grad}
+
+    def add(self, unit: int, name: str, left: Tensor, right: Tensor) -> None:
+        """Add a weight's gradient, left^T right, to its sum. left [T, rows], right [T, columns]."""
+        first = name in self.blank[unit]
+        self.blank[unit].discard(name)
+        for total, (rows, columns) in self.sum_of(unit, name):
+            add_product(total, left[:, rows], right[:, columns], first)
+
     def accumulate(self, unit: int) -> None:
-        """Add the gradients that a backward left on the unit's weights to their sums, in the home format. A unit that computed nothing
+        """Add the gradients that a backward left on the unit's weights to their sums, in the home format. A weight that computed nothing
         contributes zeros."""
-        weights = self.units[unit].weights
+        self._begin(unit)
+        blank, weights = self.blank[unit], self.units[unit].weights
         grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-        first, totals, parts = self.in_sums(unit, grads)
-        if parts:
-            (torch._foreach_copy_ if first else torch._foreach_add_)(totals, parts)
+        for some, put in ((grads.keys() & blank, torch._foreach_copy_), (grads.keys() - blank, torch._foreach_add_)):
+            places = [(total, grads[name][at]) for name in weights if name in some for total, at in self.sum_of(unit, name)]
+            if places:
+                put([total for total, _ in places], [part.unflatten(0, total.shape[:2]) for total, part in places])
+        empty = [total for name in blank - grads.keys() for total, _ in self.sum_of(unit, name)]
+        if empty:
+            torch._foreach_zero_(empty)
+        blank.clear()
         for weight in weights.values():
             weight.grad = None
 
     @abstractmethod
-    def in_sums(self, unit: int, grads: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
-        """Whether the unit's sums are made here, zeros where a weight has no gradient; then equally shaped views of the sums and of the
-        gradients."""
+    def make_sums(self, unit: int) -> bool:
+        """Make the sums of a unit, with any numbers in them, if there are none. Whether there were none."""
+
+    @abstractmethod
+    def sum_of(self, unit: int, name: str) -> list[tuple[Tensor, tuple[slice, ...]]]:
+        """The sum of a weight's gradient: views [slots, rows of each, ...], and where their rows lie in the weight."""
 
     @abstractmethod
     def reduce(self, unit: int) -> None:
@@ -136,7 +173,6 @@ class Fused:
     def __init__(self, copies: UnitCopies, buckets: list[tuple[Strips, Shard]]):
         self.buckets = buckets
         self.learning = [(strips, shard) for strips, shard in buckets if not strips.bucket.frozen]
-        self.learned = sum(weight.requires_grad for weight in copies.weights.values())
         # Of every bucket, what a gather writes: the strips of the weights that are not home's own; `sources`, where home is not sharded.
         self.wanted = [[strip for strip in strips.strips if strip.name not in copies.borrowed] for strips, _ in buckets]
         self.targets = [[strip.in_weight(copies.weights[strip.name].data) for strip in some] for some in self.wanted]
@@ -158,10 +194,9 @@ class Fused:
 class AlignedCopies(Copies):
     """Copies of a layout that is cut as `home` is. Mutable."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, compute: torch.dtype, sums: torch.dtype):
-        self.sums = sums
+    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
         self.fused: dict[int, Fused] = {}
-        super().__init__(spec, layout, world, home, compute)
+        super().__init__(spec, layout, world, home, precision)
 
     def prepare(self, unit: int) -> None:
         shards = [shard for shard in self.home.shards if shard.bucket.unit == unit]
@@ -195,15 +230,19 @@ class AlignedCopies(Copies):
         while fused.arriving:
             fused.arriving.pop(0).wait()
 
-    def in_sums(self, unit: int, grads: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
+    def make_sums(self, unit: int) -> bool:
         fused = self.fused[unit]
-        first = fused.sums is None
-        if fused.sums is None:
-            make = torch.empty if len(grads) == fused.learned else torch.zeros
-            sizes = [(strips.slots, strips.width) for strips, _ in fused.learning]
-            fused.sums = [make(size, dtype=self.sums, device=self.world.device) for size in sizes]
-        pairs = [strips.views(total, grads) for (strips, _), total in zip(fused.learning, fused.sums)]
-        return first, [view for views, _ in pairs for view in views], [part for _, parts in pairs for part in parts]
+        if fused.sums is not None:
+            return False
+        sizes = [(strips.slots, strips.width) for strips, _ in fused.learning]
+        fused.sums = [torch.empty(size, dtype=self.sum_format, device=self.world.device) for size in sizes]
+        return True
+
+    def sum_of(self, unit: int, name: str) -> list[tuple[Tensor, tuple[slice, ...]]]:
+        fused = self.fused[unit]
+        assert fused.sums is not None
+        buffers = [(strips.of.get(name, ()), total) for (strips, _), total in zip(fused.learning, fused.sums)]
+        return [(strip.in_buffer(total), strip.at) for strips, total in buffers for strip in strips]
 
     def reduce(self, unit: int) -> None:
         fused, sums = self.fused[unit], self.fused[unit].sums

@@ -66,12 +66,8 @@ class Strips:
                     found.append(Strip(piece.name, first, last, int(offset[first]), shape, at))
             offset += rows * (piece.box.elements // max(1, piece.box.shape[0]))
         self.strips = tuple(found)
+        self.of: dict[str, list[Strip]] = {}  # those of a weight
+        for strip in found:
+            self.of.setdefault(strip.name, []).append(strip)
         self.width = int(offset[0])
         self.own = int(offset[bucket.holders.index(rank)]) if bucket.sharded else self.width
-
-    def views(self, buffer: Tensor, tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Equally shaped views of a fused buffer [slots, width] and of the rank's tensors (weights or gradients, by name), for one
-        `torch._foreach_copy_` either way. Weights that `tensors` does not name are left out, so that
-        the lists may be empty, which `_foreach_copy_` refuses."""
-        some = [strip for strip in self.strips if strip.name in tensors]
-        return [strip.in_buffer(buffer) for strip in some], [strip.in_weight(tensors[strip.name]) for strip in some]

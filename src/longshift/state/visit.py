@@ -9,7 +9,6 @@
 Optimizer state never moves, and no gradient goes from stop to stop: every one reduces into home.
 """
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -44,11 +43,10 @@ class PlannedCopies(Copies):
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
         self.sums: dict[int, UnitSums] = {}
-        self._home_format = precision.home
-        super().__init__(spec, layout, world, home, precision.compute)
+        super().__init__(spec, layout, world, home, precision)
 
     def prepare(self, unit: int) -> None:
-        self.sums[unit] = UnitSums(self.units[unit], self._home_format)
+        self.sums[unit] = UnitSums(self.units[unit], self.sum_format)
         self.sums[unit].drop()
 
     def gather(self, unit: int) -> None:
@@ -56,14 +54,14 @@ class PlannedCopies(Copies):
 
     ready = reduce = reduced = gather
 
-    def in_sums(self, unit: int, grads: Mapping[str, Tensor]) -> tuple[bool, list[Tensor], list[Tensor]]:
-        sums = self.sums[unit]
-        first = not sums.held
-        sums.hold()
-        if first and len(grads) < len(sums.views):
-            assert sums.flat is not None
-            sums.flat.zero_()
-        return first, [sums.views[name] for name in grads], list(grads.values())
+    def make_sums(self, unit: int) -> bool:
+        first = not self.sums[unit].held
+        self.sums[unit].hold()
+        return first
+
+    def sum_of(self, unit: int, name: str) -> list[tuple[Tensor, tuple[slice, ...]]]:
+        view = self.sums[unit].views[name]
+        return [(view.unsqueeze(0), (slice(None),) * view.dim())]
 
     def total(self, name: str, box: Box) -> Tensor | None:
         """A view of a box of a gradient sum; None where it is not here."""
@@ -90,7 +88,7 @@ class Stop:
         if not cut.at_home:
             own = buckets(spec, cut.layout)
             self.guest = Home(spec, own, world.rank, precision.compute, world.device, lambda _, box: torch.zeros(box.shape))
-        self.copies = AlignedCopies(spec, cut.layout, world, self.guest or home, precision.compute, precision.home)
+        self.copies = AlignedCopies(spec, cut.layout, world, self.guest or home, precision)
         self._rows = [(shard.bucket.unit, Resized(shard.master)) for shard in self.guest.shards] if self.guest else []
         self._hold_rows(set(self.copies.units), False)
 

@@ -196,6 +196,7 @@ class WholePacks(Runner):
 
     def _backward(self, op: Op) -> None:
         """Use up a kept graph, which leaves the gradients of weights on them."""
+        self.copies.expect(op.unit)
         x, edge = self.graphs.pop(self._key(op))
         g = [self.g.pop(op.micro)]
         if edge is not None:
@@ -209,6 +210,7 @@ class WholePacks(Runner):
         2410.10989)."""
         x, micro, head = self.x[op.micro], self.loaded[op.micro], self.modules[op.unit]
         assert isinstance(head, Head)
+        self.copies.expect(op.unit)
         if op.number == 0:
             self.g[op.micro] = torch.empty_like(x)
         self.counts(loss_of_rows(head, x, self.g[op.micro], micro, self.ops, op.number, self.seed))
