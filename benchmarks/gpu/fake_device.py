@@ -77,7 +77,8 @@ class Held(HeldBytes):
         def call(total: Tensor, left: Tensor, right: Tensor, *wider: torch.dtype, **how: Any) -> Tensor:
             if not wider:
                 return native(total, left, right, **how)
-            assert how["out"].dtype == total.dtype == wider[0] == torch.float32 and left.dtype == right.dtype
+            assert how["out"].dtype == total.dtype == wider[0] == torch.float32
+            assert left.dtype == right.dtype
             native(*(torch.empty(x.shape, device="meta") for x in (total, left, right)))
             self.work["matmul_flops"] += 2 * total.numel() * left.shape[-1]
             self.work["operations"] += 1

@@ -3,6 +3,7 @@
 The truth is one process on the CPU, in float64. In bf16 a streamed step may be off by twice as much as a plain one on the same device is.
 """
 
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from longshift.cluster.cluster import Heads
 from longshift.dist.world import World
 from longshift.model.attention import Attention, PackedAttention
+from longshift.model.functions import add_product
 from longshift.model.kernels import FLASH, Kernel, choose, kernels, probe
 from longshift.spec.model import ModelSpec, Rope
 from longshift.stream.tiers import tier_of
@@ -87,6 +89,20 @@ def test_a_pack_in_one_call_is_as_exact_as_a_call_for_each_document(device: torc
     for mine, other, exact in zip(packed, alone, truth):
         errors = [float((x.double().cpu() - exact).norm() / exact.norm()) for x in (mine, other)]
         assert 1e-5 < errors[0] <= 2 * errors[1], errors
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_matmul_adds_to_a_sum_in_float32(device: torch.device, dtype: torch.dtype, slots: int):
+    if device.type == "cpu" and dtype != torch.float32:
+        pytest.skip("matmuls of CPUs add to sums of their own format")
+    make = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(512, width, generator=make).to(device, dtype) for width in (96, 40))
+    total = torch.full((slots, 96 // slots, 48), math.nan, device=device)[:, :, :40].contiguous()
+    truth = left.double().mT @ right.double()
+    for times in (1, 2):
+        add_product(total, left, right, first=times == 1)
+        assert float((total.flatten(0, 1) - times * truth).norm() / truth.norm()) < 1e-5 * times
 
 
 def test_what_was_put_comes_back_while_the_device_is_busy(device: torch.device, tmp_path: Path):

@@ -29,7 +29,7 @@ from longshift.model import attention as attention_module
 from longshift.model import decoder
 from longshift.model.attention import Attention
 from longshift.model.decoder import Block, Head, MicroBatch, Unit
-from longshift.model.functions import Adapted
+from longshift.model.functions import Adapted, add_product
 from longshift.model.loss import IGNORE
 from longshift.parallel import ring, ulysses
 from longshift.program.operations import Op, Program
@@ -39,6 +39,7 @@ from longshift.schedule.sequence import TokenOrder
 from longshift.schedule.windows import Mask
 from longshift.spec import model
 from longshift.spec.model import ModelSpec, Part
+from longshift.state import copies as copies_module
 from longshift.state.copies import AlignedCopies
 from longshift.state.fused import Strip, Strips
 from longshift.state.home import Shard
@@ -174,6 +175,11 @@ def micro_batches_overwrite(patch: Patch) -> None:
         accumulate(self, unit)
 
     patch.setattr(AlignedCopies, "accumulate", wrong)
+
+
+def products_overwrite(patch: Patch) -> None:
+    """A weight's gradient is what the last matmul gave."""
+    patch.setattr(copies_module, "add_product", lambda total, left, right, first: add_product(total, left, right, True))
 
 
 def last_micro_batch_added_up_a_step_later(patch: Patch) -> None:
@@ -841,6 +847,7 @@ CASES = (
     Case(score_counted_by_every_tensor_rank, ("tp2",)),
     Case(score_without_the_last_rows, ("u2.chunk13.disk",)),
     Case(micro_batches_overwrite, ("dp2", "pp2")),
+    Case(products_overwrite, ("dp2", "dp2.z3", "chunk13.disk.kv-offload")),
     Case(last_micro_batch_added_up_a_step_later, ("dp2.z1", "pp2")),
     Case(reduced_before_the_last_micro_batch, ("dp2.z1", "pp2", "dp2.z3.vertical")),
     Case(no_document_mask, ("dp2", "u2", "tp2")),

@@ -1,6 +1,7 @@
 """Norm, gated activation and rotary embedding against what autograd makes of their definitions."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from longshift.errors import UsageError
 from longshift.model.compiled import compiled
 from longshift.model.decoder import rotary_table
-from longshift.model.functions import WRITTEN_OUT, Elementwise, Gated, RmsNorm, Rotate, SlicedRmsNorm
+from longshift.model.functions import WRITTEN_OUT, Elementwise, Gated, RmsNorm, Rotate, SlicedRmsNorm, SummedLinear, add_product
 from longshift.model.loss import alone
 from longshift.spec.model import Rope
 
@@ -86,6 +87,30 @@ def test_in_bf16_they_are_no_further_from_the_truth_than_the_definition(name: st
     truth = outcome(defined, [x.double() for x in inputs], tuple(t.double() for t in tables), grad.double())
     found, usual = (errors(outcome(f, inputs, tables, grad), truth) for f in (ours(by), defined))
     assert all(a <= 1.02 * b for a, b in zip(found, usual)), (found, usual)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_weights_gradient_is_added_to_its_sum(dtype: torch.dtype, slots: int):
+    """Whatever was in the sum before its first gradient, and though it lies in a wider buffer; the graph has none for the weight."""
+    make = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(shape, generator=make, dtype=dtype).requires_grad_() for shape in ((12, 7), (12,)))
+    packs = [tuple(torch.randn(tokens, width, generator=make, dtype=dtype) for width in (7, 12)) for tokens in (37, 5)]
+    buffer = torch.full((slots, 12 // slots * 7 + 5), math.nan, dtype=dtype)
+    total, rows = buffer[:, 3:-2].view(slots, 12 // slots, 7), []
+    for x, dy in packs:
+        add = partial(add_product, total, first=not rows)
+        for function, learned in ((SummedLinear.apply, (weight.detach(), bias, add)), (F.linear, (weight, bias))):
+            leaf = x.clone().requires_grad_()
+            y = function(leaf, *learned)
+            y.backward(dy)
+            rows.append((y.detach(), leaf.grad, bias.grad.clone()))
+            bias.grad = None
+    assert all(torch.equal(a, b) for mine, truth in (rows[:2], rows[2:]) for a, b in zip(mine, truth))
+    assert torch.allclose(
+        total.flatten(0, 1), weight.grad, rtol=1e-6 if dtype == torch.float32 else 1e-14, atol=1e-5 * (dtype == torch.float32)
+    )
+    assert buffer[:, :3].isnan().all() and buffer[:, -2:].isnan().all()  # noqa: PT018
 
 
 def test_one_kernel_serves_all_lengths():

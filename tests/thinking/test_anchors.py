@@ -70,7 +70,7 @@ def test_what_the_other_trainer_keeps():
 def test_llama_3_has_the_planner_s_mesh():
     found = anchors.llama3()
     assert found["worst"] <= 0.03
-    assert [row["without_recompute_over_published"] for row in found["rows"]] == pytest.approx([0.054, 0.061, 0.038], abs=0.01)
+    assert [row["without_recompute_over_published"] for row in found["rows"]] == pytest.approx([0.023, 0.031, 0.019], abs=0.01)
 
 
 def test_the_plan_that_was_kept_beats_the_published_set():

@@ -25,7 +25,7 @@ def linear(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, width: in
         dx = grad.new(shape)
         return [dx, *(weight.new() for _ in range(leaves)), *(grad.new((width,)) for _ in range(biased))]
 
-    inputs = (x, *[weight] * leaves, *[bias] * biased)
+    inputs = [x, *([weight] if leaves else []), *([bias] if bias is not None and biased else [])]
     return recorded(x.new((x.shape[0], width)), inputs, back, (weight, x) if learns else (weight,))
 
 

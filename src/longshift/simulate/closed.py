@@ -95,11 +95,14 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     turns = {name: _turn(cost, mesh, work) for name, work in (("forward", forward), ("again", again), ("backward", backward))}
     free = {name: turn.free_s for name, turn in turns.items()}
     works = forward + again + backward
-    # A block's gathers under the block before, forward and backward, then its reduction in what they leave.
+    # A block's gathers under the block before, forward and backward, then its reduction in what they leave: of the backward, and of the
+    # forward of the next micro-batch where there is one.
     gather_s, reduce_s = np.where(zero == 3, held.gather_s, 0.0), np.where(zero >= 2, held.scatter_s, 0.0)
     forward_s, backward_s = free["forward"], free["again"] + free["backward"]
     gathers = [_exposed(gather_s, window_s, habits.gather_hidden) for window_s in (forward_s, backward_s)]
-    reduced_s = _exposed(reduce_s, np.maximum(0.0, backward_s - gather_s), habits.reduce_hidden)
+    left_s, next_s = np.maximum(0.0, backward_s - gather_s), np.maximum(0.0, forward_s - gather_s)
+    reduced_s, last_reduced_s = (_exposed(reduce_s, window_s, habits.reduce_hidden) for window_s in (left_s + next_s, left_s))
+    reduced_s = reduced_s + (last_reduced_s - reduced_s) / micros
     sides = (turns["forward"].seconds + gathers[0], turns["again"].seconds + turns["backward"].seconds + gathers[1] + reduced_s)
     block_s = sides[0] + sides[1]
 

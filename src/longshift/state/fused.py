@@ -12,6 +12,7 @@ buffer [slots, width]          a slot holds the rows that one holder keeps at ho
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
@@ -66,8 +67,13 @@ class Strips:
                     found.append(Strip(piece.name, first, last, int(offset[first]), shape, at))
             offset += rows * (piece.box.elements // max(1, piece.box.shape[0]))
         self.strips = tuple(found)
-        self.of: dict[str, list[Strip]] = {}  # those of a weight
-        for strip in found:
-            self.of.setdefault(strip.name, []).append(strip)
         self.width = int(offset[0])
         self.own = int(offset[bucket.holders.index(rank)]) if bucket.sharded else self.width
+
+    @cached_property
+    def of(self) -> dict[str, list[Strip]]:
+        """Strips by weight."""
+        found: dict[str, list[Strip]] = {}
+        for strip in self.strips:
+            found.setdefault(strip.name, []).append(strip)
+        return found
