@@ -127,6 +127,7 @@ def cases() -> Iterator[Case]:
         "tp2.recompute-full.keep3.keep-output",
     )
     yield from (Case(layout, "qwen3", "bf16") for layout in kept)
+    yield from (Case(layout, "llama-tied", "bf16") for layout in ("dp2.z3.rows100", "tp2.rows64", "pp2.rows300", "chunk256.rows33"))
     yield from (
         Case(layout)
         for layout in ("recompute-full.host", "recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
@@ -223,7 +224,7 @@ QUICK = (
     Case("dp2.z3", "sgd", "bf16", SHORT, home="disk"),
     Case("dp2.z1", "sgd", "float32", SHORT),
     Case("dp1 > dp1.chunk64", lengths=(EDGES[-1], 2 * CAPACITY), few=True),
-    Case("dp1", "gpt2", "bf16"),
+    Case("dp1.rows200", "gpt2", "bf16"),
     Case("recompute-selective", "qwen3", lengths=FEW),
     Case("recompute-full"),
     Case("pp2.recompute-full.keep1.disk", "qwen3", "bf16", FEW),
@@ -236,7 +237,7 @@ QUICK = (
     Case("ring2.z1.recompute-full.disk", "qwen3", "bf16", FEW),
     Case("dp2.z3", "granite", lengths=FEW),
     Case("pp2.dp2.z2", "smollm3", "bf16", FEW),
-    Case("u2.chunk256.disk", "smollm3", lengths=FEW),
+    Case("u2.chunk256.disk.rows50", "smollm3", lengths=FEW),
     Case("tp2.recompute-attention", "phi3", "bf16", FEW),
     Case("tp2", "olmo2", "bf16", FEW),
     Case("recompute-selective", "gemma3", "bf16", FEW),

@@ -141,6 +141,8 @@ OFFLOADED = (
     "recompute-full.keep-output",
     "recompute-full.keep2",
     "dp2.z3.vertical",
+    "dp2.tp2.z2.rows7",
+    "ring2.chunk16.rows5.disk",
     "dp3.tp2.z2.vertical.recompute-full",
     "u2.z1.vertical.recompute-full.keep1.disk",
     "pp2.dp2.recompute-full.keep1.disk",

@@ -180,7 +180,7 @@ def _read(config: Config | str | Path, overrides: Sequence[str]) -> Config:
 
 
 def with_choices(config: Config, tell: Say) -> Config:
-    """With every `chunk-auto` and `recompute-auto` chosen."""
+    """With every `chunk-auto`, `rows-auto` and `recompute-auto` chosen."""
     if isinstance(config.layout, AutoLayout) or not any(edge.use.open for edge in config.edges):
         return config
     from longshift.profile.choose import chosen

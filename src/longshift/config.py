@@ -342,7 +342,9 @@ class Config(Section):
             if any(edge.use.chunk == AUTO for edge in part.edges):
                 raise ValueError(f"train.stages.{number}: chunk-auto is chosen for runs without stages; write a number of tokens")
             if any(edge.use.open for edge in part.edges):
-                raise ValueError(f"train.stages.{number}: recompute-auto is chosen for runs without stages; write recompute-full, say")
+                raise ValueError(
+                    f"train.stages.{number}: recompute-auto and rows-auto are chosen for runs without stages; write recompute-full, say"
+                )
             if part.world != self.world:
                 raise ValueError(
                     f"train.stages.{number}: its layout has {part.world} ranks and the run's has {self.world}; all need the same number"

@@ -847,7 +847,7 @@ CASES = (
     Case(score_counted_by_every_tensor_rank, ("tp2",)),
     Case(score_without_the_last_rows, ("u2.chunk13.disk",)),
     Case(micro_batches_overwrite, ("dp2", "pp2")),
-    Case(products_overwrite, ("dp2", "dp2.z3", "chunk13.disk.kv-offload")),
+    Case(products_overwrite, ("dp2", "dp2.z3.vertical", "chunk13.disk.kv-offload")),
     Case(last_micro_batch_added_up_a_step_later, ("dp2.z1", "pp2")),
     Case(reduced_before_the_last_micro_batch, ("dp2.z1", "pp2", "dp2.z3.vertical")),
     Case(no_document_mask, ("dp2", "u2", "tp2")),

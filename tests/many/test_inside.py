@@ -48,7 +48,7 @@ def predicted(spec: str, layout: str, rank: int, dtype: str, transport: Transpor
     place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], transport)
     order = token_order(LENGTHS, parsed.ring, parsed.ulysses * parsed.tp)
     found = {f"{part} {turn}": inside.inside(place, order, part, turn) for part in PARTS for turn in TURNS}
-    blocks = range(loss_blocks(SPECS[spec], order.local_tokens // (parsed.ulysses * parsed.tp)))
+    blocks = range(loss_blocks(SPECS[spec], parsed, order.local_tokens // (parsed.ulysses * parsed.tp)))
     return found | {f"loss {number}": inside.loss_of_rows(place, order, number) for number in blocks}
 
 

@@ -96,6 +96,8 @@ CASES = (
     ("llama", "pp2.recompute-full.disk", FEWER),
     ("llama", "pp2.recompute-full.keep1.disk", FEWER),
     ("llama-tied", "dp2.z3.vertical", FEWER),
+    ("llama-tied", "dp2.tp2.z2.rows7", FEWER),
+    ("lora", "u2.chunk16.rows5.disk", FEWER),
     ("qwen3", "u2.tp2.vertical.recompute-full.disk", FEWER),
     ("lora", "ring2.z2.vertical.recompute-attention", FEWER),
     ("qwen3", "u2.recompute-full.keep2.keep-output.disk", FEWER),

@@ -255,8 +255,29 @@ def test_what_blocks_keep_is_chosen_and_the_run_keeps_it(place, longshift, monke
     assert load_config(place / "run/config.yaml").layout == Layout.parse("recompute-full")
 
 
+def test_rows_of_logits_are_chosen_and_the_run_keeps_them(place, longshift, monkeypatch):
+    monkeypatch.setattr("longshift.profile.choose.CACHE", place / "none")
+    code, out, err = longshift("train run.yaml --explain layout=rows-auto train.pack_tokens=16K")
+    assert code == 0
+    assert err.startswith("longshift: rows-auto: logits of 16K rows: all, ")
+    assert "1. documents of up to" in out
+    monkeypatch.setattr("longshift.profile.choose.FREE_SHARE", 1e-9)
+    code, _, err = longshift("train run.yaml layout=recompute-auto.rows-auto train.steps=1 train.pack_tokens=16K")
+    assert code == 0
+    assert re.search(r"recompute-auto.rows-auto: logits of \w+ rows: the fewest, ", err)
+    chosen = load_config(place / "run/config.yaml").layout
+    assert 0 < chosen.rows < 16 << 10
+    monkeypatch.setattr("longshift.profile.choose.FREE_SHARE", 0.8)
+    (place / "run.yaml").write_text(CONFIG.format(place=place) + "layout: recompute-auto.rows-auto\n")
+    code, _, err = longshift("train run.yaml --resume train.steps=2 train.pack_tokens=16K")
+    assert code == 0
+    assert "  layout: " not in err
+    assert load_config(place / "run/config.yaml").layout == chosen
+
+
 @pytest.mark.parametrize(
-    ("layout", "word", "what"), [("chunk-auto.disk", "chunk-auto", "chunk"), ("recompute-auto", "recompute-auto", "layout")]
+    ("layout", "word", "what"),
+    [("chunk-auto.disk", "chunk-auto", "chunk"), ("recompute-auto", "recompute-auto", "layout"), ("rows-auto", "rows-auto", "rows")],
 )
 def test_nothing_is_chosen_in_a_rank(place, longshift, monkeypatch, layout, word, what):
     monkeypatch.setenv("RANK", "0")

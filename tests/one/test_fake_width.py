@@ -12,7 +12,7 @@ import pytest
 from torch.utils import backend_registration
 
 ROOT = Path(__file__).parents[2]
-NOT_ON_GPUS = {"disk", "chunk-auto", "recompute-auto"}  # for CPU ranks; become something else before ranks start
+NOT_ON_GPUS = {"disk", "chunk-auto", "recompute-auto", "rows-auto"}  # for CPU ranks; become something else before ranks start
 
 
 @pytest.fixture(scope="module")

@@ -82,6 +82,7 @@ def random_layout(draw: random.Random, spec: ModelSpec, world: int) -> Layout:
         elif kind < 0.7:
             layout = replace(layout, recompute="full", keep_output=draw.random() < 0.5, offload=draw.choice(("device", "host")))
             layout = replace(layout, kept_blocks=draw.choice((0, 0, 1, 2)))
+        layout = replace(layout, rows=draw.choice((0, 0, 5)))
         if layout.pp == 1 and not layout.chunk and draw.random() < 0.2:
             layout = replace(layout, order="vertical")
         if not faults(spec, layout, world):

@@ -240,7 +240,7 @@ class HeldWhole(HeldPacks):
         rows = self.tokens(op.micro)
         self.happen(loss_of_rows(self.rank, self.orders[op.micro], op.number))
         self.leave(op.unit)
-        if (op.number + 1) * loss_rows(self.spec, rows) >= rows:
+        if (op.number + 1) * loss_rows(self.spec, self.layout, rows) >= rows:
             del self.x[op.micro]
 
     def put(self, op: Op) -> None:

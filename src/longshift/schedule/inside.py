@@ -77,7 +77,7 @@ def loss_of_rows(place: Place, order: TokenOrder, number: int) -> Inside:
     head = SizedHead(rank, place.spec.layers + 1)
     rank.memory.recording = True
     x_TD = rank.stream()
-    rows = loss_rows(place.spec, x_TD.shape[0])
+    rows = loss_rows(place.spec, place.layout, x_TD.shape[0])
     count = min(rows, x_TD.shape[0] - number * rows)
     seen = rank.begin()
     x = Tensor(x_TD.storage, (count, *x_TD.shape[1:]), place.itemsize).leaf()

@@ -34,7 +34,7 @@ class LayoutOps(Ops):
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, kernel: Kernel):
         super().__init__(spec, kernel, again=layout.recompute == "selective")
-        at = layout.coord(world.rank)
+        self.layout, at = layout, layout.coord(world.rank)
         self.tp, self.ulysses, self.ring = (world.group(layout.ranks(axis, of=world.rank), axis) for axis in TOKEN_AXES)
         self.heads, self.kv_heads = tensor_heads(spec, layout, at)
         self.vocab_first = share(spec.vocab, layout.tp, at.tp)[0]

@@ -214,14 +214,14 @@ class WholePacks(Runner):
         if op.number == 0:
             self.g[op.micro] = torch.empty_like(x)
         self.counts(loss_of_rows(head, x, self.g[op.micro], micro, self.ops, op.number, self.seed))
-        if (op.number + 1) * loss_rows(self.spec, len(x)) >= len(x):
+        if (op.number + 1) * loss_rows(self.spec, self.layout, len(x)) >= len(x):
             del self.x[op.micro]
 
 
 def loss_of_rows(head: Head, x_TD: Tensor, dx_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int, seed: float) -> Tensor:
     """Loss sum of the `number`-th block of rows of x; writes the rows' gradients, times `seed`, into dx, and leaves the weights' on
     them."""
-    here, labels = _rows(head, x_TD, micro, number)
+    here, labels = _rows(head, x_TD, micro, ops, number)
     with torch.enable_grad():
         x = x_TD[here].detach().requires_grad_()
         loss = ops.loss(head.logits(x, ops), labels)
@@ -233,13 +233,13 @@ def loss_of_rows(head: Head, x_TD: Tensor, dx_TD: Tensor, micro: MicroBatch, ops
 
 def score_of_rows(head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> Tensor:
     """Loss sum of the `number`-th block of rows of x, without gradients."""
-    here, labels = _rows(head, x_TD, micro, number)
+    here, labels = _rows(head, x_TD, micro, ops, number)
     with torch.no_grad():
         return ops.loss(head.logits(x_TD[here], ops), labels)
 
 
-def _rows(head: Head, x_TD: Tensor, micro: MicroBatch, number: int) -> tuple[slice, Tensor]:
+def _rows(head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> tuple[slice, Tensor]:
     """Where the `number`-th block of rows is, and its labels: those of every tensor-parallel rank's share of the tokens."""
-    rows = loss_rows(head.spec, len(x_TD))
+    rows = loss_rows(head.spec, ops.layout, len(x_TD))
     here = slice(number * rows, (number + 1) * rows)
     return here, micro.labels_T.view(-1, len(x_TD))[:, here].reshape(-1)
