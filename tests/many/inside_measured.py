@@ -33,6 +33,7 @@ from longshift.model.kernels import FLASH, kernels
 from longshift.program.operations import Op
 from longshift.schedule.chunks import Event
 from longshift.spec.adapters import Lora
+from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.precision import Precision
 from longshift.step.chunked import ChunkedPacks, _Play
@@ -199,7 +200,7 @@ def stream(micro: Any, spec: ModelSpec, dtype: torch.dtype, device: torch.device
 
 def filled(unit: Unit, layout: Layout, world: World, dtype: torch.dtype, device: torch.device) -> Unit:
     """With weights of a rank's shapes, and sums where matmuls add to them."""
-    inside = (device.type != "cpu" or dtype.itemsize >= 4) and unit.spec.multiplied(unit.unit)
+    inside = adds_inside(dtype.itemsize, max(4, dtype.itemsize), device.type != "cpu") and unit.spec.multiplied(unit.unit)
     for param in unit.table:
         boxes = local_boxes(param, layout, layout.coord(world.rank).tp)
         parts = [torch.full(box.shape, 0.01, dtype=dtype, device=device) for box in boxes]

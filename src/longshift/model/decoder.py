@@ -129,8 +129,8 @@ class Unit(nn.Module):
         weight, added = getattr(self, role), getattr(self, role + "_bias", None) if bias else None
         weight = weight.mT if self.input_major else weight
         if add := self.adds.get(role):
-            turned: Add = lambda dy, x: add(x, dy)  # noqa: E731
-            return SummedLinear.apply(x, weight.detach(), added, turned if self.input_major else add)  # pyright: ignore
+            of_stored: Add = (lambda dy, x: add(x, dy)) if self.input_major else add
+            return SummedLinear.apply(x, weight.detach(), added, of_stored)  # pyright: ignore[reportReturnType]
         if (a := getattr(self, role + "_lora_a", None)) is None:
             return F.linear(x, weight, added)
         b = getattr(self, role + "_lora_b")

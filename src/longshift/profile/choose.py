@@ -23,6 +23,7 @@ from longshift.planner.chunk_size import Machine, choose, powers
 from longshift.profile.run import kept
 from longshift.program.many_chunks import full_pack
 from longshift.program.needs import StepShape, most, needs
+from longshift.schedule.sequence import token_order
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import Cost, habits, sizes
 from longshift.simulate.rates import rates
@@ -103,17 +104,15 @@ def _activations(config: Config, edge: Edge, device: torch.device, cluster: Clus
 
 
 def _rows(config: Config, edge: Edge, device: torch.device, layout: Layout) -> tuple[int, str]:
-    """How many rows of a group have logits at one time: all of a pack or chunk, halved until they fit, no fewer than the rule's."""
-    tokens = -(-min(edge.pack, layout.chunk or edge.pack) // layout.sequence)
+    """How many rows of a group have logits at one time, and why: all of a pack or chunk, halved until they fit, no fewer than by rule."""
+    shared, pack = layout.ulysses * layout.tp, list(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
+    tokens = -(-layout.chunk // layout.sequence) if layout.chunk else token_order(pack, layout.ring, shared).local_tokens // shared
     least, free = min(tokens, loss_rows(config.spec, replace(layout, rows=0), tokens)), FREE_SHARE * _memory(config, device)
     rows = tokens
-    while rows > least and _of_layout(config, edge, device, replace(layout, rows=rows)) > free:
+    while (need := _of_layout(config, edge, device, replace(layout, rows=rows))) > free and rows > least:
         rows = max(least, -(-rows // 2))
-    need = _of_layout(config, edge, device, replace(layout, rows=rows))
-    return (
-        rows,
-        f"{'all' if rows == tokens else 'as many as fit' if rows > least else 'the fewest'}, {need / 2**30:.2f} of {free / 2**30:.2f} GiB",
-    )
+    why = "all" if rows == tokens else "as many as fit" if rows > least else "the fewest"
+    return rows, f"{why}, {need / 2**30:.2f} of {free / 2**30:.2f} GiB"
 
 
 def _of_chunk(config: Config, edge: Edge, device: torch.device, tokens: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from longshift.layout.layout import Layout, Tier
 from longshift.schedule.inside_rank import Transport
+from longshift.spec.formats import adds_inside
 
 Place = Tier
 
@@ -106,8 +107,7 @@ class Account:
 
     @property
     def adds_inside(self) -> bool:
-        """Whether matmuls add gradients of weights to their sums (`state.copies`)."""
-        return self.transport == "nccl" or self.same_format
+        return adds_inside(self.weight_bytes, self.sum_bytes, self.transport == "nccl")
 
     def held(self, name: str, size: int, place: Place = "device") -> Held:
         return Held(self.book, name, size, place)

@@ -12,6 +12,7 @@ from longshift.layout.heads import own_heads
 from longshift.layout.layout import Coord, Layout
 from longshift.schedule.abstract import Memory, Shape, Tensor
 from longshift.schedule.sequence import TokenOrder
+from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
 
 Transport = Literal["gloo", "nccl"]
@@ -66,8 +67,7 @@ class Place:
 
     @property
     def adds_inside(self) -> bool:
-        """Whether matmuls add gradients of weights to their sums: GPUs', or in the sums' own format."""
-        return self.transport == "nccl" or self.itemsize == self.wide
+        return adds_inside(self.itemsize, self.wide, self.transport == "nccl")
 
     @property
     def by_definition(self) -> bool:

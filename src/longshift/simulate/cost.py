@@ -18,7 +18,7 @@ import numpy as np
 from longshift.cluster.cluster import Number
 from longshift.layout.layout import Layout
 from longshift.simulate.rates import Rates
-from longshift.spec.formats import FORMATS
+from longshift.spec.formats import FORMATS, adds_inside
 from longshift.spec.model import ModelSpec
 
 Seam = Literal["qkv", "tail", "qkv_back", "tail_back"]
@@ -88,7 +88,7 @@ LONGSHIFT = Habits(messages_hidden=1.0, accumulated_rows=1.0)
 
 def habits(compile: bool, precision: str, on_gpu: bool) -> Habits:
     """Longshift's, with `train.compile` or without."""
-    inside = on_gpu or FORMATS[precision].compute == FORMATS[precision].home
+    inside = adds_inside(FORMATS[precision].compute_bytes, FORMATS[precision].home_bytes, on_gpu)
     return replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside))
 
 

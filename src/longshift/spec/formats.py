@@ -37,6 +37,12 @@ class Format:
         return {"float32": self.home_bytes, "bf16": 2, "float8": 1 + 4 / SCALE_EVERY}[self.packed]
 
 
+def adds_inside(compute_bytes: int, sum_bytes: int, on_gpu: bool) -> bool:
+    """Whether matmuls add the gradients of weights to their sums as they form them: those of GPUs do, those of CPUs to sums of the factors'
+    own format."""
+    return on_gpu or compute_bytes == sum_bytes
+
+
 def formats_of(precision: str, moments: int = 2, packed: MomentFormat = "float32") -> Format:
     """The formats of a run whose optimizer keeps so many moments, packed so."""
     return replace(FORMATS[precision], moments=moments, packed=packed)

@@ -30,6 +30,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import assemble, local_shape, moving_unit, units_on
 from longshift.model.decoder import Unit
 from longshift.model.functions import add_product
+from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec
 from longshift.state.fused import Strips
 from longshift.state.home import Home, Shard
@@ -51,8 +52,7 @@ class Copies(ABC):
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
         self.spec, self.layout, self.world, self.home, self.compute = spec, layout, world, home, precision.compute
         self.sum_format = precision.home
-        # Matmuls of CPUs add to sums of their own format only.
-        self.adds_inside = world.device.type != "cpu" or precision.compute == precision.home
+        self.adds_inside = adds_inside(precision.compute.itemsize, precision.home.itemsize, world.device.type != "cpu")
         self.expected: dict[int, set[int]] = {}  # moving units that matmuls of a unit's backward add to
         self.blank: dict[int, set[str]] = {}  # weights whose sums have no numbers yet
         self.boxes: dict[str, tuple[Box, ...]] = {}
