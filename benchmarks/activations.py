@@ -18,6 +18,7 @@ from statistics import median
 import home_ranks  # noqa: F401  (what the forked ranks call is imported before they fork)
 import ledger_ranks
 from common import arguments, publish, say
+from in_turn import in_turn
 
 from longshift.cluster.cluster import Cluster
 from longshift.cluster.files import preset as machine_preset
@@ -63,17 +64,10 @@ def chosen(what: Trial, cluster: Cluster) -> tuple[list[tuple[int, Activations]]
 
 def timed(what: Trial, layouts: Sequence[str], rounds: int) -> dict[str, list[float]]:
     """Seconds of a step under each layout, by round."""
-    found: dict[str, list[float]] = {layout: [] for layout in layouts}
-    one = replace(what, lengths=what.lengths[:1]).to_json()
+    how = {"trial": replace(what, lengths=what.lengths[:1]).to_json(), "bandwidth": 1e12}
     with ForkedWorld(1) as world:
-        for number in range(rounds + 1):
-            turn = number % len(layouts)
-            for layout in (*layouts[turn:], *layouts[:turn]):
-                [answer] = world.call("home_ranks:timed_step", DEADLINE_S, trial=one, layout=layout, bandwidth=1e12)
-                found[layout].append(answer["seconds"])
-            say("round", number, {layout: round(seconds[-1], 3) for layout, seconds in found.items()})
-        world.call("home_ranks:forget", DEADLINE_S)
-    return {layout: seconds[1:] for layout, seconds in found.items()}
+        found = in_turn(world, {layout: how | {"layout": layout} for layout in layouts}, rounds)
+    return {layout: [answer["seconds"] for answer in answers] for layout, answers in found.items()}
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ from statistics import median, quantiles
 
 import home_ranks  # noqa: F401  (what the forked ranks call is imported before they fork)
 from common import arguments, publish, say
+from in_turn import in_turn
 
 from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Tier
@@ -56,17 +57,11 @@ def speed(spec: ModelSpec, sizes: Sequence[int], rounds: int) -> list[dict]:
     rows = []
     with ForkedWorld(1) as world:
         for tokens in sizes:
-            trials = {home: trial(spec, tokens, 1, home) for home in HOMES}
-            found: dict[Tier, list[dict]] = {home: [] for home in HOMES}
-            for number in range(rounds + 1):
-                for home in (*HOMES[number % 3 :], *HOMES[: number % 3]):
-                    how = {"trial": trials[home], "bandwidth": BANDWIDTH}
-                    found[home] += world.call("home_ranks:timed_step", DEADLINE_S, layout="dp1.recompute-full", **how)
-                say(tokens, "tokens", {home: round(some[-1]["seconds"], 2) for home, some in found.items()})
-            world.call("home_ranks:forget", DEADLINE_S)
-            device = median(one["seconds"] for one in found["device"][1:])
+            ways = {home: {"trial": trial(spec, tokens, 1, home), "layout": "dp1.recompute-full", "bandwidth": BANDWIDTH} for home in HOMES}
+            found = in_turn(world, ways, rounds, f"{tokens} tokens, ")
+            device = median(one["seconds"] for one in found["device"])
             for home, some in found.items():
-                seconds, moved = [one["seconds"] for one in some[1:]], some[-1]["moved"]
+                seconds, moved = [one["seconds"] for one in some], some[-1]["moved"]
                 low, _, high = quantiles(seconds, n=4) if len(seconds) > 1 else (seconds[0],) * 3
                 row = {"part": "speed", "home": home, "tokens": tokens, "step_s": median(seconds), "spread": (high - low) / median(seconds)}
                 bound = max(device, moved / BANDWIDTH)
@@ -77,17 +72,12 @@ def speed(spec: ModelSpec, sizes: Sequence[int], rounds: int) -> list[dict]:
 def vertical(spec: ModelSpec, tokens: int, rounds: int) -> list[dict]:
     """A row for each order of micro-batches, of `home: disk`."""
     layouts = ("dp1.z3.recompute-full", "dp1.z3.vertical.recompute-full")
-    found: dict[str, list[dict]] = {layout: [] for layout in layouts}
+    how = {"trial": trial(spec, tokens, 1, "disk"), "bandwidth": BANDWIDTH}
     with ForkedWorld(1) as world:
-        for number in range(rounds + 1):
-            for layout in (*layouts[number % 2 :], *layouts[: number % 2]):
-                how = {"trial": trial(spec, tokens, 1, "disk"), "bandwidth": BANDWIDTH}
-                found[layout] += world.call("home_ranks:timed_step", DEADLINE_S, layout=layout, **how)
-            say("vertical:", {layout: round(some[-1]["seconds"], 2) for layout, some in found.items()})
-        world.call("home_ranks:forget", DEADLINE_S)
+        found = in_turn(world, {layout: how | {"layout": layout} for layout in layouts}, rounds, "order, ")
     rows = []
     for layout, some in found.items():
-        row = {"part": "vertical", "order": layout, "tokens": tokens, "step_s": median(one["seconds"] for one in some[1:])}
+        row = {"part": "vertical", "order": layout, "tokens": tokens, "step_s": median(one["seconds"] for one in some)}
         rows.append(row | {"moved_mib": some[-1]["moved"] / 2**20})
     return rows
 
