@@ -7,6 +7,7 @@ Parts follow each other by value. Each is a process of its own with its own dead
     kernels      attention kernels by shape: how exact, how fast, and which one is chosen
     layers-8K    one document (or a pack of many) through two layers of Llama 3 8B, by method; also 64K, 256K, 512K and 1M tokens
     rivals       the same layers at 8K tokens by Longshift's static layouts and by torch FSDP2, its checkpointing and torch.compile
+    rows         how many rows have logits at one time: 1K, 2K or all 8K
     law          streaming at 512K tokens, two layers and four: what the ledger says of memory
     home         the training state in host memory against the device's
     longest      the longest document whose tier fits 128 GiB of host memory
@@ -28,7 +29,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PARTS = (
-    *("tests", "kernels", "layers-8K", "rivals", "layers-512K", "home"),
+    *("tests", "kernels", "layers-8K", "rivals", "layers-512K", "home", "rows"),
     *("layers-64K", "layers-1M", "law", "layers-256K", "longest", "profiles"),
 )
 DEADLINE_S = {"cuda": 180.0, "fake": 900.0, "cpu": 900.0}  # of a part

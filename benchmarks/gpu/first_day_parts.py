@@ -67,7 +67,7 @@ class Way:
         small = self.device == "cpu"
         if small:  # the same shape, 64 times as short
             lengths = tuple(max(1, length // 64) for length in lengths)
-            layout = re.sub(r"chunk(\d+)K", lambda found: f"chunk{int(found[1]) * 16}", layout)
+            layout = re.sub(r"(chunk|rows)(\d+)K", lambda found: f"{found[1]}{int(found[2]) * 16}", layout)
         return Case(llama(layers or self.layers, sum(lengths), small), Layout.parse(layout), lengths)
 
     def row(self, case: Case, trace: str | None = None, **more: object) -> dict:
@@ -226,6 +226,12 @@ def rival(name: str, case: Case, device: torch.device) -> dict:
     return found
 
 
+def rows_of_logits(way: Way) -> Iterator[dict]:
+    """Head and loss in more blocks of rows, or fewer."""
+    for rows in (1, 2, 8):
+        yield way.row(way.case(f"rows{rows}K", 8 * K), method="plain")
+
+
 def law(way: Way) -> Iterator[dict]:
     """Whether memory is what the ledger says, for two layers and for four."""
     for layers in (way.layers, 2 * way.layers):
@@ -291,7 +297,15 @@ def versions() -> dict:
 LAYERS = {
     f"layers-{tokens // K}K" if tokens < K * K else "layers-1M": layers_of(tokens) for tokens in (8 * K, 64 * K, 256 * K, 512 * K, K * K)
 }
-PARTS = {"tests": tests, "kernels": attention_kernels, "rivals": static_and_rivals, "law": law, "home": homes, "longest": longest}
+PARTS = {
+    "tests": tests,
+    "kernels": attention_kernels,
+    "rivals": static_and_rivals,
+    "rows": rows_of_logits,
+    "law": law,
+    "home": homes,
+    "longest": longest,
+}
 PARTS |= {**LAYERS, "profiles": profiles}
 
 

@@ -71,9 +71,11 @@ def test_what_there_is_is_measured_with_little_beside_torch(tmp_path: Path):
     out.write_text(
         json.dumps({"device": "cpu", "parts": {"home": {"state": "fault", "commit": "one", "rows": []}, "law": {"state": "done"}}})
     )
-    found, said = first_day(out, "--device", "cpu", "--layers", "1", "--parts", "home")
-    assert found["parts"]["home"]["state"] == "done", said
+    found, said = first_day(out, "--device", "cpu", "--layers", "1", "--parts", "home", "rows")
+    assert found["parts"]["home"]["state"] == found["parts"]["rows"]["state"] == "done", said
     assert found["parts"]["law"] == {"state": "done"}
     device, host = found["parts"]["home"]["rows"]
     assert all(row["measured"]["tokens_per_s"] > 0 and row["forecast"]["seconds"] > 0 for row in (device, host))
     assert device["measured"]["loss"] == host["measured"]["loss"]
+    first, *others = (row["measured"]["loss"] for row in found["parts"]["rows"]["rows"])
+    assert others == pytest.approx([first] * 2, rel=1e-6)
