@@ -343,7 +343,7 @@ class Config(Section):
                 raise ValueError(f"train.stages.{number}: chunk-auto is chosen for runs without stages; write a number of tokens")
             if any(edge.use.open for edge in part.edges):
                 raise ValueError(
-                    f"train.stages.{number}: recompute-auto and rows-auto are chosen for runs without stages; write recompute-full, say"
+                    f"train.stages.{number}: recompute-auto and rows-auto are chosen for runs without stages; write a layout without them"
                 )
             if part.world != self.world:
                 raise ValueError(

@@ -200,7 +200,7 @@ def stream(micro: Any, spec: ModelSpec, dtype: torch.dtype, device: torch.device
 
 def filled(unit: Unit, layout: Layout, world: World, dtype: torch.dtype, device: torch.device) -> Unit:
     """With weights of a rank's shapes, and sums where matmuls add to them."""
-    inside = adds_inside(dtype.itemsize, max(4, dtype.itemsize), device.type != "cpu") and unit.spec.multiplied(unit.unit)
+    inside = adds_inside(dtype.itemsize, max(4, dtype.itemsize), device.type != "cpu") and unit.spec.multiplied[unit.unit]
     for param in unit.table:
         boxes = local_boxes(param, layout, layout.coord(world.rank).tp)
         parts = [torch.full(box.shape, 0.01, dtype=dtype, device=device) for box in boxes]

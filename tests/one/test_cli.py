@@ -248,11 +248,16 @@ def test_what_blocks_keep_is_chosen_and_the_run_keeps_it(place, longshift, monke
     assert "recompute-auto.disk: recompute-full: the smallest, and more than is free: " in err
     assert load_config(place / "run/config.yaml").layout == Layout.parse("recompute-full")
     monkeypatch.setattr("longshift.profile.choose.FREE_SHARE", 0.8)
-    (place / "run.yaml").write_text(CONFIG.format(place=place) + "layout: recompute-auto.disk\n")
+    assert resumed_with(place, longshift, "recompute-auto.disk") == Layout.parse("recompute-full")
+
+
+def resumed_with(place, longshift, layout: str) -> Layout:
+    """The layout of the run when it has been resumed from a file that says this one, which is no difference."""
+    (place / "run.yaml").write_text(CONFIG.format(place=place) + f"layout: {layout}\n")
     code, _, err = longshift("train run.yaml --resume train.steps=2 train.pack_tokens=16K")
     assert code == 0
     assert "  layout: " not in err
-    assert load_config(place / "run/config.yaml").layout == Layout.parse("recompute-full")
+    return load_config(place / "run/config.yaml").layout
 
 
 def test_rows_of_logits_are_chosen_and_the_run_keeps_them(place, longshift, monkeypatch):
@@ -268,11 +273,7 @@ def test_rows_of_logits_are_chosen_and_the_run_keeps_them(place, longshift, monk
     chosen = load_config(place / "run/config.yaml").layout
     assert 0 < chosen.rows < 16 << 10
     monkeypatch.setattr("longshift.profile.choose.FREE_SHARE", 0.8)
-    (place / "run.yaml").write_text(CONFIG.format(place=place) + "layout: recompute-auto.rows-auto\n")
-    code, _, err = longshift("train run.yaml --resume train.steps=2 train.pack_tokens=16K")
-    assert code == 0
-    assert "  layout: " not in err
-    assert load_config(place / "run/config.yaml").layout == chosen
+    assert resumed_with(place, longshift, "recompute-auto.rows-auto") == chosen
 
 
 @pytest.mark.parametrize(

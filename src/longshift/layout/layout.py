@@ -83,8 +83,8 @@ class Layout:
     `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention from queries, keys and values),
     attention (attention half of a block, projections too) or full (whole block), auto: see AUTO; `keep_output`: a recompute-full block
     keeps the output of attention, too, and does not compute it again; `kept_blocks`: so many of each virtual stage, the last ones, or
-    all where there are fewer, keep all, whatever the others compute again. `rows` of a rank's tokens
-    have logits at one time; 0: see `layout.loss_rows`, AUTO: as many as fit.
+    all where there are fewer, keep all, whatever the others compute again; `rows` of a rank's tokens have logits at one time, 0: see
+    `layout.loss_rows`, AUTO: as many as fit.
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
     memory where what a backward needs waits, under recompute full or in chunks; `keep`, `kv` and `schedule` of a chunked one: see

@@ -122,7 +122,7 @@ class Unit(nn.Module):
 
         def __getattr__(self, role: str) -> Any: ...
 
-    input_major = False  # weights of matmuls are stored [I, O]
+    input_major = False  # whether weights of matmuls are stored [I, O]
 
     def linear(self, x: Tensor, role: str, bias: bool = True) -> Tensor:
         """x W^T + b, with an adapter where the weight has one."""

@@ -107,6 +107,7 @@ class Account:
 
     @property
     def adds_inside(self) -> bool:
+        """See `spec.formats.adds_inside`."""
         return adds_inside(self.weight_bytes, self.sum_bytes, self.transport == "nccl")
 
     def held(self, name: str, size: int, place: Place = "device") -> Held:

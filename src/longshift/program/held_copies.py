@@ -126,7 +126,7 @@ class HeldCopies:
 
     def inside(self, module: int) -> frozenset[str]:
         """Weights whose gradients go into their sums as they are formed."""
-        return self.view.spec.multiplied(module) if self.account.adds_inside else frozenset()
+        return self.view.spec.multiplied[module] if self.account.adds_inside else frozenset()
 
     def _begin(self, unit: int) -> None:
         if unit not in self.sums:

@@ -20,7 +20,6 @@ from longshift.schedule.streamed import Lists, lists, tier_key
 
 WRITES = 2  # puts of a disk tier that keep what they send (`stream.tiers`)
 IN_FLIGHT_BYTES = 256 << 20
-BACKWARDS = ("loss", "tail_back", "qkv_back")  # events that leave gradients of matmuls
 ENDS = 3  # chunks at either end of a document that are told apart
 NAMES = {"kv": "keys and values", "dkv": "gradients of keys and values", "o": "output of attention"}
 
@@ -327,9 +326,9 @@ class HeldChunked(HeldPacks):
         stands = standings(chunks.reach(cut)) if book.moments is not None else []
         for event in made.of[op.turn]:  # pyright: ignore[reportArgumentType]
             key = tier_key(op.micro, op.unit, event.object)
-            if event.name in BACKWARDS:
-                self.copies.expect(op.unit)
             if event.kind in ("compute", "send"):
+                if event.name in chunks.MULTIPLYING_BACK:
+                    self.copies.expect(op.unit)
                 found = of_event(self.rank, made, cut, event, self.spec.like(op.unit))
                 self.happen(found)
                 for name, size in found.buffers.items():

@@ -15,7 +15,7 @@ one on bytes (`program.ledger`) play it. What happens in a step happens in one o
     arrive, depart       cut a boundary activation into chunks, and put chunks together           compute, copies
     put, fetch           start to move what waits for a backward to its tier, and back            copies
     await fetch, drop    end a fetch; forget an object of a tier
-    accumulate           adds the gradients of a unit's weights to their sum, in the home format  compute
+    accumulate           adds the gradients that a backward left on a unit's weights to their sum  compute
     reduce               starts to add a unit's sum to home                                       communicator "reduce"
     await reduce         ends that: home holds the sum
     open                 makes storage for what an exchange of a switch is about to fill          -

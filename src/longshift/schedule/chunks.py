@@ -36,6 +36,7 @@ from longshift.schedule.sequence import Run, TokenOrder, token_order
 from longshift.spec.model import ModelSpec
 
 Kind = Literal["fetch", "compute", "send", "store", "free", "drop", "accumulate"]
+MULTIPLYING_BACK = ("loss", "tail_back", "qkv_back")  # events that form gradients of weights by matmuls
 Buffer = tuple[str, int]  # an object's name, its chunk
 Sizes = Mapping[str, Sequence[int]]  # bytes of each chunk, by name
 

@@ -67,6 +67,7 @@ class Place:
 
     @property
     def adds_inside(self) -> bool:
+        """See `spec.formats.adds_inside`."""
         return adds_inside(self.itemsize, self.wide, self.transport == "nccl")
 
     @property

@@ -239,9 +239,9 @@ def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tup
     def after(op: Op) -> None:
         nonlocal sent, moved, added
         elements = 0
-        before, added = added, account.added
+        earlier, added = added, account.added
         if op.kind == "accumulate":
-            elements = (added - before) // account.weight_bytes
+            elements = (added - earlier) // account.weight_bytes
         elif op.kind == "update":
             all_at_once = not ledger.steps.by_unit
             elements = sum(size for unit, size in ledger.home.shards if op.unit == unit or (all_at_once and op.unit < 0))

@@ -109,7 +109,7 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     table, rows = sizes.head_elements * sizes.head_trained, np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring * at.tp)
     summed = cost.accumulated(mesh, table)
     head = cost.head(mesh, at.tokens) + summed.times(np.ceil(rows / rows_at_once(rows, sizes.width, sizes.vocab)))
-    embeddings = cost.embeddings(mesh, at.tokens, False).times(2) + cost.accumulated(mesh, table, rows=True)
+    embeddings = cost.embeddings(mesh, at.tokens, False).times(2) + cost.accumulated(mesh, table, embeddings=True)
     ends = [np.maximum(work.device_s, work.kernels * launch_s) + work.tensor_s for work in (head, embeddings)]
     fewer = virtual * np.floor(sizes.layers / (pp * virtual)) - blocks  # of the last stage, which has the head
     ends_s = np.where(pp > 1, np.maximum(ends[1], ends[0] + fewer * block_s), ends[0] + ends[1])

@@ -56,7 +56,7 @@ class Habits:
     ring_hidden          keys and values travel under attention
     gradient_bytes       of an element that is reduced
     accumulated          gradients of matmuls are added to their sum in a pass of its own, else where they are made
-    accumulated_rows     the same of the embeddings'
+    embeddings_accumulated    gradients of embeddings are
     selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
     forward_gain, backward_gain               times the speed of a preset's attention kernel, FlashAttention-2 (as in FLASH3)
     shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
@@ -72,7 +72,7 @@ class Habits:
     ring_hidden: Number = 1.0
     gradient_bytes: Number = 4.0
     accumulated: Number = 0.0
-    accumulated_rows: Number = 0.0
+    embeddings_accumulated: Number = 0.0
     selective_matmuls: Number = 0.0
     selective_attention: Number = 1.0
     forward_gain: Number = 1.0
@@ -83,11 +83,11 @@ class Habits:
 # Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
 # Receives are posted one event ahead and sends are awaited pp events later (`program.turns`), so messages travel beside computation.
 # Gradients of matmuls are added to their sums as they are formed, where the machine can.
-LONGSHIFT = Habits(messages_hidden=1.0, accumulated_rows=1.0)
+LONGSHIFT = Habits(messages_hidden=1.0, embeddings_accumulated=1.0)
 
 
 def habits(compile: bool, precision: str, on_gpu: bool) -> Habits:
-    """Longshift's, with `train.compile` or without."""
+    """Longshift's, with `train.compile` or without, in this precision on a GPU or a CPU."""
     inside = adds_inside(FORMATS[precision].compute_bytes, FORMATS[precision].home_bytes, on_gpu)
     return replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside))
 
@@ -291,11 +291,11 @@ class Cost:
         moved_bytes = 4.0 * self.rates.element_bytes * rows * self.sizes.width
         return Work(0.0, 0.0, self.rates.elementwise_s(moved_bytes), 6.0, self._tensor_s(mesh, rows) / 2)
 
-    def accumulated(self, mesh: Mesh, elements: Number, rows: bool = False) -> Work:
-        """Of adding the gradients of so many weights of matmuls, or of embeddings (`rows`), to their sum: the gradient is read, the sum
+    def accumulated(self, mesh: Mesh, elements: Number, embeddings: bool = False) -> Work:
+        """Of adding the gradients of so many weights of matmuls, or of `embeddings`, to their sum: the gradient is read, the sum
         read and written."""
         moved_bytes = np.asarray(elements) / mesh.tp * (self.rates.element_bytes + 2 * np.asarray(self.habits.gradient_bytes))
-        share = self.habits.accumulated_rows if rows else self.habits.accumulated
+        share = self.habits.embeddings_accumulated if embeddings else self.habits.accumulated
         return Work(elementwise_s=share * self.rates.elementwise_s(moved_bytes))
 
     def head(self, mesh: Mesh, tokens: Number, learns: bool = True) -> Work:

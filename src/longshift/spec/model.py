@@ -237,10 +237,17 @@ class ModelSpec:
         """The weights that a unit computes with: its own and, for a tied head, the embedding."""
         return tuple(p for p in self.params if unit in (p.unit, p.also_unit))
 
-    def multiplied(self, unit: int) -> frozenset[str]:
-        """Names of the weights that a unit multiplies with and whose gradient is one matmul: trained, without an adapter, no look-up."""
-        weights = (p for p in self.of_unit(unit) if unit > 0 and len(p.shape) == 2 and not p.frozen)
-        return frozenset(p.name for p in weights if not p.role.endswith(("_lora_a", "_lora_b")))
+    @cached_property
+    def multiplied(self) -> tuple[frozenset[str], ...]:
+        """By unit, the names of the trained weights that it multiplies with. Embeddings are looked up; adapters have gradients of their
+        own."""
+        found: list[set[str]] = [set() for _ in range(self.units)]
+        for p in self.params:
+            if len(p.shape) == 2 and not p.frozen and not p.role.endswith(("_lora_a", "_lora_b")):
+                for unit in (p.unit, p.also_unit):
+                    if unit:  # unit 0 looks up
+                        found[unit].add(p.name)
+        return tuple(map(frozenset, found))
 
     def flops_per_token(self, context: float) -> float:
         """Model FLOP of forward and backward for a token that attends to `context` others on average (causal: half its document).

@@ -97,7 +97,7 @@ class Copies(ABC):
 
     def fill(self, module: Unit) -> None:
         """Make a unit of the model compute with these copies."""
-        inside = self.spec.multiplied(module.unit) if self.adds_inside else frozenset()
+        inside = self.spec.multiplied[module.unit] if self.adds_inside else frozenset()
         for param in module.table:
             moving = moving_unit(self.spec, param)
             module.register_parameter(param.role, self.units[moving].weights[param.name])

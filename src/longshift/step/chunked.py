@@ -130,6 +130,8 @@ class _Play:
         if event.kind in ("compute", "send"):
             for buffer in event.reads:
                 self._here(buffer)
+            if event.name in chunks.MULTIPLYING_BACK:
+                self.runner.copies.expect(self.unit)
             getattr(self, event.name)(event)  # one of the methods below
         elif event.kind == "accumulate":
             self.runner.accumulate(self.unit)
@@ -225,7 +227,6 @@ class _Play:
 
     def tail_back(self, event: Event) -> None:
         c = event.chunk
-        self.runner.copies.expect(self.unit)
         dx, do = _segment(self._tail, self._one("x", c), self._o(c)).back([self._one("dy", c)])
         for buffer, found in zip(event.writes, (dx, do)):
             self.live[buffer] = (found,)
@@ -249,7 +250,6 @@ class _Play:
 
     def qkv_back(self, event: Event) -> None:
         c = event.chunk
-        self.runner.copies.expect(self.unit)
         grads = self.live["dqkv", c] if ("dqkv", c) in self.live else (self._one("dq", c), *self._one("dkv", c))
         (dx,) = self.live["graph", c].back(grads)
         self.live["dx", c] = (dx.add_(self._one("dr", c)),)  # the graph keeps it too
@@ -269,7 +269,6 @@ class _Play:
     def loss(self, event: Event) -> None:
         x, head = self._one("x", event.chunk), self.module
         assert isinstance(head, Head)
-        self.runner.copies.expect(self.unit)
         if event.keys == 0:
             self.live["dx", event.chunk] = (torch.empty_like(x),)
         dx, micro = self._one("dx", event.chunk), self.pack.micros[event.chunk]
