@@ -75,8 +75,9 @@ def trained(world: World, trial: dict, layout: str) -> dict:
     state, player = made(world, what := Trial.from_json(trial), layout)
     outcomes, left = [], 0
     for batch in what.batches():
-        outcomes.append(train_step(state, batch, player))
+        outcomes.append(train_step(state, batch, player, leave=True))
         left = max(left, in_memory(state.home))
+    player.finish()
     found = state_bits(state) | {"steps": str([(one.loss.hex(), one.grad_norm.hex(), one.skipped) for one in outcomes])}
     records = state.home.records
     moved = (records.read_bytes, records.written_bytes) if records else ()
@@ -90,7 +91,9 @@ def logical_bits(world: World, trial: dict, layout: str, folder: str) -> dict[st
     state, player = made(world, what := replace(Trial.from_json(trial), clip=None), layout)
     for step, batch in enumerate(what.batches()):
         player.after = partial(_given_gradients, state.home, replace(what, seed=1000 + step).source())
-        train_step(state, batch, player)
+        train_step(state, batch, player, leave=True)
+    player.after = None
+    player.finish()
     run = Path(folder)
     save(run, 1, state.optimizer.state(), {}, world, keep=1)
     saved, found = Checkpoint.latest(run, world), {}
@@ -177,7 +180,7 @@ def timed_step(world: World, trial: dict, layout: str, bandwidth: float) -> dict
         records.restart()
     [batch] = what.batches()
     began = time.perf_counter()
-    train_step(state, batch, player)
+    train_step(state, batch, player, leave=True)
     return {"seconds": time.perf_counter() - began, "moved": records.read_bytes + records.written_bytes if records else 0}
 
 

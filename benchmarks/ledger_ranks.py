@@ -35,7 +35,7 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
     after: list[int] = []
     with prompt_release(), HeldBytes() as held, Counted(world) as counted:
         state, player = build(what, layouts, world)
-        train_step(state, first, player)
+        train_step(state, first, player, leave=True)
         held.restart()
         counted.restart()
         records = state.home.records
@@ -43,7 +43,7 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
             records.restart()
         if trace:
             player.after = lambda op: after.append(held.now["cpu"])
-        train_step(state, batch, player)
+        train_step(state, batch, player, leave=True)
         found: dict[str, Any] = {"measured": held.most["cpu"], "sent": counted.told()}
         found["records"] = {"home in": records.read_bytes, "home out": records.written_bytes} if records else {}
     for runner in player.runners.values():

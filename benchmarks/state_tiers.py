@@ -57,7 +57,7 @@ def speed(spec: ModelSpec, sizes: Sequence[int], rounds: int) -> list[dict]:
     rows = []
     with ForkedWorld(1) as world:
         for tokens in sizes:
-            ways = {home: {"trial": trial(spec, tokens, 1, home), "layout": "dp1.recompute-full", "bandwidth": BANDWIDTH} for home in HOMES}
+            ways = {home: {"trial": trial(spec, tokens, 1, home), "layout": "dp1.vertical.recompute-full", "bandwidth": BANDWIDTH} for home in HOMES}
             found = in_turn(world, ways, rounds, f"{tokens} tokens, ")
             device = median(one["seconds"] for one in found["device"])
             for home, some in found.items():

@@ -38,22 +38,23 @@ Post = tuple[str, tuple[int, ...], object]  # a communicator by purpose and rank
 
 @dataclass(frozen=True)
 class Case:
-    """`visits[r]`: those of rank r."""
+    """`visits[r]`: those of rank r. `late`: whether the step before has left its updates."""
 
     steps: tuple[Steps, ...]
     visits: tuple[tuple[Visit, ...], ...]
+    late: bool = False
 
     @property
     def itinerary(self) -> Itinerary:
         return self.steps[0].itinerary
 
     def programs(self) -> list[Program]:
-        return [steps.program(visits) for steps, visits in zip(self.steps, self.visits)]
+        return [steps.program(visits, late=self.late) for steps, visits in zip(self.steps, self.visits)]
 
     def __str__(self) -> str:
         layouts = ", ".join(f"{visit.layout} x {visit.micros}" for visit in self.visits[0])
         spec, steps = self.itinerary.spec, self.steps[0]
-        return f"{spec.layers} layers, tied {spec.tied}, {layouts}, {steps.windows}, home in {steps.home_in}"
+        return f"{spec.layers} layers, tied {spec.tied}, {layouts}, {steps.windows}, home in {steps.home_in}, late {self.late}"
 
 
 @cache
@@ -100,10 +101,12 @@ def cases(seed: int, models: int, each: int) -> Iterator[Case]:
         itinerary = Itinerary(spec, edges, links, WEIGHT_BYTES, SUM_BYTES, options)
         for _ in range(each):
             windows = Windows(*(draw.choice((None, 0, 500, 2000, 1 << 20)) for _ in range(2)))
-            home_in = draw.choice((HomeTiers(), HomeTiers("disk"), HomeTiers("disk", (("device", draw.choice((3000, 10000, 50000))),))))
+            split = HomeTiers("disk", (("device", draw.choice((3000, 10000, 50000))),))
+            home_in = draw.choice((HomeTiers(), HomeTiers("host"), HomeTiers("disk"), split))
             moments = 2, draw.choice(("float32", "bf16", "float8"))
             steps = tuple(Steps(itinerary, rank, WEIGHT_BYTES, SUM_BYTES, windows, home_in, *moments) for rank in range(world))
-            yield Case(steps, random_visits(draw, world, draw.sample(layouts, draw.randint(1, len(layouts)))))
+            visits = random_visits(draw, world, draw.sample(layouts, draw.randint(1, len(layouts))))
+            yield Case(steps, visits, home_in.late and draw.random() < 0.8)
 
 
 def random_visits(draw: random.Random, world: int, order: Sequence[Layout]) -> tuple[tuple[Visit, ...], ...]:
@@ -258,22 +261,31 @@ class Follow:
         own = {bucket.unit for bucket in buckets(self.spec, case.itinerary.home) if rank in bucket.holders}
         self.on_disk = own & {unit for unit, tier in case.steps[rank].home_tiers.items() if tier == "disk"}
         self.packs = case.steps[rank].packed != "float32"
-        self.by_unit = own if "disk" in case.steps[rank].home_in.named or self.packs else set()
+        late = case.steps[rank].home_in.late
+        self.by_unit = own if late or self.packs else set()
+        self.left = set(own) if case.late else set()  # units with an update that the step before has left
+        self.before, self.after = (own if case.late else set()), set() if late else self.by_unit  # units updated before the norm, and after
         self.unpacked: int | None = None
         self.parts: dict[tuple[str, int], str] = {}  # of units on disk in memory, and whether they are "coming", "here", "new" or "going"
-        self.summed: set[int] = set()  # units whose gradient sums are on disk
+        self.summed = set(self.on_disk) if case.late else set()  # units whose gradient sums are on disk
         self.updated: list[int] = []
         self.normed = 0
 
-    def all(self, program: Program) -> None:
+    def follow(self, program: Program) -> None:
         for op in program:
             self.op, self.layout = op, self.visits[op.visit].layout
             self.cut, self.view = self.case.itinerary.cuts[self.layout], self.views[self.layout]
             getattr(self, op.kind.replace(" ", "_"), self.nothing)()
+
+    def all(self, program: Program) -> None:
+        self.follow(program)
         for name in ("opened", "added", "loaded", "waiting", "coming"):
             self.need(not getattr(self, name), f"{name} at the end: {getattr(self, name)}")
         self.need(not self.parts, f"in memory at the end: {self.parts}")
-        self.need(sorted(self.updated) == [-1, *sorted(self.by_unit)], "updates are missing, or twice")
+        middle = self.updated.index(-1) if -1 in self.updated else 0
+        before, after = self.updated[:middle], self.updated[middle:]
+        right = sorted(before) == sorted(self.before) and sorted(after) == [-1, *sorted(self.after)]
+        self.need(right, "updates are missing, or twice")
         self.need(self.unpacked is None, "moments are not packed")
         self.need(not any(self.under_way.values()) and not any(self.messages.values()), "something is under way at the end")
         self.need(Counter(dict.fromkeys(self.wanted(), 1)) == self.done, "backwards are missing, or twice")
@@ -321,7 +333,8 @@ class Follow:
         key = self.op.part, self.op.unit
         self.need(self.op.unit in self.on_disk and key not in self.parts, "it is in memory")
         self.need(key[0] != "sums" or key[1] in self.summed, "there are no sums yet")
-        self.need(key[0] != "record" or (self.normed == 1 and key[1] in self.summed), "the norm is not known")
+        known = self.normed == 1 or key[1] in self.left
+        self.need(key[0] != "record" or (known and key[1] in self.summed), "the norm is not known")
         self.parts[key] = "coming"
 
     def await_read(self) -> None:
@@ -342,10 +355,14 @@ class Follow:
     def norm(self) -> None:
         self.normed += 1
         self.need(self.normed == 1 and not self.parts and self.summed == self.on_disk, "sums are not all on disk")
+        self.need(not self.left, "updates are left")
 
     def update(self) -> None:
-        self.need(self.normed == 1, "the norm is not known")
+        self.need(self.normed == 1 or self.op.unit in self.left, "the norm is not known")
         self.updated.append(self.op.unit)
+        if self.op.unit in self.left:
+            self.left.remove(self.op.unit)
+            self.summed.discard(self.op.unit)
         if self.op.unit >= 0 and self.packs:
             self.need(self.unpacked is None, "another unit's moments are unpacked")
             self.unpacked = self.op.unit
@@ -359,18 +376,21 @@ class Follow:
 
     def add_to_sums(self, unit: int) -> None:
         """The first sums need nothing; later ones are added to what is on disk."""
+        self.need(unit not in self.left, "its sums of the step before are not done with")
         if unit in self.on_disk:
             known = self.parts.get(("sums", unit))
             self.need(known in ("here", "new") if unit in self.summed else known is None, f"its sums are {known}")
             self.parts["sums", unit] = "new"
 
     def total(self) -> None:
-        for unit in self.on_disk if self.op.unit < 0 else [self.op.unit]:
+        for unit in {*self.on_disk, *self.left} if self.op.unit < 0 else {self.op.unit}:
             self.add_to_sums(unit)
 
     def gather(self) -> None:
-        read = not self.cut.at_home or self.op.unit not in self.on_disk or self.parts.get(("master", self.op.unit)) == "here"
-        self.need(read, "its master is not here")
+        if self.cut.at_home:
+            here = self.parts.get(("master", self.op.unit)) == "here" or self.parts.get(("record", self.op.unit)) in ("new", "going")
+            self.need(self.op.unit not in self.on_disk or here, "its master is not here")
+            self.need(self.op.unit not in self.left, "its master is stale")
         self.need(self.view.collective and self.op.unit in self.view.units, "no unit to gather here")
         self.need(self.cut.at_home or self.cut in self.brought, "its rows are not here")
         self.need((self.cut, self.op.unit) not in self.present and self.op.unit not in self.under_way["gather"], "it is here or coming")
@@ -469,6 +489,7 @@ class Follow:
             plan = self.case.itinerary.weights(self.case.steps[self.rank].source(before), self.cut)
             here = {unit for part, unit in self.parts if part == "master" and self.parts[part, unit] == "here"}
             self.need(self.moving(plan, self.op.number) & self.on_disk <= here, "a master that it sends is not here")
+            self.need(not self.moving(plan, self.op.number) & self.left, "a master that it sends is stale")
 
     def await_exchange(self) -> None:
         key = self.op.visit, self.op.way
@@ -535,10 +556,25 @@ def test_ranks_agree_on_every_order_and_none_waits_for_ever():
         programs = case.programs()
         assert not (fault := wrong(case, programs)), f"case {number}: {case}: {fault}"
         seen.update({op.kind for program in programs for op in program})
+        seen["late"] += case.late
         seen["ahead"] += any(op.kind == "exchange" and op.way == "weights" and op.visit == visit + 1 for visit, op in entered(programs[0]))
     assert number + 1 >= 2000
     assert all(count >= 50 for count in seen.values()), seen
-    assert len(seen) == 37
+    assert len(seen) == 38
+
+
+def test_what_a_step_leaves_can_be_finished_alone():
+    found = 0
+    for case in cases(7, 60, 2):
+        programs = [steps.program((), late=True) for steps in case.steps] if case.late else []
+        listed = [[tuple(posts(case, rank, op)) for op in program] for rank, program in enumerate(programs)]
+        assert not [*disagreements([[post for own in rank for post in own] for rank in listed])] and not stuck(case, programs, listed)
+        for rank, program in enumerate(programs):
+            seen = Follow(case, rank)
+            seen.follow(program)
+            assert not seen.left and not seen.parts and seen.unpacked is None and sorted(seen.updated) == sorted(seen.by_unit)
+            found += len(program) > 0
+    assert found >= 50
 
 
 def entered(program: Program) -> Iterator[tuple[int, Op]]:
@@ -560,7 +596,7 @@ def swapped(program: Program, first: int, second: int) -> Program:
 
 def test_two_operations_of_a_communicator_swapped_on_one_rank_are_noticed():
     draw, noticed = random.Random(2), Counter()
-    for case in cases(3, 160, 1):
+    for case in cases(3, 240, 1):
         programs = case.programs()
         rank = draw.randrange(len(programs))
         own = [(at, post) for at, op in enumerate(programs[rank]) for post in posts(case, rank, op) if len(post[1]) > 1]
@@ -583,6 +619,9 @@ def damaged(draw: random.Random, kind: str, program: Program) -> Program | None:
     if not places:
         return None
     at = draw.choice(places)
+    if name == "stale":
+        uses = [after for after in range(at) if program[after].kind == "update" and program[after].unit == program[at].unit]
+        return (*program[: uses[-1]], *program[uses[-1] + 1 : at + 1], program[uses[-1]], *program[at + 1 :]) if uses else None
     if name == "no":
         return program[:at] + program[at + 1 :]
     if name == "twice":
@@ -595,6 +634,7 @@ def damaged(draw: random.Random, kind: str, program: Program) -> Program | None:
     "kind",
     [
         "early release",
+        "stale gather",
         *(f"no {kind}" for kind in ("gather", "await gather", "reduce", "await reduce", "open", "exchange", "await exchange", "arrived")),
         *(f"no {kind}" for kind in ("load", "unload", "receive", "await receive", "send", "await send", "put", "fetch", "drop", "norm")),
         *(f"no {kind}" for kind in ("read", "await read", "evict", "write", "await write", "update", "pack")),

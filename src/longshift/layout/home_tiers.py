@@ -54,6 +54,11 @@ class HomeTiers:
         """All that it names, the fastest first."""
         return (*(tier for tier, _ in self.first), self.last)
 
+    @property
+    def late(self) -> bool:
+        """Whether units are updated under the forward of the next step: where some of them may lie outside the device."""
+        return self.named != ("device",)
+
     def to_json(self) -> str | dict[str, int | str]:
         """As a config has it."""
         return {**dict(self.first), self.last: REST} if self.first else self.last

@@ -52,6 +52,7 @@ class Ledger:
             if view.cut not in self.copies:
                 self.copies[view.cut] = HeldCopies(self.account, view)
             self.runners[layout] = (HeldChunked if layout.chunk else HeldWhole)(self.account, view, self.copies[view.cut])
+        self.late = False  # whether the step before has left its updates
         self.visits: Sequence[Visit] = ()
         self.packs: Sequence[Sequence[Sequence[int]]] = ()
         self.table: dict[str, Callable[[Op], object]] = {
@@ -106,8 +107,8 @@ class Ledger:
         """What some equal steps need at the most, the first of which leaves working copies, and what the last one sends and moves. `packs`:
         lengths of the documents of each micro-batch, by visit. `after` sees the last step's operations when they are done."""
         self.visits, self.packs = visits, packs
-        program = self.steps.program(visits)
         for step in range(steps):
+            program, self.late = self.steps.program(visits, late=self.late), self.steps.late
             for counted in (self.account.sent, self.account.moved, self.account.flops):
                 counted.clear()
             for number, op in enumerate(program):

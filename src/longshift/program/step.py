@@ -3,7 +3,7 @@ replica has, and of the rank's place; never of what has already arrived.
 
     group 1                                       group 2                        end
     ┌ gathers ahead ─ turns ─ reductions ┐        ┌ rest of the switch ─ ... ┐   norm ─ update
-                        └ exchanges of the switch to group 2, ahead ┘
+      └ late updates    └ exchanges of the switch to group 2, ahead ┘
 
 ZeRO (arXiv 1910.02054) is when units are gathered, reduced and released: stage 3 gathers a unit for each use and releases it after, stages
 0 to 2 gather it once a group; stages 2 and 3 reduce after every backward, stages 0 and 1 after the last.
@@ -11,6 +11,10 @@ ZeRO (arXiv 1910.02054) is when units are gathered, reduced and released: stage 
 [Note: windows] What is under way is bounded in bytes: gathers that are not yet used, reductions that are not yet home. One of each may
 always be under way, however large. Bytes are nominal (a unit's elements over `tp`), the same number on every rank, so that all decide
 alike.
+
+[Note: late updates] A home outside the device is updated under the forward of the next step. The norm, and so the clip, is known since the
+end of the step before, and a unit is updated before the first gather, or exchange, that reads its master: nothing is stale. Ranks update in
+one order, that of the forward, up to the unit that is read, whoever keeps it, so that collectives of `pack` cross no others.
 
 [Note: order] Members of a communicator post its operations in one order, and no rank waits for an operation that another can only post
 after this rank has done what follows. So exchanges of a switch that go ahead are posted between the turns of the last backward only where
@@ -76,22 +80,25 @@ class Steps:
         self.itinerary, self.rank, self.windows, self.home_in = itinerary, rank, windows, home_in
         self.moments = moments
         self.packed: MomentFormat = packed if moments else "float32"
-        self.by_unit = "disk" in home_in.named or self.packed != "float32"
+        self.late = home_in.late
+        self.by_unit = self.late or self.packed != "float32"
         self.buckets = buckets_of(itinerary.spec, itinerary.home, rank)
         self.state_bytes = StateBytes(weight_bytes, sum_bytes, moments, self.packed)
         self.home_tiers = tiers_of(home_in, self.buckets, rank, self.state_bytes)
         self.on_disk = [unit for unit, tier in self.home_tiers.items() if tier == "disk"]
-        self.trained = sorted({bucket.unit for bucket in self.buckets if not bucket.frozen})
+        self.trained = sorted({bucket.unit for bucket in self.buckets if not bucket.frozen}, key=self.place)
+        self.mixed = {bucket.unit for bucket in self.buckets if bucket.frozen}.intersection(self.trained)
         self.bytes = weight_bytes, sum_bytes
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
         self.cuts = set(itinerary.cuts.values())
         self.world = itinerary.home.world
-        self._programs: dict[tuple[tuple[Visit, ...], bool], Program] = {}
+        self._programs: dict[tuple[tuple[Visit, ...], bool, bool], Program] = {}
         self._exchanges: dict[Plan, Exchanges] = {}
 
-    def program(self, visits: Sequence[Visit], learns: bool = True) -> Program:
-        """The operations of a step that visits these groups, in this order; without what only gradients need where it does not learn."""
-        key = tuple(visits), learns
+    def program(self, visits: Sequence[Visit], learns: bool = True, late: bool = False) -> Program:
+        """The operations of a step that visits these groups, in this order; without what only gradients need where it does not learn.
+        `late`: whether the step before has left its updates. Without visits it makes these alone."""
+        key = tuple(visits), learns, late
         found = self._programs.get(key)
         if found is None:
             if len(self._programs) >= 64:
@@ -109,6 +116,10 @@ class Steps:
             packs.append(own + [()] * (max(map(len, group.shares)) - len(own)))
             visits.append(visit_of(self.itinerary.spec, layout, [[lengths[d] for d in pack] for pack in packs[-1]]))
         return tuple(visits), packs
+
+    def place(self, unit: int) -> int:
+        """Where a unit comes in the forward: the tied embedding first."""
+        return -1 if unit == self.itinerary.spec.units else unit
 
     def source(self, before: Layout | None) -> Cut | None:
         """Whose copies a switch takes weights from, besides home, when `before` has computed."""
@@ -162,8 +173,9 @@ def _spans(spec: ModelSpec, plan: Plan) -> tuple[dict[int, int], dict[int, int],
 class _Step:
     """A program while it grows. Mutable."""
 
-    def __init__(self, steps: Steps, visits: tuple[Visit, ...], learns: bool):
+    def __init__(self, steps: Steps, visits: tuple[Visit, ...], learns: bool, late: bool):
         self.steps, self.visits, self.learns = steps, visits, learns
+        self.left = deque(steps.trained if late else ())  # units that are to be updated
         self.views = [steps.views[visit.layout] for visit in visits]
         self.here: Cut | None = None
         self.present: set[int] = set()  # units whose copies, under the cut that is here, can be used
@@ -177,29 +189,30 @@ class _Step:
             yield from self._run(number)
             yield from self._go(number)
             yield Op("leave", number)
+        yield from self._updated()
         yield from self.disk.settled()
+        if not self.visits:
+            return
         yield Op("norm")
         if self.learns:
             yield Op("update")
-            yield from self._updates() if self.steps.by_unit else ()
+            if self.steps.by_unit and not self.steps.late:
+                self.left.extend(self.steps.trained)
+                yield from self._updated()
 
-    def _updates(self) -> Iterator[Op]:
-        """Updates of a home that is updated by unit, in the order of the next forward. Of units on disk the next one comes while one is
-        updated, and the last goes."""
-        coming = [unit for unit in self.steps.trained if unit in self.disk.units]
-        for unit in coming[:1]:
-            yield Op("read", unit=unit, part="record")
-        for unit in self.steps.trained:
+    def _updated(self, upto: int | None = None) -> Iterator[Op]:
+        """Updates of the units that are left, up to one, or of all. Of units on disk the next one comes while one is updated, and the last
+        goes."""
+        while self.left and (upto is None or self.steps.place(self.left[0]) <= self.steps.place(upto)):
+            unit = self.left.popleft()
             if unit in self.disk.units:
-                yield Op("await read", unit=coming.pop(0), part="record")
-                for after in coming[:1]:
-                    yield Op("read", unit=after, part="record")
+                yield from self.disk.have_record(unit, next((after for after in self.left if after in self.disk.units), None))
             yield Op("update", unit=unit)
             if self.steps.packed != "float32":
                 yield Op("pack", unit=unit)
             if unit in self.disk.units:
                 yield from self.disk.write(0, unit, "record")
-        yield from self.disk.settled()
+                yield from self.disk.settled() if unit in self.steps.mixed else ()  # a record is no whole master of these
 
     def _come(self, number: int) -> Iterator[Op]:
         """Operations that bring the group's weights, as far as they are not here."""
@@ -228,10 +241,18 @@ class _Step:
             if i:
                 yield Op("await exchange", number, number=i - 1, way=way)
                 yield from self._from_home(number, exchanges, way, i - 1, True)
+            yield from self._before_exchange(exchanges, i)
             yield from (Op("open", number, unit) for unit in exchanges.opens[i])
             yield from self._from_home(number, exchanges, way, i, False)
             yield Op("exchange", number, number=i, way=way)
             yield from (Op("close", number - 1, unit) for unit in exchanges.closes[i])
+
+    def _before_exchange(self, exchanges: Exchanges, i: int) -> Iterator[Op]:
+        """Late updates of the units that an exchange may read from home."""
+        wanted = [unit for unit, (first, _) in exchanges.spans.items() if first <= i]
+        if self.left and wanted:
+            yield from self._updated(max(wanted, key=self.steps.place))
+            yield from self.disk.settled()
 
     def _from_home(self, number: int, exchanges: Exchanges, way: str, i: int, after: bool) -> Iterator[Op]:
         """What an exchange reads or adds to of a home on disk: brought before it, gone when it has ended."""
@@ -254,6 +275,7 @@ class _Step:
                 yield Op("close", number)
             return
         if self.learns:
+            yield from self._updated()
             if not self.disk.units:
                 yield Op("total", number)
             else:
@@ -276,6 +298,7 @@ class _Step:
         tied = [Op("reduce", number, unit) for unit in view.tied if closing and view.collective and unit in view.learned]
         for op in chain(self._with_gathers(number, turns, ahead), tied):
             if op.kind == "reduce":
+                yield from self._updated(op.unit)
                 for unit in reductions.room_for(op.unit):
                     yield from self._reduced(number, unit)
                 reductions.append(op.unit)
@@ -294,11 +317,13 @@ class _Step:
 
     def _gather(self, number: int, unit: int, after: int | None = None) -> Iterator[Op]:
         """A gather, with the master from disk where home is there; `after`: the unit whose master is wanted next."""
-        away = self.disk.units if self.views[number].cut.at_home else frozenset()
+        at_home = self.views[number].cut.at_home
+        away = self.disk.units if at_home else frozenset()
+        yield from self._updated(unit) if at_home else ()
         yield from self.disk.have(number, unit) if unit in away else ()
         yield Op("gather", number, unit)
         yield from self.disk.leave(number, unit) if unit in away else ()
-        if after is not None and after in away:
+        if after is not None and after in away and after not in self.left:
             yield from self.disk.ask(number, after)
 
     def _with_gathers(self, number: int, turns: list[UnitTurn], ahead: dict[int, list[int]]) -> Iterator[Op]:
@@ -336,6 +361,7 @@ class _Step:
 
         used = 0
         for index, turn in enumerate(turns):
+            yield from self.disk.settled("record")
             if wanted and view.own(turn.unit) and (release or turn.unit not in self.present):
                 if posted <= used:
                     yield from post()
@@ -384,6 +410,7 @@ class _Disk:
         self.units = frozenset(units)
         self.masters = Counter[int]()  # users
         self.asked: set[int] = set()
+        self.records: set[int] = set()  # units whose records are here, or asked for
         self.known: set[int] = set()  # units that have gradient sums
         self.writing: deque[Op] = deque()
 
@@ -405,6 +432,16 @@ class _Disk:
         self.masters[unit] -= 1
         if not self.masters[unit]:
             yield Op("evict", number, unit, part="master")
+
+    def have_record(self, unit: int, after: int | None) -> Iterator[Op]:
+        """Bring the record of a unit, until it is written, and ask for the one `after`."""
+        for some in (unit, after):
+            if some is not None and some not in self.records:
+                self.records.add(some)
+                yield Op("read", unit=some, part="record")
+            if some == unit:
+                yield Op("await read", unit=unit, part="record")
+        self.masters[unit] += 1
 
     def known_sums(self, number: int, unit: int) -> Iterator[Op]:
         """Bring the gradient sums of a unit, if there are some."""
@@ -428,10 +465,14 @@ class _Disk:
         self.writing.append(Op("write", number, unit, part=part))
         yield self.writing[0]
 
-    def settled(self) -> Iterator[Op]:
-        """All is written."""
-        while self.writing:
-            yield self.writing.popleft()._replace(kind="await write")
+    def settled(self, part: str | None = None) -> Iterator[Op]:
+        """All is written, or all of a part."""
+        while self.writing and part in (None, self.writing[0].part):
+            written = self.writing.popleft()
+            if written.part == "record":
+                self.records.remove(written.unit)
+                self.masters[written.unit] -= 1
+            yield written._replace(kind="await write")
 
 
 class _Window(deque[int]):

@@ -150,7 +150,7 @@ class Home:
     @property
     def by_unit(self) -> bool:
         """Whether it is updated unit by unit."""
-        return self.records is not None or self.packed != "float32"
+        return self.home_in.late or self.packed != "float32"
 
     def close(self) -> None:
         """Give the file back, where there is one."""

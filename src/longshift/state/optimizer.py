@@ -66,6 +66,7 @@ class Optimizer:
         assert home.moments == rule.moments
         self.home, self.rule, self.steps, self._lr = home, rule, 0, 0.0
         self._factor: float | None = None
+        self._left: set[int] = set()  # units that the last update has not reached
         self._moments: dict[str, list[Tensor]] = {name: [] for name in rule.moments}
         self._parts: list[Part] = []
         for shard in home.learning:
@@ -101,12 +102,19 @@ class Optimizer:
         """One step with the gradients at home, times `factor`, which are dropped. Of a home that is updated by unit, the units follow."""
         self._lr, self._factor = lr, factor
         self.steps += 1
-        self._update([] if self.home.by_unit else self.home.learning)
+        self._begin()
 
     def skip(self) -> None:
         """Drop the gradients at home, and change nothing."""
         self._factor = None
         self.home.drop_gradients()
+        self._begin()
+
+    def _begin(self) -> None:
+        if self.home.by_unit:
+            self._left = {shard.bucket.unit for shard in self.home.learning}
+        else:
+            self._update(self.home.learning)
 
     def update_unit(self, unit: int) -> None:
         """The part of the last update, or of what was skipped, for a unit of a home that is updated by unit; of one on disk, records have
@@ -114,6 +122,7 @@ class Optimizer:
         if self._factor is not None and self.home.packed != "float32":
             self.home.unpack(unit, self.steps)
         self._update([shard for shard in self.home.learning if shard.bucket.unit == unit])
+        self._left.remove(unit)
 
     def _update(self, shards: Sequence[Shard]) -> None:
         if self._factor is not None:
@@ -144,6 +153,7 @@ class Optimizer:
         are codes, and their scales, "MOMENT.scale", follow with boxes of blocks. Of what is on disk they are copies that last; or, where it
         is for `changing` them, they last until the next is asked for. Scales are of blocks that begin in the shard's boxes; for `changing`
         them, of all that it has a part of."""
+        assert not self._left, f"units {sorted(self._left)} are not updated yet"
         for number, shard in enumerate(self.home.learning):
             moments = {name: moment.codes for name, moment in shard.packed.items()} or {
                 name: self._moments[name][number] for name in self._moments

@@ -25,6 +25,7 @@ from longshift.model.functions import WRITTEN_OUT
 from longshift.model.kernels import choose, kernels
 from longshift.program.operations import Op, Program
 from longshift.program.step import Steps, Windows
+from longshift.program.turns import Visit
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
@@ -59,12 +60,13 @@ class Visited:
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """A step before it is played: its groups in visiting order, the lengths of its documents, its program, and this rank's tokens of each
-    pack that the program loads, by visit and micro-batch."""
+    """A step before it is played: its groups in visiting order, the lengths of its documents, its visits, and this rank's tokens of each
+    pack that its program loads, by visit and micro-batch. `learns`: whether it has what only gradients need."""
 
     groups: Sequence[LengthGroup]
     lengths: Sequence[int]
-    program: Program
+    visits: tuple[Visit, ...]
+    learns: bool
     packs: dict[tuple[int, int], HostPack]
 
 
@@ -120,6 +122,7 @@ class Player:
         self.lengths: Sequence[int] = ()
         self.sums: tuple[float, float] = (0.0, 0.0)  # of all ranks: the loss, the squared norm of the gradient
         self.update: Callable[[int, float, float], object] = leave_alone
+        self.late = False  # whether the last step has left its updates
         self._began = 0.0
         self._receiving: dict[int, tuple[Pending, Tensor]] = {}  # by tag
         self._sending: dict[int, Pending] = {}
@@ -154,7 +157,7 @@ class Player:
             "total": self._total,
             "forget": self._forget,
             "norm": self._norm,
-            "update": lambda op: self.update(op.unit, *self.sums),
+            "update": self._update,
             "pack": lambda op: self.home.pack(op.unit, world),
             "read": lambda op: self.home.read(op.unit, op.part),
             "await read": lambda op: self.home.ready(op.unit, op.part),
@@ -197,11 +200,11 @@ class Player:
         lengths = [len(document.ids) for document in documents]
         groups = self.groups(lengths) if groups is None else groups
         visits, packs = self.steps.visits(groups, lengths)
-        program = self.steps.program(visits, learns)
+        program = self.steps.program(visits, learns, self.steps.late and learns)
         loads = {(op.visit, op.micro): packs[op.visit][op.micro] for op in program if op.kind == "load"}
         runners = [self.runners[group.layout] for group in groups]
         own = {(visit, micro): runners[visit].on_host([documents[d] for d in pack]) for (visit, micro), pack in loads.items()}
-        return Ready(groups, lengths, program, own)
+        return Ready(groups, lengths, visits, learns, own)
 
     def take(self, ready: Ready, seed: float | None) -> Program:
         """The program of a step that is played next. `seed`: what losses are multiplied with before gradients are formed, None where only
@@ -210,12 +213,18 @@ class Player:
         for group in ready.groups:
             runner = self.runners[group.layout]
             runner.seed, runner.learns, runner.loss = seed or 0.0, seed is not None, runner.loss.new_zeros(())
-        return ready.program
+        late, self.late = self.late, False
+        return self.steps.program(ready.visits, ready.learns, late)
 
-    def play(self, program: Program, update: Callable[[int, float, float], object] = leave_alone) -> None:
-        """Do what the operations say, in their order. `update`: what home does with the loss sum and the squared gradient norm of all
-        ranks: first for all, unit -1, then for each unit of a home that is updated by unit."""
-        self.update = update
+    def finish(self) -> None:
+        """Make the updates that the last step has left."""
+        late, self.late = self.late, False
+        self.play(self.steps.program((), late=True) if late else ())
+
+    def play(self, program: Program, update: Callable[[int, float, float], object] | None = None) -> None:
+        """Do what the operations say, in their order. `update`: what home does from now on with the loss sum and the squared gradient norm
+        of all ranks: first for all, unit -1, then for each unit of a home that is updated by unit."""
+        self.update = update or self.update
         for op in program:
             self.table[op.kind](op)
             if self.after:
@@ -283,6 +292,10 @@ class Player:
     def _forget(self, op: Op) -> None:
         self._stop(op).forget_totals()
         self._count(op, "sums")
+
+    def _update(self, op: Op) -> None:
+        self.update(op.unit, *self.sums)
+        self.late = self.late or (op.unit < 0 and self.steps.late)
 
     def _norm(self, op: Op) -> None:
         loss_sum = torch.stack([self.runners[group.layout].loss for group in self.groups_here]).sum()

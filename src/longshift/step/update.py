@@ -46,9 +46,10 @@ class Outcome:
     skipped: bool
 
 
-def train_step(state: State, batch: StepBatch, player: Player, ready: Ready | None = None) -> Outcome:
+def train_step(state: State, batch: StepBatch, player: Player, ready: Ready | None = None, leave: bool = False) -> Outcome:
     """Make one exact update from `batch`: each group of lengths under its layout, each layout visited once. `ready`: of the batch's
-    documents, made here where not given. Raises NonFiniteError; home is then as before."""
+    documents, made here where not given. `leave`: leave what can be updated under the next forward to the next step, or to
+    `player.finish`. Raises NonFiniteError; home is then as before."""
     found: list[Outcome] = []
     scale = state.scale.scale if state.scale else 1.0
     program = player.take(ready or player.ready(batch.documents), scale / max(1, batch.target_tokens))
@@ -60,6 +61,8 @@ def train_step(state: State, batch: StepBatch, player: Player, ready: Ready | No
             state.optimizer.update_unit(unit)
 
     player.play(program, update)
+    if not leave:
+        player.finish()
     return found[0]
 
 

@@ -278,7 +278,9 @@ def compare(
             player.after = None
             scores.append(score(batch.documents, player) / batch.target_tokens - truth["loss"][step])
         player.after = after
-        losses.append(train_step(state, batch, player).loss)
+        losses.append(train_step(state, batch, player, leave=step + 1 not in stages).loss)
+    player.after = None
+    player.finish()
     for name, box, _, views in state.optimizer.state():
         for kind, view in views.items():
             if box:

@@ -141,7 +141,7 @@ def _steps(
                 foretold.predict(ready.lengths)
             began = world.now() - waited
             try:
-                outcome = train_step(state, batch, player, ready)
+                outcome = train_step(state, batch, player, ready, leave=True)
             except NonFiniteError as fault:
                 raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
             seconds = world.now() - began
@@ -166,6 +166,7 @@ def _steps(
                 stopping = True
             best = validator.best if validator else None
             if stopping or step in (last, best) or step % config.save.every == 0 or metrics.early:
+                player.finish()
                 if wrong := not_finite(state, world):
                     raise NonFiniteError(
                         f"step {step}: the {wrong} is not finite after an update with lr {metrics.lr:.3g}. Nothing is saved: the "
