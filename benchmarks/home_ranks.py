@@ -169,7 +169,8 @@ _built: dict[tuple[str, str], tuple[State, Player]] = {}
 
 
 def timed_step(world: World, trial: dict, layout: str, bandwidth: float) -> dict:
-    """Seconds of a step, and the bytes that it moved from and to the disk. A state is made when it is first asked for."""
+    """Seconds of a step, until the end of its first loss (`forward_s`) and in all, and the bytes that it had begun to move from and to the
+    disk by then. The updates of the step before are part of it, its own are not. A state is made when it is first asked for."""
     throttled(bandwidth)
     what = Trial.from_json(trial)
     if (what.home, layout) not in _built:
@@ -179,9 +180,14 @@ def timed_step(world: World, trial: dict, layout: str, bandwidth: float) -> dict
     if records:
         records.restart()
     [batch] = what.batches()
-    began = time.perf_counter()
+    began, found = time.perf_counter(), list[dict]()
+
+    def now() -> dict:
+        return {"seconds": time.perf_counter() - began, "moved": records.read_bytes + records.written_bytes if records else 0}
+
+    player.after = lambda op: found.append(now()) if op.turn == "loss" and not found else None
     train_step(state, batch, player, leave=True)
-    return {"seconds": time.perf_counter() - began, "moved": records.read_bytes + records.written_bytes if records else 0}
+    return now() | {"forward_s": found[0]["seconds"], "forward_moved": found[0]["moved"]}
 
 
 def forget(world: World) -> None:

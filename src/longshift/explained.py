@@ -86,7 +86,8 @@ class Explanation:
             lines += [f"   gradients  {group.gradients}", *_moved(group.gradients_traffic, self.links)]
             lines += [f"   pruned     {text}" for text in group.pruned]
             lines += told(group.need) if len(self.groups) > 1 else []
-        lines += ["", f"then one global norm, one clip, one {self.optimizer}, at home"]
+        late = ", unit by unit under the forward of the next step" * (self.home_in != "device")
+        lines += ["", f"then one global norm, one clip, one {self.optimizer}, at home{late}"]
         return "\n".join([*lines, *told(self.need)])
 
 

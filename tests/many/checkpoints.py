@@ -349,10 +349,10 @@ def run_in_the_background(world: World, config: str, limit_bytes: int | None = N
         time.sleep(0.05)
         return native(*given)
 
-    def step(*given: Any) -> Any:
+    def step(*given: Any, **how: Any) -> Any:
         if len(told) + 1 == bad_step:
             raise NonFiniteError("loss nan")
-        return usual(*given)
+        return usual(*given, **how)
 
     def busy(saver: Saver) -> bool:
         if found := saver._under_way is not None:

@@ -585,7 +585,7 @@ def test_a_stream_folder_is_a_path_that_must_be_writable(place, longshift):
 def test_memory_that_runs_out_has_its_exit_code_in_one_process_too(place, longshift, monkeypatch):
     from longshift.trainer import loop
 
-    def full(*how):
+    def full(*given, **how):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
     monkeypatch.setattr(loop, "train_step", full)
@@ -738,8 +738,8 @@ def test_weights_that_are_not_finite_are_not_saved(place, longshift, monkeypatch
     """A device that computes wrong leaves one infinite number after the second update."""
     right = loop.train_step
 
-    def wrong(state, batch, player, ready):
-        outcome = right(state, batch, player, ready)
+    def wrong(state, batch, player, ready, leave):
+        outcome = right(state, batch, player, ready, leave)
         if state.optimizer.steps == 2:
             state.home.shards[0].master[0] = math.inf
         return outcome
