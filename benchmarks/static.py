@@ -45,6 +45,7 @@ LIKE: Mapping[str, tuple[str, ...]] = {
     "dp2.z1": ("fsdp2 z1", "deepspeed z1"),
     "dp2.z2": ("fsdp2 z2", "deepspeed z2"),
     "dp2.z3": ("fsdp2 z3", "deepspeed z3"),
+    "dp2.z2,host": ("deepspeed z2,host",),
     "tp2": ("dtensor tp2",),
     "pp2": ("pipelining pp2",),
     "pp2:3-1": ("pipelining pp2:3-1",),
@@ -83,11 +84,14 @@ class Round:
     cpu_s: float
 
 
-def available() -> tuple[list[str], dict[str, str]]:
-    """Names "system variant" of everything that can run here, and why the other systems cannot. Imports them: the ranks are forked."""
-    peers = [name for names in LIKE.values() for name in names]
+def available(layouts: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Names "system variant" of what these layouts are compared with and can run here, and why other systems cannot. Imports them: the ranks
+    are forked. DDP is always among them."""
+    peers = list(dict.fromkeys(["ddp dp2", *(name for layout in layouts for name in LIKE[layout])]))
     skipped = {}
     for system, needs in EXTRA.items():
+        if not any(name.split()[0] == system for name in peers):
+            continue
         try:
             with redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output, from its import on
                 for module in (*needs, f"peers.{system}"):
@@ -95,7 +99,7 @@ def available() -> tuple[list[str], dict[str, str]]:
         except ImportError as fault:
             skipped[system] = f"{fault}; the extra `peers` of the package brings it"
             say(f"without {system}: {skipped[system]}")
-    return [f"longshift {layout}" for layout in LIKE] + [name for name in peers if name.split()[0] not in skipped], skipped
+    return [f"longshift {layout}" for layout in layouts] + [name for name in peers if name.split()[0] not in skipped], skipped
 
 
 def measure(
@@ -200,13 +204,15 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256, help="model width")
     parser.add_argument("--length", type=int, default=512, help="tokens of a document; a pack holds two, a step four packs")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of this repository")
-    parser.add_argument("--layouts", nargs="+", default=BEFORE, choices=BEFORE, help="that are compared with that checkout's")
+    parser.add_argument("--layouts", nargs="+", choices=LIKE, help="that are compared")
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.steps, options.dtypes, options.width, options.length = 3, 1, ["float32"], 128, 64
     if options.against is not None:
+        options.layouts = options.layouts or BEFORE
         return against(options)
-    names, skipped = available()
+    layouts = options.layouts or list(LIKE)
+    names, skipped = available(layouts)
     keys = ("ratio_to_best_peer", "ratio_spread", "best_peer", "ratio_to_best_data_parallel", "loss_difference")
     rows: list[dict] = []
     summary: dict[str, dict] = {key: {} for key in keys} | {"skipped": skipped}
@@ -214,9 +220,9 @@ def main() -> int:
         found, losses = measure(names, trial_of(options, dtype), options.rounds, options.steps, lambda name: ForkedWorld(RANKS))
         rows += [row(name, dtype, rounds) for name, rounds in found.items()]
         replicas = [name for layout, like in LIKE.items() if layout.startswith("dp") for name in like if name in found]
-        for layout, like in LIKE.items():
-            if like:
-                told = ratio(found, layout, [name for name in like if name in found])
+        for layout in layouts:
+            if like := [name for name in LIKE[layout] if name in found]:
+                told = ratio(found, layout, like)
                 for key, value in (("ratio_to_best_peer", "ratio"), ("ratio_spread", "spread"), ("best_peer", "peer")):
                     summary[key].setdefault(layout, {})[dtype] = told[value]
             summary["ratio_to_best_data_parallel"].setdefault(layout, {})[dtype] = ratio(found, layout, replicas)["ratio"]

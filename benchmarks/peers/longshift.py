@@ -1,4 +1,6 @@
-"""Longshift under the layout named by `variant`."""
+"""Longshift under the layout named by `variant`; after a comma, where home lies."""
+
+from dataclasses import replace
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
@@ -9,10 +11,11 @@ from peers.session import Step
 
 
 def build(world: World, trial: Trial, variant: str) -> Step:
-    state, player = build_trial(trial, [Layout.parse(variant)], world)
+    layout, _, home = variant.partition(",")
+    state, player = build_trial(replace(trial, home=home) if home else trial, [Layout.parse(layout)], world)
     batches = trial.batches()
 
     def step(number: int) -> float:
-        return train_step(state, batches[number % len(batches)], player).loss
+        return train_step(state, batches[number % len(batches)], player, leave=True).loss
 
     return step

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from longshift import errors
 from longshift.dist.collectives import Group
+from longshift.dist.cores import stay_near
 from longshift.dist.parent import end_with_parent
 from longshift.dist.sealed import SealedStore
 from longshift.errors import LongshiftError, PeerError, UsageError
@@ -119,6 +120,7 @@ class World:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
+            stay_near(device)
         timeout = timedelta(seconds=timeout_s)
         try:
             store = launchers_store(TIMEOUT)
