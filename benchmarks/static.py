@@ -85,8 +85,8 @@ class Round:
 
 
 def available(layouts: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Names "system variant" of what these layouts are compared with and can run here, and why other systems cannot. Imports them: the ranks
-    are forked. DDP is always among them."""
+    """Names "system variant" of what these layouts are compared with and can run here, and why other systems cannot. Imports them: the
+    ranks are forked. DDP is always among them."""
     peers = list(dict.fromkeys(["ddp dp2", *(name for layout in layouts for name in LIKE[layout])]))
     skipped = {}
     for system, needs in EXTRA.items():

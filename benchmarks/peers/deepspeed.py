@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO-1/2/3 (`variant` z1, z2, z3) around Longshift's decoder, with torch's fused AdamW; ZeRO-Offload (z2,host) with DeepSpeed's own
-Adam for CPUs.
+"""DeepSpeed ZeRO-1/2/3 (`variant` z1, z2, z3) around Longshift's decoder, with torch's fused AdamW; ZeRO-Offload (z2,host) with
+DeepSpeed's own Adam for CPUs.
 
 On a CPU it compiles shared-memory collectives of its own on first use, and uses them where it can.
 """

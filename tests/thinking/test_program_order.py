@@ -568,11 +568,15 @@ def test_what_a_step_leaves_can_be_finished_alone():
     for case in cases(7, 60, 2):
         programs = [steps.program((), late=True) for steps in case.steps] if case.late else []
         listed = [[tuple(posts(case, rank, op)) for op in program] for rank, program in enumerate(programs)]
-        assert not [*disagreements([[post for own in rank for post in own] for rank in listed])] and not stuck(case, programs, listed)
+        assert not [*disagreements([[post for own in rank for post in own] for rank in listed])]
+        assert not stuck(case, programs, listed)
         for rank, program in enumerate(programs):
             seen = Follow(case, rank)
             seen.follow(program)
-            assert not seen.left and not seen.parts and seen.unpacked is None and sorted(seen.updated) == sorted(seen.by_unit)
+            assert not seen.left
+            assert not seen.parts
+            assert seen.unpacked is None
+            assert sorted(seen.updated) == sorted(seen.by_unit)
             found += len(program) > 0
     assert found >= 50
 
