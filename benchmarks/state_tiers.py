@@ -113,7 +113,8 @@ def moments(steps: int, seeds: Sequence[int]) -> list[dict]:
         for seed in seeds:
             losses: dict[str, float] = {}
             ways: dict[str, tuple[MomentFormat, float]] = {packed: (packed, LR) for packed in FORMATS}
-            for name, (packed, lr) in (ways | {"again": ("float32", LR * (1 + 1e-6))}).items():
+            ways["again"] = "float32", LR * (1 + 1e-6)
+            for name, (packed, lr) in ways.items():
                 lengths = ((256,) * 4,) * steps
                 what = Trial(spec, lengths, precision="float32", capacity=1024, seed=seed, lr=lr, warmup=WARMUP, packed=packed)
                 how = {"trial": what.to_json(), "tokens": 256, "documents": 4}
