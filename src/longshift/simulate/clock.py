@@ -9,6 +9,10 @@ begun until they are awaited, and share a link where they use the same. Inside a
 the ring passes keys under attention. On CPUs a collective takes the cores that computing takes; on GPUs it crowds them. Each visit ends
 with what ranks wait for the slowest of them.
 
+A home outside a GPU has its masters cast and its units updated by the host, at HOST_BYTES_PER_S. The host is in a lane with the gathers,
+which wait for the updates before them, and not with what the device computes. Weights and gradients cross the device's link from and to
+memory that is not pinned. What a switch takes from such a home, and brings to it, is not charged with that.
+
 Of many micro-batches, which a pipeline computes at an even pace once it is full, an even choice is played, and the seconds that the rest
 takes at that pace are added.
 """
@@ -37,6 +41,7 @@ from longshift.switch.traffic import seconds_by_exchange
 
 LEAST_PLAYED = 16  # micro-batches of a visit, and of a pipeline at least FILLS times its stages' chunks
 FILLS = 3
+HOST_BYTES_PER_S = 60e9  # of a rank's part of the host's memory: torch's fused AdamW took 0.47 ns for the 28 bytes of a parameter
 MOVES = {"gather": "all_gather", "reduce": "reduce_scatter"}
 
 Packs = tuple[tuple[int, ...], ...]  # lengths of the documents of each micro-batch
@@ -73,12 +78,13 @@ class StepTime:
 
 
 class _Moved:
-    """An operation, bytes that the ledger saw it send and move; `elements` that it adds or updates."""
+    """An operation, bytes that the ledger saw it send and move; `elements` that it adds or updates, or that cross between the device and a
+    home `outside` it."""
 
-    __slots__ = ("elements", "moved", "op", "sent")
+    __slots__ = ("elements", "moved", "op", "outside", "sent")
 
-    def __init__(self, op: Op, sent: int, moved: int, elements: int):
-        self.op, self.sent, self.moved, self.elements = op, sent, moved, elements
+    def __init__(self, op: Op, sent: int, moved: int, elements: int, outside: bool):
+        self.op, self.sent, self.moved, self.elements, self.outside = op, sent, moved, elements, outside
 
 
 class Clock:
@@ -125,7 +131,7 @@ class Clock:
             for rank in stages:
                 if rank not in seen:
                     ledger = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu)
-                    seen[rank] = _weigh(ledger, visits, packs)
+                    seen[rank] = _weigh(ledger, visits, packs, self.on_cpu)
             actions = [list(_Stage(self, layout, stage, visits, own).actions(seen[rank][number])) for stage, rank in enumerate(stages)]
             found.append(play(actions, float(self.rates.constants.crowd)))
         return found
@@ -231,24 +237,25 @@ def _chosen(layout: Layout, costs: np.ndarray) -> tuple[tuple[int, ...], tuple[i
     return many_, few_
 
 
-def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tuple[int, ...]]]) -> list[list[_Moved]]:
+def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tuple[int, ...]]], on_cpu: bool) -> list[list[_Moved]]:
     """The operations of a rank's step by visit, norm and update with the last one's, and what the ledger says of them."""
     found: list[list[_Moved]] = [[]]
     account, sent, moved, added = ledger.account, 0, 0, 0
+    at_home = [ledger.steps.views[visit.layout].cut.at_home for visit in visits]
 
     def after(op: Op) -> None:
         nonlocal sent, moved, added
-        elements = 0
+        elements, outside = 0, not on_cpu and ledger.steps.home_tiers.get(op.unit, "device") != "device"
         earlier, added = added, account.added
         if op.kind == "accumulate":
             elements = (added - earlier) // account.weight_bytes
         elif op.kind == "update":
             all_at_once = not ledger.steps.by_unit
             elements = sum(size for unit, size in ledger.home.shards if op.unit == unit or (all_at_once and op.unit < 0))
-        elif op.kind == "pack":
+        elif op.kind == "pack" or (outside and op.kind in ("gather", "await reduce") and at_home[op.visit]):
             elements = sum(size for unit, size in ledger.home.shards if op.unit == unit)
         before, sent, moved = (sent, moved), sum(account.sent.values()), sum(account.moved.values())
-        found[-1].append(_Moved(op, sent - before[0], moved - before[1], elements))
+        found[-1].append(_Moved(op, sent - before[0], moved - before[1], elements, outside))
         if op.kind == "leave" and op.visit < len(visits) - 1:
             found.append([])
 
@@ -271,23 +278,38 @@ class _Stage:
         for one in moved:
             op = one.op
             if op.kind in AWAITED:
+                yield from self._cast(one)
                 yield self._begin(one)
             elif op.kind in AWAITED.values():
                 key = (op.kind, *op[1:])
                 if self.under_way.get(key):  # else it was begun in the visit before, and has ended
                     yield End(self.under_way[key].popleft())
+                if op.kind == "await reduce" and one.elements:
+                    size = one.elements * self.clock.shape.formats.home_bytes
+                    yield from self._alone("home out", op, float(self.clock.cluster.copy_s("to_host pageable", size, beyond=True)))
             elif op.kind == "compute":
                 yield from self._turn(op)
             elif op.kind in ("accumulate", "update", "pack"):
                 formats, rates = self.clock.shape.formats, self.clock.rates
                 of_one = {
                     "accumulate": formats.compute_bytes + 2 * formats.home_bytes,  # a gradient is read, a sum read and written
-                    "update": update_bytes(formats.moments) * rates.constants.update,
+                    "update": update_bytes(formats.moments) * (1.0 if one.outside else rates.constants.update),
                     "pack": packing_bytes(formats),
                 }[op.kind]
-                yield from self._alone("compute", op, float(rates.elementwise_s(one.elements * of_one)))
+                if op.kind != "accumulate" and one.outside:
+                    yield self._piece(op, LANES["gather"], one.elements * of_one / HOST_BYTES_PER_S, ("host",))
+                else:
+                    yield from self._alone("compute", op, float(rates.elementwise_s(one.elements * of_one)))
             elif op.kind == "put":
                 yield self._piece(op, LANES["put"], self._copy_s(one, "out"), ("host out",))
+
+    def _cast(self, one: _Moved) -> Iterator[Begin]:
+        """Masters of a home outside a GPU, cast by the host and copied to the device."""
+        if one.op.kind == "gather" and one.elements:
+            formats = self.clock.shape.formats
+            cast_s = one.elements * (formats.home_bytes + formats.compute_bytes) / HOST_BYTES_PER_S
+            copy_s = float(self.clock.cluster.copy_s("to_device pageable", one.elements * formats.compute_bytes, beyond=True))
+            yield self._piece(one.op, LANES["gather"], cast_s + copy_s, ("host",))
 
     def _begin(self, one: _Moved) -> Begin:
         op, clock, everyone = one.op, self.clock, tuple(range(self.layout.pp))
