@@ -1,5 +1,6 @@
 """The parts of a config that say what is trained on what: values as they are written, the model, the data."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -67,10 +68,11 @@ def _number(value: object) -> object:
 
 
 def some_sources(value: object) -> object:
-    """The value, if it is no empty list."""
-    if value in ([], ()):
+    """The value as a list of sources, if it is no empty one: a source may stand alone, and a text is a path."""
+    found = [value] if isinstance(value, str | Mapping) else value
+    if found in ([], ()):
         raise ValueError("name at least one source, as in train: [{corpus: python}]")
-    return value
+    return [{"path": one} if isinstance(one, str) else one for one in found] if isinstance(found, list | tuple) else found
 
 
 PROJECT_VOCAB = 4096  # tokens of the project's own tokenizer, which is taken where no other is named

@@ -37,6 +37,17 @@ def faults(text: str, *overrides: str) -> list[str]:
     return lines
 
 
+@pytest.mark.parametrize(
+    ("written", "paths"),
+    [("a.txt", ["a.txt"]), ("{path: a.txt}", ["a.txt"]), ("[a.txt, {path: b.txt}]", ["a.txt", "b.txt"]), ("{corpus: python}", [None])],
+)
+def test_a_source_may_stand_alone_and_a_text_is_a_path(written, paths, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(GOOD)
+    config = load_config("run.yaml", [f"data.train={written}"])
+    assert [source.path for source in config.data.train] == [path and str(tmp_path / path) for path in paths]
+
+
 def test_reads_what_is_written_and_fills_in_the_rest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(GOOD)
@@ -148,7 +159,7 @@ def test_all_faults_at_once_with_file_line_and_nearest_key():
     text = """\
 model: {preset: tiny-lama}
 data:
-  train: [{corpus: python, pth: x}, books.txt]
+  train: [{corpus: python, pth: x}, 5]
   overlong: splitt
   max_len: 0
 train:
