@@ -91,6 +91,7 @@ def _listed(task: Task, part: float) -> Shortlist:
         ahead_bytes=float(task.switch.ahead_bytes),
         moments=task.moments,
         packed=task.packed,
+        wire=task.wire,
     )
 
 

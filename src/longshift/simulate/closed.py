@@ -241,9 +241,9 @@ def _held(cost: Cost, at: Candidates, blocks: np.ndarray) -> _Shares:
     ends = np.where(np.asarray(at.pp) > 1, 1.0, 2.0 - sizes.tied) * sizes.head_elements / sizes.block_elements
     per_node = np.maximum(1, cost.rates.fabric.per_node / np.asarray(at.tp))
     elements = sizes.block_elements / np.asarray(at.tp)
-    gradient_bytes = elements * habits.gradient_bytes * sizes.trained
+    gradient_bytes = elements * habits.gradient_bytes * habits.reduced * sizes.trained
     collective_s = cost.rates.collective_s
-    gather_s = collective_s("all_gather", elements * cost.rates.element_bytes, shard, per_node)
+    gather_s = collective_s("all_gather", elements * cost.rates.element_bytes * habits.gathered, shard, per_node)
     scatter_s = collective_s("reduce_scatter", gradient_bytes, shard, per_node)
     across, across_per_node = ranks / shard, np.maximum(1, per_node / shard)
     scatter_s = scatter_s + np.where(shard < ranks, collective_s("all_reduce", gradient_bytes / shard, across, across_per_node), 0.0)

@@ -18,7 +18,7 @@ import numpy as np
 from longshift.cluster.cluster import Number
 from longshift.layout.layout import Layout
 from longshift.simulate.rates import Rates
-from longshift.spec.formats import FORMATS, adds_inside
+from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
 
 Seam = Literal["qkv", "tail", "qkv_back", "tail_back"]
@@ -54,7 +54,8 @@ class Habits:
     reduce_hidden        gradients travel under the backward that makes them
     messages_hidden      a stage computes while its messages travel
     ring_hidden          keys and values travel under attention
-    gradient_bytes       of an element that is reduced
+    gradient_bytes       of an element of gradient sums
+    gathered, reduced    bytes of weights, and of gradient sums, on the wire over those where they are kept
     accumulated          gradients of matmuls are added to their sum in a pass of its own, else where they are made
     embeddings_accumulated    gradients of embeddings are
     selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
@@ -71,6 +72,8 @@ class Habits:
     messages_hidden: Number = 0.0
     ring_hidden: Number = 1.0
     gradient_bytes: Number = 4.0
+    gathered: Number = 1.0
+    reduced: Number = 1.0
     accumulated: Number = 0.0
     embeddings_accumulated: Number = 0.0
     selective_matmuls: Number = 0.0
@@ -86,10 +89,13 @@ class Habits:
 LONGSHIFT = Habits(messages_hidden=1.0, embeddings_accumulated=1.0)
 
 
-def habits(compile: bool, precision: str, on_gpu: bool) -> Habits:
-    """Longshift's, with `train.compile` or without, in this precision on a GPU or a CPU."""
-    inside = adds_inside(FORMATS[precision].compute_bytes, FORMATS[precision].home_bytes, on_gpu)
-    return replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside))
+def habits(compile: bool, precision: str, on_gpu: bool, wire: Wire = Wire()) -> Habits:  # noqa: B008  (frozen)
+    """Longshift's, with `train.compile` or without, in this precision on a GPU or a CPU, with these formats on the wire."""
+    weight_bytes, sum_bytes = FORMATS[precision].compute_bytes, FORMATS[precision].home_bytes
+    gathered = wire.bytes_of("weights", weight_bytes) / weight_bytes
+    reduced = wire.bytes_of("gradients", sum_bytes) / sum_bytes
+    inside = adds_inside(weight_bytes, sum_bytes, on_gpu)
+    return replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside), gathered=gathered, reduced=reduced)
 
 
 @dataclass(frozen=True)
