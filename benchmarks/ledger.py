@@ -266,7 +266,7 @@ QUICK = (
     Case("dp2.z1", "llama", "bf16", (3, 2), wire=Wire("float8")),
     Case("dp3.z2", "gpt2", "float32", (3, 2, 4), wire=Wire("bf16")),
     Case("dp2.tp2.z3", "llama-tied", "bf16", SHORT, home="disk", wire=Wire("float8", "float8")),
-    Case("dp2.z3 > tp2", "llama", "bf16", SHORT, wire=Wire("float8", "float8")),
+    Case("dp2.z3 > tp2", "llama", "bf16", SHORT, wire=Wire("float8")),
 )
 
 

@@ -239,7 +239,7 @@ class StreamConfig(Section):
 
 
 class WireConfig(Section):
-    """Formats in which gathers and reductions of layouts with ZeRO 1 to 3 travel; exchanges of switches have those of weights and sums."""
+    """Formats in which what ZeRO deals over ranks is gathered and reduced; exchanges of switches have those of weights and sums."""
 
     gradients: GradientWire = Field(default="float32", description="of gradients on the way home: float32 (that of sums), bf16 or float8")
     weights: WeightWire = Field(default="compute", description="of weights that are gathered: compute (that of working copies) or float8")
@@ -341,6 +341,11 @@ class Config(Section):
     def _wire_carries(self) -> "Config":
         if not self.wire.formats.coded:
             return self
+        if self.wire.weights != "compute" and (isinstance(self.layout, AutoLayout) or len(self.edges) > 1):
+            raise ValueError(
+                "wire.weights: float8 is for one layout: where layouts change inside a step, weights come from copies too, which would be "
+                "others than home's; leave wire.weights out"
+            )
         if isinstance(self.layout, AutoLayout):
             if dict(self.layout.fixed).get("z") == (0,):
                 raise ValueError("wire is for what ZeRO deals over ranks, and layout: auto may choose z0 alone: write z: [1, 2, 3]")

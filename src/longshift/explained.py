@@ -151,6 +151,7 @@ def _updating(config: Config) -> str:
 
 def _weights(way: Itinerary, cut: Cut, before: Layout | None, formats: Format, layout: Layout) -> tuple[str, Traffic | None, list[str]]:
     cast = f", cast from {formats.home} to {formats.compute} at the source" if formats.compute != formats.home else ""
+    coded = ", coded in float8 at the source" * (formats.wire.weights == "float8")
     if before is not None and way.cuts[before] == cut:
         return f"here already: the copies of {before}", None, ["no gather, no cast: the copies are shared"]
     if cut.at_home:
@@ -158,21 +159,16 @@ def _weights(way: Itinerary, cut: Cut, before: Layout | None, formats: Format, l
         when = "each unit before its use, the next meanwhile, dropped after" if layout.zero == 3 else "once a step, unit by unit"
         if not sharded:
             return f"home's own{cast}", None, ["no gather: every rank keeps what it computes with"]
-        return f"all-gather of {len(sharded)} fused buckets from home, {when}{_coded(formats) or cast}", None, []
+        return f"all-gather of {len(sharded)} fused buckets from home, {when}{coded or cast}", None, []
     source = way.source(before) if before is not None else None
     plan = way.weights(source, cut)
     origin = f"home and the copies of {before}" if source else "home"
-    what = f"rows, gathered unit by unit{_coded(formats)}" if cut.side == "rows" else "copies"
+    what = "rows, gathered unit by unit" if cut.side == "rows" else "copies"
     pruned = []
     if kept := _kept_bytes(plan):
         pruned = [f"{_size(kept)} of all ranks' wanted weights are where they are wanted already"]
     exchanges = f"{plan.exchanges} exchange{'s' * (plan.exchanges > 1)}"
-    kept = f"; wire is for gathers, a switch sends {formats.compute}" * formats.wire.coded
-    return f"switch: {what} from {origin}, {plan.planner}, {exchanges}{cast}{kept}", traffic(plan), pruned
-
-
-def _coded(formats: Format) -> str:
-    return ", coded in float8 at the source" * (formats.wire.weights == "float8")
+    return f"switch: {what} from {origin}, {plan.planner}, {exchanges}{cast}", traffic(plan), pruned
 
 
 def _gradients(way: Itinerary, cut: Cut, later: list[Layout], formats: Format, layout: Layout) -> tuple[str, Traffic | None]:
