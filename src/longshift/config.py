@@ -351,8 +351,8 @@ class Config(Section):
                 raise ValueError("wire is for what ZeRO deals over ranks, and layout: auto may choose z0 alone: write z: [1, 2, 3]")
         elif (home := home_layout(self.edges)).zero == 0 and home.world > 1:
             raise ValueError(
-                f"wire is for what ZeRO deals over ranks, and with {home} each keeps all that it computes with; write layout={replace(home, zero=1)} "
-                "(or z2, z3), or leave wire out"
+                f"wire is for what ZeRO deals over ranks, and with {home} each keeps all that it computes with; "
+                f"write layout={replace(home, zero=1)} (or z2, z3), or leave wire out"
             )
         return self
 

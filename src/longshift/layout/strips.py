@@ -1,4 +1,4 @@
-"""How the pieces of a bucket lie in the slots of its fused buffer, and where the slots' codes and scales lie when they travel in eight bits.
+"""How the pieces of a bucket lie in the slots of its fused buffer, and where their codes and scales lie when they travel in eight bits.
 
 buffer [slots, width]          a slot holds the rows that one holder keeps at home, piece after piece
 ┌───────────┬──────┬──┐

@@ -30,7 +30,8 @@ FINALISTS = 4  # ways that all of them are played with
 class Task:
     """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
     it may have; `memory_bytes`: of a device; `copied`: whether checkpoints are written from a copy of the state;
-    `moments`: how many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels; `compile`: of `train.compile`."""
+    `moments`: how many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels; `compile`: of
+    `train.compile`."""
 
     spec: ModelSpec
     cluster: Cluster

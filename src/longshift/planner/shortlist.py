@@ -68,7 +68,8 @@ def shortlist(
     """The best assignments for documents of these `lengths` (int64, ascending), so many of each (`counts`), on all devices of `cluster`.
 
     `fixed`: what a person decided, as {"tp": [1, 2, 4]}; `memory_bytes`: of a device, the cluster's where not given; `moments`: how
-    many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels. Documents longer than `max_len` are split. Where nothing fits, the shortlist says by how much and which changes would help, the smallest first. Raises
+    many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels. Documents longer than `max_len`
+    are split. Where nothing fits, the shortlist says by how much and which changes would help, the smallest first. Raises
     UsageError.
     """
     lengths, counts = cut_at(np.asarray(lengths, np.int64), np.asarray(counts, np.int64), max_len)

@@ -1,4 +1,5 @@
-"""Number formats of a run: what its working copies compute in, what home keeps and sums in, and what travels between them. Names of dtypes are torch's."""
+"""Number formats of a run: what its working copies compute in, what home keeps and sums in, what travels between them. Names of dtypes are
+torch's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,7 +41,7 @@ class Format:
     home: str
     moments: int = 2
     packed: MomentFormat = "float32"
-    wire: Wire = Wire()  # noqa: RUF009  (frozen)
+    wire: Wire = Wire()
 
     @property
     def compute_bytes(self) -> int:
@@ -68,7 +69,7 @@ def formats_of(
     precision: str,
     moments: int = 2,
     packed: MomentFormat = "float32",
-    wire: Wire = Wire(),  # noqa: B008  (frozen)
+    wire: Wire = Wire(),
 ) -> Format:
     """The formats of a run whose optimizer keeps so many moments, packed so, and whose weights and gradients travel so."""
     return replace(FORMATS[precision], moments=moments, packed=packed, wire=wire)

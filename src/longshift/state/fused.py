@@ -17,7 +17,7 @@ from longshift.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class StripViews:
-    """Where a strip lies. `shape`: slots, rows of each, the other dims; `at`: where those rows lie in the rank's tensor of weight `name`."""
+    """Where a strip lies. `shape`: slots, rows of each, the other dims; `at`: where its rows lie in the rank's tensor of weight `name`."""
 
     name: str
     strip: Strip

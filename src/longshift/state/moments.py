@@ -174,6 +174,7 @@ def _root(root: bool, format: MomentFormat) -> bool:
 
 
 def in_blocks(x: Tensor, column: int) -> Tensor:
-    """Rows [..., columns], which begin in this column of the weight, as blocks [..., blocks, BLOCK], in memory of their own, with zeros beyond the ends of the rows."""
+    """Rows [..., columns] that begin in this column of the weight as blocks [..., blocks, BLOCK], in memory of their own, with zeros beyond
+    the ends of the rows."""
     before = column % BLOCK
     return F.pad(x, (before, -(before + x.shape[-1]) % BLOCK)).unflatten(-1, (-1, BLOCK))

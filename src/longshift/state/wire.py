@@ -1,7 +1,7 @@
 """Fused buffers in fewer bits on the wire: what a rank codes of a bucket, and what the others make of it. Papers: ZeRO++ (arXiv 2306.10209:
 qwZ, qgZ), FP8-LM (arXiv 2310.18313).
 
-    gradients   the rank's sums ── code, a slot for each holder ── all-to-all ──> decode each, add them in the order of ranks, in the home format
+    gradients   the rank's sums ── code, a slot for each holder ── all-to-all ──> decode each, add in the order of ranks, in the home format
     weights     home rows ── code at the source ── all-gather ──> decode into the copies
 
 Eight bits are e4m3 codes, and a float32 scale for each block (`layout.blocks`) of the sender's part of a row: scale = max|x| / 448. Norms
