@@ -20,18 +20,29 @@ class Coding:
     decoded: int
 
 
+def gradient_passes(wire: Wire, sum_bytes: int) -> tuple[int, int]:
+    """Bytes that are read and written for an element of a gradient sum, where it is sent and where it is taken."""
+    coded = 6 * sum_bytes + 1, 3 + 6 * sum_bytes
+    return {"float32": (0, 0), "bf16": (sum_bytes + 2, 2 + 2 * sum_bytes), "float8": coded}[wire.gradients]
+
+
+def weight_passes(wire: Wire, weight_bytes: int, master_bytes: int) -> tuple[int, int]:
+    """Bytes that are read and written for an element of a weight, where it is sent and where it is taken."""
+    return (6 * master_bytes + 1, 3 + 4 * max(4, weight_bytes) + weight_bytes) if wire.weights == "float8" else (0, 0)
+
+
 def gradients_of(bucket: Bucket, rank: int, wire: Wire, sum_bytes: int) -> Coding | None:
     """Of a bucket's reductions on a rank, where sums have so many bytes an element; None where they travel as they are."""
     if wire.gradients == "float32" or not bucket.sharded or bucket.frozen:
         return None
-    slots, elements = len(bucket.holders), len(bucket.holders) * bucket.width
+    slots = len(bucket.holders)
+    passes = (slots * bucket.width * size for size in gradient_passes(wire, sum_bytes))
     if wire.gradients == "bf16":
-        return Coding(2 * bucket.width, 0, 0, elements * (sum_bytes + 2), elements * (2 + 2 * sum_bytes))
+        return Coding(2 * bucket.width, 0, 0, *passes)
     strips = tuple(strips_of(bucket))
     encoding = max(_encoding(strip.elements_at_once(strip.last - strip.first), sum_bytes) for strip in strips)
     decoding = max((_decoding(strip.elements_at_once(slots), sum_bytes) for strip in _own(strips, bucket, rank)), default=0)
-    size = areas(strips, sum_bytes).size
-    return Coding(size, encoding, decoding, elements * (6 * sum_bytes + 1), elements * (3 + 6 * sum_bytes))
+    return Coding(areas(strips, sum_bytes).size, encoding, decoding, *passes)
 
 
 def weights_of(bucket: Bucket, rank: int, wire: Wire, weight_bytes: int, master_bytes: int) -> Coding | None:
@@ -41,9 +52,8 @@ def weights_of(bucket: Bucket, rank: int, wire: Wire, weight_bytes: int, master_
     strips, wide = tuple(strips_of(bucket)), max(4, weight_bytes)
     encoding = max((_encoding(strip.elements_at_once(1), master_bytes) for strip in _own(strips, bucket, rank)), default=0)
     decoding = max(_decoding(strip.elements_at_once(strip.last - strip.first), wide) for strip in strips)
-    own, all_of_them = bucket.kept(rank), bucket.elements
-    size = areas(strips, weight_bytes).size
-    return Coding(size, encoding, decoding, own * (6 * master_bytes + 1), all_of_them * (3 + 4 * wide + weight_bytes))
+    sent, taken = weight_passes(wire, weight_bytes, master_bytes)
+    return Coding(areas(strips, weight_bytes).size, encoding, decoding, bucket.kept(rank) * sent, bucket.elements * taken)
 
 
 def _own(strips: Iterable[Strip], bucket: Bucket, rank: int) -> Iterable[Strip]:
