@@ -281,12 +281,12 @@ class Config(Section):
     train: TrainConfig
     layout: Layouts = Layout()
     home: HomeConfig = HomeConfig()
-    wire: WireConfig = WireConfig()
     save: SaveConfig
     validation: ValidationConfig | None = None
     switch: SwitchConfig = SwitchConfig()
     stream: StreamConfig = StreamConfig()
     window: WindowConfig = WindowConfig()
+    wire: WireConfig = WireConfig()
 
     @model_validator(mode="after")
     def _a_pack_holds_a_document(self) -> "Config":
