@@ -56,6 +56,12 @@ class Strip:
         """How many elements a slot has of it."""
         return self.rows * prod(self.piece.box.shape[1:])
 
+    @property
+    def whole(self) -> bool:
+        """Whether its rows are whole blocks."""
+        box = self.piece.box
+        return box.start[-1] % BLOCK == 0 and box.shape[-1] % BLOCK == 0
+
     def at_once(self, slots: int) -> int:
         """How many rows of the piece, in so many slots, are coded at one time."""
         return min(self.rows, max(1, RUN // (slots * self.scales * BLOCK)))

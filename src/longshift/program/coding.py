@@ -22,13 +22,13 @@ class Coding:
 
 def gradient_passes(wire: Wire, sum_bytes: int) -> tuple[int, int]:
     """Bytes that are read and written for an element of a gradient sum, where it is sent and where it is taken."""
-    coded = 6 * sum_bytes + 1, 3 + 6 * sum_bytes
+    coded = 4 * sum_bytes + 1, 1 + 6 * sum_bytes
     return {"float32": (0, 0), "bf16": (sum_bytes + 2, 2 + 2 * sum_bytes), "float8": coded}[wire.gradients]
 
 
 def weight_passes(wire: Wire, weight_bytes: int, master_bytes: int) -> tuple[int, int]:
     """Bytes that are read and written for an element of a weight, where it is sent and where it is taken."""
-    return (6 * master_bytes + 1, 3 + 4 * max(4, weight_bytes) + weight_bytes) if wire.weights == "float8" else (0, 0)
+    return (4 * master_bytes + 1, 1 + 4 * max(4, weight_bytes) + weight_bytes) if wire.weights == "float8" else (0, 0)
 
 
 def gradients_of(bucket: Bucket, rank: int, wire: Wire, sum_bytes: int) -> Coding | None:
@@ -41,7 +41,7 @@ def gradients_of(bucket: Bucket, rank: int, wire: Wire, sum_bytes: int) -> Codin
         return Coding(2 * bucket.width, 0, 0, *passes)
     strips = tuple(strips_of(bucket))
     encoding = max(_encoding(strip.elements_at_once(strip.last - strip.first), sum_bytes) for strip in strips)
-    decoding = max((_decoding(strip.elements_at_once(slots), sum_bytes) for strip in _own(strips, bucket, rank)), default=0)
+    decoding = max((_decoding(strip, slots, sum_bytes) for strip in _own(strips, bucket, rank)), default=0)
     return Coding(areas(strips, sum_bytes).size, encoding, decoding, *passes)
 
 
@@ -51,7 +51,7 @@ def weights_of(bucket: Bucket, rank: int, wire: Wire, weight_bytes: int, master_
         return None
     strips, wide = tuple(strips_of(bucket)), max(4, weight_bytes)
     encoding = max((_encoding(strip.elements_at_once(1), master_bytes) for strip in _own(strips, bucket, rank)), default=0)
-    decoding = max(_decoding(strip.elements_at_once(strip.last - strip.first), wide) for strip in strips)
+    decoding = max(_decoding(strip, strip.last - strip.first, wide) for strip in strips)
     sent, taken = weight_passes(wire, weight_bytes, master_bytes)
     return Coding(areas(strips, weight_bytes).size, encoding, decoding, bucket.kept(rank) * sent, bucket.elements * taken)
 
@@ -67,6 +67,6 @@ def _encoding(elements: int, wide_bytes: int) -> int:
     return elements * wide_bytes + elements // SCALE_EVERY * (2 * wide_bytes + 1 + 4 * (wide_bytes != 4))
 
 
-def _decoding(elements: int, wide_bytes: int) -> int:
-    """Codes in blocks, and what they stand for."""
-    return elements * (1 + wide_bytes)
+def _decoding(strip: Strip, slots: int, wide_bytes: int) -> int:
+    """Codes in blocks, where rows are none by themselves, and what they stand for."""
+    return strip.elements_at_once(slots) * (wide_bytes + (not strip.whole))

@@ -17,8 +17,8 @@ import numpy as np
 
 from longshift.cluster.cluster import Number
 from longshift.layout.layout import Layout
-from longshift.simulate.rates import Rates
 from longshift.program.coding import gradient_passes, weight_passes
+from longshift.simulate.rates import Rates
 from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
 

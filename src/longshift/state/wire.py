@@ -128,19 +128,29 @@ def sent_gradients(format: GradientWire, strips: Strips, wide: torch.dtype) -> C
 
 def encode(x: Tensor, column: int, scales: Tensor, codes: Tensor) -> None:
     """Code rows x [..., columns] that begin in this column of the weight. [Note: not a number]"""
-    blocks = in_blocks(x, column)
+    whole = _whole(x, column)
+    blocks = x.unflatten(-1, (-1, BLOCK)) if whole else in_blocks(x, column)
     low, high = blocks.aminmax(dim=-1)
     torch.maximum(low.neg_(), high, out=high)
     largest = high.to(torch.float32).div_(LARGEST).clamp_(min=LEAST_SCALE)
     scales.copy_(largest.masked_fill_(largest.isinf(), torch.nan))
-    blocks.div_(scales[..., None])
-    codes.copy_(blocks.flatten(-2)[..., column % BLOCK :][..., : x.shape[-1]])
+    scaled = torch.div(blocks, scales[..., None], out=torch.empty_like(blocks) if whole else blocks)
+    codes.copy_(scaled.flatten(-2)[..., column % BLOCK :][..., : x.shape[-1]])
 
 
 def decoded(codes: Tensor, scales: Tensor, column: int, dtype: torch.dtype) -> Tensor:
     """What codes of rows that begin in this column of the weight stand for."""
-    values = in_blocks(codes.view(torch.uint8), column).view(CODES).to(dtype).mul_(scales[..., None])
+    if _whole(codes, column):
+        blocks = codes.unflatten(-1, (-1, BLOCK))
+    else:
+        blocks = in_blocks(codes.view(torch.uint8), column).view(CODES)
+    values = blocks.to(dtype).mul_(scales[..., None])
     return values.flatten(-2)[..., column % BLOCK :][..., : codes.shape[-1]]
+
+
+def _whole(x: Tensor, column: int) -> bool:
+    """Whether rows that begin in this column of the weight are whole blocks."""
+    return column % BLOCK == 0 and x.shape[-1] % BLOCK == 0
 
 
 def add_in_order(total: Tensor, sent: Tensor) -> None:
