@@ -117,13 +117,13 @@ def _given_gradients(home: Home, source: Source, op: Op) -> None:
                 view.copy_(source(name, box))
 
 
-def learned(world: World, trial: dict, tokens: int, documents: int) -> dict:
+def learned(world: World, trial: dict, tokens: int, documents: int, layout: str = "dp1") -> dict:
     """Losses of a training on Python's standard library, byte by byte, in `documents` of so many tokens a step, drawn by the trial's seed;
     and bytes of its training state between steps, of a parameter."""
     what = Trial.from_json(trial)
     text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
     corpus, drawn = np.frombuffer(text, np.uint8), np.random.default_rng(what.seed)
-    state, player = made(world, what, "dp1")
+    state, player = made(world, what, layout)
     losses = []
     for _ in what.lengths:
         starts = drawn.integers(0, len(corpus) - tokens - 1, documents)

@@ -26,7 +26,7 @@ from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout, Tier
 from longshift.program.ledger import Weighed
 from longshift.spec.adapters import Lora
-from longshift.spec.formats import MomentFormat, PrecisionName
+from longshift.spec.formats import MomentFormat, PrecisionName, Wire
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
 from longshift.trainer.check import Trial, parse_layouts
@@ -83,6 +83,7 @@ class Case:
     few: bool = False
     home: str = "device"
     packed: MomentFormat = "float32"
+    wire: Wire = Wire()  # noqa: RUF009  (frozen)
 
     @property
     def world(self) -> int:
@@ -93,7 +94,8 @@ class Case:
         edges = EDGES[-self.layout.count(" > ") :] if " > " in self.layout else ()
         sizes = {"capacity": max(CAPACITY, *self.lengths), "edges": edges} | ({"bucket_bytes": 60_000} if self.per_node else {})
         rule = Rule("sgd") if self.family == "sgd" else Rule()
-        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, home=self.home, rule=rule, packed=self.packed, **sizes)
+        how = {"home": self.home, "packed": self.packed, "gradients": self.wire.gradients, "weights": self.wire.weights}
+        return Trial(FAMILIES[self.family], (self.lengths,) * 2, self.precision, rule=rule, **how, **sizes)
 
     def __str__(self) -> str:
         return (
@@ -101,6 +103,7 @@ class Case:
             + ", from few chunks" * self.few
             + f", home {self.home}" * (self.home != "device")
             + f", moments {self.packed}" * (self.packed != "float32")
+            + f", wire {self.wire.gradients} {self.wire.weights}" * self.wire.coded
         )
 
 
@@ -260,6 +263,10 @@ QUICK = (
     Case("dp2.z1", "sgd", "bf16", (3, 2), packed="bf16"),
     Case("dp2.z3 > tp2", "llama-tied", "bf16", SHORT, home="device 1M, disk rest"),
     Case("tp2", "lora", "bf16", SHORT, home="host 400K, disk rest", packed="float8"),
+    Case("dp2.z1", "llama", "bf16", (3, 2), wire=Wire("float8")),
+    Case("dp3.z2", "gpt2", "float32", (3, 2, 4), wire=Wire("bf16")),
+    Case("dp2.tp2.z3", "llama-tied", "bf16", SHORT, home="disk", wire=Wire("float8", "float8")),
+    Case("dp2.z3 > tp2", "llama", "bf16", SHORT, wire=Wire("float8")),
 )
 
 

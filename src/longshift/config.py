@@ -10,6 +10,7 @@ Paths are taken from the working directory and made absolute, so that the copy o
 """
 
 import copy
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -47,11 +48,11 @@ from longshift.layout.layout import AUTO, UNITS, Layout, format_size
 from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
-from longshift.spec.formats import Format, MomentFormat, PrecisionName, formats_of
+from longshift.spec.formats import Format, GradientWire, MomentFormat, PrecisionName, WeightWire, Wire, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import OptimizerName, Rule
 from longshift.spec.stretch import stretched
-from longshift.switch.itinerary import SwitchOptions
+from longshift.switch.itinerary import SwitchOptions, home_layout
 from longshift.switch.planners import Planner
 from longshift.workload import waits
 from longshift.workload.groups import Edge
@@ -237,6 +238,17 @@ class StreamConfig(Section):
         return StreamOptions(self.folder or str(run), self.ahead, self.checked)
 
 
+class WireConfig(Section):
+    """Formats in which what ZeRO deals over ranks is gathered and reduced; exchanges of switches have those of weights and sums."""
+
+    gradients: GradientWire = Field(default="float32", description="of gradients on the way home: float32 (that of sums), bf16 or float8")
+    weights: WeightWire = Field(default="compute", description="of weights that are gathered: compute (that of working copies) or float8")
+
+    @property
+    def formats(self) -> Wire:
+        return Wire(self.gradients, self.weights)
+
+
 class HomeConfig(Section):
     """Where the training state lies, and in which format. `home: disk` is short for `home: {at: disk}`, and `home: {device: 8G, host:
     rest}` for `home: {at: {device: 8G, host: rest}}`."""
@@ -274,6 +286,7 @@ class Config(Section):
     switch: SwitchConfig = SwitchConfig()
     stream: StreamConfig = StreamConfig()
     window: WindowConfig = WindowConfig()
+    wire: WireConfig = WireConfig()
 
     @model_validator(mode="after")
     def _a_pack_holds_a_document(self) -> "Config":
@@ -325,6 +338,25 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _wire_carries(self) -> "Config":
+        if not self.wire.formats.coded:
+            return self
+        if self.wire.weights != "compute" and (isinstance(self.layout, AutoLayout) or len(self.edges) > 1):
+            raise ValueError(
+                "wire.weights: float8 is for one layout: where layouts change inside a step, weights come from copies too, which would be "
+                "others than home's; leave wire.weights out"
+            )
+        if isinstance(self.layout, AutoLayout):
+            if dict(self.layout.fixed).get("z") == (0,):
+                raise ValueError("wire is for what ZeRO deals over ranks, and layout: auto may choose z0 alone: write z: [1, 2, 3]")
+        elif (home := home_layout(self.edges)).zero == 0 and home.world > 1:
+            raise ValueError(
+                f"wire is for what ZeRO deals over ranks, and with {home} each keeps all that it computes with; "
+                f"write layout={replace(home, zero=1)} (or z2, z3), or leave wire out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _buckets_few(self) -> "Config":
         least = 4 * self.model.spec.parameters // MOST_BUCKETS
         if self.switch.bucket < least and not isinstance(self.layout, Layout):
@@ -354,7 +386,7 @@ class Config(Section):
     @property
     def formats(self) -> Format:
         """Of numbers, and how many moments home keeps."""
-        return formats_of(self.train.precision, len(self.train.rule.moments), self.home.moments)
+        return formats_of(self.train.precision, len(self.train.rule.moments), self.home.moments, self.wire.formats)
 
     @property
     def parts(self) -> tuple["Config", ...]:

@@ -132,7 +132,7 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         before = edges[number - 1].use if number else None
         later = [e.use for e in edges[number + 1 :] if way.cuts[e.use] == cut]
         weights, coming, pruned = _weights(way, cut, before, formats, edge.use)
-        gradients, going = _gradients(way, cut, later, formats.home, edge.use)
+        gradients, going = _gradients(way, cut, later, formats, edge.use)
         if later:
             pruned += [f"no reduction yet: {later[-1]} adds to the same sums"]
         if number:
@@ -152,6 +152,7 @@ def _updating(config: Config) -> str:
 
 def _weights(way: Itinerary, cut: Cut, before: Layout | None, formats: Format, layout: Layout) -> tuple[str, Traffic | None, list[str]]:
     cast = f", cast from {formats.home} to {formats.compute} at the source" if formats.compute != formats.home else ""
+    coded = ", coded in float8 at the source" * (formats.wire.weights == "float8")
     if before is not None and way.cuts[before] == cut:
         return f"here already: the copies of {before}", None, ["no gather, no cast: the copies are shared"]
     if cut.at_home:
@@ -159,7 +160,7 @@ def _weights(way: Itinerary, cut: Cut, before: Layout | None, formats: Format, l
         when = "each unit before its use, the next meanwhile, dropped after" if layout.zero == 3 else "once a step, unit by unit"
         if not sharded:
             return f"home's own{cast}", None, ["no gather: every rank keeps what it computes with"]
-        return f"all-gather of {len(sharded)} fused buckets from home, {when}{cast}", None, []
+        return f"all-gather of {len(sharded)} fused buckets from home, {when}{coded or cast}", None, []
     source = way.source(before) if before is not None else None
     plan = way.weights(source, cut)
     origin = f"home and the copies of {before}" if source else "home"
@@ -171,7 +172,9 @@ def _weights(way: Itinerary, cut: Cut, before: Layout | None, formats: Format, l
     return f"switch: {what} from {origin}, {plan.planner}, {exchanges}{cast}", traffic(plan), pruned
 
 
-def _gradients(way: Itinerary, cut: Cut, later: list[Layout], home: str, layout: Layout) -> tuple[str, Traffic | None]:
+def _gradients(way: Itinerary, cut: Cut, later: list[Layout], formats: Format, layout: Layout) -> tuple[str, Traffic | None]:
+    home, sent = formats.home, formats.wire.gradients
+    coded = f"all-to-all of pieces in {sent}, added in {home} at their owner" if sent != "float32" else ""
     when = "after every backward" if layout.zero >= 2 else "after the last backward"
     if later:
         return f"summed in {home} on each rank", None
@@ -179,9 +182,12 @@ def _gradients(way: Itinerary, cut: Cut, later: list[Layout], home: str, layout:
         if way.home.world == 1:
             return f"added to home's in {home}, as they come", None
         sharded = any(b.sharded for b in buckets(way.spec, way.home))
+        if coded and sharded:
+            return f"{coded}, unit by unit {when}", None
         return f"{'reduce-scatter' if sharded else 'all-reduce'} into home in {home}, unit by unit {when}", None
-    first = f"reduce-scatter to rows {when}, then " if cut.side == "rows" else ""
-    return f"{first}home by the plan that would bring the weights, backwards, added in {home}", traffic(way.sums(cut))
+    first = f"{coded or 'reduce-scatter to rows'} {when}, then " if cut.side == "rows" else ""
+    kept = f"; wire is for reductions, a switch sends {home}" * formats.wire.coded
+    return f"{first}home by the plan that would bring the weights, backwards, added in {home}{kept}", traffic(way.sums(cut))
 
 
 def _kept_bytes(plan: Plan) -> int:

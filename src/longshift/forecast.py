@@ -55,6 +55,13 @@ def on_cluster(cluster: Cluster, world: int) -> Cluster:
     return replace(cluster, nodes=-(-world // per_node), devices_per_node=per_node)
 
 
+def _dealt(config: Config, asked: AutoLayout, world: int) -> dict[str, tuple[int, ...]]:
+    """Stages of ZeRO that deal what the config's `wire` is for over ranks, as far as they are asked for; nothing where all may be."""
+    if world == 1 or not config.formats.wire.coded:
+        return {}
+    return {"z": tuple(zero for zero in dict(asked.fixed).get("z", (1, 2, 3)) if zero)}
+
+
 def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: float | None = None) -> Task:
     """What is planned for a config whose layout is chosen on a cluster."""
     asked = config.layout if isinstance(config.layout, AutoLayout) else AutoLayout(config.world)
@@ -66,7 +73,7 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         tokens_per_step=config.train.tokens_per_step,
         precision=config.train.precision,
         world=world,
-        fixed=dict(asked.fixed),
+        fixed=dict(asked.fixed) | _dealt(config, asked, world),
         memory_bytes=memory_bytes,
         windows=config.window.options,
         switch=config.switch.options,
@@ -74,6 +81,7 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         copied=config.save.background,
         moments=config.formats.moments,
         packed=config.formats.packed,
+        wire=config.formats.wire,
         compile=config.train.compile,
     )
 

@@ -41,7 +41,7 @@ from longshift.spec import model
 from longshift.spec.model import ModelSpec, Part
 from longshift.state import copies as copies_module
 from longshift.state.copies import AlignedCopies
-from longshift.state.fused import Strip, Strips
+from longshift.state.fused import Strips, StripViews
 from longshift.state.home import Shard
 from longshift.state.optimizer import Optimizer
 from longshift.state.transfer import Transfer
@@ -453,16 +453,16 @@ def slices_in_wrong_order(patch: Patch) -> None:
     """The ZeRO slices of weights that all four ranks hold are labelled with dp fastest, while ranks count with tp fastest."""
     init = Strips.__init__
 
-    def swapped(strip: Strip) -> Iterator[Strip]:
-        for number, slot in enumerate(range(strip.first, strip.last)):
-            first, rows = strip.at[0].start + number * strip.shape[1], strip.shape[1]
-            place, at = (0, 2, 1, 3)[slot], (slice(first, first + rows), *strip.at[1:])
-            yield replace(strip, first=place, last=place + 1, shape=(1, *strip.shape[1:]), at=at)
+    def swapped(views: StripViews) -> Iterator[StripViews]:
+        for number, slot in enumerate(range(views.strip.first, views.strip.last)):
+            first, rows = views.at[0].start + number * views.shape[1], views.shape[1]
+            place, at = (0, 2, 1, 3)[slot], (slice(first, first + rows), *views.at[1:])
+            yield replace(views, strip=replace(views.strip, first=place, last=place + 1), shape=(1, *views.shape[1:]), at=at)
 
     def wrong(self: Strips, bucket: Bucket, *rest: object) -> None:
         init(self, bucket, *rest)  # pyright: ignore[reportArgumentType]
         if self.slots == 4:
-            self.strips = tuple(one for strip in self.strips for one in swapped(strip))
+            self.strips = tuple(one for views in self.strips for one in swapped(views))
 
     patch.setattr(Strips, "__init__", wrong)
 

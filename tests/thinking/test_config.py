@@ -15,6 +15,7 @@ from longshift.errors import UsageError
 from longshift.layout.layout import UNITS, Layout, format_size, parse_size
 from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
+from longshift.spec.formats import Wire
 from longshift.starter import starter
 
 GOOD = """\
@@ -258,6 +259,36 @@ def test_groups_of_lengths_read_back():
 )
 def test_where_the_training_state_cannot_lie(changes, fault):
     assert any(fault in line for line in faults(GOOD, *changes)), faults(GOOD, *changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        (["wire.gradients=float8"], "with dp2.tp2 each keeps all that it computes with; write layout=dp2.tp2.z1 (or z2, z3)"),
+        (["wire.weights=float8", "layout=tp2.recompute-full"], "write layout=tp2.recompute-full.z1 (or z2, z3)"),
+        (["wire.gradients=int4", "layout=dp4.z2"], "wire.gradients: 'int4' is not one of float32, bf16, float8"),
+        (["wire.weights=bf16", "layout=dp4.z2"], "wire.weights: 'bf16' is not one of compute, float8"),
+        (["wire.weight=float8", "layout=dp4.z2"], "weights"),
+        (["wire.weights=float8", "layout=[{upto: 1K, use: dp4}, {upto: 4K, use: tp4}]"], "wire.weights: float8 is for one layout"),
+        (["wire.weights=float8", "layout=auto"], "wire.weights: float8 is for one layout"),
+        (["wire.gradients=bf16", "layout={auto: {ranks: 4, z: [0]}}"], "write z: [1, 2, 3]"),
+    ],
+)
+def test_what_does_not_travel_in_fewer_bits(changes, fault):
+    assert any(fault in line for line in faults(GOOD, *changes)), faults(GOOD, *changes)
+
+
+def test_formats_on_the_wire_are_those_of_the_run():
+    groups = "layout=[{upto: 1K, use: dp4}, {upto: 4K, use: tp4}]"
+    given = (
+        [],
+        ["wire.gradients=float8", groups],
+        ["wire={gradients: bf16, weights: float8}", "layout=dp4.z3"],
+        ["wire.gradients=bf16", "layout=dp1"],
+    )
+    configs = [parse_config(GOOD, changes) for changes in given]
+    assert [config.formats.wire for config in configs] == [Wire(), Wire("float8"), Wire("bf16", "float8"), Wire("bf16")]
+    assert [parse_config(config.to_yaml()) for config in configs] == configs
 
 
 def test_a_group_has_a_pack_of_its_own():

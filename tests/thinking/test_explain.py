@@ -137,6 +137,18 @@ def test_a_single_layout():
     assert group.sent.keys().isdisjoint({"tp", "ulysses", "ring", "rising", "falling"})
 
 
+def test_what_travels_in_fewer_bits_is_said():
+    (plain,), (group,) = (explain(config("layout=dp4.z3", *more)).groups for more in ([], ["wire={gradients: float8, weights: float8}"]))
+    assert group.weights.endswith("coded in float8 at the source")
+    assert group.gradients == "all-to-all of pieces in float8, added in float32 at their owner, unit by unit after every backward"
+    assert 0.25 < group.sent["reduce"] / plain.sent["reduce"] < 0.28
+    assert 0.5 < group.sent["gather"] / plain.sent["gather"] < 0.53
+    switched = explain(config("layout=[{upto: 256, use: dp4.z2}, {upto: 4K, use: pp2.tp2}]", "wire.gradients=bf16")).groups
+    (visiting,) = (group.gradients for group in switched if group.layout == "dp4.z2")
+    assert visiting.startswith("all-to-all of pieces in bf16, added in float32 at their owner after every backward, then home by the plan")
+    assert visiting.endswith("wire is for reductions, a switch sends float32")
+
+
 def test_it_reads_and_it_parses():
     found = explain(config(GROUPS, "train.precision=bf16"))
     text = str(found)

@@ -25,7 +25,7 @@ from longshift.planner.least_bytes import device_bytes
 from longshift.planner.loads import Dealing, dealt
 from longshift.planner.shortlist import shortlist
 from longshift.program.needs import StepShape, most, needs
-from longshift.spec.formats import FORMATS, Format, formats_of
+from longshift.spec.formats import FORMATS, Format, Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
@@ -92,7 +92,7 @@ def ledger_bytes(spec: ModelSpec, layout: Layout, pack: int, micros: int, format
     return most(needs(shape, edges, transport, transport == "gloo")).device.total  # pyright: ignore[reportArgumentType]
 
 
-def of_bound(seeds: range, **switches: object) -> list[float]:
+def of_bound(seeds: range, wire: Wire = Wire(), **switches: object) -> list[float]:  # noqa: B008  (frozen)
     """The bound over what the ledger says, of random layouts and of models with these switches."""
     found = []
     for seed in seeds:
@@ -102,7 +102,7 @@ def of_bound(seeds: range, **switches: object) -> list[float]:
         index = rng.randrange(len(known))
         layout, pack, micros = known.layout(index), rng.choice([256, 1024, 4096, 8192]), rng.choice([1, 2, 5, 9])
         precision, transport = rng.choice(["bf16", "bf16", "bf16", "float32"]), rng.choice(["nccl", "nccl", "gloo"])
-        formats = formats_of(precision, rng.choice([0, 1, 2, 2]))
+        formats = formats_of(precision, rng.choice([0, 1, 2, 2]), wire=wire)
         few = micros if layout.order == "gpipe" else min(micros, 2 * layout.pp * layout.virtual + 1)
         bound = device_bytes(spec, known.take(np.array([index])), formats, pack, few)[0]
         found.append(bound / ledger_bytes(spec, layout, pack, micros, formats, transport))
@@ -120,6 +120,13 @@ def test_plan_bound_is_never_above_the_ledger_and_near_it():
 )
 def test_plan_bound_holds_for_models_of_other_families(switches: dict):
     found = of_bound(range(30), **switches)
+    assert max(found) <= 1
+    assert np.median(found) > 0.85
+
+
+@pytest.mark.parametrize("wire", [Wire("bf16"), Wire("float8", "float8")], ids=str)
+def test_plan_bound_holds_with_fewer_bits_on_the_wire(wire: Wire):
+    found = of_bound(range(60), wire)
     assert max(found) <= 1
     assert np.median(found) > 0.85
 

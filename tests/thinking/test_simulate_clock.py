@@ -16,11 +16,11 @@ from longshift.program.needs import StepShape
 from longshift.schedule import pipeline
 from longshift.simulate.clock import HOST_BYTES_PER_S, Clock, GroupPacks, StepTime
 from longshift.simulate.closed import Candidates, closed_form
-from longshift.simulate.cost import Cost, recompute_code, sizes
+from longshift.simulate.cost import Cost, habits, recompute_code, sizes
 from longshift.simulate.lanes import Begin, End, Timed, play
 from longshift.simulate.rates import FITTED, Constants, rates
 from longshift.spec import families
-from longshift.spec.formats import FORMATS, formats_of
+from longshift.spec.formats import Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed, links_of
@@ -129,8 +129,14 @@ def steps_of(groups: list[tuple[str, int, tuple[int, ...]]], on: str = "h100", r
     )
 
 
-def clock_of(edges: list[Edge], on: str = "h100", reached: Constants = IDEAL, home: Tier = "device") -> Clock:
-    spec, cluster, formats = families.preset("llama-3-8b"), files.preset(on), FORMATS["bf16"]
+def clock_of(
+    edges: list[Edge],
+    on: str = "h100",
+    reached: Constants = IDEAL,
+    wire: Wire = Wire(),  # noqa: B008  (frozen)
+    home: Tier = "device",
+) -> Clock:
+    spec, cluster, formats = families.preset("llama-3-8b"), files.preset(on), formats_of("bf16", wire=wire)
     way = Itinerary(spec, tuple(edges), links_of(cluster, 8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
     shape = StepShape(way, tuple(edges), formats, 1 << 16, edges[-1].upto, home_in=HomeTiers(home))
     return Clock(shape, cluster, Cost(sizes(spec), rates(cluster, constants=reached)), "bf16")
@@ -198,6 +204,31 @@ def test_closed_form_and_clock_agree(text: str):
     at = Candidates(*mesh, recompute_code(layout), micros, sum(lengths), sum(n * n for n in lengths) / 2)
     form = closed_form(Cost(sizes(families.preset("llama-3-8b")), rates(files.preset("h100"))), at)
     assert float(form.total) == pytest.approx(step_of(text, micros, lengths, reached=FITTED).seconds, rel=0.05)
+
+
+WIRES = Wire("bf16"), Wire("float8"), Wire("float8", "float8")
+
+
+@pytest.mark.parametrize("text", ["dp8.z1", "dp8.z2", "dp8.z3", "tp8.dp2.z2", "pp2.tp2.dp2.z2"])
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+def test_they_agree_about_fewer_bits_on_the_wire(text: str, wire: Wire):
+    layout, micros, lengths = Layout.parse(text), 4, (4096, 4096)
+    found = clock_of([Edge(sum(lengths), layout)], reached=FITTED, wire=wire).step([GroupPacks(layout, ((lengths,) * micros,))])
+    mesh = layout.tp, layout.ulysses, layout.ring, layout.dp, layout.pp, layout.virtual, layout.zero
+    at = Candidates(*mesh, recompute_code(layout), micros, sum(lengths), sum(n * n for n in lengths) / 2)
+    cost = Cost(sizes(families.preset("llama-3-8b")), rates(files.preset("h100")), habits(False, "bf16", True, wire))
+    assert float(closed_form(cost, at).total) == pytest.approx(found.seconds, rel=0.05)
+
+
+def test_fewer_bits_travel_faster_and_are_paid_for_in_passes_over_memory():
+    """One replica a node, whose all-to-all crosses the network once, as a ring does."""
+    layout = Layout.parse("tp8.dp8.z2")
+    clocks = [clock_of([Edge(8192, layout)], wire=wire) for wire in (Wire(), *WIRES[:2])]
+    steps = [clock.step([GroupPacks(layout, (((4096, 4096),) * 2,))]) for clock in clocks]
+    wide, half, quarter = (step.busy_s("reduce") for step in steps)
+    assert 0.5 < half / wide < 0.55
+    assert 0.25 < quarter / wide < 0.31
+    assert steps[0].busy_s("compute") < steps[1].busy_s("compute") < steps[2].busy_s("compute")
 
 
 @pytest.mark.parametrize("text", ["pp2.dp4.z2", "pp4.dp2.v2", "dp8.z3"])

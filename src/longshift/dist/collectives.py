@@ -85,6 +85,13 @@ class Group:
         wide = torch.promote_types(x.dtype, torch.float32)
         return Pending([work], (parts, x), lambda: out.copy_(torch.sum(parts, 0, dtype=wide)))
 
+    def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
+        """out [P, ...] = what each rank has for this one, its own part too; x [P, ...] goes out likewise. Valid after `wait`."""
+        if self.handle is None:
+            out.copy_(x)
+            return Pending()
+        return Pending([dist.all_to_all_single(out, x, group=self.handle, async_op=True)], (x, out))
+
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """In place, for small tensors, the same bits on every rank; returns x."""
         if self.direct:

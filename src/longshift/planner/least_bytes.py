@@ -124,7 +124,8 @@ def _of_stage(
         sums_at_home = np.full(len(at), home_bytes * formats.home_bytes / whole)
     same = formats.compute == formats.home
     copies = np.where(at.zero == 0, 0.0 if same else small * least * own.all, small * own.all)
-    copies = np.where((at.zero == 3) & (at.holders > 1), small * own.block * np.where(own.blocks > 1, 3.0, 1.0), copies)
+    gathered = formats.wire.bytes_of("weights", small)
+    copies = np.where((at.zero == 3) & (at.holders > 1), own.block * np.where(own.blocks > 1, 2 * small + gathered, small), copies)
     sums = np.where(at.zero >= 2, sums_at_home, np.where(at.zero == 1, wide * own.all, sums_at_home))
 
     rows = np.asarray(tokens, dtype=float) / (at.ulysses * at.ring)
@@ -141,7 +142,9 @@ def _of_stage(
     at_first = state + copies + full + turn
     at_last = state + copies + sums + np.where(again, full, one) + turn
     # Under ZeRO-2 and 3 the sum of one block is reduced while the next block's gradients are added to theirs.
-    reducing = 2 * wide * own.block * ((at.zero >= 2) & (at.holders > 1) & (own.blocks >= 2 * at.virtual))
+    coded = formats.wire.gradients != "float32"  # then both what goes out and what comes in lie there, and the sum does not
+    leaving = min(wide, 2 * formats.wire.bytes_of("gradients", formats.home_bytes) * least) if coded else wide
+    reducing = (wide + leaving) * own.block * ((at.zero >= 2) & (at.holders > 1) & (own.blocks >= 2 * at.virtual))
     at_sum = state + copies + np.where(once, np.where(at.zero >= 2, sums, 0.0), 0.0) + reducing
     at_sum += np.maximum(0.0, np.where(again | ~once, full, one) - 2 * kept)
     at_first = np.maximum(at_first, np.where(reducing > 0, at_sum, 0.0))

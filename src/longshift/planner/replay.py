@@ -15,7 +15,7 @@ from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
 from longshift.simulate.cost import Cost, Habits, habits, sizes
 from longshift.simulate.rates import rates
-from longshift.spec.formats import MomentFormat, formats_of
+from longshift.spec.formats import MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
@@ -30,7 +30,8 @@ FINALISTS = 4  # ways that all of them are played with
 class Task:
     """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
     it may have; `memory_bytes`: of a device; `copied`: whether checkpoints are written from a copy of the state;
-    `moments`: how many the optimizer keeps, `packed` into this format between updates; `compile`: of `train.compile`."""
+    `moments`: how many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels; `compile`: of
+    `train.compile`."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -46,6 +47,7 @@ class Task:
     copied: bool = False
     moments: int = 2
     packed: MomentFormat = "float32"
+    wire: Wire = Wire()  # noqa: RUF009  (frozen)
     compile: bool = False
 
     @property
@@ -64,7 +66,7 @@ class Task:
 
     @property
     def habits(self) -> Habits:
-        return habits(self.compile, self.precision, self.on_gpu)
+        return habits(self.compile, self.precision, self.on_gpu, self.wire)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Replay:
 
     def __init__(self, task: Task):
         self.task = task
-        self.formats = formats_of(task.precision, task.moments, task.packed)
+        self.formats = formats_of(task.precision, task.moments, task.packed, task.wire)
         self.transport = "nccl" if task.on_gpu else "gloo"
         self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision), task.habits)
         self.links = links_of(task.cluster, task.cluster.devices_per_node, task.cluster.nodes)

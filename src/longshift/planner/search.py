@@ -55,11 +55,11 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None) -> Choic
     replay = Replay(task)
     listed = _listed(task, BUDGETS[0])
     tell(f"{listed.candidates:,} layouts of {task.world} ranks compared")
-    ways = _ways(listed)
+    ways = _ways(task, listed)
     for part in BUDGETS[1:]:
         if not listed.fits or sum(map(replay.fits, ways)) >= ENOUGH:
             break
-        ways = list(dict.fromkeys([*ways, *_ways(_listed(task, part))]))
+        ways = list(dict.fromkeys([*ways, *_ways(task, _listed(task, part))]))
     if not any(map(replay.fits, ways)):
         tell("no whole pack fits; trying streamed layouts")
         ways += _streamed(task)
@@ -91,12 +91,15 @@ def _listed(task: Task, part: float) -> Shortlist:
         ahead_bytes=float(task.switch.ahead_bytes),
         moments=task.moments,
         packed=task.packed,
+        wire=task.wire,
     )
 
 
-def _ways(found: Shortlist) -> list[tuple[Edge, ...]]:
+def _ways(task: Task, found: Shortlist) -> list[tuple[Edge, ...]]:
+    """Those of one layout, where weights that are gathered are others than home's, which a switch must not take."""
     answers = [one for one in (found.best, found.single, found.context_parallel, *found.others) if one is not None]
-    return list(dict.fromkeys(answer.edges for answer in answers))
+    ways = dict.fromkeys(answer.edges for answer in answers)
+    return [edges for edges in ways if len(edges) == 1 or task.wire.weights == "compute"]
 
 
 def _streamed(task: Task) -> list[tuple[Edge, ...]]:

@@ -24,7 +24,7 @@ from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_stat
 from longshift.program.needs import StepShape
 from longshift.simulate.cost import LONGSHIFT, Cost, Habits, sizes
 from longshift.simulate.rates import rates
-from longshift.spec.formats import Format, MomentFormat, formats_of
+from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
@@ -63,17 +63,18 @@ def shortlist(
     seed: int = 0,
     moments: int = 2,
     packed: MomentFormat = "float32",
+    wire: Wire = Wire(),  # noqa: B008  (frozen)
 ) -> Shortlist:
     """The best assignments for documents of these `lengths` (int64, ascending), so many of each (`counts`), on all devices of `cluster`.
 
     `fixed`: what a person decided, as {"tp": [1, 2, 4]}; `memory_bytes`: of a device, the cluster's where not given; `moments`: how
-    many the optimizer keeps, `packed` into this format between updates. Documents longer than
-    `max_len` are split. Where nothing fits, the shortlist says by how much and which changes would help, the smallest first. Raises
+    many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels. Documents longer than `max_len`
+    are split. Where nothing fits, the shortlist says by how much and which changes would help, the smallest first. Raises
     UsageError.
     """
     lengths, counts = cut_at(np.asarray(lengths, np.int64), np.asarray(counts, np.int64), max_len)
     cost = Cost(sizes(spec), rates(cluster, precision), habits)
-    formats = formats_of(precision, moments, packed)
+    formats = formats_of(precision, moments, packed, wire)
     budget = float(cluster.device.memory_bytes if memory_bytes is None else memory_bytes)
     known = enumerate_layouts(spec, cluster.devices, fixed)
     everything = tally(spec, lengths, counts, tokens_per_step, max_len)
@@ -105,7 +106,7 @@ def shortlist(
         if shorter:
             upto, tokens = int(everything.edges[shorter - 1]), int(everything.tokens[shorter])
             short = lengths <= upto
-            under = (precision, fixed, budget - more, habits, ahead_bytes, seed, moments, packed)
+            under = (precision, fixed, budget - more, habits, ahead_bytes, seed, moments, packed, wire)
             part = shortlist(spec, cluster, lengths[short], counts[short], tokens, upto, *under).best
             if part is not None:
                 both = _both(problem, part, _streamed_answer(problem, one, shorter), shorter)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from longshift.layout.layout import Layout, Tier
 from longshift.schedule.inside_rank import Transport
-from longshift.spec.formats import adds_inside
+from longshift.spec.formats import Wire, adds_inside
 
 Place = Tier
 
@@ -87,7 +87,8 @@ class Account:
 
     `transport`: how collectives move, which decides what they need besides their results; `same_format`: weights are computed with in
     home's format; `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_tiers`: where it
-    lies, by unit; `added`: bytes of gradients that were added to their sums in a pass of its own; `home_sums`: by unit and bucket."""
+    lies, by unit; `added`: bytes of gradients that were added to their sums in a pass of its own; `coded`: bytes read and written to
+    send in the formats of `wire`; `home_sums`: by unit and bucket."""
 
     rank: int
     home: Layout
@@ -103,6 +104,8 @@ class Account:
     moved: Counter[str] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
     added: int = 0
+    coded: int = 0
+    wire: Wire = Wire()  # noqa: RUF009  (frozen)
     home_sums: dict[tuple[int, int], Held] = field(default_factory=dict)
 
     @property

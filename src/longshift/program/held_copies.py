@@ -1,28 +1,30 @@
 """What the working copies of a cut, their gradients on the way home and switches take on a rank, in bytes: see `program.ledger`."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of, units_on
 from longshift.program.book import Account, Held
+from longshift.program.coding import Coding, gradients_of, weights_of
 from longshift.program.turns import RankLayout
-from longshift.spec.model import ModelSpec
 from longshift.switch.plan import Plan
 
 
 @dataclass(frozen=True)
 class Route:
-    """A bucket of a unit on this rank, in elements: the fused buffer is [slots, width], of which `own` are kept at home."""
+    """A bucket of a unit on this rank, in elements: the fused buffer is [slots, width], of which `own` are kept at home. `gathered`,
+    `reduced`: how these are coded, where they are."""
 
     holders: int
     sharded: bool
     width: int
     own: int
     frozen: bool
+    gathered: Coding | None = None
+    reduced: Coding | None = None
 
     @property
     def slots(self) -> int:
@@ -44,17 +46,20 @@ class UnitSizes:
         return [route for route in self.routes if not route.frozen]
 
 
-def unit_sizes(
-    spec: ModelSpec, view: RankLayout, home: Layout, rank: int, same_format: bool, borrowed: Callable[[int], bool]
-) -> dict[int, UnitSizes]:
-    """Elements of each moving unit on this rank; the layout's copies have a source cut as `home` is. `same_format`: copies have the format
-    of their source; `borrowed`: whether those of a unit are its own tensors then, where it keeps a weight whole."""
+def unit_sizes(account: Account, view: RankLayout, guest: bool) -> dict[int, UnitSizes]:
+    """Elements of each moving unit on this rank. `guest`: the layout's copies have rows of their own, in the compute format, as their
+    source, else home."""
+    spec, rank, home = view.spec, account.rank, view.cut.layout if guest else account.home
+    same_format, borrowed = guest or account.same_format, (lambda unit: True) if guest else account.borrowed
     mine = buckets_of(spec, home, rank)
     whole = (bucket for bucket in mine if not bucket.sharded and borrowed(bucket.unit) and (same_format or bucket.frozen))
     at_home = {name: box for bucket in whole for name, box in bucket.home(rank)}
     routes: dict[int, list[Route]] = {}
     for bucket in mine:
-        route = Route(len(bucket.holders), bucket.sharded, bucket.width, bucket.kept(rank), bucket.frozen)
+        master_bytes = account.weight_bytes if guest or bucket.frozen else account.sum_bytes
+        gathered = weights_of(bucket, rank, account.wire, account.weight_bytes, master_bytes)
+        reduced = gradients_of(bucket, rank, account.wire, account.sum_bytes)
+        route = Route(len(bucket.holders), bucket.sharded, bucket.width, bucket.kept(rank), bucket.frozen, gathered, reduced)
         routes.setdefault(bucket.unit, []).append(route)
     found = {}
     for unit in units_on(spec, view.layout, rank):
@@ -71,9 +76,7 @@ class HeldCopies:
     def __init__(self, account: Account, view: RankLayout):
         self.account, self.view, self.cut = account, view, view.cut
         self.guest = view.collective and not view.cut.at_home
-        source = view.cut.layout if self.guest else account.home
-        borrowed = (lambda unit: True) if self.guest else account.borrowed
-        self.units = unit_sizes(view.spec, view, source, account.rank, self.guest or account.same_format, borrowed)
+        self.units = unit_sizes(account, view, self.guest)
         self.name = str(view.cut.layout)
         self.flats: dict[int, Held] = {}
         self.rows: dict[int, Held] = {}
@@ -109,13 +112,24 @@ class HeldCopies:
         for route in self.units[unit].routes:
             if route.sharded:
                 copied = self.account.transport == "gloo" and route.holders > 2  # then what is sent lies there once for each holder
-                size = route.width * (2 * route.holders if copied else 1 + route.holders) * self.compute
-                coming.append(self.account.held("gathers under way", size))
-                self.account.book.inside(route.width * self.compute if copied else 0)
-                self.account.send("gather", route.width * (route.holders - 1) * self.compute)
+                size = route.width * self.compute
+                if coding := route.gathered:
+                    size = coding.size
+                    self.account.coded += coding.encoded
+                    place = "device" if self.guest else self.account.memory_of_home(unit)
+                    self.account.book.inside(size + coding.encoding, place)
+                coming.append(self.account.held("gathers under way", size * (2 * route.holders if copied else 1 + route.holders)))
+                self.account.book.inside(size if copied else 0)
+                self.account.send("gather", size * (route.holders - 1))
 
     def gathered(self, unit: int) -> None:
-        del self.gathering[unit]
+        coming = self.gathering.pop(unit)
+        for route in self.units[unit].routes if coming else ():
+            if coding := route.gathered:
+                self.account.coded += coding.decoded
+                self.account.book.inside(coding.decoding)
+            if route.sharded:
+                coming.popleft()
 
     def expect(self, module: int) -> None:
         """Make the sums that matmuls of a unit's backward add to."""
@@ -144,7 +158,14 @@ class HeldCopies:
         gloo = self.account.transport == "gloo"
         for route in self.units[unit].learning:
             total, size, extra = sums.popleft(), route.width * self.home, list[Held]()
-            if route.sharded:
+            if coding := route.reduced:
+                self.account.coded += coding.encoded
+                extra = [self.account.held("reductions under way", route.slots * coding.size)]
+                self.account.book.inside(coding.encoding)
+                del total
+                out = self.account.held("reductions under way", route.slots * coding.size)
+                self.account.send("reduce", coding.size * (route.holders - 1))
+            elif route.sharded:
                 out = self.account.held("reductions under way", size)
                 extra = [total]
                 if gloo:
@@ -163,9 +184,14 @@ class HeldCopies:
         leaving = self.reducing[unit].popleft()
         for number in range(len(leaving)):
             out, extra, route = leaving.popleft()
-            if route.sharded and self.account.transport == "gloo" and route.holders > 2:
+            if route.sharded and route.reduced is None and self.account.transport == "gloo" and route.holders > 2:
                 self.account.book.inside(route.width * self.home)
             extra.clear()
+            if coding := route.reduced:
+                self.account.coded += coding.decoded
+                received, out = out, self.account.held("reductions under way", route.width * self.home)
+                self.account.book.inside(coding.decoding)
+                del received
             if self.guest:
                 self.guest_sums.setdefault((unit, number), out)
             else:

@@ -43,7 +43,8 @@ class Ledger:
 
     def __init__(self, steps: Steps, transport: Transport, same_format: bool, host_is_device: bool, ahead: int = 1, copied: bool = False):
         self.steps, home = steps, steps.itinerary.home
-        self.account = Account(steps.rank, home, *steps.bytes, transport, same_format, host_is_device, ahead, steps.home_tiers)
+        how = transport, same_format, host_is_device, ahead, steps.home_tiers
+        self.account = Account(steps.rank, home, *steps.bytes, *how, wire=steps.wire)
         self.book = self.account.book
         self.home = HeldHome(self.account, steps, copied)
         self.copies: dict[Cut, HeldCopies] = {}

@@ -39,7 +39,7 @@ class StepShape:
     def steps(self, rank: int) -> Steps:
         formats = self.formats
         sizes = formats.compute_bytes, formats.home_bytes
-        return Steps(self.itinerary, rank, *sizes, self.windows, self.home_in, formats.moments, formats.packed)
+        return Steps(self.itinerary, rank, *sizes, self.windows, self.home_in, formats.moments, formats.packed, formats.wire)
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool) -> Ledger:
         same = self.formats.compute == self.formats.home

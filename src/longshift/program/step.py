@@ -34,7 +34,7 @@ from longshift.layout.placement import buckets_of, moving_unit
 from longshift.program.operations import Op, Program
 from longshift.program.turns import RankLayout, UnitTurn, Visit, visit_of
 from longshift.program.turns import turns as made_turns
-from longshift.spec.formats import MomentFormat
+from longshift.spec.formats import MomentFormat, Wire
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.plan import Plan
@@ -75,9 +75,11 @@ class Steps:
         home_in: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
         moments: int = 2,
         packed: MomentFormat = "float32",
+        wire: Wire = Wire(),  # noqa: B008  (frozen)
     ):
-        """`home_in`: where the training state lies; `moments`: how many the optimizer keeps, `packed` into this format between updates."""
-        self.itinerary, self.rank, self.windows, self.home_in = itinerary, rank, windows, home_in
+        """`home_in`: where the training state lies; `moments`: how many the optimizer keeps, `packed` into this format between updates;
+        `wire`: formats of gathers and reductions."""
+        self.itinerary, self.rank, self.windows, self.home_in, self.wire = itinerary, rank, windows, home_in, wire
         self.moments = moments
         self.packed: MomentFormat = packed if moments else "float32"
         self.late = home_in.late

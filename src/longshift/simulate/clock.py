@@ -78,13 +78,13 @@ class StepTime:
 
 
 class _Moved:
-    """An operation, bytes that the ledger saw it send and move; `elements` that it adds or updates, or that cross between the device and a
-    home `outside` it."""
+    """An operation, bytes that the ledger saw it send, move, and read and write for the wire's format; `elements` that it adds or updates,
+    or that cross between the device and a home `outside` it."""
 
-    __slots__ = ("elements", "moved", "op", "outside", "sent")
+    __slots__ = ("coded", "elements", "moved", "op", "outside", "sent")
 
-    def __init__(self, op: Op, sent: int, moved: int, elements: int, outside: bool):
-        self.op, self.sent, self.moved, self.elements, self.outside = op, sent, moved, elements, outside
+    def __init__(self, op: Op, sent: int, moved: int, coded: int, elements: int, outside: bool):
+        self.op, self.sent, self.moved, self.coded, self.elements, self.outside = op, sent, moved, coded, elements, outside
 
 
 class Clock:
@@ -193,7 +193,8 @@ class Clock:
         if holders == 1 or not sent_bytes:
             return 0.0
         per_node = max(1, self.per_node // layout.tp)
-        return float(self.rates.collective_s(MOVES[kind], sent_bytes * holders / (holders - 1), holders, per_node))  # pyright: ignore[reportArgumentType]
+        move = "all_to_all" if kind == "reduce" and self.shape.formats.wire.gradients != "float32" else MOVES[kind]
+        return float(self.rates.collective_s(move, sent_bytes * holders / (holders - 1), holders, per_node))  # pyright: ignore[reportArgumentType]
 
     def message_s(self, layout: Layout, stage: int, peer: int, sent_bytes: int) -> float:
         """Seconds of a message between stages."""
@@ -240,11 +241,11 @@ def _chosen(layout: Layout, costs: np.ndarray) -> tuple[tuple[int, ...], tuple[i
 def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tuple[int, ...]]], on_cpu: bool) -> list[list[_Moved]]:
     """The operations of a rank's step by visit, norm and update with the last one's, and what the ledger says of them."""
     found: list[list[_Moved]] = [[]]
-    account, sent, moved, added = ledger.account, 0, 0, 0
+    account, sent, moved, added, coded = ledger.account, 0, 0, 0, 0
     at_home = [ledger.steps.views[visit.layout].cut.at_home for visit in visits]
 
     def after(op: Op) -> None:
-        nonlocal sent, moved, added
+        nonlocal sent, moved, added, coded
         elements, outside = 0, not on_cpu and ledger.steps.home_tiers.get(op.unit, "device") != "device"
         earlier, added = added, account.added
         if op.kind == "accumulate":
@@ -254,8 +255,9 @@ def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tup
             elements = sum(size for unit, size in ledger.home.shards if op.unit == unit or (all_at_once and op.unit < 0))
         elif op.kind == "pack" or (outside and op.kind in ("gather", "await reduce") and at_home[op.visit]):
             elements = sum(size for unit, size in ledger.home.shards if op.unit == unit)
-        before, sent, moved = (sent, moved), sum(account.sent.values()), sum(account.moved.values())
-        found[-1].append(_Moved(op, sent - before[0], moved - before[1], elements, outside))
+        before = sent, moved, coded
+        sent, moved, coded = sum(account.sent.values()), sum(account.moved.values()), account.coded
+        found[-1].append(_Moved(op, sent - before[0], moved - before[1], coded - before[2], elements, outside))
         if op.kind == "leave" and op.visit < len(visits) - 1:
             found.append([])
 
@@ -279,11 +281,13 @@ class _Stage:
             op = one.op
             if op.kind in AWAITED:
                 yield from self._cast(one)
+                yield from self._coded(one)
                 yield self._begin(one)
             elif op.kind in AWAITED.values():
                 key = (op.kind, *op[1:])
                 if self.under_way.get(key):  # else it was begun in the visit before, and has ended
                     yield End(self.under_way[key].popleft())
+                yield from self._coded(one)
                 if op.kind == "await reduce" and one.elements:
                     size = one.elements * self.clock.shape.formats.home_bytes
                     yield from self._alone("home out", op, float(self.clock.cluster.copy_s("to_host pageable", size, beyond=True)))
@@ -310,6 +314,11 @@ class _Stage:
             cast_s = one.elements * (formats.home_bytes + formats.compute_bytes) / HOST_BYTES_PER_S
             copy_s = float(self.clock.cluster.copy_s("to_device pageable", one.elements * formats.compute_bytes, beyond=True))
             yield self._piece(one.op, LANES["gather"], cast_s + copy_s, ("host",))
+
+    def _coded(self, one: _Moved) -> Iterator[Begin | End]:
+        """What the device does to send or to take in another format."""
+        if one.coded:
+            yield from self._alone("compute", one.op, float(self.clock.rates.elementwise_s(one.coded)))
 
     def _begin(self, one: _Moved) -> Begin:
         op, clock, everyone = one.op, self.clock, tuple(range(self.layout.pp))

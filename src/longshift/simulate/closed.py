@@ -103,7 +103,11 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     left_s, next_s = np.maximum(0.0, backward_s - gather_s), np.maximum(0.0, forward_s - gather_s)
     reduced_s, last_reduced_s = (_exposed(reduce_s, window_s, habits.reduce_hidden) for window_s in (left_s + next_s, left_s))
     reduced_s = reduced_s + (last_reduced_s - reduced_s) / micros
-    sides = (turns["forward"].seconds + gathers[0], turns["again"].seconds + turns["backward"].seconds + gathers[1] + reduced_s)
+    coded_s = held.coded(zero)
+    sides = (
+        turns["forward"].seconds + gathers[0] + coded_s.gather,
+        turns["again"].seconds + turns["backward"].seconds + gathers[1] + reduced_s + coded_s.gather + coded_s.reduce,
+    )
     block_s = sides[0] + sides[1]
 
     table, rows = sizes.head_elements * sizes.head_trained, np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring * at.tp)
@@ -144,8 +148,8 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
         "tp": per_step * tensor_s,
         "ulysses": per_step * works.ulysses_s,
         "ring": per_step * ring_s,
-        "gather": per_step * (gathers[0] + gathers[1]) + gathered_once_s,
-        "reduce": per_step * reduced_s + reduced_once_s,
+        "gather": per_step * (gathers[0] + gathers[1] + 2 * coded_s.gather) + gathered_once_s + coded_s.gather_once,
+        "reduce": per_step * (reduced_s + coded_s.reduce) + reduced_once_s + coded_s.reduce_once,
         "bubble": bubble_s,
         "messages": messages_s,
         "optimizer": optimizer_s,
@@ -214,9 +218,19 @@ def _turn(cost: Cost, mesh: Mesh, work: Work) -> _Shown:
 
 
 @dataclass(frozen=True)
+class _Coding:
+    """Seconds in which a device codes or decodes what travels: for each gather and each reduction of a block in a turn, and once a step."""
+
+    gather: np.ndarray
+    reduce: np.ndarray
+    gather_once: np.ndarray
+    reduce_once: np.ndarray
+
+
+@dataclass(frozen=True)
 class _Shares:
     """Trained weights of the fullest rank, which `ranks` hold or share. Seconds to gather a block, and to sum it to its owners and to
-    all."""
+    all; in which a device codes what is gathered, and reduced, of a block."""
 
     learned: Number
     blocks: Number
@@ -225,6 +239,15 @@ class _Shares:
     scatter_s: np.ndarray
     all_reduce_s: np.ndarray
     ends: Number  # weights of embeddings and head over those of a block
+    gather_coded_s: np.ndarray
+    reduce_coded_s: np.ndarray
+
+    def coded(self, zero: np.ndarray) -> _Coding:
+        """What coding takes under a stage of ZeRO, in turns and once: see `once`."""
+        units, gather_s, reduce_s = self.blocks + self.ends, self.gather_coded_s, self.reduce_coded_s
+        gathered = np.where((zero == 1) | (zero == 2), units, np.where(zero == 3, self.ends, 0.0)) * gather_s
+        reduced = np.where(zero == 0, 0.0, np.where(zero == 1, units, self.ends)) * reduce_s
+        return _Coding(np.where(zero == 3, gather_s, 0.0), np.where(zero >= 2, reduce_s, 0.0), gathered, reduced)
 
     def once(self, zero: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Gathered and reduced once a step, seconds: ZeRO 1 and 2 gather, 0 and 1 reduce; 3 does the ends of the model only."""
@@ -241,15 +264,20 @@ def _held(cost: Cost, at: Candidates, blocks: np.ndarray) -> _Shares:
     ends = np.where(np.asarray(at.pp) > 1, 1.0, 2.0 - sizes.tied) * sizes.head_elements / sizes.block_elements
     per_node = np.maximum(1, cost.rates.fabric.per_node / np.asarray(at.tp))
     elements = sizes.block_elements / np.asarray(at.tp)
-    gradient_bytes = elements * habits.gradient_bytes * sizes.trained
+    gradient_bytes = elements * habits.gradient_bytes * habits.reduced * sizes.trained
     collective_s = cost.rates.collective_s
-    gather_s = collective_s("all_gather", elements * cost.rates.element_bytes, shard, per_node)
-    scatter_s = collective_s("reduce_scatter", gradient_bytes, shard, per_node)
+    gather_s = collective_s("all_gather", elements * cost.rates.element_bytes * habits.gathered, shard, per_node)
+    scattered = (collective_s(operation, gradient_bytes, shard, per_node) for operation in ("all_to_all", "reduce_scatter"))
+    scatter_s = np.where(np.asarray(habits.reduce_coded) > 0, *scattered)
     across, across_per_node = ranks / shard, np.maximum(1, per_node / shard)
     scatter_s = scatter_s + np.where(shard < ranks, collective_s("all_reduce", gradient_bytes / shard, across, across_per_node), 0.0)
     all_reduce_s = collective_s("all_reduce", gradient_bytes, ranks, per_node)
     learned = elements * (blocks * sizes.trained + ends * sizes.head_trained)
-    return _Shares(learned, blocks, ranks, gather_s, scatter_s, all_reduce_s, ends)
+    coded = (
+        np.where(ranks > 1, cost.rates.elementwise_s(elements * size) * (np.asarray(size) > 0), 0.0)
+        for size in (np.asarray(habits.gather_coded), np.asarray(habits.reduce_coded) * sizes.trained)
+    )
+    return _Shares(learned, blocks, ranks, gather_s, scatter_s, all_reduce_s, ends, *coded)
 
 
 def _exposed(traffic_s: np.ndarray, window_s: np.ndarray, hidden: Number) -> np.ndarray:

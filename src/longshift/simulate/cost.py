@@ -17,8 +17,9 @@ import numpy as np
 
 from longshift.cluster.cluster import Number
 from longshift.layout.layout import Layout
+from longshift.program.coding import gradient_passes, weight_passes
 from longshift.simulate.rates import Rates
-from longshift.spec.formats import FORMATS, adds_inside
+from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
 
 Seam = Literal["qkv", "tail", "qkv_back", "tail_back"]
@@ -54,7 +55,10 @@ class Habits:
     reduce_hidden        gradients travel under the backward that makes them
     messages_hidden      a stage computes while its messages travel
     ring_hidden          keys and values travel under attention
-    gradient_bytes       of an element that is reduced
+    gradient_bytes       of an element of gradient sums
+    gathered, reduced    bytes of weights, and of gradient sums, on the wire over those where they are kept
+    gather_coded, reduce_coded                bytes that a rank reads and writes for each element that it gathers, or reduces, in another
+                         format than it is kept in; then gradients go by an all-to-all
     accumulated          gradients of matmuls are added to their sum in a pass of its own, else where they are made
     embeddings_accumulated    gradients of embeddings are
     selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
@@ -71,6 +75,10 @@ class Habits:
     messages_hidden: Number = 0.0
     ring_hidden: Number = 1.0
     gradient_bytes: Number = 4.0
+    gathered: Number = 1.0
+    reduced: Number = 1.0
+    gather_coded: Number = 0.0
+    reduce_coded: Number = 0.0
     accumulated: Number = 0.0
     embeddings_accumulated: Number = 0.0
     selective_matmuls: Number = 0.0
@@ -86,10 +94,18 @@ class Habits:
 LONGSHIFT = Habits(messages_hidden=1.0, embeddings_accumulated=1.0)
 
 
-def habits(compile: bool, precision: str, on_gpu: bool) -> Habits:
-    """Longshift's, with `train.compile` or without, in this precision on a GPU or a CPU."""
-    inside = adds_inside(FORMATS[precision].compute_bytes, FORMATS[precision].home_bytes, on_gpu)
-    return replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside))
+def habits(compile: bool, precision: str, on_gpu: bool, wire: Wire = Wire()) -> Habits:  # noqa: B008  (frozen)
+    """Longshift's, with `train.compile` or without, in this precision on a GPU or a CPU, with these formats on the wire."""
+    weight_bytes, sum_bytes = FORMATS[precision].compute_bytes, FORMATS[precision].home_bytes
+    gathered = wire.bytes_of("weights", weight_bytes) / weight_bytes
+    reduced = wire.bytes_of("gradients", sum_bytes) / sum_bytes
+    inside = adds_inside(weight_bytes, sum_bytes, on_gpu)
+    coded = {
+        "gather_coded": float(weight_passes(wire, weight_bytes, sum_bytes)[1]),  # what is sent is a share of what is taken
+        "reduce_coded": float(sum(gradient_passes(wire, sum_bytes))),
+    }
+    found = replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside))
+    return replace(found, gathered=gathered, reduced=reduced, **coded)
 
 
 @dataclass(frozen=True)

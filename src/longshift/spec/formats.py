@@ -1,4 +1,5 @@
-"""Number formats of a run: what its working copies compute in, and what home keeps and sums in. Names of dtypes are torch's."""
+"""Number formats of a run: what its working copies compute in, what home keeps and sums in, what travels between them. Names of dtypes are
+torch's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,20 +7,41 @@ from typing import Literal
 
 PrecisionName = Literal["float32", "bf16", "fp16", "float64"]
 MomentFormat = Literal["float32", "bf16", "float8"]
-SCALE_EVERY = 128  # elements of a row that share a float32 scale, where moments have eight bits
+GradientWire = Literal["float32", "bf16", "float8"]
+WeightWire = Literal["compute", "float8"]
+SCALE_EVERY = 128  # elements of a row that share a float32 scale, where numbers have eight bits
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
+class Wire:
+    """Formats in which fused collectives send `gradients`, float32 being the home format, and `weights`, `compute` being that of working
+    copies."""
+
+    gradients: GradientWire = "float32"
+    weights: WeightWire = "compute"
+
+    @property
+    def coded(self) -> bool:
+        """Whether something is sent in another format than it is kept in."""
+        return self != Wire()
+
+    def bytes_of(self, what: Literal["gradients", "weights"], wide_bytes: int) -> float:
+        """Bytes of an element on the wire, with its part of a scale; `wide_bytes`: of an element that is sent as it is."""
+        return {"bf16": 2, "float8": 1 + 4 / SCALE_EVERY}.get(getattr(self, what), wide_bytes)
+
+
+@dataclass(frozen=True)
 class Format:
     """`compute`: dtype of working copies and activations; `home`: of masters and gradient sums. There are so many `moments`, `packed` into
-    bf16 or float8 between updates, or else of the home format."""
+    bf16 or float8 between updates, or else of the home format. `wire`: how weights and gradients travel."""
 
     compute: str
     home: str
     moments: int = 2
     packed: MomentFormat = "float32"
+    wire: Wire = Wire()
 
     @property
     def compute_bytes(self) -> int:
@@ -43,9 +65,14 @@ def adds_inside(compute_bytes: int, sum_bytes: int, on_gpu: bool) -> bool:
     return on_gpu or compute_bytes == sum_bytes
 
 
-def formats_of(precision: str, moments: int = 2, packed: MomentFormat = "float32") -> Format:
-    """The formats of a run whose optimizer keeps so many moments, packed so."""
-    return replace(FORMATS[precision], moments=moments, packed=packed)
+def formats_of(
+    precision: str,
+    moments: int = 2,
+    packed: MomentFormat = "float32",
+    wire: Wire = Wire(),
+) -> Format:
+    """The formats of a run whose optimizer keeps so many moments, packed so, and whose weights and gradients travel so."""
+    return replace(FORMATS[precision], moments=moments, packed=packed, wire=wire)
 
 
 FORMATS: Mapping[str, Format] = {

@@ -7,7 +7,7 @@ is; `state.visit` has them for one that is not.
     release   the copies' storage is dropped
 
 One fused collective a bucket, started at once and waited for as late as possible. Bytes in and out of a holder, P holders, W elements:
-gather W (P-1)/P in the compute format; reduce W (P-1)/P in the home format, twice that under ZeRO-0.
+gather W (P-1)/P in the compute format; reduce W (P-1)/P in the home format, twice that under ZeRO-0. In fewer bits: `state.wire`.
 
 When the verbs are called is the program's (`program.step`).
 
@@ -30,12 +30,13 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import assemble, local_shape, moving_unit, units_on
 from longshift.model.decoder import Unit
 from longshift.model.functions import add_product
-from longshift.spec.formats import adds_inside
+from longshift.spec.formats import Wire, adds_inside
 from longshift.spec.model import ModelSpec
 from longshift.state.fused import Strips
 from longshift.state.home import Home, Shard
 from longshift.state.precision import Precision
 from longshift.state.resized import Resized
+from longshift.state.wire import Coded, Rounded, sent_gradients
 
 
 class UnitCopies(Resized):
@@ -51,7 +52,7 @@ class Copies(ABC):
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
         self.spec, self.layout, self.world, self.home, self.compute = spec, layout, world, home, precision.compute
-        self.sum_format = precision.home
+        self.sum_format, self.wire = precision.home, precision.wire
         self.adds_inside = adds_inside(precision.compute.itemsize, precision.home.itemsize, world.device.type != "cpu")
         self.expected: dict[int, set[int]] = {}  # moving units that matmuls of a unit's backward add to
         self.blank: dict[int, set[str]] = {}  # weights whose sums have no numbers yet
@@ -170,9 +171,12 @@ class Copies(ABC):
 class Fused:
     """What the collectives of one unit need. Mutable."""
 
-    def __init__(self, copies: UnitCopies, buckets: list[tuple[Strips, Shard]]):
+    def __init__(self, copies: UnitCopies, buckets: list[tuple[Strips, Shard]], compute: torch.dtype, sums: torch.dtype, wire: Wire):
+        """`compute`, `sums`: the formats of copies and of gradient sums."""
         self.buckets = buckets
         self.learning = [(strips, shard) for strips, shard in buckets if not strips.bucket.frozen]
+        self.coded = [Coded(strips, compute) if wire.weights == "float8" and strips.bucket.sharded else None for strips, _ in buckets]
+        self.sent = [sent_gradients(wire.gradients, strips, sums) if strips.bucket.sharded else None for strips, _ in self.learning]
         # Of every bucket, what a gather writes: the strips of the weights that are not home's own; `sources`, where home is not sharded.
         self.wanted = [[strip for strip in strips.strips if strip.name not in copies.borrowed] for strips, _ in buckets]
         self.targets = [[strip.in_weight(copies.weights[strip.name].data) for strip in some] for some in self.wanted]
@@ -182,11 +186,14 @@ class Fused:
         ]
         self.arriving: list[Pending] | None = None
         self.sums: list[Tensor] | None = None  # fused gradient buffers, one a bucket that is trained
-        self.reducing: deque[list[tuple[Pending, Tensor, Shard]]] = deque()
+        self.reducing: deque[list[tuple[Pending, Tensor, Coded | Rounded | None, Shard]]] = deque()
 
     def copy_in(self, number: int, buffer: Tensor | None = None) -> None:
         """Copy into the weights: from the fused buffer of a bucket, or from home where that is not sharded."""
-        if self.targets[number]:
+        if (coded := self.coded[number]) is not None and buffer is not None:
+            for strip, target in zip(self.wanted[number], self.targets[number]):
+                coded.decode(strip, buffer, target)
+        elif self.targets[number]:
             sources = self.sources[number] if buffer is None else [strip.in_buffer(buffer) for strip in self.wanted[number]]
             torch._foreach_copy_(self.targets[number], sources)
 
@@ -204,7 +211,7 @@ class AlignedCopies(Copies):
         masters = [shard.vectors["master"] for shard in shards if shard.vectors]
         for vector in masters:
             vector.hold()
-        self.fused[unit] = Fused(self.units[unit], buckets)
+        self.fused[unit] = Fused(self.units[unit], buckets, self.compute, self.sum_format, self.wire)
         for vector in masters:
             vector.evict()
 
@@ -218,9 +225,12 @@ class AlignedCopies(Copies):
         if not strips.bucket.sharded:
             fused.copy_in(number)
             return Pending()
-        own = torch.zeros(strips.width, dtype=self.compute, device=self.world.device)
-        own[: strips.own].copy_(shard.master)
-        buffer = own.new_empty((strips.slots, strips.width))
+        if (coded := fused.coded[number]) is not None:
+            own = coded.own(shard.master).to(self.world.device)
+        else:
+            own = torch.zeros(strips.width, dtype=self.compute, device=self.world.device)
+            own[: strips.own].copy_(shard.master)
+        buffer = own.new_empty((strips.slots, len(own)))
         pending = self.world.group(strips.bucket.holders, "gather").all_gather(buffer, own)
         pending.finish = partial(fused.copy_in, number, buffer)
         return pending
@@ -249,19 +259,23 @@ class AlignedCopies(Copies):
         assert sums is not None, f"unit {unit} has no gradients"
         fused.sums, leaving = None, []
         while sums:
-            (strips, shard), total = fused.learning[len(leaving)], sums.pop(0)
+            (strips, shard), sent, total = fused.learning[len(leaving)], fused.sent[len(leaving)], sums.pop(0)
             group = self.world.group(strips.bucket.holders, "reduce")
-            if strips.bucket.sharded:
+            if sent is not None:
+                total = sent.pieces(total)
+                out = torch.empty_like(total)
+                leaving.append((group.all_to_all(out, total), out, sent, shard))
+            elif strips.bucket.sharded:
                 out = total.new_empty(strips.width)
-                leaving.append((group.reduce_scatter(out, total), out[: strips.own], shard))
+                leaving.append((group.reduce_scatter(out, total), out[: strips.own], None, shard))
             else:
                 flat = total.view(-1)
-                leaving.append((group.start_all_reduce(flat), flat, shard))
+                leaving.append((group.start_all_reduce(flat), flat, None, shard))
         fused.reducing.append(leaving)
 
     def reduced(self, unit: int) -> None:
         leaving = self.fused[unit].reducing.popleft()
         while leaving:
-            pending, total, shard = leaving.pop(0)
+            pending, total, sent, shard = leaving.pop(0)
             pending.wait()
-            shard.receive(total)
+            shard.receive(total if sent is None else sent.summed(total))

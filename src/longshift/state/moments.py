@@ -107,14 +107,14 @@ class PackedMoment:
 def largest(x: Tensor, column: int, root: bool) -> Tensor:
     """The largest magnitude of each block, float32 [rows, blocks], of rows that begin in this column of the weight; of square roots where
     `root`. Infinite where one is not finite."""
-    blocks = _blocks(x, column)
+    blocks = in_blocks(x, column)
     found = (blocks.sqrt_() if root else blocks.abs_()).amax(-1).float()
     return torch.where(found.isfinite(), found, torch.inf)
 
 
 def encoded(x: Tensor, scales: Tensor | None, column: int, root: bool, format: MomentFormat, number: int) -> Tensor:
     """Codes of rows that begin in this column of the weight. [Note: rounding]"""
-    y = _blocks(x, column)
+    y = in_blocks(x, column)
     y = y.sqrt_() if root else y
     if scales is not None:
         y = y.div_(scales[..., None])
@@ -137,7 +137,7 @@ def decoded(codes: Tensor, scales: Tensor | None, column: int, root: bool, dtype
     """What codes of rows that begin in this column of the weight stand for."""
     if scales is None:
         return codes.to(dtype)
-    y = _blocks(codes.view(torch.uint8), column).view(codes.dtype).to(dtype).mul_(scales[..., None])
+    y = in_blocks(codes.view(torch.uint8), column).view(codes.dtype).to(dtype).mul_(scales[..., None])
     y = y.square_() if root else y
     return y.flatten(-2)[:, column % BLOCK :][:, : codes.shape[-1]]
 
@@ -173,7 +173,8 @@ def _root(root: bool, format: MomentFormat) -> bool:
     return root and format == "float8"
 
 
-def _blocks(x: Tensor, column: int) -> Tensor:
-    """Rows as blocks [rows, blocks, BLOCK], in memory of their own, with zeros beyond the ends of the rows."""
+def in_blocks(x: Tensor, column: int) -> Tensor:
+    """Rows [..., columns] that begin in this column of the weight as blocks [..., blocks, BLOCK], in memory of their own, with zeros beyond
+    the ends of the rows."""
     before = column % BLOCK
     return F.pad(x, (before, -(before + x.shape[-1]) % BLOCK)).unflatten(-1, (-1, BLOCK))

@@ -8,20 +8,22 @@ from dataclasses import dataclass
 
 import torch
 
-from longshift.spec.formats import FORMATS, PrecisionName
+from longshift.spec.formats import FORMATS, PrecisionName, Wire
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The number formats of a run. `compute`: of working copies and activations; `home`: of masters, gradient sums and moments."""
+    """The number formats of a run. `compute`: of working copies and activations; `home`: of masters, gradient sums and moments; `wire`: of
+    what travels between them."""
 
     compute: torch.dtype
     home: torch.dtype
+    wire: Wire = Wire()  # noqa: RUF009  (frozen)
 
     @classmethod
-    def of(cls, name: PrecisionName) -> "Precision":
+    def of(cls, name: PrecisionName, wire: Wire = Wire()) -> "Precision":  # noqa: B008  (frozen)
         formats = FORMATS[name]
-        return cls(getattr(torch, formats.compute), getattr(torch, formats.home))
+        return cls(getattr(torch, formats.compute), getattr(torch, formats.home), wire)
 
     @property
     def scaled(self) -> bool:

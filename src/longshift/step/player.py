@@ -97,7 +97,7 @@ class Player:
         self.spec, self.edges, self.world, self.home, self.precision, self.stream = spec, tuple(edges), world, home, precision, stream
         sizes = precision.compute.itemsize, precision.home.itemsize
         self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), *sizes, switch, home_cut)
-        self.steps = Steps(self.itinerary, world.rank, *sizes, windows, home.home_in, len(home.moments), home.packed)
+        self.steps = Steps(self.itinerary, world.rank, *sizes, windows, home.home_in, len(home.moments), home.packed, precision.wire)
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
         self.kernel, self.why_kernel = choose(kernels(world.device, precision.compute), heads, precision.compute, world.device, slowest)

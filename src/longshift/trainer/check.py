@@ -29,7 +29,7 @@ from longshift.model.loss import IGNORE
 from longshift.program.operations import Op
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.adapters import Lora
-from longshift.spec.formats import MomentFormat, PrecisionName
+from longshift.spec.formats import GradientWire, MomentFormat, PrecisionName, WeightWire, Wire
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
 from longshift.state.checkpoint import Checkpoint, save
@@ -60,8 +60,8 @@ class Trial:
     `capacity` is the last group's; then how switches are planned. `ahead`: of streamed layouts;
     `stream_folder`: where their disk tier is, the system's temporary folder where not given. `masked`: drawn documents are conversations,
     of which turns are learned in part, and one document of each step not at all. `stages`: those after the first. `home`: where the
-    training state is; on disk, in `stream_folder`. `packed`: the format of moments between updates. `compile`: whether
-    layouts, and not the reference, compile their arithmetic."""
+    training state is; on disk, in `stream_folder`. `packed`: the format of moments between updates; `gradients`, `weights`:
+    of these on the wire. `compile`: whether layouts, and not the reference, compile their arithmetic."""
 
     spec: ModelSpec
     lengths: tuple[tuple[int, ...], ...]
@@ -85,6 +85,8 @@ class Trial:
     stages: tuple[Later, ...] = ()
     home: str = "device"  # of `HomeTiers`
     packed: MomentFormat = "float32"
+    gradients: GradientWire = "float32"
+    weights: WeightWire = "compute"
     compile: bool = False
 
     @property
@@ -92,6 +94,10 @@ class Trial:
         """Each stage, the first first: the step that it begins with, and what it trains, on the documents of all."""
         own = [(later.begin, replace(self, spec=replace(self.spec, rope=later.rope), capacity=later.capacity)) for later in self.stages]
         return [(0, self), *own]
+
+    @property
+    def wire(self) -> Wire:
+        return Wire(self.gradients, self.weights)
 
     @property
     def schedule(self) -> Schedule:
@@ -233,7 +239,7 @@ def build(
 ) -> tuple[State, Player]:
     """State and player of a trial under layouts, from short documents to long, home cut as another one cuts it where that is given.
     `source`: of the weights, the trial's own where not given."""
-    precision = Precision.of(trial.precision)
+    precision = Precision.of(trial.precision, trial.wire)
     edges = trial.groups(layouts)
     home_cut = home_cut or home_layout(edges)
     source = source or trial.source()

@@ -233,7 +233,7 @@ def build_player(config: Config, world: World, state: State, run: Path) -> Playe
         config.edges,
         world,
         state.home,
-        Precision.of(config.train.precision),
+        Precision.of(config.train.precision, config.formats.wire),
         config.switch.options,
         config.stream.options(run),
         links=agreed(links, world.gather_text),
