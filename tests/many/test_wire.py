@@ -26,8 +26,8 @@ from longshift.step.update import train_step
 from longshift.trainer.check import Trial, build
 
 BLOCK = 128
-# Rows of several blocks, which tensor parallelism cuts inside; no count of rows divides.
-SPEC = replace(FAMILIES["llama"], family="qwen2", qkv_bias=True, heads=4, kv_heads=2, head_width=40, width=48, ffn=300, layers=2)
+# Rows of one block, and of several, which tensor parallelism cuts inside; a vocabulary that is prime.
+SPEC = replace(FAMILIES["llama"], family="qwen2", qkv_bias=True, heads=4, kv_heads=2, head_width=40, width=128, ffn=300, layers=2)
 LAYOUTS = ("dp2.z1", "dp3.z3", "tp2.z1", "dp2.tp2.z2", "pp2.dp2.z3", "ring2.z2")
 
 
