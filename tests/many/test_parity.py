@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from forked import DEADLINE_S, Truth, Worlds
-from parity import EDGES, FAMILIES, KINDS, LIMIT, STAGED, STEPS, largest, layouts_of, main, staged, trial_of
+from parity import EDGES, FAMILIES, KINDS, LIMIT, STAGED, STEPS, eight, largest, layouts_of, main, staged, trial_of
 
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
@@ -91,6 +91,15 @@ CASES = (
     ("sgd", "dp2.z2", STEPS),
     ("sgd", "pp2.tp2.z1", FEWER),
     ("sgd", "u2.chunk13.disk", FEWER),
+    ("float8", "tp2.z2", STEPS),
+    ("float8", "dp2.z3", FEWER),
+    ("float8", "u2.recompute-full", FEWER),
+    ("float8", "ring2.tp2.z1", FEWER),
+    ("float8", "pp2.dp2", FEWER),
+    ("float8", "u2.chunk13.disk", FEWER),
+    ("float8", "tp2.chunk16.keep-input.fpdt", FEWER),
+    ("float8-gpt2", "tp2.z3.recompute-attention", FEWER),
+    ("float8-gpt2", "pp2.ring2.recompute-selective", FEWER),
     ("llama", "chunk13.disk.kv-offload", FEWER),
     ("llama", "chunk16.keep-input.fpdt", FEWER),
     ("llama", "pp2.recompute-full.disk", FEWER),
@@ -129,6 +138,7 @@ SWITCHED = (
     ("lora-gpt2", "dp4.z3 > tp4 > pp2.u2", 2, 5_000, 1 << 30, "algorithm1"),
     ("frozen", "pp4 > dp4.z2 > ring2.tp2", 2, 20_000, 0, "fan_out"),
     ("sgd", "dp4 > dp2.tp2.z3 > u4.chunk13.disk", 2, 20_000, 1 << 30, "fan_out"),
+    ("float8", "dp4 > dp2.tp2.z3 > ring2.u2.chunk13.disk", 2, 20_000, 1 << 30, "fan_out"),
 )
 
 
@@ -208,7 +218,7 @@ def test_the_whole_matrix(worlds: Worlds, truth: Truth, family: str):
 def test_the_cases_reach_everything():
     """Stages of ZeRO, families, recomputation, pipeline orders, every pair of axes, and every way to stream."""
     layouts = [Layout.parse(text) for _, text, _ in CASES]
-    assert all(not faults(FAMILIES[family], Layout.parse(text), None) for family, text, _ in CASES)
+    assert all(not faults(FAMILIES[family], Layout.parse(text), None, float8=eight(family)) for family, text, _ in CASES)
     assert {family for family, _, _ in CASES} == set(FAMILIES)
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
     assert {layout.recompute for layout in layouts} == {"none", "selective", "attention", "full"}

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-PrecisionName = Literal["float32", "bf16", "fp16", "float64"]
+WeightFormat = Literal["float32", "bf16", "fp16", "float64"]
+PrecisionName = Literal[WeightFormat, "float8"]
 MomentFormat = Literal["float32", "bf16", "float8"]
-SCALE_EVERY = 128  # elements of a row that share a float32 scale, where moments have eight bits
+SCALE_EVERY = 128  # elements of a row that share a scale, where moments or the factors of matmuls have eight bits
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -14,12 +15,14 @@ _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 @dataclass(frozen=True)
 class Format:
     """`compute`: dtype of working copies and activations; `home`: of masters and gradient sums. There are so many `moments`, `packed` into
-    bf16 or float8 between updates, or else of the home format."""
+    bf16 or float8 between updates, or else of the home format. `float8`: whether matmuls of blocks take factors of eight bits
+    (`model.float8`)."""
 
     compute: str
     home: str
     moments: int = 2
     packed: MomentFormat = "float32"
+    float8: bool = False
 
     @property
     def compute_bytes(self) -> int:
@@ -43,6 +46,11 @@ def adds_inside(compute_bytes: int, sum_bytes: int, on_gpu: bool) -> bool:
     return on_gpu or compute_bytes == sum_bytes
 
 
+def arithmetic(precision: str) -> str:
+    """The precision whose rates of a machine a run has: rounded to eight bits, factors are multiplied in bf16 (`model.float8`)."""
+    return "bf16" if precision == "float8" else precision
+
+
 def formats_of(precision: str, moments: int = 2, packed: MomentFormat = "float32") -> Format:
     """The formats of a run whose optimizer keeps so many moments, packed so."""
     return replace(FORMATS[precision], moments=moments, packed=packed)
@@ -53,4 +61,5 @@ FORMATS: Mapping[str, Format] = {
     "bf16": Format("bfloat16", "float32"),
     "fp16": Format("float16", "float32"),
     "float64": Format("float64", "float64"),
+    "float8": Format("bfloat16", "float32", float8=True),
 }

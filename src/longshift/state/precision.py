@@ -13,15 +13,17 @@ from longshift.spec.formats import FORMATS, PrecisionName
 
 @dataclass(frozen=True)
 class Precision:
-    """The number formats of a run. `compute`: of working copies and activations; `home`: of masters, gradient sums and moments."""
+    """The number formats of a run. `compute`: of working copies and activations; `home`: of masters, gradient sums and moments;
+    `float8`: whether matmuls of blocks take factors of eight bits."""
 
     compute: torch.dtype
     home: torch.dtype
+    float8: bool = False
 
     @classmethod
     def of(cls, name: PrecisionName) -> "Precision":
         formats = FORMATS[name]
-        return cls(getattr(torch, formats.compute), getattr(torch, formats.home))
+        return cls(getattr(torch, formats.compute), getattr(torch, formats.home), formats.float8)
 
     @property
     def scaled(self) -> bool:

@@ -163,7 +163,8 @@ def _make_room(config: Config, small: Small, ways: Sequence[Sequence[Layout]], d
         edges = tuple(Edge(*each) for each in zip(ends, layouts, packs))
         links = Links(ranks, 1.0, 1.0)
         way = Itinerary(config.spec, edges, links, 8, 8, SwitchOptions())
-        shape = StepShape(way, edges, FORMATS["float64"], sum(small.lengths()), small.longest)
+        formats = replace(FORMATS["float64"], float8=config.formats.float8)
+        shape = StepShape(way, edges, formats, sum(small.lengths()), small.longest)
         need = ranks * most(needs(shape, edges, "gloo", True)).device.total
         if need > free:
             raise OutOfMemoryError(
@@ -236,6 +237,7 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
         stream_folder=run.stream.folder or scratch,
         home=str(run.home.at),
         compile=run.train.compile,
+        float8=run.formats.float8,
     ).to_json()
 
 
