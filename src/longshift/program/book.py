@@ -87,8 +87,8 @@ class Account:
 
     `transport`: how collectives move, which decides what they need besides their results; `same_format`: weights are computed with in
     home's format; `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_tiers`: where it
-    lies, by unit; `added`: bytes of gradients that were added to their sums in a pass of its own; `home_sums`: by unit and bucket; `float8`: whether matmuls of
-    blocks take factors of eight bits."""
+    lies, by unit; `added`: bytes of gradients that were added to their sums in a pass of its own; `home_sums`: by unit and bucket;
+    `float8`: whether matmuls of blocks take factors of eight bits."""
 
     rank: int
     home: Layout

@@ -9,6 +9,8 @@ PrecisionName = Literal[WeightFormat, "float8"]
 MomentFormat = Literal["float32", "bf16", "float8"]
 SCALE_EVERY = 128  # elements of a row that share a scale, where moments or the factors of matmuls have eight bits
 
+EMULATED = "factors of blocks' matmuls have eight bits, emulated on every device: rounded to e4m3 and multiplied in the compute format"
+
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
