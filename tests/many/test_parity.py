@@ -206,6 +206,15 @@ def test_a_layout_may_visit_a_home_cut_for_another(worlds: Worlds, truth: Truth,
     assert all(found[kind] <= LIMIT for kind in KINDS), found
 
 
+def test_a_cut_inside_a_block_rounds_otherwise(worlds: Worlds, truth: Truth):
+    """Why `layout.legal` refuses it."""
+    trial = trial_of("float8", FEWER)
+    trial = replace(trial, spec=replace(trial.spec, ffn=200))
+    assert "mlp.gate_proj" in faults(trial.spec, Layout.parse("tp2"), None, float8=True)[0]
+    found = worlds(2).call("longshift.trainer.check:compare", DEADLINE_S, trial=trial.to_json(), layout="tp2", path=truth(trial))
+    assert found[0]["grad"] > 1e3 * LIMIT
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_matrix(worlds: Worlds, truth: Truth, family: str):
