@@ -50,7 +50,7 @@ def test_eight_bits_are_told():
     assert EMULATED in str(eight)
     assert "eight bits" not in str(plain)
     assert eight.groups[0].weights == plain.groups[0].weights
-    with pytest.raises(UsageError, match=r"tp2 cuts model\.layers\.0\.self_attn\.\w_proj\.weight inside 128 columns .*: try tp1"):
+    with pytest.raises(UsageError, match=r"tp2 cuts model\.layers\.0\.self_attn\.\w_proj\.weight inside a block of 128 .*: try tp1"):
         config("layout=tp2", "train.precision=float8")
 
 

@@ -36,7 +36,7 @@ def test_a_document_of_too_many_chunks():
 
 def test_eight_bits_want_blocks_that_no_cut_divides():
     spec = replace(SPEC, width=300, heads=8, kv_heads=4, head_width=64, ffn=768)
-    told = "inside 128 columns or rows that share a scale under precision float8: try"
+    told = "inside a block of 128 that shares a scale under precision float8: try"
     for tp, found in {
         1: (),
         2: (),
@@ -46,13 +46,14 @@ def test_eight_bits_want_blocks_that_no_cut_divides():
     }.items():
         assert faults(spec, Layout(tp=tp), None, float8=True) == found
         assert not faults(spec, Layout(tp=tp), None)
-    wide = replace(spec, head_width=128)
+    wide = replace(spec, head_width=128, ffn=1024)
     assert not faults(wide, Layout(tp=4), None, float8=True)
     assert "k_proj" in faults(wide, Layout(tp=8), None, float8=True)[0]  # two ranks to a head
     assert "gate_proj" in faults(replace(wide, ffn=600), Layout(tp=4), None, float8=True)[0]
     assert not faults(replace(wide, ffn=600), Layout(dp=2, ulysses=4, pp=5), None, float8=True)
     assert not faults(replace(spec, ffn=356), Layout(tp=1), None, float8=True)
-    assert faults(wide, Layout(tp=8), 4, float8=True)[0].endswith("try tp4 or dp2.tp2")
+    assert faults(spec, Layout(tp=8), 4, float8=True)[0].endswith("try dp2.tp2 or dp4")
+    assert faults(spec, Layout(tp=8), 4)[0].endswith("try tp4 or dp2.tp2")
 
 
 @pytest.mark.parametrize(

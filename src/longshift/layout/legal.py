@@ -122,7 +122,7 @@ def _scaled(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     cut = cut_inside_a_block(spec, layout.tp)
     if layout.tp <= spec.heads and cut:
         works = max(tp for tp in range(1, layout.tp) if not cut_inside_a_block(spec, tp))
-        yield f"tp{layout.tp} cuts {cut} inside {BLOCK} columns or rows that share a scale under precision float8: try tp{works}"
+        yield f"tp{layout.tp} cuts {cut} inside a block of {BLOCK} that shares a scale under precision float8: try tp{works}"
 
 
 @lru_cache(maxsize=1024)
