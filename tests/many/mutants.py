@@ -317,7 +317,7 @@ def _adapters(patch: Patch, change: Callable[[tuple, float], tuple]) -> None:
 
 def adapter_gradients_not_scaled(patch: Patch) -> None:
     """Gradients of adapters lack alpha / rank."""
-    _adapters(patch, lambda grads, scale: (*grads[:3], grads[3] / scale, grads[4] / scale, None))
+    _adapters(patch, lambda grads, scale: (*grads[:3], grads[3] / scale, grads[4] / scale, *grads[5:]))
 
 
 def adapter_without_gradient_of_its_input(patch: Patch) -> None:
