@@ -60,6 +60,7 @@ FAMILIES = {
     "lora": replace(_LLAMA, lora=Lora(8, 16.0)),
     "lora-tied": replace(_LLAMA, tied=True, lora=Lora(8, 16.0, ("q_proj", "v_proj"))),
     "sgd": _LLAMA,
+    "blocks": replace(_LLAMA, width=200, heads=4, kv_heads=4, head_width=64, ffn=512),  # tp2 cuts no block of 128
     "frozen": replace(_LLAMA, qkv_bias=True, freeze=("*embed*", "*.layers.[01].*", "*.o_proj.*", "*.k_proj.bias")),
 }
 LENGTHS = (700, 333, 1000, 2, 517, 260, 91, 640)  # of documents, in tokens
@@ -152,6 +153,7 @@ def cases() -> Iterator[Case]:
     yield from (Case(layout, family, precision, SHORT, home="disk") for layout, family, precision in ON_DISK)
     yield from (Case(layout, family, precision, SHORT, home="device 1M, disk rest") for layout, family, precision in ON_DISK)
     yield from (Case(layout, family, precision, SHORT, home=home, packed=packed) for layout, family, precision, home, packed in PACKED)
+    yield from (Case(layout, family, "float8") for layout, family in FLOAT8)
     yield from (Case(layout, "sgd", "bf16", SHORT) for layout in ("dp2.z2", "tp2 > dp2.z3"))
     yield Case("dp2", lengths=(5, 1, 2, 700))
     yield Case("dp4.z2", "gpt2", lengths=(900,))  # fewer packs than replicas
@@ -221,7 +223,19 @@ PACKED: tuple[tuple[str, str, PrecisionName, Tier, MomentFormat], ...] = (
     ("dp2.z3", "sgd", "bf16", "device", "float8"),
 )
 
+FLOAT8 = (
+    *(("dp1", family) for family in ("llama", "gpt2", "phi3", "lora", "frozen", "gemma3", "blocks")),
+    *(("recompute-selective", "qwen3"), ("recompute-full.disk", "llama"), ("dp2.z3", "llama-tied"), ("u2.z2", "gpt2"), ("ring2", "olmo2")),
+    *(("pp2.v2", "llama"), ("dp2.z3.vertical", "llama"), ("chunk256.disk.kv-offload", "lora"), ("u2.chunk256.fpdt", "llama")),
+    *(("tp2", "blocks"), ("tp2.z3.recompute-full", "blocks"), ("ring2.tp2.chunk300", "blocks"), ("dp2.z2 > tp2", "blocks")),
+)
+
 QUICK = (
+    Case("dp1", "blocks", "float8", FEW),
+    Case("tp2", "blocks", "float8", SHORT),
+    Case("dp2.z2 > u2.recompute-full", "lora", "float8", FEW),
+    Case("pp2", "gpt2", "float8", FEW),
+    Case("chunk256.disk.kv-offload", "phi3", "float8", FEW),
     Case("dp2.z3 > tp2", "llama", "bf16", SHORT, home="disk"),
     Case("dp2.z2", "lora", "float32", SHORT, home="disk"),
     Case("dp2.z3", "sgd", "bf16", SHORT, home="disk"),

@@ -61,6 +61,7 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
 def shape_of(trial: Trial, layouts: tuple[Layout, ...], per_node: int | None = None) -> StepShape:
     """What of a trial decides how large its steps are. As `longshift.trainer.check.build` makes it."""
     formats, edges = formats_of(trial.precision, len(trial.rule.moments), trial.packed, trial.wire), tuple(trial.groups(layouts))
+    formats = replace(formats, float8=trial.formats.float8)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
     links = assumed(per_node or layouts[0].world)
     itinerary = Itinerary(trial.spec, edges, links, formats.compute_bytes, formats.home_bytes, options)

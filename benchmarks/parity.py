@@ -1,5 +1,6 @@
 """Is every layout the same training as one process? Worst relative differences, in float64, of the loss, the gradients, the weights after
 20 steps and the optimizer's moments, to a plain one-process run of the decoder with torch's AdamW, or SGD where the family is `sgd`.
+Where it is `float8`, matmuls of both take factors of eight bits.
 
 Documents are packed, of uneven lengths, 1 and 2 tokens among them; the vocabulary is prime, blocks, heads and feed-forward columns do
 not divide. Exit code 1 when a difference is above LIMIT.
@@ -93,6 +94,8 @@ _SIZES: Mapping = {
     **{"max_positions": 64, "init_std": 0.1},
 }
 
+# Blocks of 128 in both directions, a shorter one at the end, and parts of two tensor-parallel ranks that are cut between blocks.
+BLOCKS: Mapping = {"width": 136, "kv_heads": 4, "head_width": 64, "ffn": 256}
 GRANITE: Mapping = {"attention_scale": 0.7, "embed_scale": 3.0, "residual_scale": 0.6, "logit_divisor": 1.7}
 GEMMA2: Mapping = {
     **{"norm_place": "both", "norm_less_one": True, "activation": "gelu_tanh", "embed_scale": 24**0.5, "sliding_window": 7},
@@ -123,6 +126,8 @@ FAMILIES: Mapping[str, ModelSpec] = {
     "lora-phi3": replace(preset("tiny-llama"), **_SIZES, family="phi3", fused=True, lora=Lora(4, 4.0, ("qkv_proj", "o_proj", "down_proj"))),
     "frozen": replace(preset("tiny-llama"), **_SIZES, family="qwen2", qkv_bias=True, freeze=FROZEN),
     "sgd": replace(preset("tiny-llama"), **_SIZES),
+    "float8": replace(preset("tiny-llama"), **_SIZES | BLOCKS),
+    "float8-gpt2": replace(preset("tiny-gpt2"), **_SIZES | BLOCKS),
 }
 
 LAYOUTS = (
@@ -160,8 +165,13 @@ FULL = "llama"  # goes through all stages of ZeRO, MORE, both recomputations and
 def trial_of(family: str, steps: int, **other: object) -> Trial:
     """What is trained: packs of up to 48 tokens, 1 to 5 a step; 5 in the first and 3 in the 20th, whose gradients are compared. The
     clip is active in every step. [Note: eps]"""
-    values = {"capacity": 48, "clip": CLIP, "rule": Rule(eps=1e-6)} | SGD.get(family, {}) | other
+    values = {"capacity": 48, "clip": CLIP, "rule": Rule(eps=1e-6), "float8": eight(family)} | SGD.get(family, {}) | other
     return Trial(FAMILIES[family], uneven_lengths(steps, 18, 40, (6, 2, 2, 3)), masked=family == "masked", **values)  # pyright: ignore[reportArgumentType]
+
+
+def eight(family: str) -> bool:
+    """Whether matmuls of a family take factors of eight bits."""
+    return family.startswith("float8")
 
 
 def layouts_of(family: str) -> Iterator[Layout]:
@@ -169,7 +179,7 @@ def layouts_of(family: str) -> Iterator[Layout]:
     turn, full = list(FAMILIES).index(family), family == FULL
     for number, text in enumerate(LAYOUTS + (MORE if full else MORE[turn::4])):
         layout = Layout.parse(text)
-        if not faults(FAMILIES[family], layout, None):
+        if not faults(FAMILIES[family], layout, None, float8=eight(family)):
             stages = range(4) if full and text in LAYOUTS else [(number + turn) % 4]
             yield from (replace(layout, zero=zero) for zero in stages)
     policies: tuple[Recompute, ...] = ("selective", "attention", "full")

@@ -38,7 +38,7 @@ from longshift.forecast import task_of
 from longshift.layout import legal
 from longshift.layout.layout import Layout
 from longshift.planner.asked import AutoLayout
-from longshift.spec.formats import PrecisionName
+from longshift.spec.formats import WeightFormat
 from longshift.trainer.metrics import MetricsLog, StepMetrics
 from longshift.trainer.resumed import going_on, named
 from longshift.trainer.run_folder import RunFolder, prepare, read_config
@@ -101,7 +101,7 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
     gradients, weights, and documents that leak. In processes on this machine, on its GPUs where there are, a rank each. Raises
     LongshiftError."""
     run, other = _read(config, overrides), Layout.parse(against) if isinstance(against, str) else against
-    legal.check(run.spec, other, None, run.data.max_len)
+    legal.check(run.spec, other, None, run.data.max_len, float8=run.formats.float8)
     (edge,) = with_choices(run.model_copy(update={"layout": other}), say).edges
     run = with_choices(run, say)
     from longshift.dist.world import own_device
@@ -140,7 +140,7 @@ def plan(
     return LayoutPlan.read(planned(task_of(run, cluster, given)).to_json())
 
 
-def export(run: str | Path, to: str | Path, *, best: bool = False, precision: PrecisionName | None = None, merge: bool = False) -> Exported:
+def export(run: str | Path, to: str | Path, *, best: bool = False, precision: WeightFormat | None = None, merge: bool = False) -> Exported:
     """Write the newest checkpoint of a run folder as the new Hugging Face folder `to`: safetensors, config.json, tokenizer; of a run with
     adapters, the adapters alone as a folder of PEFT. `best`: the checkpoint with the lowest validation loss. `precision`: of the weights;
     that of the model folder that the run began with where not given, else float32. `merge`: adapters are added to the weights that they
@@ -175,7 +175,7 @@ def _read(config: Config | str | Path, overrides: Sequence[str]) -> Config:
         raise UsageError("overrides are of a config file, as in ls.train('run.yaml', 'train.lr=2e-5')")
     for part in () if isinstance(config.layout, AutoLayout) else config.parts:
         for edge in part.edges:
-            legal.check(part.spec, edge.use, None, min(edge.upto, part.data.max_len), edge.pack)
+            legal.check(part.spec, edge.use, None, min(edge.upto, part.data.max_len), edge.pack, part.formats.float8)
     return config
 
 

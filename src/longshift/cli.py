@@ -32,7 +32,7 @@ from longshift.forecast import plan as make_plan
 from longshift.forecast import task_of
 from longshift.layout import legal
 from longshift.planner.asked import AutoLayout
-from longshift.spec.formats import PrecisionName
+from longshift.spec.formats import WeightFormat
 from longshift.starter import notes, starter, write_new
 from longshift.stream.trace import writable
 from longshift.trainer.header import Header
@@ -118,7 +118,7 @@ def train(
             return
         trace = None if trace is None else writable(trace)
         for edge in run.edges if world is not None else ():
-            legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack)
+            legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack, run.formats.float8)
         folder = prepare(run, resume, rank, alone=world is None)
         if rank == 0:
             keep(plan, folder.path, resume)
@@ -207,7 +207,7 @@ def check(
 def _check_timeline(run: Config, json: bool) -> None:
     """Exits with code 1 where what was recorded is not what was predicted."""
     for edge in run.edges:
-        legal.check(run.spec, edge.use, None, min(edge.upto, run.data.max_len), edge.pack)
+        legal.check(run.spec, edge.use, None, min(edge.upto, run.data.max_len), edge.pack, run.formats.float8)
     _open_corpus(run, verify=False)
     from longshift.dist.world import own_device
     from longshift.trainer.check_run import timeline as played
@@ -287,7 +287,7 @@ def export(
     *,
     to: Annotated[Path, Parameter(help="the folder to make")],
     best: Annotated[bool, Parameter(negative="", help="the checkpoint with the lowest validation loss, not the newest")] = False,
-    precision: Annotated[PrecisionName | None, Parameter(help="of the weights; that of the folder it began with if not given")] = None,
+    precision: Annotated[WeightFormat | None, Parameter(help="of the weights; that of the folder it began with if not given")] = None,
     merge: Annotated[bool, Parameter(negative="", help="add adapters to the weights they are beside")] = False,
     json: Json = False,
 ) -> None:

@@ -64,7 +64,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config")
             for edge in part.edges:
                 at = "layout" if isinstance(part.layout, Layout) else f"layout (upto {format_size(edge.upto)})"
                 longest = min(edge.upto, part.data.max_len)
-                faults += [f"{place}: {stage}{at}: {fault}" for fault in legal.faults(part.spec, edge.use, None, longest, edge.pack)]
+                wrong = legal.faults(part.spec, edge.use, None, longest, edge.pack, part.formats.float8)
+                faults += [f"{place}: {stage}{at}: {fault}" for fault in wrong]
         if not faults:
             return config
     count = f"{len(faults)} faults" if len(faults) > 1 else "1 fault"

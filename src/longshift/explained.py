@@ -12,7 +12,7 @@ from longshift.layout.layout import Layout, format_size
 from longshift.layout.placement import buckets
 from longshift.program.needs import Need, StepShape, most, needs
 from longshift.schedule.inside_rank import Transport
-from longshift.spec.formats import Format
+from longshift.spec.formats import EMULATED, Format
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of
 from longshift.switch.plan import Plan
@@ -51,7 +51,8 @@ class Explained:
 @dataclass(frozen=True)
 class Explanation:
     """A step that has documents of all lengths. `groups` in visiting order; `need`: of the rank that needs most memory in it;
-    `home`: the layout that home is cut by, `home_in`: where it lies; `optimizer`: what updates it, and what becomes of its moments."""
+    `home`: the layout that home is cut by, `home_in`: where it lies; `optimizer`: what updates it, and what becomes of its moments;
+    `matmuls`: what becomes of their factors, where they are not taken as they are."""
 
     home: str
     home_in: str
@@ -59,6 +60,7 @@ class Explanation:
     groups: tuple[Explained, ...]
     need: Need
     optimizer: str
+    matmuls: str | None = None
 
     def to_json(self) -> dict:
         """The explanation as JSON, without seconds of a switch where links are assumed."""
@@ -88,6 +90,7 @@ class Explanation:
             lines += told(group.need) if len(self.groups) > 1 else []
         late = ", unit by unit under the forward of the next step" * (self.home_in != "device")
         lines += ["", f"then one global norm, one clip, one {self.optimizer}, at home{late}"]
+        lines += [self.matmuls] if self.matmuls else []
         return "\n".join([*lines, *told(self.need)])
 
 
@@ -142,7 +145,9 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         told_of = weights, coming, pack.sent, pack.moved, gradients, going, tuple(pruned), need
         groups.append(Explained(str(edge.use), edge.upto, edge.pack, *told_of))
     whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
-    return Explanation(str(way.home), str(shape.home_in), way.links, tuple(groups), whole, _updating(config))
+    return Explanation(
+        str(way.home), str(shape.home_in), way.links, tuple(groups), whole, _updating(config), EMULATED if formats.float8 else None
+    )
 
 
 def _updating(config: Config) -> str:

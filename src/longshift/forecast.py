@@ -153,7 +153,7 @@ class Planned:
         }
         if best is None:
             return found
-        peak = device.flops_per_s.get("bf16" if task.precision in ("bf16", "fp16") else "float32", 0.0)
+        peak = device.flops_per_s.get("bf16" if task.precision in ("bf16", "fp16", "float8") else "float32", 0.0)
         return found | {
             "best": self._told(best) | {"groups": self.groups(best), "lanes": self.lanes(best)},
             "mfu": {n: float(v) for n, v in mfu({n: np.asarray(f) for n, f in self.flops.items()}, best.seconds, task.world, peak).items()},

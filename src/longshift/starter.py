@@ -34,7 +34,7 @@ train:
   warmup: 10
   schedule: cosine                       # cosine | linear | constant; ends at min_lr, a tenth of lr
   clip: 1.0
-  precision: {precision}                     # float32 | bf16 | fp16 | float64
+  precision: {precision}                     # float32 | bf16 | fp16 | float64 | float8
   seed: 0
 
 layout: {layout}                            # dp: replicas, tp: tensor, pp: pipeline, u and ring: sequence; z1 to z3: sharded state

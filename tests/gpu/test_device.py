@@ -14,6 +14,7 @@ import torch
 from longshift.cluster.cluster import Heads
 from longshift.dist.world import World
 from longshift.model.attention import Attention, PackedAttention
+from longshift.model.float8 import rounded
 from longshift.model.functions import add_product
 from longshift.model.kernels import FLASH, Kernel, choose, kernels, probe
 from longshift.spec.model import ModelSpec, Rope
@@ -104,6 +105,16 @@ def test_a_matmul_adds_to_a_sum_in_float32(device: torch.device, dtype: torch.dt
     for times in (1, 2):
         add_product(total, left, right, first=times == 1)
         assert float((total.flatten(0, 1) - times * truth).norm() / truth.norm()) < 1e-5 * times
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_are_rounded_to_the_bits_of_float64_on_the_cpu(device: torch.device, dtype: torch.dtype, rows: int):
+    x = (torch.randn(300, 700, generator=torch.Generator().manual_seed(0)) ** 5).to(dtype)
+    x[7, 300], x[200, 3] = math.inf, math.nan
+    found, truth = rounded(x.to(device), rows).cpu(), rounded(x.double(), rows)
+    assert torch.equal(found.double().nan_to_num(nan=-1.0), truth.nan_to_num(nan=-1.0))
+    assert int(truth.isnan().sum()) == 2 * 128 * rows
 
 
 def test_what_was_put_comes_back_while_the_device_is_busy(device: torch.device, tmp_path: Path):

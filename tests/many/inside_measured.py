@@ -87,12 +87,13 @@ def operations(world: World, spec: str, layout: str, dtype: str) -> dict[str, di
     """By "part turn": what was measured, in the terms of `schedule.inside.Inside`."""
     held, device = HeldBytes(), world.device
     with prompt_release(), held:
-        return dict(_operations(world, SPECS[spec], Layout.parse(layout), getattr(torch, dtype), held, device))
+        return dict(_operations(world, SPECS[spec], Layout.parse(layout), precision_of(dtype), held, device))
 
 
 def _operations(
-    world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, held: HeldBytes, device: torch.device
+    world: World, spec: ModelSpec, layout: Layout, precision: Precision, held: HeldBytes, device: torch.device
 ) -> Iterator[tuple[str, dict]]:
+    dtype = precision.compute
     if world.everyone.handle is not None:
         prepare(world, spec, layout)
     kernel = FLASH if device.type == "cpu" else kernels(torch.device("cuda"), dtype)[0]
@@ -101,7 +102,7 @@ def _operations(
     micro = micro_batch(spec, documents, layout, world.rank, dtype, device)
     watch = Watch(held, device, {"tp": ops.tp, "ulysses": ops.ulysses, "ring": ops.ring})
     for part in PARTS:
-        unit = filled(build_unit(spec, int(part != "embed")), layout, world, dtype, device)
+        unit = filled(build_unit(spec, int(part != "embed"), float8=precision.float8), layout, world, dtype, device)
         function: Callable[..., Tensor] = unit
         if isinstance(unit, Block) and part != "block":
             function = unit.attention_half if part == "attention half" else unit.mlp_half  # pyright: ignore[reportAssignmentType]
@@ -138,13 +139,18 @@ def events(world: World, spec: str, layout: str, dtype: str) -> list[dict]:
     """Of a chunked pack through a model of one block, what each event of its lists did."""
     held = HeldBytes()
     with prompt_release(), held:
-        return _events(world, SPECS[spec], Layout.parse(layout), getattr(torch, dtype), held, world.device)
+        return _events(world, SPECS[spec], Layout.parse(layout), precision_of(dtype), held, world.device)
 
 
-def _events(world: World, spec: ModelSpec, layout: Layout, dtype: torch.dtype, held: HeldBytes, device: torch.device) -> list[dict]:
+def precision_of(dtype: str) -> Precision:
+    """The formats of a run whose working copies have this dtype, or whose matmuls take factors of eight bits."""
+    return Precision.of({"bfloat16": "bf16"}.get(dtype, dtype))  # pyright: ignore[reportArgumentType]
+
+
+def _events(world: World, spec: ModelSpec, layout: Layout, precision: Precision, held: HeldBytes, device: torch.device) -> list[dict]:
     if world.everyone.handle is not None:
         prepare(world, spec, layout)
-    precision = Precision.of({"bfloat16": "bf16"}.get(str(dtype)[6:], str(dtype)[6:]))  # pyright: ignore[reportArgumentType]
+    dtype = precision.compute
     units: dict[int, Unit] = {}
 
     def added(unit: int) -> None:

@@ -26,7 +26,7 @@ from longshift.layout import placement
 from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
 from longshift.model import attention as attention_module
-from longshift.model import decoder
+from longshift.model import decoder, float8
 from longshift.model.attention import Attention
 from longshift.model.decoder import Block, Head, MicroBatch, Unit
 from longshift.model.functions import Adapted, add_product
@@ -182,6 +182,17 @@ def products_overwrite(patch: Patch) -> None:
     patch.setattr(copies_module, "add_product", lambda total, left, right, first: add_product(total, left, right, True))
 
 
+def tokens_share_a_scale(patch: Patch) -> None:
+    """Eight-bit factors have one scale for all tokens that a rank has in a pack or chunk."""
+    rounded = float8.rounded
+    patch.setattr(float8, "rounded", lambda x, rows=1: rounded(x, len(x) if rows == 1 else rows))
+
+
+def slices_have_a_scale(patch: Patch) -> None:
+    """Eight-bit factors have one scale for all columns of a rank's slice."""
+    patch.setattr(float8, "runs", lambda size, every: [(slice(0, size), size if every > 1 else 1)])
+
+
 def last_micro_batch_added_up_a_step_later(patch: Patch) -> None:
     """One block's gradients of the last backward stay on its weights, to be added to the next step's."""
 
@@ -306,7 +317,7 @@ def _adapters(patch: Patch, change: Callable[[tuple, float], tuple]) -> None:
 
 def adapter_gradients_not_scaled(patch: Patch) -> None:
     """Gradients of adapters lack alpha / rank."""
-    _adapters(patch, lambda grads, scale: (*grads[:3], grads[3] / scale, grads[4] / scale, None))
+    _adapters(patch, lambda grads, scale: (*grads[:3], grads[3] / scale, grads[4] / scale, *grads[5:]))
 
 
 def adapter_without_gradient_of_its_input(patch: Patch) -> None:
@@ -848,6 +859,8 @@ CASES = (
     Case(score_without_the_last_rows, ("u2.chunk13.disk",)),
     Case(micro_batches_overwrite, ("dp2", "pp2")),
     Case(products_overwrite, ("dp2", "dp2.z3.vertical", "chunk13.disk.kv-offload")),
+    Case(tokens_share_a_scale, ("u2", "dp2", "chunk13.disk.kv-offload"), "float8", at_least=1e-9),
+    Case(slices_have_a_scale, ("tp2",), "float8", at_least=1e-9),
     Case(last_micro_batch_added_up_a_step_later, ("dp2.z1", "pp2")),
     Case(reduced_before_the_last_micro_batch, ("dp2.z1", "pp2", "dp2.z3.vertical")),
     Case(no_document_mask, ("dp2", "u2", "tp2")),

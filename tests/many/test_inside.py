@@ -24,7 +24,7 @@ from longshift.schedule.streamed import lists
 LAYOUTS = ("dp1", "tp2", "u2", "ring2", "u2.tp2", "ring2.tp2", "tp3", "u3", "ring3")
 CHUNKED = ("chunk600", "chunk600.kv-offload.fpdt", "tp2.chunk800.keep-input", "u2.chunk600", "u2.chunk500.fpdt", "ring2.chunk600")
 CHUNKED += ("ring2.tp2.chunk900",)
-BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "float8": 2}
 FAKE = [
     {"spec": spec, "layout": layout, "rank": Layout.parse(layout).world // 2, "dtype": dtype}
     for number, (spec, dtype) in enumerate(
@@ -37,6 +37,7 @@ FAKE = [
             ("gemma3", "bfloat16"),
             ("lora", "bfloat16"),
             ("frozen", "bfloat16"),
+            ("llama biases", "float8"),
         )
     )
     for layout in (LAYOUTS if number == 0 else LAYOUTS[number % 3 :: 3])
@@ -45,7 +46,7 @@ FAKE = [
 
 def predicted(spec: str, layout: str, rank: int, dtype: str, transport: Transport = "gloo") -> dict[str, Inside]:
     parsed = Layout.parse(layout)
-    place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], transport)
+    place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], transport, dtype == "float8")
     order = token_order(LENGTHS, parsed.ring, parsed.ulysses * parsed.tp)
     found = {f"{part} {turn}": inside.inside(place, order, part, turn) for part in PARTS for turn in TURNS}
     blocks = range(loss_blocks(SPECS[spec], parsed, order.local_tokens // (parsed.ulysses * parsed.tp)))
@@ -107,7 +108,7 @@ def test_operations_on_a_fake_device_do_as_is_said(number: int, on_fake_device: 
 def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype: str) -> Iterator[str]:
     """Of every event of a chunked pack: peak within [0.98, 1], bytes left, sent and freed exactly as the buffers' sizes say."""
     parsed = Layout.parse(layout)
-    place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype])
+    place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], float8=dtype == "float8")
     chunks = cut(LENGTHS, parsed.chunk)
     made = lists(SPECS[spec], parsed, place.at, chunks, BYTES[dtype], 1, SPECS[spec].window(1))
     known: dict[Buffer, int] = {}

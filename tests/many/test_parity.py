@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from forked import DEADLINE_S, Truth, Worlds
-from parity import EDGES, FAMILIES, KINDS, LIMIT, STAGED, STEPS, largest, layouts_of, main, staged, trial_of
+from parity import EDGES, FAMILIES, KINDS, LIMIT, STAGED, STEPS, eight, largest, layouts_of, main, staged, trial_of
 
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
@@ -91,6 +91,15 @@ CASES = (
     ("sgd", "dp2.z2", STEPS),
     ("sgd", "pp2.tp2.z1", FEWER),
     ("sgd", "u2.chunk13.disk", FEWER),
+    ("float8", "tp2.z2", STEPS),
+    ("float8", "dp2.z3", FEWER),
+    ("float8", "u2.recompute-full", FEWER),
+    ("float8", "ring2.tp2.z1", FEWER),
+    ("float8", "pp2.dp2", FEWER),
+    ("float8", "u2.chunk13.disk", FEWER),
+    ("float8", "tp2.chunk16.keep-input.fpdt", FEWER),
+    ("float8-gpt2", "tp2.z3.recompute-attention", FEWER),
+    ("float8-gpt2", "pp2.ring2.recompute-selective", FEWER),
     ("llama", "chunk13.disk.kv-offload", FEWER),
     ("llama", "chunk16.keep-input.fpdt", FEWER),
     ("llama", "pp2.recompute-full.disk", FEWER),
@@ -129,6 +138,7 @@ SWITCHED = (
     ("lora-gpt2", "dp4.z3 > tp4 > pp2.u2", 2, 5_000, 1 << 30, "algorithm1"),
     ("frozen", "pp4 > dp4.z2 > ring2.tp2", 2, 20_000, 0, "fan_out"),
     ("sgd", "dp4 > dp2.tp2.z3 > u4.chunk13.disk", 2, 20_000, 1 << 30, "fan_out"),
+    ("float8", "dp4 > dp2.tp2.z3 > ring2.u2.chunk13.disk", 2, 20_000, 1 << 30, "fan_out"),
 )
 
 
@@ -196,6 +206,15 @@ def test_a_layout_may_visit_a_home_cut_for_another(worlds: Worlds, truth: Truth,
     assert all(found[kind] <= LIMIT for kind in KINDS), found
 
 
+def test_a_cut_inside_a_block_rounds_otherwise(worlds: Worlds, truth: Truth):
+    """Why `layout.legal` refuses it."""
+    trial = trial_of("float8", FEWER)
+    trial = replace(trial, spec=replace(trial.spec, ffn=200))
+    assert "mlp.gate_proj" in faults(trial.spec, Layout.parse("tp2"), None, float8=True)[0]
+    found = worlds(2).call("longshift.trainer.check:compare", DEADLINE_S, trial=trial.to_json(), layout="tp2", path=truth(trial))
+    assert found[0]["grad"] > 1e3 * LIMIT
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_matrix(worlds: Worlds, truth: Truth, family: str):
@@ -208,7 +227,7 @@ def test_the_whole_matrix(worlds: Worlds, truth: Truth, family: str):
 def test_the_cases_reach_everything():
     """Stages of ZeRO, families, recomputation, pipeline orders, every pair of axes, and every way to stream."""
     layouts = [Layout.parse(text) for _, text, _ in CASES]
-    assert all(not faults(FAMILIES[family], Layout.parse(text), None) for family, text, _ in CASES)
+    assert all(not faults(FAMILIES[family], Layout.parse(text), None, float8=eight(family)) for family, text, _ in CASES)
     assert {family for family, _, _ in CASES} == set(FAMILIES)
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
     assert {layout.recompute for layout in layouts} == {"none", "selective", "attention", "full"}

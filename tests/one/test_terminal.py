@@ -22,10 +22,12 @@ from rich.console import Console
 from longshift.config_file import parse_config
 from longshift.dist.world import World
 from longshift.documents.tokenizer import train as train_tokenizer
+from longshift.spec.formats import EMULATED
 from longshift.trainer.admission import admit
-from longshift.trainer.header import data_told, layout_told, length_rows, model_told
+from longshift.trainer.header import Header, data_told, layout_told, length_rows, model_told
 from longshift.trainer.metrics import Display, GroupMetrics, StepMetrics, describe, fitted
 from longshift.trainer.plan_file import PlanFile
+from longshift.trainer.run_folder import RunFolder
 
 CONFIG = """\
 model: {{preset: tiny-llama}}
@@ -195,6 +197,14 @@ def test_what_the_header_says(place):
     told = "layout: auto compared 1,234 and predicts 0.3 s a step, the next takes 1.21 times as long"
     assert told + "; the best 2 are trained a few steps each, and the fastest goes on" in layout_told(run, plan)
     assert "trained 2 choices, and this was the fastest" in layout_told(run, replace(plan, chosen=1, rates=(1.0, 2.0)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float8"])
+def test_emulated_matmuls_are_told_before_the_first_step(place, precision):
+    shown = io.StringIO()
+    run = parse_config(CONFIG.format(place=place, layout="dp2"), [f"train.precision={precision}"])
+    Header(Console(file=shown, width=200), shown=True).run(run, None, RunFolder(place / "run"), resume=False)
+    assert (f"float8  {EMULATED}" in shown.getvalue()) == (precision == "float8")
 
 
 def test_the_memory_that_waits_elsewhere_is_told(place):

@@ -9,10 +9,12 @@ import pytest
 from longshift.cluster.named import cluster
 from longshift.config import Config
 from longshift.config_file import parse_config
+from longshift.errors import UsageError
 from longshift.explained import explain, itinerary
 from longshift.layout.layout import Layout
 from longshift.program.needs import Need
 from longshift.spec.families import preset
+from longshift.spec.formats import EMULATED
 from longshift.switch.traffic import traffic
 
 BASE = """\
@@ -41,6 +43,15 @@ def test_layouts_that_are_cut_alike_share_their_copies():
     assert by_layout[first].gradients_traffic is None
     assert by_layout["pp2.tp2"].weights_traffic is None
     assert "all-gather" in by_layout["pp2.tp2"].weights
+
+
+def test_eight_bits_are_told():
+    plain, eight = (explain(config("layout=u2", f"train.precision={name}")) for name in ("bf16", "float8"))
+    assert EMULATED in str(eight)
+    assert "eight bits" not in str(plain)
+    assert eight.groups[0].weights == plain.groups[0].weights
+    with pytest.raises(UsageError, match=r"tp2 cuts model\.layers\.0\.self_attn\.\w_proj\.weight inside a block of 128 .*: try tp1"):
+        config("layout=tp2", "train.precision=float8")
 
 
 @pytest.mark.parametrize("per_node", [2, 4])

@@ -34,6 +34,28 @@ def test_a_document_of_too_many_chunks():
     assert faults(SPEC, Layout.parse("chunk1K"), None, 2**20) == faults(SPEC, Layout.parse("chunk-auto"), None, 2**30) == ()
 
 
+def test_eight_bits_want_blocks_that_no_cut_divides():
+    spec = replace(SPEC, width=300, heads=8, kv_heads=4, head_width=64, ffn=768)
+    told = "inside a block of 128 that shares a scale under precision float8: try"
+    for tp, found in {
+        1: (),
+        2: (),
+        3: (f"tp3 cuts model.layers.0.self_attn.q_proj.weight {told} tp2",),
+        4: (f"tp4 cuts model.layers.0.self_attn.k_proj.weight {told} tp2",),  # one head of 64 each
+        8: (f"tp8 cuts model.layers.0.self_attn.q_proj.weight {told} tp2",),
+    }.items():
+        assert faults(spec, Layout(tp=tp), None, float8=True) == found
+        assert not faults(spec, Layout(tp=tp), None)
+    wide = replace(spec, head_width=128, ffn=1024)
+    assert not faults(wide, Layout(tp=4), None, float8=True)
+    assert "k_proj" in faults(wide, Layout(tp=8), None, float8=True)[0]  # two ranks to a head
+    assert "gate_proj" in faults(replace(wide, ffn=600), Layout(tp=4), None, float8=True)[0]
+    assert not faults(replace(wide, ffn=600), Layout(dp=2, ulysses=4, pp=5), None, float8=True)
+    assert not faults(replace(spec, ffn=356), Layout(tp=1), None, float8=True)
+    assert faults(spec, Layout(tp=8), 4, float8=True)[0].endswith("try dp2.tp2 or dp4")
+    assert faults(spec, Layout(tp=8), 4)[0].endswith("try tp4 or dp2.tp2")
+
+
 @pytest.mark.parametrize(
     "text",
     [

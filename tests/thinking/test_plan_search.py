@@ -55,8 +55,9 @@ def found_on(devices: str = "8xH100", gib: float = 80, longest: int = 1 << 15, s
 
 @pytest.mark.parametrize("spec", [ODD, SMALL, TIED, replace(SMALL, qk_norm_whole=True)])
 @pytest.mark.parametrize("world", [1, 6, 8, 12, 16])
-def test_plan_rules_are_those_of_layouts(spec: ModelSpec, world: int):
-    known = enumerate_layouts(spec, world)
+@pytest.mark.parametrize("float8", [False, True])
+def test_plan_rules_are_those_of_layouts(spec: ModelSpec, world: int, float8: bool):
+    known = enumerate_layouts(spec, world, float8=float8)
     assert sum(known.refused.values()) + len(known.meshes) == known.total
     assert len(np.unique(known.meshes.columns(), axis=0)) == len(known.meshes)
     rng = random.Random(world)
@@ -64,11 +65,11 @@ def test_plan_rules_are_those_of_layouts(spec: ModelSpec, world: int):
     some = [
         Layout(*(rng.choice(degrees) for _ in AXES), virtual=rng.choice([1, 2, 4]), order=rng.choice(["1f1b", "gpipe"])) for _ in range(400)
     ]
-    wrong = np.logical_or.reduce(list(illegal(spec, Meshes.of(some)).values()))
-    assert wrong.tolist() == [bool(faults(spec, layout, layout.world)) for layout in some]
+    wrong = np.logical_or.reduce(list(illegal(spec, Meshes.of(some), float8).values()))
+    assert wrong.tolist() == [bool(faults(spec, layout, layout.world, float8=float8)) for layout in some]
     for index in rng.choices(range(len(known.meshes)), k=50):
         layout = known.meshes.layout(index)
-        assert faults(spec, layout, world) == ()
+        assert faults(spec, layout, world, float8=float8) == ()
         assert Meshes.of([layout]).columns().tolist() == [known.meshes.columns()[index].tolist()]
 
 

@@ -21,7 +21,7 @@ from longshift.program.turns import parts_of
 from longshift.schedule.pipeline import events
 from longshift.simulate.calibrate import Correction, calibrate, fit, moved
 from longshift.simulate.closed import PARTS, Candidates, closed_form, mfu, model_flops, stalled_s
-from longshift.simulate.cost import LONGSHIFT, RECOMPUTE, Cost, Mesh, recompute_code, sizes
+from longshift.simulate.cost import LONGSHIFT, RECOMPUTE, ROUNDED, Cost, Mesh, habits, recompute_code, sizes
 from longshift.simulate.rates import Constants, rates
 from longshift.spec.families import preset
 
@@ -148,6 +148,23 @@ def test_simulate_turns_add_up_to_a_block():
     assert float(selective.attention_s) == pytest.approx(float(plain.attention_s + whole.attention_s))
     assert float(COST.turn("head", "loss", "", mesh, tokens, pairs).tensor_s) > 0
     assert float(whole.exposed_s(1e-6)) > float(whole.compute_s(1e-6)) > 0
+
+
+def test_simulate_rounding_to_eight_bits_is_memory_traffic():
+    """By hand, of an MLP: x and the weights of gate and up, y and that of down; backward the two gradients of outputs, and the weights."""
+    plain, eight = (Cost(COST.sizes, rates(named.cluster("64xh100"), name), habits(False, name, True)) for name in ("bf16", "float8"))
+    mesh, tokens, width, ffn = Mesh(2, 1, 1), 4096, SPEC.width, SPEC.ffn / 2
+    weights = 3 * width * ffn
+    for way, elements in (
+        ("forward", 2 * tokens * width + tokens * ffn + weights),
+        ("backward", 2 * tokens * ffn + tokens * width + weights),
+    ):
+        slower, before = (float(cost.turn("block", way, "mlp half", mesh, tokens, 0.0).matmul_s) for cost in (eight, plain))
+        assert slower - before == pytest.approx(float(plain.rates.elementwise_s(2 * ROUNDED * elements)))
+    assert float(eight.head(mesh, tokens).device_s) == float(plain.head(mesh, tokens).device_s)
+    for seam in ("qkv", "qkv_back", "tail", "tail_back"):
+        assert float(eight.seam(seam, mesh, tokens).matmul_s) > float(plain.seam(seam, mesh, tokens).matmul_s)
+    assert seconds(eight) > seconds(plain)
 
 
 def test_simulate_operations_of_a_program_add_up_to_the_closed_form():

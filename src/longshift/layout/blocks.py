@@ -25,6 +25,13 @@ from longshift.spec.model import ModelSpec, Param
 RUN = 1 << 18  # elements that are packed at one time, at the most
 
 
+def runs(size: int, every: int) -> list[tuple[slice, int]]:
+    """Whole blocks of `every` elements along a dim of this size, and the shorter last one: where they lie, and how long each is."""
+    whole, rest = size // every * every, size % every
+    found = [(slice(0, whole), every)] if whole else []
+    return [*found, (slice(whole, size), rest)] if rest else found
+
+
 def scales_of(box: Box) -> Box:
     """The blocks that a box has a part of, each one element of a tensor of scales."""
     last = box.start[-1] // BLOCK, -(-box.stop[-1] // BLOCK) if box else box.start[-1] // BLOCK

@@ -7,10 +7,13 @@ What is refused leaves a rank without any, contradicts itself, or asks the model
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from math import log2
 
 from longshift.errors import UsageError
+from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import AUTO, AXES, Layout
+from longshift.layout.placement import local_boxes
 from longshift.spec.model import ModelSpec, share
 
 MOST_CHUNKS = 1024  # of a document alone in its pack: the events of their pairs, half a million at this many, are lists in every rank
@@ -18,19 +21,25 @@ _AXES = tuple(reversed(AXES))
 
 
 def faults(
-    spec: ModelSpec, layout: Layout, world: int | None, max_tokens: int | None = None, pack_tokens: int | None = None
+    spec: ModelSpec,
+    layout: Layout,
+    world: int | None,
+    max_tokens: int | None = None,
+    pack_tokens: int | None = None,
+    float8: bool = False,
 ) -> tuple[str, ...]:
     """All reasons, one line each; empty where the layout is possible.
 
     `world`: ranks that are here, None where that is not known yet; `max_tokens`: the longest document after the over-length policy;
-    `pack_tokens`: capacity of a pack, which is one such document where not given.
+    `pack_tokens`: capacity of a pack, which is one such document where not given; `float8`: whether matmuls take factors of eight bits.
     """
     broken = tuple(_degrees(layout))
     if broken:
         return broken  # no arithmetic holds below
     return (
-        *_world(spec, layout, world),
+        *_world(spec, layout, world, float8),
         *_tensor(spec, layout),
+        *(_scaled(spec, layout) if float8 else ()),
         *_ulysses(spec, layout),
         *_pipeline(spec, layout),
         *_streaming(layout),
@@ -39,9 +48,16 @@ def faults(
     )
 
 
-def check(spec: ModelSpec, layout: Layout, world: int | None, max_tokens: int | None = None, pack_tokens: int | None = None) -> None:
+def check(
+    spec: ModelSpec,
+    layout: Layout,
+    world: int | None,
+    max_tokens: int | None = None,
+    pack_tokens: int | None = None,
+    float8: bool = False,
+) -> None:
     """Raise UsageError with all faults, if any."""
-    found = faults(spec, layout, world, max_tokens, pack_tokens)
+    found = faults(spec, layout, world, max_tokens, pack_tokens, float8)
     if found:
         raise UsageError("\n  ".join((f"layout {layout} is not possible here:", *found)))
 
@@ -54,12 +70,12 @@ def _degrees(layout: Layout) -> Iterator[str]:
         yield f"zero is {layout.zero}: it is 0, 1, 2 or 3"
 
 
-def _world(spec: ModelSpec, layout: Layout, world: int | None) -> Iterator[str]:
+def _world(spec: ModelSpec, layout: Layout, world: int | None, float8: bool) -> Iterator[str]:
     if world is None or world == layout.world:
         return
     degrees = [str(getattr(layout, name)) for name in _AXES if getattr(layout, name) > 1]
     product = f"{' x '.join(degrees)} = {layout.world}" if len(degrees) > 1 else f"{layout.world}"
-    near = [str(other) for other in _nearest(layout, world) if not faults(spec, other, world)][:2]
+    near = [str(other) for other in _nearest(layout, world) if not faults(spec, other, world, float8=float8)][:2]
     hint = f": try {' or '.join(near)}" if near else ""
     yield f"{layout} needs {_count(product, 'rank')}, {world} {'is' if world == 1 else 'are'} here{hint}"
 
@@ -100,6 +116,30 @@ def _tensor(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     if spec.keys_stay_whole and layout.tp <= spec.heads and keys % layout.tp:
         works = max(tp for tp in range(1, layout.tp) if keys % tp == 0)
         yield f"tp{layout.tp} gives some of {keys} key/value heads to two ranks, and the norm over all keys counts each once: try tp{works}"
+
+
+def _scaled(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    cut = cut_inside_a_block(spec, layout.tp)
+    if layout.tp <= spec.heads and cut:
+        works = max(tp for tp in range(1, layout.tp) if not cut_inside_a_block(spec, tp))
+        yield f"tp{layout.tp} cuts {cut} inside a block of {BLOCK} that shares a scale under precision float8: try tp{works}"
+
+
+@lru_cache(maxsize=1024)
+def cut_inside_a_block(spec: ModelSpec, tp: int) -> str | None:
+    """The first weight of a block of the model that so many tensor-parallel ranks cut elsewhere than at multiples of BLOCK, or give in
+    part to two of them; None where there is none."""
+    layout, seen = Layout(tp=tp), set[tuple]()
+    for p in spec.params:
+        key = p.shape, p.dim, p.parts
+        if p.dim is None or len(p.shape) != 2 or not 0 < p.unit <= spec.layers or key in seen or p.role.endswith(("_lora_a", "_lora_b")):
+            continue
+        seen.add(key)
+        size, boxes = p.shape[p.dim], [box for rank in range(tp) for box in local_boxes(p, layout, rank)]
+        edges = {edge for box in boxes for edge in (box.start[p.dim], box.stop[p.dim])}
+        if any(edge % BLOCK and edge != size for edge in edges) or sum(box.shape[p.dim] for box in boxes) > size:
+            return p.name
+    return None
 
 
 def _ulysses(spec: ModelSpec, layout: Layout) -> Iterator[str]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longshift.model.attention import Attention, PackedAttention, match_heads
+from longshift.model.float8 import Float8Linear
 from longshift.model.functions import (
     WRITTEN_OUT,
     Adapted,
@@ -108,11 +109,12 @@ class Ops:
 
 
 class Unit(nn.Module):
-    """A piece of the model whose weights move together. Weights are registered by role; state decides what storage they have."""
+    """A piece of the model whose weights move together. Weights are registered by role; state decides what storage they have. `float8`:
+    whether its matmuls take factors of eight bits."""
 
-    def __init__(self, spec: ModelSpec, unit: int, by: Elementwise):
+    def __init__(self, spec: ModelSpec, unit: int, by: Elementwise, float8: bool = False):
         super().__init__()
-        self.spec, self.unit, self.by = spec, unit, by
+        self.spec, self.unit, self.by, self.float8 = spec, unit, by, float8
         self.table = spec.of_unit(unit)
         self.adds: dict[str, Add] = {}  # by role: weights whose gradients go into their sum as they are formed
         for p in self.table:
@@ -130,11 +132,12 @@ class Unit(nn.Module):
         weight = weight.mT if self.input_major else weight
         if add := self.adds.get(role):
             of_stored: Add = (lambda dy, x: add(x, dy)) if self.input_major else add
-            return SummedLinear.apply(x, weight.detach(), added, of_stored)  # pyright: ignore[reportReturnType]
+            summed = Float8Linear if self.float8 else SummedLinear
+            return summed.apply(x, weight.detach(), added, of_stored)  # pyright: ignore[reportReturnType]
         if (a := getattr(self, role + "_lora_a", None)) is None:
-            return F.linear(x, weight, added)
+            return Float8Linear.apply(x, weight, added, None) if self.float8 else F.linear(x, weight, added)  # pyright: ignore
         b = getattr(self, role + "_lora_b")
-        return Adapted.apply(x, weight, added, a, b, self.spec.lora.scale)  # pyright: ignore
+        return Adapted.apply(x, weight, added, a, b, self.spec.lora.scale, self.float8)  # pyright: ignore
 
     def plus_bias(self, x: Tensor, role: str) -> Tensor:
         bias = getattr(self, role + "_bias", None)
@@ -206,19 +209,21 @@ class Head(Unit):
         return ops.loss(self.logits(x_TD, ops), micro.labels_T)
 
 
-def build_unit(spec: ModelSpec, unit: int, by: Elementwise = WRITTEN_OUT) -> Unit:
-    """Unit 0 is the embedding, units 1..L the blocks, unit L+1 the head; weights on the meta device."""
-    kind = Embed if unit == 0 else Head if unit == spec.layers + 1 else Block
-    return kind(spec, unit, by)
+def build_unit(spec: ModelSpec, unit: int, by: Elementwise = WRITTEN_OUT, float8: bool = False) -> Unit:
+    """Unit 0 is the embedding, units 1..L the blocks, unit L+1 the head; weights on the meta device. `float8`: whether matmuls of a block
+    take factors of eight bits."""
+    if 0 < unit <= spec.layers:
+        return Block(spec, unit, by, float8)
+    return (Head if unit else Embed)(spec, unit, by)
 
 
 class Decoder(nn.Module):
     """The whole model in one process: the reference that every layout is compared with."""
 
-    def __init__(self, spec: ModelSpec):
+    def __init__(self, spec: ModelSpec, float8: bool = False):
         super().__init__()
         self.spec = spec
-        self.units = nn.ModuleList(build_unit(spec, unit) for unit in range(spec.units))
+        self.units = nn.ModuleList(build_unit(spec, unit, float8=float8) for unit in range(spec.units))
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Parameters by canonical name, in the order of the parameter table."""

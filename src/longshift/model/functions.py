@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longshift.model.float8 import factors
 from longshift.model.loss import alone
 
 aten = torch.ops.aten
@@ -123,17 +124,17 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None
 
 
 class Adapted(torch.autograd.Function):
-    """apply(x [T, I], weight [O, I], bias [O] or None, a [R, I], b [O, R], scale) -> [T, O]: a linear layer that is not trained, with an
-    adapter that is (`spec.adapters`)."""
+    """apply(x [T, I], weight [O, I], bias [O] or None, a [R, I], b [O, R], scale, float8) -> [T, O]: a linear layer that is not trained,
+    with an adapter that is (`spec.adapters`). `float8`: whether x W^T and dy W take factors of eight bits."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, float8: bool
     ) -> Tensor:
-        y = F.linear(x, weight, bias)
+        y = F.linear(*factors(x, weight, float8), bias)
         u = F.linear(x, a)
         ctx.save_for_backward(x, weight, a, b, u)
-        ctx.scale = scale
+        ctx.scale, ctx.float8 = scale, float8
         return y.addmm_(u, b.mT, alpha=scale)
 
     @staticmethod
@@ -142,8 +143,8 @@ class Adapted(torch.autograd.Function):
         du = torch.mm(grad, b).mul_(ctx.scale)
         db = torch.mm(grad.mT, u).mul_(ctx.scale)
         da = torch.mm(du.mT, x)
-        dx = torch.mm(grad, weight).addmm_(du, a)
-        return dx, None, None, da, db, None
+        dx = torch.mm(*factors(grad, weight, ctx.float8)).addmm_(du, a)
+        return dx, None, None, da, db, None, None
 
 
 class SoftCap(torch.autograd.Function):

@@ -12,6 +12,7 @@ import numpy as np
 
 from longshift.errors import UsageError, did_you_mean
 from longshift.layout.layout import Layout
+from longshift.layout.legal import cut_inside_a_block
 from longshift.simulate.cost import RECOMPUTE, recompute_code
 from longshift.spec.model import ModelSpec
 
@@ -79,8 +80,9 @@ class Enumerated:
     total: int
 
 
-def enumerate_layouts(spec: ModelSpec, world: int, fixed: Fixed | None = None) -> Enumerated:
-    """Every candidate on `world` ranks whose choices are among those `fixed`. Raises UsageError for a choice that does not exist."""
+def enumerate_layouts(spec: ModelSpec, world: int, fixed: Fixed | None = None, float8: bool = False) -> Enumerated:
+    """Every candidate on `world` ranks whose choices are among those `fixed`. `float8`: whether matmuls take factors of eight bits. Raises
+    UsageError for a choice that does not exist."""
     choices = _choices(world, fixed or {})
     grid = _product([choices[name] for name in ("tp", "ulysses", "ring", "pp")])
     tp, ulysses, ring, pp = grid[world % grid.prod(1) == 0].T
@@ -92,21 +94,23 @@ def enumerate_layouts(spec: ModelSpec, world: int, fixed: Fixed | None = None) -
     whole = np.concatenate([np.repeat(meshes[of_order], len(policies), 0), np.tile(policies, (len(meshes), 1))], 1)
     everything = Meshes(*np.ascontiguousarray(whole.T))
     possible, refused = np.ones(len(everything), bool), dict[str, int]()
-    for reason, wrong in {**illegal(spec, everything), **_second_names(everything, choices)}.items():
+    for reason, wrong in {**illegal(spec, everything, float8), **_second_names(everything, choices)}.items():
         if count := int((wrong & possible).sum()):
             refused[reason] = count
         possible &= ~wrong
     return Enumerated(everything.take(possible), refused, len(everything))
 
 
-def illegal(spec: ModelSpec, at: Meshes) -> dict[str, np.ndarray]:
+def illegal(spec: ModelSpec, at: Meshes, float8: bool = False) -> dict[str, np.ndarray]:
     """Which candidates break each rule of `layout.legal`, bool [candidates] by reason."""
     stages = at.pp * at.virtual
+    cut = [tp for tp in np.unique(at.tp).tolist() if tp <= spec.heads and cut_inside_a_block(spec, tp)] if float8 else []
     return {
         f"tp above {spec.heads} query heads": at.tp > spec.heads,
         f"tp above {spec.ffn} feed-forward columns": at.tp > spec.ffn,
         f"tp above {spec.vocab} vocabulary rows": at.tp > spec.vocab,
         f"tp that does not divide {spec.kv_heads} key/value heads": spec.keys_stay_whole & (spec.kv_heads % at.tp > 0),
+        "tp that cuts blocks of a scale of float8": np.isin(at.tp, cut),
         "ulysses above the query heads of a tensor-parallel rank": (at.tp <= spec.heads) & (spec.heads // at.tp < at.ulysses),
         "virtual stages without a pipeline": (at.virtual > 1) & (at.pp == 1),
         "virtual stages under gpipe": (at.virtual > 1) & (at.order == ORDERS.index("gpipe")),

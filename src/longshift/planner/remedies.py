@@ -54,7 +54,7 @@ def _changes(problem: Problem, cluster: Cluster, at: Meshes, fixed: Fixed, longe
     changes = []
     for name in fixed:
         freed: Mapping[str, Sequence[int | str]] = {key: value for key, value in fixed.items() if key != name}
-        more = enumerate_layouts(problem.spec, cluster.devices, freed).meshes
+        more = enumerate_layouts(problem.spec, cluster.devices, freed, problem.formats.float8).meshes
         if (number := _least(problem, more, longest)) is not None:
             changes.append(f"leave {name} free: {more.layout(number)}")
     for halving in range(1, DOUBLINGS + 1):
@@ -63,7 +63,7 @@ def _changes(problem: Problem, cluster: Cluster, at: Meshes, fixed: Fixed, longe
             break
     for doubling in range(1, DOUBLINGS + 1):
         devices = cluster.devices << doubling
-        more = enumerate_layouts(problem.spec, devices, fixed).meshes
+        more = enumerate_layouts(problem.spec, devices, fixed, problem.formats.float8).meshes
         if (number := _least(problem, more, longest)) is not None:
             changes.append(f"{devices} devices: {more.layout(number)}")
             break

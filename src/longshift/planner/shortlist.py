@@ -76,7 +76,7 @@ def shortlist(
     cost = Cost(sizes(spec), rates(cluster, precision), habits)
     formats = formats_of(precision, moments, packed, wire)
     budget = float(cluster.device.memory_bytes if memory_bytes is None else memory_bytes)
-    known = enumerate_layouts(spec, cluster.devices, fixed)
+    known = enumerate_layouts(spec, cluster.devices, fixed, formats.float8)
     everything = tally(spec, lengths, counts, tokens_per_step, max_len)
     told = {"devices": cluster.devices, "max_len": max_len, "budget_bytes": budget, "candidates": known.total}
     refused: Mapping[str, int] = known.refused

@@ -27,6 +27,7 @@ from longshift.schedule.sequence import token_order
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import Cost, habits, sizes
 from longshift.simulate.rates import rates
+from longshift.spec.formats import arithmetic
 from longshift.workload.groups import Edge
 
 DEFAULTS = {"cpu": 4 << 10, "cuda": 64 << 10}  # tokens, where nothing was measured
@@ -65,7 +66,7 @@ def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster |
     longest = min(edge.upto, config.data.max_len)
     fault = "this machine was not measured; longshift profile does"
     if cluster is not None:
-        machine = Machine(cluster, config.train.precision, device.type == "cpu", FREE_SHARE * _memory(config, device))
+        machine = Machine(cluster, arithmetic(config.train.precision), device.type == "cpu", FREE_SHARE * _memory(config, device))
         try:
             return choose(config.spec, edge.use, longest, machine, partial(_of_chunk, config, edge, device), config.stream.ahead, edge.pack)
         except UsageError as unknown:
@@ -85,7 +86,8 @@ def _activations(config: Config, edge: Edge, device: torch.device, cluster: Clus
     """What blocks of a group keep, and why. A machine that was not measured is taken for the preset of a CPU or an H100."""
     spec, free, cpu = config.spec, FREE_SHARE * _memory(config, device), device.type == "cpu"
     known = cluster or preset("cpu" if cpu else "h100")
-    dtype = config.train.precision if config.train.precision in known.device.flops_per_s else "float32"
+    dtype = arithmetic(config.train.precision)
+    dtype = dtype if dtype in known.device.flops_per_s else "float32"
     cost = Cost(sizes(spec), rates(known, dtype), habits(config.train.compile, config.train.precision, not cpu))
     pack = tuple(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
 

@@ -88,7 +88,7 @@ class Account:
     `transport`: how collectives move, which decides what they need besides their results; `same_format`: weights are computed with in
     home's format; `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_tiers`: where it
     lies, by unit; `added`: bytes of gradients that were added to their sums in a pass of its own; `coded`: bytes read and written to
-    send in the formats of `wire`; `home_sums`: by unit and bucket."""
+    send in the formats of `wire`; `home_sums`: by unit and bucket; `float8`: whether matmuls of blocks take factors of eight bits."""
 
     rank: int
     home: Layout
@@ -107,6 +107,7 @@ class Account:
     coded: int = 0
     wire: Wire = Wire()  # noqa: RUF009  (frozen)
     home_sums: dict[tuple[int, int], Held] = field(default_factory=dict)
+    float8: bool = False
 
     @property
     def adds_inside(self) -> bool:

@@ -109,7 +109,7 @@ class HeldPacks:
     def __init__(self, account: Account, view: RankLayout, copies: HeldCopies):
         self.account, self.view, self.spec, self.layout, self.copies = account, view, view.spec, view.layout, copies
         self.compute_bytes = account.weight_bytes
-        self.rank = Rank(self.spec, self.layout, view.at, self.compute_bytes, account.transport)
+        self.rank = Rank(self.spec, self.layout, view.at, self.compute_bytes, account.transport, account.float8)
         self.grads: dict[int, list[Held]] = {}
         self.receiving: dict[int, Held] = {}
         self.sending: dict[int, Held] = {}

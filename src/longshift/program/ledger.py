@@ -41,10 +41,19 @@ class Ledger:
     """Plays programs of one rank on bytes. The arguments are those of `Account`; `copied`: whether checkpoints are written from a copy.
     Mutable."""
 
-    def __init__(self, steps: Steps, transport: Transport, same_format: bool, host_is_device: bool, ahead: int = 1, copied: bool = False):
+    def __init__(
+        self,
+        steps: Steps,
+        transport: Transport,
+        same_format: bool,
+        host_is_device: bool,
+        ahead: int = 1,
+        copied: bool = False,
+        float8: bool = False,
+    ):
         self.steps, home = steps, steps.itinerary.home
         how = transport, same_format, host_is_device, ahead, steps.home_tiers
-        self.account = Account(steps.rank, home, *steps.bytes, *how, wire=steps.wire)
+        self.account = Account(steps.rank, home, *steps.bytes, *how, wire=steps.wire, float8=float8)
         self.book = self.account.book
         self.home = HeldHome(self.account, steps, copied)
         self.copies: dict[Cut, HeldCopies] = {}

@@ -43,7 +43,7 @@ class StepShape:
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool) -> Ledger:
         same = self.formats.compute == self.formats.home
-        return Ledger(self.steps(rank), transport, same, host_is_device, self.ahead, self.copied)
+        return Ledger(self.steps(rank), transport, same, host_is_device, self.ahead, self.copied, self.formats.float8)
 
     def of_one_pack(self, edge: Edge, rank: int, transport: Transport, host_is_device: bool) -> Weighed:
         """What a rank needs and sends for one full pack of a group on each replica."""

@@ -93,6 +93,7 @@ class SizedUnit:
     def __init__(self, rank: Rank, unit: int):
         self.rank, self.spec, self.unit = rank, rank.spec, unit
         layout, tp = rank.place.layout, rank.place.at.tp
+        self.float8 = rank.place.float8 and 0 < unit <= rank.spec.layers
         self.weights: dict[str, Tensor] = {}
         for p in rank.spec.of_unit(unit):
             weight = rank.new(local_shape(p, local_boxes(p, layout, tp)))
@@ -105,8 +106,8 @@ class SizedUnit:
         weight, added = self.weights[role], self.weights.get(role + "_bias") if bias else None
         wide = weight.shape[0 if not self.spec.fused_qkv or role in ("embed", "head") else 1]
         if a := self.weights.get(role + "_lora_a"):
-            return adapted(self.rank, x, weight, a, self.weights[role + "_lora_b"], wide)
-        return linear(self.rank, x, weight, added, wide)
+            return adapted(self.rank, x, weight, a, self.weights[role + "_lora_b"], wide, self.float8)
+        return linear(self.rank, x, weight, added, wide, self.float8)
 
     def plus_bias(self, x: Tensor, role: str) -> Tensor:
         bias = self.weights.get(role + "_bias")

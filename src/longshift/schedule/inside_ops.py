@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from longshift.layout.blocks import BLOCK, runs
 from longshift.layout.heads import heads_of, matched_heads, tensor_heads
 from longshift.schedule.abstract import Shape, Tensor, recorded, recorded_all
 from longshift.schedule.inside_attention import packed_attention, ring_attention
@@ -13,7 +14,28 @@ from longshift.schedule.inside_rank import INDEX_BYTES, Micro, Rank, SizedGroup,
 from longshift.spec.model import share
 
 
-def linear(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, width: int) -> Tensor:
+def rounded(x: Tensor, rows: int = 1) -> Tensor:
+    """`model.float8.rounded`"""
+    y = x.new()
+    for at_rows, high in runs(x.shape[0], rows):
+        for at_columns, wide in runs(x.shape[1], BLOCK):
+            shape = at_rows.stop - at_rows.start, at_columns.stop - at_columns.start
+            largest = x.new((shape[0] // high, shape[1] // wide))
+            share = largest.new(itemsize=4)
+            scale = cast(share, x.itemsize)
+            del largest, share
+            codes = x.new(shape, 1)
+            del codes
+    return y
+
+
+def factors(x: Tensor, weight: Tensor, float8: bool) -> tuple[Tensor, Tensor]:
+    """`model.float8.factors`"""
+    return (rounded(x), rounded(weight, BLOCK)) if float8 else (x, weight)
+
+
+def linear(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, width: int, float8: bool) -> Tensor:
+    """A linear layer, `model.functions.SummedLinear` or `model.float8.Float8Linear`."""
     work = 2 * x.shape[0] * weight.shape[0] * weight.shape[1]
     rank.flops["matmul"] += work
     shape, learns = x.shape, weight.needs
@@ -22,14 +44,19 @@ def linear(rank: Rank, x: Tensor, weight: Tensor, bias: Tensor | None, width: in
 
     def back(grad: Tensor, weight: Tensor, x: Tensor | None = None) -> list[Tensor | None]:
         rank.flops["matmul"] += work * (1 + learns)
+        taken = factors(grad, weight, float8)
         dx = grad.new(shape)
+        del taken
         return [dx, *(weight.new() for _ in range(leaves)), *(grad.new((width,)) for _ in range(biased))]
 
     inputs = [x, *([weight] if leaves else []), *([bias] if bias is not None and biased else [])]
-    return recorded(x.new((x.shape[0], width)), inputs, back, (weight, x) if learns else (weight,))
+    taken = factors(x, weight, float8)
+    y = x.new((x.shape[0], width))
+    del taken
+    return recorded(y, inputs, back, (weight, x) if learns else (weight,))
 
 
-def adapted(rank: Rank, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, width: int) -> Tensor:
+def adapted(rank: Rank, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, width: int, float8: bool) -> Tensor:
     """`model.functions.Adapted`"""
     work, more = 2 * x.shape[0] * weight.shape[0] * weight.shape[1], 2 * x.shape[0] * a.shape[0] * (a.shape[1] + b.shape[0])
     rank.flops["matmul"] += work + more
@@ -37,9 +64,15 @@ def adapted(rank: Rank, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, width: 
     def back(grad: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, u: Tensor) -> list[Tensor]:
         rank.flops["matmul"] += work + 2 * more
         du, db, da = u.new(), b.new(), a.new()
-        return [x.new(), da, db]
+        taken = factors(grad, weight, float8)
+        dx = x.new()
+        del taken
+        return [dx, da, db]
 
-    y, u = x.new((x.shape[0], width)), x.new((x.shape[0], a.shape[0]))
+    taken = factors(x, weight, float8)
+    y = x.new((x.shape[0], width))
+    del taken
+    u = x.new((x.shape[0], a.shape[0]))
     return recorded(y, (x, a, b), back, (x, weight, a, b, u))
 
 

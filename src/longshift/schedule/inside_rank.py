@@ -47,13 +47,15 @@ class Inside:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank, and how it computes: `itemsize` of the compute format; `transport`: gloo with CPUs, NCCL with GPUs."""
+    """A rank, and how it computes: `itemsize` of the compute format; `transport`: gloo with CPUs, NCCL with GPUs; `float8`: whether
+    matmuls of blocks take factors of eight bits."""
 
     spec: ModelSpec
     layout: Layout
     at: Coord
     itemsize: int
     transport: Transport = "gloo"
+    float8: bool = False
 
     @property
     def wide(self) -> int:

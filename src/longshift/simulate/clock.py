@@ -36,7 +36,7 @@ from longshift.simulate.chunk_seconds import ChunkSeconds
 from longshift.simulate.closed import packing_bytes, update_bytes
 from longshift.simulate.cost import Cost, Mesh, UnitKind, recompute_code
 from longshift.simulate.lanes import Begin, End, Timed, play
-from longshift.spec.formats import FORMATS
+from longshift.spec.formats import FORMATS, arithmetic
 from longshift.switch.traffic import seconds_by_exchange
 
 LEAST_PLAYED = 16  # micro-batches of a visit, and of a pipeline at least FILLS times its stages' chunks
@@ -90,8 +90,8 @@ class _Moved:
 class Clock:
     """Plays steps of a run on a cluster's rates. Mutable: it keeps what it has computed."""
 
-    def __init__(self, shape: StepShape, cluster: Cluster, cost: Cost, dtype: str):
-        self.shape, self.cluster, self.cost, self.dtype = shape, cluster, cost, dtype
+    def __init__(self, shape: StepShape, cluster: Cluster, cost: Cost, precision: str):
+        self.shape, self.cluster, self.cost, self.dtype = shape, cluster, cost, arithmetic(precision)
         self.on_cpu = cluster.device.kind == "cpu"
         self.spec, self.rates = shape.itinerary.spec, cost.rates
         self.per_node = int(self.rates.fabric.per_node)

@@ -41,6 +41,9 @@ LOGIT_BYTES = 26.0  # bf16 product, float32 copy, log-softmax, its gradient in f
 # (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5 to 1.75 backward on H100).
 FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
 KERNELS = {"eager": 30.0, "compiled": 14.0, "unfused": 5.0}  # launches of a block's forward; backward twice as many
+# Elements of the compute format read and written, and launches, where a factor of a matmul is rounded (`model.float8`): largest
+# magnitudes are a read, division, cast, copy and product each a read and a write, of which two are of a code.
+ROUNDED, ROUNDED_KERNELS = 8.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Habits:
     selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
     forward_gain, backward_gain               times the speed of a preset's attention kernel, FlashAttention-2 (as in FLASH3)
     shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
+    rounded              matmuls of blocks round their factors to eight bits, but those that form gradients of weights
     """
 
     flash: Number = 1.0
@@ -86,6 +90,7 @@ class Habits:
     forward_gain: Number = 1.0
     backward_gain: Number = 1.0
     shard_group: Number = 0.0
+    rounded: Number = 0.0
 
 
 # Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
@@ -104,7 +109,8 @@ def habits(compile: bool, precision: str, on_gpu: bool, wire: Wire = Wire()) -> 
         "gather_coded": float(weight_passes(wire, weight_bytes, sum_bytes)[1]),  # what is sent is a share of what is taken
         "reduce_coded": float(sum(gradient_passes(wire, sum_bytes))),
     }
-    found = replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside))
+    rounded = float(FORMATS[precision].float8)
+    found = replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside), rounded=rounded)
     return replace(found, gathered=gathered, reduced=reduced, **coded)
 
 
@@ -236,10 +242,11 @@ class Cost:
         s, rows = self.sizes, _rows(mesh, tokens)
         tensor_s = self._tensor_s(mesh, rows)
         if half == "mlp half":
-            matmul_s = self._matmuls_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp) + self._matmuls_s(rows, s.ffn / mesh.tp, s.width)
+            matmul_s = self._linear_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp, 1 + s.gated)
+            matmul_s = matmul_s + self._linear_s(rows, s.ffn / mesh.tp, s.width)
             return Work(matmul_s, 0.0, self._elementwise_s(mesh, rows, half), self._kernels(half), tensor_s)
-        matmul_s = self._matmuls_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp)
-        matmul_s = matmul_s + self._matmuls_s(rows, s.inner / mesh.tp, s.width)
+        matmul_s = self._linear_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp, 3)
+        matmul_s = matmul_s + self._linear_s(rows, s.inner / mesh.tp, s.width)
         attention_s = self.attention_s(mesh, tokens, pairs, False) if attends else 0.0
         ring_s = self._ring_s(mesh, tokens, False) if attends else 0.0
         elementwise_s = self._elementwise_s(mesh, rows, half)
@@ -250,11 +257,11 @@ class Cost:
         s, rows = self.sizes, _rows(mesh, tokens)
         elementwise_s, tensor_s = BACKWARD * self._elementwise_s(mesh, rows, half), self._tensor_s(mesh, rows)
         if half == "mlp half":
-            matmul_s = self._gradients_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp, s.trained)
-            matmul_s = matmul_s + self._gradients_s(rows, s.ffn / mesh.tp, s.width, s.trained)
+            matmul_s = self._linear_back_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp)
+            matmul_s = matmul_s + self._linear_back_s(rows, s.ffn / mesh.tp, s.width)
             return Work(matmul_s, 0.0, elementwise_s, 2 * self._kernels(half), tensor_s)
-        matmul_s = self._gradients_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp, s.trained)
-        matmul_s = matmul_s + self._gradients_s(rows, s.inner / mesh.tp, s.width, s.trained)
+        matmul_s = self._linear_back_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp)
+        matmul_s = matmul_s + self._linear_back_s(rows, s.inner / mesh.tp, s.width)
         attention_s, ring_s = self.attention_s(mesh, tokens, pairs, True), self._ring_s(mesh, tokens, True)
         return Work(matmul_s, attention_s, elementwise_s, 2 * self._kernels(half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
 
@@ -266,15 +273,15 @@ class Cost:
         norm = Work(0.0, 0.0, self._elementwise_s(mesh, rows, "attention half"), self._kernels("attention half"))
         travels = Work(tensor_s=self._tensor_s(mesh, rows) / 2)  # into a seam, or out of it
         if name == "qkv":
-            return norm + travels + Work(self._matmuls_s(*qkv))
+            return norm + travels + Work(self._linear_s(*qkv, 3))
         if name == "qkv_back":
             elements = s.width * (s.inner + 2 * s.keys) * s.trained
-            return norm.times(BACKWARD) + travels + Work(self._gradients_s(*qkv, s.trained)) + self.accumulated(mesh, elements)
-        tail = Work(self._matmuls_s(*out)) + travels + self.forward("mlp half", mesh, tokens, 0.0)
+            return norm.times(BACKWARD) + travels + Work(self._linear_back_s(*qkv)) + self.accumulated(mesh, elements)
+        tail = Work(self._linear_s(*out)) + travels + self.forward("mlp half", mesh, tokens, 0.0)
         if name == "tail":
             return tail
         elements = (s.block_elements - s.width * (s.inner + 2 * s.keys)) * s.trained
-        back = Work(self._gradients_s(*out, s.trained)) + travels + self.backward("mlp half", mesh, tokens, 0.0)
+        back = Work(self._linear_back_s(*out)) + travels + self.backward("mlp half", mesh, tokens, 0.0)
         return tail + back + self.accumulated(mesh, elements)
 
     def again_inside(self, mesh: Mesh, tokens: Number, pairs: Number) -> Work:
@@ -318,13 +325,20 @@ class Cost:
         """Of the head's turn on so many tokens: final norm, logits, cross entropy, and, where it `learns`, their backward."""
         s, rows = self.sizes, _rows(mesh, tokens)
         columns = s.vocab / np.asarray(mesh.tp)
-        matmul_s = self._matmuls_s(rows, s.width, columns)
+        matmul_s = self.rates.matmul_s(rows, s.width, columns)
         matmul_s = matmul_s + (self._gradients_s(rows, s.width, columns, s.head_trained) if learns else 0.0)
         moved_bytes = rows * (columns * LOGIT_BYTES * self.rates.constants.loss + 8.0 * s.width * self.rates.element_bytes)
         return Work(matmul_s, 0.0, self.rates.elementwise_s(moved_bytes), 20.0, self._tensor_s(mesh, rows))
 
-    def _matmuls_s(self, rows: Number, k: Number, n: Number) -> np.ndarray:
-        return self.rates.matmul_s(rows, k, n)
+    def _linear_s(self, rows: Number, k: Number, n: Number, weights: Number = 1) -> np.ndarray:
+        """A block's matmul forward, of so many `weights` side by side, each of which rounds what it takes by itself."""
+        return self.rates.matmul_s(rows, k, n) + self._rounded_s(weights * rows * k + k * n)
+
+    def _linear_back_s(self, rows: Number, k: Number, n: Number) -> np.ndarray:
+        return self._gradients_s(rows, k, n, self.sizes.trained) + self._rounded_s(rows * n + k * n)
+
+    def _rounded_s(self, elements: Number) -> np.ndarray:
+        return self.habits.rounded * self.rates.elementwise_s(ROUNDED * elements * self.rates.element_bytes)
 
     def _gradients_s(self, rows: Number, k: Number, n: Number, trained: Number) -> np.ndarray:
         """Gradients of inputs, and of the trained part of the weights."""
@@ -350,6 +364,7 @@ class Cost:
     def _kernels(self, half: Half) -> Number:
         h = self.habits
         found = np.where(np.asarray(h.compiled) == 1, KERNELS["compiled"], KERNELS["eager"]) / 2
+        found = found + h.rounded * ROUNDED_KERNELS * 2 * (4 if half == "attention half" else 2 + self.sizes.gated)
         return found + (1 - np.asarray(h.flash)) * KERNELS["unfused"] if half == "attention half" else found
 
     def _tensor_s(self, mesh: Mesh, rows: Number) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 
 from longshift.cluster.cluster import Cluster, Heads, Number
 from longshift.cluster.network import Fabric, collective_s, fabric
-from longshift.spec.formats import FORMATS
+from longshift.spec.formats import FORMATS, arithmetic
 
 TILE = (128, 256)  # rows and columns of an output tile: cuBLAS's and CUTLASS's largest common ones
 # H100, compute-attn-megatron.csv of the DistCA repository: 50 % of the rate of 32K-token documents at 512 tokens, 69 at 1K, 79 at 2K, 83 at
@@ -150,8 +150,9 @@ def clock(flops_per_s: Number, watts: Number | None, power: Number) -> Number:
     return 1.0 if watts is None else np.minimum(1.0, (1.0 + POWER_KNOWN / power) / (1.0 + flops_per_s / 1e12 / watts / power))
 
 
-def rates(cluster: Cluster, dtype: str = "bf16", constants: Constants | None = None) -> Rates:
-    """Rates of a device of `cluster`."""
+def rates(cluster: Cluster, precision: str = "bf16", constants: Constants | None = None) -> Rates:
+    """Rates of a device of `cluster` in a run of this precision."""
+    dtype = arithmetic(precision)
     reached = constants or FITTED
     device, shares = cluster.device, cluster.shares
     peak = device.flops_per_s[dtype] * clock(device.flops_per_s[dtype], device.watts, reached.power)

@@ -5,11 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-PrecisionName = Literal["float32", "bf16", "fp16", "float64"]
+WeightFormat = Literal["float32", "bf16", "fp16", "float64"]
+PrecisionName = Literal[WeightFormat, "float8"]
 MomentFormat = Literal["float32", "bf16", "float8"]
 GradientWire = Literal["float32", "bf16", "float8"]
 WeightWire = Literal["compute", "float8"]
-SCALE_EVERY = 128  # elements of a row that share a float32 scale, where numbers have eight bits
+SCALE_EVERY = 128  # elements of a row that share a scale, where numbers have eight bits
+
+EMULATED = "factors of blocks' matmuls have eight bits, emulated on every device: rounded to e4m3 and multiplied in the compute format"
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -35,13 +38,15 @@ class Wire:
 @dataclass(frozen=True)
 class Format:
     """`compute`: dtype of working copies and activations; `home`: of masters and gradient sums. There are so many `moments`, `packed` into
-    bf16 or float8 between updates, or else of the home format. `wire`: how weights and gradients travel."""
+    bf16 or float8 between updates, or else of the home format. `wire`: how weights and gradients travel; `float8`: whether matmuls of
+    blocks take factors of eight bits (`model.float8`)."""
 
     compute: str
     home: str
     moments: int = 2
     packed: MomentFormat = "float32"
     wire: Wire = Wire()
+    float8: bool = False
 
     @property
     def compute_bytes(self) -> int:
@@ -65,6 +70,11 @@ def adds_inside(compute_bytes: int, sum_bytes: int, on_gpu: bool) -> bool:
     return on_gpu or compute_bytes == sum_bytes
 
 
+def arithmetic(precision: str) -> str:
+    """The precision whose rates of a machine a run has: rounded to eight bits, factors are multiplied in bf16 (`model.float8`)."""
+    return "bf16" if precision == "float8" else precision
+
+
 def formats_of(
     precision: str,
     moments: int = 2,
@@ -80,4 +90,5 @@ FORMATS: Mapping[str, Format] = {
     "bf16": Format("bfloat16", "float32"),
     "fp16": Format("float16", "float32"),
     "float64": Format("float64", "float64"),
+    "float8": Format("bfloat16", "float32", float8=True),
 }

@@ -14,16 +14,17 @@ from longshift.spec.formats import FORMATS, PrecisionName, Wire
 @dataclass(frozen=True)
 class Precision:
     """The number formats of a run. `compute`: of working copies and activations; `home`: of masters, gradient sums and moments; `wire`: of
-    what travels between them."""
+    what travels between them; `float8`: whether matmuls of blocks take factors of eight bits."""
 
     compute: torch.dtype
     home: torch.dtype
     wire: Wire = Wire()  # noqa: RUF009  (frozen)
+    float8: bool = False
 
     @classmethod
     def of(cls, name: PrecisionName, wire: Wire = Wire()) -> "Precision":  # noqa: B008  (frozen)
         formats = FORMATS[name]
-        return cls(getattr(torch, formats.compute), getattr(torch, formats.home), wire)
+        return cls(getattr(torch, formats.compute), getattr(torch, formats.home), wire, formats.float8)
 
     @property
     def scaled(self) -> bool:

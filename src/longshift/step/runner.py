@@ -44,7 +44,9 @@ class Runner(ABC):
         self.spec, self.layout, self.world, self.copies, self.precision = spec, layout, world, copies, precision
         self.at = layout.coord(world.rank)
         self.ops = LayoutOps(spec, layout, world, kernel)
-        self.modules = {unit: build_unit(spec, unit, by) for chunk in layout.units_of(spec.layers, self.at.pp) for unit in chunk}
+        self.modules = {
+            unit: build_unit(spec, unit, by, precision.float8) for chunk in layout.units_of(spec.layers, self.at.pp) for unit in chunk
+        }
         for module in self.modules.values():
             copies.fill(module)
         self.tier: Tier | None = None

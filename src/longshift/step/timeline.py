@@ -88,7 +88,7 @@ def predicted(player: Player, steps: int = 1) -> Predicted:
     """The ledger's prediction for the step whose program the player made last, after `steps` equal steps."""
     precision, cpu = player.precision, player.world.device.type == "cpu"
     same = precision.compute == precision.home
-    ledger = Ledger(player.steps, "gloo" if cpu else "nccl", same, host_is_device=cpu, ahead=player.stream.ahead)
+    ledger = Ledger(player.steps, "gloo" if cpu else "nccl", same, host_is_device=cpu, ahead=player.stream.ahead, float8=precision.float8)
     visits, packs = player.steps.visits(player.groups_here, player.lengths)
     after: list[tuple[Op, int]] = []
     lengths = [[[player.lengths[d] for d in pack] for pack in some] for some in packs]

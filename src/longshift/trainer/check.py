@@ -61,7 +61,8 @@ class Trial:
     `stream_folder`: where their disk tier is, the system's temporary folder where not given. `masked`: drawn documents are conversations,
     of which turns are learned in part, and one document of each step not at all. `stages`: those after the first. `home`: where the
     training state is; on disk, in `stream_folder`. `packed`: the format of moments between updates; `gradients`, `weights`:
-    of these on the wire. `compile`: whether layouts, and not the reference, compile their arithmetic."""
+    of these on the wire. `compile`: whether layouts, and not the reference, compile their arithmetic. `float8`: whether matmuls of blocks
+    take factors of eight bits, whatever the precision."""
 
     spec: ModelSpec
     lengths: tuple[tuple[int, ...], ...]
@@ -88,6 +89,13 @@ class Trial:
     gradients: GradientWire = "float32"
     weights: WeightWire = "compute"
     compile: bool = False
+    float8: bool = False
+
+    @property
+    def formats(self) -> Precision:
+        """The number formats of the trial."""
+        named = Precision.of(self.precision, self.wire)
+        return replace(named, float8=named.float8 or self.float8)
 
     @property
     def parts(self) -> list[tuple[int, "Trial"]]:
@@ -193,9 +201,9 @@ class Differences:
 
 def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | None = None) -> dict[str, Tensor]:
     """The truth, in one process: "loss" [steps], and "KIND/NAME" for the kinds above."""
-    spec, dtype, device = trial.spec, Precision.of(trial.precision).home, torch.device("cpu")
+    spec, dtype, float8, device = trial.spec, trial.formats.home, trial.formats.float8, torch.device("cpu")
     source = trial.source()
-    model = Decoder(spec).load({p.name: source(p.name, Box.whole(p.shape)).to(dtype).clone() for p in spec.params})
+    model = Decoder(spec, float8).load({p.name: source(p.name, Box.whole(p.shape)).to(dtype).clone() for p in spec.params})
     weights = {name: weight for name, weight in model.weights().items() if weight.requires_grad}
     optimizer = torch_optimizer(trial.rule, decay_groups(spec, trial.rule, weights), fused=False)
     alone, schedule, batches, stages = Layout(), trial.schedule, trial.batches(), dict(trial.parts)
@@ -204,7 +212,7 @@ def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | N
     for step, batch in enumerate(batches):
         if step in stages:
             spec = stages[step].spec
-            ops, model = Ops(spec), Decoder(spec).load(model.weights())
+            ops, model = Ops(spec), Decoder(spec, float8).load(model.weights())
         optimizer.zero_grad()
         total = 0.0
         for document in batch.documents:
@@ -239,7 +247,7 @@ def build(
 ) -> tuple[State, Player]:
     """State and player of a trial under layouts, from short documents to long, home cut as another one cuts it where that is given.
     `source`: of the weights, the trial's own where not given."""
-    precision = Precision.of(trial.precision, trial.wire)
+    precision = trial.formats
     edges = trial.groups(layouts)
     home_cut = home_cut or home_layout(edges)
     source = source or trial.source()

@@ -28,7 +28,7 @@ from longshift.files import temporary_folder
 from longshift.layout.layout import Layout
 from longshift.model.loss import IGNORE
 from longshift.program.needs import StepShape, most, needs
-from longshift.spec.formats import FORMATS
+from longshift.spec.formats import EMULATED, FORMATS
 from longshift.step.player import Player
 from longshift.step.timeline import Timeline, predicted, rank_of, verdict
 from longshift.step.update import train_step
@@ -127,7 +127,7 @@ def check(config: Config, ways: Sequence[Sequence[Layout]], device: str = "cpu")
     leaked = sum(row["leaked_positions"] for row in rows)
     documents = trial["given"][0]
     return {
-        "reference": "one process, float64",
+        "reference": "one process, float64" + f"; {EMULATED}" * config.formats.float8,
         "documents": len(documents),
         "tokens": sum(len(ids) for ids, _ in documents),
         "reference_loss": loss,
@@ -163,7 +163,8 @@ def _make_room(config: Config, small: Small, ways: Sequence[Sequence[Layout]], d
         edges = tuple(Edge(*each) for each in zip(ends, layouts, packs))
         links = Links(ranks, 1.0, 1.0)
         way = Itinerary(config.spec, edges, links, 8, 8, SwitchOptions())
-        shape = StepShape(way, edges, FORMATS["float64"], sum(small.lengths()), small.longest)
+        formats = replace(FORMATS["float64"], float8=config.formats.float8)
+        shape = StepShape(way, edges, formats, sum(small.lengths()), small.longest)
         need = ranks * most(needs(shape, edges, "gloo", True)).device.total
         if need > free:
             raise OutOfMemoryError(
@@ -236,6 +237,7 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
         stream_folder=run.stream.folder or scratch,
         home=str(run.home.at),
         compile=run.train.compile,
+        float8=run.formats.float8,
     ).to_json()
 
 

@@ -15,7 +15,7 @@ from longshift.errors import CheckpointError, UsageError
 from longshift.layout.box import Box
 from longshift.model.huggingface import TOKEN_IDS, TOKENIZER_FILES, Carried, write_adapters, write_folder
 from longshift.spec.adapters import A, B
-from longshift.spec.formats import FORMATS, PrecisionName
+from longshift.spec.formats import FORMATS, WeightFormat
 from longshift.spec.model import ModelSpec, Param
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Source
@@ -26,7 +26,7 @@ from longshift.trainer.initial import continued
 from longshift.trainer.stages import stages_of
 
 
-def export(config: Config, run: Path, to: Path, precision: PrecisionName | None = None, best: bool = False, merge: bool = False) -> None:
+def export(config: Config, run: Path, to: Path, precision: WeightFormat | None = None, best: bool = False, merge: bool = False) -> None:
     """Write weights, config.json and the tokenizer that was trained with to the new folder `to`; of a run with adapters, these alone, as a
     folder of PEFT, unless they are to be added to the weights (`merge`). `best`: of the checkpoint with the lowest validation loss, else of
     the newest. `precision`: of the weights; that of the model folder that the run began with where not given, else float32, as adapters
