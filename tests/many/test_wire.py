@@ -15,6 +15,7 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.errors import NonFiniteError
+from longshift.layout import strips
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import pieces_of
@@ -70,11 +71,12 @@ def values(spec: ModelSpec, name: str, rank: int) -> Tensor:
     return found
 
 
-def sums(world: World, trial: dict, layout: str, mutant: str = "") -> float:
+def sums(world: World, trial: dict, layout: str, mutant: str = "", run: int = strips.RUN) -> float:
     """The largest difference between what comes home on this rank and what should, relative to the largest of each weight; the copies
     are compared with what should be gathered, too."""
     what, how = Trial.from_json(trial), Layout.parse(layout)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strips, "RUN", run)
         if mutant:
             MUTANTS[mutant](patch)
         _, player = build(what, [how], world)
@@ -128,6 +130,11 @@ def gathered(x: Tensor, spec: ModelSpec, how: Layout, name: str, box: Box, weigh
 def test_sums_and_copies_are_those_of_the_definition(worlds: Worlds, gradients: GradientWire, weights: WeightWire, layout: str):
     how = {"trial": trial(gradients, weights, 1).to_json(), "layout": layout}
     assert max(worlds(Layout.parse(layout).world).call("test_wire:sums", DEADLINE_S, **how)) == 0.0
+
+
+def test_they_are_where_few_rows_are_coded_at_one_time(worlds: Worlds):
+    how = {"trial": trial("float8", "float8", 1).to_json(), "layout": "dp2.tp2.z3", "run": 2000}
+    assert max(worlds(4).call("test_wire:sums", DEADLINE_S, **how)) == 0.0
 
 
 # The same bits

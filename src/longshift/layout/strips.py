@@ -20,10 +20,11 @@ from math import prod
 
 import numpy as np
 
-from longshift.layout.blocks import BLOCK, RUN, scales_of
+from longshift.layout.blocks import BLOCK, scales_of
 from longshift.layout.placement import Bucket, Piece
 
 ALIGNED = 8
+RUN = 1 << 22  # elements that are coded at one time, at the most: fewer are more launches, more take memory
 
 
 @dataclass(frozen=True)
