@@ -301,7 +301,8 @@ def main() -> int:
             world = worlds[Layout.parse(layouts.split(" ")[0]).world]
             found = world.call("longshift.trainer.check:compare", DEADLINE_S, layout=layouts, per_node=2, **what)
             rows.append(row(f"{family}, 3 stages", layouts, found, len(rows), total))
-        longer = trial_of(FULL, QUICK_STEPS if options.quick else HOME_STEPS)
+        home_steps = QUICK_STEPS if options.quick else HOME_STEPS
+        longer = trial_of(FULL, home_steps)
         path = str(scratch / f"{FULL}-longer.safetensors")
         worlds[1].call("longshift.trainer.check:write_reference", DEADLINE_S, trial=longer.to_json(), path=path)
         for groups, home in homes:
@@ -329,7 +330,8 @@ def main() -> int:
     worst = largest(row[kind] for row in rows for kind in KINDS if kind in row)
     bitwise = all(row.get("bitwise", True) for row in rows)
     identical = all(row.get("identical", True) for row in rows)
-    summary = {"worst": worst, "rows": len(rows), "limit": LIMIT, "steps": steps, "bitwise": bitwise, "identical": identical}
+    summary = {"worst": worst, "rows": len(rows), "limit": LIMIT, "steps": steps, "home_steps": home_steps}
+    summary |= {"bitwise": bitwise, "identical": identical}
     publish("parity", summary | {"seconds": round(time.monotonic() - started, 1)}, rows, options.json)
     return 0 if worst <= LIMIT and bitwise and identical else 1
 
