@@ -231,11 +231,6 @@ FLOAT8 = (
 )
 
 QUICK = (
-    Case("dp1", "blocks", "float8", FEW),
-    Case("tp2", "blocks", "float8", SHORT),
-    Case("dp2.z2 > u2.recompute-full", "lora", "float8", FEW),
-    Case("pp2", "gpt2", "float8", FEW),
-    Case("chunk256.disk.kv-offload", "phi3", "float8", FEW),
     Case("dp2.z3 > tp2", "llama", "bf16", SHORT, home="disk"),
     Case("dp2.z2", "lora", "float32", SHORT, home="disk"),
     Case("dp2.z3", "sgd", "bf16", SHORT, home="disk"),
@@ -281,6 +276,11 @@ QUICK = (
     Case("dp3.z2", "gpt2", "float32", (3, 2, 4), wire=Wire("bf16")),
     Case("dp2.tp2.z3", "llama-tied", "bf16", SHORT, home="disk", wire=Wire("float8", "float8")),
     Case("dp2.z3 > tp2", "llama", "bf16", SHORT, wire=Wire("float8")),
+    Case("dp1", "blocks", "float8", FEW),
+    Case("tp2", "blocks", "float8", SHORT),
+    Case("dp2.z2 > u2.recompute-full", "lora", "float8", FEW),
+    Case("pp2", "gpt2", "float8", FEW),
+    Case("chunk256.disk.kv-offload", "phi3", "float8", FEW),
 )
 
 
