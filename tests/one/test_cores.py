@@ -1,13 +1,18 @@
 """A rank with a GPU stays on the cores of its GPU's memory node."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from longshift.cluster.files import save
+from longshift.cluster.host import host_facts, profile_of_host
+from longshift.cluster.named import cluster
 from longshift.dist.cores import cores_beside, parsed, stay_near
+from longshift.dist.world import World
 
 PLACE = "0000:4b:00.0"
 
@@ -48,3 +53,13 @@ def test_a_rank_stays_on_the_cores_that_it_may_use(tmp_path: Path, monkeypatch: 
     assert stay_near(torch.device("cuda", 0), machine(tmp_path / "apart", {0: "0-5", 1: "6-7"})) == set()
     assert stay_near(torch.device("cpu"), tmp_path / "two") == set()
     assert chosen == [{4, 5}]
+
+
+def test_a_rank_that_stays_on_few_cores_finds_the_profile_of_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    made = replace(cluster("8xA800"), name="here", origin="measured", facts=host_facts() | {"measured": "full"})
+    save(made, tmp_path / "profiles" / "here.json")
+    world = World.alone()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)))
+    assert profile_of_host(8, cache=tmp_path, cores=world.cores) == made
+    assert profile_of_host(8, cache=tmp_path) is None

@@ -12,23 +12,26 @@ from longshift.errors import UsageError
 CACHE = Path("~/.cache/longshift")
 
 
-def host_facts() -> dict[str, str | int | float]:
-    """Those of a profile's facts that need no torch."""
+def host_facts(cores: int | None = None) -> dict[str, str | int | float]:
+    """Those of a profile's facts that need no torch. `cores`: that this process might use when it began, where it may use fewer now."""
     return {
         "cpu": cpu_name(),
-        "cores": core_count(),
+        "cores": core_count() if cores is None else cores,
         "core_quota": core_quota() or "none",
         "system": f"{platform.system()} {platform.machine()}",
     }
 
 
-def profile_of_host(per_node: int, nodes: int = 1, kind: str | None = None, cache: Path = CACHE) -> Cluster | None:
+def profile_of_host(
+    per_node: int, nodes: int = 1, kind: str | None = None, cache: Path = CACHE, cores: int | None = None
+) -> Cluster | None:
     """The profile of this machine that serves best for `nodes` of it with `per_node` ranks each; None where it was not measured.
 
-    `kind`: of device, cpu or cuda; a GPU's before a CPU's where None. Software and numbers of threads may differ from those of now: this
-    is for what they hardly change, such as links. Files that are damaged are passed over.
+    `kind`: of device, cpu or cuda; a GPU's before a CPU's where None. `cores`: as of `host_facts`. Software and
+    numbers of threads may differ from those of now: this is for what they hardly change, such as links. Files that are damaged are passed
+    over.
     """
-    here, found = host_facts(), []
+    here, found = host_facts(cores), []
     for file in sorted((cache.expanduser() / "profiles").glob("*.json")):
         try:
             known = load(file)

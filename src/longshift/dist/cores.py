@@ -1,8 +1,8 @@
 """Cores beside a rank's GPU, on machines whose memory is in several nodes (NUMA).
 
-A home in host memory is updated by the rank's threads and copied to and from its GPU. On a machine with two sockets, half of all that crosses
-between them where threads and memory are anywhere. Memory lies where the thread that first writes it runs, so keeping the threads beside the
-GPU is enough.
+The rank's threads update a home in host memory, and its bytes are copied to and from the GPU. Where the threads run in another node than the
+GPU's, these bytes cross between the nodes. Linux puts memory into the node of the thread that first writes it. So threads that stay beside the
+GPU have their memory there, too. No machine with several nodes has run this.
 """
 
 import os

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from longshift import errors
+from longshift.cluster.host import core_count
 from longshift.dist.collectives import Group
-from longshift.dist.cores import stay_near
 from longshift.dist.parent import end_with_parent
 from longshift.dist.sealed import SealedStore
 from longshift.errors import LongshiftError, PeerError, UsageError
@@ -97,10 +97,11 @@ def check_gpus(ranks: int) -> None:
 
 class World:
     """This process among its peers. Mutable: it remembers the groups it has made. `per_node`: ranks on each machine; `timeout`: after which
-    a collective of those groups fails."""
+    a collective of those groups fails. `cores`: how many this process might use when it joined."""
 
     def __init__(self, rank: int, size: int, device: torch.device, per_node: int | None = None, timeout: timedelta = TIMEOUT):
         self.rank, self.size, self.device, self.per_node = rank, size, device, per_node or size
+        self.cores = core_count()
         self.everyone = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
         self._groups: dict[tuple[tuple[int, ...], str], Group | None] = {}
         self._timeout = timeout
@@ -120,7 +121,6 @@ class World:
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
-            stay_near(device)
         timeout = timedelta(seconds=timeout_s)
         try:
             store = launchers_store(TIMEOUT)

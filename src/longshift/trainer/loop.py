@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from longshift.config import Config
+from longshift.dist.cores import stay_near
 from longshift.dist.world import World, be_deterministic, own_device
 from longshift.documents.batch import Batches, StepBatch
 from longshift.errors import CheckpointError, NonFiniteError
@@ -57,6 +58,7 @@ def train(
         be_deterministic()
     stages = list(stages_of(config))
     world = World.from_environment(max(stage.config.timeout_s(own_device().type) for stage in stages))
+    stay_near(world.device)
     for stage in stages[1:]:  # nothing that can be known before is found out after hours
         admit(stage.config, world, run)
         open_data(stage.config, world)

@@ -27,7 +27,7 @@ LEAST = 4  # steps without which nothing is said
 
 def profile_here(world: World) -> Cluster | None:
     """The profile of the machine that ranks run on; None where it was not measured."""
-    return profile_of_host(world.per_node, -(-world.size // world.per_node), world.device.type)
+    return profile_of_host(world.per_node, -(-world.size // world.per_node), world.device.type, cores=world.cores)
 
 
 @dataclass(frozen=True)
