@@ -71,12 +71,12 @@ def values(spec: ModelSpec, name: str, rank: int) -> Tensor:
     return found
 
 
-def sums(world: World, trial: dict, layout: str, mutant: str = "", run: int = strips.RUN) -> float:
+def sums(world: World, trial: dict, layout: str, mutant: str = "", run: int = strips.AT_ONCE) -> float:
     """The largest difference between what comes home on this rank and what should, relative to the largest of each weight; the copies
     are compared with what should be gathered, too."""
     what, how = Trial.from_json(trial), Layout.parse(layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strips, "RUN", run)
+        patch.setattr(strips, "AT_ONCE", run)
         if mutant:
             MUTANTS[mutant](patch)
         _, player = build(what, [how], world)

@@ -11,9 +11,10 @@ from longshift.dist.world import World
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Block, Head, build_unit
-from longshift.model.float8 import LARGEST, Float8Linear, rounded
+from longshift.model.float8 import Float8Linear, rounded
 from longshift.model.functions import Adapted
 from longshift.spec.families import preset
+from longshift.spec.formats import LARGEST
 from longshift.step.update import train_step
 from longshift.trainer.check import Trial, build
 

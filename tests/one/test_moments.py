@@ -11,9 +11,9 @@ from torch import Tensor
 
 from longshift.layout.blocks import BLOCK
 from longshift.layout.box import Box
-from longshift.spec.formats import MomentFormat
+from longshift.spec.formats import LARGEST, MomentFormat
 from longshift.state import moments as kept
-from longshift.state.moments import LARGEST, PackedMoment, converted, largest
+from longshift.state.moments import PackedMoment, converted, largest
 
 WHOLE = (5, 300)
 

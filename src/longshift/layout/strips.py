@@ -24,7 +24,7 @@ from longshift.layout.blocks import BLOCK, scales_of
 from longshift.layout.placement import Bucket, Piece
 
 ALIGNED = 8
-RUN = 1 << 22  # elements that are coded at one time, at the most: fewer are more launches, more take memory
+AT_ONCE = 1 << 22  # elements that are coded at one time, at the most: fewer are more launches, more take memory
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Strip:
 
     def at_once(self, slots: int) -> int:
         """How many rows of the piece, in so many slots, are coded at one time."""
-        return min(self.rows, max(1, RUN // (slots * self.scales * BLOCK)))
+        return min(self.rows, max(1, AT_ONCE // (slots * self.scales * BLOCK)))
 
     def elements_at_once(self, slots: int) -> int:
         """How many elements are coded at one time, those of whole blocks; none where it is not coded."""

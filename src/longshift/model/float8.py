@@ -31,10 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.layout.blocks import BLOCK, runs
+from longshift.spec.formats import LARGEST, LEAST_SCALE
 
 CODE = torch.float8_e4m3fn
-LARGEST = 448.0
-LEAST_SCALE = 2.0**-126
 
 
 def rounded(x: Tensor, rows: int = 1) -> Tensor:

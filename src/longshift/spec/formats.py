@@ -11,6 +11,8 @@ MomentFormat = Literal["float32", "bf16", "float8"]
 GradientWire = Literal["float32", "bf16", "float8"]
 WeightWire = Literal["compute", "float8"]
 SCALE_EVERY = 128  # elements of a row that share a scale, where numbers have eight bits
+LARGEST = 448.0  # of e4m3
+LEAST_SCALE = 2.0**-126
 
 EMULATED = "factors of blocks' matmuls have eight bits, emulated on every device: rounded to e4m3 and multiplied in the compute format"
 

@@ -26,14 +26,13 @@ from torch import Tensor
 
 from longshift.layout.blocks import BLOCK, rows_at_once, scales_of, widened
 from longshift.layout.box import Box
-from longshift.spec.formats import MomentFormat
+from longshift.spec.formats import LARGEST, LEAST_SCALE, MomentFormat
 from longshift.spec.rule import Rule
 from longshift.state.resized import Resized
 
 DTYPES = {"bf16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 CUT_BITS = {"bf16": 16, "float8": 20}  # of a float32, that the format has not
-LARGEST, SMALLEST = 448.0, 2.0**-9  # of e4m3
-LEAST_SCALE = 2.0**-126
+SMALLEST = 2.0**-9  # of e4m3
 ROOTS = ("exp_avg_sq",)  # moments that are packed as square roots
 SCALE = ".scale"  # ends the name of a moment's scales
 
@@ -139,7 +138,7 @@ def decoded(codes: Tensor, scales: Tensor | None, column: int, root: bool, dtype
         return codes.to(dtype)
     y = in_blocks(codes.view(torch.uint8), column).view(codes.dtype).to(dtype).mul_(scales[..., None])
     y = y.square_() if root else y
-    return y.flatten(-2)[:, column % BLOCK :][:, : codes.shape[-1]]
+    return y.flatten(-2)[..., column % BLOCK :][..., : codes.shape[-1]]
 
 
 def converted(

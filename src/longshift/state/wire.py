@@ -22,9 +22,9 @@ from torch import Tensor
 
 from longshift.layout.blocks import BLOCK, scales_of
 from longshift.layout.strips import Strip, areas
-from longshift.spec.formats import GradientWire
+from longshift.spec.formats import LARGEST, LEAST_SCALE, GradientWire
+from longshift.state import moments
 from longshift.state.fused import Strips, StripViews
-from longshift.state.moments import LARGEST, LEAST_SCALE, in_blocks
 
 CODES = torch.float8_e4m3fn
 
@@ -129,7 +129,7 @@ def sent_gradients(format: GradientWire, strips: Strips, wide: torch.dtype) -> C
 def encode(x: Tensor, column: int, scales: Tensor, codes: Tensor) -> None:
     """Code rows x [..., columns] that begin in this column of the weight. [Note: not a number]"""
     whole = _whole(x, column)
-    blocks = x.unflatten(-1, (-1, BLOCK)) if whole else in_blocks(x, column)
+    blocks = x.unflatten(-1, (-1, BLOCK)) if whole else moments.in_blocks(x, column)
     low, high = blocks.aminmax(dim=-1)
     torch.maximum(low.neg_(), high, out=high)
     largest = high.to(torch.float32).div_(LARGEST).clamp_(min=LEAST_SCALE)
@@ -140,12 +140,9 @@ def encode(x: Tensor, column: int, scales: Tensor, codes: Tensor) -> None:
 
 def decoded(codes: Tensor, scales: Tensor, column: int, dtype: torch.dtype) -> Tensor:
     """What codes of rows that begin in this column of the weight stand for."""
-    if _whole(codes, column):
-        blocks = codes.unflatten(-1, (-1, BLOCK))
-    else:
-        blocks = in_blocks(codes.view(torch.uint8), column).view(CODES)
-    values = blocks.to(dtype).mul_(scales[..., None])
-    return values.flatten(-2)[..., column % BLOCK :][..., : codes.shape[-1]]
+    if not _whole(codes, column):
+        return moments.decoded(codes, scales, column, False, dtype)
+    return codes.unflatten(-1, (-1, BLOCK)).to(dtype).mul_(scales[..., None]).flatten(-2)
 
 
 def _whole(x: Tensor, column: int) -> bool:
