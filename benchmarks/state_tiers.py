@@ -2,8 +2,8 @@
 
     speed     seconds of a step by tokens a step, in vertical order, rounds of all three homes in turn; the disk is held to a named
               bandwidth, so that a CPU stands for a device. `bound_s` is the larger of the device's seconds and bytes over bandwidth:
-              nothing takes less. `exact_s` is the sum of two such bounds, to the first loss and from there: what waits for the norm goes
-              on under the forward alone, so that no exact step takes less
+              nothing takes less. `exact_s` is the sum of two such bounds, to the first loss and from there. No exact step takes less that
+              begins to read records when the norm is known, as ours does
     vertical  the same of `home: disk` under ZeRO-3, micro-batch by micro-batch and in vertical order; `vertical_ratio`: seconds of the one
               over those of the other
     file      all records of a home are read and written, as an update does, in turn with a plain test of the same disk: one file, direct,

@@ -239,7 +239,7 @@ class StreamConfig(Section):
 
 
 class WireConfig(Section):
-    """Formats in which what ZeRO deals over ranks is gathered and reduced; exchanges of switches have those of weights and sums."""
+    """Number formats of gathers and reductions under ZeRO 1 to 3. Exchanges of a switch keep those of weights and sums."""
 
     gradients: GradientWire = Field(default="float32", description="of gradients on the way home: float32 (that of sums), bf16 or float8")
     weights: WeightWire = Field(default="compute", description="of weights that are gathered: compute (that of working copies) or float8")
@@ -343,8 +343,8 @@ class Config(Section):
             return self
         if self.wire.weights != "compute" and (isinstance(self.layout, AutoLayout) or len(self.edges) > 1):
             raise ValueError(
-                "wire.weights: float8 is for one layout: where layouts change inside a step, weights come from copies too, which would be "
-                "others than home's; leave wire.weights out"
+                "wire.weights: float8 is for one layout: a switch takes weights from working copies too, which would not be home's; leave "
+                "wire.weights out"
             )
         if isinstance(self.layout, AutoLayout):
             if dict(self.layout.fixed).get("z") == (0,):

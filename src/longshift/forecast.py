@@ -55,8 +55,8 @@ def on_cluster(cluster: Cluster, world: int) -> Cluster:
     return replace(cluster, nodes=-(-world // per_node), devices_per_node=per_node)
 
 
-def _dealt(config: Config, asked: AutoLayout, world: int) -> dict[str, tuple[int, ...]]:
-    """Stages of ZeRO that deal what the config's `wire` is for over ranks, as far as they are asked for; nothing where all may be."""
+def _coded_stages(config: Config, asked: AutoLayout, world: int) -> dict[str, tuple[int, ...]]:
+    """The stages of ZeRO that a plan may choose under the config's `wire`: 1 to 3, of those asked for. Empty where it excludes none."""
     if world == 1 or not config.formats.wire.coded:
         return {}
     return {"z": tuple(zero for zero in dict(asked.fixed).get("z", (1, 2, 3)) if zero)}
@@ -73,7 +73,7 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         tokens_per_step=config.train.tokens_per_step,
         precision=config.train.precision,
         world=world,
-        fixed=dict(asked.fixed) | _dealt(config, asked, world),
+        fixed=dict(asked.fixed) | _coded_stages(config, asked, world),
         memory_bytes=memory_bytes,
         windows=config.window.options,
         switch=config.switch.options,

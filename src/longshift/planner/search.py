@@ -96,7 +96,7 @@ def _listed(task: Task, part: float) -> Shortlist:
 
 
 def _ways(task: Task, found: Shortlist) -> list[tuple[Edge, ...]]:
-    """Those of one layout, where weights that are gathered are others than home's, which a switch must not take."""
+    """Assignments of a shortlist. Where gathered weights are coded, those of one layout alone: a switch must not take coded weights."""
     answers = [one for one in (found.best, found.single, found.context_parallel, *found.others) if one is not None]
     ways = dict.fromkeys(answer.edges for answer in answers)
     return [edges for edges in ways if len(edges) == 1 or task.wire.weights == "compute"]

@@ -10,8 +10,8 @@ from longshift.spec.formats import SCALE_EVERY, Wire
 
 @dataclass(frozen=True)
 class Coding:
-    """`size`: of a slot on the wire. `encoding`, `decoding`: of memory that these need inside themselves; `encoded`, `decoded`: that they
-    read and write."""
+    """Bytes of coding a bucket. `size`: of a slot on the wire; `encoding`, `decoding`: of memory that each needs inside itself; `encoded`,
+    `decoded`: that each reads and writes."""
 
     size: int
     encoding: int
@@ -32,7 +32,7 @@ def weight_passes(wire: Wire, weight_bytes: int, master_bytes: int) -> tuple[int
 
 
 def gradients_of(bucket: Bucket, rank: int, wire: Wire, sum_bytes: int) -> Coding | None:
-    """Of a bucket's reductions on a rank, where sums have so many bytes an element; None where they travel as they are."""
+    """The coding of a bucket's reductions on a rank; None where sums travel as they are. `sum_bytes`: of an element of a sum."""
     if wire.gradients == "float32" or not bucket.sharded or bucket.frozen:
         return None
     slots = len(bucket.holders)
@@ -46,7 +46,8 @@ def gradients_of(bucket: Bucket, rank: int, wire: Wire, sum_bytes: int) -> Codin
 
 
 def weights_of(bucket: Bucket, rank: int, wire: Wire, weight_bytes: int, master_bytes: int) -> Coding | None:
-    """Of a bucket's gathers on a rank, whose copies and masters have so many bytes an element; None where they travel as they are."""
+    """The coding of a bucket's gathers on a rank; None where weights travel as they are. `weight_bytes`, `master_bytes`: of an element of
+    the copies and of the masters."""
     if wire.weights != "float8" or not bucket.sharded:
         return None
     strips, wide = tuple(strips_of(bucket)), max(4, weight_bytes)
