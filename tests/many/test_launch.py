@@ -24,6 +24,7 @@ from longshift.config_file import parse_config
 from longshift.dist.world import World
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import DataError, LongshiftError, NonFiniteError, OutOfMemoryError, PeerError, UsageError
+from longshift.trainer import launch as launcher
 from longshift.trainer import loop
 from longshift.trainer.interrupt import ENDING
 from longshift.trainer.launch import launch, rank_error
@@ -64,7 +65,7 @@ def run(folder: RunFolder, body: str, world: int = 3, held: bool = False) -> lis
 
 @contextmanager
 def interrupts_when(ready, count: int = 1, number: int = signal.SIGINT) -> Iterator[None]:
-    """Ctrl-C, or another signal, for this process, `count` times, once `ready()`."""
+    """Ctrl-C, or another signal, for this process, `count` times, once `ready()`. One that comes when the launch is over does nothing."""
 
     def send() -> None:
         while not ready():
@@ -73,10 +74,14 @@ def interrupts_when(ready, count: int = 1, number: int = signal.SIGINT) -> Itera
             os.kill(os.getpid(), number)
             time.sleep(0.3)
 
+    before = signal.signal(number, lambda *_: None)
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
-    yield
-    thread.join(10)
+    try:
+        yield
+    finally:
+        thread.join(10)
+        signal.signal(number, before)
 
 
 def test_each_rank_finds_its_place_and_the_caller_keeps_its_environment(folder):
@@ -249,6 +254,15 @@ def test_once_lets_every_rank_save(folder, number, name):
     assert said == [f"finishing this step, then saving; {name} again stops at once"]
 
 
+def test_once_lets_ranks_save_that_began_before_the_launcher_was_ready(folder, monkeypatch):
+    """A machine that is busy: ranks work for a second before the launcher's next line."""
+    made = launcher._store
+    monkeypatch.setattr(launcher, "_store", lambda listener: (time.sleep(1), made(listener))[1])
+    with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3):
+        run(folder, WAITS_FOR_INTERRUPT)
+    assert len(list(folder.path.glob("saved-*"))) == 3
+
+
 def test_an_interrupt_before_a_rank_can_take_it_is_held_back(folder):
     """As while ranks import torch: it waits for their `Interrupt`."""
     body = """
@@ -265,13 +279,14 @@ if Interrupt()(): (folder / f"saved-{rank}").touch()
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *ENDING])
 def test_twice_stops_at_once(folder, number):
-    handler = signal.getsignal(number)
     start = time.monotonic()
-    with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3, 2, number), pytest.raises(KeyboardInterrupt):
-        run(folder, WAITS_FOR_INTERRUPT.replace("== 2", "== 3"))
+    with interrupts_when(lambda: len(list(folder.path.glob("ready-*"))) == 3, 2, number):
+        handler = signal.getsignal(number)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, WAITS_FOR_INTERRUPT.replace("== 2", "== 3"))
+        assert signal.getsignal(number) is handler
     assert time.monotonic() - start < 5
     assert not list(folder.path.glob("saved-*"))
-    assert signal.getsignal(number) is handler
 
 
 def test_under_torchrun_sigterm_saves(tmp_path):

@@ -100,8 +100,8 @@ def launch(
         try:
             parent = os.getpid() if seed is None else seed.pid
             environments = [_environment(listener.getsockname()[1], secret, parent, rank, world) for rank in range(world)]
-            ranks = (Started if seed is None else seed.start)(command, environments, held)
             store = SealedStore(_store(listener), secret)
+            ranks = (Started if seed is None else seed.start)(command, environments, held)
             told = _watch(ranks, folder, frozen_s, interrupts)
         except _AtOnce:
             raise KeyboardInterrupt from None
