@@ -239,7 +239,7 @@ def law(way: Way) -> Iterator[dict]:
 
 
 def homes(way: Way) -> Iterator[dict]:
-    """The training state on the host, and on the device. The clock has no copies of a home on the host."""
+    """The training state on the host, and on the device."""
     for home in ("device", "host"):
         yield way.row(replace(way.case("recompute-full", 16 * K), home=home), method="recompute-full")
 

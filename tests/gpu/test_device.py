@@ -53,6 +53,13 @@ def test_float64_is_one_process(device: torch.device, truth: str, layout: str):
     assert max(found.values()) <= 1e-12, found
 
 
+@pytest.mark.parametrize("home", ["host", "disk", "device 40K, host rest"])
+@pytest.mark.parametrize("layout", ["dp1.z2", "dp1.vertical.recompute-full"])
+def test_a_home_outside_the_device_is_one_process(device: torch.device, truth: str, layout: str, home: str):
+    found = compare(World(0, 1, device), replace(trial("float64"), home=home).to_json(), layout, truth)
+    assert max(found.values()) <= 1e-12, found
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_is_at_most_twice_as_wrong_as_a_plain_step(device: torch.device, truth: str, layout: str):
     alone, found = (errors(device, "bf16", words, truth) for words in ("dp1", layout))

@@ -143,21 +143,21 @@ def clock_of(
 
 
 def test_a_home_on_the_host_is_updated_beside_what_the_gpu_computes():
-    """A weight takes the host 34 bytes for its update and 6 for its cast: 5.4 s for 8.03 billion. They cross in 0.29 s, and their
-    gradients, which are waited for, in 0.59."""
+    """A weight takes the host 34 bytes for its update and 6 for its cast: 5.4 s for 8.03 billion, under which weights cross the link. Their
+    gradients cross it in 0.59 s, which a long backward hides, too."""
     elements = sum(param.elements for param in families.preset("llama-3-8b").params)
-    link = files.preset("h100").copy_s("to_host pageable", 4 * elements)
+    link = files.preset("h100").copy_s("to_host pinned", 4 * elements)
     found = {}
     for tokens in (2048, 1 << 17):
         edges = [Edge(tokens, Layout.parse("dp1.recompute-full"))]
         for home in ("device", "host"):
             found[tokens, home] = clock_of(edges, home=home).step([GroupPacks(edges[0].use, (((tokens,),),))])
-    host_s = elements * 40 / HOST_BYTES_PER_S + link / 2
+    host_s = elements * 40 / HOST_BYTES_PER_S
     assert found[2048, "host"].busy_s("gather") == pytest.approx(host_s, rel=0.02)
     assert found[2048, "host"].busy_s("home out") == pytest.approx(link, rel=0.02)
     assert found[2048, "host"].seconds >= host_s + link
     more = {tokens: found[tokens, "host"].seconds - found[tokens, "device"].seconds for tokens in (2048, 1 << 17)}
-    assert more[1 << 17] < link + 0.2 * host_s < 0.5 * more[2048], "a long forward hides the update"
+    assert more[1 << 17] < 0.1 * host_s < 0.5 * more[2048], "a long forward hides the update"
 
 
 def test_a_step_is_computed_all_the_time_where_nothing_travels():

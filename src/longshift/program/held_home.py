@@ -1,8 +1,11 @@
 """What the training state takes on a rank, in bytes, as `state.home` and `state.records` keep it: see `program.ledger`."""
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from longshift.layout.blocks import cut_blocks, elements_at_once
+from longshift.layout.layout import Tier
+from longshift.layout.placement import Bucket
 from longshift.program.book import Account, Held
 from longshift.program.operations import Op
 from longshift.program.step import Steps
@@ -10,7 +13,19 @@ from longshift.program.step import Steps
 ALIGN = 4096  # bytes: a page, where vectors of a file begin
 THREADS = 2  # that read a file, and that write it
 PIECE = 8 << 20  # bytes that a thread reads or writes at one time
+SLOTS, SLOT_BYTES = 4, 32 << 20  # pinned, between a GPU and a home outside it: at least so many each way. A row of a weight fits
 SMALL = 16 << 10  # scalars: losses, counters of updates, norms of runs of gradients
+
+
+def slots_in(tiers: Mapping[int, Tier], mine: Iterable[Bucket], rank: int, weight_bytes: int) -> int:
+    """How many pinned slots weights pass on their way to a GPU: as many as two units take that are as large as the largest outside of it.
+    0 where none is. `mine`: buckets of the rank's; `weight_bytes`: of a weight in the compute format."""
+    outside = dict.fromkeys((unit for unit, tier in tiers.items() if tier != "device"), 0)
+    for bucket in mine:
+        if bucket.unit in outside:
+            outside[bucket.unit] += bucket.kept(rank) * weight_bytes
+    most = max(outside.values(), default=0)
+    return max(SLOTS, -(-2 * most // SLOT_BYTES)) if most else 0
 
 
 def saved_bytes(steps: Steps) -> int:
@@ -58,6 +73,9 @@ class HeldHome:
             rooms = [-(-size // ALIGN) * ALIGN for size in vectors]
             self.state += [account.held("training state", sum(rooms), "disk")]
             self.state += [account.held("buffers of the disk", 2 * THREADS * (min(PIECE, max(rooms, default=0)) + ALIGN), account.host)]
+        slots = 0 if account.host_is_device else slots_in(steps.home_tiers, mine, steps.rank, self.weight_bytes)
+        if slots:
+            self.state.append(account.held("pinned slots", (slots + SLOTS) * SLOT_BYTES, "host"))
         if copied:
             self.state.append(account.held("copy for checkpoints", saved_bytes(steps), account.host))
         self.here: dict[tuple[str, int], list[Held]] = {}  # parts of units on disk that are in memory too

@@ -10,8 +10,9 @@ the ring passes keys under attention. On CPUs a collective takes the cores that 
 with what ranks wait for the slowest of them.
 
 A home outside a GPU has its masters cast and its units updated by the host, at HOST_BYTES_PER_S. The host is in a lane with the gathers,
-which wait for the updates before them, and not with what the device computes. Weights and gradients cross the device's link from and to
-memory that is not pinned. What a switch takes from such a home, and brings to it, is not charged with that.
+which wait for the updates before them, and not with what the device computes. Weights cross the device's link while others are cast;
+gradients cross it beside what is computed, and those of a home on disk are waited for. What a switch takes from such a home, and brings to
+it, is not charged with that.
 
 Of many micro-batches, which a pipeline computes at an even pace once it is full, an even choice is played, and the seconds that the rest
 takes at that pace are added.
@@ -79,12 +80,12 @@ class StepTime:
 
 class _Moved:
     """An operation, bytes that the ledger saw it send, move, and read and write for the wire's format; `elements` that it adds or updates,
-    or that cross between the device and a home `outside` it."""
+    or that cross between the device and a `home` outside it, which is in this memory."""
 
-    __slots__ = ("coded", "elements", "moved", "op", "outside", "sent")
+    __slots__ = ("coded", "elements", "home", "moved", "op", "sent")
 
-    def __init__(self, op: Op, sent: int, moved: int, coded: int, elements: int, outside: bool):
-        self.op, self.sent, self.moved, self.coded, self.elements, self.outside = op, sent, moved, coded, elements, outside
+    def __init__(self, op: Op, sent: int, moved: int, coded: int, elements: int, home: Tier):
+        self.op, self.sent, self.moved, self.coded, self.elements, self.home = op, sent, moved, coded, elements, home
 
 
 class Clock:
@@ -246,18 +247,18 @@ def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tup
 
     def after(op: Op) -> None:
         nonlocal sent, moved, added, coded
-        elements, outside = 0, not on_cpu and ledger.steps.home_tiers.get(op.unit, "device") != "device"
+        elements, home = 0, "device" if on_cpu else ledger.steps.home_tiers.get(op.unit, "device")
         earlier, added = added, account.added
         if op.kind == "accumulate":
             elements = (added - earlier) // account.weight_bytes
         elif op.kind == "update":
             all_at_once = not ledger.steps.by_unit
             elements = sum(size for unit, size in ledger.home.shards if op.unit == unit or (all_at_once and op.unit < 0))
-        elif op.kind == "pack" or (outside and op.kind in ("gather", "await reduce") and at_home[op.visit]):
+        elif op.kind == "pack" or (home != "device" and op.kind in ("gather", "await reduce") and at_home[op.visit]):
             elements = sum(size for unit, size in ledger.home.shards if op.unit == unit)
         before = sent, moved, coded
         sent, moved, coded = sum(account.sent.values()), sum(account.moved.values()), account.coded
-        found[-1].append(_Moved(op, sent - before[0], moved - before[1], coded - before[2], elements, outside))
+        found[-1].append(_Moved(op, sent - before[0], moved - before[1], coded - before[2], elements, home))
         if op.kind == "leave" and op.visit < len(visits) - 1:
             found.append([])
 
@@ -290,17 +291,21 @@ class _Stage:
                 yield from self._coded(one)
                 if op.kind == "await reduce" and one.elements:
                     size = one.elements * self.clock.shape.formats.home_bytes
-                    yield from self._alone("home out", op, float(self.clock.cluster.copy_s("to_host pageable", size, beyond=True)))
+                    crosses = self._piece(
+                        op, "home out", float(self.clock.cluster.copy_s("to_host pinned", size, beyond=True)), ("host out",)
+                    )
+                    yield crosses
+                    yield from (End(crosses.key),) if one.home == "disk" else ()
             elif op.kind == "compute":
                 yield from self._turn(op)
             elif op.kind in ("accumulate", "update", "pack"):
                 formats, rates = self.clock.shape.formats, self.clock.rates
                 of_one = {
                     "accumulate": formats.compute_bytes + 2 * formats.home_bytes,  # a gradient is read, a sum read and written
-                    "update": update_bytes(formats.moments) * (1.0 if one.outside else rates.constants.update),
+                    "update": update_bytes(formats.moments) * (rates.constants.update if one.home == "device" else 1.0),
                     "pack": packing_bytes(formats),
                 }[op.kind]
-                if op.kind != "accumulate" and one.outside:
+                if op.kind != "accumulate" and one.home != "device":
                     yield self._piece(op, LANES["gather"], one.elements * of_one / HOST_BYTES_PER_S, ("host",))
                 else:
                     yield from self._alone("compute", op, float(rates.elementwise_s(one.elements * of_one)))
@@ -312,8 +317,8 @@ class _Stage:
         if one.op.kind == "gather" and one.elements:
             formats = self.clock.shape.formats
             cast_s = one.elements * (formats.home_bytes + formats.compute_bytes) / HOST_BYTES_PER_S
-            copy_s = float(self.clock.cluster.copy_s("to_device pageable", one.elements * formats.compute_bytes, beyond=True))
-            yield self._piece(one.op, LANES["gather"], cast_s + copy_s, ("host",))
+            copy_s = float(self.clock.cluster.copy_s("to_device pinned", one.elements * formats.compute_bytes, beyond=True))
+            yield self._piece(one.op, LANES["gather"], max(cast_s, copy_s), ("host",))
 
     def _coded(self, one: _Moved) -> Iterator[Begin | End]:
         """What the device does to send or to take in another format."""

@@ -222,17 +222,28 @@ class AlignedCopies(Copies):
 
     def _start(self, fused: Fused, number: int) -> Pending:
         strips, shard = fused.buckets[number]
+        crossing, coded = shard.crossing, fused.coded[number]
         if not strips.bucket.sharded:
-            fused.copy_in(number)
-            return Pending()
-        if (coded := fused.coded[number]) is not None:
-            own = coded.own(shard.master).to(self.world.device)
-        else:
-            own = torch.zeros(strips.width, dtype=self.compute, device=self.world.device)
-            own[: strips.own].copy_(shard.master)
-        buffer = own.new_empty((strips.slots, len(own)))
-        pending = self.world.group(strips.bucket.holders, "gather").all_gather(buffer, own)
-        pending.finish = partial(fused.copy_in, number, buffer)
+            if crossing is None:
+                fused.copy_in(number)
+                return Pending()
+            crossing.bring(zip(fused.sources[number], fused.targets[number]))
+            return Pending(finish=crossing.arrived())
+        source = shard.master if coded is None else coded.own(shard.master)
+        dtype = self.compute if coded is None else source.dtype
+        own = torch.zeros(strips.width if coded is None else len(source), dtype=dtype, device=self.world.device)
+        buffer, into = own.new_empty((strips.slots, len(own))), own[: len(source)]
+        group, copy_in = self.world.group(strips.bucket.holders, "gather"), partial(fused.copy_in, number, buffer)
+        if crossing is None:
+            into.copy_(source)
+            pending = group.all_gather(buffer, own)
+            pending.finish = copy_in
+            return pending
+        crossing.bring([(source[None], into[None])])
+        with torch.cuda.stream(crossing.back):
+            pending = group.all_gather(buffer, own)
+        arrived = crossing.arrived()
+        pending.finish = lambda: (arrived(), copy_in())
         return pending
 
     def ready(self, unit: int) -> None:

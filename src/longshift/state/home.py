@@ -34,9 +34,11 @@ from longshift.layout.home_tiers import HomeTiers, StateBytes, tiers_of
 from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
 from longshift.layout.placement import buckets as buckets_of
+from longshift.program.held_home import slots_in
 from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
+from longshift.state.crossing import Crossing, crossing_of
 from longshift.state.moments import ROOTS, SCALE, PackedMoment, saved_moments
 from longshift.state.precision import Precision
 from longshift.state.records import Records, Vector
@@ -61,6 +63,8 @@ class Shard:
     vectors: Mapping[str, Vector] = field(default_factory=dict)  # by kind, of `state.records`; none where the unit is in memory
     norms: tuple[Tensor, ...] = ()  # of a gradient sum on disk
     packed: Mapping[str, PackedMoment] = field(default_factory=dict)  # moments by name, where they are packed
+    crossing: Crossing | None = None  # between a GPU and what lies outside it
+    pinned: Tensor | None = None  # where a gradient sum goes, of a home in a GPU's host memory
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
         """Every name, box and its view of a vector shaped like `master`."""
@@ -70,8 +74,12 @@ class Shard:
             start += box.elements
 
     def receive(self, total: Tensor) -> None:
-        """Add a reduced gradient. Where it is the first, the sum is `total` itself; on disk, and in another memory, a copy of it."""
-        if self.grad is not None:
+        """Add a reduced gradient. Where it is the first, the sum is `total` itself; on disk, and in another memory, a copy of it, which is
+        there when home is `settled`."""
+        if self.crossing is not None:
+            add = self.grad is not None
+            self.crossing.take(total, self.begin() if self.grad is None else self.grad, add)
+        elif self.grad is not None:
             self.grad += total.to(self.grad.device)
         elif self.vectors:
             self.begin().copy_(total)
@@ -85,7 +93,7 @@ class Shard:
             self.vectors["grad"].hold()
             self.grad = self.vectors["grad"].flat
         else:
-            self.grad = torch.empty_like(self.master)
+            self.grad = torch.empty_like(self.master) if self.pinned is None else self.pinned
         return self.grad
 
 
@@ -116,6 +124,8 @@ class Home:
         self._wide: dict[int, int] = {}  # units whose moments are unpacked, for which update
         mine, frozen = [bucket for bucket in buckets if rank in bucket.holders], frozen or dtype
         self.tiers = tiers_of(home_in, mine, rank, StateBytes(frozen.itemsize, dtype.itemsize, len(rule.moments), self.packed))
+        slots = slots_in(self.tiers, mine, rank, frozen.itemsize)
+        self.crossing = crossing_of(device, slots) if slots else None
         self.shards = [self._shard(bucket, frozen if bucket.frozen else dtype, device, source) for bucket in mine]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
         self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
@@ -152,6 +162,11 @@ class Home:
         """Whether it is updated unit by unit."""
         return self.home_in.late or self.packed != "float32"
 
+    def settled(self) -> None:
+        """Return when gradient sums are where they lie."""
+        if self.crossing is not None:
+            self.crossing.settled()
+
     def close(self) -> None:
         """Give the file back, where there is one."""
         if self.records:
@@ -170,12 +185,15 @@ class Home:
         if self.records is None or tier != "disk":
             shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, torch.empty(elements, dtype=dtype, device=device))
             fill(shard, source)
+            if self.crossing is not None and tier == "host":
+                shard.crossing = self.crossing
+                shard.pinned = None if bucket.frozen else self.crossing.pinned(shard.master)
             if self.packed != "float32" and not bucket.frozen:
                 flats = {kind: torch.zeros(size, dtype=of, device=device) for kind, (size, of) in formats.items() if kind in self.saved}
                 shard.packed = self._packed(shard, flats)
             return shard
         vectors = {kind: self.records.vector(*how) for kind, how in formats.items()}
-        shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors["master"].flat, None, vectors)
+        shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors["master"].flat, None, vectors, crossing=self.crossing)
         if self.packed != "float32" and not bucket.frozen:
             shard.packed = self._packed(shard, {kind: vector.flat for kind, vector in vectors.items()})
         vectors["master"].hold()
@@ -223,6 +241,7 @@ class Home:
 
     def write(self, unit: int, part: str) -> None:
         """Start to write the gradient sums of a unit, whose norms are remembered; or its records, whose gradient sums are done with."""
+        self.settled()
         for shard in self._learning(unit) if part == "sums" else ():
             assert shard.grad is not None
             shard.norms = _norms(shard.grad)
@@ -322,6 +341,7 @@ class Home:
 
         Squares are summed in the home format over NORM_RUN elements, where float32 loses 1e-7, and in float64 beyond: a float64 copy of
         a whole shard would cost its memory twice over. Infinite where a float32 gradient is above 1e19."""
+        self.settled()
         summed = [s for s in self.shards if s.owned and s.grad is not None]
         norms = [norm for s in summed for norm in (s.norms if s.vectors else _norms(s.grad))]  # pyright: ignore[reportArgumentType]
         device = self.shards[0].master.device

@@ -148,7 +148,8 @@ class Switches:
         return self._transfers[key].begin()
 
     def total(self, unit: int) -> None:
-        """Make home's gradient sums of a unit, of all where it is -1, where there are none."""
+        """Make home's gradient sums of a unit, of all where it is -1, where there are none; the others are there when it returns."""
+        self.home.settled()
         for shard in self.home.learning:
             if shard.grad is None and unit in (-1, shard.bucket.unit):
                 shard.begin().zero_()

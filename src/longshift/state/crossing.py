@@ -1,0 +1,131 @@
+"""Between a GPU and a home outside it, through pinned memory: weights cast on the host go in, sums of gradients come out. ZeRO-Offload
+(arXiv 2101.06840).
+
+    bring   master ── cast by the host ──> slot ── stream `back` ──> device
+    take    sum on the device ── stream `out` ──> its place at home, where that is pinned
+                                              ──> slot ── copied, or added, by the host ──> home
+
+Only what a GPU copies is pinned: the gradient sums of a home in host memory, to the byte, and slots. On the way in there are slots for two
+units, so that the host casts one while the one before waits for the device. Masters and moments are read by the host alone. Bytes of a
+weight that is gathered: 2 in, in bf16; of a gradient that is reduced: 4 out, in float32.
+
+[Note: crossing] The host uses a slot again when the copy that used it last has ended. A copy in waits for all that the device was given
+before, which may still use the memory that it fills; what is gathered waits for the copy. A copy out waits for the reduction; `settled`
+waits for all copies out, before the host reads a sum.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longshift.program.held_home import SLOT_BYTES, SLOTS
+from longshift.stream.tiers import Arena
+
+
+@dataclass
+class Slot:
+    """Pinned memory. Mutable. `used`: recorded after the last copy that reads it."""
+
+    arena: Arena
+    used: Any = None
+
+    def like(self, part: Tensor) -> Tensor:
+        """A tensor of this shape and format in the slot."""
+        return self.arena.bytes[: part.nbytes].view(part.dtype).view(part.shape)
+
+
+@dataclass
+class Landing:
+    """What is under way to the host. `left`: recorded when it is in its slot."""
+
+    left: Any
+    staged: Tensor
+    into: Tensor
+    add: bool
+
+
+class Crossing:
+    """Copies between home and one GPU. Mutable: what is under way."""
+
+    def __init__(self, device: torch.device, slots: int):
+        """`slots`: on the way in, see `program.held_home`."""
+        self.device = device
+        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._leaving, self._coming = (deque(Slot(Arena(SLOT_BYTES)) for _ in range(count)) for count in (slots, SLOTS))
+        self._landing: deque[Landing] = deque()
+        self._pinned: dict[int, Arena] = {}  # by address
+        self._direct: Any = None  # recorded after the last copy to a place of its own
+
+    def pinned(self, like: Tensor) -> Tensor:
+        """A tensor in pinned memory of exactly the bytes of another, with any numbers."""
+        arena = Arena(max(1, like.nbytes))
+        self._pinned[arena.bytes.data_ptr()] = arena
+        return arena.bytes[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def bring(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Start to copy tensors [n, rows, ...] of the host to such ones of the device, in their format. [Note: crossing]"""
+        self.back.wait_stream(torch.cuda.current_stream(self.device))
+        for source, target in pairs:
+            for rows in runs(target):
+                slot, part = self._leaving.popleft(), target[:, rows]
+                if slot.used is not None:
+                    slot.used.synchronize()
+                staged = slot.like(part).copy_(source[:, rows])
+                with torch.cuda.stream(self.back):
+                    part.copy_(staged, non_blocking=True)
+                    slot.used = self.back.record_event()
+                self._leaving.append(slot)
+
+    def arrived(self) -> Callable[[], None]:
+        """What has computing wait for all that `back` does now."""
+        event = self.back.record_event()
+        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+
+    def take(self, total: Tensor, into: Tensor, add: bool) -> None:
+        """Start to copy a tensor [elements] of the device into one of the host, or to add it. [Note: crossing]"""
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        total.record_stream(self.out)
+        if not add and into.data_ptr() in self._pinned:
+            with torch.cuda.stream(self.out):
+                into.copy_(total, non_blocking=True)
+                self._direct = self.out.record_event()
+            return
+        total, into = total[None], into[None]
+        for run in runs(total):
+            if len(self._landing) == SLOTS:
+                self._land()
+            slot, part = self._coming.popleft(), total[:, run]
+            with torch.cuda.stream(self.out):
+                staged = slot.like(part).copy_(part, non_blocking=True)
+                self._landing.append(Landing(self.out.record_event(), staged, into[:, run], add))
+            self._coming.append(slot)
+
+    def settled(self) -> None:
+        """Return when all that was taken is at home."""
+        while self._landing:
+            self._land()
+        if self._direct is not None:
+            self._direct.synchronize()
+            self._direct = None
+
+    def _land(self) -> None:
+        """Copy, or add, what left first."""
+        oldest = self._landing.popleft()
+        oldest.left.synchronize()
+        (oldest.into.add_ if oldest.add else oldest.into.copy_)(oldest.staged)
+
+
+def runs(x: Tensor) -> Iterator[slice]:
+    """Rows of x [n, rows, ...] that fit into a slot together, one after another."""
+    n, rows = x.shape[:2]
+    most = max(1, SLOT_BYTES * rows // max(1, x.nbytes)) if n else rows
+    return (slice(start, min(start + most, rows)) for start in range(0, rows, most))
+
+
+def crossing_of(device: torch.device, slots: int) -> Crossing | None:
+    """The crossing of a GPU; a CPU needs none."""
+    return Crossing(device, slots) if device.type == "cuda" else None
