@@ -60,12 +60,14 @@ OF_EIGHT = {
     "pp2.dp2.tp2.z3.recompute-full": (8 * K, 3 * K) * 4,
     "pp2.ring2.u2.z3.chunk16K.host": (64 * K,) * 2,
 }
-# Every word that README.md explains, but for chunk-auto, recompute-auto and rows-auto, which become something else. Disks are for CPUs.
+# Every word that README.md explains, but for chunk-auto, recompute-auto and rows-auto, which become something else.
 WORDS_ALONE = {
     "recompute-full.keep-output.host": (2 * K, K),
     "recompute-full.keep1.host": (2 * K, K),
     "chunk1K.host.every2": (2 * K,),
     "chunk1K.host.keep-input.kv-offload.fpdt": (2 * K,),
+    "chunk1K.disk.kv-offload": (2 * K,),
+    "recompute-full.disk": (2 * K, K),
 }
 WORDS_OF_EIGHT = {
     "dp8.z1.recompute-selective": (2 * K, K) * 8,

@@ -3,7 +3,8 @@ as it is, but for what asks a GPU for numbers. What is seen: operations on tenso
 does not take, which are errors as on a GPU; and the bytes that tensors take there."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from longshift.dist.world import World
 from longshift.model.kernels import Kernel, kernels
 from longshift.spec.model import attended
 from longshift.step import player
+from longshift.stream import tiers
 
 NAME = "gpu"
 FLASH = kernels(torch.device("cuda"), torch.bfloat16)[0]
@@ -39,6 +41,22 @@ class Stream:
         return self
 
     def synchronize(self) -> None: ...
+
+
+class AtOnce:
+    """A pool of threads that does everything itself, at once: what is asked of tensors in it is seen."""
+
+    def __init__(self, *how: object): ...
+
+    def submit(self, work: Callable, *arguments: object) -> Future:
+        done = Future()
+        try:
+            done.set_result(work(*arguments))
+        except Exception as fault:
+            done.set_exception(fault)
+        return done
+
+    def shutdown(self, **how: object) -> None: ...
 
 
 class Held(HeldBytes):
@@ -117,6 +135,7 @@ def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
         patch.multiple(torch.cuda, Stream=lambda device: Stream(), current_stream=lambda device: Stream(), cudart=lambda: runtime),
         patch.multiple(torch.cuda, stream=contextlib.nullcontext, synchronize=lambda device: None),
         patch.multiple(torch.Tensor, record_stream=lambda *how: None, data_ptr=lambda x: id(x)),
+        patch.multiple(tiers, ThreadPoolExecutor=AtOnce, _bytes_of=lambda tensor: memoryview(b"")),  # nothing goes to the disk
         patch.object(torch, "tensor", _tensor),
         patch.multiple(torch, addmm=held.wider(torch.addmm), baddbmm=held.wider(torch.baddbmm)),
         patch.object(FakeTensor, "tolist", lambda x: [1.0] * x.numel()),  # the loss and the norm, once a step

@@ -23,7 +23,10 @@ from longshift.trainer.check import Trial, compare, write_reference
 
 SPEC = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128, rope=Rope())
 STEPS = 6
-LAYOUTS = ("chunk13.host", "chunk16.host.kv-offload", "chunk24.host.keep-input", "chunk13.host.kv-offload.fpdt", "recompute-full.host")
+LAYOUTS = (
+    *("chunk13.host", "chunk16.host.kv-offload", "chunk24.host.keep-input", "chunk13.host.kv-offload.fpdt", "recompute-full.host"),
+    *("chunk16.disk.kv-offload", "recompute-full.disk"),
+)
 
 
 @cache
@@ -124,9 +127,10 @@ def test_factors_are_rounded_to_the_bits_of_float64_on_the_cpu(device: torch.dev
     assert int(truth.isnan().sum()) == 2 * 128 * rows
 
 
-def test_what_was_put_comes_back_while_the_device_is_busy(device: torch.device, tmp_path: Path):
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_what_was_put_comes_back_while_the_device_is_busy(device: torch.device, tmp_path: Path, kind: str):
     """The device falls behind the host before each put, so what nothing orders comes too late."""
-    tier = tier_of("host", device, tmp_path, checked=True)
+    tier = tier_of(kind, device, tmp_path, checked=True)
     make = torch.Generator().manual_seed(0)
     for number in range(200):
         if device.type == "cuda":

@@ -10,6 +10,7 @@ is the host's doing (stream -1): it waits for none that it was not made to wait 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,11 @@ from longshift.state import home as home_module
 from longshift.state.crossing import Crossing
 from longshift.step import player as player_module
 from longshift.stream import tiers
-from longshift.stream.tiers import HostTier
+from longshift.stream.tiers import BouncedTier, HostTier, Tier
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "gpu"))  # last: a script there has the name of one above
+
+from fake_device import AtOnce  # pyright: ignore[reportMissingImports]
 
 Clock = dict[int, int]  # how far each stream had come
 Line = tuple[str, int]  # of a file
@@ -156,6 +161,12 @@ class Cuda(TorchDispatchMode):
             if place in self.pinned:
                 self._access(place, writes, what, self.host)
 
+    def bytes_of(self, tensor: Tensor) -> memoryview:
+        """The bytes of a tensor, which the host reads or writes now."""
+        self.host.seen[-1] = self.host.seen.get(-1, 0) + 1
+        self._access(tensor.untyped_storage().data_ptr(), True, "what goes to the disk or comes from it", self.host)
+        return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
+
     def _given_out_again(self, new: Tensor) -> Tensor:
         """What a stream asks for is what it had before, where nothing refers to it any more."""
         for number, old in self.pool:
@@ -195,6 +206,11 @@ def _storages(value: object) -> list[int]:
     return [place for place in places if place]
 
 
+def made(offload: str, device: torch.device, folder: Path, checked: bool) -> Tier:
+    """A tier as a GPU has it."""
+    return HostTier(device) if offload == "host" else BouncedTier(device, folder, checked=checked)
+
+
 @contextmanager
 def modelled(patch: pytest.MonkeyPatch, ignored: Line = ("", 0)) -> Iterator[Cuda]:
     cuda = Cuda(ignored)
@@ -210,7 +226,10 @@ def modelled(patch: pytest.MonkeyPatch, ignored: Line = ("", 0)) -> Iterator[Cud
             patched.setattr(torch.cuda, name, value)
         patched.setattr(Tensor, "record_stream", lambda tensor, stream: cuda.record_stream(tensor, stream))
         patched.setattr(torch.UntypedStorage, "resize_", lambda storage, size: cuda.resized(storage, size))
-        patched.setattr(player_module, "tier_of", lambda offload, device, folder, checked: HostTier(device))
+        patched.setattr(player_module, "tier_of", made)
+        patched.setattr(tiers, "ThreadPoolExecutor", AtOnce)
+        patched.setattr(tiers, "BOUNCE_BYTES", 512)
+        patched.setattr(tiers, "_bytes_of", cuda.bytes_of)
         patched.setattr(tiers, "ALIGN", 16)  # sizes here are less than a page
         patched.setattr(home_module, "crossing_of", lambda device, slots: Crossing(device, slots))
         patched.setattr(crossing, "SLOT_BYTES", 512)

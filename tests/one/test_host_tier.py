@@ -1,20 +1,23 @@
-"""The host tier's streams, without a GPU: each operation of a streamed step is ordered against whatever else touches its memory, in a
-model of CUDA (`cuda_model`)."""
+"""The streams of a GPU's host and disk tiers, without a GPU: each operation of a streamed step is ordered against whatever else touches
+its memory, in a model of CUDA (`cuda_model`)."""
 
 import random
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from cuda_model import Event, Line, modelled
+from cuda_model import Event, Line, made, modelled
 from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
+from longshift.program.held_packs import BOUNCES
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.update import train_step
 from longshift.stream import tiers
-from longshift.stream.tiers import HostTier
+from longshift.stream.tiers import BouncedTier, DeviceTier, HostTier, tier_of
 from longshift.trainer.check import Trial, build
 
 TRIAL = Trial(
@@ -30,13 +33,15 @@ LAYOUTS = (
     "chunk13.every2.host",
     "recompute-full.host",
     "recompute-full.keep-output.host",
+    "chunk13.disk.kv-offload",
+    "recompute-full.disk",
 )
 
 
-def wander(seed: int, operations: int = 120) -> tuple[int, bool]:
+def wander(seed: int, kind: str, operations: int = 120) -> tuple[int, bool]:
     """Puts, fetches, recycles and drops in any order that a tier's contract allows. The most bytes that were held, and whether what came
     back was right."""
-    draw, tier = random.Random(seed), HostTier(torch.device("cpu"))
+    draw, tier = random.Random(seed), made(kind, torch.device("cpu"), Path(tempfile.gettempdir()), checked=True)
     values: dict[int, Tensor] = {}
     arriving: dict[int, Callable[[], tuple[Tensor, ...]]] = {}
     here: dict[int, tuple[Tensor, ...]] = {}
@@ -77,28 +82,39 @@ def wander(seed: int, operations: int = 120) -> tuple[int, bool]:
 SEEDS = range(40)
 
 
-def test_whatever_a_tier_is_asked_for_accesses_are_ordered_and_no_more_is_pinned_than_was_held(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_whatever_a_tier_is_asked_for_accesses_are_ordered_and_no_more_is_pinned_than_was_held(monkeypatch: pytest.MonkeyPatch, kind: str):
+    """A disk's tier has pinned memory for a few pieces, whatever it holds."""
     for seed in SEEDS:
         with modelled(monkeypatch) as cuda:
-            most, right = wander(seed)
+            most, right = wander(seed, kind)
         assert right
         assert not cuda.races
-        assert cuda.most_pinned <= most
+        assert cuda.most_pinned <= (most if kind == "host" else BOUNCES * 512)
 
 
-def test_without_any_one_of_its_waits_they_are_not(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_without_any_one_of_its_waits_they_are_not(monkeypatch: pytest.MonkeyPatch, kind: str):
     with modelled(monkeypatch) as cuda:
         for seed in SEEDS:
-            wander(seed)
-    assert len(cuda.waits) > 5
+            wander(seed, kind)
+    assert len(cuda.waits) >= (6 if kind == "host" else 4)
     for line in sorted(cuda.waits):
-        assert any(_races_without(monkeypatch, line, seed) for seed in SEEDS), f"{line} orders nothing"
+        assert any(_races_without(monkeypatch, line, seed, kind) for seed in SEEDS), f"{line} orders nothing"
 
 
-def _races_without(patch: pytest.MonkeyPatch, line: Line, seed: int) -> bool:
+def _races_without(patch: pytest.MonkeyPatch, line: Line, seed: int, kind: str) -> bool:
     with modelled(patch, ignored=line) as cuda:
-        wander(seed)
+        wander(seed, kind)
     return bool(cuda.races)
+
+
+def test_a_tier_of_a_gpu_for_each_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    with modelled(monkeypatch):
+        for name, kind in (("device", DeviceTier), ("host", HostTier), ("disk", BouncedTier)):
+            tier = tier_of(name, torch.device("cuda"), tmp_path, checked=False)
+            assert type(tier) is kind
+            tier.close()
 
 
 def test_the_host_is_few_puts_ahead_of_the_device(monkeypatch: pytest.MonkeyPatch):

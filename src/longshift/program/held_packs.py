@@ -19,6 +19,7 @@ from longshift.schedule.sequence import TokenOrder, token_order
 from longshift.schedule.streamed import Lists, lists, tier_key
 
 WRITES = 2  # puts of a disk tier that keep what they send (`stream.tiers`)
+BOUNCES, BOUNCE_BYTES = 4, 8 << 20  # pinned pieces that a GPU's disk tier copies through
 IN_FLIGHT_BYTES = 256 << 20
 ENDS = 3  # chunks at either end of a document that are told apart
 NAMES = {"kv": "keys and values", "dkv": "gradients of keys and values", "o": "output of attention"}
@@ -45,11 +46,13 @@ class HeldTier:
 
 
 class MovingTier(HeldTier):
-    """`stream.tiers.DiskTier` and `HostTier`: fetches fill memory of what was fetched before and is no longer used; the last `under_way`
-    puts keep what they send. Mutable."""
+    """`stream.tiers.DiskTier`, `BouncedTier` and `HostTier`: fetches fill memory of what was fetched before and is no longer used; the last
+    `under_way` puts keep what they send. Mutable."""
 
     def __init__(self, account: Account, place: Place, under_way: int, most_bytes: int):
         super().__init__(account)
+        bounced = place == "disk" and not account.host_is_device
+        self.pinned = account.held("pinned pieces", BOUNCES * BOUNCE_BYTES, "host") if bounced else None
         self.place: Place = place
         self.under_way, self.most_bytes = under_way, most_bytes
         self.shapes: dict[tuple, list[tuple[tuple, int]]] = {}

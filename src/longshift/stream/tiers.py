@@ -5,7 +5,7 @@
     recycle  what was fetched is no longer used, and later fetches may fill its memory
     drop     forget an object
 
-`put` and `fetch` return at once: the disk has threads for reading and for writing, the host on CUDA a stream for each direction, and a
+`put` and `fetch` return at once: the disk has threads for reading and for writing, CUDA a stream for each direction, and a
 fetch of what is still on its way out follows it. No fetch may be under way when its object is dropped or replaced.
 
 [Note: what waits on what] A put reads tensors that nobody changes, so it only has to begin after they were computed. A fetch fills memory
@@ -19,17 +19,18 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
-from longshift.program.held_packs import IN_FLIGHT_BYTES, WRITES
+from longshift.program.held_packs import BOUNCE_BYTES, BOUNCES, IN_FLIGHT_BYTES, WRITES
 
 Key = Hashable
 Tensors = tuple[Tensor, ...]
@@ -253,33 +254,42 @@ class DiskTier(Tier):
         """In a thread. Returns the CRC, or 0. The list is empty then: a pool keeps its arguments for a moment after a future has ended."""
         crc = 0
         while tensors:
-            view = _bytes_of(tensors.pop(0))
-            crc = zlib.crc32(view, crc) if self.checked else 0
-            while view:
-                try:
-                    done = os.pwrite(self.file.fileno(), view, start)
-                except OSError as fault:
-                    took, held = os.fstat(self.file.fileno()).st_blocks * 512 / 2**30, self.moved.held_bytes / 2**30
-                    raise OutOfMemoryError(
-                        f"offload: {self.folder} took {took:.2f} of {held:.2f} GiB and no more: {fault.strerror}; choose another "
-                        "stream.folder, keep-input or shorter documents"
-                    ) from None
-                view, start = view[done:], start + done
+            for view in self._bytes_out(tensors.pop(0)):
+                crc = zlib.crc32(view, crc) if self.checked else 0
+                while view:
+                    try:
+                        done = os.pwrite(self.file.fileno(), view, start)
+                    except OSError as fault:
+                        took, held = os.fstat(self.file.fileno()).st_blocks * 512 / 2**30, self.moved.held_bytes / 2**30
+                        raise OutOfMemoryError(
+                            f"offload: {self.folder} took {took:.2f} of {held:.2f} GiB and no more: {fault.strerror}; choose another "
+                            "stream.folder, keep-input or shorter documents"
+                        ) from None
+                    view, start = view[done:], start + done
         return crc
 
     def _read(self, stored: _Stored, tensors: Tensors) -> None:
         """In a thread."""
         written, crc, start = stored.written.result(), 0, stored.start
         for tensor in tensors:
-            view = rest = _bytes_of(tensor)
-            while rest:
-                done = os.preadv(self.file.fileno(), [rest], start)
-                if not done:
-                    raise LongshiftError(f"offload: the file in {self.folder} ends before byte {start}")
-                rest, start = rest[done:], start + done
-            crc = zlib.crc32(view, crc) if self.checked else 0
+            for view in self._bytes_in(tensor):
+                rest = view
+                while rest:
+                    done = os.preadv(self.file.fileno(), [rest], start)
+                    if not done:
+                        raise LongshiftError(f"offload: the file in {self.folder} ends before byte {start}")
+                    rest, start = rest[done:], start + done
+                crc = zlib.crc32(view, crc) if self.checked else 0
         if crc != written:
             raise LongshiftError(f"offload: {stored.size} bytes came back from {self.folder} changed (CRC {crc:#x}, was {written:#x})")
+
+    def _bytes_out(self, tensor: Tensor) -> Iterator[memoryview]:
+        """In a thread: the bytes of a tensor, piece by piece."""
+        yield _bytes_of(tensor)
+
+    def _bytes_in(self, tensor: Tensor) -> Iterator[memoryview]:
+        """In a thread: where the bytes of a tensor are to be put, piece by piece; it has a piece when the next is asked for."""
+        yield _bytes_of(tensor)
 
 
 class Arena:
@@ -421,15 +431,81 @@ class HostTier(Tier):
                 count -= room
 
 
+class BouncedTier(DiskTier):
+    """Disk of a CUDA device. Threads copy piece by piece through pinned memory, on a stream each way, and wait for each copy: what is
+    written has left the device, and what is read is on it. `free`: by `id` of what was recycled, recorded after its last use."""
+
+    def __init__(self, device: torch.device, folder: Path, in_flight_bytes: int = IN_FLIGHT_BYTES, checked: bool = False):
+        super().__init__(folder, in_flight_bytes, checked)
+        self.device = device
+        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.slots = SimpleQueue[Arena]()
+        for _ in range(BOUNCES):
+            self.slots.put(Arena(BOUNCE_BYTES))
+        self.free: dict[int, Any] = {}
+
+    def put(self, key: Key, *tensors: Tensor) -> None:
+        tensors = tuple(t.contiguous() for t in tensors)
+        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        super().put(key, *tensors)
+
+    def recycle(self, tensors: Sequence[Tensor]) -> None:
+        free = torch.cuda.current_stream(self.device).record_event()
+        self.free |= {id(tensor): free for tensor in tensors}
+        super().recycle(tensors)
+
+    def drop(self, key: Key) -> None:
+        super().drop(key)
+        if not self.objects:
+            self.free = {}
+
+    def close(self) -> None:
+        super().close()
+        while not self.slots.empty():
+            self.slots.get().release()
+
+    def _memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """[Note: what waits on what] New memory is that of earlier packs, whose objects were written before this one."""
+        with torch.cuda.stream(self.back):
+            if not self.spare.get((shape, dtype)):
+                return torch.empty(shape, dtype=dtype, device=self.device)
+            tensor = super()._memory(shape, dtype)
+            self.back.wait_event(self.free.pop(id(tensor)))
+            return tensor
+
+    def _bytes_out(self, tensor: Tensor) -> Iterator[memoryview]:
+        for piece, slot in self._bounced(tensor):
+            with torch.cuda.stream(self.out):
+                slot.copy_(piece, non_blocking=True)
+                left = self.out.record_event()
+            left.synchronize()
+            yield _bytes_of(slot)
+
+    def _bytes_in(self, tensor: Tensor) -> Iterator[memoryview]:
+        for piece, slot in self._bounced(tensor):
+            yield _bytes_of(slot)
+            with torch.cuda.stream(self.back):
+                piece.copy_(slot, non_blocking=True)
+                arrived = self.back.record_event()
+            arrived.synchronize()
+
+    def _bounced(self, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of a tensor as bytes, each with as much pinned memory."""
+        arena = self.slots.get()
+        try:
+            for piece in tensor.view(-1).view(torch.uint8).split(BOUNCE_BYTES):
+                yield piece, arena.bytes[: len(piece)]
+        finally:
+            self.slots.put(arena)
+
+
 def tier_of(offload: str, device: torch.device, folder: Path, checked: bool) -> Tier:
     """The memory that a layout names. On a CPU the device is host memory, so that `host` moves nothing. Raises LongshiftError."""
     if offload == "device" or (offload == "host" and device.type == "cpu"):
         return DeviceTier()
     if offload == "host":
         return HostTier(device)
-    if device.type != "cpu":
-        raise LongshiftError("offload: disk is written for CPU ranks only; on a GPU use host")
-    return DiskTier(folder, checked=checked)
+    return DiskTier(folder, checked=checked) if device.type == "cpu" else BouncedTier(device, folder, checked=checked)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
