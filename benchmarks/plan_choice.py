@@ -1,5 +1,5 @@
 """Does a plan choose as training does? Two plain ranks train under layouts and groups of lengths, interleaved; the same steps on the clock;
-and what the planner chooses under three budgets of memory beside the best single layout that fits them.
+and what the planner chooses under four budgets of memory beside the best single layout that fits them.
 
 This machine is profiled (`--quick` takes the preset of CPUs, and one round). Documents have the lengths of `examples/lengths` and of
 Python's library, SHRINK times shorter; their tokens are random. Every way to train has processes of its own, which sleep while others are
@@ -58,7 +58,7 @@ CALIBRATING = ("dp2", "tp2", "pp2")
 CORPORA = ("python", "wikipedia", "pretraining")
 LENGTHS = Path(__file__).parents[1] / "examples" / "lengths"
 SHRINK, STEP, CHARACTERS = 16, 32, 3.5  # lengths are multiples of STEP tokens: CPU matmuls keep code for every shape
-SHARES = (1.1, 0.8, 0.6)  # of what dp2's tensors need: budgets
+SHARES = (1.1, 0.8, 0.7, 0.6)  # of what dp2's tensors need: budgets
 HOLES = 1.05  # of resident memory: what the C library's heap keeps between tensors
 QUIET = 0.3  # spread of a way's rounds, which have different documents: some 0.15 by themselves
 DEADLINE_S = 240.0
@@ -251,7 +251,7 @@ def summary(corpora: Mapping[str, Corpus], rows: Sequence[dict], budgets: Sequen
 
 def main() -> None:
     args = arguments(__doc__ or "").parse_args()
-    names, rounds = (CORPORA[1:2], 1) if args.quick else (CORPORA, 8)
+    names, rounds = (CORPORA[1:2], 1) if args.quick else (CORPORA, 12)
     singles, groups = (CALIBRATING, GROUPS[:1]) if args.quick else (SINGLE, GROUPS)
     ways = [(Edge(LONGEST, Layout.parse(text), LONGEST),) for text in singles]
     ways += [tuple(Edge(upto, Layout.parse(layout), pack) for upto, layout, pack in group) for group in groups]

@@ -215,6 +215,22 @@ def test_simulate_measured_cluster_answers_from_its_curves():
     assert seconds(small, tokens=1024, pairs=1024**2 / 2, dp=2, zero=1) > seconds(small, tokens=512, pairs=512**2 / 2, dp=2, zero=1) > 0
 
 
+def test_simulate_a_cpu_pays_for_each_operation_and_a_gpu_for_those_that_it_waits_for():
+    """However short a pack is, a block's operations take their time on a CPU, and each of its collectives waits for a late rank."""
+    here, there = rates(files.preset("cpu"), "float32"), rates(files.preset("h100"))
+    assert here.launch_s == 0 < here.dispatch_s
+    assert there.dispatch_s == there.late_s == 0 < there.launch_s
+    blind = replace(here, dispatch_s=0.0, late_s=0.0)
+    found = {}
+    for tokens in (1, 2048):
+        for name, mesh in (("alone", Mesh()), ("tensor", Mesh(tp=2))):
+            works = [Cost(sizes(preset("tiny-llama")), one).turn("block", "forward", "block", mesh, tokens, 1.0) for one in (here, blind)]
+            found[name, tokens] = [float(one.exposed_s(here.launch_s)) for one in works]
+    operations = 30 * here.dispatch_s
+    for (name, _), (seconds, without) in found.items():
+        assert seconds - without == pytest.approx(operations + 4 * here.late_s * (name == "tensor"))
+
+
 LAYOUTS = st.fixed_dictionaries(
     {
         "tp": st.sampled_from([1, 2, 4, 8, 16]), "ulysses": st.sampled_from([1, 2]), "ring": st.sampled_from([1, 2, 4]),

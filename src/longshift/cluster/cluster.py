@@ -170,17 +170,21 @@ class Cluster:
         return replace(self, shares=shares, curves=curves, device=device)
 
     def shared(self, ranks: int) -> "Cluster":
-        """The machine with `ranks` on each node. CPU ranks share the node's cores and memory: what was measured by fewer takes longer."""
+        """The machine with `ranks` on each node. CPU ranks share the node's memory and cores: what fewer ranks have measured takes longer
+        where all together want more cores than there are."""
         if self.device.kind != "cpu" or ranks == self.devices_per_node:
             return self
-        slower = ranks / self.devices_per_node
+        more = ranks / self.devices_per_node
+        used = (self.device.cores or 0.0) * self.devices_per_node  # cores, while it was measured
+        slower = more * used / max(used, float(self.facts.get("cores", 0.0))) if used else more
+        slower = max(slower, min(1.0, more))
         curves = {
             name: replace(curve, seconds=tuple(slower * one for one in curve.seconds)) if name.split()[0] in RATES else curve
             for name, curve in self.curves.items()
         }
         device = replace(
             self.device,
-            memory_bytes=self.device.memory_bytes / slower,
+            memory_bytes=self.device.memory_bytes / more,
             memory_bytes_per_s=self.device.memory_bytes_per_s / slower,
             flops_per_s={dtype: rate / slower for dtype, rate in self.device.flops_per_s.items()},
         )

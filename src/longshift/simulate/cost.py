@@ -41,6 +41,7 @@ LOGIT_BYTES = 26.0  # bf16 product, float32 copy, log-softmax, its gradient in f
 # (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5 to 1.75 backward on H100).
 FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
 KERNELS = {"eager": 30.0, "compiled": 14.0, "unfused": 5.0}  # launches of a block's forward; backward twice as many
+EMBEDDINGS_KERNELS, HEAD_KERNELS = 6.0, 20.0  # of a turn
 # Elements of the compute format read and written, and launches, where a factor of a matmul is rounded (`model.float8`): largest
 # magnitudes are a read, division, cast, copy and product each a read and a write, of which two are of a code.
 ROUNDED, ROUNDED_KERNELS = 8.0, 10.0
@@ -312,7 +313,8 @@ class Cost:
         """Of the embeddings' turn: rows read and written; tensor-parallel ranks sum what each found."""
         rows = _rows(mesh, tokens)
         moved_bytes = 4.0 * self.rates.element_bytes * rows * self.sizes.width
-        return Work(0.0, 0.0, self.rates.elementwise_s(moved_bytes), 6.0, self._tensor_s(mesh, rows) / 2)
+        elementwise_s = self.rates.elementwise_s(moved_bytes) + EMBEDDINGS_KERNELS * self.rates.dispatch_s
+        return Work(0.0, 0.0, elementwise_s, EMBEDDINGS_KERNELS, self._tensor_s(mesh, rows) / 2)
 
     def accumulated(self, mesh: Mesh, elements: Number, embeddings: bool = False) -> Work:
         """Of adding the gradients of so many weights of matmuls, or of `embeddings`, to their sum: the gradient is read, the sum
@@ -328,7 +330,8 @@ class Cost:
         matmul_s = self.rates.matmul_s(rows, s.width, columns)
         matmul_s = matmul_s + (self._gradients_s(rows, s.width, columns, s.head_trained) if learns else 0.0)
         moved_bytes = rows * (columns * LOGIT_BYTES * self.rates.constants.loss + 8.0 * s.width * self.rates.element_bytes)
-        return Work(matmul_s, 0.0, self.rates.elementwise_s(moved_bytes), 20.0, self._tensor_s(mesh, rows))
+        elementwise_s = self.rates.elementwise_s(moved_bytes) + HEAD_KERNELS * self.rates.dispatch_s
+        return Work(matmul_s, 0.0, elementwise_s, HEAD_KERNELS, self._tensor_s(mesh, rows))
 
     def _linear_s(self, rows: Number, k: Number, n: Number, weights: Number = 1) -> np.ndarray:
         """A block's matmul forward, of so many `weights` side by side, each of which rounds what it takes by itself."""
@@ -359,7 +362,7 @@ class Cost:
             return wide + (s.gated * passes["gated"] + (1 - s.gated) * passes["plain"]) * s.ffn / mesh.tp
 
         moved = np.where(np.asarray(h.compiled) == 1, c.compiled * elements(COMPILED), c.eager * elements(EAGER))
-        return self.rates.elementwise_s(moved * rows * self.rates.element_bytes)
+        return self.rates.elementwise_s(moved * rows * self.rates.element_bytes) + self._kernels(half) * self.rates.dispatch_s
 
     def _kernels(self, half: Half) -> Number:
         h = self.habits
