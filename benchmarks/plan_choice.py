@@ -5,8 +5,9 @@ This machine is profiled (`--quick` takes the preset of CPUs, and one round). Do
 Python's library, SHRINK times shorter; their tokens are random. Every way to train has processes of its own, which sleep while others are
 measured; a round is a step of each, in its own order.
 
-steps     `raw`: the clock's seconds over the measured ones, the median of all rounds; `calibrated`: times one factor that three ways give,
-          one dp, one tp, one pp. `regret_first`: how much longer the way that the clock puts first takes than the fastest one.
+steps     `raw`: the clock's seconds over the measured ones, the median of all rounds; `calibrated`: the same on the cluster as
+          `longshift calibrate` would have it after a median step of three ways, one dp, one tp, one pp. `regret_first`: how much longer the
+          way that the clock puts first takes than the fastest one.
 memory    Peak of the fullest rank beyond what it began with, and the ledger's bytes with what the three calibrating ways had besides.
 budgets   The three ways that the planner would try for a budget are trained. Even rounds say which of them is fastest, and which single
           layout of those whose peak was within the budget. Odd rounds say the ratios: `auto_over_best_static`, seconds of that single
@@ -36,6 +37,7 @@ from longshift.layout.layout import Layout
 from longshift.planner.least_bytes import FILLED
 from longshift.planner.replay import Replay, Task, in_visiting_order
 from longshift.planner.search import search
+from longshift.simulate.calibrate import by_steps
 from longshift.simulate.clock import Clock
 from longshift.spec import families
 from longshift.trainer.check import Trial
@@ -102,10 +104,27 @@ class Corpus:
         if edges not in self.ways:
             way = self.ways[edges] = Way(edges, self.worlds.enter_context(SleepingWorld(2)))
             way.ledger_bytes = self.replay.weigh(edges)[0]["device"]
-            shape = self.replay.shape(edges)
-            clock = Clock(shape, self.task.cluster, self.replay.cost, "float32")
-            way.clock = [clock.step(in_visiting_order(shape, lengths)).seconds for lengths in self.steps[1:]]
+            way.clock = self.clocked(edges, self.replay)
         return self.ways[edges]
+
+    def clocked(self, edges: tuple[Edge, ...], replay: Replay) -> list[float]:
+        """The clock's seconds of all rounds."""
+        shape = replay.shape(edges)
+        clock = Clock(shape, replay.task.cluster, replay.cost, "float32")
+        return [clock.step(in_visiting_order(shape, lengths)).seconds for lengths in self.steps[1:]]
+
+    def calibrated(self) -> Replay:
+        """Plays on the cluster that the calibrating ways show."""
+        ways = [self.single(text) for text in CALIBRATING]
+
+        def moved(constants: Mapping[str, float]) -> Replay:
+            return Replay(replace(self.task, cluster=self.task.cluster.moved(constants)))
+
+        def play(constants: Mapping[str, float]) -> np.ndarray:
+            replay = moved(constants)
+            return np.array([statistics.median(self.clocked(way.edges, replay)) for way in ways])
+
+        return moved(by_steps(play, np.array([statistics.median(way.measured) for way in ways])).constants)
 
     def train(self) -> None:
         """A first step of every way, which is not counted, and all rounds, interleaved."""
@@ -137,7 +156,8 @@ class Corpus:
 
     def rows(self) -> list[dict]:
         over = {edges: statistics.median(np.divide(way.clock, way.measured)) for edges, way in self.ways.items()}
-        factor = statistics.geometric_mean(over[self.single(text).edges] for text in CALIBRATING)
+        replay = self.calibrated()
+        known = {edges: statistics.median(np.divide(self.clocked(edges, replay), way.measured)) for edges, way in self.ways.items()}
         return [
             {
                 "corpus": self.name,
@@ -146,7 +166,7 @@ class Corpus:
                 "spread": (max(way.measured) - min(way.measured)) / statistics.median(way.measured),
                 "predicted_s": statistics.median(way.clock),
                 "raw": over[edges] - 1,
-                "calibrated": over[edges] / factor - 1,
+                "calibrated": known[edges] - 1,
                 "calibrates": str(way) in CALIBRATING,
                 "peak_bytes": way.peak_bytes,
                 "forecast": self.forecast_bytes(way.ledger_bytes) / way.peak_bytes - 1,

@@ -1,9 +1,9 @@
 """What does it cost to keep the training state elsewhere, and what does it save? `home: host` and `home: disk` beside `home: device`.
 
-    speed     seconds of a step by tokens a step, in vertical order, rounds of all three homes in turn; the disk is held to a named
-              bandwidth, so that a CPU stands for a device. `bound_s` is the larger of the device's seconds and bytes over bandwidth:
-              nothing takes less. `exact_s` is the sum of two such bounds, to the first loss and from there. No exact step takes less that
-              begins to read records when the norm is known, as ours does
+    speed     seconds of a step by tokens a step, in vertical order, rounds of all homes in turn; the disk is held to a named bandwidth, so
+              that a CPU stands for a device. "split" has a third of the state in host memory and the rest on disk. `bound_s` is the larger
+              of the device's seconds and bytes over bandwidth: nothing takes less. `exact_s` is the sum of two such bounds, to the first
+              loss and from there. No exact step takes less that begins to read records when the norm is known, as ours does
     vertical  the same of `home: disk` under ZeRO-3, micro-batch by micro-batch and in vertical order; `vertical_ratio`: seconds of the one
               over those of the other
     file      all records of a home are read and written, as an update does, in turn with a plain test of the same disk: one file, direct,
@@ -29,7 +29,6 @@ from common import arguments, publish, say
 from in_turn import in_turn
 
 from longshift.dist.fork import ForkedWorld
-from longshift.layout.layout import Tier
 from longshift.spec.families import preset
 from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
@@ -38,7 +37,7 @@ from longshift.trainer.check import Trial
 DEADLINE_S = 600.0
 FORMATS: tuple[MomentFormat, ...] = ("float32", "bf16", "float8")
 LR, WARMUP = 1e-3, 50  # with 3e-3 and 20, two runs in float32 whose rates differ by a millionth end 1.8 % apart
-HOMES: tuple[Tier, ...] = ("device", "host", "disk")
+HOMES = ("device", "host", "disk", "split")
 BANDWIDTH = 200e6  # bytes a second, of reads and writes together
 SHARE = 4  # of a rank's state, how much of it may be in memory: one part in
 CAPPED = "dp2.z3.recompute-full"
@@ -50,9 +49,11 @@ def model(width: int, layers: int) -> ModelSpec:
     return replace(preset("tiny-llama"), **sizes, max_positions=1024)
 
 
-def trial(spec: ModelSpec, tokens: int, steps: int, home: Tier) -> dict:
+def trial(spec: ModelSpec, tokens: int, steps: int, home: str) -> dict:
     """Steps of documents of 256 tokens."""
     lengths = ((256,) * (tokens // 256),) * steps
+    if home == "split":
+        home = f"host {16 * spec.parameters // 3}, disk rest"
     return Trial(spec, lengths, precision="float32", capacity=512, home=home, stream_folder=tempfile.gettempdir()).to_json()
 
 
@@ -160,7 +161,8 @@ def main() -> int:
         for home in HOMES[1:]
     }
     for name in ("bound", "exact"):
-        summary |= {name: {row["tokens"]: row[f"over_{name}"] for row in rows if row.get("home") == "disk"}}
+        for home, key in (("disk", name), ("split", f"{name}_split")):
+            summary |= {key: {row["tokens"]: row[f"over_{name}"] for row in rows if row.get("home") == home}}
     summary |= {"bandwidth": BANDWIDTH}
     summary |= {"vertical_ratio": orders[0]["step_s"] / orders[1]["step_s"]}
     summary |= {"disk_share": median(moved["shares"]), "direct": moved["direct"]}

@@ -136,6 +136,7 @@ def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
         patch.multiple(torch.cuda, stream=contextlib.nullcontext, synchronize=lambda device: None),
         patch.multiple(torch.Tensor, record_stream=lambda *how: None, data_ptr=lambda x: id(x)),
         patch.multiple(tiers, ThreadPoolExecutor=AtOnce, _bytes_of=lambda tensor: memoryview(b"")),  # nothing goes to the disk
+        patch.object(tiers, "_pages", lambda size: torch.empty(size, dtype=torch.uint8)),
         patch.object(torch, "tensor", _tensor),
         patch.multiple(torch, addmm=held.wider(torch.addmm), baddbmm=held.wider(torch.baddbmm)),
         patch.object(FakeTensor, "tolist", lambda x: [1.0] * x.numel()),  # the loss and the norm, once a step

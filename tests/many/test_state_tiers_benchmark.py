@@ -7,9 +7,10 @@ def test_homes_are_compared(report_of: Report) -> None:
     report = report_of("state_tiers", "--quick")
     rows = {row.get("home") or row.get("order") or row.get("format", row["part"]): row for row in report["rows"]}
     orders = ["dp1.z3.recompute-full", "dp1.z3.vertical.recompute-full"]
-    assert list(rows) == ["device", "host", "disk", *orders, "adam", "file", "float32", "bf16", "float8", "again", "memory"]
+    assert list(rows) == ["device", "host", "disk", "split", *orders, "adam", "file", "float32", "bf16", "float8", "again", "memory"]
     assert rows["device"]["moved_mib"] == rows["host"]["moved_mib"] == 0
     assert rows["disk"]["step_s"] >= rows["disk"]["moved_mib"] * 2**20 / report["summary"]["bandwidth"] > 0
+    assert 0 < rows["split"]["moved_mib"] < rows["disk"]["moved_mib"]
     assert rows[orders[0]]["moved_mib"] > 1.2 * rows[orders[1]]["moved_mib"] > 0
     assert report["summary"]["vertical_ratio"] > 0
     assert min(rows["adam"][key] for key in ("ours_s", "clipped_s", "torch_s")) > 0

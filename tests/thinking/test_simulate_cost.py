@@ -224,11 +224,31 @@ def test_simulate_a_cpu_pays_for_each_operation_and_a_gpu_for_those_that_it_wait
     found = {}
     for tokens in (1, 2048):
         for name, mesh in (("alone", Mesh()), ("tensor", Mesh(tp=2))):
-            works = [Cost(sizes(preset("tiny-llama")), one).turn("block", "forward", "block", mesh, tokens, 1.0) for one in (here, blind)]
+            works = [
+                Cost(sizes(preset("tiny-llama")), one).turn("block", "forward", "block", mesh, tokens, 1024.0 * tokens)
+                for one in (here, blind)
+            ]
             found[name, tokens] = [float(one.exposed_s(here.launch_s)) for one in works]
     operations = 30 * here.dispatch_s
     for (name, _), (seconds, without) in found.items():
         assert seconds - without == pytest.approx(operations + 4 * here.late_s * (name == "tensor"))
+
+
+def test_simulate_documents_shorter_than_all_that_were_measured():
+    """On a CPU each has a call of its own, which takes what the shortest one took; in a GPU's one call they take their part of it."""
+    alone = rates(files.preset("cpu"), "float32")
+    together = replace(alone, dispatch_s=0.0)
+    shortest = alone.cluster.shortest_attention(alone._heads()[0], "float32", "forward")
+    assert shortest >= 32
+
+    def of_one(made, tokens: float) -> float:
+        return float(made.attention_s(tokens, tokens**2 / 2, 8, 64, False))
+
+    assert of_one(alone, shortest) == of_one(together, shortest)
+    for tokens in (1, shortest / 4, shortest / 2):
+        assert of_one(alone, tokens) == pytest.approx(of_one(alone, shortest))
+        share = tokens / shortest * (tokens / 2 + 256) / (shortest / 2 + 256)
+        assert of_one(together, tokens) == pytest.approx(share * of_one(together, shortest))
 
 
 LAYOUTS = st.fixed_dictionaries(

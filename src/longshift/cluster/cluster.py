@@ -232,6 +232,11 @@ class Cluster:
         options = [curve(*sizes, beyond=beyond) for (_, at), curve in measured.items() if at == nearest]
         return np.asarray(scale * np.minimum.reduce(options))
 
+    def shortest_attention(self, heads: Heads, dtype: str, direction: Literal["forward", "backward"]) -> float:
+        """Tokens of the shortest causal attention of these heads that was measured; 1 where none was."""
+        measured = self._attentions(dtype, direction, True, None)
+        return min((curve.axes[0].sizes[0] for (_, at), curve in measured.items() if at == heads), default=1.0)
+
     def best_backend(
         self, queries: float, keys: float, heads: Heads, dtype: str, direction: Literal["forward", "backward"] = "forward", causal=False
     ) -> str:

@@ -16,8 +16,8 @@ from longshift.profile.time_compute import DTYPES, noise
 
 HEADS = (Heads(8, 2, 64), Heads(32, 8, 128))
 TOKENS = {  # (device, quick): lengths on the diagonal; queries and keys of full pieces
-    ("cpu", True): ((256, 1024), (256, 1024)),
-    ("cpu", False): ((128, 512, 1024, 2048), (256, 1024)),
+    ("cpu", True): ((32, 256, 1024), (256, 1024)),
+    ("cpu", False): ((32, 128, 512, 1024, 2048), (256, 1024)),
     ("cuda", True): ((1024, 8192), (1024, 8192)),
     ("cuda", False): ((1024, 2048, 4096, 8192, 16384, 32768, 65536), (1024, 8192, 65536)),
 }

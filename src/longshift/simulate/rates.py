@@ -139,13 +139,18 @@ class Rates:
         return found + np.where(np.asarray(ranks) > 1, self.late_s, 0.0)
 
     def _measured_attention_s(self, rows: Number, pairs: Number, heads: Number, width: Number, backward: bool) -> np.ndarray:
-        """Of documents whose causal pairs a row are these: the curve of one such document, as often as it fits."""
+        """Of documents whose causal pairs a row are these: the curve of one such document, as often as it fits. A document shorter than all
+        that were measured takes as long as the shortest of them where it has a call of its own, as on a CPU. In a call for a whole pack
+        its rows take what rows of that one take, in proportion to what they see, EXTRA_PAIRS included."""
         assert self.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(rows, 1.0), 1.0)
         direction, known = ("backward" if backward else "forward"), self._heads()
         at = min(known, key=lambda one: abs(np.log(one.width / np.mean(width)))) if known else Heads(1, 1, 64)
-        one_s = self.cluster.attention_s(length, length, at, self.dtype, direction, causal=True, beyond=True)
-        return one_s * np.asarray(rows) / length * (heads * width / (at.query * at.width))
+        shortest = self.cluster.shortest_attention(at, self.dtype, direction)
+        there = np.maximum(length, shortest)
+        one_s = self.cluster.attention_s(there, there, at, self.dtype, direction, causal=True, beyond=True)
+        share = there / length if self.dispatch_s else (length / 2 + EXTRA_PAIRS) / (there / 2 + EXTRA_PAIRS)
+        return one_s * np.asarray(rows) / there * share * (heads * width / (at.query * at.width))
 
     def _heads(self) -> list[Heads]:
         assert self.cluster is not None

@@ -12,6 +12,7 @@ fetch of what is still on its way out follows it. No fetch may be under way when
 whose last reader must have ended: what computed with it (on the CPU that has ended when it is recycled), and a put that still takes it out.
 """
 
+import mmap
 import os
 import tempfile
 import threading
@@ -293,10 +294,11 @@ class DiskTier(Tier):
 
 
 class Arena:
-    """Host memory of exactly `size` bytes, pinned for CUDA until `release`: torch's own allocator rounds up to powers of two."""
+    """Host memory of exactly `size` bytes, pinned for CUDA until `release`: torch's own allocator rounds up to powers of two. No other has
+    a part of its pages, which may not be pinned twice."""
 
     def __init__(self, size: int):
-        self.bytes = torch.zeros(size, dtype=torch.uint8).add_(1)  # its pages are there
+        self.bytes = _pages(size).fill_(1)  # they are there
         self._runtime: Any = torch.cuda.cudart()
         self._pinned = int(self._runtime.cudaHostRegister(self.bytes.data_ptr(), size, 0)) == 0
         if not self._pinned:
@@ -506,6 +508,11 @@ def tier_of(offload: str, device: torch.device, folder: Path, checked: bool) -> 
     if offload == "host":
         return HostTier(device)
     return DiskTier(folder, checked=checked) if device.type == "cpu" else BouncedTier(device, folder, checked=checked)
+
+
+def _pages(size: int) -> Tensor:
+    """uint8 [size], from the begin of a page on."""
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
