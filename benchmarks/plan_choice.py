@@ -10,7 +10,7 @@ steps     `raw`: the clock's seconds over the measured ones, the median of all r
           way that the clock puts first takes than the fastest one.
 memory    Peak of the fullest rank beyond what it began with, and the ledger's bytes with what the three calibrating ways had besides.
 budgets   The three ways that the planner would try for a budget are trained. Even rounds say which of them is fastest, and which single
-          layout of those whose peak was within the budget. Odd rounds say the ratios: `auto_over_best_static`, seconds of that single
+          layout of those whose tensors fit it. Odd rounds say the ratios: `auto_over_best_static`, seconds of that single
           layout over those of that way, and `auto_over_context_parallel`, of the best way by context parallelism alone.
 """
 
@@ -183,9 +183,8 @@ class Corpus:
 
     def judged(self, share: float, tensors: int, tried: Sequence[tuple[Edge, ...]], alike: tuple[Edge, ...] | None) -> dict:
         limit = self.forecast_bytes(tensors)
-        within = [
-            way for text in SINGLE if (way := self.ways.get((Edge(LONGEST, Layout.parse(text), LONGEST),))) and way.peak_bytes <= limit
-        ]
+        singles = [way for text in SINGLE if (way := self.ways.get((Edge(LONGEST, Layout.parse(text), LONGEST),)))]
+        within = [way for way in singles if way.ledger_bytes <= tensors]
         auto = min((self.ways[edges] for edges in tried), key=even_s)
         best = min(within, key=even_s, default=None)
         return {

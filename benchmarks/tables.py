@@ -309,6 +309,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "ledger": ledger,
     "published": plan_tables.published,
     "anchors": plan_tables.anchors,
+    "plan-choice": plan_tables.plan_choice,
     "plan-corpora": plan_tables.plan_corpora,
     "machine-profile": machine_profile,
 }
