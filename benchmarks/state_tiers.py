@@ -1,7 +1,7 @@
 """What does it cost to keep the training state elsewhere, and what does it save? `home: host` and `home: disk` beside `home: device`.
 
     speed     seconds of a step by tokens a step, in vertical order, rounds of all homes in turn; the disk is held to a named bandwidth, so
-              that a CPU stands for a device. "split" has a third of the state in host memory and the rest on disk. `bound_s` is the larger
+              that a CPU stands for a device. "split" has the units that fit a third of the state in host memory. `bound_s` is the larger
               of the device's seconds and bytes over bandwidth: nothing takes less. `exact_s` is the sum of two such bounds, to the first
               loss and from there. No exact step takes less that begins to read records when the norm is known, as ours does
     vertical  the same of `home: disk` under ZeRO-3, micro-batch by micro-batch and in vertical order; `vertical_ratio`: seconds of the one
