@@ -114,7 +114,7 @@ class Corpus:
         return [clock.step(in_visiting_order(shape, lengths)).seconds for lengths in self.steps[1:]]
 
     def calibrated(self) -> Replay:
-        """Plays on the cluster that the calibrating ways show."""
+        """What plays on the cluster that a median step of each calibrating way shows."""
         ways = [self.single(text) for text in CALIBRATING]
 
         def moved(constants: Mapping[str, float]) -> Replay:

@@ -355,14 +355,14 @@ def test_a_fabric_is_shared_by_the_devices_of_a_node():
 
 
 def test_cpu_ranks_take_longer_where_they_want_more_cores_than_there_are():
-    """Measured by one rank on all cores, or on one of them; measured by each of four."""
+    """Measured by one rank with a thread for each core, or for fewer; measured by each of four."""
     preset = files.preset("cpu")
-    for ranks, cores, wanted, slower in ((1, 4.0, 4, 4), (1, 1.0, 4, 1), (1, 2.0, 4, 2), (4, 1.0, 8, 2), (4, 1.0, 2, 0.5)):
-        measured = replace(preset, devices_per_node=ranks, device=replace(preset.device, cores=cores), facts={"cores": 4})
+    for ranks, threads, wanted, slower in ((1, 4, 4, 4), (1, 1, 4, 1), (1, 2, 4, 2), (4, 1, 8, 2), (4, 1, 2, 0.5)):
+        measured = replace(preset, devices_per_node=ranks, facts={"cores": 4, "threads": threads})
         found = measured.shared(wanted)
         assert found.matmul_s(512, 512, 512, "float32") == pytest.approx(slower * measured.matmul_s(512, 512, 512, "float32"))
         assert found.device.memory_bytes == measured.device.memory_bytes * ranks / wanted
-    unknown = replace(preset, devices_per_node=1, device=replace(preset.device, cores=None), facts={})
+    unknown = replace(preset, devices_per_node=1, facts={})
     assert unknown.shared(3).device.flops_per_s["float32"] == unknown.device.flops_per_s["float32"] / 3
 
 

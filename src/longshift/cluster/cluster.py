@@ -175,9 +175,9 @@ class Cluster:
         if self.device.kind != "cpu" or ranks == self.devices_per_node:
             return self
         more = ranks / self.devices_per_node
-        used = (self.device.cores or 0.0) * self.devices_per_node  # cores, while it was measured
-        slower = more * used / max(used, float(self.facts.get("cores", 0.0))) if used else more
-        slower = max(slower, min(1.0, more))
+        cores, threads = (float(self.facts.get(name, 0.0)) for name in ("cores", "threads"))
+        idle = cores / (threads * self.devices_per_node) if threads else 1.0  # times the cores that were wanted, while it was measured
+        slower = max(more / max(1.0, idle), min(1.0, more))
         curves = {
             name: replace(curve, seconds=tuple(slower * one for one in curve.seconds)) if name.split()[0] in RATES else curve
             for name, curve in self.curves.items()

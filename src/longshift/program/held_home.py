@@ -13,13 +13,13 @@ from longshift.program.step import Steps
 ALIGN = 4096  # bytes: a page, where vectors of a file begin
 THREADS = 2  # that read a file, and that write it
 PIECE = 8 << 20  # bytes that a thread reads or writes at one time
-SLOTS, SLOT_BYTES = 4, 32 << 20  # pinned, between a GPU and a home outside it: at least so many each way. A row of a weight fits
+SLOTS, SLOT_BYTES = 4, 32 << 20  # pinned slots each way, at least, between a GPU and a home outside it. A row of a weight fits into one
 SMALL = 16 << 10  # scalars: losses, counters of updates, norms of runs of gradients
 
 
 def slots_in(tiers: Mapping[int, Tier], mine: Iterable[Bucket], rank: int, weight_bytes: int) -> int:
-    """How many pinned slots weights pass on their way to a GPU: as many as two units take that are as large as the largest outside of it.
-    0 where none is. `mine`: buckets of the rank's; `weight_bytes`: of a weight in the compute format."""
+    """Number of pinned slots for weights on their way to a GPU: enough for two units of the size of the largest one that lies outside the
+    GPU. 0 where all units lie on it. `mine`: the rank's buckets; `weight_bytes`: of a weight in the compute format."""
     outside = dict.fromkeys((unit for unit, tier in tiers.items() if tier != "device"), 0)
     for bucket in mine:
         if bucket.unit in outside:

@@ -80,7 +80,7 @@ class StepTime:
 
 class _Moved:
     """An operation, bytes that the ledger saw it send, move, and read and write for the wire's format; `elements` that it adds or updates,
-    or that cross between the device and a `home` outside it, which is in this memory."""
+    or that cross between the device and a home outside it. `home`: the memory that its unit's state lies in; "device" on a CPU."""
 
     __slots__ = ("coded", "elements", "home", "moved", "op", "sent")
 
@@ -291,11 +291,11 @@ class _Stage:
                 yield from self._coded(one)
                 if op.kind == "await reduce" and one.elements:
                     size = one.elements * self.clock.shape.formats.home_bytes
-                    crosses = self._piece(
-                        op, "home out", float(self.clock.cluster.copy_s("to_host pinned", size, beyond=True)), ("host out",)
-                    )
+                    copy_s = float(self.clock.cluster.copy_s("to_host pinned", size, beyond=True))
+                    crosses = self._piece(op, "home out", copy_s, ("host out",))
                     yield crosses
-                    yield from (End(crosses.key),) if one.home == "disk" else ()
+                    if one.home == "disk":
+                        yield End(crosses.key)
             elif op.kind == "compute":
                 yield from self._turn(op)
             elif op.kind in ("accumulate", "update", "pack"):

@@ -1,7 +1,8 @@
 """Cost: what one turn of a unit takes on one rank, from the model's sizes, the mesh and the tokens; numbers or arrays that broadcast.
 
 A turn is a list of operations: matmuls, attention, elementwise bytes, launches. Each takes the longer of its arithmetic and its memory
-traffic; a turn takes the longer of their sum and of its launches. What travels between ranks during a turn is said apart, so that who puts
+traffic; a turn takes the longer of their sum and of its launches. On a CPU nothing hides a launch: its seconds are among the elementwise
+ones. What travels between ranks during a turn is said apart, so that who puts
 turns on lanes overlaps it as the runtime does.
 
     forward    qkv [T, D, A+2B]  attention  o [T, A, D]   gate, up [T, D, F]  down [T, F, D]     each 1/tp, T of one rank of u and ring

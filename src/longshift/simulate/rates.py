@@ -23,8 +23,8 @@ TILE = (128, 256)  # rows and columns of an output tile: cuBLAS's and CUTLASS's 
 EXTRA_PAIRS = 256.0
 POWER_KNOWN = 312 / 400  # peak TFLOP/s a watt of an A100, whose share of matmuls was measured under its limit
 MULTIPROCESSORS = 108.0  # where a cluster does not say: A100's
-# A step of tiny-llama on a CPU takes 9 ms a micro-batch, however short that is: 20 us an operation with its part in autograd, where an
-# addition in place alone takes 2.6. Two ranks on gloo take 0.4 ms longer for each collective of such a step than in a loop of nothing else.
+# Of a CPU with 2 cores. A micro-batch of tiny-llama takes 9 ms however short it is; some 5 of them are charged to its operations, 16 us
+# each, where an addition in place takes 2.6. A collective of such a step takes two ranks on gloo 0.4 ms longer than in a loop of its own.
 DISPATCHES, LATE_S = 6.0, 4e-4
 
 

@@ -32,6 +32,7 @@ from longshift.model.decoder import Unit
 from longshift.model.functions import add_product
 from longshift.spec.formats import Wire, adds_inside
 from longshift.spec.model import ModelSpec
+from longshift.state.crossing import Crossing
 from longshift.state.fused import Strips
 from longshift.state.home import Home, Shard
 from longshift.state.precision import Precision
@@ -222,28 +223,38 @@ class AlignedCopies(Copies):
 
     def _start(self, fused: Fused, number: int) -> Pending:
         strips, shard = fused.buckets[number]
-        crossing, coded = shard.crossing, fused.coded[number]
+        if shard.crossing is not None:
+            return self._start_across(fused, number, shard.crossing)
         if not strips.bucket.sharded:
-            if crossing is None:
-                fused.copy_in(number)
-                return Pending()
+            fused.copy_in(number)
+            return Pending()
+        if (coded := fused.coded[number]) is not None:
+            own = coded.own(shard.master).to(self.world.device)
+        else:
+            own = torch.zeros(strips.width, dtype=self.compute, device=self.world.device)
+            own[: strips.own].copy_(shard.master)
+        buffer = own.new_empty((strips.slots, len(own)))
+        pending = self.world.group(strips.bucket.holders, "gather").all_gather(buffer, own)
+        pending.finish = partial(fused.copy_in, number, buffer)
+        return pending
+
+    def _start_across(self, fused: Fused, number: int, crossing: Crossing) -> Pending:
+        """As `_start`, of a home outside the GPU: the collective follows the copies on their stream."""
+        strips, shard = fused.buckets[number]
+        if not strips.bucket.sharded:
             crossing.bring(zip(fused.sources[number], fused.targets[number]))
             return Pending(finish=crossing.arrived())
-        source = shard.master if coded is None else coded.own(shard.master)
-        dtype = self.compute if coded is None else source.dtype
-        own = torch.zeros(strips.width if coded is None else len(source), dtype=dtype, device=self.world.device)
-        buffer, into = own.new_empty((strips.slots, len(own))), own[: len(source)]
-        group, copy_in = self.world.group(strips.bucket.holders, "gather"), partial(fused.copy_in, number, buffer)
-        if crossing is None:
-            into.copy_(source)
-            pending = group.all_gather(buffer, own)
-            pending.finish = copy_in
-            return pending
-        crossing.bring([(source[None], into[None])])
+        if (coded := fused.coded[number]) is not None:
+            source, width, dtype = coded.own(shard.master), coded.size, torch.uint8
+        else:
+            source, width, dtype = shard.master, strips.width, self.compute
+        own = torch.zeros(width, dtype=dtype, device=self.world.device)
+        buffer = own.new_empty((strips.slots, width))
+        crossing.bring([(source[None], own[None, : len(source)])])
         with torch.cuda.stream(crossing.back):
-            pending = group.all_gather(buffer, own)
+            pending = self.world.group(strips.bucket.holders, "gather").all_gather(buffer, own)
         arrived = crossing.arrived()
-        pending.finish = lambda: (arrived(), copy_in())
+        pending.finish = lambda: (arrived(), fused.copy_in(number, buffer))
         return pending
 
     def ready(self, unit: int) -> None:

@@ -40,7 +40,8 @@ class Slot:
 
 @dataclass
 class Landing:
-    """What is under way to the host. `left`: recorded when it is in its slot."""
+    """A piece of a sum on its way to the host. `left`: recorded when it is in its slot, `staged`; `into`: where the host copies it to, or
+    adds it."""
 
     left: Any
     staged: Tensor
@@ -67,7 +68,8 @@ class Crossing:
         return arena.bytes[: like.nbytes].view(like.dtype).view(like.shape)
 
     def bring(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Start to copy tensors [n, rows, ...] of the host to such ones of the device, in their format. [Note: crossing]"""
+        """Start to copy pairs of tensors [n, rows, ...] of one shape: the host's into the device's, in the format of the latter. The host's
+        have been read when it returns. [Note: crossing]"""
         self.back.wait_stream(torch.cuda.current_stream(self.device))
         for source, target in pairs:
             for rows in runs(target):
@@ -81,7 +83,7 @@ class Crossing:
                 self._leaving.append(slot)
 
     def arrived(self) -> Callable[[], None]:
-        """What has computing wait for all that `back` does now."""
+        """Callback that makes the current stream wait for all that `back` was given until now."""
         event = self.back.record_event()
         return lambda: torch.cuda.current_stream(self.device).wait_event(event)
 

@@ -241,7 +241,8 @@ class Home:
 
     def write(self, unit: int, part: str) -> None:
         """Start to write the gradient sums of a unit, whose norms are remembered; or its records, whose gradient sums are done with."""
-        self.settled()
+        if part == "sums":
+            self.settled()
         for shard in self._learning(unit) if part == "sums" else ():
             assert shard.grad is not None
             shard.norms = _norms(shard.grad)
