@@ -11,6 +11,7 @@ from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.program.held_home import SLOTS
+from longshift.spec.formats import WeightWire
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state import crossing
 from longshift.state.crossing import runs
@@ -21,9 +22,9 @@ SPEC = ModelSpec("llama", 61, 24, 3, 6, 3, 4, 40, 128, rope=Rope())
 CASES = (("dp1", "host"), ("dp1.z2", "host"), ("dp1.z2", "disk"), ("dp1.z2.vertical.recompute-full", "device 20K, host rest"))
 
 
-def trained(layout: str, home: str, world: World) -> tuple[list[float], dict[str, str], int]:
+def trained(layout: str, home: str, world: World, weights: WeightWire = "compute") -> tuple[list[float], dict[str, str], int]:
     """Losses of three steps, digests of masters and moments, and bytes of gradient sums that may be pinned."""
-    trial = Trial(SPEC, lengths=((40, 21), (47, 30), (53, 6)), precision="bf16", capacity=61, home=home)
+    trial = Trial(SPEC, lengths=((40, 21), (47, 30), (53, 6)), precision="bf16", capacity=61, home=home, weights=weights)
     state, player = build(trial, [Layout.parse(layout)], world)
     found = [train_step(state, batch, player, leave=True).loss for batch in trial.batches()]
     player.finish()
@@ -56,18 +57,18 @@ def test_copies_are_ordered_and_the_bits_are_those_of_a_home_on_the_device(monke
     assert 2 * SLOTS <= slots // 512 <= 3 * SLOTS
 
 
-def ranked(world: World, layout: str, home: str) -> dict:
+def ranked(world: World, layout: str, home: str, weights: WeightWire) -> dict:
     """Races on this rank, how far its streams came, and whether its bits are those of a home on the device."""
     with pytest.MonkeyPatch.context() as patch, modelled(patch) as cuda:
-        losses, bits, _ = trained(layout, home, world)
-    same = (losses, bits) == trained(layout, "device", world)[:2]
+        losses, bits, _ = trained(layout, home, world, weights)
+    same = (losses, bits) == trained(layout, "device", world, weights)[:2]
     return {"races": cuda.races, "streams": [stream.seen[stream.number] for stream in cuda.streams], "same": same}
 
 
-@pytest.mark.parametrize("home", ["host", "disk"])
-def test_ranks_gather_from_home_and_reduce_into_it(home: str):
+@pytest.mark.parametrize(("home", "weights"), [("host", "compute"), ("disk", "compute"), ("host", "float8")])
+def test_ranks_gather_from_home_and_reduce_into_it(home: str, weights: WeightWire):
     with ForkedWorld(2) as world:
-        for found in world.call("test_crossing:ranked", 60, layout="dp2.z3", home=home):
+        for found in world.call("test_crossing:ranked", 60, layout="dp2.z3", home=home, weights=weights):
             assert found["same"]
             assert not found["races"]
             assert min(found["streams"]) > 5
