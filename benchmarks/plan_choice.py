@@ -1,14 +1,16 @@
-"""Does a plan choose as training does? Two plain ranks train under layouts and groups of lengths, interleaved; the same steps on the clock;
-and what the planner chooses under four budgets of memory beside the best single layout that fits them.
+"""Does a plan choose as training does? Ranks train under layouts and groups of lengths, interleaved; the same steps on the clock; and what
+the planner chooses under budgets of memory beside the best single layout that fits them.
 
-This machine is profiled (`--quick` takes the preset of CPUs, and one round). Documents have the lengths of `examples/lengths` and of
-Python's library, SHRINK times shorter; their tokens are random. Every way to train has processes of its own, which sleep while others are
-measured; a round is a step of each, in its own order.
+`--case plain` has two ranks on this machine as it is, `2x2` and `2x4` four and eight on its scale model of two nodes (`scale_model`; as
+root). The machine, or the model, is profiled (`--quick` takes the preset of CPUs, and one round). Documents have the lengths of
+`examples/lengths` and of Python's library, so many times shorter as the case says; their tokens are random. Every way to train has
+processes of its own, which sleep while others are measured; a round is a step of each, in its own order.
 
 steps     `raw`: the clock's seconds over the measured ones, the median of all rounds; `calibrated`: the same on the cluster as
           `longshift calibrate` would have it after a median step of three ways, one dp, one tp, one pp. `regret_first`: how much longer the
           way that the clock puts first takes than the fastest one.
-memory    Peak of the fullest rank beyond what it began with, and the ledger's bytes with what the three calibrating ways had besides.
+memory    Peak of the fullest rank beyond what it began with in two first steps, in which freed memory goes back at once, so that holes in
+          the C library's heap decide nothing; and the ledger's bytes with what the three calibrating ways had besides.
 budgets   The three ways that the planner would try for a budget are trained. Even rounds say which of them is fastest, and which single
           layout of those whose tensors fit it. Odd rounds say the ratios: `auto_over_best_static`, seconds of that single
           layout over those of that way, and `auto_over_context_parallel`, of the best way by context parallelism alone.
@@ -26,9 +28,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from common import arguments, publish, say
+import scale_model
+from common import GIVE_BACK, arguments, publish, say
 from plan_corpora import split
-from worlds import SleepingWorld
+from worlds import Machine, SleepingWorld, machine
 
 from longshift.cluster import files
 from longshift.cluster.cluster import Cluster
@@ -40,30 +43,116 @@ from longshift.planner.search import search
 from longshift.simulate.calibrate import by_steps
 from longshift.simulate.clock import Clock
 from longshift.spec import families
+from longshift.spec.formats import PrecisionName
+from longshift.spec.model import ModelSpec
 from longshift.trainer.check import Trial
 from longshift.workload.given import Lengths, read_lengths
 from longshift.workload.groups import Edge
 
 K = 1 << 10
-LONGEST, TOKENS = 2 * K, 8 * K
-SINGLE = (
-    *("dp2", "dp2.z1", "dp2.z2", "dp2.z3", "tp2", "u2", "ring2", "pp2", "dp2.recompute-full", "tp2.recompute-full", "u2.z3"),
-    *("dp2.recompute-attention", "pp2.v2", "u2.recompute-full"),
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where ranks run, as `worlds.machine` takes it, and what they train. Documents are `shrink` times shorter than those of a corpus,
+    `longest` tokens at the most; `tokens` of a step. `single`: layouts that train alone; `groups`: assignments, as (upto, layout, pack);
+    `calibrating`: three of the former, one by replicas, one by tensors, one by stages; `shares`: of what the first one's tensors need:
+    budgets; `rounds`: that count."""
+
+    on: str
+    spec: ModelSpec
+    precision: PrecisionName
+    shrink: int
+    longest: int
+    tokens: int
+    single: tuple[str, ...]
+    groups: tuple[tuple[tuple[int, str, int], ...], ...]
+    calibrating: tuple[str, str, str]
+    shares: tuple[float, ...]
+    rounds: int
+
+    def alone(self, layout: str) -> tuple[Edge, ...]:
+        """One layout for all documents, in packs of the longest."""
+        return (Edge(self.longest, Layout.parse(layout), self.longest),)
+
+    @property
+    def ways(self) -> list[tuple[Edge, ...]]:
+        """All that is trained in any case."""
+        groups = [tuple(Edge(upto, Layout.parse(layout), pack) for upto, layout, pack in group) for group in self.groups]
+        return [*map(self.alone, self.single), *groups]
+
+
+def narrow(layers: int) -> ModelSpec:
+    """Llama 2 7B, 16 times narrower, with eight heads and a small vocabulary."""
+    return ModelSpec("llama", 2048, 256, layers, 8, 8, 32, 688, 32 * K)
+
+
+PLAIN = Case(
+    on="ranks=2",
+    spec=families.preset("tiny-llama"),
+    precision="float32",
+    shrink=16,
+    longest=2 * K,
+    tokens=8 * K,
+    single=(
+        *("dp2", "dp2.z1", "dp2.z2", "dp2.z3", "tp2", "u2", "ring2", "pp2", "dp2.recompute-full", "tp2.recompute-full", "u2.z3"),
+        *("dp2.recompute-attention", "pp2.v2", "u2.recompute-full"),
+    ),
+    groups=(
+        ((256, "dp2", 2 * K), (2 * K, "tp2", 2 * K)),
+        ((512, "dp2", 512), (2 * K, "u2", 2 * K)),
+        ((256, "u2", 256), (2 * K, "pp2", 2 * K)),
+        ((128, "dp2", 512), (512, "u2", 512), (2 * K, "tp2", 2 * K)),
+    ),
+    calibrating=("dp2", "tp2", "pp2"),
+    shares=(1.1, 0.8, 0.7, 0.6),
+    rounds=12,
 )
-GROUPS = (
-    ((256, "dp2", 2 * K), (2 * K, "tp2", 2 * K)),
-    ((512, "dp2", 512), (2 * K, "u2", 2 * K)),
-    ((256, "u2", 256), (2 * K, "pp2", 2 * K)),
-    ((128, "dp2", 512), (512, "u2", 512), (2 * K, "tp2", 2 * K)),
+NODES_OF_2 = Case(
+    on="nodes=2,per_node=2,cpu=0.4,intra=600M,inter=75M",
+    spec=narrow(2),
+    precision="float32",
+    shrink=16,
+    longest=2 * K,
+    tokens=12 * K,
+    single=(
+        *("dp4.z1", "dp4.z3", "tp4", "u4.z1", "ring4.z1", "pp2.dp2.z1", "dp2.tp2.z1", "dp2.u2.z1", "u2.tp2", "ring2.u2.z1"),
+        *("dp4.recompute-full.z1", "u4.recompute-full.z1", "dp2.tp2.recompute-full.z1", "dp2.u2.recompute-full.z1"),
+    ),
+    groups=(
+        ((512, "dp4.z1", 512), (2 * K, "u4.z1", 2 * K)),
+        ((512, "dp4.z1", 512), (K, "dp2.u2.z1", K), (2 * K, "u4.z1", 2 * K)),
+        ((K, "dp2.tp2.z1", K), (2 * K, "tp4", 2 * K)),
+        ((512, "dp4.z1", 2 * K), (2 * K, "dp2.tp2.z1", 2 * K)),
+    ),
+    calibrating=("dp4.z1", "tp4", "pp2.dp2.z1"),
+    shares=(1.1, 0.8, 0.6, 0.5, 0.42),
+    rounds=6,
 )
-CALIBRATING = ("dp2", "tp2", "pp2")
+NODES_OF_4 = replace(
+    NODES_OF_2,
+    on="nodes=2,per_node=4,cpu=0.2,intra=300M,inter=37.5M",
+    single=(
+        *("dp8.z1", "dp8.z3", "u8.z1", "ring8.z1", "pp2.dp4.z1", "dp2.tp4.z1", "dp2.u4.z1", "dp4.tp2.z1", "dp4.u2.z1", "u4.tp2"),
+        *("dp8.recompute-full.z1", "u8.recompute-full.z1", "dp2.tp4.recompute-full.z1", "dp2.u4.recompute-full.z1"),
+    ),
+    groups=(
+        ((512, "dp8.z1", 512), (2 * K, "u8.z1", 2 * K)),
+        ((512, "dp8.z1", 512), (K, "dp2.u4.z1", K), (2 * K, "u8.z1", 2 * K)),
+        ((K, "dp4.tp2.z1", K), (2 * K, "dp2.tp4.z1", 2 * K)),
+        ((512, "dp8.z1", 2 * K), (2 * K, "dp2.u4.z1", 2 * K)),
+    ),
+    calibrating=("dp8.z1", "dp2.tp4.z1", "pp2.dp4.z1"),
+)
+CASES = {"plain": PLAIN, "2x2": NODES_OF_2, "2x4": NODES_OF_4}
 CORPORA = ("python", "wikipedia", "pretraining")
 LENGTHS = Path(__file__).parents[1] / "examples" / "lengths"
-SHRINK, STEP, CHARACTERS = 16, 32, 3.5  # lengths are multiples of STEP tokens: CPU matmuls keep code for every shape
-SHARES = (1.1, 0.8, 0.7, 0.6)  # of what dp2's tensors need: budgets
-HOLES = 1.05  # of resident memory: what the C library's heap keeps between tensors
+STEP, CHARACTERS = 32, 3.5  # lengths are multiples of STEP tokens: CPU matmuls keep code for every shape
+MARGIN = 1.05  # of resident memory: what ways differ by besides their tensors
 QUIET = 0.3  # spread of a way's rounds, which have different documents: some 0.15 by themselves
-DEADLINE_S = 240.0
+WARM = 2  # first steps
+NO_HOLES = 1 << 16  # bytes that go back at once when they are freed, while memory is measured
+DEADLINE_S, PROFILE_S = 240.0, 900.0
 
 
 @dataclass
@@ -80,29 +169,29 @@ class Way:
 
     def __str__(self) -> str:
         told = (f"{edge.use} <= {edge.upto}" + (f" in {edge.pack}" if edge.pack != edge.upto else "") for edge in self.edges)
-        return str(self.edges[0].use) if len(self.edges) == 1 and self.edges[0].pack == LONGEST else " > ".join(told)
+        return str(self.edges[0].use) if len(self.edges) == 1 and self.edges[0].pack == self.edges[0].upto else " > ".join(told)
 
 
 class Corpus:
     """A corpus, and what is trained on it. Mutable."""
 
-    def __init__(self, name: str, folder: Path, cluster: Cluster, rounds: int, worlds: ExitStack):
-        self.name, self.rounds, self.worlds = name, rounds, worlds
-        lengths = split(Lengths.from_array(rounded(own_lengths(name))), LONGEST)
-        self.task = Task(families.preset("tiny-llama"), cluster, lengths, TOKENS, "float32", 2)
-        self.steps = [lengths.draw(1000 + number, TOKENS).tolist() for number in range(rounds + 1)]
+    def __init__(self, name: str, folder: Path, case: Case, machine: Machine, cluster: Cluster, worlds: ExitStack):
+        self.name, self.case, self.machine, self.worlds = name, case, machine, worlds
+        lengths = split(Lengths.from_array(rounded(own_lengths(name) / case.shrink)), case.longest)
+        self.task = Task(case.spec, cluster, lengths, case.tokens, case.precision, machine.ranks)
+        self.steps = [lengths.draw(1000 + number, case.tokens).tolist() for number in range(WARM + case.rounds)]
         generator = np.random.default_rng(0)
-        given = [[document(generator, length, self.task.spec.vocab) for length in step] for step in self.steps]
+        given = [[document(generator, length, case.spec.vocab) for length in step] for step in self.steps]
         self.path = folder / f"{name}.json"
         self.path.write_text(json.dumps(given))
-        self.trial = json.dumps(Trial(self.task.spec, (), precision="float32", lr=1e-4).to_json())
+        self.trial = json.dumps(Trial(case.spec, (), precision=case.precision, lr=1e-4).to_json())
         self.replay = Replay(self.task)
         self.ways: dict[tuple[Edge, ...], Way] = {}
 
     def add(self, edges: tuple[Edge, ...]) -> Way:
         """A way to train, measured with those that are there in the next rounds."""
         if edges not in self.ways:
-            way = self.ways[edges] = Way(edges, self.worlds.enter_context(SleepingWorld(2)))
+            way = self.ways[edges] = Way(edges, self.worlds.enter_context(self.machine.world()))
             way.ledger_bytes = self.replay.weigh(edges)[0]["device"]
             way.clock = self.clocked(edges, self.replay)
         return self.ways[edges]
@@ -110,12 +199,12 @@ class Corpus:
     def clocked(self, edges: tuple[Edge, ...], replay: Replay) -> list[float]:
         """The clock's seconds of all rounds."""
         shape = replay.shape(edges)
-        clock = Clock(shape, replay.task.cluster, replay.cost, "float32")
-        return [clock.step(in_visiting_order(shape, lengths)).seconds for lengths in self.steps[1:]]
+        clock = Clock(shape, replay.task.cluster, replay.cost, self.case.precision)
+        return [clock.step(in_visiting_order(shape, lengths)).seconds for lengths in self.steps[WARM:]]
 
     def calibrated(self) -> Replay:
         """What plays on the cluster that a median step of each calibrating way shows."""
-        ways = [self.single(text) for text in CALIBRATING]
+        ways = [self.single(text) for text in self.case.calibrating]
 
         def moved(constants: Mapping[str, float]) -> Replay:
             return Replay(replace(self.task, cluster=self.task.cluster.moved(constants)))
@@ -127,32 +216,34 @@ class Corpus:
         return moved(by_steps(play, np.array([statistics.median(way.measured) for way in ways])).constants)
 
     def train(self) -> None:
-        """A first step of every way, which is not counted, and all rounds, interleaved."""
+        """First steps of every way, which say what memory it takes, and all rounds, interleaved."""
         ways = list(self.ways.values())
-        for number in range(self.rounds + 1):
+        for number in range(WARM + self.case.rounds):
             for way in random.Random(number).sample(ways, len(ways)):
-                seconds = self.step(way, number)
-                if number:
+                seconds, peak_bytes = self.step(way, number)
+                if number < WARM:
+                    way.peak_bytes = max(way.peak_bytes, peak_bytes)
+                else:
                     way.measured.append(seconds)
             say(f"{self.name}, step {number}: {len(ways)} ways")
 
-    def step(self, way: Way, number: int) -> float:
+    def step(self, way: Way, number: int) -> tuple[float, float]:
+        """Seconds of the slowest rank, and the fullest one's peak."""
         edges = [(edge.upto, str(edge.use), edge.pack) for edge in way.edges]
-        told = {"edges": edges, "trial": self.trial, "path": str(self.path), "number": number}
-        found = way.world.call("plan_ranks:update", DEADLINE_S, **told)
-        way.peak_bytes = max(way.peak_bytes, *(rank["peak_bytes"] for rank in found))
-        return max(rank["seconds"] for rank in found)
+        told = {"edges": edges, "trial": self.trial, "path": str(self.path), "number": number, "per_node": self.machine.per_node}
+        found = way.world.call("plan_ranks:update", DEADLINE_S, **told, give_back=NO_HOLES if number < WARM else GIVE_BACK)
+        return max(rank["seconds"] for rank in found), max(rank["peak_bytes"] for rank in found)
 
     def single(self, text: str) -> Way:
-        return self.ways[Edge(LONGEST, Layout.parse(text), LONGEST),]
+        return self.ways[self.case.alone(text)]
 
     @property
     def besides_bytes(self) -> float:
         """What ranks have besides their tensors, as the calibrating ways show."""
-        return max(self.single(text).peak_bytes - self.single(text).ledger_bytes for text in CALIBRATING)
+        return max(self.single(text).peak_bytes - self.single(text).ledger_bytes for text in self.case.calibrating)
 
     def forecast_bytes(self, ledger_bytes: float) -> float:
-        return HOLES * (ledger_bytes + self.besides_bytes)
+        return MARGIN * (ledger_bytes + self.besides_bytes)
 
     def rows(self) -> list[dict]:
         over = {edges: statistics.median(np.divide(way.clock, way.measured)) for edges, way in self.ways.items()}
@@ -167,7 +258,7 @@ class Corpus:
                 "predicted_s": statistics.median(way.clock),
                 "raw": over[edges] - 1,
                 "calibrated": known[edges] - 1,
-                "calibrates": str(way) in CALIBRATING,
+                "calibrates": str(way) in self.case.calibrating,
                 "peak_bytes": way.peak_bytes,
                 "forecast": self.forecast_bytes(way.ledger_bytes) / way.peak_bytes - 1,
             }
@@ -175,15 +266,16 @@ class Corpus:
         ]
 
     def chosen(self, share: float) -> tuple[int, list[tuple[Edge, ...]], tuple[Edge, ...] | None]:
-        """Bytes of tensors for a share of what dp2 needs; the planner's first three ways for them, and its best by context parallelism."""
-        tensors = int(share * self.single("dp2").ledger_bytes)
+        """Bytes of tensors for a share of what the first layout needs; the planner's first three ways for them, and its best by context
+        parallelism."""
+        tensors = int(share * self.single(self.case.single[0]).ledger_bytes)
         found = search(replace(self.task, memory_bytes=tensors / FILLED))
         alike = found.context_parallel
         return tensors, [way.edges for way in found.worth_trying(3)], alike.edges if alike else None
 
     def judged(self, share: float, tensors: int, tried: Sequence[tuple[Edge, ...]], alike: tuple[Edge, ...] | None) -> dict:
         limit = self.forecast_bytes(tensors)
-        singles = [way for text in SINGLE if (way := self.ways.get((Edge(LONGEST, Layout.parse(text), LONGEST),)))]
+        singles = [way for text in self.case.single if (way := self.ways.get(self.case.alone(text)))]
         within = [way for way in singles if way.ledger_bytes <= tensors]
         auto = min((self.ways[edges] for edges in tried), key=even_s)
         best = min(within, key=even_s, default=None)
@@ -212,12 +304,12 @@ def over(one: Way, other: Way) -> float:
 
 
 def own_lengths(name: str) -> np.ndarray:
-    """Lengths of a corpus in tokens, SHRINK times shorter."""
+    """Lengths of a corpus in tokens."""
     if name == "python":
         library = sorted(Path(json.__file__).parents[1].glob("*.py"))
-        return np.array([path.stat().st_size for path in library]) / CHARACTERS / SHRINK
+        return np.array([path.stat().st_size for path in library]) / CHARACTERS
     found = read_lengths(LENGTHS / f"{name}.csv")
-    return np.random.default_rng(0).choice(found.lengths, 20_000, p=found.counts / found.counts.sum()) / SHRINK
+    return np.random.default_rng(0).choice(found.lengths, 20_000, p=found.counts / found.counts.sum())
 
 
 def rounded(lengths: np.ndarray) -> np.ndarray:
@@ -229,10 +321,17 @@ def document(generator: np.random.Generator, length: int, vocab: int) -> tuple[l
     return ids, [*ids[1:], -100]
 
 
-def profiled(file: Path) -> Cluster:
-    """This machine, measured now."""
+def profiled(folder: Path, machine: Machine) -> Cluster:
+    """This machine, or its scale model, measured now."""
+    file = folder / "profile.json"
     command = [sys.executable, "-m", "longshift.cli", "profile", "--quick", "--fresh", "-o", str(file)]
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    if machine.model is None:
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+    else:
+        quiet = ["bash", "-c", f'exec "$@" > {folder}/profile-$RANK.out', "bash", "env", f"HOME={folder}", *command]
+        done = scale_model.run(replace(machine.model, memory_bytes=0), quiet, folder / "logs", PROFILE_S)
+        if any(done["exit_codes"]):
+            raise SystemExit(f"the profile of the scale model ended with {done['exit_codes']}")
     return files.load(file)
 
 
@@ -244,7 +343,7 @@ def summary(corpora: Mapping[str, Corpus], rows: Sequence[dict], budgets: Sequen
 
     regrets = {}
     for name, corpus in corpora.items():
-        known = [corpus.ways[edges] for edges in list(corpus.ways)[: len(SINGLE) + len(GROUPS)]]
+        known = [corpus.ways[edges] for edges in list(corpus.ways)[: len(corpus.case.single) + len(corpus.case.groups)]]
         first, best = min(known, key=lambda way: statistics.median(way.clock)), min(known, key=even_s)
         regrets[name] = over(first, best) - 1
     return {
@@ -269,20 +368,22 @@ def summary(corpora: Mapping[str, Corpus], rows: Sequence[dict], budgets: Sequen
 
 
 def main() -> None:
-    args = arguments(__doc__ or "").parse_args()
-    names, rounds = (CORPORA[1:2], 1) if args.quick else (CORPORA, 12)
-    singles, groups = (CALIBRATING, GROUPS[:1]) if args.quick else (SINGLE, GROUPS)
-    ways = [(Edge(LONGEST, Layout.parse(text), LONGEST),) for text in singles]
-    ways += [tuple(Edge(upto, Layout.parse(layout), pack) for upto, layout, pack in group) for group in groups]
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--case", choices=CASES, default="plain")
+    parser.add_argument("--corpora", nargs="*", choices=CORPORA, default=CORPORA)
+    args = parser.parse_args()
+    case, names = CASES[args.case], args.corpora
+    if args.quick:
+        case, names = replace(case, single=case.calibrating, groups=case.groups[:1], shares=case.shares[:1], rounds=1), CORPORA[1:2]
     rows, budgets, corpora = [], [], {}
-    with tempfile.TemporaryDirectory() as scratch:
-        cluster = on_cluster(files.preset("cpu") if args.quick else profiled(Path(scratch, "profile.json")), 2)
+    with machine(case.on) as place, tempfile.TemporaryDirectory() as scratch:
+        cluster = on_cluster(files.preset("cpu") if args.quick else profiled(Path(scratch), place), place.ranks)
         for name in names:
             with ExitStack() as worlds:
-                corpus = corpora[name] = Corpus(name, Path(scratch), cluster, rounds, worlds)
-                for edges in ways:
+                corpus = corpora[name] = Corpus(name, Path(scratch), case, place, cluster, worlds)
+                for edges in case.ways:
                     corpus.add(edges)
-                choices = [(share, *corpus.chosen(share)) for share in (SHARES[:1] if args.quick else SHARES)]
+                choices = [(share, *corpus.chosen(share)) for share in case.shares]
                 for _, _, tried, alike in choices:
                     for edges in [*tried, *([alike] if alike else [])]:
                         corpus.add(edges)
@@ -292,7 +393,7 @@ def main() -> None:
     found = summary(corpora, rows, budgets)
     if found["median_spread"] > QUIET:
         say(f"rounds differ by {found['median_spread']:.0%}: this machine was not quiet, and these seconds say nothing")
-    publish("plan_choice", found, rows, args.json)
+    publish("plan_choice" + ("" if args.case == "plain" else f"_{args.case}"), found, rows, args.json)
 
 
 if __name__ == "__main__":

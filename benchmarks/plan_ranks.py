@@ -23,7 +23,6 @@ from longshift.trainer.check import Trial, build
 @cache
 def built(world: World, edges: tuple[tuple[int, str, int], ...], trial: str) -> tuple[State, Player, int]:
     """State and player of length groups, as (upto, layout, pack), and the bytes that the process had before."""
-    give_freed_memory_back()
     base_bytes = psutil.Process().memory_info().rss
     packs = tuple(pack for _, _, pack in edges)
     what = replace(Trial.from_json(json.loads(trial)), capacity=packs[-1], edges=tuple(upto for upto, _, _ in edges), packs=packs)
@@ -35,9 +34,11 @@ def steps(trial: str, path: str) -> list[StepBatch]:
     return replace(Trial.from_json(json.loads(trial)), given=json.loads(Path(path).read_text())).batches()
 
 
-def update(world: World, edges: list, trial: str, path: str, number: int) -> dict[str, float]:
-    """One update from step `number` of a file: seconds until all ranks are done, and this rank's peak beyond what it began with."""
-    world.per_node = world.size
+def update(world: World, edges: list, trial: str, path: str, number: int, per_node: int, give_back: int) -> dict[str, float]:
+    """One update from step `number` of a file: seconds until all ranks are done, and this rank's peak beyond what it began with. Freed
+    memory of `give_back` bytes and more goes back at once."""
+    give_freed_memory_back(give_back)
+    world.per_node = per_node
     state, player, base_bytes = built(world, tuple(tuple(edge) for edge in edges), trial)
     ready = torch.zeros(1)
     world.everyone.all_reduce(ready)

@@ -4,11 +4,12 @@
 
 The shortlist (`planner.shortlist`) compares every layout and assignment in closed form. Its best, and the best single layouts among them,
 are weighed by the ledger and played on the clock as a run would play them (`planner.replay`). So what is chosen is, on the clock, never
-worse than the best single layout that was played. Where nothing of it fits, streamed layouts are tried.
+worse than the best single layout that was played. The best of less memory are among them: what closed forms put first with more of it may
+be slower on the clock. Where nothing of it fits, streamed layouts are tried.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longshift.layout import legal
 from longshift.layout.layout import Layout
@@ -57,9 +58,9 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None) -> Choic
     tell(f"{listed.candidates:,} layouts of {task.world} ranks compared")
     ways = _ways(task, listed)
     for part in BUDGETS[1:]:
-        if not listed.fits or sum(map(replay.fits, ways)) >= ENOUGH:
-            break
-        ways = list(dict.fromkeys([*ways, *_ways(task, _listed(task, part))]))
+        if listed.fits:
+            less = _listed(task, part)
+            ways += _ways(task, less if sum(map(replay.fits, ways)) < ENOUGH else replace(less, others=()))
     if not any(map(replay.fits, ways)):
         tell("no whole pack fits; trying streamed layouts")
         ways += _streamed(task)

@@ -132,8 +132,8 @@ def shortlist(
 
 
 def _longest_whole(problem: Problem, found: Compared) -> int:
-    """The longest key length, as a number of its edge, that some layout of whole packs fits; 0 where there is none."""
-    able = np.isfinite(found.seconds).any(0) & (problem.tally.documents[found.keys] > 0)
+    """The longest key length below the longest, as a number of its edge, that some layout of whole packs fits; 0 where there is none."""
+    able = np.isfinite(found.seconds).any(0) & (problem.tally.documents[found.keys] > 0) & (found.keys < len(problem.tally.edges))
     return int(found.keys[able].max(initial=0))
 
 

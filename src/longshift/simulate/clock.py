@@ -98,6 +98,7 @@ class Clock:
         self.per_node = int(self.rates.fabric.per_node)
         self.turns: dict[tuple, list[tuple[str, float]]] = {}
         self.exchanges: dict[int, list[float]] = {}
+        self.ledgers: dict[int, tuple[Ledger, tuple[Layout, ...]]] = {}  # by rank, with the layouts that each has visited last
         self.paces: dict[Layout, float] = {}  # seconds of a visit for one of a block's on its packs
 
     def step(self, groups: Sequence[GroupPacks]) -> StepTime:
@@ -131,10 +132,20 @@ class Clock:
             stages = [layout.rank(Coord(0, 0, 0, 0, stage)) for stage in range(layout.pp)]
             for rank in stages:
                 if rank not in seen:
-                    ledger = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu)
-                    seen[rank] = _weigh(ledger, visits, packs, self.on_cpu)
+                    seen[rank] = self._moved(rank, visits, packs)
             actions = [list(_Stage(self, layout, stage, visits, own).actions(seen[rank][number])) for stage, rank in enumerate(stages)]
             found.append(play(actions, float(self.rates.constants.crowd)))
+        return found
+
+    def _moved(self, rank: int, visits: tuple[Visit, ...], packs: Sequence[Sequence[tuple[int, ...]]]) -> list[list[_Moved]]:
+        """The operations of a rank's step by visit, and what the ledger says of them. A ledger that has just played the same visits goes on
+        from there: its copies are as a step leaves them."""
+        layouts = tuple(visit.layout for visit in visits)
+        ledger, before = self.ledgers.pop(rank, (None, None))
+        if ledger is None or before != layouts:
+            ledger, before = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu), None
+        found = _weigh(ledger, visits, packs, self.on_cpu, steps=1 if before else 2)
+        self.ledgers[rank] = ledger, layouts
         return found
 
     def dearest(self, group: GroupPacks) -> Packs:
@@ -239,7 +250,9 @@ def _chosen(layout: Layout, costs: np.ndarray) -> tuple[tuple[int, ...], tuple[i
     return many_, few_
 
 
-def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tuple[int, ...]]], on_cpu: bool) -> list[list[_Moved]]:
+def _weigh(
+    ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tuple[int, ...]]], on_cpu: bool, steps: int
+) -> list[list[_Moved]]:
     """The operations of a rank's step by visit, norm and update with the last one's, and what the ledger says of them."""
     found: list[list[_Moved]] = [[]]
     account, sent, moved, added, coded = ledger.account, 0, 0, 0, 0
@@ -262,7 +275,7 @@ def _weigh(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tup
         if op.kind == "leave" and op.visit < len(visits) - 1:
             found.append([])
 
-    ledger.play(visits, packs, after)
+    ledger.play(visits, packs, after, steps)
     return found
 
 
