@@ -12,7 +12,7 @@ steps     `raw`: the clock's seconds over the measured ones, the median of all r
 memory    Peak of the fullest rank beyond what it began with in two first steps, in which freed memory goes back at once, so that holes in
           the C library's heap decide nothing; and the ledger's bytes with what the three calibrating ways had besides.
 budgets   The three ways that the planner would try for a budget are trained. Even rounds say which of them is fastest, and which single
-          layout of those whose tensors fit it. Odd rounds say the ratios: `auto_over_best_static`, seconds of that single
+          layout of all that are trained and whose tensors fit it. Odd rounds say the ratios: `auto_over_best_static`, seconds of that single
           layout over those of that way, and `auto_over_context_parallel`, of the best way by context parallelism alone.
 """
 
@@ -275,8 +275,7 @@ class Corpus:
 
     def judged(self, share: float, tensors: int, tried: Sequence[tuple[Edge, ...]], alike: tuple[Edge, ...] | None) -> dict:
         limit = self.forecast_bytes(tensors)
-        singles = [way for text in self.case.single if (way := self.ways.get(self.case.alone(text)))]
-        within = [way for way in singles if way.ledger_bytes <= tensors]
+        within = [way for edges, way in self.ways.items() if len(edges) == 1 and way.ledger_bytes <= tensors]
         auto = min((self.ways[edges] for edges in tried), key=even_s)
         best = min(within, key=even_s, default=None)
         return {

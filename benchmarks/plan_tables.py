@@ -73,9 +73,9 @@ def plan_corpora() -> str:
     return f"{computed(report)} Times as many seconds as the plan takes, all on the clock.\n\n{lines(head, rows)}"
 
 
-def plan_choice() -> str:
+def plan_choice(name: str = "plan_choice") -> str:
     """Predicted and measured steps by corpus, and what the planner chose under budgets."""
-    report = result("plan_choice")
+    report = result(name)
     rows = []
     for corpus in dict.fromkeys(row["corpus"] for row in report["rows"]):
         ways = [row for row in report["rows"] if row["corpus"] == corpus]

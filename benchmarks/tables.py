@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import kept
@@ -310,6 +311,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "published": plan_tables.published,
     "anchors": plan_tables.anchors,
     "plan-choice": plan_tables.plan_choice,
+    "plan-choice-2x2": partial(plan_tables.plan_choice, "plan_choice_2x2"),
+    "plan-choice-2x4": partial(plan_tables.plan_choice, "plan_choice_2x4"),
     "plan-corpora": plan_tables.plan_corpora,
     "machine-profile": machine_profile,
 }

@@ -195,6 +195,19 @@ def test_the_same_step_takes_the_same_time():
 
 
 @pytest.mark.parametrize(
+    "texts", [("dp8.z2",), ("dp8.z3",), ("pp2.tp2.dp2.z2",), ("dp8.z2", "tp8"), ("dp8.recompute-full.host.z3", "u8.z3", "pp2.tp4")]
+)
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_a_step_takes_as_long_whatever_the_clock_has_played_before(texts: tuple[str, ...], home: Tier):
+    """All groups, fewer packs of all, the last group alone, and all again; of a home on the host each step updates under the next one."""
+    edges = [Edge(4096 << n, Layout.parse(text)) for n, text in enumerate(texts)]
+    whole, fewer = ([GroupPacks(edge.use, (((edge.upto,),) * micros,)) for edge in edges] for micros in (3, 1))
+    used = clock_of(edges, home=home)
+    for groups in (whole, fewer, whole[-1:], whole, fewer):
+        assert used.step(groups).seconds == clock_of(edges, home=home).step(groups).seconds
+
+
+@pytest.mark.parametrize(
     "text", ["dp8", "dp8.z2", "dp8.z3", "tp8", "u8.z3", "ring8.z3", "pp4.dp2", "pp4.dp2.v2", "pp2.tp2.dp2.z2", "dp8.recompute-full"]
 )
 def test_closed_form_and_clock_agree(text: str):
