@@ -37,7 +37,7 @@ HALVINGS = 3  # of a layout's largest packs, that are compared
 MOST_SINGLES = 8  # single layouts of different meshes that are dealt real draws
 WORTH = 0.01  # of a step's seconds, that another round may gain
 KINDS = ("best", "single", "context parallel")
-ROUNDS = 3  # of a search: the next one knows which families of layouts need more than their bounds say
+ROUNDS, MOST_ROUNDS = 3, 12  # of a search: the next one knows which families need more than their bounds say; where nothing fits yet
 TOLD = 5  # assignments that a shortlist names
 
 
@@ -82,7 +82,9 @@ def shortlist(
     refused: Mapping[str, int] = known.refused
     ledger = _Weigher(spec, cluster, formats, tokens_per_step, budget)
     found: list[dict[str, Answer]] = []
-    for number in range(ROUNDS):
+    for number in range(MOST_ROUNDS):
+        if number >= ROUNDS and any("best" in one for one in found):
+            break
         problem = Problem(spec, cost, formats, everything, tokens_per_step, budget, ledger.on_cpu, tuple(sorted(ledger.over.items())))
         at_keys = compared(problem, known.meshes)
         if number == 0:
