@@ -12,8 +12,8 @@ steps     `raw`: the clock's seconds over the measured ones, the median of all r
 memory    Peak of the fullest rank beyond what it began with in two first steps, in which freed memory goes back at once, so that holes in
           the C library's heap decide nothing; and the ledger's bytes with what the three calibrating ways had besides.
 budgets   The three ways that the planner would try for a budget are trained. Even rounds say which of them is fastest, and which single
-          layout of all that are trained and whose tensors fit it. Odd rounds say the ratios: `auto_over_best_static`, seconds of that single
-          layout over those of that way, and `auto_over_context_parallel`, of the best way by context parallelism alone.
+          layout of all that are trained and whose tensors fit it. Odd rounds say the ratios: `auto_over_best_static`, seconds of that
+          single layout over those of that way, and `auto_over_context_parallel`, of the best way by context parallelism alone.
 """
 
 import json

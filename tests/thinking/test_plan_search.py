@@ -25,10 +25,12 @@ from longshift.planner.least_bytes import device_bytes
 from longshift.planner.loads import Dealing, dealt
 from longshift.planner.shortlist import shortlist
 from longshift.program.needs import StepShape, most, needs
+from longshift.spec.families import preset
 from longshift.spec.formats import FORMATS, Format, Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
+from longshift.workload.given import read_lengths
 from longshift.workload.groups import Edge, length_groups
 from longshift.workload.lengths import spans
 
@@ -315,6 +317,18 @@ def test_plan_streams_what_no_layout_of_whole_packs_holds():
     assert sum(group.documents for group in found.best.groups) == pytest.approx(1)
     assert found.best.seconds <= found.single.seconds
     assert "streamed" in found.binding
+
+
+def test_plan_goes_on_until_what_fits_is_found():
+    """Three rounds of this search find only layouts whose bounds fit and whose bytes do not."""
+    lengths = read_lengths(Path(__file__).parents[2] / "examples" / "lengths" / "wikipedia.csv")
+    told = preset("llama-3-70b"), cluster("64xH100"), lengths.lengths, lengths.counts, 1 << 22, 1 << 15
+    found, less = (shortlist(*told, memory_bytes=share * 80e9).best for share in (1.0, 0.9))
+    assert found
+    assert less
+    assert not any("chunk" in group.layout for group in found.groups)
+    assert [group.upto for group in found.groups] == sorted({group.upto for group in found.groups})
+    assert found.seconds <= less.seconds * 1.05
 
 
 def test_plan_counts_every_candidate_and_names_rivals():
