@@ -31,10 +31,11 @@ import numpy as np
 import scale_model
 from common import GIVE_BACK, arguments, publish, say
 from plan_corpora import split
-from worlds import Machine, SleepingWorld, machine
+from worlds import Machine, machine
 
 from longshift.cluster import files
 from longshift.cluster.cluster import Cluster
+from longshift.dist.fork import ForkedWorld
 from longshift.forecast import on_cluster
 from longshift.layout.layout import Layout
 from longshift.planner.least_bytes import FILLED
@@ -161,7 +162,7 @@ class Way:
     Mutable."""
 
     edges: tuple[Edge, ...]
-    world: SleepingWorld
+    world: ForkedWorld
     measured: list[float] = field(default_factory=list)
     clock: list[float] = field(default_factory=list)
     peak_bytes: float = 0.0
