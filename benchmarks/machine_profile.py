@@ -56,14 +56,19 @@ def repeated(home: Path, quick: bool) -> list[dict]:
     ]
 
 
-def set_on_purpose(home: Path) -> list[dict]:
-    """What a profile sees of MODEL."""
+def on_model(model: Model, home: Path) -> Cluster:
+    """A fresh quick profile by all ranks of a scale model. Ends the program where one of them fails."""
     file = home / "model.json"
     command = ["env", f"HOME={home}", *COMMAND, "--quick", "--json", "-o", str(file)]
-    done = run(MODEL, ["bash", "-c", f'exec "$@" > {home}/rank$RANK.out', "bash", *command], home / "logs", TIMEOUT_S)
-    if done["exit_codes"] != [0] * MODEL.ranks:
+    done = run(model, ["bash", "-c", f'exec "$@" > {home}/rank$RANK.out', "bash", *command], home / "logs", TIMEOUT_S)
+    if done["exit_codes"] != [0] * model.ranks:
         raise SystemExit(f"the profile under the scale model ended with {done['exit_codes']}")
-    seen = files.load(file)
+    return files.load(file)
+
+
+def set_on_purpose(home: Path) -> list[dict]:
+    """What a profile sees of MODEL."""
+    seen = on_model(MODEL, home)
     pairs = [
         ("node link", MODEL.intra_bytes_per_s, seen.links["node"].bytes_per_s),
         ("network link", MODEL.inter_bytes_per_s, seen.links["network"].bytes_per_s),

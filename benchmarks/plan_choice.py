@@ -19,8 +19,6 @@ budgets   The three ways that the planner would try for a budget are trained. Ev
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,8 +26,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import scale_model
 from common import GIVE_BACK, arguments, publish, say
+from machine_profile import measure, on_model
 from plan_corpora import split
 from worlds import Machine, machine
 
@@ -83,11 +81,8 @@ class Case:
         return [*map(self.alone, self.single), *groups]
 
 
-def narrow(layers: int) -> ModelSpec:
-    """Llama 2 7B, 16 times narrower, with eight heads and a small vocabulary."""
-    return ModelSpec("llama", 2048, 256, layers, 8, 8, 32, 688, 32 * K)
-
-
+# Llama 2 7B, 16 times narrower, with two blocks, eight heads and a small vocabulary.
+NARROW = ModelSpec("llama", 2048, 256, 2, 8, 8, 32, 688, 32 * K)
 PLAIN = Case(
     on="ranks=2",
     spec=families.preset("tiny-llama"),
@@ -111,7 +106,7 @@ PLAIN = Case(
 )
 NODES_OF_2 = Case(
     on="nodes=2,per_node=2,cpu=0.4,intra=600M,inter=75M",
-    spec=narrow(2),
+    spec=NARROW,
     precision="float32",
     shrink=16,
     longest=2 * K,
@@ -153,7 +148,7 @@ MARGIN = 1.05  # of resident memory: what ways differ by besides their tensors
 QUIET = 0.3  # spread of a way's rounds, which have different documents: some 0.15 by themselves
 WARM = 2  # first steps
 NO_HOLES = 1 << 16  # bytes that go back at once when they are freed, while memory is measured
-DEADLINE_S, PROFILE_S = 240.0, 900.0
+DEADLINE_S = 240.0
 
 
 @dataclass
@@ -323,16 +318,7 @@ def document(generator: np.random.Generator, length: int, vocab: int) -> tuple[l
 
 def profiled(folder: Path, machine: Machine) -> Cluster:
     """This machine, or its scale model, measured now."""
-    file = folder / "profile.json"
-    command = [sys.executable, "-m", "longshift.cli", "profile", "--quick", "--fresh", "-o", str(file)]
-    if machine.model is None:
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-    else:
-        quiet = ["bash", "-c", f'exec "$@" > {folder}/profile-$RANK.out', "bash", "env", f"HOME={folder}", *command]
-        done = scale_model.run(replace(machine.model, memory_bytes=0), quiet, folder / "logs", PROFILE_S)
-        if any(done["exit_codes"]):
-            raise SystemExit(f"the profile of the scale model ended with {done['exit_codes']}")
-    return files.load(file)
+    return on_model(machine.model, folder) if machine.model else measure(folder, quick=True)[0]
 
 
 def summary(corpora: Mapping[str, Corpus], rows: Sequence[dict], budgets: Sequence[dict]) -> dict:

@@ -60,7 +60,8 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None) -> Choic
     for part in BUDGETS[1:]:
         if listed.fits:
             less = _listed(task, part)
-            ways += _ways(task, less if sum(map(replay.fits, ways)) < ENOUGH else replace(less, others=()))
+            found = _ways(task, less if sum(map(replay.fits, ways)) < ENOUGH else replace(less, others=()))
+            ways = list(dict.fromkeys([*ways, *found]))
     if not any(map(replay.fits, ways)):
         tell("no whole pack fits; trying streamed layouts")
         ways += _streamed(task)

@@ -98,7 +98,7 @@ class Clock:
         self.per_node = int(self.rates.fabric.per_node)
         self.turns: dict[tuple, list[tuple[str, float]]] = {}
         self.exchanges: dict[int, list[float]] = {}
-        self.ledgers: dict[int, tuple[Ledger, tuple[Layout, ...]]] = {}  # by rank, with the layouts that each has visited last
+        self.ledgers: dict[tuple[int, tuple[Layout, ...]], Ledger] = {}  # by rank and the layouts that its steps visit
         self.paces: dict[Layout, float] = {}  # seconds of a visit for one of a block's on its packs
 
     def step(self, groups: Sequence[GroupPacks]) -> StepTime:
@@ -132,21 +132,19 @@ class Clock:
             stages = [layout.rank(Coord(0, 0, 0, 0, stage)) for stage in range(layout.pp)]
             for rank in stages:
                 if rank not in seen:
-                    seen[rank] = self._moved(rank, visits, packs)
+                    seen[rank] = self._weighed(rank, visits, packs)
             actions = [list(_Stage(self, layout, stage, visits, own).actions(seen[rank][number])) for stage, rank in enumerate(stages)]
             found.append(play(actions, float(self.rates.constants.crowd)))
         return found
 
-    def _moved(self, rank: int, visits: tuple[Visit, ...], packs: Sequence[Sequence[tuple[int, ...]]]) -> list[list[_Moved]]:
-        """The operations of a rank's step by visit, and what the ledger says of them. A ledger that has just played the same visits goes on
-        from there: its copies are as a step leaves them."""
-        layouts = tuple(visit.layout for visit in visits)
-        ledger, before = self.ledgers.pop(rank, (None, None))
-        if ledger is None or before != layouts:
-            ledger, before = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu), None
-        found = _weigh(ledger, visits, packs, self.on_cpu, steps=1 if before else 2)
-        self.ledgers[rank] = ledger, layouts
-        return found
+    def _weighed(self, rank: int, visits: tuple[Visit, ...], packs: Sequence[Sequence[tuple[int, ...]]]) -> list[list[_Moved]]:
+        """The operations of a rank's step by visit, and what the ledger says of them. A ledger that has played a step of the same visits
+        goes on from there: its copies are as that step has left them."""
+        key = rank, tuple(visit.layout for visit in visits)
+        steps = 1 if key in self.ledgers else 2
+        if key not in self.ledgers:
+            self.ledgers[key] = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu)
+        return _weigh(self.ledgers[key], visits, packs, self.on_cpu, steps)
 
     def dearest(self, group: GroupPacks) -> Packs:
         """The packs of the replica with most to do. Under ZeRO-3 replicas gather unit by unit together, so that each micro-batch is the
