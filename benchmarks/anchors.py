@@ -223,10 +223,10 @@ def padded_s(replay: Replay, edges: tuple[Edge, ...]) -> float:
     """Mean seconds on the clock, each pack computed as one document of its capacity."""
     clock = Clock(replay.shape(edges), replay.task.cluster, replay.cost, replay.task.precision)
     capacity, seconds = {edge.use: edge.pack for edge in edges}, []
-    for draw in replay.draws:
+    for step in replay.typical[1:]:
         groups = [
             GroupPacks(group.layout, tuple(tuple((capacity[group.layout],) for pack in own if pack) for own in group.replicas))
-            for group in in_visiting_order(clock.shape, draw)
+            for group in in_visiting_order(clock.shape, step)
         ]
         seconds.append(clock.step(groups).seconds)
     return float(np.mean(seconds))
@@ -242,8 +242,8 @@ def beside_c1() -> dict:
     best, replay = search(task_of("GitHub")).best, Replay(task_of("GitHub"))
     assert best is not None
     c1 = edges_of("C1")
-    c1_s = float(np.mean([replay.second(c1, draw) for draw in range(len(replay.draws))]))
-    own_s = float(np.mean([replay.second(best.edges, draw) for draw in range(len(replay.draws))]))
+    c1_s = replay.mean_second(c1)
+    own_s = replay.mean_second(best.edges)
     padded = {"search": min(padded_s(replay, best.edges), padded_s(replay, bucketed(best.edges))), "c1": padded_s(replay, c1)}
     return {
         "search": str(best),

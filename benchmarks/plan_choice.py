@@ -10,10 +10,13 @@ steps     `raw`: the clock's seconds over the measured ones, the median of all r
           `longshift calibrate` would have it after a median step of three ways, one dp, one tp, one pp. `regret_first`: how much longer the
           way that the clock puts first takes than the fastest one.
 memory    Peak of the fullest rank beyond what it began with in two first steps, in which freed memory goes back at once, so that holes in
-          the C library's heap decide nothing; and the ledger's bytes with what the three calibrating ways had besides.
-budgets   The three ways that the planner would try for a budget are trained. Even rounds say which of them is fastest, and which single
-          layout of all that are trained and whose tensors fit it. Odd rounds say the ratios: `auto_over_best_static`, seconds of that
-          single layout over those of that way, and `auto_over_context_parallel`, of the best way by context parallelism alone.
+          the C library's heap decide nothing; packs of the second are as large as packs get (`fullest`). And the ledger's bytes with what
+          the three calibrating ways had besides.
+budgets   The three ways that the planner would try for a budget, its best single layout and its best by context parallelism alone are
+          trained. Even rounds say which of the three goes on: the first, unless another was faster by more than its rounds vary; and which
+          single layout was the fastest of all that are trained and whose tensors fit. Odd rounds say the ratios: `auto_over_best_static`,
+          seconds of that single layout over those of that way, and `auto_over_context_parallel`. Ratios are of one round, which has the
+          same documents for all.
 """
 
 import json
@@ -104,41 +107,45 @@ PLAIN = Case(
     shares=(1.1, 0.8, 0.7, 0.6),
     rounds=12,
 )
+# Documents of up to 4K tokens, as 64K of a model 16 times wider: whole packs of them take most of the memory that a budget has.
 NODES_OF_2 = Case(
     on="nodes=2,per_node=2,cpu=0.4,intra=600M,inter=75M",
     spec=NARROW,
     precision="float32",
     shrink=16,
-    longest=2 * K,
+    longest=4 * K,
     tokens=12 * K,
     single=(
-        *("dp4.z1", "dp4.z3", "tp4", "u4.z1", "ring4.z1", "pp2.dp2.z1", "dp2.tp2.z1", "dp2.u2.z1", "u2.tp2", "ring2.u2.z1"),
-        *("dp4.recompute-full.z1", "u4.recompute-full.z1", "dp2.tp2.recompute-full.z1", "dp2.u2.recompute-full.z1"),
+        *("dp4.z1", "dp4.z3", "tp4", "u4.z1", "ring4.z1", "pp2.dp2.z1", "dp2.tp2.z1", "dp2.u2.z1", "u2.tp2"),
+        *("u4.recompute-full.z1", "ring4.recompute-full.z1", "u2.tp2.recompute-full.z1"),
     ),
     groups=(
-        ((512, "dp4.z1", 512), (2 * K, "u4.z1", 2 * K)),
-        ((512, "dp4.z1", 512), (K, "dp2.u2.z1", K), (2 * K, "u4.z1", 2 * K)),
-        ((K, "dp2.tp2.z1", K), (2 * K, "tp4", 2 * K)),
-        ((512, "dp4.z1", 2 * K), (2 * K, "dp2.tp2.z1", 2 * K)),
+        ((512, "dp4.z1", 512), (4 * K, "u4.z1", 4 * K)),
+        ((512, "dp4.z1", 512), (K, "dp2.u2.z1", K), (4 * K, "u4.z1", 4 * K)),
+        ((2 * K, "dp2.tp2.z1", 2 * K), (4 * K, "tp4", 4 * K)),
+        ((512, "dp4.z1", 2 * K), (4 * K, "dp2.u2.z1", 4 * K)),
     ),
     calibrating=("dp4.z1", "tp4", "pp2.dp2.z1"),
-    shares=(1.1, 0.8, 0.6, 0.5, 0.42),
-    rounds=6,
+    shares=(1.0, 0.6, 0.38, 0.3),
+    rounds=8,
 )
 NODES_OF_4 = replace(
     NODES_OF_2,
     on="nodes=2,per_node=4,cpu=0.2,intra=300M,inter=37.5M",
+    tokens=16 * K,
     single=(
         *("dp8.z1", "dp8.z3", "u8.z1", "ring8.z1", "pp2.dp4.z1", "dp2.tp4.z1", "dp2.u4.z1", "dp4.tp2.z1", "dp4.u2.z1", "u4.tp2"),
-        *("dp8.recompute-full.z1", "u8.recompute-full.z1", "dp2.tp4.recompute-full.z1", "dp2.u4.recompute-full.z1"),
+        *("u8.recompute-full.z1", "u4.tp2.recompute-full.z1"),
     ),
     groups=(
-        ((512, "dp8.z1", 512), (2 * K, "u8.z1", 2 * K)),
-        ((512, "dp8.z1", 512), (K, "dp2.u4.z1", K), (2 * K, "u8.z1", 2 * K)),
-        ((K, "dp4.tp2.z1", K), (2 * K, "dp2.tp4.z1", 2 * K)),
-        ((512, "dp8.z1", 2 * K), (2 * K, "dp2.u4.z1", 2 * K)),
+        ((512, "dp8.z1", 512), (4 * K, "u8.z1", 4 * K)),
+        ((512, "dp8.z1", 512), (K, "dp4.u2.z1", K), (4 * K, "u8.z1", 4 * K)),
+        ((2 * K, "dp4.tp2.z1", 2 * K), (4 * K, "dp2.tp4.z1", 4 * K)),
+        ((512, "dp8.z1", 2 * K), (4 * K, "dp2.u4.z1", 4 * K)),
     ),
     calibrating=("dp8.z1", "dp2.tp4.z1", "pp2.dp4.z1"),
+    shares=(1.0, 0.6, 0.3, 0.2),
+    rounds=6,
 )
 CASES = {"plain": PLAIN, "2x2": NODES_OF_2, "2x4": NODES_OF_4}
 CORPORA = ("python", "wikipedia", "pretraining")
@@ -154,10 +161,11 @@ DEADLINE_S = 240.0
 @dataclass
 class Way:
     """Length groups that are trained: seconds of each round, measured and on the clock; bytes of the fullest rank, and the ledger's.
-    Mutable."""
+    `fullest`: a file with a step of the largest packs. Mutable."""
 
     edges: tuple[Edge, ...]
     world: ForkedWorld
+    fullest: Path
     measured: list[float] = field(default_factory=list)
     clock: list[float] = field(default_factory=list)
     peak_bytes: float = 0.0
@@ -183,11 +191,14 @@ class Corpus:
         self.trial = json.dumps(Trial(case.spec, (), precision=case.precision, lr=1e-4).to_json())
         self.replay = Replay(self.task)
         self.ways: dict[tuple[Edge, ...], Way] = {}
+        self.folder, self.generator = folder, generator
 
     def add(self, edges: tuple[Edge, ...]) -> Way:
         """A way to train, measured with those that are there in the next rounds."""
         if edges not in self.ways:
-            way = self.ways[edges] = Way(edges, self.worlds.enter_context(self.machine.world()))
+            path = self.folder / f"{self.name}-{len(self.ways)}.json"
+            path.write_text(json.dumps([[document(self.generator, length, self.case.spec.vocab) for length in fullest(edges)]]))
+            way = self.ways[edges] = Way(edges, self.worlds.enter_context(self.machine.world()), path)
             way.ledger_bytes = self.replay.weigh(edges)[0]["device"]
             way.clock = self.clocked(edges, self.replay)
         return self.ways[edges]
@@ -226,7 +237,8 @@ class Corpus:
     def step(self, way: Way, number: int) -> tuple[float, float]:
         """Seconds of the slowest rank, and the fullest one's peak."""
         edges = [(edge.upto, str(edge.use), edge.pack) for edge in way.edges]
-        told = {"edges": edges, "trial": self.trial, "path": str(self.path), "number": number, "per_node": self.machine.per_node}
+        path, number_there = (way.fullest, 0) if number == WARM - 1 else (self.path, number)
+        told = {"edges": edges, "trial": self.trial, "path": str(path), "number": number_there, "per_node": self.machine.per_node}
         found = way.world.call("plan_ranks:update", DEADLINE_S, **told, give_back=NO_HOLES if number < WARM else GIVE_BACK)
         return max(rank["seconds"] for rank in found), max(rank["peak_bytes"] for rank in found)
 
@@ -261,41 +273,76 @@ class Corpus:
             for edges, way in self.ways.items()
         ]
 
-    def chosen(self, share: float) -> tuple[int, list[tuple[Edge, ...]], tuple[Edge, ...] | None]:
-        """Bytes of tensors for a share of what the first layout needs; the planner's first three ways for them, and its best by context
-        parallelism."""
+    def chosen(self, share: float) -> "Chosen":
+        """What the planner finds for a share of the tensors that the first layout needs; it is trained."""
         tensors = int(share * self.single(self.case.single[0]).ledger_bytes)
         found = search(replace(self.task, memory_bytes=tensors / FILLED))
-        alike = found.context_parallel
-        return tensors, [way.edges for way in found.worth_trying(3)], alike.edges if alike else None
+        alike, single = found.context_parallel, found.single
+        tried = [self.add(way.edges) for way in found.worth_trying(3)]
+        if single is not None:
+            self.add(single.edges)
+        return Chosen(share, tensors, tried, None if alike is None else self.add(alike.edges))
 
-    def judged(self, share: float, tensors: int, tried: Sequence[tuple[Edge, ...]], alike: tuple[Edge, ...] | None) -> dict:
-        limit = self.forecast_bytes(tensors)
-        within = [way for edges, way in self.ways.items() if len(edges) == 1 and way.ledger_bytes <= tensors]
-        auto = min((self.ways[edges] for edges in tried), key=even_s)
-        best = min(within, key=even_s, default=None)
+    def judged(self, chosen: "Chosen") -> dict:
+        auto, alike = going_on(chosen.tried), chosen.context_parallel
+        within = [way for edges, way in self.ways.items() if len(edges) == 1 and way.ledger_bytes <= chosen.tensors_bytes]
+        best = self.fastest(within) if within else None
         return {
             "corpus": self.name,
-            "share": share,
-            "tensors_bytes": tensors,
-            "tried": [str(self.ways[edges]) for edges in tried],
+            "share": chosen.share,
+            "tensors_bytes": chosen.tensors_bytes,
+            "tried": list(map(str, chosen.tried)),
             "auto": str(auto),
             "best_static": str(best) if best else None,
             "auto_over_best_static": over(best, auto) if best else None,
-            "auto_over_context_parallel": over(self.ways[alike], auto) if alike else None,
-            "first_over_auto": over(self.ways[tried[0]], auto),
-            "most_of_limit": max(self.ways[edges].peak_bytes for edges in tried) / limit,
+            "auto_over_context_parallel": over(alike, auto) if alike else None,
+            "first_over_auto": over(chosen.tried[0], auto),
+            "most_of_limit": max(way.peak_bytes for way in chosen.tried) / self.forecast_bytes(chosen.tensors_bytes),
         }
 
+    def fastest(self, ways: Sequence[Way]) -> Way:
+        """The fastest in even rounds, each beside what the round took all ways."""
+        rounds = np.array([way.measured for way in self.ways.values()])[:, ::2]
+        typical = np.median(rounds, 0)
+        return min(ways, key=lambda way: float(np.median(way.measured[::2] / typical)))
 
-def even_s(way: Way) -> float:
-    return statistics.median(way.measured[::2])
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the planner chose for a budget: the ways that are tried, first its first, and its best by context parallelism alone."""
+
+    share: float
+    tensors_bytes: int
+    tried: Sequence[Way]
+    context_parallel: Way | None
+
+
+def going_on(tried: Sequence[Way]) -> Way:
+    """Which of the ways that were tried goes on after the even rounds: the first, unless the fastest other one is faster by more than the
+    standard error of their rounds' ratios."""
+    gains = [np.log(np.divide(tried[0].measured[::2], way.measured[::2])) for way in tried]
+    best = int(np.argmax([gain.mean() for gain in gains]))
+    count = len(gains[best])
+    return tried[best] if count > 1 and gains[best].mean() > gains[best].std(ddof=1) / np.sqrt(count) else tried[0]
 
 
 def over(one: Way, other: Way) -> float:
     """Seconds of one way over those of another, in odd rounds; of one round, in that."""
     odd = slice(1, None, 2) if len(one.measured) > 1 else slice(None)
     return 1.0 if one is other else float(statistics.median(np.divide(one.measured[odd], other.measured[odd])))
+
+
+def fullest(edges: Sequence[Edge]) -> list[int]:
+    """Lengths of documents that fill packs of every group, two for each stage of each replica: as many of the longest as a pack holds, or
+    one more that fill it exactly."""
+    found, longer_than = list[int](), 0
+    for edge in edges:
+        count = edge.pack // edge.upto
+        shorter = edge.pack // (count + 1) // STEP * STEP
+        of_pack = [shorter] * (count + 1) if edge.pack % edge.upto and shorter > longer_than else [edge.upto] * count
+        found += of_pack * (2 * edge.use.dp * edge.use.pp)
+        longer_than = edge.upto
+    return found
 
 
 def own_lengths(name: str) -> np.ndarray:
@@ -330,7 +377,7 @@ def summary(corpora: Mapping[str, Corpus], rows: Sequence[dict], budgets: Sequen
     regrets = {}
     for name, corpus in corpora.items():
         known = [corpus.ways[edges] for edges in list(corpus.ways)[: len(corpus.case.single) + len(corpus.case.groups)]]
-        first, best = min(known, key=lambda way: statistics.median(way.clock)), min(known, key=even_s)
+        first, best = min(known, key=lambda way: statistics.median(way.clock)), corpus.fastest(known)
         regrets[name] = over(first, best) - 1
     return {
         "median_raw": statistics.median(abs(row["raw"]) for row in rows),
@@ -369,12 +416,9 @@ def main() -> None:
                 corpus = corpora[name] = Corpus(name, Path(scratch), case, place, cluster, worlds)
                 for edges in case.ways:
                     corpus.add(edges)
-                choices = [(share, *corpus.chosen(share)) for share in case.shares]
-                for _, _, tried, alike in choices:
-                    for edges in [*tried, *([alike] if alike else [])]:
-                        corpus.add(edges)
+                choices = [corpus.chosen(share) for share in case.shares]
                 corpus.train()
-                budgets += [corpus.judged(*choice) for choice in choices]
+                budgets += list(map(corpus.judged, choices))
                 rows += corpus.rows()
     found = summary(corpora, rows, budgets)
     if found["median_spread"] > QUIET:

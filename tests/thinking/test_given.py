@@ -167,6 +167,29 @@ def test_draws_follow_the_counts_and_differ_by_seed() -> None:
     assert found.draw(1, 10_000).tolist() != found.draw(2, 10_000).tolist()
 
 
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=20), st.integers(1, 9), st.integers(1, 50_000))
+def test_typical_steps_stand_for_the_distribution(lengths, steps, tokens) -> None:
+    found = Lengths.from_array(np.array(lengths))
+    typical = found.typical(steps, tokens)
+    together = np.sort(np.concatenate(typical))
+    assert len(typical) == steps
+    assert all(len(step) for step in typical)
+    assert max(map(len, typical)) - min(map(len, typical)) <= 1
+    for length in lengths:  # as many up to each length as there should be, to a document
+        share = sum(one <= length for one in lengths) / len(lengths)
+        assert abs((together <= length).sum() - share * len(together)) <= 1
+
+
+def test_typical_steps_have_the_tokens_and_documents_of_draws() -> None:
+    found = Lengths(np.array([10, 100, 3000]), np.array([600, 300, 20]))
+    draws, typical = [found.draw(seed, 20_000) for seed in range(2000)], found.typical(8, 20_000)
+    for of_step in (len, np.sum, lambda step: (step == 3000).sum()):
+        assert np.mean([of_step(step) for step in typical]) == pytest.approx(np.mean([of_step(step) for step in draws]), rel=0.03)
+    for length in (100, 3000):
+        numbers, of_draws = ([int((step == length).sum()) for step in some] for some in (typical, draws[:8]))
+        assert max(numbers) - min(numbers) <= 2 < max(of_draws) - min(of_draws)
+
+
 @pytest.mark.parametrize(
     ("name", "documents", "tokens", "beyond_32k"),
     [

@@ -100,21 +100,6 @@ class Dealing:
     dp: int
 
 
-def drawn(lengths: np.ndarray, counts: np.ndarray, tokens_per_step: float, draws: int, seed: int) -> list[np.ndarray]:
-    """Documents of some steps, drawn from the distribution until a step has its tokens; int64 [documents] each."""
-    rng = np.random.default_rng(seed)
-    share = np.cumsum(counts) / counts.sum()
-    mean = float(lengths @ counts) / float(counts.sum())
-    found = []
-    for _ in range(draws):
-        some = np.zeros(0, np.int64)
-        while some.sum() < tokens_per_step:
-            number = int(max(16, 1.2 * (tokens_per_step - some.sum()) / mean))
-            some = np.append(some, lengths[np.searchsorted(share, rng.random(number))])
-        found.append(some[: int(np.searchsorted(np.cumsum(some), tokens_per_step)) + 1])
-    return found
-
-
 def dealt(documents: np.ndarray, how: Dealing, spec: ModelSpec) -> list[list[tuple[int, float]]]:
     """Packs of each replica as (tokens, pairs), dealt as `workload.groups` does; empty where the step has none of these documents."""
     some = documents[(documents > how.lo) & (documents <= how.hi)]

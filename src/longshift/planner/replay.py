@@ -1,6 +1,6 @@
 """Ways to train, weighed by the ledger and played on the clock: what the ranks of a run need at the most, and what its steps take.
 
-Steps are real draws: documents as a run draws them, dealt and packed as a run does.
+Steps have typical documents of the corpus (`Lengths.typical`), dealt and packed as a run does.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +22,8 @@ from longshift.switch.links import links_of
 from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge, length_groups
 
-DRAWS = 4  # steps that are played
-FINALISTS = 4  # ways that all of them are played with
+STEPS = 4  # that are played, after one that is typical by itself, which says with which ways they are
+FINALISTS = 4  # of these ways
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Way:
-    """Groups of lengths, weighed and played. `seconds`: of a step, the mean of the draws; `bytes`: that a rank needs at most, by place;
-    `peak`: the operation after which the device's is; `shape`: of the run's steps; `steps`: the draws on the clock, and the lengths of
+    """Groups of lengths, weighed and played. `seconds`: the mean of `steps`; `bytes`: that a rank needs at most, by place; `peak`: the
+    operation after which the device's is; `shape`: of the run's steps; `steps`: those that were played on the clock, and the lengths of
     their documents."""
 
     edges: tuple[Edge, ...]
@@ -97,7 +97,8 @@ class Replay:
         self.transport = "nccl" if task.on_gpu else "gloo"
         self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision), task.habits)
         self.links = links_of(task.cluster, task.cluster.devices_per_node, task.cluster.nodes)
-        self.draws = [tuple(task.lengths.draw(seed, task.tokens_per_step).tolist()) for seed in range(DRAWS)]
+        typical = [step for count in (1, STEPS) for step in task.lengths.typical(count, task.tokens_per_step)]
+        self.typical = [tuple(step.tolist()) for step in typical]
         self.weighed: dict[tuple[Edge, ...], tuple[Mapping[str, int], str]] = {}
         self.clocks: dict[tuple[Edge, ...], Clock] = {}
         self.steps: dict[tuple[Edge, ...], dict[int, StepTime]] = {}
@@ -120,33 +121,38 @@ class Replay:
         return self.weigh(edges)[0]["device"] <= self.task.budget_bytes
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
-        """Those that fit, fastest first. All are played on the first draw; on the others the first FINALISTS, the best single layout and
-        the best of one cut of the weights. The rest are taken to be as much slower as on the first draw."""
+        """Those that fit, fastest first. All are played on the first step; on the STEPS after it the first FINALISTS, the best single
+        layout and the best of one cut of the weights. The rest are taken to be as much slower as on the first step."""
         fitting = [edges for edges in dict.fromkeys(ways) if self.fits(edges)]
         first = sorted(fitting, key=lambda edges: (self.second(edges, 0), str(edges)))
         kinds = (first, [edges for edges in first if len(edges) == 1], [edges for edges in first if one_cut(edges)])
         finalists = [edges for some, most in zip(kinds, (FINALISTS, 1, 1)) for edges in some[:most]]
-        means = {edges: float(np.mean([self.second(edges, draw) for draw in range(DRAWS)])) for edges in finalists}
+        means = {edges: self.mean_second(edges) for edges in finalists}
         scale = means[first[0]] / self.second(first[0], 0) if first else 1.0
         found = [self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first]
         return sorted(found, key=lambda way: (way.seconds, way.edges not in means, str(way)))
 
-    def step(self, edges: tuple[Edge, ...], draw: int) -> StepTime:
-        """A draw's step on the clock."""
+    def step(self, edges: tuple[Edge, ...], number: int) -> StepTime:
+        """A step on the clock."""
         if edges not in self.clocks:
             self.clocks[edges] = Clock(self.shape(edges), self.task.cluster, self.cost, self.task.precision)
         steps, clock = self.steps.setdefault(edges, {}), self.clocks[edges]
-        if draw not in steps:
-            steps[draw] = clock.step(in_visiting_order(clock.shape, self.draws[draw]))
-        return steps[draw]
+        if number not in steps:
+            steps[number] = clock.step(in_visiting_order(clock.shape, self.typical[number]))
+        return steps[number]
 
-    def second(self, edges: tuple[Edge, ...], draw: int) -> float:
-        """Seconds of a draw's step."""
-        return self.step(edges, draw).seconds
+    def second(self, edges: tuple[Edge, ...], number: int) -> float:
+        """Seconds of a step."""
+        return self.step(edges, number).seconds
+
+    def mean_second(self, edges: tuple[Edge, ...]) -> float:
+        """Mean seconds of the STEPS."""
+        return float(np.mean([self.second(edges, number) for number in range(1, 1 + STEPS)]))
 
     def way(self, edges: tuple[Edge, ...], seconds: float = np.inf) -> Way:
         """What is known of a way."""
-        steps = tuple((step, self.draws[draw]) for draw, step in sorted(self.steps.get(edges, {}).items()))
+        played = self.steps.get(edges, {})
+        steps = tuple((step, self.typical[number]) for number, step in sorted(played.items()) if number or len(played) == 1)
         return Way(edges, seconds, *self.weigh(edges), self.shape(edges), steps)
 
 

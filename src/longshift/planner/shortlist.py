@@ -1,6 +1,6 @@
 """Shortlist: the few assignments of documents to layouts that take a step least time in closed form; and why not others.
 
-    candidates ─ rules ─> possible ─ bound ─> fit some length ─ best at each length ─> survivors ─ program ─> assignments ─ real draws ─>
+    candidates ─ rules ─> possible ─ bound ─> fit some length ─ best at each length ─> survivors ─ program ─> assignments ─ typical steps ─>
     ledger
 
 The best single layouts of all candidates, and the best assignments that change ring, Ulysses and dp alone ("context parallelism only", what
@@ -17,7 +17,7 @@ from longshift.planner.assign import assignments, cut_at, tally
 from longshift.planner.chosen import Answer, Chosen, Rival, Shortlist
 from longshift.planner.enumerated import Fixed, Meshes, enumerate_layouts
 from longshift.planner.least_bytes import reserved
-from longshift.planner.loads import Dealing, dealt, dealt_seconds, drawn, present, switch_seconds
+from longshift.planner.loads import Dealing, dealt, dealt_seconds, present, switch_seconds
 from longshift.planner.remedies import binding, remedies, too_large
 from longshift.planner.streaming import Streamed, streamed
 from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_static, capacities, compared, families, survivors, take_shared
@@ -28,13 +28,14 @@ from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
+from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
 
-MOST_DRAWS = 8
-MOST_DEALT = 12_000  # documents that are dealt in all draws: some 10 us each
+MOST_STEPS = 8
+MOST_DEALT = 12_000  # documents that are dealt in all steps: some 10 us each
 AHEAD_BYTES = float(SwitchOptions().ahead_bytes)
 HALVINGS = 3  # of a layout's largest packs, that are compared
-MOST_SINGLES = 8  # single layouts of different meshes that are dealt real draws
+MOST_SINGLES = 8  # single layouts of different meshes whose packs are dealt
 WORTH = 0.01  # of a step's seconds, that another round may gain
 KINDS = ("best", "single", "context parallel")
 ROUNDS, MOST_ROUNDS = 3, 12  # of a search: the next one knows which families need more than their bounds say; where nothing fits yet
@@ -60,7 +61,6 @@ def shortlist(
     memory_bytes: float | None = None,
     habits: Habits = LONGSHIFT,
     ahead_bytes: float = AHEAD_BYTES,
-    seed: int = 0,
     moments: int = 2,
     packed: MomentFormat = "float32",
     wire: Wire = Wire(),  # noqa: B008  (frozen)
@@ -91,7 +91,7 @@ def shortlist(
             refused = {**known.refused, **at_keys.refused}
         if not np.isfinite(at_keys.seconds[:, -1]).any():
             break
-        made = _Comparison(problem, known.meshes, at_keys, lengths, counts, ahead_bytes, seed)
+        made = _Comparison(problem, known.meshes, at_keys, lengths, counts, ahead_bytes)
         found.append(made.answers(ledger))
         if len(found[-1]) == len(KINDS) and found[-1]["best"].seconds <= made.seconds.min() * (1 + WORTH):
             break
@@ -108,7 +108,7 @@ def shortlist(
         if shorter:
             upto, tokens = int(everything.edges[shorter - 1]), int(everything.tokens[shorter])
             short = lengths <= upto
-            under = (precision, fixed, budget - more, habits, ahead_bytes, seed, moments, packed, wire)
+            under = (precision, fixed, budget - more, habits, ahead_bytes, moments, packed, wire)
             part = shortlist(spec, cluster, lengths[short], counts[short], tokens, upto, *under).best
             if part is not None:
                 both = _both(problem, part, _streamed_answer(problem, one, shorter), shorter)
@@ -190,11 +190,9 @@ class _Weigher:
 
 
 class _Comparison:
-    """Assignments on real draws, within one budget for the bound. Mutable while it is made."""
+    """Assignments on typical steps, within one budget for the bound. Mutable while it is made."""
 
-    def __init__(
-        self, problem: Problem, at: Meshes, found: Compared, lengths: np.ndarray, counts: np.ndarray, ahead_bytes: float, seed: int
-    ):
+    def __init__(self, problem: Problem, at: Meshes, found: Compared, lengths: np.ndarray, counts: np.ndarray, ahead_bytes: float):
         self.problem, self.at = problem, at
         self.statics = best_static(problem, at, found)
         self.edges = (0, *map(int, problem.tally.edges))
@@ -217,7 +215,7 @@ class _Comparison:
         for family in alike:
             some += self._proposals(np.array([rows[int(number)] for number in family]))[:3]
         self.proposals = list(dict.fromkeys(some))
-        self.seconds, self.parts = self._on_draws(lengths, counts, seed)
+        self.seconds, self.parts = self._on_steps(lengths, counts)
 
     def answers(self, ledger: _Weigher) -> dict[str, Answer]:
         """The best, the best single layout, and the best that changes context parallelism alone, of those that the ledger lets through."""
@@ -335,26 +333,27 @@ class _Comparison:
         cuts = np.stack([self.pool.tp, self.pool.pp, self.pool.virtual], 1)[rows]
         return np.where((cuts[:, None] == cuts[None]).all(2), 0.0, self.switch_s[rows][None])
 
-    def _on_draws(self, lengths: np.ndarray, counts: np.ndarray, seed: int) -> tuple[np.ndarray, list[list[float]]]:
-        """Mean seconds of real steps under each proposal; and those of its groups and, last, of its switches. Groups that no draw has count
-        as expected."""
+    def _on_steps(self, lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, list[list[float]]]:
+        """Mean seconds of typical steps under each proposal; and those of its groups and, last, of its switches. Groups that no step has
+        count as expected."""
         problem = self.problem
-        draws = int(np.clip(MOST_DEALT // max(1.0, problem.tally.documents[-1] * len(self.proposals)), 1, MOST_DRAWS))
-        steps = drawn(lengths, counts, problem.tokens_per_step, draws, seed)
+        count = int(np.clip(MOST_DEALT // max(1.0, problem.tally.documents[-1] * len(self.proposals)), 1, MOST_STEPS))
+        steps = Lengths(lengths, counts).typical(count, problem.tokens_per_step)
         numbers: dict[tuple[int, Dealing, int], int] = {}
         known: dict[tuple[int, Dealing], list] = {}
         work = []
         for how, row in {(self._dealing(group), group[2]): None for proposal in self.proposals for group in proposal.groups}:
-            for draw, documents in enumerate(steps):
-                if (draw, how) not in known:
-                    known[draw, how] = dealt(documents, how, problem.spec)
-                numbers[draw, how, row] = len(work)
-                work.append((row, known[draw, how]))
+            for step, documents in enumerate(steps):
+                if (step, how) not in known:
+                    known[step, how] = dealt(documents, how, problem.spec)
+                numbers[step, how, row] = len(work)
+                work.append((row, known[step, how]))
         of_group = dealt_seconds(problem.cost, problem.spec, self.pool, work)
         seconds, parts = np.zeros(len(self.proposals)), []
         for number, proposal in enumerate(self.proposals):
-            own = np.array([[of_group[numbers[d, self._dealing(g), g[2]]] for g in proposal.groups] for d in range(draws)])
-            there = [[bool(known[draw, self._dealing(group)]) for group in proposal.groups] for draw in range(draws)]
+            groups = [(self._dealing(group), group[2]) for group in proposal.groups]
+            own = np.array([[of_group[numbers[step, how, row]] for how, row in groups] for step in range(count)])
+            there = [[bool(known[step, how]) for how, _ in groups] for step in range(count)]
             switched = float(np.mean([self._switched(proposal, some) for some in there]))
             of_groups = own.mean(0)
             for place in np.flatnonzero(~np.any(there, 0)):
@@ -364,7 +363,7 @@ class _Comparison:
         return seconds, parts
 
     def _expected(self, group: tuple[int, int, int, int]) -> float:
-        """Seconds of a group as expected: what counts where its documents are so rare that no draw has one."""
+        """Seconds of a group as expected: what counts where its documents are so rare that no step has one."""
         before, end, row, capacity = group
         return float(self.problem.expected(self.pool.take(np.array([row])), float(capacity), before, end)[0][0])
 

@@ -81,7 +81,7 @@ def write_config(config: Config, found: Planned, path: Path) -> None:
 
 
 def write_trace(way: Way, path: Path) -> None:
-    """Write the first draw of a step as it was played, in the Trace Event Format. Raises UsageError where the file cannot be written."""
+    """Write the first of the steps that were played, in the Trace Event Format. Raises UsageError where the file cannot be written."""
     step, _ = way.steps[0]
     spans: dict[int, list[Span]] = {}
     for start, pieces in zip(step.starts, step.played):

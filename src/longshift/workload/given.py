@@ -61,6 +61,20 @@ class Lengths:
         drawn = np.concatenate(found)
         return drawn[: int(np.searchsorted(np.cumsum(drawn), tokens_per_step)) + 1]
 
+    def typical(self, steps: int, tokens_per_step: float) -> list[np.ndarray]:
+        """Lengths of the documents of so many steps that together stand for all, int64 in random order. They are evenly spaced quantiles of
+        the distribution, dealt so that steps are alike. A step has as many documents as a draw has on average: it ends with the document
+        that completes its tokens, half of which, by tokens, is more than was asked for."""
+        ends = np.cumsum(self.counts)
+        mean = self.tokens / self.documents
+        of_token = float(self.lengths.astype(float) ** 2 @ self.counts) / self.tokens  # mean length of the document that a token is in
+        number = max(steps, round(steps * (tokens_per_step + of_token / 2) / mean))
+        found = self.lengths[np.searchsorted(ends, (np.arange(number)[::-1] + 0.5) / number * ends[-1])]
+        turn, place = np.divmod(np.arange(number), steps)
+        step = np.where(turn % 2, steps - 1 - place, place)
+        random = np.random.default_rng(0)
+        return [random.permutation(found[step == one]) for one in range(steps)]
+
 
 def read_lengths(path: Path) -> Lengths:
     """The lengths in a file: a histogram where its name ends with .csv or .csv.gz, else one a line. Raises UsageError where it cannot be
