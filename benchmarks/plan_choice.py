@@ -262,6 +262,7 @@ class Corpus:
                 "corpus": self.name,
                 "way": str(way),
                 "measured_s": statistics.median(way.measured),
+                "rounds_s": [round(seconds, 4) for seconds in way.measured],
                 "spread": (max(way.measured) - min(way.measured)) / statistics.median(way.measured),
                 "predicted_s": statistics.median(way.clock),
                 "raw": over[edges] - 1,
