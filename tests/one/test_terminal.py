@@ -195,8 +195,8 @@ def test_what_the_header_says(place):
     facts = {"candidates": 1234, "best": {"seconds": 0.3}, "rivals": [{"times": 1.21}]}
     plan = PlanFile("auto", ("dp2", "tp2"), facts)
     told = "layout: auto compared 1,234 and predicts 0.3 s a step, the next takes 1.21 times as long"
-    assert told + "; the best 2 are trained a few steps each, and the fastest goes on" in layout_told(run, plan)
-    assert "trained 2 choices, and this was the fastest" in layout_told(run, replace(plan, chosen=1, rates=(1.0, 2.0)))
+    assert told + "; the best 2 are trained a few steps each, and this one goes on unless another is faster" in layout_told(run, plan)
+    assert "trained 2 choices a few steps each, and goes on with this one" in layout_told(run, replace(plan, chosen=1, rates=(1.0, 2.0)))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "float8"])

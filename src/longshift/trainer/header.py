@@ -132,14 +132,14 @@ def why(plan: PlanFile) -> str:
     facts = plan.facts or {}
     best, compared = facts.get("best") or {}, facts.get("candidates")
     if plan.chosen is not None and len(plan.choices) > 1:
-        return f"layout: auto trained {len(plan.choices)} choices, and this was the fastest"
+        return f"layout: auto trained {len(plan.choices)} choices a few steps each, and goes on with this one"
     reason = (
         f"layout: auto compared {compared:,} and predicts {best['seconds']:.3g} s a step" if compared and best else "layout: auto chose it"
     )
     if rivals := facts.get("rivals"):
         reason += f", the next takes {rivals[0]['times']:.2f} times as long"
-    trials = f"; the best {len(plan.choices)} are trained a few steps each, and the fastest goes on" if plan.chosen is None else ""
-    return reason + trials
+    trials = f"; the best {len(plan.choices)} are trained a few steps each, and this one goes on unless another is faster"
+    return reason + (trials if plan.chosen is None else "")
 
 
 def _count(number: int) -> str:

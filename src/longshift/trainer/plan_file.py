@@ -1,8 +1,11 @@
 """A run's `plan.json`: what was planned, what was tried of it, what goes on. Needs no torch."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import hypot, sqrt
 from pathlib import Path
+from statistics import median, stdev
 from typing import Any
 
 from longshift.cluster.cluster import Calibration
@@ -14,13 +17,14 @@ from longshift.forecast import with_layout
 @dataclass(frozen=True)
 class PlanFile:
     """A run's `plan.json`. `asked`: the config's `layout` as it was written; `choices`: layouts in the config's form, best first, all of
-    which are tried; `facts`: what the planner said; `rates`: model FLOP/s of those that were tried; `chosen`: the one that goes on;
-    `calibration`: what the trials' steps showed of the machine."""
+    which are tried; `facts`: what the planner said; `rates`: model FLOP/s of those that were tried, medians, and `errors`: their standard
+    errors; `chosen`: the one that goes on; `calibration`: what the trials' steps showed of the machine."""
 
     asked: Any
     choices: tuple[Any, ...]
     facts: Any = None
     rates: tuple[float, ...] = ()
+    errors: tuple[float, ...] = ()
     chosen: int | None = None
     calibration: Calibration | None = None
 
@@ -29,11 +33,16 @@ class PlanFile:
         """What the next step is computed with, in the config's form."""
         return self.choices[len(self.rates) if self.chosen is None else self.chosen]
 
-    def after(self, rate: float) -> "PlanFile":
-        """With the rate of one more trial. The fastest is chosen after the last one."""
-        rates = (*self.rates, rate)
-        chosen = max(range(len(rates)), key=lambda number: (rates[number], -number)) if len(rates) == len(self.choices) else None
-        return replace(self, rates=rates, chosen=chosen)
+    def after(self, rates: Sequence[float]) -> "PlanFile":
+        """With one more trial, whose steps had these model FLOP/s. After the last one the planner's first choice goes on, unless the
+        fastest one is faster by more than their standard errors: steps of a trial are few, and differ."""
+        error = stdev(rates) / sqrt(len(rates)) if len(rates) > 1 else 0.0
+        tried = replace(self, rates=(*self.rates, median(rates)), errors=(*self.errors, error))
+        if len(tried.rates) < len(self.choices):
+            return tried
+        fastest = max(range(len(tried.rates)), key=lambda number: (tried.rates[number], -number))
+        faster = tried.rates[fastest] - tried.rates[0] > hypot(tried.errors[fastest], tried.errors[0])
+        return replace(tried, chosen=fastest if faster else 0)
 
     def config(self, config: Config) -> Config:
         """The config with the layout of the next step."""
@@ -47,7 +56,9 @@ class PlanFile:
         found = json.loads(text)
         calibration = found.get("calibration")
         made = {"calibration": None if calibration is None else Calibration.from_json(calibration)}
-        return cls(**found | {"choices": tuple(found["choices"]), "rates": tuple(found["rates"])} | made)
+        errors = found.get("errors", [0.0] * len(found["rates"]))
+        tried = {"choices": tuple(found["choices"]), "rates": tuple(found["rates"]), "errors": tuple(errors)}
+        return cls(**found | tried | made)
 
 
 def place(run: Path) -> Path:

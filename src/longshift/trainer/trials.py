@@ -1,19 +1,19 @@
-"""Trials: the best few choices of a plan are trained a few steps each, and the fastest goes on. The steps count: they are the run's own.
+"""Trials: the best few choices of a plan are trained a few steps each, and one goes on. The steps count: they are the run's own.
 
     plan.json   choices, dearest last   0: dp2 <= 1K, tp2     1: dp2.z3 ...     2: tp2 ...
     steps       1 2 3 4 │ 5 6 7 8 │ 9 10 11 12 │ 13 ...
-    layout         0    │    1    │     2      │ the fastest; a checkpoint at each bar, which any layout loads
+    layout         0    │    1    │     2      │ one of them; a checkpoint at each bar, which any layout loads
 
-What is compared is model FLOP/s, since steps have different documents. The first step of a trial, in which memory is allocated and kernels
-are chosen, is not counted. The others are steps of known layouts: they calibrate what is known of the machine, by which the steps that
-follow are predicted (`train.foretold`).
+What is compared is model FLOP/s, since steps have different documents: another choice than the first goes on where it is faster by more
+than the steps vary. The first step of a trial, in which memory is allocated and kernels are chosen, is not counted. The others are steps of
+known layouts: they calibrate what is known of the machine, by which the steps that follow are predicted (`train.foretold`).
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 from longshift.cluster.cluster import Calibration
 from longshift.config import Config
@@ -44,7 +44,7 @@ def tried(config: Config, run: Path, resume: bool, world: World, play: PlaySteps
             yield metrics
         if len(rates) < STEPS:  # stopped, or the run's last step
             return
-        plan = plan.after(float(world.gather_text(repr(median(rates[1:])))[0]))
+        plan = plan.after(json.loads(world.gather_text(json.dumps(rates[1:]))[0]))
         if world.rank == 0:
             kept = plan if plan.chosen is None else replace(plan, calibration=_calibration(run, config, world))
             with written(str(file)):
