@@ -144,7 +144,7 @@ NODES_OF_4 = replace(
         ((512, "dp8.z1", 2 * K), (4 * K, "dp2.u4.z1", 4 * K)),
     ),
     calibrating=("dp8.z1", "dp2.tp4.z1", "pp2.dp4.z1"),
-    shares=(1.0, 0.6, 0.3, 0.2),
+    shares=(0.6, 0.3, 0.2),
     rounds=6,
 )
 CASES = {"plain": PLAIN, "2x2": NODES_OF_2, "2x4": NODES_OF_4}

@@ -18,7 +18,7 @@ cover it. Everything that moves weights or gradients follows from them:
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 from longshift.layout.box import Box
@@ -154,6 +154,7 @@ def buckets(spec: ModelSpec, layout: Layout) -> tuple[Bucket, ...]:
     return _grouped(spec, layout, ((param, piece) for param in spec.params for piece in pieces_of(spec, layout, param)))
 
 
+@lru_cache(maxsize=32)  # a step asks for those of its layouts several times
 def buckets_of(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Bucket, ...]:
     """The buckets that one rank is a holder of: those of `buckets`, in their order, made without the others."""
     pp = layout.coord(rank).pp
@@ -191,6 +192,7 @@ class UnitOnRank:
     buckets: tuple[Bucket, ...]
 
 
+@lru_cache(maxsize=32)
 def units_on(spec: ModelSpec, layout: Layout, rank: int) -> tuple[UnitOnRank, ...]:
     """The moving units that one rank computes with, ascending. The time it takes does not depend on the number of ranks."""
     at = layout.coord(rank)
