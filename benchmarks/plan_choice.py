@@ -4,7 +4,8 @@ the planner chooses under budgets of memory beside the best single layout that f
 `--case plain` has two ranks on this machine as it is, `2x2` and `2x4` four and eight on its scale model of two nodes (`scale_model`; as
 root). The machine, or the model, is profiled (`--quick` takes the preset of CPUs, and one round). Documents have the lengths of
 `examples/lengths` and of Python's library, so many times shorter as the case says; their tokens are random. Every way to train has
-processes of its own, which sleep while others are measured; a round is a step of each, in its own order.
+processes of its own, which sleep while others are measured; a round is a step of each, in its own order. Steps are typical of the corpus
+(`Lengths.typical`), and each is trained in two rounds, an even and an odd one.
 
 steps     `raw`: the clock's seconds over the measured ones, the median of all rounds; `calibrated`: the same on the cluster as
           `longshift calibrate` would have it after a median step of three ways, one dp, one tp, one pp. `regret_first`: how much longer the
@@ -15,8 +16,7 @@ memory    Peak of the fullest rank beyond what it began with in two first steps,
 budgets   The three ways that the planner would try for a budget, its best single layout and its best by context parallelism alone are
           trained. Even rounds say which of the three goes on: the first, unless another was faster by more than its rounds vary; and which
           single layout was the fastest of all that are trained and whose tensors fit. Odd rounds say the ratios: `auto_over_best_static`,
-          seconds of that single layout over those of that way, and `auto_over_context_parallel`. Ratios are of one round, which has the
-          same documents for all.
+          seconds of that single layout over those of that way, and `auto_over_context_parallel`.
 """
 
 import json
@@ -127,7 +127,7 @@ NODES_OF_2 = Case(
     ),
     calibrating=("dp4.z1", "tp4", "pp2.dp2.z1"),
     shares=(1.0, 0.6, 0.38, 0.3),
-    rounds=8,
+    rounds=10,
 )
 NODES_OF_4 = replace(
     NODES_OF_2,
@@ -183,7 +183,8 @@ class Corpus:
         self.name, self.case, self.machine, self.worlds = name, case, machine, worlds
         lengths = split(Lengths.from_array(rounded(own_lengths(name) / case.shrink)), case.longest)
         self.task = Task(case.spec, cluster, lengths, case.tokens, case.precision, machine.ranks)
-        self.steps = [lengths.draw(1000 + number, case.tokens).tolist() for number in range(WARM + case.rounds)]
+        typical = lengths.typical(-(-case.rounds // 2), case.tokens)
+        self.steps = [typical[max(0, number - WARM) // 2].tolist() for number in range(WARM + case.rounds)]
         generator = np.random.default_rng(0)
         given = [[document(generator, length, case.spec.vocab) for length in step] for step in self.steps]
         self.path = folder / f"{name}.json"
@@ -197,7 +198,9 @@ class Corpus:
         """A way to train, measured with those that are there in the next rounds."""
         if edges not in self.ways:
             path = self.folder / f"{self.name}-{len(self.ways)}.json"
-            path.write_text(json.dumps([[document(self.generator, length, self.case.spec.vocab) for length in fullest(edges)]]))
+            path.write_text(
+                json.dumps([[document(self.generator, length, self.case.spec.vocab) for length in fullest(edges, self.case.tokens)]])
+            )
             way = self.ways[edges] = Way(edges, self.worlds.enter_context(self.machine.world()), path)
             way.ledger_bytes = self.replay.weigh(edges)[0]["device"]
             way.clock = self.clocked(edges, self.replay)
@@ -287,7 +290,7 @@ class Corpus:
     def judged(self, chosen: "Chosen") -> dict:
         auto, alike = going_on(chosen.tried), chosen.context_parallel
         within = [way for edges, way in self.ways.items() if len(edges) == 1 and way.ledger_bytes <= chosen.tensors_bytes]
-        best = self.fastest(within) if within else None
+        best = min(within, key=even_s, default=None)
         return {
             "corpus": self.name,
             "share": chosen.share,
@@ -301,12 +304,6 @@ class Corpus:
             "most_of_limit": max(way.peak_bytes for way in chosen.tried) / self.forecast_bytes(chosen.tensors_bytes),
         }
 
-    def fastest(self, ways: Sequence[Way]) -> Way:
-        """The fastest in even rounds, each beside what the round took all ways."""
-        rounds = np.array([way.measured for way in self.ways.values()])[:, ::2]
-        typical = np.median(rounds, 0)
-        return min(ways, key=lambda way: float(np.median(way.measured[::2] / typical)))
-
 
 @dataclass(frozen=True)
 class Chosen:
@@ -318,30 +315,35 @@ class Chosen:
     context_parallel: Way | None
 
 
+def even_s(way: Way) -> float:
+    """Seconds of the even rounds."""
+    return sum(way.measured[::2])
+
+
 def going_on(tried: Sequence[Way]) -> Way:
     """Which of the ways that were tried goes on after the even rounds: the first, unless the fastest other one is faster by more than the
-    standard error of their rounds' ratios."""
-    gains = [np.log(np.divide(tried[0].measured[::2], way.measured[::2])) for way in tried]
-    best = int(np.argmax([gain.mean() for gain in gains]))
-    count = len(gains[best])
-    return tried[best] if count > 1 and gains[best].mean() > gains[best].std(ddof=1) / np.sqrt(count) else tried[0]
+    standard error of their difference."""
+    best = min(tried, key=even_s)
+    gained = np.subtract(tried[0].measured[::2], best.measured[::2])
+    return best if len(gained) > 1 and gained.mean() > gained.std(ddof=1) / np.sqrt(len(gained)) else tried[0]
 
 
 def over(one: Way, other: Way) -> float:
     """Seconds of one way over those of another, in odd rounds; of one round, in that."""
     odd = slice(1, None, 2) if len(one.measured) > 1 else slice(None)
-    return 1.0 if one is other else float(statistics.median(np.divide(one.measured[odd], other.measured[odd])))
+    return sum(one.measured[odd]) / sum(other.measured[odd])
 
 
-def fullest(edges: Sequence[Edge]) -> list[int]:
-    """Lengths of documents that fill packs of every group, two for each stage of each replica: as many of the longest as a pack holds, or
-    one more that fill it exactly."""
+def fullest(edges: Sequence[Edge], tokens: int) -> list[int]:
+    """Lengths of documents that fill the packs of every group: as many packs as `tokens` make on its replicas, and as a pipeline has under
+    way; in each as many of the longest as it holds, or one more that fill it exactly."""
     found, longer_than = list[int](), 0
     for edge in edges:
-        count = edge.pack // edge.upto
+        count, use = edge.pack // edge.upto, edge.use
         shorter = edge.pack // (count + 1) // STEP * STEP
         of_pack = [shorter] * (count + 1) if edge.pack % edge.upto and shorter > longer_than else [edge.upto] * count
-        found += of_pack * (2 * edge.use.dp * edge.use.pp)
+        micros = -(-tokens // (edge.pack * use.dp))
+        found += of_pack * (use.dp * min(micros, 2 * use.pp * use.virtual + 1))
         longer_than = edge.upto
     return found
 
@@ -378,7 +380,7 @@ def summary(corpora: Mapping[str, Corpus], rows: Sequence[dict], budgets: Sequen
     regrets = {}
     for name, corpus in corpora.items():
         known = [corpus.ways[edges] for edges in list(corpus.ways)[: len(corpus.case.single) + len(corpus.case.groups)]]
-        first, best = min(known, key=lambda way: statistics.median(way.clock)), corpus.fastest(known)
+        first, best = min(known, key=lambda way: statistics.median(way.clock)), min(known, key=even_s)
         regrets[name] = over(first, best) - 1
     return {
         "median_raw": statistics.median(abs(row["raw"]) for row in rows),

@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import heapreplace
 from pathlib import Path
 
 import numpy as np
@@ -63,17 +64,21 @@ class Lengths:
 
     def typical(self, steps: int, tokens_per_step: float) -> list[np.ndarray]:
         """Lengths of the documents of so many steps that together stand for all, int64 in random order. They are evenly spaced quantiles of
-        the distribution, dealt so that steps are alike. A step has as many documents as a draw has on average: it ends with the document
-        that completes its tokens, half of which, by tokens, is more than was asked for."""
+        the distribution, from the longest on each in the step that has least tokens yet. Steps have as many tokens as draws have on
+        average: a draw ends with the document that completes its tokens, and half of the document that a token is in comes on top."""
         ends = np.cumsum(self.counts)
         mean = self.tokens / self.documents
         of_token = float(self.lengths.astype(float) ** 2 @ self.counts) / self.tokens  # mean length of the document that a token is in
         number = max(steps, round(steps * (tokens_per_step + of_token / 2) / mean))
         found = self.lengths[np.searchsorted(ends, (np.arange(number)[::-1] + 0.5) / number * ends[-1])]
-        turn, place = np.divmod(np.arange(number), steps)
-        step = np.where(turn % 2, steps - 1 - place, place)
+        dealt: list[list[int]] = [[] for _ in range(steps)]
+        least = [(0, step) for step in range(steps)]
+        for length in found.tolist():
+            tokens, step = least[0]
+            dealt[step].append(length)
+            heapreplace(least, (tokens + length, step))
         random = np.random.default_rng(0)
-        return [random.permutation(found[step == one]) for one in range(steps)]
+        return [random.permutation(np.array(some, np.int64)) for some in dealt]
 
 
 def read_lengths(path: Path) -> Lengths:
