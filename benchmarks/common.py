@@ -87,6 +87,11 @@ def give_freed_memory_back(at_least: int = GIVE_BACK) -> None:
     libc.mallopt(M_TRIM_THRESHOLD, 4 * at_least)
 
 
+def give_all_back() -> None:
+    """glibc: hand all freed memory to the system now."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def publish(benchmark: str, summary: Mapping, rows: Sequence[Mapping], as_json: bool) -> None:
     """Print the result on standard output."""
     command = shlex.join([f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])

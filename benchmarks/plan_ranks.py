@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from common import give_freed_memory_back
+from common import give_all_back, give_freed_memory_back
 
 from longshift.dist.world import World
 from longshift.documents.batch import StepBatch
@@ -36,7 +36,7 @@ def steps(trial: str, path: str) -> list[StepBatch]:
 
 def update(world: World, edges: list, trial: str, path: str, number: int, per_node: int, give_back: int) -> dict[str, float]:
     """One update from step `number` of a file: seconds until all ranks are done, and this rank's peak beyond what it began with. Freed
-    memory of `give_back` bytes and more goes back at once."""
+    memory of `give_back` bytes and more goes back at once, all else after the update: two hundred ranks sleep beside each other."""
     give_freed_memory_back(give_back)
     world.per_node = per_node
     state, player, base_bytes = built(world, tuple(tuple(edge) for edge in edges), trial)
@@ -46,5 +46,6 @@ def update(world: World, edges: list, trial: str, path: str, number: int, per_no
     train_step(state, steps(trial, path)[number], player)
     world.everyone.all_reduce(ready)
     seconds = time.perf_counter() - began
+    give_all_back()
     unit = 1 if sys.platform == "darwin" else 1024
     return {"seconds": seconds, "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - base_bytes}
