@@ -1,6 +1,7 @@
 """Box: a half-open hyper-rectangle of a tensor, in the tensor's global coordinates. The algebra of everything that moves."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 
@@ -19,7 +20,7 @@ class Box:
     def shape(self) -> tuple[int, ...]:
         return tuple(b - a for a, b in zip(self.start, self.stop))
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return prod(max(size, 0) for size in self.shape)
 

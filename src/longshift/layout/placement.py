@@ -18,7 +18,7 @@ cover it. Everything that moves weights or gradients follows from them:
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import pairwise
 
 from longshift.layout.box import Box
@@ -54,11 +54,11 @@ class Bucket:
     sharded: bool
     frozen: bool = False
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return sum(piece.box.elements for piece in self.pieces)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Elements of the largest share: one slot of the fused buffer."""
         return self._kept(0)
@@ -68,9 +68,17 @@ class Bucket:
         index = bisect_left(self.holders, rank)
         return tuple((p.name, p.share(index) if self.sharded else p.box) for p in self.pieces)
 
+    @cached_property
+    def _known(self) -> dict[int, int]:
+        """What `kept` has said, by place of the holder."""
+        return {}
+
     def kept(self, rank: int) -> int:
         """How many elements a holder keeps at home."""
-        return self._kept(bisect_left(self.holders, rank))
+        index = bisect_left(self.holders, rank)
+        if index not in self._known:
+            self._known[index] = self._kept(index)
+        return self._known[index]
 
     def _kept(self, index: int) -> int:
         if not self.sharded:

@@ -173,7 +173,7 @@ class _Weigher:
         family is known to need more than its bound says, that much more without weighing it."""
         one = at.take(np.array([row]))
         layout, family = one.layout(0), tuple(int(getattr(one, name)[0]) for name in FAMILY)
-        key = str(layout), capacity, longest
+        key = str(layout), capacity, longest if self.on_cpu else 0  # attention on a GPU keeps nothing that grows with a document
         if key not in self.known:
             bound = float(problem.bound(one, float(capacity))[0])
             if bound * self.over.get(family, 1.0) > self.budget_bytes:

@@ -64,6 +64,7 @@ class Ledger:
             self.runners[layout] = (HeldChunked if layout.chunk else HeldWhole)(self.account, view, self.copies[view.cut])
         self.late = False  # whether the step before has left its updates
         self.visits: Sequence[Visit] = ()
+        self.at: list[tuple[HeldPacks, HeldCopies]] = []  # what a visit runs and has copies in
         self.packs: Sequence[Sequence[Sequence[int]]] = ()
         self.table: dict[str, Callable[[Op], object]] = {
             "enter": lambda op: None,
@@ -117,6 +118,7 @@ class Ledger:
         """What some equal steps need at the most, the first of which leaves working copies, and what the last one sends and moves. `packs`:
         lengths of the documents of each micro-batch, by visit. `after` sees the last step's operations when they are done."""
         self.visits, self.packs = visits, packs
+        self.at = [(self.runners[visit.layout], self.copies[self.steps.views[visit.layout].cut]) for visit in visits]
         for step in range(steps):
             program, self.late = self.steps.program(visits, late=self.late), self.steps.late
             for counted in (self.account.sent, self.account.moved, self.account.flops):
@@ -135,10 +137,10 @@ class Ledger:
         return str(op) if whole else f"{op} under {self.visits[op.visit].layout}"
 
     def _runner(self, op: Op) -> HeldPacks:
-        return self.runners[self.visits[op.visit].layout]
+        return self.at[op.visit][0]
 
     def _copies(self, op: Op) -> HeldCopies:
-        return self.copies[self.steps.views[self.visits[op.visit].layout].cut]
+        return self.at[op.visit][1]
 
     def _of_norm(self) -> int:
         """Bytes that go out for the sum of two float64 over all ranks."""
