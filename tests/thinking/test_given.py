@@ -159,6 +159,13 @@ def test_a_draw_takes_whole_documents_until_the_tokens_are_there(lengths, seed, 
     assert drawn.tolist() == found.draw(seed, tokens).tolist()
 
 
+@pytest.mark.parametrize(("tokens", "documents"), [(1000, 1), (999, 1), (1001, 2), (10_000, 10), (1, 1)])
+def test_typical_steps_of_equal_documents_have_as_many_as_draws(tokens, documents) -> None:
+    found = Lengths.from_array(np.array([1000, 1000]))
+    assert len(found.draw(0, tokens)) == documents
+    assert [step.tolist() for step in found.typical(4, tokens)] == [[1000] * documents] * 4
+
+
 def test_draws_follow_the_counts_and_differ_by_seed() -> None:
     found = Lengths(np.array([10, 1000]), np.array([900, 100]))
     drawn = found.draw(0, 10_000_000)

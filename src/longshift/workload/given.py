@@ -20,6 +20,7 @@ import numpy as np
 from longshift.errors import DataError, UsageError
 
 BIN_POINTS = 64  # lengths that stand for a bin, at most
+COUNTED = 20_000  # documents, by whose steps it is known how many a step has
 MOST = 1 << 48  # tokens of a document, documents of a bin
 
 
@@ -62,14 +63,27 @@ class Lengths:
         drawn = np.concatenate(found)
         return drawn[: int(np.searchsorted(np.cumsum(drawn), tokens_per_step)) + 1]
 
+    def documents_per_step(self, tokens_per_step: float) -> float:
+        """Mean number of documents of a draw, of some steps drawn one after another: a step ends with the document that completes its
+        tokens, which may be much more than was asked for."""
+        ends, mean = np.cumsum(self.counts), self.tokens / self.documents
+        steps = int(np.clip(COUNTED * mean / tokens_per_step, 4, 256))
+        random = np.random.default_rng(0)
+        drawn = random.integers(0, ends[-1], int(1.2 * steps * (tokens_per_step / mean + 2)))
+        total = np.cumsum(self.lengths[np.searchsorted(ends, drawn, side="right")])
+        stop = whole = 0
+        while whole < steps:
+            after = int(np.searchsorted(total, (total[stop - 1] if stop else 0) + tokens_per_step)) + 1
+            if after > len(total):
+                break
+            stop, whole = after, whole + 1
+        return float(total[stop - 1]) / whole / mean if whole else tokens_per_step / mean
+
     def typical(self, steps: int, tokens_per_step: float) -> list[np.ndarray]:
         """Lengths of the documents of so many steps that together stand for all, int64 in random order. They are evenly spaced quantiles of
-        the distribution, from the longest on each in the step that has least tokens yet. Steps have as many tokens as draws have on
-        average: a draw ends with the document that completes its tokens, and half of the document that a token is in comes on top."""
+        the distribution, from the longest on each in the step that has least tokens yet; as many as draws have on average."""
         ends = np.cumsum(self.counts)
-        mean = self.tokens / self.documents
-        of_token = float(self.lengths.astype(float) ** 2 @ self.counts) / self.tokens  # mean length of the document that a token is in
-        number = max(steps, round(steps * (tokens_per_step + of_token / 2) / mean))
+        number = max(steps, round(steps * self.documents_per_step(tokens_per_step)))
         found = self.lengths[np.searchsorted(ends, (np.arange(number)[::-1] + 0.5) / number * ends[-1])]
         dealt: list[list[int]] = [[] for _ in range(steps)]
         least = [(0, step) for step in range(steps)]
