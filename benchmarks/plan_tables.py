@@ -92,7 +92,7 @@ def plan_choice(name: str = "plan_choice") -> str:
         for row in report["summary"]["budgets"]
     ]  # fmt: skip
     of_budgets = (
-        *("corpus", "tensors may take", "plan, fastest of three", "best single layout", "its seconds over the plan's"),
+        *("corpus", "tensors may take", "plan that goes on, of three", "best single layout", "its seconds over the plan's"),
         *("context parallelism's over", "most memory of the three over the budget"),
     )
     return f"{source(report)}\n\n{lines(head, rows)}\n\n{lines(of_budgets, chosen)}"

@@ -22,8 +22,8 @@ from longshift.switch.links import links_of
 from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge, length_groups
 
-STEPS = 4  # that are played, after one that is typical by itself, which says with which ways they are
-FINALISTS = 4  # of these ways
+STEPS = 4  # that finalists are played on; one more, typical by itself, says which ways are finalists
+FINALISTS = 4
 
 
 @dataclass(frozen=True)
