@@ -4,6 +4,7 @@ worth nothing.
 A mutant is a function that patches the package inside a forked rank; CASES says which layouts it must show under, and by how much.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ from longshift.dist.world import World
 from longshift.documents import micro as micro_module
 from longshift.documents.batch import Document
 from longshift.documents.micro import HostPack
-from longshift.layout import placement
 from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
 from longshift.model import attention as attention_module
@@ -65,7 +65,8 @@ MIDWAY = 3  # updates done when a mutant damages the optimizer
 @contextmanager
 def mistaken(mutant: str) -> Iterator[None]:
     """This process has the mistake. Caches would hide it, or outlive it."""
-    caches = (placement.buckets, placement._holders, placement._boxes_with_holders, placement._stages, ring.pairs)
+    modules = [module for name, module in sys.modules.items() if name.startswith("longshift.")]
+    caches = [found for module in modules for found in vars(module).values() if hasattr(found, "cache_clear")]
     with pytest.MonkeyPatch.context() as patch:
         for cache in caches:
             cache.cache_clear()
