@@ -407,6 +407,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--case", choices=CASES, default="plain")
     parser.add_argument("--corpora", nargs="*", choices=CORPORA, default=CORPORA)
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="rows and budgets are written there whenever a corpus ends")
     args = parser.parse_args()
     case, names = CASES[args.case], args.corpora
     if args.quick:
@@ -423,6 +424,8 @@ def main() -> None:
                 corpus.train()
                 budgets += list(map(corpus.judged, choices))
                 rows += corpus.rows()
+            if args.rows:
+                args.rows.write_text(json.dumps({"rows": rows, "budgets": budgets}))
     found = summary(corpora, rows, budgets)
     if found["median_spread"] > QUIET:
         say(f"rounds differ by {found['median_spread']:.0%}: this machine was not quiet, and these seconds say nothing")
