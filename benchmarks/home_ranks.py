@@ -165,21 +165,24 @@ def throttled(bandwidth: float) -> None:
     Records._read, Records._write = slow(Records._read), slow(Records._write)
 
 
-_built: dict[tuple[str, str], tuple[State, Player]] = {}
+_built: dict[tuple[str, float | None, str], tuple[State, Player]] = {}
 
 
 def timed_step(world: World, trial: dict, layout: str, bandwidth: float) -> dict:
     """Seconds of a step, until the end of its first loss (`forward_s`) and in all, and the bytes that it had begun to move from and to the
-    disk by then. The updates of the step before are part of it, its own are not. A state is made when it is first asked for."""
+    disk by then. The updates of the step before are part of it, its own are not. A state is made, and trained for one step, when it is
+    first asked for."""
     throttled(bandwidth)
     what = Trial.from_json(trial)
-    if (what.home, layout) not in _built:
-        _built[what.home, layout] = made(world, what, layout)
-    state, player = _built[what.home, layout]
+    key = what.home, what.clip, layout
+    [batch] = what.batches()
+    if key not in _built:
+        _built[key] = made(world, what, layout)
+        train_step(_built[key][0], batch, _built[key][1], leave=True)
+    state, player = _built[key]
     records = state.home.records
     if records:
         records.restart()
-    [batch] = what.batches()
     began, found = time.perf_counter(), list[dict]()
 
     def now() -> dict:
@@ -263,14 +266,14 @@ def timed_update(world: World, trial: dict, rounds: int) -> dict:
     found: dict[str, list[float]] = {"ours_s": [], "clipped_s": [], "torch_s": []}
     for _ in range(rounds + 1):
         for name, factor in (("ours_s", 1.0), ("clipped_s", 0.5)):
-            for shard in state.home.learning:
-                shard.begin().fill_(1e-3)
+            gradients = [shard.begin().fill_(1e-3) for shard in state.home.learning]  # their memory is given back by neither
             began = time.perf_counter()
             state.optimizer.update(what.lr, factor)
             for unit in sorted({shard.bucket.unit for shard in state.home.learning}) if state.home.by_unit else ():
                 state.optimizer.update_unit(unit)
                 state.home.pack(unit, world)
             found[name].append(time.perf_counter() - began)
+            gradients.clear()
         vector.grad = torch.full_like(vector, 1e-3)
         began = time.perf_counter()
         adamw.step()

@@ -27,7 +27,8 @@ from longshift.workload.groups import length_groups
 
 
 def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, trace: bool = False) -> dict[str, Any]:
-    """Bytes on the device at the most in the second of two equal steps, and bytes sent by communicator. `trace`: with the first operations
+    """Bytes on the device at the most in the second of two equal steps, and bytes sent by communicator. Where units are updated early, no
+    step clips, the second has late updates too, and bytes that move are those of a third. `trace`: with the first operations
     after which bytes differ from what the ledger says by another number than before."""
     what, layouts = Trial.from_json(trial), parse_layouts(layout)
     world.per_node = per_node or world.size
@@ -35,8 +36,11 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
     after: list[int] = []
     with prompt_release(), HeldBytes() as held, Counted(world) as counted:
         state, player = build(what, layouts, world)
+        state.clip = None if player.steps.early else state.clip
         train_step(state, first, player, leave=True)
         held.restart()
+        if player.steps.early:
+            train_step(state, first, player, leave=True)
         counted.restart()
         records = state.home.records
         if records:

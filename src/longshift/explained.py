@@ -52,7 +52,8 @@ class Explained:
 class Explanation:
     """A step that has documents of all lengths. `groups` in visiting order; `need`: of the rank that needs most memory in it;
     `home`: the layout that home is cut by, `home_in`: where it lies; `optimizer`: what updates it, and what becomes of its moments;
-    `matmuls`: what becomes of their factors, where they are not taken as they are."""
+    `early`: whether units on disk are updated before the norm; `matmuls`: what becomes of their factors, where they are not taken as they
+    are."""
 
     home: str
     home_in: str
@@ -60,6 +61,7 @@ class Explanation:
     groups: tuple[Explained, ...]
     need: Need
     optimizer: str
+    early: bool = False
     matmuls: str | None = None
 
     def to_json(self) -> dict:
@@ -89,7 +91,8 @@ class Explanation:
             lines += [f"   pruned     {text}" for text in group.pruned]
             lines += told(group.need) if len(self.groups) > 1 else []
         late = ", unit by unit under the forward of the next step" * (self.home_in != "device")
-        lines += ["", f"then one global norm, one clip, one {self.optimizer}, at home{late}"]
+        early = "; what is on disk, under the backward before the norm, and again where that clips" * self.early
+        lines += ["", f"then one global norm, one clip, one {self.optimizer}, at home{late}{early}"]
         lines += [self.matmuls] if self.matmuls else []
         return "\n".join([*lines, *told(self.need)])
 
@@ -145,9 +148,9 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         told_of = weights, coming, pack.sent, pack.moved, gradients, going, tuple(pruned), need
         groups.append(Explained(str(edge.use), edge.upto, edge.pack, *told_of))
     whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
-    return Explanation(
-        str(way.home), str(shape.home_in), way.links, tuple(groups), whole, _updating(config), EMULATED if formats.float8 else None
-    )
+    early = "disk" in shape.home_in.named and formats.packed == "float32"
+    how = _updating(config), early, EMULATED if formats.float8 else None
+    return Explanation(str(way.home), str(shape.home_in), way.links, tuple(groups), whole, *how)
 
 
 def _updating(config: Config) -> str:

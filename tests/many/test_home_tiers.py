@@ -21,6 +21,7 @@ from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Shard, Source
+from longshift.state.optimizer import Optimizer
 from longshift.state.records import Records
 from longshift.step.update import train_step
 from longshift.trainer.check import Trial, build, parse_layouts
@@ -83,14 +84,69 @@ def test_where_home_lies_moves_no_bit(run: Callable[..., list], layout: str, fam
     assert all(rank["left"] == 0 and min(rank["moved"]) > 0 for rank in disk)
 
 
+CLIPS = (None, 1e-3, None, None, 1e-3, None)  # by step; the norm is far above the small one
+EARLY = (False, True, False, True, True, False)  # whether units are updated before the norm: where that of the step before did not clip
+
+
+def alternating(world: World, trial: dict, layout: str, mutant: str = "", room: bool = True) -> dict:
+    """What home has after steps that clip and steps that do not; by step, the units that were updated before the norm; those that can be.
+    `room`: whether the disk has any for second places."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not room:
+            patch.setattr(Records, "double", lambda records, vectors: False)
+        if mutant:
+            MUTANTS[mutant](patch)
+        state, player = made(world, what := Trial.from_json(trial), layout)
+        early: list[list[int]] = []
+        player.after = lambda op: early[-1].append(op.unit) if op.part == "early" else None
+        norms, left = [], 0
+        for clip, batch in zip(CLIPS, what.batches(), strict=True):
+            early.append([])
+            state.clip = clip
+            norms.append(train_step(state, batch, player, leave=True).grad_norm)
+            left = max(left, in_memory(state.home))
+        player.finish()
+        found = state_bits(state) | {"norms": str([norm.hex() for norm in norms])}
+        can = sorted(player.steps.early)
+        state.home.close()
+    return {"bits": found, "early": [sorted(units) for units in early], "can": can, "left": left, "norms": norms}
+
+
+@pytest.mark.parametrize(("layout", "family", "precision"), LAYOUTS)
+def test_updates_before_the_norm_move_no_bit(run: Callable[..., list], layout: str, family: str, precision: PrecisionName):
+    what = trial(family, precision, layout, len(CLIPS))
+    parts = f"host {half_of_home(what, layout)}, disk rest"
+    device, disk, split = (run("alternating", layout, replace(what, home=home)) for home in ("device", "disk", parts))
+    for found in (disk, split):
+        assert [rank["bits"] for rank in found] == [rank["bits"] for rank in device]
+        for rank in found:
+            assert rank["left"] == 0
+            assert min(rank["norms"]) > 1e-2
+            most = next(filter(None, rank["early"]), []) if precision != "fp16" else []
+            assert set(most) <= set(rank["can"])
+            right = [most if early else [] for early in EARLY]
+            some = " > " in layout  # the last group has home's layout, in some steps or in none
+            assert all(own == units or (some and not own) for own, units in zip(rank["early"], right, strict=True))
+    assert some or precision == "fp16" or any(any(rank["early"]) for rank in disk)
+
+
+def test_a_disk_without_room_for_second_places_trains_as_well(run: Callable[..., list]):
+    what = trial("llama", "float32", "dp2.z2", len(CLIPS))
+    device = run("alternating", "dp2.z2", what)
+    disk = run("alternating", "dp2.z2", replace(what, home="disk"), room=False)
+    assert [rank["bits"] for rank in disk] == [rank["bits"] for rank in device]
+    assert not any(rank["can"] or any(rank["early"]) for rank in disk)
+
+
 def overflowing(world: World, trial: dict, layout: str) -> dict:
     """A step in which the last rank's gradients are not finite, between two good ones."""
     state, player = made(world, what := Trial.from_json(trial), layout)
     first, second, third = what.batches()
     train_step(state, first, player)
-    before = state_bits(state)
+    before, early = state_bits(state), set[int]()
 
     def spoil(op: Op) -> None:
+        early.update({op.unit} if op.part == "early" else ())
         if world.rank == world.size - 1 and op.kind == "await reduce":
             shard = next(s for s in state.home.learning if s.bucket.unit == op.unit and s.grad is not None)
             assert shard.grad is not None
@@ -106,16 +162,17 @@ def overflowing(world: World, trial: dict, layout: str) -> dict:
     same, left = state_bits(state) == before, in_memory(state.home)
     train_step(state, third, player)
     state.home.close()
-    return {"skipped": skipped, "same": same, "left": left, "said": said}
+    return {"skipped": skipped, "same": same, "left": left, "said": said, "early": len(early)}
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_gradient_that_is_not_finite_leaves_what_is_on_disk_alone(run: Callable[..., list], precision: PrecisionName):
-    what = trial("llama", precision, "dp2.z2", home="disk")
+@pytest.mark.parametrize(("precision", "clip"), [("fp16", 1e-3), ("bf16", 1e-3), ("bf16", None)])
+def test_a_gradient_that_is_not_finite_leaves_what_is_on_disk_alone(run: Callable[..., list], precision: PrecisionName, clip: float | None):
+    what = trial("llama", precision, "dp2.z2", home="disk", clip=clip)
     for rank in run("overflowing", "dp2.z2", what):
         assert rank["same"]
         assert rank["left"] == 0
         assert rank["skipped"] == (precision == "fp16")
+        assert (rank["early"] > 0) == (clip is None)
         assert ("at home on rank 1" in rank["said"]) == (precision == "bf16"), rank["said"]
 
 
@@ -185,7 +242,38 @@ def sums_begun_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Shard, "receive", receive)
 
 
-MUTANTS = {mutant.__name__: mutant for mutant in (forgotten_write, stale_norms, sums_begun_again)}
+def stands_though_the_norm_clips(patch: pytest.MonkeyPatch) -> None:
+    """What was written to second places counts, and is updated again."""
+    native = Optimizer.take_back
+
+    def take_back(optimizer: Optimizer) -> None:
+        for shard in optimizer.home.learning:
+            if shard.bucket.unit in optimizer._early:
+                shard.take_second_places()
+        native(optimizer)
+
+    patch.setattr(Optimizer, "take_back", take_back)
+
+
+def forgotten_second_places(patch: pytest.MonkeyPatch) -> None:
+    """What was written to second places never counts."""
+    patch.setattr(Shard, "take_second_places", lambda shard: None)
+
+
+def counted_twice(patch: pytest.MonkeyPatch) -> None:
+    """An early update that does not stand is counted, as one more in the bias correction."""
+    patch.setattr(Optimizer, "take_back", lambda optimizer: optimizer._early.clear())
+
+
+def one_place(patch: pytest.MonkeyPatch) -> None:
+    """Early updates are written over what they would be taken back to."""
+    native = Records.write
+    patch.setattr(Records, "write", lambda records, vector, second=False: native(records, vector))
+    patch.setattr(Shard, "take_second_places", lambda shard: None)
+
+
+OF_EARLY = (stands_though_the_norm_clips, forgotten_second_places, counted_twice, one_place)
+MUTANTS = {mutant.__name__: mutant for mutant in (forgotten_write, stale_norms, sums_begun_again, *OF_EARLY)}
 
 
 def mutated(world: World, trial: dict, layout: str, mutant: str) -> dict:
@@ -196,7 +284,8 @@ def mutated(world: World, trial: dict, layout: str, mutant: str) -> dict:
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mistake_shows(run: Callable[..., list], mutant: str):
-    what = trial("llama", "float32", "dp2.z2")
-    right = run("trained", "dp2.z2", what)
-    wrong = run("mutated", "dp2.z2", replace(what, home="disk"), mutant=mutant)
+    early = MUTANTS[mutant] in OF_EARLY
+    what = trial("llama", "float32", "dp2.z2", len(CLIPS) if early else 3)
+    right = run("alternating" if early else "trained", "dp2.z2", what)
+    wrong = run("alternating" if early else "mutated", "dp2.z2", replace(what, home="disk"), mutant=mutant)
     assert [rank["bits"] for rank in wrong] != [rank["bits"] for rank in right]

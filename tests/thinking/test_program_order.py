@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
 import pytest
@@ -38,23 +38,27 @@ Post = tuple[str, tuple[int, ...], object]  # a communicator by purpose and rank
 
 @dataclass(frozen=True)
 class Case:
-    """`visits[r]`: those of rank r. `late`: whether the step before has left its updates."""
+    """`visits[r]`: those of rank r. `left[r]`: units whose updates the step before has left there; `early`: whether this one makes its own
+    early, as far as a rank can."""
 
     steps: tuple[Steps, ...]
     visits: tuple[tuple[Visit, ...], ...]
-    late: bool = False
+    left: tuple[tuple[int, ...], ...] = ()
+    early: bool = False
 
     @property
     def itinerary(self) -> Itinerary:
         return self.steps[0].itinerary
 
     def programs(self) -> list[Program]:
-        return [steps.program(visits, late=self.late) for steps, visits in zip(self.steps, self.visits)]
+        each = zip_longest(self.steps, self.visits, self.left, fillvalue=())
+        return [steps.program(visits, left=left, early=self.early) for steps, visits, left in each]
 
     def __str__(self) -> str:
         layouts = ", ".join(f"{visit.layout} x {visit.micros}" for visit in self.visits[0])
         spec, steps = self.itinerary.spec, self.steps[0]
-        return f"{spec.layers} layers, tied {spec.tied}, {layouts}, {steps.windows}, home in {steps.home_in}, late {self.late}"
+        home = f"home in {steps.home_in}, left {self.left}, early {self.early}"
+        return f"{spec.layers} layers, tied {spec.tied}, {layouts}, {steps.windows}, {home}"
 
 
 @cache
@@ -102,11 +106,14 @@ def cases(seed: int, models: int, each: int) -> Iterator[Case]:
         for _ in range(each):
             windows = Windows(*(draw.choice((None, 0, 500, 2000, 1 << 20)) for _ in range(2)))
             split = HomeTiers("disk", (("device", draw.choice((3000, 10000, 50000))),))
-            home_in = draw.choice((HomeTiers(), HomeTiers("host"), HomeTiers("disk"), split))
-            moments = 2, draw.choice(("float32", "bf16", "float8"))
-            steps = tuple(Steps(itinerary, rank, WEIGHT_BYTES, SUM_BYTES, windows, home_in, *moments) for rank in range(world))
+            home_in = draw.choice((HomeTiers(), HomeTiers("host"), HomeTiers("disk"), split, split))
+            moments = 2, draw.choice(("float32", "float32", "bf16", "float8"))
+            how = WEIGHT_BYTES, SUM_BYTES, windows, home_in, *moments
+            steps = tuple(Steps(itinerary, rank, *how, doubled=draw.random() < 0.7) for rank in range(world))
             visits = random_visits(draw, world, draw.sample(layouts, draw.randint(1, len(layouts))))
-            yield Case(steps, visits, home_in.late and draw.random() < 0.8)
+            before = draw.choice(("nothing", "all", "all", "rest", "rest"))
+            left = {"nothing": [()] * world, "all": [own.left() for own in steps], "rest": [own.left(own.early) for own in steps]}[before]
+            yield Case(steps, visits, tuple(left), draw.random() < 0.5)
 
 
 def random_visits(draw: random.Random, world: int, order: Sequence[Layout]) -> tuple[tuple[Visit, ...], ...]:
@@ -263,11 +270,12 @@ class Follow:
         self.packs = case.steps[rank].packed != "float32"
         late = case.steps[rank].home_in.late
         self.by_unit = own if late or self.packs else set()
-        self.left = set(own) if case.late else set()  # units with an update that the step before has left
-        self.before, self.after = (own if case.late else set()), set() if late else self.by_unit  # units updated before the norm, and after
+        self.left = set(case.left[rank]) if case.left else set()  # units with an update that the step before has left
+        self.before, self.after = set(self.left), set() if late else self.by_unit  # units updated before the norm, and after
+        self.early: set[int] = set()  # units updated before the norm, as if that would not clip
         self.unpacked: int | None = None
         self.parts: dict[tuple[str, int], str] = {}  # of units on disk in memory, and whether they are "coming", "here", "new" or "going"
-        self.summed = set(self.on_disk) if case.late else set()  # units whose gradient sums are on disk
+        self.summed = self.on_disk & self.left  # units whose gradient sums are on disk
         self.updated: list[int] = []
         self.normed = 0
 
@@ -286,6 +294,10 @@ class Follow:
         before, after = self.updated[:middle], self.updated[middle:]
         right = sorted(before) == sorted(self.before) and sorted(after) == [-1, *sorted(self.after)]
         self.need(right, "updates are missing, or twice")
+        own, last = self.case.steps[self.rank], self.case.itinerary.cuts[self.visits[-1].layout]
+        reduced = {op.unit: at for at, op in enumerate(program) if op.kind == "reduce" and op.visit == len(self.visits) - 1}
+        early = own.early.intersection(sorted(reduced, key=lambda unit: reduced[unit])[:-1])
+        self.need(self.early == (early if self.case.early and last.at_home else set()), "early updates are missing")
         self.need(self.unpacked is None, "moments are not packed")
         self.need(not any(self.under_way.values()) and not any(self.messages.values()), "something is under way at the end")
         self.need(Counter(dict.fromkeys(self.wanted(), 1)) == self.done, "backwards are missing, or twice")
@@ -335,6 +347,8 @@ class Follow:
         self.need(key[0] != "sums" or key[1] in self.summed, "there are no sums yet")
         known = self.normed == 1 or key[1] in self.left
         self.need(key[0] != "record" or (known and key[1] in self.summed), "the norm is not known")
+        self.need(key[0] != "state" or (not self.normed and key[1] not in self.left), "it is not updated early")
+        self.need(key[1] not in self.early, "it is as after an update that may not stand")
         self.parts[key] = "coming"
 
     def await_read(self) -> None:
@@ -358,6 +372,12 @@ class Follow:
         self.need(not self.left, "updates are left")
 
     def update(self) -> None:
+        if self.op.part == "early":
+            self.need(self.parts.get(("state", self.op.unit)) == "here", "its masters and moments are not here")
+            self.need(self.parts.get(("sums", self.op.unit)) in ("new", "going"), "its gradients are not here")
+            self.parts["state", self.op.unit] = "new"
+            self.early.add(self.op.unit)
+            return
         self.need(self.normed == 1 or self.op.unit in self.left, "the norm is not known")
         self.updated.append(self.op.unit)
         if self.op.unit in self.left:
@@ -377,6 +397,7 @@ class Follow:
     def add_to_sums(self, unit: int) -> None:
         """The first sums need nothing; later ones are added to what is on disk."""
         self.need(unit not in self.left, "its sums of the step before are not done with")
+        self.need(unit not in self.early, "it has been updated without these")
         if unit in self.on_disk:
             known = self.parts.get(("sums", unit))
             self.need(known in ("here", "new") if unit in self.summed else known is None, f"its sums are {known}")
@@ -556,17 +577,19 @@ def test_ranks_agree_on_every_order_and_none_waits_for_ever():
         programs = case.programs()
         assert not (fault := wrong(case, programs)), f"case {number}: {case}: {fault}"
         seen.update({op.kind for program in programs for op in program})
-        seen["late"] += case.late
+        seen["late"] += any(case.left)
+        seen["rest"] += any(0 < len(left) < len(own.left()) for left, own in zip(case.left, case.steps))
+        seen["early"] += any(op.part == "early" for program in programs for op in program)
         seen["ahead"] += any(op.kind == "exchange" and op.way == "weights" and op.visit == visit + 1 for visit, op in entered(programs[0]))
     assert number + 1 >= 2000
     assert all(count >= 50 for count in seen.values()), seen
-    assert len(seen) == 38
+    assert len(seen) == 40
 
 
 def test_what_a_step_leaves_can_be_finished_alone():
     found = 0
     for case in cases(7, 60, 2):
-        programs = [steps.program((), late=True) for steps in case.steps] if case.late else []
+        programs = [steps.program((), left=left) for steps, left in zip(case.steps, case.left)] if any(case.left) else []
         listed = [[tuple(posts(case, rank, op)) for op in program] for rank, program in enumerate(programs)]
         assert not [*disagreements([[post for own in rank for post in own] for rank in listed])]
         assert not stuck(case, programs, listed)
@@ -576,7 +599,7 @@ def test_what_a_step_leaves_can_be_finished_alone():
             assert not seen.left
             assert not seen.parts
             assert seen.unpacked is None
-            assert sorted(seen.updated) == sorted(seen.by_unit)
+            assert sorted(seen.updated) == sorted(case.left[rank])
             found += len(program) > 0
     assert found >= 50
 
@@ -623,6 +646,11 @@ def damaged(draw: random.Random, kind: str, program: Program) -> Program | None:
     if not places:
         return None
     at = draw.choice(places)
+    if what == "update" and name == "early":
+        places = [at for at, op in enumerate(program) if op.part == "early"]
+        at = draw.choice(places) if places else 0
+        uses = [before for before in range(at) if program[before].kind == "await reduce" and program[before].unit == program[at].unit]
+        return (*program[: uses[-1]], program[at], *program[uses[-1] : at], *program[at + 1 :]) if uses else None
     if name == "stale":
         uses = [after for after in range(at) if program[after].kind == "update" and program[after].unit == program[at].unit]
         return (*program[: uses[-1]], *program[uses[-1] + 1 : at + 1], program[uses[-1]], *program[at + 1 :]) if uses else None
@@ -638,6 +666,7 @@ def damaged(draw: random.Random, kind: str, program: Program) -> Program | None:
     "kind",
     [
         "early release",
+        "early update",
         "stale gather",
         *(f"no {kind}" for kind in ("gather", "await gather", "reduce", "await reduce", "open", "exchange", "await exchange", "arrived")),
         *(f"no {kind}" for kind in ("load", "unload", "receive", "await receive", "send", "await send", "put", "fetch", "drop", "norm")),

@@ -62,6 +62,7 @@ class HeldHome:
             masters, codes = elements * self.sum_bytes, elements * each.moment_bytes
             if unit in steps.on_disk:
                 vectors += [masters] * 2 + [codes, 4 * some] * self.moments
+                vectors += [masters] + [codes] * self.moments if unit in steps.early else []
             else:
                 self.state += [account.at_home("master weights", masters, unit), account.at_home("moments", moments, unit)]
         for unit, elements in self.frozen:
@@ -117,12 +118,13 @@ class HeldHome:
 
     def read(self, op: Op) -> None:
         trained, frozen = self._of(op.unit)
-        record = trained + self._packed(op.unit)
-        self.account.moved["home in"] += {"master": trained + frozen, "sums": trained, "record": trained + record}[op.part]
+        state = trained + self._packed(op.unit)
+        size = {"master": trained + frozen, "sums": trained, "state": state, "record": trained + state}[op.part]
+        self.account.moved["home in"] += size
         if op.part == "sums":
             self.total(op)
             return
-        parts = [trained + frozen] if op.part == "master" else [trained, record]
+        parts = [trained, state] if op.part == "record" else [size]
         self.here[op.part, op.unit] = [self.account.at_home(f"{op.part} from disk", size, op.unit) for size in parts]
 
     def evict(self, op: Op) -> None:
@@ -130,12 +132,12 @@ class HeldHome:
 
     def write(self, op: Op) -> None:
         trained, _ = self._of(op.unit)
-        self.account.moved["home out"] += trained + (self._packed(op.unit) if op.part == "record" else 0)
+        self.account.moved["home out"] += trained + (0 if op.part == "sums" else self._packed(op.unit))
         if op.part == "record":
             del self.here[op.part, op.unit][0]  # the gradient sums
 
     def written(self, op: Op) -> None:
-        if op.part == "record":
+        if op.part != "sums":
             del self.here[op.part, op.unit]
             return
         for key in [key for key in self.account.home_sums if key[0] == op.unit]:

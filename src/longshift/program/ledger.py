@@ -62,7 +62,8 @@ class Ledger:
             if view.cut not in self.copies:
                 self.copies[view.cut] = HeldCopies(self.account, view)
             self.runners[layout] = (HeldChunked if layout.chunk else HeldWhole)(self.account, view, self.copies[view.cut])
-        self.late = False  # whether the step before has left its updates
+        self.left: tuple[int, ...] = ()  # units whose updates the step before has left
+        self.played = 0  # steps
         self.visits: Sequence[Visit] = ()
         self.at: list[tuple[HeldPacks, HeldCopies]] = []  # what a visit runs and has copies in
         self.packs: Sequence[Sequence[Sequence[int]]] = ()
@@ -113,14 +114,22 @@ class Ledger:
         visits: Sequence[Visit],
         packs: Sequence[Sequence[Sequence[int]]],
         after: Callable[[Op], object] | None = None,
-        steps: int = 2,
+        steps: int | None = None,
+        last: tuple[Sequence[int], bool] | None = None,
     ) -> Weighed:
-        """What some equal steps need at the most, the first of which leaves working copies, and what the last one sends and moves. `packs`:
-        lengths of the documents of each micro-batch, by visit. `after` sees the last step's operations when they are done."""
+        """What some equal steps need at the most, and what the last one sends and moves. The first leaves working copies. Where units are
+        updated early, the norm of the first clips, so that the second makes all updates late, and its own early, and the third is as those
+        are whose norm does not. As many steps as there are kinds where not given. `packs`: lengths of the documents of each micro-batch,
+        by visit. `after` sees the last step's operations when they are done. `last`: which updates were left to it, and whether it makes
+        its own early, where these are known."""
+        steps = steps or (3 if self.steps.early else 2)
         self.visits, self.packs = visits, packs
         self.at = [(self.runners[visit.layout], self.copies[self.steps.views[visit.layout].cut]) for visit in visits]
         for step in range(steps):
-            program, self.late = self.steps.program(visits, late=self.late), self.steps.late
+            left, early = last if last and step == steps - 1 else (self.left, self.played > 0)
+            program = self.steps.program(visits, left=left, early=early)
+            self.left = self.steps.left({op.unit for op in program if op.part == "early"})
+            self.played += 1
             for counted in (self.account.sent, self.account.moved, self.account.flops):
                 counted.clear()
             for number, op in enumerate(program):

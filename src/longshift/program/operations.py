@@ -25,13 +25,15 @@ one on bytes (`program.ledger`) play it. What happens in a step happens in one o
     arrived              a switch has brought all weights of the layout                           -
     total, forget        makes home's sums where there are none; drops sums that went home        -
     norm                 loss and squared gradient norm of all ranks                              communicator "everyone"
-    update               clips and updates home: all at once, or one unit after another           compute
+    update               clips and updates home: all at once, or one unit after another; a unit    compute
+                         before the norm where its part is "early"
     pack                 packs the moments of a unit that was updated; owners of one block agree  compute, communicator "scales"
     read, write          start to move a part of a unit's home from disk, or to it                disk
     await read, await write
     evict                gives back the memory of what was read and has not changed               -
 
-Parts of a home on disk: `master`, the weights; `sums`, of gradients; `record`, these, and the moments.
+Parts of a home on disk: `master`, the weights; `sums`, of gradients; `state`, weights and moments; `record`, all three. A `state` is
+written to a second place: see [Note: early updates] in `program.step`.
 
 Turns of whole packs: `pass` is a forward without a graph, `forward` and `again` make one, `backward` uses it up, `loss` is the forward and
 backward of the head on some rows. Where nothing is learned, `pass on` is a forward that keeps nothing, and `score` the loss alone. `part`

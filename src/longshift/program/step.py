@@ -3,7 +3,7 @@ replica has, and of the rank's place; never of what has already arrived.
 
     group 1                                       group 2                        end
     ┌ gathers ahead ─ turns ─ reductions ┐        ┌ rest of the switch ─ ... ┐   norm ─ update
-      └ late updates    └ exchanges of the switch to group 2, ahead ┘
+      └ late updates    └ exchanges of the switch to group 2, ahead ┘└ early updates
 
 ZeRO (arXiv 1910.02054) is when units are gathered, reduced and released: stage 3 gathers a unit for each use and releases it after, stages
 0 to 2 gather it once a group; stages 2 and 3 reduce after every backward, stages 0 and 1 after the last.
@@ -16,13 +16,20 @@ alike.
 end of the step before, and a unit is updated before the first gather, or exchange, that reads its master: nothing is stale. Ranks update in
 one order, that of the forward, up to the unit that is read, whoever keeps it, so that collectives of `pack` cross no others.
 
+[Note: early updates] A unit on disk may be updated under the backward, when its last reduction has ended, as if the norm would not clip
+(SuperOffload, arXiv 2509.21271, does so in host memory). Its masters and moments go to a second place in the file, and its gradient sums
+to theirs. Where the norm does not clip, the second places count from then on; where it does, or is not finite, the first ones do, and the
+unit is updated late. Bits are the same. Ranks need not agree: no other one sees it. The unit that is reduced last is updated late: the
+embeddings, often, whose writing the forward hides, and no backward does. So are moments in fewer bits: they are packed together with other
+ranks, in one order.
+
 [Note: order] Members of a communicator post its operations in one order, and no rank waits for an operation that another can only post
 after this rank has done what follows. So exchanges of a switch that go ahead are posted between the turns of the last backward only where
 no stage waits for that backward; other stages post them after their last message.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -76,9 +83,10 @@ class Steps:
         moments: int = 2,
         packed: MomentFormat = "float32",
         wire: Wire = Wire(),  # noqa: B008  (frozen)
+        doubled: bool = True,
     ):
         """`home_in`: where the training state lies; `moments`: how many the optimizer keeps, `packed` into this format between updates;
-        `wire`: formats of gathers and reductions."""
+        `wire`: formats of gathers and reductions; `doubled`: whether a home on disk has second places."""
         self.itinerary, self.rank, self.windows, self.home_in, self.wire = itinerary, rank, windows, home_in, wire
         self.moments = moments
         self.packed: MomentFormat = packed if moments else "float32"
@@ -90,17 +98,19 @@ class Steps:
         self.on_disk = [unit for unit, tier in self.home_tiers.items() if tier == "disk"]
         self.trained = sorted({bucket.unit for bucket in self.buckets if not bucket.frozen}, key=self.place)
         self.mixed = {bucket.unit for bucket in self.buckets if bucket.frozen}.intersection(self.trained)
+        self.early = frozenset(self.on_disk).intersection(self.trained) if doubled and self.packed == "float32" else frozenset()
         self.bytes = weight_bytes, sum_bytes
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
         self.cuts = set(itinerary.cuts.values())
         self.world = itinerary.home.world
-        self._programs: dict[tuple[tuple[Visit, ...], bool, bool], Program] = {}
+        self._programs: dict[tuple[tuple[Visit, ...], bool, tuple[int, ...], bool], Program] = {}
         self._exchanges: dict[Plan, Exchanges] = {}
 
-    def program(self, visits: Sequence[Visit], learns: bool = True, late: bool = False) -> Program:
+    def program(self, visits: Sequence[Visit], learns: bool = True, left: Sequence[int] = (), early: bool = False) -> Program:
         """The operations of a step that visits these groups, in this order; without what only gradients need where it does not learn.
-        `late`: whether the step before has left its updates. Without visits it makes these alone."""
-        key = tuple(visits), learns, late
+        `left`: units whose updates the step before has left; without visits the program makes these alone. `early`: whether units are
+        updated before the norm, as far as they can be."""
+        key = tuple(visits), learns, tuple(left), early and bool(self.early)
         found = self._programs.get(key)
         if found is None:
             if len(self._programs) >= 64:
@@ -118,6 +128,10 @@ class Steps:
             packs.append(own + [()] * (max(map(len, group.shares)) - len(own)))
             visits.append(visit_of(self.itinerary.spec, layout, [[lengths[d] for d in pack] for pack in packs[-1]]))
         return tuple(visits), packs
+
+    def left(self, early: Collection[int] = ()) -> tuple[int, ...]:
+        """Units whose updates a step leaves where it has updated some early."""
+        return tuple(unit for unit in self.trained if unit not in early) if self.late else ()
 
     def place(self, unit: int) -> int:
         """Where a unit comes in the forward: the tied embedding first."""
@@ -175,9 +189,11 @@ def _spans(spec: ModelSpec, plan: Plan) -> tuple[dict[int, int], dict[int, int],
 class _Step:
     """A program while it grows. Mutable."""
 
-    def __init__(self, steps: Steps, visits: tuple[Visit, ...], learns: bool, late: bool):
+    def __init__(self, steps: Steps, visits: tuple[Visit, ...], learns: bool, left: Sequence[int], early: bool):
         self.steps, self.visits, self.learns = steps, visits, learns
-        self.left = deque(steps.trained if late else ())  # units that are to be updated
+        self.left = deque(left)  # units that are to be updated
+        self.early = steps.early if early and learns else frozenset[int]()
+        self.reductions = Counter[int]()  # of the last visit, by unit: those that have not ended
         self.views = [steps.views[visit.layout] for visit in visits]
         self.here: Cut | None = None
         self.present: set[int] = set()  # units whose copies, under the cut that is here, can be used
@@ -298,6 +314,11 @@ class _Step:
         ahead = self._going_ahead(number, turns)
         reductions = _Window(self.steps, view, "reduce")
         tied = [Op("reduce", number, unit) for unit in view.tied if closing and view.collective and unit in view.learned]
+        if number == len(self.visits) - 1 and view.cut.at_home:  # no other sums come home after these
+            reduced = [op.unit for op in chain((op for turn in turns for op in turn.ops), tied) if op.kind == "reduce"]
+            self.reductions = Counter(reduced)
+            self.early -= set(reduced[-1:])
+        to_come = self.reductions.copy()
         for op in chain(self._with_gathers(number, turns, ahead), tied):
             if op.kind == "reduce":
                 yield from self._updated(op.unit)
@@ -305,6 +326,10 @@ class _Step:
                     yield from self._reduced(number, unit)
                 reductions.append(op.unit)
             yield op
+            if op.kind == "reduce" and op.unit in self.early:
+                to_come[op.unit] -= 1
+                if to_come[op.unit] == 0:
+                    yield Op("read", number, op.unit, part="state")
         for unit in reductions:
             yield from self._reduced(number, unit)
 
@@ -316,6 +341,11 @@ class _Step:
         yield Op("await reduce", number, unit)
         if away:
             yield from self.disk.write(number, unit, "sums")
+        self.reductions[unit] -= 1
+        if unit in self.early and self.reductions[unit] == 0:
+            yield Op("await read", number, unit, part="state")
+            yield Op("update", number, unit, part="early")
+            yield from self.disk.write_beside(number, unit, "state")
 
     def _gather(self, number: int, unit: int, after: int | None = None) -> Iterator[Op]:
         """A gather, with the master from disk where home is there; `after`: the unit whose master is wanted next."""
@@ -464,8 +494,12 @@ class _Disk:
     def write(self, number: int, unit: int, part: str) -> Iterator[Op]:
         """Write a part of a unit, when that before it is written."""
         yield from self.settled()
+        yield from self.write_beside(number, unit, part)
+
+    def write_beside(self, number: int, unit: int, part: str) -> Iterator[Op]:
+        """Write a part of a unit while that before it is written."""
         self.writing.append(Op("write", number, unit, part=part))
-        yield self.writing[0]
+        yield self.writing[-1]
 
     def settled(self, part: str | None = None) -> Iterator[Op]:
         """All is written, or all of a part."""

@@ -141,7 +141,7 @@ class Clock:
         """The operations of a rank's step by visit, and what the ledger says of them. A ledger that has played a step of the same visits
         goes on from there: its copies are as that step has left them."""
         key = rank, tuple(visit.layout for visit in visits)
-        steps = 1 if key in self.ledgers else 2
+        steps = 1 if key in self.ledgers else None
         if key not in self.ledgers:
             self.ledgers[key] = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu)
         return _weigh(self.ledgers[key], visits, packs, self.on_cpu, steps)
@@ -249,7 +249,7 @@ def _chosen(layout: Layout, costs: np.ndarray) -> tuple[tuple[int, ...], tuple[i
 
 
 def _weigh(
-    ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tuple[int, ...]]], on_cpu: bool, steps: int
+    ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tuple[int, ...]]], on_cpu: bool, steps: int | None
 ) -> list[list[_Moved]]:
     """The operations of a rank's step by visit, norm and update with the last one's, and what the ledger says of them."""
     found: list[list[_Moved]] = [[]]

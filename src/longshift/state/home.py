@@ -86,6 +86,12 @@ class Shard:
         else:
             self.grad = total.to(self.master.device)
 
+    def take_second_places(self) -> None:
+        """Let the master and moments be what was written to second places of the file."""
+        for vector in self.vectors.values():
+            if vector.second is not None:
+                vector.start, vector.second = vector.second, vector.start
+
     def begin(self) -> Tensor:
         """The gradient sum, with undefined contents."""
         assert self.grad is None
@@ -128,6 +134,8 @@ class Home:
         self.crossing = crossing_of(device, slots) if slots else None
         self.shards = [self._shard(bucket, frozen if bucket.frozen else dtype, device, source) for bucket in mine]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
+        changed = [shard.vectors[kind] for shard in self.learning if shard.vectors for kind in ("master", *self.saved)]
+        self.doubled = self.records is not None and self.packed == "float32" and self.records.double(changed)
         self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
         for shard in self.shards:
             start = 0
@@ -225,7 +233,7 @@ class Home:
     # What operations of the program do with records
 
     def read(self, unit: int, part: str) -> None:
-        """Start to bring the masters of a unit, its gradient sums as far as there are some, or its whole records."""
+        """Start to bring the masters of a unit, its gradient sums as far as there are some, its masters and moments, or all of it."""
         for vector in self._vectors(unit, part):
             self.records.read(vector)  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -240,7 +248,8 @@ class Home:
             vector.evict()
 
     def write(self, unit: int, part: str) -> None:
-        """Start to write the gradient sums of a unit, whose norms are remembered; or its records, whose gradient sums are done with."""
+        """Start to write the gradient sums of a unit, whose norms are remembered; its masters and moments, to second places; or all of it,
+        whose gradient sums are done with."""
         if part == "sums":
             self.settled()
         for shard in self._learning(unit) if part == "sums" else ():
@@ -250,7 +259,7 @@ class Home:
             for shard in self._learning(unit):
                 shard.vectors["grad"].evict()
         for vector in self._written(unit, part):
-            self.records.write(vector)  # pyright: ignore[reportOptionalMemberAccess]
+            self.records.write(vector, second=part == "state")  # pyright: ignore[reportOptionalMemberAccess]
 
     def written(self, unit: int, part: str) -> None:
         """Return when that is on disk; its memory is given back."""
@@ -321,6 +330,8 @@ class Home:
             return [shard.vectors["master"] for shard in self.shards if shard.bucket.unit == unit]
         if part == "sums":
             return [shard.vectors["grad"] for shard in self._learning(unit) if shard.grad is not None]
+        if part == "state":
+            return self._written(unit, part)
         return [vector for shard in self._learning(unit) for vector in shard.vectors.values()]
 
     def _written(self, unit: int, part: str) -> list[Vector]:

@@ -5,7 +5,7 @@ model: every element counts once, whatever the layout.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -67,6 +67,7 @@ class Optimizer:
         self.home, self.rule, self.steps, self._lr = home, rule, 0, 0.0
         self._factor: float | None = None
         self._left: set[int] = set()  # units that the last update has not reached
+        self._early: set[int] = set()  # units that were updated before this step's norm was known
         self._moments: dict[str, list[Tensor]] = {name: [] for name in rule.moments}
         self._parts: list[Part] = []
         for shard in home.learning:
@@ -102,45 +103,78 @@ class Optimizer:
         """One step with the gradients at home, times `factor`, which are dropped. Of a home that is updated by unit, the units follow."""
         self._lr, self._factor = lr, factor
         self.steps += 1
-        self._begin()
+        if factor == 1.0:
+            for shard in self._of(self._early):
+                shard.grad = None
+                shard.take_second_places()
+            self._begin(self._early)
+            self._early = set()
+        else:
+            self.take_back()
+            self._begin()
+
+    @property
+    def unclipped(self) -> bool:
+        """Whether the last update took the gradients as they were."""
+        return self._factor == 1.0
 
     def skip(self) -> None:
         """Drop the gradients at home, and change nothing."""
         self._factor = None
+        self.take_back()
         self.home.drop_gradients()
         self._begin()
 
-    def _begin(self) -> None:
+    def take_back(self) -> None:
+        """Let early updates not have been."""
+        shards = {id(shard) for shard in self._of(self._early)}
+        for part in self._parts:
+            if id(part.shard) in shards:
+                part.updates.sub_(1)
+        self._early = set()
+
+    def _begin(self, done: Collection[int] = ()) -> None:
         if self.home.by_unit:
-            self._left = {shard.bucket.unit for shard in self.home.learning}
+            self._left = {shard.bucket.unit for shard in self.home.learning}.difference(done)
         else:
             self._update(self.home.learning)
+
+    def _of(self, units: Collection[int]) -> list[Shard]:
+        return [shard for shard in self.home.learning if shard.bucket.unit in units]
+
+    def update_early(self, unit: int, lr: float) -> None:
+        """The part of the next update for a unit on disk, as if its factor were 1. Masters and moments are in memory, and go to second
+        places in the file. Gradients stay, for an update with another factor would take them."""
+        self._apply(self._of({unit}), lr, 1.0)
+        self._early.add(unit)
 
     def update_unit(self, unit: int) -> None:
         """The part of the last update, or of what was skipped, for a unit of a home that is updated by unit; of one on disk, records have
         been read. Moments that are packed stay unpacked until `pack`."""
         if self._factor is not None and self.home.packed != "float32":
             self.home.unpack(unit, self.steps)
-        self._update([shard for shard in self.home.learning if shard.bucket.unit == unit])
+        self._update(self._of({unit}))
         self._left.remove(unit)
 
     def _update(self, shards: Sequence[Shard]) -> None:
         if self._factor is not None:
-            grads = {id(shard): shard.vectors["grad"].flat if shard.vectors else shard.grad for shard in shards}
-            factor = self._factor
-            if factor != 1.0 and not self._divides:
-                for grad in grads.values():
-                    if grad is not None:
-                        grad.mul_(factor)
-                factor = 1.0
-            found = [(part, grad[part.place]) for part in self._parts if (grad := grads.get(id(part.shard))) is not None]
-            together: dict[tuple[float, torch.device], list[tuple[Part, Tensor]]] = {}
-            for part, grad in found:
-                together.setdefault((part.decay, part.master.device), []).append((part, grad))
-            for (decay, _), alike in together.items():
-                _fused(self.rule, self._lr, decay, alike, factor)
+            self._apply(shards, self._lr, self._factor)
         for shard in shards:
             shard.grad = None
+
+    def _apply(self, shards: Sequence[Shard], lr: float, factor: float) -> None:
+        grads = {id(shard): shard.vectors["grad"].flat if shard.vectors else shard.grad for shard in shards}
+        if factor != 1.0 and not self._divides:
+            for grad in grads.values():
+                if grad is not None:
+                    grad.mul_(factor)
+            factor = 1.0
+        found = [(part, grad[part.place]) for part in self._parts if (grad := grads.get(id(part.shard))) is not None]
+        together: dict[tuple[float, torch.device], list[tuple[Part, Tensor]]] = {}
+        for part, grad in found:
+            together.setdefault((part.decay, part.master.device), []).append((part, grad))
+        for (decay, _), alike in together.items():
+            _fused(self.rule, lr, decay, alike, factor)
 
     def resume(self, steps: int) -> None:
         """Take `steps` as done: AdamW's bias correction depends on it."""
@@ -153,7 +187,7 @@ class Optimizer:
         are codes, and their scales, "MOMENT.scale", follow with boxes of blocks. Of what is on disk they are copies that last; or, where it
         is for `changing` them, they last until the next is asked for. Scales are of blocks that begin in the shard's boxes; for `changing`
         them, of all that it has a part of."""
-        assert not self._left, f"units {sorted(self._left)} are not updated yet"
+        assert not self._left | self._early, f"units {sorted(self._left | self._early)} are not updated yet"
         for number, shard in enumerate(self.home.learning):
             moments = {name: moment.codes for name, moment in shard.packed.items()} or {
                 name: self._moments[name][number] for name in self._moments

@@ -1,7 +1,7 @@
 """Home on disk: masters, moments and gradient sums of a rank in a file, of which only what is in use is in memory. ZeRO-Infinity
 (arXiv 2104.07857) for training states.
 
-    file     | bucket 0: master  moments  grad | bucket 1: ... |                      a record a bucket, at page boundaries
+    file     | bucket 0: master  moments  grad | bucket 1: ... | second places          a record a bucket, at page boundaries
     memory              storage that comes with `hold` or `read` and goes with `evict`, or when `written` says that the file has it
 
     read ─── await read ─── in use ─── evict            not changed
@@ -10,7 +10,8 @@
 When is the program's (`program.step`). Bytes pass through a few buffers at page boundaries, so that the file system's cache is left out
 where it can be (O_DIRECT): it would keep a second copy of a state that does not fit into memory, and stop writers when it is full. The file
 is as large as it will ever be before the first step, has no name, and is gone with the process. Bytes an element: a home format for the
-master, each moment and the gradient sum; of a bucket that is not trained, the master in the compute format.
+master, each moment and the gradient sum; of a bucket that is not trained, the master in the compute format. Masters and moments have two
+places each where the disk has room ([Note: early updates] in `program.step`).
 """
 
 import ctypes
@@ -36,10 +37,12 @@ from longshift.state.resized import Resized
 
 @dataclass
 class Vector:
-    """A vector of a bucket: `flat`, whose storage comes and goes, and where it lies in the file. Mutable. `users`: how many hold it."""
+    """A vector of a bucket: `flat`, whose storage comes and goes, and where it lies in the file. Mutable. `users`: how many hold it;
+    `second`: a place where another state of it can lie meanwhile."""
 
     flat: Tensor
     start: int
+    second: int | None = field(init=False, default=None)
     memory: Resized = field(init=False)
     users: int = 0
     moving: list[Future] = field(default_factory=list)
@@ -113,12 +116,28 @@ class Records:
         self._largest = max(self._largest, room)
         return made
 
+    def double(self, vectors: Sequence[Vector]) -> bool:
+        """Give vectors second places, if the disk has as much room again beside them; whether it has."""
+        room, disk = sum(vector.room for vector in vectors), os.statvfs(self.file.fileno())
+        if not room or 2 * room > disk.f_bavail * disk.f_frsize:
+            return False
+        try:
+            os.posix_fallocate(self.file.fileno(), self.end, room)
+        except OSError as fault:
+            if fault.errno not in NO_ROOM:
+                raise LongshiftError(f"home: {self.folder}: {fault.strerror}") from None
+            os.ftruncate(self.file.fileno(), self.end)
+            return False
+        for vector in vectors:
+            vector.second, self.end = self.end, self.end + vector.room
+        return True
+
     def read(self, vector: Vector) -> None:
         """Start to bring a vector, where it is not in memory."""
         self._wait(vector)
         if not vector.users:
             vector.memory.hold()
-            self._move(vector, self.readers, self._read)
+            self._move(vector, vector.start, self.readers, self._read)
             self.read_bytes += vector.flat.nbytes
         vector.users += 1
 
@@ -126,10 +145,12 @@ class Records:
         """Return when a vector is in memory."""
         self._wait(vector)
 
-    def write(self, vector: Vector) -> None:
-        """Start to write a vector, which nobody changes until it is `written`."""
+    def write(self, vector: Vector, second: bool = False) -> None:
+        """Start to write a vector, to its second place where that is said. Nobody changes it until it is `written`."""
         self._wait(vector)
-        self._move(vector, self.writers, self._write)
+        start = vector.second if second else vector.start
+        assert start is not None
+        self._move(vector, start, self.writers, self._write)
         self.written_bytes += vector.flat.nbytes
 
     def written(self, vector: Vector) -> None:
@@ -166,8 +187,9 @@ class Records:
         finally:
             self.waited_s += time.perf_counter() - began
 
-    def _move(self, vector: Vector, threads: ThreadPoolExecutor, move: Callable[[Extent], None]) -> None:
-        """Start to move a vector, piece by piece. There is a buffer for each thread, no larger than what is moved at one time."""
+    def _move(self, vector: Vector, start: int, threads: ThreadPoolExecutor, move: Callable[[Extent], None]) -> None:
+        """Start to move a vector from or to a place, piece by piece. There is a buffer for each thread, no larger than what is moved at one
+        time."""
         if self._buffered < min(PIECE, self._largest):
             self._buffered = min(PIECE, self._largest)
             self._buffers = SimpleQueue()
@@ -175,7 +197,7 @@ class Records:
                 room = torch.empty(self._buffered + ALIGN, dtype=torch.uint8)
                 self._buffers.put(room[-room.data_ptr() % ALIGN :][: self._buffered])
         at, size = vector.flat.data_ptr(), vector.flat.nbytes
-        pieces = [Extent(at + first, min(PIECE, size - first), vector.start + first) for first in range(0, size, PIECE)]
+        pieces = [Extent(at + first, min(PIECE, size - first), start + first) for first in range(0, size, PIECE)]
         vector.moving = [threads.submit(move, piece) for piece in pieces]
 
     @contextmanager

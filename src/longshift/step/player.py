@@ -70,8 +70,9 @@ class Ready:
     packs: dict[tuple[int, int], HostPack]
 
 
-def leave_alone(unit: int, loss_sum: float, squared_norm: float) -> None:
+def leave_alone(unit: int, early: bool, loss_sum: float, squared_norm: float) -> bool:
     """Make no update: home stays as it is."""
+    return False
 
 
 class Player:
@@ -97,7 +98,8 @@ class Player:
         self.spec, self.edges, self.world, self.home, self.precision, self.stream = spec, tuple(edges), world, home, precision, stream
         sizes = precision.compute.itemsize, precision.home.itemsize
         self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), *sizes, switch, home_cut)
-        self.steps = Steps(self.itinerary, world.rank, *sizes, windows, home.home_in, len(home.moments), home.packed, precision.wire)
+        formats = len(home.moments), home.packed, precision.wire
+        self.steps = Steps(self.itinerary, world.rank, *sizes, windows, home.home_in, *formats, home.doubled)
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
         self.kernel, self.why_kernel = choose(kernels(world.device, precision.compute), heads, precision.compute, world.device, slowest)
@@ -121,8 +123,11 @@ class Player:
         self.packs: dict[tuple[int, int], HostPack] = {}  # by visit and micro-batch
         self.lengths: Sequence[int] = ()
         self.sums: tuple[float, float] = (0.0, 0.0)  # of all ranks: the loss, the squared norm of the gradient
-        self.update: Callable[[int, float, float], object] = leave_alone
-        self.late = False  # whether the last step has left its updates
+        self.update: Callable[[int, bool, float, float], bool] = leave_alone
+        self.left: tuple[int, ...] = ()  # units whose updates the last step has left
+        self.early: set[int] = set()  # units that this step has updated before its norm
+        self.unclipped = False  # whether the last norm did not clip
+        self.how: tuple[tuple[int, ...], bool] = (), False  # units whose updates were left to this step; whether it makes its own early
         self._began = 0.0
         self._receiving: dict[int, tuple[Pending, Tensor]] = {}  # by tag
         self._sending: dict[int, Pending] = {}
@@ -200,7 +205,8 @@ class Player:
         lengths = [len(document.ids) for document in documents]
         groups = self.groups(lengths) if groups is None else groups
         visits, packs = self.steps.visits(groups, lengths)
-        program = self.steps.program(visits, learns, self.steps.late and learns)
+        left, early = self.how if learns else ((), False)  # most likely as it is played
+        program = self.steps.program(visits, learns, left, early)
         loads = {(op.visit, op.micro): packs[op.visit][op.micro] for op in program if op.kind == "load"}
         runners = [self.runners[group.layout] for group in groups]
         own = {(visit, micro): runners[visit].on_host([documents[d] for d in pack]) for (visit, micro), pack in loads.items()}
@@ -213,17 +219,20 @@ class Player:
         for group in ready.groups:
             runner = self.runners[group.layout]
             runner.seed, runner.learns, runner.loss = seed or 0.0, seed is not None, runner.loss.new_zeros(())
-        late, self.late = self.late, False
-        return self.steps.program(ready.visits, ready.learns, late)
+        early = self.unclipped and ready.learns and not self.precision.scaled
+        self.unclipped = self.unclipped and not ready.learns
+        self.how, self.left, self.early = (self.left, early), (), set()
+        return self.steps.program(ready.visits, ready.learns, *self.how)
 
     def finish(self) -> None:
         """Make the updates that the last step has left."""
-        late, self.late = self.late, False
-        self.play(self.steps.program((), late=True) if late else ())
+        left, self.left = self.left, ()
+        self.play(self.steps.program((), left=left) if left else ())
 
-    def play(self, program: Program, update: Callable[[int, float, float], object] | None = None) -> None:
-        """Do what the operations say, in their order. `update`: what home does from now on with the loss sum and the squared gradient norm
-        of all ranks: first for all, unit -1, then for each unit of a home that is updated by unit."""
+    def play(self, program: Program, update: Callable[[int, bool, float, float], bool] | None = None) -> None:
+        """Do what the operations say, in their order. `update`: what home does from now on with a unit, whether that is before the norm, the
+        loss sum and the squared gradient norm of all ranks: for all, unit -1, and for each unit of a home that is updated by unit. It
+        answers whether the last norm left gradients as they were."""
         self.update = update or self.update
         for op in program:
             self.table[op.kind](op)
@@ -294,8 +303,11 @@ class Player:
         self._count(op, "sums")
 
     def _update(self, op: Op) -> None:
-        self.update(op.unit, *self.sums)
-        self.late = self.late or (op.unit < 0 and self.steps.late)
+        early = op.part == "early"
+        self.early |= {op.unit} if early else set()
+        unclipped = self.update(op.unit, early, *self.sums)
+        if op.unit < 0:
+            self.unclipped, self.left = unclipped, self.steps.left(self.early if unclipped else ())
 
     def _norm(self, op: Op) -> None:
         loss_sum = torch.stack([self.runners[group.layout].loss for group in self.groups_here]).sum()

@@ -92,7 +92,7 @@ def predicted(player: Player, steps: int = 1) -> Predicted:
     visits, packs = player.steps.visits(player.groups_here, player.lengths)
     after: list[tuple[Op, int]] = []
     lengths = [[[player.lengths[d] for d in pack] for pack in some] for some in packs]
-    found = ledger.play(visits, lengths, lambda op: after.append((op, ledger.book.now["device"])), steps)
+    found = ledger.play(visits, lengths, lambda op: after.append((op, ledger.book.now["device"])), steps, player.how)
     return Predicted(tuple(after), found.device)
 
 

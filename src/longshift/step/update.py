@@ -54,11 +54,14 @@ def train_step(state: State, batch: StepBatch, player: Player, ready: Ready | No
     scale = state.scale.scale if state.scale else 1.0
     program = player.take(ready or player.ready(batch.documents), scale / max(1, batch.target_tokens))
 
-    def update(unit: int, *sums: float) -> None:
-        if unit < 0:
+    def update(unit: int, early: bool, *sums: float) -> bool:
+        if early:
+            state.optimizer.update_early(unit, state.schedule.at(state.optimizer.steps))
+        elif unit < 0:
             found.append(_update(state, batch, player.world, scale, *sums))
         else:
             state.optimizer.update_unit(unit)
+        return state.optimizer.unclipped
 
     player.play(program, update)
     if not leave:
@@ -81,6 +84,7 @@ def _update(state: State, batch: StepBatch, world: World, scale: float, loss_sum
         clipped = min(1.0, state.clip / (norm + 1e-6)) if state.clip else 1.0
         state.optimizer.update(lr, clipped / scale if clipped != scale else 1.0)
     elif state.scale is None or state.scale.scale == 1.0:
+        state.optimizer.take_back()
         culprit = _culprit(state, world, batch, loss)
         state.home.drop_gradients()
         raise NonFiniteError(culprit)
