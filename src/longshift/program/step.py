@@ -336,13 +336,15 @@ class _Step:
     def _reduced(self, number: int, unit: int) -> Iterator[Op]:
         """The end of a reduction, and what home on disk does with its sum."""
         away = self.views[number].cut.at_home and unit in self.disk.units
+        self.reductions[unit] -= 1
+        early = unit in self.early and self.reductions[unit] == 0
         if away:
+            yield from self.disk.settled() if early else ()  # the unit before is in memory until then
             yield from self.disk.known_sums(number, unit)
         yield Op("await reduce", number, unit)
         if away:
             yield from self.disk.write(number, unit, "sums")
-        self.reductions[unit] -= 1
-        if unit in self.early and self.reductions[unit] == 0:
+        if early:
             yield Op("await read", number, unit, part="state")
             yield Op("update", number, unit, part="early")
             yield from self.disk.write_beside(number, unit, "state")
