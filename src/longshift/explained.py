@@ -148,8 +148,7 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         told_of = weights, coming, pack.sent, pack.moved, gradients, going, tuple(pruned), need
         groups.append(Explained(str(edge.use), edge.upto, edge.pack, *told_of))
     whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
-    early = "disk" in shape.home_in.named and formats.packed == "float32"
-    how = _updating(config), early, EMULATED if formats.float8 else None
+    how = _updating(config), bool(shape.steps(whole.rank).early), EMULATED if formats.float8 else None
     return Explanation(str(way.home), str(shape.home_in), way.links, tuple(groups), whole, *how)
 
 

@@ -38,8 +38,8 @@ class StepShape:
 
     def steps(self, rank: int) -> Steps:
         formats = self.formats
-        sizes = formats.compute_bytes, formats.home_bytes
-        return Steps(self.itinerary, rank, *sizes, self.windows, self.home_in, formats.moments, formats.packed, formats.wire)
+        how = formats.compute_bytes, formats.home_bytes, self.windows, self.home_in, formats.moments, formats.packed, formats.wire
+        return Steps(self.itinerary, rank, *how, doubled=not formats.scaled)
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool) -> Ledger:
         same = self.formats.compute == self.formats.home

@@ -61,6 +61,11 @@ class Format:
         return _BYTES[self.home]
 
     @property
+    def scaled(self) -> bool:
+        """Whether gradients are scaled, lest they vanish in float16."""
+        return self.compute == "float16"
+
+    @property
     def moment_bytes(self) -> float:
         """Bytes of an element of one moment between updates, with its part of a scale; rows are as long as their blocks."""
         return {"float32": self.home_bytes, "bf16": 2, "float8": 1 + 4 / SCALE_EVERY}[self.packed]

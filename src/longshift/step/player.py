@@ -219,7 +219,7 @@ class Player:
         for group in ready.groups:
             runner = self.runners[group.layout]
             runner.seed, runner.learns, runner.loss = seed or 0.0, seed is not None, runner.loss.new_zeros(())
-        early = self.unclipped and ready.learns and not self.precision.scaled
+        early = self.unclipped and ready.learns
         self.unclipped = self.unclipped and not ready.learns
         self.how, self.left, self.early = (self.left, early), (), set()
         return self.steps.program(ready.visits, ready.learns, *self.how)
@@ -230,9 +230,9 @@ class Player:
         self.play(self.steps.program((), left=left) if left else ())
 
     def play(self, program: Program, update: Callable[[int, bool, float, float], bool] | None = None) -> None:
-        """Do what the operations say, in their order. `update`: what home does from now on with a unit, whether that is before the norm, the
-        loss sum and the squared gradient norm of all ranks: for all, unit -1, and for each unit of a home that is updated by unit. It
-        answers whether the last norm left gradients as they were."""
+        """Do what the operations say, in their order. `update`: what home does with a unit, whether that is before the norm, the loss sum
+        and the squared gradient norm of all ranks: for all, unit -1, and for each unit of a home that is updated by unit. It answers
+        whether the last norm left gradients as they were."""
         self.update = update or self.update
         for op in program:
             self.table[op.kind](op)

@@ -125,7 +125,7 @@ def _steps(
     if world.rank == 0 and world.device.type != "cpu":
         print(f"longshift: attention by {player.kernel.name}: {player.why_kernel}", file=sys.stderr)
     attention = ChosenKernel.of(player.kernel, world.device)
-    for warning in (changed_kernel(facts, attention), changed_moments(facts, config)):
+    for warning in (changed_kernel(facts, attention), changed_moments(facts, config), UNDOUBLED * state.home.no_room):
         if world.rank == 0 and warning:
             print(f"longshift: {warning}", file=sys.stderr)
     foretold, recorder = Foretold.of(run, config, world), Recorder()
@@ -201,6 +201,9 @@ def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path, re
     if left and facts.fingerprints.data != fingerprints.data:
         state.cursor = 0
     return saved.step, state, facts
+
+
+UNDOUBLED = "the disk has no room for second places of masters and moments: none is updated before the norm (docs/home.md)"
 
 
 def build_state(config: Config, world: World, folder: Path, saved: Checkpoint | None = None, facts: Facts | None = None) -> State:
