@@ -320,21 +320,21 @@ class _Step:
             self.early -= set(reduced[-1:])
         to_come = self.reductions.copy()
         for op in chain(self._with_gathers(number, turns, ahead), tied):
+            wanted = None
             if op.kind == "reduce":
+                to_come[op.unit] -= 1
+                wanted = op.unit if op.unit in self.early and to_come[op.unit] == 0 else None
                 yield from self._updated(op.unit)
                 for unit in reductions.room_for(op.unit):
-                    yield from self._reduced(number, unit)
+                    yield from self._reduced(number, unit, wanted)
                 reductions.append(op.unit)
             yield op
-            if op.kind == "reduce" and op.unit in self.early:
-                to_come[op.unit] -= 1
-                if to_come[op.unit] == 0:
-                    yield Op("read", number, op.unit, part="state")
+            yield from self.disk.ask_state(number, wanted)
         for unit in reductions:
             yield from self._reduced(number, unit)
 
-    def _reduced(self, number: int, unit: int) -> Iterator[Op]:
-        """The end of a reduction, and what home on disk does with its sum."""
+    def _reduced(self, number: int, unit: int, after: int | None = None) -> Iterator[Op]:
+        """The end of a reduction, and what home on disk does with its sum; `after`: the unit that is updated early next."""
         away = self.views[number].cut.at_home and unit in self.disk.units
         self.reductions[unit] -= 1
         early = unit in self.early and self.reductions[unit] == 0
@@ -346,6 +346,7 @@ class _Step:
             yield from self.disk.write(number, unit, "sums")
         if early:
             yield Op("await read", number, unit, part="state")
+            yield from self.disk.ask_state(number, after)
             yield Op("update", number, unit, part="early")
             yield from self.disk.write_beside(number, unit, "state")
 
@@ -445,6 +446,7 @@ class _Disk:
         self.masters = Counter[int]()  # users
         self.asked: set[int] = set()
         self.records: set[int] = set()  # units whose records are here, or asked for
+        self.states: set[int] = set()  # units whose masters and moments were asked for
         self.known: set[int] = set()  # units that have gradient sums
         self.writing: deque[Op] = deque()
 
@@ -476,6 +478,12 @@ class _Disk:
             if some == unit:
                 yield Op("await read", unit=unit, part="record")
         self.masters[unit] += 1
+
+    def ask_state(self, number: int, unit: int | None) -> Iterator[Op]:
+        """Read the masters and moments of a unit that is updated early, if there is one."""
+        if unit is not None and unit not in self.states:
+            self.states.add(unit)
+            yield Op("read", number, unit, part="state")
 
     def known_sums(self, number: int, unit: int) -> Iterator[Op]:
         """Bring the gradient sums of a unit, if there are some."""
