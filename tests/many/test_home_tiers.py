@@ -93,7 +93,7 @@ def alternating(world: World, trial: dict, layout: str, mutant: str = "", room: 
     `room`: whether the disk has any for second places."""
     with pytest.MonkeyPatch.context() as patch:
         if not room:
-            patch.setattr(Records, "double", lambda records, vectors: False)
+            patch.setattr(Records, "double", lambda records, vectors, ranks: False)
         if mutant:
             MUTANTS[mutant](patch)
         state, player = made(world, what := Trial.from_json(trial), layout)

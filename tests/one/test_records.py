@@ -1,9 +1,11 @@
 """The file of a home on disk: what is read is what was written, whatever the sizes, past the file system's cache or through it."""
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +62,50 @@ def test_a_disk_is_moved_to_and_from_past_the_cache(tmp_path: Path):
     os.close(probe)
     assert flags & os.O_DIRECT
     assert records.direct
+
+
+def test_a_second_place_keeps_another_state(records: Records):
+    vectors = [records.vector(size, torch.float32) for size in (5000, 1)]
+    assert records.double(vectors)
+    assert records.end == os.fstat(records.file.fileno()).st_size == 2 * sum(vector.room for vector in vectors)
+    for number, second in ((1.0, False), (2.0, True)):
+        for vector in vectors:
+            vector.hold()
+            vector.flat.fill_(number)
+            records.write(vector, second=second)
+        for vector in vectors:
+            records.written(vector)
+    for number in (1.0, 2.0):
+        with records.here(vectors):
+            assert all((vector.flat == number).all() for vector in vectors)
+        for vector in vectors:
+            assert vector.second is not None
+            vector.start, vector.second = vector.second, vector.start
+
+
+@pytest.mark.parametrize(("ranks", "pages", "has"), [(1, 3, False), (1, 4, True), (2, 7, False), (2, 8, True)])
+def test_second_places_leave_as_much_room_for_all_ranks(
+    records: Records, monkeypatch: pytest.MonkeyPatch, ranks: int, pages: int, has: bool
+):
+    vectors = [records.vector(100, torch.float32) for _ in range(2)]
+    end = records.end
+    monkeypatch.setattr(os, "statvfs", lambda file: SimpleNamespace(f_bavail=pages, f_frsize=ALIGN))
+    assert records.double(vectors, ranks) == has
+    assert records.end == os.fstat(records.file.fileno()).st_size == (2 * end if has else end)
+    assert all((vector.second is not None) == has for vector in vectors)
+
+
+def test_second_places_are_given_back_where_a_disk_fills_up_meanwhile(records: Records, monkeypatch: pytest.MonkeyPatch):
+    vector = records.vector(100, torch.float32)
+
+    def full(file: int, start: int, size: int) -> None:
+        os.ftruncate(file, start + size // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert not records.double([vector])
+    assert records.end == os.fstat(records.file.fileno()).st_size == vector.room
+    assert vector.second is None
 
 
 def test_a_file_that_ends_early_is_told(records: Records):

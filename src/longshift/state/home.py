@@ -120,9 +120,11 @@ class Home:
         rule: Rule = Rule(),  # noqa: B008  (frozen)
         packed: MomentFormat = "float32",
         scaled: bool = False,
+        beside: int = 1,
     ):
         """`frozen`: the format of weights that are not trained; `dtype` where not given. `home_in`: where which units lie, on disk below
-        `folder`. `rule`: of updates, whose moments are `packed` into this format between them; `scaled`: whether their gradients are."""
+        `folder`. `rule`: of updates, whose moments are `packed` into this format between them; `scaled`: whether their gradients are;
+        `beside`: ranks that share a disk."""
         self.spec, self.rank, self.buckets, self.home_in, self.moments = spec, rank, buckets, home_in, rule.moments
         self.records = Records(folder or Path(tempfile.gettempdir())) if "disk" in home_in.named else None
         self.packed: MomentFormat = packed if rule.moments else "float32"
@@ -137,7 +139,7 @@ class Home:
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
         early = [shard for shard in self.learning if shard.vectors] if self.packed == "float32" and not scaled else []
         changed = [shard.vectors[kind] for shard in early for kind in ("master", *self.saved)]
-        self.doubled = self.records is not None and self.records.double(changed)
+        self.doubled = self.records is not None and self.records.double(changed, beside)
         self.no_room = bool(changed) and not self.doubled
         self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
         for shard in self.shards:
@@ -162,7 +164,7 @@ class Home:
         """The home of this rank of a world, cut as `cut` is, and lies; on disk, below `folder`. `rule`: of its updates; `packed`: the
         format of moments between them. Collective where that is float8."""
         how = precision.home, world.device, source, precision.compute, home_in, Path(folder) if folder else None, rule, packed
-        home = cls(spec, buckets_of(spec, cut), world.rank, *how, scaled=precision.scaled)
+        home = cls(spec, buckets_of(spec, cut), world.rank, *how, precision.scaled, world.per_node)
         if home.packed == "float8":
             home.cut = cut_blocks(spec, cut)
             world.prepare(sorted({blocks.ranks for blocks in home.cut.values()}), "scales")

@@ -116,10 +116,11 @@ class Records:
         self._largest = max(self._largest, room)
         return made
 
-    def double(self, vectors: Sequence[Vector]) -> bool:
-        """Give vectors second places, if the disk has as much room again beside them; whether it has."""
+    def double(self, vectors: Sequence[Vector], ranks: int = 1) -> bool:
+        """Give vectors second places, if the disk has as much room again beside them, for all of the `ranks` that share it; whether it
+        has."""
         room, disk = sum(vector.room for vector in vectors), os.statvfs(self.file.fileno())
-        if not room or 2 * room > disk.f_bavail * disk.f_frsize:
+        if not room or 2 * ranks * room > disk.f_bavail * disk.f_frsize:
             return False
         try:
             os.posix_fallocate(self.file.fileno(), self.end, room)
