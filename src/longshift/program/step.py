@@ -194,6 +194,7 @@ class _Step:
         self.left = deque(left)  # units that are to be updated
         self.early = steps.early if early and learns else frozenset[int]()
         self.reductions = Counter[int]()  # of the last visit, by unit: those that have not ended
+        self.to_come = Counter[int]()  # and those that have not begun
         self.views = [steps.views[visit.layout] for visit in visits]
         self.here: Cut | None = None
         self.present: set[int] = set()  # units whose copies, under the cut that is here, can be used
@@ -317,24 +318,24 @@ class _Step:
         if number == len(self.visits) - 1 and view.cut.at_home:  # no other sums come home after these
             reduced = [op.unit for op in chain((op for turn in turns for op in turn.ops), tied) if op.kind == "reduce"]
             self.reductions = Counter(reduced)
+            self.to_come = Counter(reduced)
             self.early -= set(reduced[-1:])
-        to_come = self.reductions.copy()
         for op in chain(self._with_gathers(number, turns, ahead), tied):
-            wanted = None
-            if op.kind == "reduce":
-                to_come[op.unit] -= 1
-                wanted = op.unit if op.unit in self.early and to_come[op.unit] == 0 else None
-                yield from self._updated(op.unit)
-                for unit in reductions.room_for(op.unit):
-                    yield from self._reduced(number, unit, wanted)
-                reductions.append(op.unit)
+            if op.kind != "reduce":
+                yield op
+                continue
+            self.to_come[op.unit] -= 1
+            yield from self._updated(op.unit)
+            for unit in reductions.room_for(op.unit):
+                yield from self._reduced(number, unit, [*reductions, op.unit][0])
+            reductions.append(op.unit)
             yield op
-            yield from self.disk.ask_state(number, wanted)
-        for unit in reductions:
-            yield from self._reduced(number, unit)
+            yield from self._ask_state(number, reductions[0])
+        while reductions:
+            yield from self._reduced(number, reductions.popleft(), reductions[0] if reductions else None)
 
     def _reduced(self, number: int, unit: int, after: int | None = None) -> Iterator[Op]:
-        """The end of a reduction, and what home on disk does with its sum; `after`: the unit that is updated early next."""
+        """The end of a reduction, and what home on disk does with its sum; `after`: the unit whose reduction ends next."""
         away = self.views[number].cut.at_home and unit in self.disk.units
         self.reductions[unit] -= 1
         early = unit in self.early and self.reductions[unit] == 0
@@ -345,10 +346,16 @@ class _Step:
         if away:
             yield from self.disk.write(number, unit, "sums")
         if early:
+            yield from self._ask_state(number, unit)
             yield Op("await read", number, unit, part="state")
-            yield from self.disk.ask_state(number, after)
+            yield from self._ask_state(number, after) if after is not None else ()
             yield Op("update", number, unit, part="early")
             yield from self.disk.write_beside(number, unit, "state")
+
+    def _ask_state(self, number: int, unit: int) -> Iterator[Op]:
+        """Read the masters and moments of a unit that is updated early, once its last reduction has begun."""
+        if unit in self.early and not self.to_come[unit]:
+            yield from self.disk.ask_state(number, unit)
 
     def _gather(self, number: int, unit: int, after: int | None = None) -> Iterator[Op]:
         """A gather, with the master from disk where home is there; `after`: the unit whose master is wanted next."""
@@ -479,9 +486,9 @@ class _Disk:
                 yield Op("await read", unit=unit, part="record")
         self.masters[unit] += 1
 
-    def ask_state(self, number: int, unit: int | None) -> Iterator[Op]:
-        """Read the masters and moments of a unit that is updated early, if there is one."""
-        if unit is not None and unit not in self.states:
+    def ask_state(self, number: int, unit: int) -> Iterator[Op]:
+        """Read the masters and moments of a unit, the first time."""
+        if unit not in self.states:
             self.states.add(unit)
             yield Op("read", number, unit, part="state")
 
