@@ -266,7 +266,7 @@ def timed_update(world: World, trial: dict, rounds: int) -> dict:
     found: dict[str, list[float]] = {"ours_s": [], "clipped_s": [], "torch_s": []}
     for _ in range(rounds + 1):
         for name, factor in (("ours_s", 1.0), ("clipped_s", 0.5)):
-            gradients = [shard.begin().fill_(1e-3) for shard in state.home.learning]  # their memory is given back by neither
+            gradients = [shard.begin().fill_(1e-3) for shard in state.home.learning]  # held here, so that no update gives their memory back
             began = time.perf_counter()
             state.optimizer.update(what.lr, factor)
             for unit in sorted({shard.bucket.unit for shard in state.home.learning}) if state.home.by_unit else ():

@@ -4,13 +4,13 @@ worth nothing.
 A mutant is a function that patches the package inside a forked rank; CASES says which layouts it must show under, and by how much.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import caches
 import numpy as np
 import pytest
 import torch
@@ -64,18 +64,14 @@ MIDWAY = 3  # updates done when a mutant damages the optimizer
 
 @contextmanager
 def mistaken(mutant: str) -> Iterator[None]:
-    """This process has the mistake. Caches would hide it, or outlive it."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("longshift.")]
-    caches = [found for module in modules for found in vars(module).values() if hasattr(found, "cache_clear")]
+    """This process has the mistake."""
     with pytest.MonkeyPatch.context() as patch:
-        for cache in caches:
-            cache.cache_clear()
+        caches.clear()
         globals()[mutant](patch)
         try:
             yield
         finally:
-            for cache in caches:
-                cache.cache_clear()
+            caches.clear()
 
 
 def compare_mutant(world: World, mutant: str, **arguments) -> dict[str, float]:

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import caches
 import pytest
 from forked import DEADLINE_S, Worlds
 from inside_measured import LENGTHS, PARTS, SPECS, TURNS
@@ -178,10 +179,9 @@ def copies_forgotten(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mutant", [forgotten_gate, own_share_sent, copies_forgotten])
 def test_a_wrong_prediction_is_noticed(worlds: Worlds, mutant: Callable, monkeypatch: pytest.MonkeyPatch):
     answers = worlds(2).call("inside_measured:operations", DEADLINE_S, spec="llama", layout="tp2", dtype="float32")
-    inside.inside.cache_clear()
+    caches.clear()
     mutant(monkeypatch)
     wrong = list(faults(answers[0], predicted("llama", "tp2", 0, "float32")))
     monkeypatch.undo()
-    inside.inside.cache_clear()
-    inside.loss_of_rows.cache_clear()
+    caches.clear()
     assert wrong

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import caches
 import pytest
 from forked import DEADLINE_S, Worlds
 from ledger import QUICK, Case, rows_of, wrong
@@ -9,7 +10,7 @@ from ledger import QUICK, Case, rows_of, wrong
 from longshift.program.book import Account
 from longshift.program.held_packs import HeldPacks
 from longshift.program.ledger import Ledger
-from longshift.schedule import inside, inside_chunk, inside_rank
+from longshift.schedule import inside_rank
 
 
 @pytest.fixture(scope="module")
@@ -122,15 +123,13 @@ def sent_twice(patch: pytest.MonkeyPatch, communicator: str) -> None:
 def test_a_wrong_ledger_is_noticed(measured: Callable, mutant: str, monkeypatch: pytest.MonkeyPatch):
     apply, layout = MUTANTS[mutant]
     case = next(case for case in QUICK if layout in (case.layout, f"{case.layout}, {case.packed}"))
-    answers, caches = measured(case), (inside.inside, inside.loaded, inside.loss_of_rows, inside_chunk._loss, inside_chunk._of_event)
+    answers = measured(case)
     apply(monkeypatch)
-    for cache in caches:
-        cache.cache_clear()
+    caches.clear()
     try:
         found = wrong(rows_of(case, answers))
     except (KeyError, IndexError, AssertionError):  # the ledger misses what it needs
         found = [mutant]
     monkeypatch.undo()
-    for cache in caches:
-        cache.cache_clear()
+    caches.clear()
     assert found

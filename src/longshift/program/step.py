@@ -20,8 +20,8 @@ one order, that of the forward, up to the unit that is read, whoever keeps it, s
 (SuperOffload, arXiv 2509.21271, does so in host memory). Its masters and moments go to a second place in the file, and its gradient sums
 to theirs. Where the norm does not clip, the second places count from then on; where it does, or is not finite, the first ones do, and the
 unit is updated late. Bits are the same. Ranks need not agree: no other one sees it. The unit that is reduced last is updated late: the
-embeddings, often, whose writing the forward hides, and no backward does. So are moments in fewer bits: they are packed together with other
-ranks, in one order.
+embeddings, often, whose writing the forward hides, and no backward does. So are units whose moments are packed in fewer bits: ranks agree
+on scales while they pack, in one order.
 
 [Note: order] Members of a communicator post its operations in one order, and no rank waits for an operation that another can only post
 after this rank has done what follows. So exchanges of a switch that go ahead are posted between the turns of the last backward only where

@@ -100,37 +100,36 @@ class Records:
     def vector(self, elements: int, dtype: torch.dtype) -> Vector:
         """A vector of zeros in the file, without memory."""
         made = Vector(torch.empty(elements, dtype=dtype), self.end)
-        room = made.room
-        try:
-            if room:
-                os.posix_fallocate(self.file.fileno(), self.end, room)
-        except OSError as fault:
-            if fault.errno not in NO_ROOM:
-                raise LongshiftError(f"home: {self.folder}: {fault.strerror}") from None
+        if not self._grown(made.room):
             raise OutOfMemoryError(
-                f"home: {self.folder} has no room for byte {self.end + room} of this rank's training state: choose another stream.folder, "
-                "more ranks under ZeRO, or home: host"
-            ) from None
+                f"home: {self.folder} has no room for byte {self.end + made.room} of this rank's training state: choose another "
+                "stream.folder, more ranks under ZeRO, or home: host"
+            )
         made.memory.drop()
-        self.end += room
-        self._largest = max(self._largest, room)
+        self.end += made.room
+        self._largest = max(self._largest, made.room)
         return made
 
     def double(self, vectors: Sequence[Vector], ranks: int = 1) -> bool:
         """Give vectors second places, if the disk has as much room again beside them, for all of the `ranks` that share it; whether it
         has."""
         room, disk = sum(vector.room for vector in vectors), os.statvfs(self.file.fileno())
-        if not room or 2 * ranks * room > disk.f_bavail * disk.f_frsize:
+        if not room or 2 * ranks * room > disk.f_bavail * disk.f_frsize or not self._grown(room):
             return False
+        for vector in vectors:
+            vector.second, self.end = self.end, self.end + vector.room
+        return True
+
+    def _grown(self, room: int) -> bool:
+        """Have so many bytes more in the file, if the disk has them; whether it has."""
         try:
-            os.posix_fallocate(self.file.fileno(), self.end, room)
+            if room:
+                os.posix_fallocate(self.file.fileno(), self.end, room)
         except OSError as fault:
             if fault.errno not in NO_ROOM:
                 raise LongshiftError(f"home: {self.folder}: {fault.strerror}") from None
             os.ftruncate(self.file.fileno(), self.end)
             return False
-        for vector in vectors:
-            vector.second, self.end = self.end, self.end + vector.room
         return True
 
     def read(self, vector: Vector) -> None:
