@@ -372,6 +372,17 @@ def test_thinking_and_the_front_door_leave_torch_out(package):
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
 
 
+def test_planning_leaves_what_configs_and_screens_need_out():
+    """The package imports what it offers when that is asked for."""
+    code = "import sys, longshift.planner.shortlist as m, longshift as ls\nprint({'pydantic', 'rich', 'yaml'} & set(sys.modules))"
+    code += "\nassert dir(ls) == ls.__all__ and all(getattr(ls, name) for name in ls.__all__) and 'pydantic' in sys.modules"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("set()\n", "", 0)
+    misspelt = "trian"
+    with pytest.raises(AttributeError, match=f"no attribute '{misspelt}'"):
+        getattr(longshift, misspelt)
+
+
 @pytest.mark.parametrize(
     ("rule", "sources", "known", "message"),
     [

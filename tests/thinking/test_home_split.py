@@ -5,10 +5,15 @@ from dataclasses import replace
 import pytest
 
 from longshift.errors import UsageError
-from longshift.layout.home_tiers import HomeTiers, StateBytes, tiers_of
+from longshift.layout.home_tiers import LATE, HomeTiers, StateBytes, Tier, early_units, tiers_of
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of
+from longshift.program.step import Steps, Windows
+from longshift.program.turns import visit_of
 from longshift.spec.families import preset
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import Links
+from longshift.workload.groups import Edge
 
 SPEC = replace(preset("tiny-llama"), layers=6)
 EACH = StateBytes(2, 4, 2, "float32")
@@ -43,6 +48,43 @@ def test_units_go_in_the_order_of_the_forward_to_the_first_memory_with_room(layo
             assert found[unit] == next(tier for tier in free if size <= free[tier])
             free[found[unit]] -= size
     assert (set(found.values()) == {"device"}) == (share == 1.0)
+
+
+@pytest.mark.parametrize("home_in", [HomeTiers("disk"), HomeTiers("disk", (("host", 8 << 20),))])
+@pytest.mark.parametrize("layout", ["dp1", "dp3.z3", "pp2.dp2.z1", "tp2"])
+@pytest.mark.parametrize("vocab", [8, 4096])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_forward_has_the_first_unit_and_a_part_of_the_others(home_in: HomeTiers, layout: str, vocab: int, tied: bool):
+    spec = replace(SPEC, layers=20, vocab=vocab, tied=tied)
+    for rank in range(Layout.parse(layout).world):
+        mine = buckets_of(spec, Layout.parse(layout), rank)
+        tiers: dict[int, Tier] = tiers_of(home_in, mine, rank, EACH)
+        early = early_units(tiers, mine, rank, spec.units)
+        size = {unit: sum(bucket.kept(rank) for bucket in mine if bucket.unit == unit) for unit in tiers}
+        order = sorted(size, key=lambda unit: (unit != spec.units, unit))
+        assert early
+        assert order[0] not in early
+        assert all(tiers[unit] == "disk" for unit in early)
+        units = [unit for unit in order if tiers[unit] == "disk"]
+        for count in range(1, len(units) + 1):
+            so_far = sum(size[unit] - LATE * size[unit] * (unit not in early) for unit in units[:count])
+            most = LATE * max(size[unit] for unit in units) / 2
+            assert -most - LATE * size[order[0]] / 2 <= so_far < most
+
+
+def test_a_forward_moves_a_quarter_of_the_bytes():
+    """It reads all masters and, of every fifth block, moves the record both ways."""
+    spec, layout = replace(SPEC, layers=32, vocab=8), Layout.parse("dp1.vertical.recompute-full")
+    steps = Steps(Itinerary(spec, [Edge(64, layout)], Links(1, 1.0, 1.0), 4, 4, SwitchOptions()), 0, 4, 4, Windows(), HomeTiers("disk"))
+    program = steps.program([visit_of(spec, layout, [[64], [64]])], left=steps.left(steps.early), early=True)
+    half = next(at for at, op in enumerate(program) if op.turn in ("loss", "backward"))
+    vectors = {"master": 1, "sums": 1, "state": 3, "record": 4}
+    moved = [0, 0]
+    for at, op in enumerate(program):
+        if op.kind in ("read", "write"):
+            moved[at >= half] += vectors[op.part] - (op.part == "record" and op.kind == "write")
+    assert sum(moved) == 8 * len(steps.trained)
+    assert 0.24 < moved[0] / sum(moved) < 0.32
 
 
 @pytest.mark.parametrize("text", ["device", "host", "disk", "device 8G, host rest", "device 1M, host 2M, disk rest", "host 3K, disk rest"])

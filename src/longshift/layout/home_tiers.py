@@ -19,6 +19,7 @@ from longshift.spec.formats import MomentFormat
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 REST = "rest"
+LATE = 5  # of what is trained on disk, one part in so many is updated under the forward: see `early_units`
 
 
 @dataclass(frozen=True)
@@ -121,3 +122,22 @@ def tiers_of(home_in: HomeTiers, mine: Iterable[Bucket], rank: int, each: StateB
         if tier in room:
             room[tier] -= size
     return found
+
+
+def early_units(tiers: Mapping[int, Tier], mine: Iterable[Bucket], rank: int, tied: int) -> frozenset[int]:
+    """Units on disk that a rank may update under the backward ([Note: early updates] in `program.step`). The forward has the first unit
+    that is trained, and of the others every LATE-th, by elements: it computes for a quarter or a third of the step, and would move an
+    eighth of the bytes. `mine`: the rank's buckets; `tied`: the tied embedding, which comes first."""
+    sizes: dict[int, int] = {}
+    for bucket in mine:
+        if not bucket.frozen:
+            sizes[bucket.unit] = sizes.get(bucket.unit, 0) + bucket.kept(rank)
+    found, owed = set[int](), 0  # LATE times the elements that the forward should have had by now
+    for number, unit in enumerate(sorted(sizes, key=lambda unit: -1 if unit == tied else unit)):
+        if tiers[unit] == "disk":
+            owed += sizes[unit]
+            if number and 2 * owed < LATE * sizes[unit]:
+                found.add(unit)
+            else:
+                owed -= LATE * sizes[unit]
+    return frozenset(found)

@@ -19,9 +19,10 @@ one order, that of the forward, up to the unit that is read, whoever keeps it, s
 [Note: early updates] A unit on disk may be updated under the backward, when its last reduction has ended, as if the norm would not clip
 (SuperOffload, arXiv 2509.21271, does so in host memory). Its masters and moments go to a second place in the file, and its gradient sums
 to theirs. Where the norm does not clip, the second places count from then on; where it does, or is not finite, the first ones do, and the
-unit is updated late. Bits are the same. Ranks need not agree: no other one sees it. The unit that is reduced last is updated late: the
-embeddings, often, whose writing the forward hides, and no backward does. So are units whose moments are packed in fewer bits: ranks agree
-on scales while they pack, in one order.
+unit is updated late. Bits are the same. Ranks need not agree: no other one sees it. Which units are updated so is `early_units`'s
+(`layout.home_tiers`), so that the forward has its part of the bytes; of these the unit that is reduced last in a step is updated late, for
+no backward hides its writing. All are late where moments are packed in fewer bits: ranks agree on scales while they pack, in one order. Of
+two units at the most masters and moments are in memory, so those of the first ones are read while their backward computes.
 
 [Note: order] Members of a communicator post its operations in one order, and no rank waits for an operation that another can only post
 after this rank has done what follows. So exchanges of a switch that go ahead are posted between the turns of the last backward only where
@@ -35,7 +36,7 @@ from itertools import chain
 
 import numpy as np
 
-from longshift.layout.home_tiers import HomeTiers, StateBytes, tiers_of
+from longshift.layout.home_tiers import HomeTiers, StateBytes, early_units, tiers_of
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of, moving_unit
 from longshift.program.operations import Op, Program
@@ -46,6 +47,8 @@ from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.plan import Plan
 from longshift.workload.groups import LengthGroup
+
+READ_AHEAD = 3  # units whose masters are read from disk beside the records that a forward moves
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,11 @@ class Steps:
         self.on_disk = [unit for unit, tier in self.home_tiers.items() if tier == "disk"]
         self.trained = sorted({bucket.unit for bucket in self.buckets if not bucket.frozen}, key=self.place)
         self.mixed = {bucket.unit for bucket in self.buckets if bucket.frozen}.intersection(self.trained)
-        self.early = frozenset(self.on_disk).intersection(self.trained) if doubled and self.packed == "float32" else frozenset()
+        can = doubled and self.packed == "float32"
+        self.early = early_units(self.home_tiers, self.buckets, rank, itinerary.spec.units) if can else frozenset[int]()
+        self.kept = Counter[int]()  # elements that are trained, by unit
+        for bucket in self.buckets:
+            self.kept[bucket.unit] += 0 if bucket.frozen else bucket.kept(rank)
         self.bytes = weight_bytes, sum_bytes
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
         self.cuts = set(itinerary.cuts.values())
@@ -225,6 +232,7 @@ class _Step:
         while self.left and (upto is None or self.steps.place(self.left[0]) <= self.steps.place(upto)):
             unit = self.left.popleft()
             if unit in self.disk.units:
+                yield from self.disk.settled("record")
                 yield from self.disk.have_record(unit, next((after for after in self.left if after in self.disk.units), None))
             yield Op("update", unit=unit)
             if self.steps.packed != "float32":
@@ -269,9 +277,9 @@ class _Step:
     def _before_exchange(self, exchanges: Exchanges, i: int) -> Iterator[Op]:
         """Late updates of the units that an exchange may read from home."""
         wanted = [unit for unit, (first, _) in exchanges.spans.items() if first <= i]
-        if self.left and wanted:
+        if wanted:
             yield from self._updated(max(wanted, key=self.steps.place))
-            yield from self.disk.settled()
+            yield from self.disk.settled("record")  # what is written goes, also while an exchange reads it
 
     def _from_home(self, number: int, exchanges: Exchanges, way: str, i: int, after: bool) -> Iterator[Op]:
         """What an exchange reads or adds to of a home on disk: brought before it, gone when it has ended."""
@@ -339,15 +347,14 @@ class _Step:
         away = self.views[number].cut.at_home and unit in self.disk.units
         self.reductions[unit] -= 1
         early = unit in self.early and self.reductions[unit] == 0
-        if away:
-            yield from self.disk.settled() if early else ()  # the unit before is in memory until then
-            yield from self.disk.known_sums(number, unit)
+        yield from self.disk.known_sums(number, unit) if away else ()
         yield Op("await reduce", number, unit)
         if away:
-            yield from self.disk.write(number, unit, "sums")
+            yield from self.disk.write_beside(number, unit, "sums") if early else self.disk.write(number, unit, "sums")
         if early:
             yield from self._ask_state(number, unit)
             yield Op("await read", number, unit, part="state")
+            yield from self.disk.settled(but=unit)  # the unit before is in memory until then
             yield from self._ask_state(number, after) if after is not None else ()
             yield Op("update", number, unit, part="early")
             yield from self.disk.write_beside(number, unit, "state")
@@ -357,20 +364,31 @@ class _Step:
         if unit in self.early and not self.to_come[unit]:
             yield from self.disk.ask_state(number, unit)
 
-    def _gather(self, number: int, unit: int, after: int | None = None) -> Iterator[Op]:
-        """A gather, with the master from disk where home is there; `after`: the unit whose master is wanted next."""
+    def _room_for_state(self, unit: int) -> bool:
+        """Whether masters and moments of a unit can be read beside those that are in memory: as many as of two of the largest units, and of
+        a small one."""
+        size = self.steps.kept
+        return 2 * sum(size[some] for some in {unit, *self.disk.states}) <= 5 * max(size[some] for some in self.steps.early)
+
+    def _gather(self, number: int, unit: int, after: Sequence[int] = ()) -> Iterator[Op]:
+        """A gather, with the master from disk where home is there; `after`: the units whose masters are wanted next. They are asked for
+        before a record is moved, which takes four times as long; so while records are to come, READ_AHEAD of them are."""
         at_home = self.views[number].cut.at_home
         away = self.disk.units if at_home else frozenset()
+        for some in (unit, *after[: READ_AHEAD if self.left else 1]):
+            if some in away:
+                yield from self.disk.ask_record(some) if some in self.left else self.disk.ask(number, some)
+            if some in self.left and some != unit:
+                break
         yield from self._updated(unit) if at_home else ()
         yield from self.disk.have(number, unit) if unit in away else ()
         yield Op("gather", number, unit)
         yield from self.disk.leave(number, unit) if unit in away else ()
-        if after is not None and after in away and after not in self.left:
-            yield from self.disk.ask(number, after)
 
     def _with_gathers(self, number: int, turns: list[UnitTurn], ahead: dict[int, list[int]]) -> Iterator[Op]:
         """The turns with gathers before them, as far ahead as the window allows, and releases after them."""
         view, visit = self.views[number], self.visits[number]
+        closes = number == len(self.visits) - 1 and view.cut.at_home
         window, kept = _Window(self.steps, view, "gather"), dict[int, int]()
         release = visit.layout.zero == 3 and view.collective
         wanted: list[int] = []
@@ -395,15 +413,17 @@ class _Step:
                     kept[unit] = kept.get(unit, 0) + 1
                 elif window.fits(unit):
                     window.append(unit)
-                    after = wanted[posted + 1] if posted + 1 < len(wanted) else unit
-                    yield from self._gather(number, unit, None if after in self.present or after in window else after)
+                    after = wanted[posted + 1 :][:READ_AHEAD]
+                    yield from self._gather(number, unit, [some for some in after if some not in self.present and some not in window])
                 else:
                     return
                 posted += 1
 
         used = 0
         for index, turn in enumerate(turns):
-            yield from self.disk.settled("record")
+            yield from self.disk.settled("record", but=turn.unit)
+            if turn.final and closes and turn.unit in self.early and self._room_for_state(turn.unit):
+                yield from self.disk.ask_state(number, turn.unit)
             if wanted and view.own(turn.unit) and (release or turn.unit not in self.present):
                 if posted <= used:
                     yield from post()
@@ -453,7 +473,7 @@ class _Disk:
         self.masters = Counter[int]()  # users
         self.asked: set[int] = set()
         self.records: set[int] = set()  # units whose records are here, or asked for
-        self.states: set[int] = set()  # units whose masters and moments were asked for
+        self.states: set[int] = set()  # units whose masters and moments are here, or asked for
         self.known: set[int] = set()  # units that have gradient sums
         self.writing: deque[Op] = deque()
 
@@ -478,16 +498,19 @@ class _Disk:
 
     def have_record(self, unit: int, after: int | None) -> Iterator[Op]:
         """Bring the record of a unit, until it is written, and ask for the one `after`."""
-        for some in (unit, after):
-            if some is not None and some not in self.records:
-                self.records.add(some)
-                yield Op("read", unit=some, part="record")
-            if some == unit:
-                yield Op("await read", unit=unit, part="record")
+        yield from self.ask_record(unit)
+        yield Op("await read", unit=unit, part="record")
+        yield from self.ask_record(after) if after is not None else ()
         self.masters[unit] += 1
 
+    def ask_record(self, unit: int) -> Iterator[Op]:
+        """Read the record of a unit, for `have_record`."""
+        if unit not in self.records:
+            self.records.add(unit)
+            yield Op("read", unit=unit, part="record")
+
     def ask_state(self, number: int, unit: int) -> Iterator[Op]:
-        """Read the masters and moments of a unit, the first time."""
+        """Read the masters and moments of a unit, until they are written."""
         if unit not in self.states:
             self.states.add(unit)
             yield Op("read", number, unit, part="state")
@@ -518,10 +541,11 @@ class _Disk:
         self.writing.append(Op("write", number, unit, part=part))
         yield self.writing[-1]
 
-    def settled(self, part: str | None = None) -> Iterator[Op]:
-        """All is written, or all of a part."""
-        while self.writing and part in (None, self.writing[0].part):
+    def settled(self, part: str | None = None, but: int | None = None) -> Iterator[Op]:
+        """All is written, or all of a part, up to what is of the unit `but`."""
+        while self.writing and part in (None, self.writing[0].part) and self.writing[0].unit != but:
             written = self.writing.popleft()
+            self.states -= {written.unit} if written.part == "state" else set()
             if written.part == "record":
                 self.records.remove(written.unit)
                 self.masters[written.unit] -= 1
