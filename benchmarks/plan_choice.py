@@ -268,6 +268,7 @@ class Corpus:
                 "rounds_s": [round(seconds, 4) for seconds in way.measured],
                 "spread": (max(way.measured) - min(way.measured)) / statistics.median(way.measured),
                 "predicted_s": statistics.median(way.clock),
+                "clock_s": [round(seconds, 4) for seconds in way.clock],
                 "raw": over[edges] - 1,
                 "calibrated": known[edges] - 1,
                 "calibrates": str(way) in self.case.calibrating,
@@ -380,7 +381,7 @@ def summary(corpora: Mapping[str, Corpus], rows: Sequence[dict], budgets: Sequen
     regrets = {}
     for name, corpus in corpora.items():
         known = [corpus.ways[edges] for edges in list(corpus.ways)[: len(corpus.case.single) + len(corpus.case.groups)]]
-        first, best = min(known, key=lambda way: statistics.median(way.clock)), min(known, key=even_s)
+        first, best = min(known, key=lambda way: sum(way.clock)), min(known, key=even_s)
         regrets[name] = over(first, best) - 1
     return {
         "median_raw": statistics.median(abs(row["raw"]) for row in rows),

@@ -125,7 +125,8 @@ class HeldPacks:
     def happen(self, found: Inside) -> None:
         """Write down what an operation needs inside, what it computes, and what it sends."""
         self.account.book.inside(found.peak)
-        self.account.flops.update(matmul=found.matmul_flops, attention=found.attention_flops)
+        self.account.flops["matmul"] += found.matmul_flops
+        self.account.flops["attention"] += found.attention_flops
         for axis, size in found.sent.items():
             self.account.send(axis, size)
 
