@@ -91,7 +91,7 @@ class Explanation:
             lines += [f"   pruned     {text}" for text in group.pruned]
             lines += told(group.need) if len(self.groups) > 1 else []
         late = ", unit by unit under the forward of the next step" * (self.home_in != "device")
-        early = "; what is on disk, under the backward before the norm, and again where that clips" * self.early
+        early = "; most of what is on disk, under the backward before the norm, and again where that clips" * self.early
         lines += ["", f"then one global norm, one clip, one {self.optimizer}, at home{late}{early}"]
         lines += [self.matmuls] if self.matmuls else []
         return "\n".join([*lines, *told(self.need)])
