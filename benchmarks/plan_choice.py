@@ -9,7 +9,7 @@ processes of its own, which sleep while others are measured; a round is a step o
 
 steps     `raw`: the clock's seconds over the measured ones, the median of all rounds; `calibrated`: the same on the cluster as
           `longshift calibrate` would have it after a median step of three ways, one dp, one tp, one pp. `regret_first`: how much longer the
-          way that the clock puts first takes than the fastest one.
+          way that the clock puts first, by all its rounds, takes than the fastest one.
 memory    Peak of the fullest rank beyond what it began with in two first steps, in which freed memory goes back at once, so that holes in
           the C library's heap decide nothing; packs of the second are as large as packs get (`fullest`). And the ledger's bytes with what
           the three calibrating ways had besides.

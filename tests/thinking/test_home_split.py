@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from longshift.errors import UsageError
-from longshift.layout.home_tiers import LATE, HomeTiers, StateBytes, Tier, early_units, tiers_of
+from longshift.layout.home_tiers import LATE, HomeTiers, StateBytes, Tier, early_units, tiers_of, trained_elements
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of
+from longshift.program.ledger import Ledger
+from longshift.program.operations import Op
 from longshift.program.step import Steps, Windows
 from longshift.program.turns import visit_of
 from longshift.spec.families import preset
@@ -59,7 +61,7 @@ def test_the_forward_has_the_first_unit_and_a_part_of_the_others(home_in: HomeTi
     for rank in range(Layout.parse(layout).world):
         mine = buckets_of(spec, Layout.parse(layout), rank)
         tiers: dict[int, Tier] = tiers_of(home_in, mine, rank, EACH)
-        early = early_units(tiers, mine, rank, spec.units)
+        early = early_units(tiers, trained_elements(spec, mine, rank))
         size = {unit: sum(bucket.kept(rank) for bucket in mine if bucket.unit == unit) for unit in tiers}
         order = sorted(size, key=lambda unit: (unit != spec.units, unit))
         assert early
@@ -73,18 +75,18 @@ def test_the_forward_has_the_first_unit_and_a_part_of_the_others(home_in: HomeTi
 
 
 def test_a_forward_moves_a_quarter_of_the_bytes():
-    """It reads all masters and, of every fifth block, moves the record both ways."""
+    """A forward reads all masters, and moves the record of every fifth block both ways: bytes until the first loss, by the ledger."""
     spec, layout = replace(SPEC, layers=32, vocab=8), Layout.parse("dp1.vertical.recompute-full")
     steps = Steps(Itinerary(spec, [Edge(64, layout)], Links(1, 1.0, 1.0), 4, 4, SwitchOptions()), 0, 4, 4, Windows(), HomeTiers("disk"))
-    program = steps.program([visit_of(spec, layout, [[64], [64]])], left=steps.left(steps.early), early=True)
-    half = next(at for at, op in enumerate(program) if op.turn in ("loss", "backward"))
-    vectors = {"master": 1, "sums": 1, "state": 3, "record": 4}
-    moved = [0, 0]
-    for at, op in enumerate(program):
-        if op.kind in ("read", "write"):
-            moved[at >= half] += vectors[op.part] - (op.part == "record" and op.kind == "write")
-    assert sum(moved) == 8 * len(steps.trained)
-    assert 0.24 < moved[0] / sum(moved) < 0.32
+    ledger, early = Ledger(steps, "gloo", True, True, 1), list[int]()
+
+    def after(op: Op) -> None:
+        if op.turn == "loss":
+            early.append(ledger.account.moved["home in"] + ledger.account.moved["home out"])
+
+    moved = ledger.play([visit_of(spec, layout, [[64], [64]])], [[[64], [64]]], after).moved
+    assert moved["home in"] + moved["home out"] == 32 * sum(steps.kept.values())
+    assert 0.24 < early[0] / (32 * sum(steps.kept.values())) < 0.32
 
 
 @pytest.mark.parametrize("text", ["device", "host", "disk", "device 8G, host rest", "device 1M, host 2M, disk rest", "host 3K, disk rest"])

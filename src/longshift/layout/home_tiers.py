@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from longshift.errors import UsageError
 from longshift.layout.blocks import scales_of
 from longshift.layout.layout import Tier, format_size, parse_size
-from longshift.layout.placement import Bucket
+from longshift.layout.placement import Bucket, place_of
 from longshift.spec.formats import MomentFormat
+from longshift.spec.model import ModelSpec
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 REST = "rest"
-LATE = 5  # of what is trained on disk, one part in so many is updated under the forward: see `early_units`
+LATE = 5  # one in so many elements of a state on disk is updated under the forward: see `early_units`
 
 
 @dataclass(frozen=True)
@@ -124,20 +125,25 @@ def tiers_of(home_in: HomeTiers, mine: Iterable[Bucket], rank: int, each: StateB
     return found
 
 
-def early_units(tiers: Mapping[int, Tier], mine: Iterable[Bucket], rank: int, tied: int) -> frozenset[int]:
-    """Units on disk that a rank may update under the backward ([Note: early updates] in `program.step`). The forward has the first unit
-    that is trained, and of the others every LATE-th, by elements: it computes for a quarter or a third of the step, and would move an
-    eighth of the bytes. `mine`: the rank's buckets; `tied`: the tied embedding, which comes first."""
-    sizes: dict[int, int] = {}
+def trained_elements(spec: ModelSpec, mine: Iterable[Bucket], rank: int) -> dict[int, int]:
+    """How many elements that are trained a rank keeps of each unit, in the order of the forward. `mine`: the rank's buckets."""
+    found: dict[int, int] = {}
     for bucket in mine:
         if not bucket.frozen:
-            sizes[bucket.unit] = sizes.get(bucket.unit, 0) + bucket.kept(rank)
+            found[bucket.unit] = found.get(bucket.unit, 0) + bucket.kept(rank)
+    return {unit: found[unit] for unit in sorted(found, key=lambda unit: place_of(spec, unit))}
+
+
+def early_units(tiers: Mapping[int, Tier], elements: Mapping[int, int]) -> frozenset[int]:
+    """Units on disk that a rank may update under the backward ([Note: early updates] in `program.step`). The first unit that is trained is
+    updated under the forward; so is every LATE-th of the others on disk, by elements. A forward computes for a quarter or a third of a
+    step, and moves an eighth of the bytes where all other units are updated under the backward. `elements`: of `trained_elements`."""
     found, owed = set[int](), 0  # LATE times the elements that the forward should have had by now
-    for number, unit in enumerate(sorted(sizes, key=lambda unit: -1 if unit == tied else unit)):
+    for number, (unit, size) in enumerate(elements.items()):
         if tiers[unit] == "disk":
-            owed += sizes[unit]
-            if number and 2 * owed < LATE * sizes[unit]:
+            owed += size
+            if number and 2 * owed < LATE * size:
                 found.add(unit)
             else:
-                owed -= LATE * sizes[unit]
+                owed -= LATE * size
     return frozenset(found)

@@ -101,6 +101,11 @@ def moving_unit(spec: ModelSpec, param: Param) -> int:
     return spec.units if param.also_unit is not None else param.unit
 
 
+def place_of(spec: ModelSpec, unit: int) -> int:
+    """Where a moving unit comes in the forward: the tied embedding first."""
+    return -1 if unit == spec.units else unit
+
+
 def stages_of(spec: ModelSpec, layout: Layout, param: Param) -> tuple[int, ...]:
     """Pipeline coordinates that compute with a weight."""
     stages = _stages(layout, spec.layers)

@@ -19,10 +19,11 @@ one order, that of the forward, up to the unit that is read, whoever keeps it, s
 [Note: early updates] A unit on disk may be updated under the backward, when its last reduction has ended, as if the norm would not clip
 (SuperOffload, arXiv 2509.21271, does so in host memory). Its masters and moments go to a second place in the file, and its gradient sums
 to theirs. Where the norm does not clip, the second places count from then on; where it does, or is not finite, the first ones do, and the
-unit is updated late. Bits are the same. Ranks need not agree: no other one sees it. Which units are updated so is `early_units`'s
-(`layout.home_tiers`), so that the forward has its part of the bytes; of these the unit that is reduced last in a step is updated late, for
-no backward hides its writing. All are late where moments are packed in fewer bits: ranks agree on scales while they pack, in one order. Of
-two units at the most masters and moments are in memory, so those of the first ones are read while their backward computes.
+unit is updated late. Bits are the same. Ranks need not agree: no other one sees it. `early_units` (`layout.home_tiers`) leaves some units
+to the forward, which has its part of the bytes so. The unit that is reduced last in a step is updated late too: no backward hides its
+writing. All are late where moments are packed in fewer bits: ranks agree on scales while they pack, in one order. Masters and moments of
+two units are in memory, one that is updated or written and the next. In the first turns of a backward there is room for the units of these
+turns: their masters and moments are read while they compute.
 
 [Note: order] Members of a communicator post its operations in one order, and no rank waits for an operation that another can only post
 after this rank has done what follows. So exchanges of a switch that go ahead are posted between the turns of the last backward only where
@@ -36,9 +37,9 @@ from itertools import chain
 
 import numpy as np
 
-from longshift.layout.home_tiers import HomeTiers, StateBytes, early_units, tiers_of
+from longshift.layout.home_tiers import HomeTiers, StateBytes, early_units, tiers_of, trained_elements
 from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets_of, moving_unit
+from longshift.layout.placement import buckets_of, moving_unit, place_of
 from longshift.program.operations import Op, Program
 from longshift.program.turns import RankLayout, UnitTurn, Visit, visit_of
 from longshift.program.turns import turns as made_turns
@@ -99,13 +100,10 @@ class Steps:
         self.state_bytes = StateBytes(weight_bytes, sum_bytes, moments, self.packed)
         self.home_tiers = tiers_of(home_in, self.buckets, rank, self.state_bytes)
         self.on_disk = [unit for unit, tier in self.home_tiers.items() if tier == "disk"]
-        self.trained = sorted({bucket.unit for bucket in self.buckets if not bucket.frozen}, key=self.place)
+        self.kept = trained_elements(itinerary.spec, self.buckets, rank)
+        self.trained = list(self.kept)
         self.mixed = {bucket.unit for bucket in self.buckets if bucket.frozen}.intersection(self.trained)
-        can = doubled and self.packed == "float32"
-        self.early = early_units(self.home_tiers, self.buckets, rank, itinerary.spec.units) if can else frozenset[int]()
-        self.kept = Counter[int]()  # elements that are trained, by unit
-        for bucket in self.buckets:
-            self.kept[bucket.unit] += 0 if bucket.frozen else bucket.kept(rank)
+        self.early = early_units(self.home_tiers, self.kept) if doubled and self.packed == "float32" else frozenset[int]()
         self.bytes = weight_bytes, sum_bytes
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
         self.cuts = set(itinerary.cuts.values())
@@ -141,8 +139,8 @@ class Steps:
         return tuple(unit for unit in self.trained if unit not in early) if self.late else ()
 
     def place(self, unit: int) -> int:
-        """Where a unit comes in the forward: the tied embedding first."""
-        return -1 if unit == self.itinerary.spec.units else unit
+        """Where a unit comes in the forward."""
+        return place_of(self.itinerary.spec, unit)
 
     def source(self, before: Layout | None) -> Cut | None:
         """Whose copies a switch takes weights from, besides home, when `before` has computed."""
@@ -279,7 +277,7 @@ class _Step:
         wanted = [unit for unit, (first, _) in exchanges.spans.items() if first <= i]
         if wanted:
             yield from self._updated(max(wanted, key=self.steps.place))
-            yield from self.disk.settled("record")  # what is written goes, also while an exchange reads it
+            yield from self.disk.settled("record")  # its memory goes when it is written, and an exchange may last longer
 
     def _from_home(self, number: int, exchanges: Exchanges, way: str, i: int, after: bool) -> Iterator[Op]:
         """What an exchange reads or adds to of a home on disk: brought before it, gone when it has ended."""
@@ -355,24 +353,25 @@ class _Step:
             yield from self._ask_state(number, unit)
             yield Op("await read", number, unit, part="state")
             yield from self.disk.settled(but=unit)  # the unit before is in memory until then
-            yield from self._ask_state(number, after) if after is not None else ()
+            yield from self._ask_state(number, after)
             yield Op("update", number, unit, part="early")
             yield from self.disk.write_beside(number, unit, "state")
 
-    def _ask_state(self, number: int, unit: int) -> Iterator[Op]:
+    def _ask_state(self, number: int, unit: int | None) -> Iterator[Op]:
         """Read the masters and moments of a unit that is updated early, once its last reduction has begun."""
-        if unit in self.early and not self.to_come[unit]:
+        if unit is not None and unit in self.early and not self.to_come[unit]:
             yield from self.disk.ask_state(number, unit)
 
     def _room_for_state(self, unit: int) -> bool:
-        """Whether masters and moments of a unit can be read beside those that are in memory: as many as of two of the largest units, and of
-        a small one."""
+        """Whether masters and moments of a unit can be read beside those in memory. There is room for those of two and a half of the
+        largest units: of two, and of a small one, such as a last norm."""
         size = self.steps.kept
         return 2 * sum(size[some] for some in {unit, *self.disk.states}) <= 5 * max(size[some] for some in self.steps.early)
 
     def _gather(self, number: int, unit: int, after: Sequence[int] = ()) -> Iterator[Op]:
-        """A gather, with the master from disk where home is there; `after`: the units whose masters are wanted next. They are asked for
-        before a record is moved, which takes four times as long; so while records are to come, READ_AHEAD of them are."""
+        """A gather, with the master from disk where home is there. `after`: the units that are gathered next. Their masters are asked for,
+        too: of one unit, and of READ_AHEAD units while late updates are to come, as far as the next of these. A record moves seven times
+        the bytes of a master, in and out, and masters must not wait behind it."""
         at_home = self.views[number].cut.at_home
         away = self.disk.units if at_home else frozenset()
         for some in (unit, *after[: READ_AHEAD if self.left else 1]):
@@ -542,7 +541,8 @@ class _Disk:
         yield self.writing[-1]
 
     def settled(self, part: str | None = None, but: int | None = None) -> Iterator[Op]:
-        """All is written, or all of a part, up to what is of the unit `but`."""
+        """Await what is written, oldest first: all, or as far as it is of a part. What is of the unit `but`, and what follows it, goes
+        on."""
         while self.writing and part in (None, self.writing[0].part) and self.writing[0].unit != but:
             written = self.writing.popleft()
             self.states -= {written.unit} if written.part == "state" else set()

@@ -30,7 +30,7 @@ from torch import Tensor
 from longshift.dist.world import World
 from longshift.layout.blocks import CutBlocks, cut_blocks, scales_of
 from longshift.layout.box import Box
-from longshift.layout.home_tiers import HomeTiers, StateBytes, early_units, tiers_of
+from longshift.layout.home_tiers import HomeTiers, StateBytes, early_units, tiers_of, trained_elements
 from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
 from longshift.layout.placement import buckets as buckets_of
@@ -137,7 +137,7 @@ class Home:
         self.crossing = crossing_of(device, slots) if slots else None
         self.shards = [self._shard(bucket, frozen if bucket.frozen else dtype, device, source) for bucket in mine]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
-        can = early_units(self.tiers, mine, rank, spec.units) if self.packed == "float32" and not scaled else ()
+        can = early_units(self.tiers, trained_elements(spec, mine, rank)) if self.packed == "float32" and not scaled else ()
         early = [shard for shard in self.learning if shard.bucket.unit in can]
         changed = [shard.vectors[kind] for shard in early for kind in ("master", *self.saved)]
         self.doubled = self.records is not None and self.records.double(changed, beside)
