@@ -348,6 +348,7 @@ class Follow:
         known = self.normed == 1 or key[1] in self.left
         self.need(key[0] != "record" or (known and key[1] in self.summed), "the norm is not known")
         self.need(key[0] != "state" or (not self.normed and key[1] not in self.left), "it is not updated early")
+        self.need(key[0] != "state" or ("record", key[1]) not in self.parts, "its record is in memory")
         self.need(key[1] not in self.early, "it is as after an update that may not stand")
         self.parts[key] = "coming"
 
@@ -375,6 +376,7 @@ class Follow:
         if self.op.part == "early":
             self.need(self.parts.get(("state", self.op.unit)) == "here", "its masters and moments are not here")
             self.need(self.parts.get(("sums", self.op.unit)) in ("new", "going"), "its gradients are not here")
+            self.need(("master", self.op.unit) not in self.parts, "a gather may still read its masters")
             self.parts["state", self.op.unit] = "new"
             self.early.add(self.op.unit)
             return

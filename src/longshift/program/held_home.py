@@ -118,14 +118,17 @@ class HeldHome:
 
     def read(self, op: Op) -> None:
         trained, frozen = self._of(op.unit)
-        state = trained + self._packed(op.unit)
-        size = {"master": trained + frozen, "sums": trained, "state": state, "record": trained + state}[op.part]
-        self.account.moved["home in"] += size
         if op.part == "sums":
+            self.account.moved["home in"] += trained
             self.total(op)
             return
-        parts = [trained, state] if op.part == "record" else [size]
-        self.here[op.part, op.unit] = [self.account.at_home(f"{op.part} from disk", size, op.unit) for size in parts]
+        packed = self._packed(op.unit)
+        sizes = {"master": [trained, frozen], "state": [trained, packed], "record": [trained, trained + packed]}[op.part]
+        known = self.here.get(("state" if op.part == "master" else "master", op.unit)) if op.part != "record" else None
+        self.here[op.part, op.unit] = found = known[:1] if known else []  # the masters
+        for size in sizes[len(found) :]:
+            self.account.moved["home in"] += size
+            found.append(self.account.at_home(f"{op.part} from disk", size, op.unit))
 
     def evict(self, op: Op) -> None:
         del self.here[op.part, op.unit]

@@ -22,8 +22,8 @@ to theirs. Where the norm does not clip, the second places count from then on; w
 unit is updated late. Bits are the same. Ranks need not agree: no other one sees it. `early_units` (`layout.home_tiers`) leaves some units
 to the forward, which has its part of the bytes so. The unit that is reduced last in a step is updated late too: no backward hides its
 writing. All are late where moments are packed in fewer bits: ranks agree on scales while they pack, in one order. Masters and moments of
-two units are in memory, one that is updated or written and the next. In the first turns of a backward there is room for the units of these
-turns: their masters and moments are read while they compute.
+two units are in memory, one that is updated or written and the next. At the end of a forward and at the start of a backward there is room
+for the units whose backward comes next: their masters and moments are read up to READ_AHEAD turns before it.
 
 [Note: order] Members of a communicator post its operations in one order, and no rank waits for an operation that another can only post
 after this rank has done what follows. So exchanges of a switch that go ahead are posted between the turns of the last backward only where
@@ -49,7 +49,7 @@ from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.plan import Plan
 from longshift.workload.groups import LengthGroup
 
-READ_AHEAD = 3  # units whose masters are read from disk beside the records that a forward moves
+READ_AHEAD = 3  # units whose masters are read from disk beside the records that a forward moves; turns, see [Note: early updates]
 
 
 @dataclass(frozen=True)
@@ -368,17 +368,26 @@ class _Step:
         size = self.steps.kept
         return 2 * sum(size[some] for some in {unit, *self.disk.states}) <= 5 * max(size[some] for some in self.steps.early)
 
+    def _states_ahead(self, number: int, coming: Sequence[UnitTurn]) -> Iterator[Op]:
+        """Read the masters and moments of units that are updated early, in the order of the turns to come, as far as there is room."""
+        for unit in (turn.unit for turn in coming if turn.unit in self.early and turn.unit not in self.disk.states):
+            if unit in self.disk.records or not self._room_for_state(unit):
+                return
+            yield from self.disk.ask_state(number, unit)
+
     def _gather(self, number: int, unit: int, after: Sequence[int] = ()) -> Iterator[Op]:
         """A gather, with the master from disk where home is there. `after`: the units that are gathered next. Their masters are asked for,
-        too: of one unit, and of READ_AHEAD units while late updates are to come, as far as the next of these. A record moves seven times
-        the bytes of a master, in and out, and masters must not wait behind it."""
+        too: of one unit, and of READ_AHEAD units while late updates are to come, as far as the second of these. A record moves seven times
+        the bytes of a master, in and out, and masters must not wait behind it; nor must the disk, while its update waits for the turn
+        before."""
         at_home = self.views[number].cut.at_home
-        away = self.disk.units if at_home else frozenset()
+        away, records = self.disk.units if at_home else frozenset(), 0
         for some in (unit, *after[: READ_AHEAD if self.left else 1]):
+            records += some in self.left and some != unit
+            if records > 1:
+                break
             if some in away:
                 yield from self.disk.ask_record(some) if some in self.left else self.disk.ask(number, some)
-            if some in self.left and some != unit:
-                break
         yield from self._updated(unit) if at_home else ()
         yield from self.disk.have(number, unit) if unit in away else ()
         yield Op("gather", number, unit)
@@ -419,10 +428,11 @@ class _Step:
                 posted += 1
 
         used = 0
+        first = next((index for index, turn in enumerate(turns) if turn.final), len(turns))
         for index, turn in enumerate(turns):
             yield from self.disk.settled("record", but=turn.unit)
-            if turn.final and closes and turn.unit in self.early and self._room_for_state(turn.unit):
-                yield from self.disk.ask_state(number, turn.unit)
+            if closes and not self.left and index + READ_AHEAD > first:
+                yield from self._states_ahead(number, turns[max(index, first) :][:READ_AHEAD])
             if wanted and view.own(turn.unit) and (release or turn.unit not in self.present):
                 if posted <= used:
                     yield from post()

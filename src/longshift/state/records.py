@@ -134,8 +134,8 @@ class Records:
 
     def read(self, vector: Vector) -> None:
         """Start to bring a vector, where it is not in memory."""
-        self._wait(vector)
         if not vector.users:
+            self._wait(vector)
             vector.memory.hold()
             self._move(vector, vector.start, self.readers, self._read)
             self.read_bytes += vector.flat.nbytes
