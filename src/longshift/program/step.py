@@ -521,6 +521,7 @@ class _Disk:
     def ask_state(self, number: int, unit: int) -> Iterator[Op]:
         """Read the masters and moments of a unit, until they are written."""
         if unit not in self.states:
+            yield from self.settled() if unit in self.records else ()
             self.states.add(unit)
             yield Op("read", number, unit, part="state")
 
