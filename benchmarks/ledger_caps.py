@@ -108,13 +108,13 @@ def rank(config: str, folder: str, factor: float) -> None:
     from longshift import cli
     from longshift.trainer import admission, loop
 
-    def admit(run, world, path) -> None:
+    def admit(run, world, path) -> admission.Admitted:
         admission.settle(world.device)
         need = most(needs(shape_of(run, world.per_node), run.edges, "gloo", True)).of("device")
         has = psutil.Process().memory_info().rss
         file_of(Path(folder), "memory.limit_in_bytes", "memory.max").write_text(str(int(factor * (has + need))))
         print(json.dumps({"need": need, "has": has, "counted": used(Path(folder))}), flush=True)
-        admission.admit(run, world, path)
+        return admission.admit(run, world, path)
 
     loop.admit = admit
     sys.argv = ["longshift", "train", config]

@@ -261,6 +261,9 @@ class HomeConfig(Section):
     moments: MomentFormat = Field(
         default="float32", description="format of moments between updates: float32 (that of masters), bf16 or float8"
     )
+    early: bool = Field(
+        default=True, description="whether units on disk are updated before the norm, under the backward, where memory and disk have room"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -17,6 +17,7 @@ from longshift.planner.asked import AutoLayout
 from longshift.written import MOST_BYTES, not_text, read_yaml
 
 MOST_FAULTS = 50  # that are listed
+SHORT = {"home": "at"}  # sections that a word may stand for, and which key of theirs it is
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -84,6 +85,8 @@ def _value(text: str) -> object:
 def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
     """Set a nested key in place; False where the way to it leads through something that is not a mapping."""
     for key in keys[:-1]:
+        if isinstance(values, dict) and key in SHORT and isinstance(values.get(key), str):
+            values[key] = {SHORT[key]: values[key]}
         values = values.setdefault(key, {}) if isinstance(values, dict) else None  # pyright: ignore[reportAssignmentType]
     if not isinstance(values, dict):
         return False

@@ -121,7 +121,7 @@ def shape_of(config: Config, per_node: int | None = None, cluster: Cluster | Non
     train = config.train
     way, formats = itinerary(config, per_node, cluster), config.formats
     sizes = train.tokens_per_step, config.data.max_len, config.stream.ahead
-    return StepShape(way, config.edges, formats, *sizes, config.window.options, config.home.at, config.save.background)
+    return StepShape(way, config.edges, formats, *sizes, config.window.options, config.home.at, config.save.background, config.home.early)
 
 
 def explain(config: Config, per_node: int | None = None, cluster: Cluster | None = None, gpus: bool = True) -> Explanation:

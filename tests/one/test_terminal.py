@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -22,9 +23,14 @@ from rich.console import Console
 from longshift.config_file import parse_config
 from longshift.dist.world import World
 from longshift.documents.tokenizer import train as train_tokenizer
+from longshift.errors import OutOfMemoryError
+from longshift.explained import shape_of
+from longshift.program.needs import most, needs
 from longshift.spec.formats import EMULATED
+from longshift.trainer import admission
 from longshift.trainer.admission import admit
 from longshift.trainer.header import Header, data_told, layout_told, length_rows, model_told
+from longshift.trainer.loop import build_state
 from longshift.trainer.metrics import Display, GroupMetrics, StepMetrics, describe, fitted
 from longshift.trainer.plan_file import PlanFile
 from longshift.trainer.run_folder import RunFolder
@@ -209,10 +215,30 @@ def test_emulated_matmuls_are_told_before_the_first_step(place, precision):
 
 def test_the_memory_that_waits_elsewhere_is_told(place):
     run = parse_config(CONFIG.format(place=place, layout="chunk64.disk"), ["data.max_len=16K", "train.tokens_per_step=16K"])
-    told = admit(run, World.alone(), place)
+    told = admit(run, World.alone(), place).told
     assert re.fullmatch(
         r"at most .* GiB of tensors, on rank 0, and .* of the process; a rank may have .* GiB; (0\.\d+) GiB lie on disk", told
     )
+
+
+def test_where_memory_is_short_no_unit_is_updated_before_the_norm(place):
+    """Room for the largest step as it is, for one without updates before the norm alone, and for neither."""
+    run = parse_config(CONFIG.format(place=place, layout="dp1"), ["home=disk"])
+    shape, world = shape_of(run), World.alone()
+    early, late = (most(needs(replace(shape, early=early), run.edges, "gloo", True)).of("device") for early in (True, False))
+    assert early > late
+    found = []
+    for room in (early, early - 1, late):
+        with patch.object(admission, "_room", return_value=(room, 0)):
+            found.append(admit(run, world, place))
+    assert [one.early for one in found] == [True, False, False]
+    assert ["updates before the norm have no room" in one.told for one in found] == [False, True, True]
+    with patch.object(admission, "_room", return_value=(late - 1, 0)), pytest.raises(OutOfMemoryError, match="needs"):
+        admit(run, world, place)
+    homes = [build_state(run, world, place, early=early).home for early in (True, False)]
+    assert [(home.doubled, home.no_room) for home in homes] == [(True, False), (False, False)]
+    for home in homes:
+        home.close()
 
 
 def test_no_terminal_has_lines_and_json_alone(place, capsys):

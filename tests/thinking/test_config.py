@@ -110,7 +110,7 @@ def test_a_moment_is_there_where_its_optimizer_has_it():
 
 def test_home_is_a_word_or_a_section():
     split = ["home={device: 8G, disk: rest}", "home.moments=float8"]
-    changes = ["home=disk"], ["home.at=disk", "home.moments=float8"], [], split, ["home.device=1M", "home.host=2M", "home.disk=rest"]
+    changes = ["home=disk"], ["home=disk", "home.moments=float8"], [], split, ["home.device=1M", "home.host=2M", "home.disk=rest"]
     word, section, *_ = configs = [parse_config(GOOD, some) for some in changes]
     assert [(str(config.home.at), config.home.moments) for config in configs] == [
         ("disk", "float32"),

@@ -24,7 +24,8 @@ from longshift.workload.groups import Edge
 @dataclass(frozen=True, eq=False)
 class StepShape:
     """What of a run decides how large its steps are. `tokens`: of a step, at least; `longest`: document, in tokens; `ahead`: of streams;
-    `home_in`: where the training state lies; `copied`: whether checkpoints are written from a copy of it."""
+    `home_in`: where the training state lies; `copied`: whether checkpoints are written from a copy of it; `early`: whether units on disk
+    may be updated before the norm."""
 
     itinerary: Itinerary
     edges: tuple[Edge, ...]
@@ -35,11 +36,12 @@ class StepShape:
     windows: Windows = Windows()  # noqa: RUF009  (frozen)
     home_in: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
     copied: bool = False
+    early: bool = True
 
     def steps(self, rank: int) -> Steps:
         formats = self.formats
         how = formats.compute_bytes, formats.home_bytes, self.windows, self.home_in, formats.moments, formats.packed, formats.wire
-        return Steps(self.itinerary, rank, *how, doubled=not formats.scaled)
+        return Steps(self.itinerary, rank, *how, doubled=self.early and not formats.scaled)
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool) -> Ledger:
         same = self.formats.compute == self.formats.home
@@ -56,7 +58,7 @@ class StepShape:
         ledger = self.ledger(rank, transport, host_is_device)
         if len(steps) == 1:
             return ledger.play(*steps[0])
-        ledger.play(*steps[0], steps=1)
+        ledger.lead(*steps[0])
         known = [moments_of(ledger, *step) for step in steps]
         return extended(self.itinerary.spec, known, small, [edge.use for edge in edges], packs)
 

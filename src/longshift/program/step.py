@@ -33,7 +33,7 @@ no stage waits for that backward; other stages post them after their last messag
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -363,10 +363,11 @@ class _Step:
             yield from self.disk.ask_state(number, unit)
 
     def _room_for_state(self, unit: int) -> bool:
-        """Whether masters and moments of a unit can be read beside those in memory. There is room for those of two and a half of the
-        largest units: of two, and of a small one, such as a last norm."""
-        size = self.steps.kept
-        return 2 * sum(size[some] for some in {unit, *self.disk.states}) <= 5 * max(size[some] for some in self.steps.early)
+        """Whether masters and moments of a unit can be read beside those in memory. There is room for those of two units that are updated
+        one after the other, and for a quarter more: for a small one, such as a last norm."""
+        early = [size for some, size in self.steps.kept.items() if some in self.steps.early]
+        two = max((a + b for a, b in pairwise(early)), default=sum(early))
+        return 4 * sum(self.steps.kept[some] for some in {unit, *self.disk.states}) <= 5 * two
 
     def _states_ahead(self, number: int, coming: Sequence[UnitTurn]) -> Iterator[Op]:
         """Read the masters and moments of units that are updated early, in the order of the turns to come, as far as there is room."""

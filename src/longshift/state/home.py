@@ -119,12 +119,12 @@ class Home:
         folder: Path | None = None,
         rule: Rule = Rule(),  # noqa: B008  (frozen)
         packed: MomentFormat = "float32",
-        scaled: bool = False,
+        early: bool = True,
         beside: int = 1,
     ):
         """`frozen`: the format of weights that are not trained; `dtype` where not given. `home_in`: where which units lie, on disk below
-        `folder`. `rule`: of updates, whose moments are `packed` into this format between them; `scaled`: whether their gradients are;
-        `beside`: ranks that share a disk."""
+        `folder`. `rule`: of updates, whose moments are `packed` into this format between them; `early`: whether units on disk may
+        be updated before the norm; `beside`: ranks that share a disk."""
         self.spec, self.rank, self.buckets, self.home_in, self.moments = spec, rank, buckets, home_in, rule.moments
         self.records = Records(folder or Path(tempfile.gettempdir())) if "disk" in home_in.named else None
         self.packed: MomentFormat = packed if rule.moments else "float32"
@@ -137,9 +137,9 @@ class Home:
         self.crossing = crossing_of(device, slots) if slots else None
         self.shards = [self._shard(bucket, frozen if bucket.frozen else dtype, device, source) for bucket in mine]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
-        can = early_units(self.tiers, trained_elements(spec, mine, rank)) if self.packed == "float32" and not scaled else ()
-        early = [shard for shard in self.learning if shard.bucket.unit in can]
-        changed = [shard.vectors[kind] for shard in early for kind in ("master", *self.saved)]
+        can = early_units(self.tiers, trained_elements(spec, mine, rank)) if self.packed == "float32" and early else ()
+        shards = [shard for shard in self.learning if shard.bucket.unit in can]
+        changed = [shard.vectors[kind] for shard in shards for kind in ("master", *self.saved)]
         self.doubled = self.records is not None and self.records.double(changed, beside)
         self.no_room = bool(changed) and not self.doubled
         self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
@@ -161,11 +161,13 @@ class Home:
         folder: str | Path | None = None,
         rule: Rule = Rule(),  # noqa: B008  (frozen)
         packed: MomentFormat = "float32",
+        early: bool = True,
     ) -> "Home":
         """The home of this rank of a world, cut as `cut` is, and lies; on disk, below `folder`. `rule`: of its updates; `packed`: the
-        format of moments between them. Collective where that is float8."""
+        format of moments between them; `early`: whether units on disk may be updated before the norm, unless gradients are scaled.
+        Collective where moments are packed into float8."""
         how = precision.home, world.device, source, precision.compute, home_in, Path(folder) if folder else None, rule, packed
-        home = cls(spec, buckets_of(spec, cut), world.rank, *how, precision.scaled, world.per_node)
+        home = cls(spec, buckets_of(spec, cut), world.rank, *how, early and not precision.scaled, world.per_node)
         if home.packed == "float8":
             home.cut = cut_blocks(spec, cut)
             world.prepare(sorted({blocks.ranks for blocks in home.cut.values()}), "scales")

@@ -3,7 +3,7 @@
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -23,19 +23,37 @@ COPY = "copy for checkpoints"
 CONTROL_GROUPS = Path("/proc/self/cgroup")
 
 
-def admit(config: Config, world: World, run: Path) -> str:
+@dataclass(frozen=True)
+class Admitted:
+    """`told`: what the rank that needs most needs, and what there is for it, in a sentence; `early`: whether units on disk are updated
+    before the norm."""
+
+    told: str
+    early: bool
+
+
+def admit(config: Config, world: World, run: Path) -> Admitted:
     """Refuse a run whose largest step cannot have room on some rank, on the device or where it waits; collective, and one decision of all.
-    What the rank that needs most needs and what there is for it, in a sentence. Raises OutOfMemoryError with the arithmetic."""
+    Where there is room without updates before the norm alone, there are none. Raises OutOfMemoryError with the arithmetic."""
     room, process = _room(world)
     cpu = world.device.type == "cpu"
+    transport: Transport = "gloo" if cpu else "nccl"
     shape = shape_of(config, world.per_node)
-    whole = needs(shape, config.edges, "gloo" if cpu else "nccl", cpu)
-    fault = next(_lacking(config, world, run, room, process, shape, whole), None)
+
+    def weighed() -> tuple[tuple[Need, ...], str | None]:
+        whole = needs(shape, config.edges, transport, cpu)
+        return whole, next(_lacking(config, world, run, room, process, shape, whole), None)
+
+    whole, fault = weighed()
+    if shape.early and "disk" in shape.home_in.named and any(world.gather_text(fault or "")):
+        shape = replace(shape, early=False)
+        whole, fault = weighed()
     world.agree(OutOfMemoryError(fault) if fault else None)
     need, wait = most(whole), {"host": "in host memory", "disk": "on disk"}
     told = f"at most {_gib(need.device.total)} of tensors, on rank {need.rank}, and {_gib(process)} of the process"
     waiting = {place: most(whole, place).of(place) for place in wait}
-    return f"{told}; a rank may have {_gib(room)}" + "".join(f"; {_gib(size)} lie {wait[place]}" for place, size in waiting.items() if size)
+    told += f"; a rank may have {_gib(room)}" + "".join(f"; {_gib(size)} lie {wait[place]}" for place, size in waiting.items() if size)
+    return Admitted(told + "; updates before the norm have no room" * (config.home.early and not shape.early), shape.early)
 
 
 def _gib(size: int) -> str:
