@@ -118,16 +118,16 @@ def test_sequences_that_many_ranks_share_are_long_enough(place):
 
 
 MISTAKES = {  # a mutant of the product, and a layout that it is in
-    "uniform_attention_to_earlier_chunks": "chunk512.disk",
-    "never_gathered_again": "dp2.z3",
     "stale_fetch": "chunk512.disk",
-    "ring_last_step_dropped": "ring2",
     "average_for_sum": "dp2",
+    "never_gathered_again": "dp2.z3",
+    "uniform_attention_to_earlier_chunks": "chunk512.disk",
+    "ring_last_step_dropped": "ring2",
     "ulysses_keys_for_values": "u2",
 }
 
 
-@pytest.mark.parametrize("mutant", MISTAKES)
+@pytest.mark.parametrize("mutant", [pytest.param(name, marks=[pytest.mark.long] * (number > 1)) for number, name in enumerate(MISTAKES)])
 def test_a_mistake_of_the_product_fails(place, monkeypatch, capsys, mutant):
     monkeypatch.chdir(place)
     monkeypatch.setenv("HOME", str(place))

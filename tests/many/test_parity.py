@@ -14,7 +14,7 @@ from parity import EDGES, FAMILIES, KINDS, LIMIT, STAGED, STEPS, eight, largest,
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 
-FEWER = 6
+FEWER = 4
 CASES = (
     *((family, layout, STEPS) for family, layout in (("llama", "dp2.z2"), ("gpt2", "tp2"), ("llama-tied", "pp2.dp2.z1"))),
     *((family, layout, STEPS) for family, layout in (("qwen3", "u2.z3"), ("llama-6-heads", "ring2.z1"))),

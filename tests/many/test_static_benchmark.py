@@ -45,6 +45,7 @@ def test_all_systems_train_the_same(report: dict) -> None:
     assert 0 < report["summary"]["loss_difference"]["float32"] < 1e-4
 
 
+@pytest.mark.long
 def test_another_checkout_is_compared_in_its_own_processes(report_of: Report) -> None:
     root = Path(__file__).parents[2]
     report = report_of("static", "--quick", "--against", str(root), "--layouts", "u2")
