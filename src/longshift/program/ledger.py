@@ -14,14 +14,12 @@ from longshift.program.book import Account, Held, Peak
 from longshift.program.held_copies import Exchanged, HeldCopies, exchanged
 from longshift.program.held_home import HeldHome
 from longshift.program.held_packs import HeldChunked, HeldPacks, HeldWhole
-from longshift.program.operations import Op, Program
+from longshift.program.operations import Op
 from longshift.program.step import Steps
 from longshift.program.turns import Visit
 from longshift.schedule.inside_rank import Transport
 from longshift.switch.itinerary import Cut
 from longshift.switch.plan import Plan
-
-LEAVING = frozenset(("gather", "await gather", "release", "open", "close"))  # operations that decide which working copies a step leaves
 
 
 @dataclass(frozen=True)
@@ -125,40 +123,22 @@ class Ledger:
         by visit. `after` sees the last step's operations when they are done. `last`: which updates were left to it, and whether it makes
         its own early, where these are known."""
         steps = steps or (3 if self.steps.early else 2)
-        for _ in range(steps - 1):
-            self.lead(visits, packs)
-        self._step(visits, packs, self._program(visits, *(last or (self.left, self.played > 0))), after)
-        return Weighed(self.book.peaks, *map(dict, (self.account.sent, self.account.moved, self.account.flops)))
-
-    def lead(self, visits: Sequence[Visit], packs: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Play a step that others follow, as `play` takes it. Where home lies on the device, they need no less than it: no more than what
-        it leaves is played."""
-        program = self._program(visits, self.left, self.played > 0)
-        self._step(visits, packs, program if self.steps.late else [op for op in program if op.kind in LEAVING])
-
-    def _program(self, visits: Sequence[Visit], left: Sequence[int], early: bool) -> Program:
-        program = self.steps.program(visits, left=left, early=early)
-        self.left = self.steps.left({op.unit for op in program if op.part == "early"})
-        self.played += 1
-        return program
-
-    def _step(
-        self,
-        visits: Sequence[Visit],
-        packs: Sequence[Sequence[Sequence[int]]],
-        program: Sequence[Op],
-        after: Callable[[Op], object] | None = None,
-    ) -> None:
         self.visits, self.packs = visits, packs
         self.at = [(self.runners[visit.layout], self.copies[self.steps.views[visit.layout].cut]) for visit in visits]
-        for counted in (self.account.sent, self.account.moved, self.account.flops):
-            counted.clear()
-        for number, op in enumerate(program):
-            self.book.begin(number, partial(self._told, op))
-            self.table[op.kind](op)
-            self.book.settle()
-            if after:
-                after(op)
+        for step in range(steps):
+            left, early = last if last and step == steps - 1 else (self.left, self.played > 0)
+            program = self.steps.program(visits, left=left, early=early)
+            self.left = self.steps.left({op.unit for op in program if op.part == "early"})
+            self.played += 1
+            for counted in (self.account.sent, self.account.moved, self.account.flops):
+                counted.clear()
+            for number, op in enumerate(program):
+                self.book.begin(number, partial(self._told, op))
+                self.table[op.kind](op)
+                self.book.settle()
+                if after and step == steps - 1:
+                    after(op)
+        return Weighed(self.book.peaks, *map(dict, (self.account.sent, self.account.moved, self.account.flops)))
 
     def _told(self, op: Op) -> str:
         """An operation, and under which layout, where there are several."""

@@ -58,7 +58,7 @@ class StepShape:
         ledger = self.ledger(rank, transport, host_is_device)
         if len(steps) == 1:
             return ledger.play(*steps[0])
-        ledger.lead(*steps[0])
+        ledger.play(*steps[0], steps=1)
         known = [moments_of(ledger, *step) for step in steps]
         return extended(self.itinerary.spec, known, small, [edge.use for edge in edges], packs)
 
