@@ -305,7 +305,16 @@ def homes() -> str:
         for row in report["rows"]
         if row["part"] == "speed"
     ]
-    head = ("tokens a step", "home", "seconds", "spread", "MiB moved", "max(compute, bytes / bandwidth), s", "seconds over it", "over two such")
+    head = (
+        "tokens a step",
+        "home",
+        "seconds",
+        "spread",
+        "MiB moved",
+        "max(compute, bytes / bandwidth), s",
+        "seconds over it",
+        "over two such",
+    )
     found = report["summary"]
     said = [
         f"The file is read and written at {found['disk_share']:.2f} of the rate of a plain direct test of the same disk.",
