@@ -183,7 +183,9 @@ def _steps(
                 return
 
 
-def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path, resume: bool, early: bool) -> tuple[int, State, Facts | None]:
+def _begin(
+    stage: Stage, world: World, fingerprints: Fingerprints, run: Path, resume: bool, early: bool = True
+) -> tuple[int, State, Facts | None]:
     """Steps done, the state after them and what is known of it: of the newest checkpoint of `run` where the run is resumed. Its files are
     closed again. What the stage before has left is another model's, of other data, as far as stages differ. `early`: whether units on
     disk may be updated before the norm."""
