@@ -124,8 +124,8 @@ class HeldHome:
             return
         packed = self._packed(op.unit)
         sizes = {"master": [trained, frozen], "state": [trained, packed], "record": [trained, trained + packed]}[op.part]
-        known = self.here.get(("state" if op.part == "master" else "master", op.unit)) if op.part != "record" else None
-        self.here[op.part, op.unit] = found = known[:1] if known else []  # the masters
+        other = {"master": "state", "state": "master"}.get(op.part, "")
+        self.here[op.part, op.unit] = found = self.here.get((other, op.unit), [])[:1]  # masters that are in memory are not read
         for size in sizes[len(found) :]:
             self.account.moved["home in"] += size
             found.append(self.account.at_home(f"{op.part} from disk", size, op.unit))

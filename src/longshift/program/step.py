@@ -22,8 +22,8 @@ to theirs. Where the norm does not clip, the second places count from then on; w
 unit is updated late. Bits are the same. Ranks need not agree: no other one sees it. `early_units` (`layout.home_tiers`) leaves some units
 to the forward, which has its part of the bytes so. The unit that is reduced last in a step is updated late too: no backward hides its
 writing. All are late where moments are packed in fewer bits: ranks agree on scales while they pack, in one order. Masters and moments of
-two units are in memory, one that is updated or written and the next. At the end of a forward and at the start of a backward there is room
-for the units whose backward comes next: their masters and moments are read up to READ_AHEAD turns before it.
+two units are in memory, one that is updated or written and the next. From the end of the forward on, masters and moments are read up to
+READ_AHEAD turns before the unit's backward, as far as there is room.
 
 [Note: order] Members of a communicator post its operations in one order, and no rank waits for an operation that another can only post
 after this rank has done what follows. So exchanges of a switch that go ahead are posted between the turns of the last backward only where
@@ -49,7 +49,7 @@ from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.plan import Plan
 from longshift.workload.groups import LengthGroup
 
-READ_AHEAD = 3  # units whose masters are read from disk beside the records that a forward moves; turns, see [Note: early updates]
+READ_AHEAD = 3  # how far ahead the disk is read: masters in units, where a forward moves records too; masters and moments in turns
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,10 @@ class Steps:
         self.trained = list(self.kept)
         self.mixed = {bucket.unit for bucket in self.buckets if bucket.frozen}.intersection(self.trained)
         self.early = early_units(self.home_tiers, self.kept) if doubled and self.packed == "float32" else frozenset[int]()
+        sizes = [size for unit, size in self.kept.items() if unit in self.early]
+        self.early_pair = max(
+            (a + b for a, b in pairwise(sizes)), default=sum(sizes)
+        )  # elements of two that are updated one after the other
         self.bytes = weight_bytes, sum_bytes
         self.views = {layout: RankLayout(itinerary.spec, layout, cut, rank) for layout, cut in itinerary.cuts.items()}
         self.cuts = set(itinerary.cuts.values())
@@ -365,9 +369,7 @@ class _Step:
     def _room_for_state(self, unit: int) -> bool:
         """Whether masters and moments of a unit can be read beside those in memory. There is room for those of two units that are updated
         one after the other, and for a quarter more: for a small one, such as a last norm."""
-        early = [size for some, size in self.steps.kept.items() if some in self.steps.early]
-        two = max((a + b for a, b in pairwise(early)), default=sum(early))
-        return 4 * sum(self.steps.kept[some] for some in {unit, *self.disk.states}) <= 5 * two
+        return 4 * sum(self.steps.kept[some] for some in {unit, *self.disk.states}) <= 5 * self.steps.early_pair
 
     def _states_ahead(self, number: int, coming: Sequence[UnitTurn]) -> Iterator[Op]:
         """Read the masters and moments of units that are updated early, in the order of the turns to come, as far as there is room."""

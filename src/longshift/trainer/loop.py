@@ -110,12 +110,13 @@ def _steps(
     tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[StepMetrics]:
     """The steps of a stage that are left, at most so many. `timeline`: records the first step, for `trace`, and is closed after it."""
-    config = stage.config
-    admitted = admit(config, world, run)
+    admitted = admit(stage.config, world, run)
+    stage = replace(stage, config=admitted.config)
     tell(admitted.told)
+    config = stage.config
     batches, fingerprints = open_data(config, world)
     validator = Validator.of(config, world)
-    start, state, facts = _begin(stage, world, fingerprints, run, resume, admitted.early)
+    start, state, facts = _begin(stage, world, fingerprints, run, resume)
     if validator:
         validator.remember(run, world, stage.begin, start)
     if world.rank == 0 and batches.learned_share < 1:
@@ -183,14 +184,11 @@ def _steps(
                 return
 
 
-def _begin(
-    stage: Stage, world: World, fingerprints: Fingerprints, run: Path, resume: bool, early: bool = True
-) -> tuple[int, State, Facts | None]:
+def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path, resume: bool) -> tuple[int, State, Facts | None]:
     """Steps done, the state after them and what is known of it: of the newest checkpoint of `run` where the run is resumed. Its files are
-    closed again. What the stage before has left is another model's, of other data, as far as stages differ. `early`: whether units on
-    disk may be updated before the norm."""
+    closed again. What the stage before has left is another model's, of other data, as far as stages differ."""
     if not resume:
-        state = build_state(stage.config, world, run, early=early)
+        state = build_state(stage.config, world, run)
         state.schedule = stage.schedule
         return 0, state, None
     saved = Checkpoint.latest(run, world)
@@ -198,7 +196,7 @@ def _begin(
     left = stage.before if saved.step == stage.begin else None
     data = facts.fingerprints.data if left else fingerprints.data
     expect(facts, left or stage.config, fingerprints.model_copy(update={"data": data}), run, saved)
-    state = build_state(stage.config, world, run, saved, facts, early)
+    state = build_state(stage.config, world, run, saved, facts)
     if wrong := not_finite(state, world):
         raise CheckpointError(f"{saved.folder}: the {wrong} is not finite. {saved.older}")
     state.schedule = stage.schedule
@@ -210,14 +208,12 @@ def _begin(
 UNDOUBLED = "the disk has no room for second places of masters and moments: none is updated before the norm (docs/home.md)"
 
 
-def build_state(
-    config: Config, world: World, folder: Path, saved: Checkpoint | None = None, facts: Facts | None = None, early: bool = True
-) -> State:
+def build_state(config: Config, world: World, folder: Path, saved: Checkpoint | None = None, facts: Facts | None = None) -> State:
     """Home, optimizer and cursor: from a checkpoint and its facts, a model folder or the seed. `folder`: of a home on disk, unless the
-    config names one. `early`: whether units on disk may be updated before the norm."""
+    config names one."""
     spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
     source = continued(config, saved, precision.home) if saved else initial(config, precision.home)
-    where = config.home.at, config.stream.folder or folder, train.rule, config.home.moments, early
+    where = config.home.at, config.stream.folder or folder, train.rule, config.home.moments, config.home.early
     home = Home.made(spec, home_layout(config.edges), world, precision, source, *where)
     optimizer = Optimizer(home, train.rule)
     state = State(spec, home, optimizer, schedule_of(config), train.clip, LossScale() if precision.scaled else None)
