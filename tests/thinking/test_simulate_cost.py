@@ -184,8 +184,8 @@ def test_simulate_operations_of_a_program_add_up_to_the_closed_form():
         assert sum(float(work.device_s) for work in works) == pytest.approx(busy, rel=0.02)  # a head in four blocks has smaller matmuls
 
 
-def test_simulate_closed_form_takes_as_long_as_ten_thousand_divisions_at_the_most():
-    """Some 2 microseconds a candidate on a quiet machine: 6,000 divisions. Machines are shared, so both are measured in turn."""
+def test_simulate_closed_form_takes_as_long_as_eight_thousand_divisions_at_the_most():
+    """Divisions of as many numbers: 6,000 and 7,000 were measured, beside other work. A busy machine slows both, so they take turns."""
     count, rng = 65536, np.random.default_rng(0)
     many = {name: rng.choice([1.0, 2.0, 4.0], count) for name in ONE} | {"tokens": rng.choice([8192.0, 32768.0], count)}
     many |= {"pairs": many["tokens"] ** 2 / 2, "zero": rng.choice([0.0, 1, 2, 3], count)}
@@ -198,7 +198,7 @@ def test_simulate_closed_form_takes_as_long_as_ten_thousand_divisions_at_the_mos
         divided = time.process_time()
         closed_form(COST, Candidates(**many))
         ratios.append((time.process_time() - divided) / (divided - began))
-    assert statistics.median(ratios) < 10
+    assert statistics.median(ratios) < 8
 
 
 def test_simulate_matmul_flops_of_a_block():
