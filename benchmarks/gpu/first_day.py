@@ -8,6 +8,7 @@ Parts follow each other by value. Each is a process of its own with its own dead
     layers-8K    one document (or a pack of many) through two layers of Llama 3 8B, by method; also 64K, 256K, 512K and 1M tokens
     rivals       the same layers at 8K tokens by Longshift's static layouts and by torch FSDP2, its checkpointing and torch.compile
     rows         how many rows have logits at one time: 1K, 2K or all 8K
+    float8       matmuls of eight bits by codes, of factors that are rounded, and of bf16
     law          streaming at 512K tokens, two layers and four: what the ledger says of memory
     home         the training state in host memory against the device's
     longest      the longest document whose tier fits 128 GiB of host memory
@@ -29,7 +30,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PARTS = (
-    *("tests", "kernels", "layers-8K", "rivals", "layers-512K", "home", "rows"),
+    *("tests", "kernels", "layers-8K", "rivals", "float8", "layers-512K", "home", "rows"),
     *("layers-64K", "layers-1M", "law", "layers-256K", "longest", "profiles"),
 )
 DEADLINE_S = {"cuda": 180.0, "fake": 900.0, "cpu": 900.0}  # of a part
@@ -101,6 +102,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the file of results; traces and profiles lie in a folder beside it")
     parser.add_argument("--deadline", type=float, help="seconds of a part at the most; of a GPU's 180")
     parser.add_argument("--layers", type=int, default=2, help="of the model; fewer to try it")
+    parser.add_argument("--methods", nargs="*", default=[], help="of the parts of layers; all where none is named")
     parser.add_argument("--commit", default=commit(), help="what is measured, where there is no git")
     options = parser.parse_args()
     deadline_s = options.deadline or DEADLINE_S[options.device]
@@ -119,7 +121,7 @@ def main() -> int:
         print(f"== {name}", flush=True)
         part = report["parts"][name] = {"state": "begun", "commit": options.commit, "rows": []}
         command = [sys.executable, "-W", "ignore", str(HERE / "first_day_parts.py"), name, options.device, options.machine or "-"]
-        command += [str(options.layers), str(deadline_s), str(out.resolve())]
+        command += [str(options.layers), str(deadline_s), str(out.resolve()), *options.methods]
         for row in rows_of(command, deadline_s, folder / f"{name}.log"):
             if "versions" in row:
                 report |= row

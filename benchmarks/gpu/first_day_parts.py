@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -24,6 +25,7 @@ from longshift.cluster.cluster import Cluster, Heads
 from longshift.cluster.named import cluster
 from longshift.dist.world import allocator
 from longshift.layout.layout import Layout
+from longshift.model import float8
 from longshift.model.attention import Attention, PackedAttention
 from longshift.model.kernels import FLASH, Kernel, choose, kernels, probe
 from longshift.simulate.cost import Habits
@@ -50,13 +52,15 @@ PACK = (300, 1700, 64, 2100, 900, 40, 1500, 1588)  # lengths of the documents of
 
 @dataclass(frozen=True)
 class Way:
-    """How a part is played. `until`: when it has to end, on the monotonic clock; `results`: of the parts before."""
+    """How a part is played. `until`: when it has to end, on the monotonic clock; `results`: of the parts before;
+    `methods`: that parts of layers are played by, all where there is none."""
 
     device: str
     machine: Cluster
     layers: int
     until: float
     results: Path
+    methods: tuple[str, ...] = ()
 
     @property
     def real(self) -> torch.device:
@@ -185,6 +189,8 @@ def layers_of(tokens: int) -> Callable[[Way], Iterator[dict]]:
         chunk = {8 * K: 4, 64 * K: 16}.get(tokens, 64)
         names = ("kv-offload", "stream") if tokens >= 1024 * K else (*STREAMED, "recompute-full")
         for method in METHODS if tokens <= 64 * K else names:
+            if way.methods and method not in way.methods:
+                continue
             layout = METHODS[method].replace("chunkC", f"chunk{chunk}K")
             yield way.row(way.case(layout, tokens), f"trace-{method}-{tokens // K}K", method=method)
             if method in ("plain", "stream") and tokens == 8 * K:
@@ -236,6 +242,13 @@ def law(way: Way) -> Iterator[dict]:
     """Whether memory is what the ledger says, for two layers and for four."""
     for layers in (way.layers, 2 * way.layers):
         yield way.row(way.case(METHODS["kv-offload"].replace("chunkC", "chunk64K"), 512 * K, layers), method="kv-offload")
+
+
+def eight_bits(way: Way) -> Iterator[dict]:
+    """Matmuls of factors of eight bits: by codes where the device multiplies them, rounded and in bf16, and of bf16."""
+    for precision, by_codes in (("bf16", False), ("float8", True), ("float8", False)):
+        with patch.object(float8, "multiplies_codes", float8.multiplies_codes if by_codes else lambda x, weight: False):
+            yield way.row(replace(way.case("dp1", 8 * K), precision=precision), by_codes=by_codes)
 
 
 def homes(way: Way) -> Iterator[dict]:
@@ -304,6 +317,7 @@ PARTS = {
     "rows": rows_of_logits,
     "law": law,
     "home": homes,
+    "float8": eight_bits,
     "longest": longest,
 }
 PARTS |= {**LAYERS, "profiles": profiles}
@@ -327,10 +341,11 @@ def main() -> None:
     parser.add_argument("layers", type=int)
     parser.add_argument("deadline", type=float)
     parser.add_argument("results", type=Path)
+    parser.add_argument("methods", nargs="*", choices=[*METHODS, []])
     options = parser.parse_args()
     os.environ.update(allocator())
     until = time.monotonic() + options.deadline
-    way = Way(options.device, machine_of(options.device, options.machine), options.layers, until, options.results)
+    way = Way(options.device, machine_of(options.device, options.machine), options.layers, until, options.results, tuple(options.methods))
     print(json.dumps({"machine": machine(), "versions": versions()}), flush=True)
     for row in PARTS[options.part](way):
         print(json.dumps(row), flush=True)

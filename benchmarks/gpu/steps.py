@@ -41,7 +41,7 @@ from longshift.simulate.chunk_seconds import ChunkSeconds
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
 from longshift.simulate.cost import Cost, Habits, habits, sizes
 from longshift.simulate.rates import rates
-from longshift.spec.formats import formats_of
+from longshift.spec.formats import PrecisionName, arithmetic, formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
 from longshift.state.home import Home, Source
@@ -56,7 +56,7 @@ from longshift.workload.groups import Edge
 
 K = 1024
 GIB = 2**30
-PRECISION = "bf16"
+PRECISION: PrecisionName = "bf16"
 WARM_TOKENS = 8 * K  # of the step before the one that is timed
 PROFILED = 4  # chunks of a step that is profiled
 AGAIN_S = 5.0  # a shorter step is timed three times
@@ -78,6 +78,7 @@ class Case:
     lengths: tuple[int, ...]
     home: Tier = "device"
     compile: bool = False
+    precision: PrecisionName = PRECISION
 
     @property
     def tokens(self) -> int:
@@ -89,7 +90,8 @@ class Case:
         documents = {"documents": len(self.lengths)} if len(self.lengths) > 1 else {}
         home = {"home": self.home} if self.home != "device" else {}
         window = {"window": self.spec.sliding_window} if self.spec.sliding_window else {}
-        return {"layout": str(self.layout), "layers": self.spec.layers, "tokens": self.tokens, **documents, **home, **window}
+        precision = {"precision": self.precision} if self.precision != PRECISION else {}
+        return {"layout": str(self.layout), "layers": self.spec.layers, "tokens": self.tokens, **documents, **home, **window, **precision}
 
     @property
     def flops(self) -> dict[str, float]:
@@ -99,7 +101,7 @@ class Case:
 
     @cached_property
     def shape(self) -> StepShape:
-        formats, edges = formats_of(PRECISION), (Edge(self.tokens, self.layout),)
+        formats, edges = formats_of(self.precision), (Edge(self.tokens, self.layout),)
         way = Itinerary(self.spec, edges, assumed(1), formats.compute_bytes, formats.home_bytes, SwitchOptions())
         return StepShape(way, edges, formats, 0, max(self.lengths), home_in=HomeTiers(self.home))
 
@@ -139,9 +141,9 @@ class Case:
 
 def clocked(case: Case, machine: Cluster, trainer: Habits | None = None) -> StepTime:
     """The step on the clock, by the habits of another trainer where they are given."""
-    trainer = trainer or habits(case.compile, PRECISION, machine.device.kind == "cuda")
-    cost = Cost(sizes(case.spec), rates(machine, PRECISION), trainer)
-    return Clock(case.shape, machine, cost, PRECISION).step([GroupPacks(case.layout, ((case.lengths,),))])
+    trainer = trainer or habits(case.compile, case.precision, machine.device.kind == "cuda")
+    cost = Cost(sizes(case.spec), rates(machine, arithmetic(case.precision)), trainer)
+    return Clock(case.shape, machine, cost, arithmetic(case.precision)).step([GroupPacks(case.layout, ((case.lengths,),))])
 
 
 def forecast(case: Case, machine: Cluster) -> dict:
@@ -192,7 +194,7 @@ class Built:
 
 def build(case: Case, device: torch.device) -> Built:
     """`case` on a device. The learning rate is 0: all steps of all layouts have one loss, however many there are."""
-    world, precision = World(0, 1, device), Precision.of(PRECISION)
+    world, precision = World(0, 1, device), Precision.of(case.precision)
     real = device.type in ("cpu", "cuda")  # where it is not, nobody looks at numbers
     source = drawn_there(case.spec, device) if real else lambda _, box: torch.empty(box.shape, dtype=precision.home)
     home = Home.made(case.spec, case.layout, world, precision, source, HomeTiers(case.home))

@@ -13,8 +13,9 @@ import torch
 
 from longshift.cluster.cluster import Heads
 from longshift.dist.world import World
+from longshift.layout.blocks import BLOCK
 from longshift.model.attention import Attention, PackedAttention
-from longshift.model.float8 import rounded
+from longshift.model.float8 import linear, linear_back, multiplies_codes, rounded
 from longshift.model.functions import add_product
 from longshift.model.kernels import FLASH, Kernel, choose, kernels, probe
 from longshift.spec.model import ModelSpec, Rope
@@ -125,6 +126,26 @@ def test_factors_are_rounded_to_the_bits_of_float64_on_the_cpu(device: torch.dev
     found, truth = rounded(x.to(device), rows).cpu(), rounded(x.double(), rows)
     assert torch.equal(found.double().nan_to_num(nan=-1.0), truth.nan_to_num(nan=-1.0))
     assert int(truth.isnan().sum()) == 2 * 128 * rows
+
+
+@pytest.mark.parametrize("stored", ["outputs first", "inputs first"])
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 128, 256), (61, 256, 384), (64, 384, 128), (302, 1024, 4096)])
+def test_codes_multiply_as_what_they_stand_for(device: torch.device, tokens: int, outputs: int, inputs: int, stored: str):
+    make = torch.Generator().manual_seed(0)
+    shapes = (tokens, inputs), (outputs, inputs), (outputs,), (tokens, outputs)
+    x, weight, bias, dy = (torch.randn(*shape, generator=make).pow(3).to(device, torch.bfloat16) for shape in shapes)
+    given = weight if stored == "outputs first" else weight.mT.contiguous().mT
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        assert multiplies_codes(x, given)
+        assert multiplies_codes(dy, given)
+    codes = rounded(weight.double(), BLOCK)
+    exact = rounded(x.double()) @ codes.mT + bias.double(), rounded(dy.double()) @ codes
+    for found, truth in zip((linear(x, given, bias), linear_back(dy, given)), exact):
+        assert found.shape == truth.shape
+        assert float((found.double() - truth).norm() / truth.norm()) < 4e-3
+    if tokens > 1:
+        x[tokens // 2, 3] = math.inf
+        assert linear(x, given, bias).isfinite().all(1).tolist() == [token != tokens // 2 for token in range(tokens)]
 
 
 @pytest.mark.parametrize("kind", ["host", "disk"])

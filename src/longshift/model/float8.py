@@ -20,11 +20,17 @@ weight is a sum over tokens, and packs, chunks and ranks cut these anywhere: its
 [Note: not finite] A cast to e4m3 makes 448 of infinity. A block with a value that is not finite has an infinite scale, with which all of
 the block becomes NaN.
 
-Codes are not multiplied as such by any device: factors are rounded, and multiplied in the compute format.
+[Note: who multiplies codes] GPUs of compute capability 9.0 do, by a matmul of cuBLAS that takes these blocks, where both sides of a weight
+are multiples of 128 and the compute format is bf16. Everywhere else factors are rounded, and multiplied in the compute format. The two
+differ in the order of sums and not in what is summed.
+
+    codes    x [T, I] e4m3      scales  [T, I / 128], float32, tokens next to each other; T is filled up to a multiple of 4 with zeros
+             W [O, I] e4m3              [O / 128, I / 128], float32; rows are filled up to a multiple of 4
 """
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +40,8 @@ from longshift.layout.blocks import BLOCK, runs
 from longshift.spec.formats import LARGEST, LEAST_SCALE
 
 CODE = torch.float8_e4m3fn
+FILLED = 4  # sides of scales are multiples of it
+MOST = 64  # kernels that make codes, by width and strides
 
 
 def rounded(x: Tensor, rows: int = 1) -> Tensor:
@@ -55,9 +63,86 @@ def _scale(largest: Tensor) -> Tensor:
     return share.clamp_(min=LEAST_SCALE).to(largest.dtype)
 
 
-def factors(x: Tensor, weight: Tensor, float8: bool = True) -> tuple[Tensor, Tensor]:
-    """What a matmul of x, or of a gradient, and a weight takes."""
-    return (rounded(x), rounded(weight, BLOCK)) if float8 else (x, weight)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, float8: bool = True) -> Tensor:
+    """x [T, I] W^T + b of a weight [O, I] -> [T, O]. `float8`: of factors of eight bits."""
+    if not float8:
+        return F.linear(x, weight, bias)
+    if multiplies_codes(x, weight):
+        y = _product(x, weight)
+        return y if bias is None else y.add_(bias)
+    return F.linear(rounded(x), rounded(weight, BLOCK), bias)
+
+
+def linear_back(grad: Tensor, weight: Tensor, float8: bool = True) -> Tensor:
+    """dy [T, O] W of a weight [O, I] -> dx [T, I]. `float8`: of factors of eight bits."""
+    if not float8:
+        return torch.mm(grad, weight)
+    if multiplies_codes(grad, weight):
+        return _product(grad, weight.mT)
+    return torch.mm(rounded(grad), rounded(weight, BLOCK))
+
+
+def multiplies_codes(x: Tensor, weight: Tensor) -> bool:
+    """Whether this device multiplies codes of x, or of a gradient, and of a weight."""
+    whole = x.shape[0] > 0 and weight.shape[0] % BLOCK == weight.shape[1] % BLOCK == 0
+    return x.device.type == "cuda" and whole and x.dtype == weight.dtype == torch.bfloat16 and has_codes(x.device)
+
+
+@cache
+def has_codes(device: torch.device) -> bool:
+    """Whether a GPU has matmuls of codes with these blocks: cuBLAS has them for Hopper, from CUDA 12.9 on."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return version >= (12, 9) and hasattr(F, "scaled_mm") and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] W^T of a weight [N, K] -> [T, N], by codes."""
+    of_rows, of_blocks = _coders(x.device)
+    codes, scales = of_rows(x)
+    weight_codes, weight_scales = of_blocks(weight)
+    by_rows, by_blocks = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    y = F.scaled_mm(codes, weight_codes.mT, scales.mT, by_rows, weight_scales.mT, by_blocks, output_dtype=x.dtype)
+    return y[: x.shape[0]]
+
+
+def rows_coded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [R, C] and scales [C / BLOCK, R] of x [T, C], in blocks of a row; R is T filled up to a multiple of FILLED with zeros."""
+    parts = F.pad(x, (0, 0, 0, -x.shape[0] % FILLED)).unflatten(1, (-1, BLOCK))
+    scale = _scale(parts.abs().amax(2))
+    return (parts / scale.unsqueeze(2)).to(CODE).flatten(1), scale.to(torch.float32).mT.contiguous()
+
+
+def blocks_coded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [R, C] and scales [R / BLOCK, S] of a weight [R, C], in blocks of BLOCK x BLOCK; S is C / BLOCK filled up to a multiple of
+    FILLED with zeros."""
+    parts = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scale = _scale(parts.abs().amax((1, 3), keepdim=True))
+    codes = (parts / scale).to(CODE).flatten(2).flatten(0, 1).contiguous()
+    return codes, F.pad(scale.squeeze((1, 3)).to(torch.float32), (0, -parts.shape[2] % FILLED)).contiguous()
+
+
+Coder = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+@cache
+def _coders(device: torch.device) -> tuple[Coder, Coder]:
+    """`rows_coded` and `blocks_coded`, in one kernel or two for each shape of a weight and each width of rows, where torch compiles here:
+    written out they take eight times as long."""
+    torch._inductor.config.compile_threads = 1  # pyright: ignore[reportAttributeAccessIssue]  # as `model.compiled`
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST)
+    of_rows = torch.compile(rows_coded, fullgraph=True)
+    of_blocks = torch.compile(blocks_coded, fullgraph=True, dynamic=False)
+
+    def any_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        torch._dynamo.mark_static(x, 1)
+        return of_rows(x)
+
+    try:
+        any_rows(torch.ones(8, BLOCK, dtype=torch.bfloat16, device=device))
+    except Exception:  # no compiler
+        return rows_coded, blocks_coded
+    return any_rows, of_blocks
 
 
 class Float8Linear(torch.autograd.Function):
@@ -70,12 +155,12 @@ class Float8Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, *((x,) if add or ctx.needs_input_grad[1] else ()))
         ctx.add = add
-        return F.linear(*factors(x, weight), bias)
+        return linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         weight, *kept = ctx.saved_tensors
-        dx, dw = torch.mm(*factors(grad, weight)), None
+        dx, dw = linear_back(grad, weight), None
         if ctx.add:
             ctx.add(grad, *kept)
         elif ctx.needs_input_grad[1]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshift.model.float8 import factors
+from longshift.model.float8 import linear, linear_back
 from longshift.model.loss import alone
 
 aten = torch.ops.aten
@@ -131,7 +131,7 @@ class Adapted(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float, float8: bool
     ) -> Tensor:
-        y = F.linear(*factors(x, weight, float8), bias)
+        y = linear(x, weight, bias, float8)
         u = F.linear(x, a)
         ctx.save_for_backward(x, weight, a, b, u)
         ctx.scale, ctx.float8 = scale, float8
@@ -143,7 +143,7 @@ class Adapted(torch.autograd.Function):
         du = torch.mm(grad, b).mul_(ctx.scale)
         db = torch.mm(grad.mT, u).mul_(ctx.scale)
         da = torch.mm(du.mT, x)
-        dx = torch.mm(*factors(grad, weight, ctx.float8)).addmm_(du, a)
+        dx = linear_back(grad, weight, ctx.float8).addmm_(du, a)
         return dx, None, None, da, db, None, None
 
 
