@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
+import gpu_tables
 import kept
 import plan_tables
 from kept import K, lines, result, size, source, sources
@@ -332,6 +333,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "long-ladder-1g": ladder("1 GiB"),
     "gpu-memory": gpu_memory,
     "gpu-work": gpu_work,
+    "gpu-measured": gpu_tables.measured_steps,
+    "gpu-attention": gpu_tables.attention_kernels,
     "hot-switch-python": hot("2 nodes of 2 ranks, python"),
     "hot-switch-text": hot("2 nodes of 2 ranks, text"),
     "hot-switch-8-ranks": hot("2 nodes of 4 ranks, text"),

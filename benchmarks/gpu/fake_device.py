@@ -31,16 +31,35 @@ ALLOCATE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_stri
 
 
 class Stream:
-    """Of a device on which nothing takes time. Its event too."""
+    """Of a device on which nothing takes time. Mutable: `kept`, tensors that `record_stream` has named since the last event. They are held
+    until the host waits for that event, as by a device that falls behind."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
 
     def wait_event(self, event: object) -> None: ...
 
     def wait_stream(self, stream: object) -> None: ...
 
     def record_event(self) -> "Stream":
-        return self
+        event = Stream()
+        event.kept, self.kept = self.kept, event.kept
+        return event
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self.kept.clear()
+
+
+def _dropped(native: Callable) -> Callable:
+    """`HostTier.drop`: what all came back had been sent before."""
+
+    def drop(tier: tiers.HostTier, key: tuple) -> None:
+        native(tier, key)
+        if not tier.objects:
+            for event in tier.under_way:
+                event.synchronize()
+
+    return drop
 
 
 class AtOnce:
@@ -134,7 +153,8 @@ def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
     with (
         patch.multiple(torch.cuda, Stream=lambda device: Stream(), current_stream=lambda device: Stream(), cudart=lambda: runtime),
         patch.multiple(torch.cuda, stream=contextlib.nullcontext, synchronize=lambda device: None),
-        patch.multiple(torch.Tensor, record_stream=lambda *how: None, data_ptr=lambda x: id(x)),
+        patch.multiple(torch.Tensor, record_stream=lambda x, stream: stream.kept.append(x), data_ptr=lambda x: id(x)),
+        patch.object(tiers.HostTier, "drop", _dropped(tiers.HostTier.drop)),
         patch.multiple(tiers, ThreadPoolExecutor=AtOnce, _bytes_of=lambda tensor: memoryview(b"")),  # nothing goes to the disk
         patch.object(tiers, "_pages", lambda size: torch.empty(size, dtype=torch.uint8)),
         patch.object(torch, "tensor", _tensor),

@@ -22,6 +22,7 @@ from fake_device import fake_device
 from steps import GIB, PRECISION, Case, K, build, clocked, count, few_chunks, forecast, llama, measure, peak_flops, wait, warm
 
 from longshift.cluster.cluster import Cluster, Heads
+from longshift.cluster.host import core_count, cpu_name
 from longshift.cluster.named import cluster
 from longshift.dist.world import allocator
 from longshift.layout.layout import Layout
@@ -297,7 +298,9 @@ def profiles(way: Way) -> Iterator[dict]:
 def machine() -> dict:
     """Facts that numbers depend on; nothing that names the machine or its user."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"gpus": gpus, "cores": len(os.sched_getaffinity(0)), "system": f"{platform.system()} {platform.machine()}"}
+    memory_gib = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1)
+    system = f"{platform.system()} {platform.machine()}"
+    return {"gpus": gpus, "cpu": cpu_name(), "cores": core_count(), "memory_gib": memory_gib, "system": system}
 
 
 def versions() -> dict:

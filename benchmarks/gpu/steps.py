@@ -141,7 +141,7 @@ class Case:
 
 def clocked(case: Case, machine: Cluster, trainer: Habits | None = None) -> StepTime:
     """The step on the clock, by the habits of another trainer where they are given."""
-    trainer = trainer or habits(case.compile, case.precision, machine.device.kind == "cuda")
+    trainer = trainer or habits(case.compile, case.precision, machine.device)
     cost = Cost(sizes(case.spec), rates(machine, arithmetic(case.precision)), trainer)
     return Clock(case.shape, machine, cost, arithmetic(case.precision)).step([GroupPacks(case.layout, ((case.lengths,),))])
 

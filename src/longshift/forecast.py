@@ -219,7 +219,7 @@ class RunForecast:
     def __init__(self, config: Config, cluster: Cluster, shape: StepShape | None = None):
         cluster = on_cluster(cluster, config.world)
         self.shape = shape or shape_of(config, cluster.devices_per_node, cluster)
-        habit = habits(config.train.compile, config.train.precision, cluster.device.kind == "cuda")
+        habit = habits(config.train.compile, config.train.precision, cluster.device)
         cost = Cost(sizes(config.spec), rates(cluster, config.train.precision), habit)
         self.clock = Clock(self.shape, cluster, cost, config.train.precision)
 

@@ -229,7 +229,7 @@ def test_they_agree_about_fewer_bits_on_the_wire(text: str, wire: Wire):
     found = clock_of([Edge(sum(lengths), layout)], reached=FITTED, wire=wire).step([GroupPacks(layout, ((lengths,) * micros,))])
     mesh = layout.tp, layout.ulysses, layout.ring, layout.dp, layout.pp, layout.virtual, layout.zero
     at = Candidates(*mesh, recompute_code(layout), micros, sum(lengths), sum(n * n for n in lengths) / 2)
-    cost = Cost(sizes(families.preset("llama-3-8b")), rates(files.preset("h100")), habits(False, "bf16", True, wire))
+    cost = Cost(sizes(families.preset("llama-3-8b")), rates(files.preset("h100")), habits(False, "bf16", files.preset("h100").device, wire))
     assert float(closed_form(cost, at).total) == pytest.approx(found.seconds, rel=0.05)
 
 

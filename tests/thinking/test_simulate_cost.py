@@ -22,7 +22,19 @@ from longshift.program.turns import parts_of
 from longshift.schedule.pipeline import events
 from longshift.simulate.calibrate import Correction, calibrate, fit, moved
 from longshift.simulate.closed import PARTS, Candidates, closed_form, mfu, model_flops, stalled_s
-from longshift.simulate.cost import LONGSHIFT, RECOMPUTE, ROUNDED, Cost, Mesh, habits, recompute_code, sizes
+from longshift.simulate.cost import (
+    CODED,
+    CODES_GAIN,
+    FLASH3,
+    LONGSHIFT,
+    RECOMPUTE,
+    ROUNDED,
+    Cost,
+    Mesh,
+    habits,
+    recompute_code,
+    sizes,
+)
 from longshift.simulate.rates import Constants, rates
 from longshift.spec.families import preset
 
@@ -153,7 +165,8 @@ def test_simulate_turns_add_up_to_a_block():
 
 def test_simulate_rounding_to_eight_bits_is_memory_traffic():
     """By hand, of an MLP: x and the weights of gate and up, y and that of down; backward the two gradients of outputs, and the weights."""
-    plain, eight = (Cost(COST.sizes, rates(named.cluster("64xh100"), name), habits(False, name, True)) for name in ("bf16", "float8"))
+    machine = named.cluster("64xa100-80")
+    plain, eight = (Cost(COST.sizes, rates(machine, name), habits(False, name, machine.device)) for name in ("bf16", "float8"))
     mesh, tokens, width, ffn = Mesh(2, 1, 1), 4096, SPEC.width, SPEC.ffn / 2
     weights = 3 * width * ffn
     for way, elements in (
@@ -166,6 +179,30 @@ def test_simulate_rounding_to_eight_bits_is_memory_traffic():
     for seam in ("qkv", "qkv_back", "tail", "tail_back"):
         assert float(eight.seam(seam, mesh, tokens).matmul_s) > float(plain.seam(seam, mesh, tokens).matmul_s)
     assert seconds(eight) > seconds(plain)
+
+
+def test_simulate_codes_of_eight_bits_are_multiplied_faster_where_a_device_does():
+    """By hand, of an MLP as above."""
+    machine, mesh, tokens, width, ffn = named.cluster("64xh100"), Mesh(2, 1, 1), 4096, SPEC.width, SPEC.ffn / 2
+    plain, eight = (Cost(COST.sizes, rates(machine, name), habits(False, name, machine.device)) for name in ("bf16", "float8"))
+    matmuls_s = [float(plain.rates.matmul_s(tokens, k, n)) for k, n in ((width, 2 * ffn), (ffn, width))]
+    coded_s = float(plain.rates.elementwise_s(2 * CODED * (2 * tokens * width + tokens * ffn + 3 * width * ffn)))
+    work = eight.forward("mlp half", mesh, tokens, 0.0)
+    assert float(work.matmul_s) == pytest.approx(sum(matmuls_s) / CODES_GAIN + coded_s)
+    assert seconds(eight) < seconds(plain)
+    narrow = replace(eight, sizes=replace(COST.sizes, width=SPEC.width + 64))
+    before = replace(plain, sizes=narrow.sizes)
+    assert float(narrow.forward("mlp half", mesh, tokens, 0.0).matmul_s) > float(before.forward("mlp half", mesh, tokens, 0.0).matmul_s)
+
+
+def test_simulate_a_document_of_even_length_has_the_faster_kernel():
+    machine = named.cluster("64xh100")
+    own = Cost(COST.sizes, rates(machine), habits(False, "bf16", machine.device))
+    for tokens, pairs, faster in ((65536, 2**31, True), (65536, 2**30, False), (65535, 65535**2 / 2, False), (8192, 8192**2 * 2, True)):
+        for backward, gain in ((False, FLASH3["forward_gain"]), (True, FLASH3["backward_gain"])):
+            slow_s, found_s = (float(cost.attention_s(Mesh(), tokens, pairs, backward)) for cost in (COST, own))
+            assert slow_s / found_s == pytest.approx(gain if faster else 1.0)
+    assert habits(False, "bf16", named.cluster("a100-80").device).cudnn == habits(False, "float32", machine.device).cudnn == 0
 
 
 def test_simulate_operations_of_a_program_add_up_to_the_closed_form():

@@ -53,8 +53,10 @@ class Fabric:
 
 
 def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
-    """The fabric of a cluster's constants; `node` and `network` are shares of what its links reach."""
-    inside, between = cluster.links["node"], cluster.links.get("network", cluster.links["node"])
+    """The fabric of a cluster's constants; `node` and `network` are shares of what its links reach. A single device was measured without
+    links to others, and nothing travels on its own to the host, which stands for them."""
+    inside = cluster.links["node" if "node" in cluster.links else "device"]
+    between = cluster.links.get("network", inside)
     between_share = cluster.shares["network link"] if "network" in cluster.links else cluster.shares["node link"]
     return Fabric(
         cluster.devices_per_node,

@@ -1,7 +1,7 @@
 """Bytes of all tensors that are alive, by device, while a mode watches what torch's operations return.
 
 A storage is counted once, whatever views it has, from the operation that made it until it is gone. Not counted: what kernels need inside
-one operation, and what an allocator loses between tensors. Under the mode autograd adds two gradients that meet into a new tensor, where
+one operation, but for attention's backward on a GPU, and what an allocator loses between tensors. Under the mode autograd adds two gradients that meet into a new tensor, where
 without it may add in place: what is counted is never less than what is.
 """
 
@@ -56,7 +56,19 @@ class HeldBytes(TorchDispatchMode):
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self._see(x, new=x.untyped_storage()._cdata not in before)  # else a view, or changed in place
+        if "flash_attention_backward" in func._opname and args[1].device.type != "cpu":
+            self._inside_backward(*args[1:3])
         return out
+
+    def _inside_backward(self, q: Tensor, k: Tensor) -> None:
+        """Hold for a moment what FlashAttention-2 holds in its backward (`mha_bwd` of its flash_api.cpp): gradients of queries in float32,
+        a float32 for every query and head, and where query heads share keys, gradients of keys and values for every query head. Heads are
+        the second dim of [1, N, T, H] and of [T, N, H]."""
+        expanded = [*k.shape[:1], q.shape[1], *k.shape[2:]]
+        inside = [q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:-1], dtype=torch.float32)]
+        inside += [k.new_empty(expanded) for _ in range(2 * (q.shape[1] != k.shape[1]))]
+        for tensor in inside:
+            self._see(tensor, new=True)
 
     @property
     def now(self) -> Counter[str]:

@@ -20,13 +20,12 @@ from longshift.cluster.cluster import Backend, Heads
 from longshift.errors import UsageError
 from longshift.model import packed, tiled
 from longshift.model.packed import Packed, ends_of
-from longshift.schedule.inside_rank import MOST_SCORES
+from longshift.schedule.inside_rank import EVEN, MOST_SCORES
 
 aten = torch.ops.aten
 HEADS = Heads(8, 2, 64)
 TOKENS = 256
 TIMED_TOKENS = 4096
-EVEN = 1024  # tokens: chunks and their cuts are multiples, most documents are not
 TILED_TOKENS = {False: 2048, True: 4096}  # of queries and of keys, where the mask is not causal, and is: half a tile on its edge is in vain
 PACK, BAND = (60, 1, 130, 65), 48  # of a packed kernel that is tried: lengths of documents, and a window
 WRONG = 0.05  # a relative error above this is no rounding

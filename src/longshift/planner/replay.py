@@ -66,7 +66,7 @@ class Task:
 
     @property
     def habits(self) -> Habits:
-        return habits(self.compile, self.precision, self.on_gpu, self.wire)
+        return habits(self.compile, self.precision, self.cluster.device, self.wire)
 
 
 @dataclass(frozen=True)

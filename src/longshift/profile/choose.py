@@ -88,7 +88,7 @@ def _activations(config: Config, edge: Edge, device: torch.device, cluster: Clus
     known = cluster or preset("cpu" if cpu else "h100")
     dtype = arithmetic(config.train.precision)
     dtype = dtype if dtype in known.device.flops_per_s else "float32"
-    cost = Cost(sizes(spec), rates(known, dtype), habits(config.train.compile, config.train.precision, not cpu))
+    cost = Cost(sizes(spec), rates(known, dtype), habits(config.train.compile, config.train.precision, known.device))
     pack = tuple(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
 
     def seconds(way: Layout) -> float:

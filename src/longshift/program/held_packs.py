@@ -18,7 +18,7 @@ from longshift.schedule.inside_rank import Place as Rank
 from longshift.schedule.sequence import TokenOrder, token_order
 from longshift.schedule.streamed import Lists, lists, tier_key
 
-WRITES = 2  # puts of a disk tier that keep what they send (`stream.tiers`)
+WRITES, UNDER_WAY = 2, 4  # puts of a disk tier, and of a GPU's host tier, that keep what they send (`stream.tiers`)
 BOUNCES, BOUNCE_BYTES = 4, 8 << 20  # pinned pieces that a GPU's disk tier copies through
 IN_FLIGHT_BYTES = 256 << 20
 ENDS = 3  # chunks at either end of a document that are told apart
@@ -93,7 +93,8 @@ def tier_of(account: Account, layout: Layout) -> HeldTier:
     """A layout's tier, as `stream.tiers.tier_of` makes it."""
     if layout.offload == "device" or (layout.offload == "host" and account.host_is_device):
         return HeldTier(account)
-    return MovingTier(account, layout.offload, WRITES if layout.offload == "disk" else 0, IN_FLIGHT_BYTES)
+    disk = layout.offload == "disk"
+    return MovingTier(account, layout.offload, WRITES if disk else UNDER_WAY, IN_FLIGHT_BYTES if disk else 2**62)
 
 
 def standings(sees: Sequence[int]) -> list[tuple[int, ...]]:

@@ -92,7 +92,8 @@ class ChunkSeconds:
         backward, diagonal, seen = event.name == "attend_back", event.chunk == event.keys, self._seen(event)
         if rates.cluster is None:
             pairs = queries * keys * layout.ring * (0.5 if diagonal else 1.0) * seen
-            return float(rates.attention_s(queries * seen, pairs, self.heads.query, self.heads.width, backward))
+            flash_s = rates.attention_s(queries * seen, pairs, self.heads.query, self.heads.width, backward)
+            return float(flash_s / self.cost.attention_gain(queries, pairs, backward))
         how = self.heads, rates.dtype, "backward" if backward else "forward"
         if diagonal and layout.ring == 1:
             return seen * float(cluster.attention_s(queries, keys, *how, causal=True, beyond=True))

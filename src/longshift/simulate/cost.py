@@ -11,14 +11,17 @@ turns on lanes overlaps it as the runtime does.
 Letters: T tokens, D model width, A query heads * head width, B key/value heads * head width, F feed-forward width, V vocabulary.
 """
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
 
-from longshift.cluster.cluster import Number
+from longshift.cluster.cluster import Device, Number
+from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
 from longshift.program.coding import gradient_passes, weight_passes
+from longshift.schedule.inside_rank import EVEN
 from longshift.simulate.rates import Rates
 from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
@@ -46,6 +49,10 @@ EMBEDDINGS_KERNELS, HEAD_KERNELS = 6.0, 20.0  # of a turn
 # Elements of the compute format read and written, and launches, where a factor of a matmul is rounded (`model.float8`): largest
 # magnitudes are a read, division, cast, copy and product each a read and a write, of which two are of a code.
 ROUNDED, ROUNDED_KERNELS = 8.0, 10.0
+# The same where codes are made in one kernel, and how many times as fast codes are multiplied as bf16: on an H100 8192 x 4096 elements take
+# 36 us, and products of 8192 tokens with weights of Llama 3 8B's MLP 0.75 ms and 1.21 to 1.23 ms (torch 2.11).
+CODED, CODED_KERNELS, CODES_GAIN = 1.5, 2.0, 1.6
+HOPPER, CUDNN = re.compile(r"\bG?H(20|100|200|800)\b"), re.compile(r"\b(G?H(20|100|200|800)|G?B[123]00)\b")  # names of devices
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,9 @@ class Habits:
     forward_gain, backward_gain               times the speed of a preset's attention kernel, FlashAttention-2 (as in FLASH3)
     shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
     rounded              matmuls of blocks round their factors to eight bits, but those that form gradients of weights
+    codes                those factors are multiplied as codes (`model.float8`)
+    cudnn                attention to one document, or a piece of one, of whole multiples of EVEN tokens goes to a kernel that is as much
+                         faster than a preset's as FLASH3 says
     """
 
     flash: Number = 1.0
@@ -93,6 +103,8 @@ class Habits:
     backward_gain: Number = 1.0
     shard_group: Number = 0.0
     rounded: Number = 0.0
+    codes: Number = 0.0
+    cudnn: Number = 0.0
 
 
 # Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
@@ -101,18 +113,19 @@ class Habits:
 LONGSHIFT = Habits(messages_hidden=1.0, embeddings_accumulated=1.0)
 
 
-def habits(compile: bool, precision: str, on_gpu: bool, wire: Wire = Wire()) -> Habits:  # noqa: B008  (frozen)
-    """Longshift's, with `train.compile` or without, in this precision on a GPU or a CPU, with these formats on the wire."""
+def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -> Habits:  # noqa: B008  (frozen)
+    """Longshift's, with `train.compile` or without, in this precision on this device, with these formats on the wire."""
     weight_bytes, sum_bytes = FORMATS[precision].compute_bytes, FORMATS[precision].home_bytes
     gathered = wire.bytes_of("weights", weight_bytes) / weight_bytes
     reduced = wire.bytes_of("gradients", sum_bytes) / sum_bytes
-    inside = adds_inside(weight_bytes, sum_bytes, on_gpu)
+    inside = adds_inside(weight_bytes, sum_bytes, device.kind == "cuda")
     coded = {
         "gather_coded": float(weight_passes(wire, weight_bytes, sum_bytes)[1]),  # what is sent is a share of what is taken
         "reduce_coded": float(sum(gradient_passes(wire, sum_bytes))),
     }
-    rounded = float(FORMATS[precision].float8)
-    found = replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside), rounded=rounded)
+    rounded, cudnn = float(FORMATS[precision].float8), float(weight_bytes == 2 and CUDNN.search(device.name) is not None)
+    kernels = {"rounded": rounded, "codes": rounded * (HOPPER.search(device.name) is not None), "cudnn": cudnn}
+    found = replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside), **kernels)
     return replace(found, gathered=gathered, reduced=reduced, **coded)
 
 
@@ -300,7 +313,8 @@ class Cost:
         heads = s.heads / (np.asarray(mesh.tp) * mesh.ulysses)
         own_rows, own_pairs, width = np.asarray(tokens) / mesh.ring, np.asarray(pairs) / mesh.ring, s.inner / s.heads
         flash_s = r.attention_s(own_rows * (1 + np.asarray(mesh.ring)) / 2, own_pairs, heads, width, backward)
-        flash_s = flash_s / (h.backward_gain if backward else h.forward_gain)
+        pieces = np.where(np.asarray(mesh.ring) > 1, 2 * np.asarray(mesh.ring), 1)
+        flash_s = flash_s / self.attention_gain(np.asarray(tokens) / pieces, np.asarray(pairs) / pieces**2, backward)
         if np.all(np.asarray(h.flash) == 1):
             return flash_s
         way = "backward" if backward else "forward"
@@ -309,6 +323,13 @@ class Cost:
         unfused_s = flops * slowed / r.matmul_flops_per_s
         unfused_s = unfused_s + heads * 2 * own_pairs * SCORE_BYTES[way] * r.constants.scores / r.memory_bytes_per_s
         return np.where(np.asarray(h.flash) == 1, flash_s, unfused_s)
+
+    def attention_gain(self, queries: Number, pairs: Number, backward: bool) -> np.ndarray:
+        """Times the speed of the preset's kernel that attention of so many queries reaches where they see so many pairs: at least half of
+        all of theirs are one document. What was measured is what it is."""
+        h, way = self.habits, "backward_gain" if backward else "forward_gain"
+        even = (np.asarray(queries) % EVEN == 0) & (2 * np.asarray(pairs) >= np.square(queries)) & (self.rates.cluster is None)
+        return np.where(even, np.maximum(getattr(h, way), 1 + np.asarray(h.cudnn) * (FLASH3[way] - 1)), getattr(h, way))
 
     def embeddings(self, mesh: Mesh, tokens: Number, backward: bool) -> Work:
         """Of the embeddings' turn: rows read and written; tensor-parallel ranks sum what each found."""
@@ -336,13 +357,22 @@ class Cost:
 
     def _linear_s(self, rows: Number, k: Number, n: Number, weights: Number = 1) -> np.ndarray:
         """A block's matmul forward, of so many `weights` side by side, each of which rounds what it takes by itself."""
-        return self.rates.matmul_s(rows, k, n) + self._rounded_s(weights * rows * k + k * n)
+        return self.rates.matmul_s(rows, k, n) / self._codes_gain(k, n) + self._rounded_s(weights * rows * k + k * n, k, n)
 
     def _linear_back_s(self, rows: Number, k: Number, n: Number) -> np.ndarray:
-        return self._gradients_s(rows, k, n, self.sizes.trained) + self._rounded_s(rows * n + k * n)
+        inputs_s = self.rates.matmul_s(rows, n, k) / self._codes_gain(k, n)
+        return inputs_s + self.rates.matmul_s(k, rows, n) * self.sizes.trained + self._rounded_s(rows * n + k * n, k, n)
 
-    def _rounded_s(self, elements: Number) -> np.ndarray:
-        return self.habits.rounded * self.rates.elementwise_s(ROUNDED * elements * self.rates.element_bytes)
+    def _codes_gain(self, k: Number, n: Number) -> np.ndarray:
+        """Times the speed of a matmul of bf16."""
+        return np.where(self._by_codes(k, n), CODES_GAIN, 1.0)
+
+    def _by_codes(self, k: Number, n: Number) -> np.ndarray:
+        return (np.asarray(self.habits.codes) == 1) & (np.asarray(k) % BLOCK == 0) & (np.asarray(n) % BLOCK == 0)
+
+    def _rounded_s(self, elements: Number, k: Number, n: Number) -> np.ndarray:
+        each = np.where(self._by_codes(k, n), CODED, ROUNDED)
+        return self.habits.rounded * self.rates.elementwise_s(each * elements * self.rates.element_bytes)
 
     def _gradients_s(self, rows: Number, k: Number, n: Number, trained: Number) -> np.ndarray:
         """Gradients of inputs, and of the trained part of the weights."""
@@ -368,7 +398,8 @@ class Cost:
     def _kernels(self, half: Half) -> Number:
         h = self.habits
         found = np.where(np.asarray(h.compiled) == 1, KERNELS["compiled"], KERNELS["eager"]) / 2
-        found = found + h.rounded * ROUNDED_KERNELS * 2 * (4 if half == "attention half" else 2 + self.sizes.gated)
+        launches = np.where(np.asarray(h.codes) == 1, CODED_KERNELS, ROUNDED_KERNELS) * 2
+        found = found + h.rounded * launches * (4 if half == "attention half" else 2 + self.sizes.gated)
         return found + (1 - np.asarray(h.flash)) * KERNELS["unfused"] if half == "attention half" else found
 
     def _tensor_s(self, mesh: Mesh, rows: Number) -> np.ndarray:

@@ -31,14 +31,13 @@ import torch
 from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
-from longshift.program.held_packs import BOUNCE_BYTES, BOUNCES, IN_FLIGHT_BYTES, WRITES
+from longshift.program.held_packs import BOUNCE_BYTES, BOUNCES, IN_FLIGHT_BYTES, UNDER_WAY, WRITES
 
 Key = Hashable
 Tensors = tuple[Tensor, ...]
 
 THREADS = 2  # for each direction
 ALIGN = 4096  # bytes: a page
-UNDER_WAY = 4  # puts to a GPU's host: [Note: pace]
 
 
 @dataclass

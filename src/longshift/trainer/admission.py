@@ -109,17 +109,19 @@ def _crowded(waiting: dict[str, int], ranks: int, free: int, where: str, instead
 def _room(world: World) -> tuple[int, int]:
     """Bytes that this rank may have, those of the process included, and how many the process has already. Ranks of one control group share
     what it allows; collective."""
+    settle(world.device)
     if world.device.type != "cpu":
+        torch.cuda.synchronize(world.device)
         free, total = torch.cuda.mem_get_info(world.device)
         return total, total - free
-    settle(world.device)
     own = f"{socket.gethostname()} {CONTROL_GROUPS.read_text() if CONTROL_GROUPS.exists() else ''}"
     sharing = world.gather_text(own).count(own)
     return min(host_memory()[0] // sharing, psutil.virtual_memory().total // world.per_node), psutil.Process().memory_info().rss
 
 
 def settle(device: torch.device) -> None:
-    """Have the process take what it takes once, whatever is trained: what a first backward and matmul in bf16 load."""
+    """Have the process take what it takes once, whatever is trained: what a first backward and matmul in bf16 load, and on a GPU the
+    workspaces of cuBLAS, 32 MiB for each thread that multiplies on Hopper."""
     x = torch.ones(64, 64, requires_grad=True, device=device)
     (x @ x).sum().backward()
     torch.mm(x.detach().bfloat16(), x.detach().bfloat16())

@@ -1,0 +1,50 @@
+"""What GPUs have measured (`benchmarks/results/gpu_first_day.json`) beside what the clock and the ledger say of the same steps now."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "gpu")]
+
+import steps  # noqa: E402  # pyright: ignore[reportMissingImports]
+from first_day_parts import PACK  # noqa: E402  # pyright: ignore[reportMissingImports]
+from kept import RESULTS, result  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+from longshift.cluster.cluster import Cluster  # noqa: E402
+from longshift.cluster.named import cluster  # noqa: E402
+from longshift.layout.layout import Layout  # noqa: E402
+
+WORKSPACES_GIB = (
+    2 * 32 / 1024
+)  # of cuBLAS on Hopper: of the thread of a forward, and of a backward; an admission counts them as the process's
+ROWS = [
+    (name, row)
+    for name, report in result("gpu_first_day")["sections"].items()
+    for row in report["rows"]
+    if "layout" in row and "seconds" in row.get("measured", {}) and "fsdp2" not in row.get("system", "")
+]
+
+
+def case(row: dict[str, Any]) -> Any:
+    lengths = PACK if "documents" in row else (row["tokens"],)
+    compiled = row.get("system") == "longshift compiled"
+    given = Layout.parse(row["layout"]), lengths, row.get("home", "device"), compiled, row.get("precision", "bf16")
+    return steps.Case(steps.llama(row["layers"], sum(lengths)), *given)
+
+
+@pytest.mark.parametrize(("name", "row"), ROWS, ids=lambda one: one if isinstance(one, str) else f"{one['part']} {one['layout']}")
+def test_a_measured_step_takes_what_is_said(name: str, row: dict[str, Any]):
+    found, said = row["measured"], steps.forecast(case(row), cluster(f"1x{name.lower()}"))
+    assert 0.98 <= (found["device_peak_gib"] - WORKSPACES_GIB) / said["device_peak_gib"] <= 1.0002
+    if "home" not in row:  # the forecast's host has a GPU in eight for a rank, the measured one had it for itself
+        assert 0.89 <= found["seconds"] / said["seconds"] <= 1.0
+
+
+def test_the_profile_of_a_single_gpu_plans_for_it():
+    """It was measured without links between devices."""
+    machine: Cluster = cluster(str(RESULTS / "gpu_h200_profile.json"))
+    assert set(machine.links) == {"device"}
+    assert steps.clocked(case(ROWS[0][1]), machine).seconds > 0.05
