@@ -330,10 +330,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _of_home(self) -> "Config":
-        if self.home.at != HomeTiers() and isinstance(self.layout, AutoLayout):
-            raise ValueError(
-                f"layout: auto is chosen for home: device, and home is {self.home.at}; name a layout (longshift plan finds them)"
-            )
         if self.home.moments != "float32" and not self.train.rule.moments:
             raise ValueError(f"home.moments is a format of moments, and {self.train.rule} keeps none: leave it out")
         if "disk" in self.home.at.named and self.save.background:

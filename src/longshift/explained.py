@@ -12,7 +12,7 @@ from longshift.layout.layout import Layout, format_size
 from longshift.layout.placement import buckets
 from longshift.program.needs import Need, StepShape, most, needs
 from longshift.schedule.inside_rank import Transport
-from longshift.spec.formats import EMULATED, Format
+from longshift.spec.formats import EIGHT_BITS, Format
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of
 from longshift.switch.plan import Plan
@@ -148,7 +148,7 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
         told_of = weights, coming, pack.sent, pack.moved, gradients, going, tuple(pruned), need
         groups.append(Explained(str(edge.use), edge.upto, edge.pack, *told_of))
     whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
-    how = _updating(config), bool(shape.steps(whole.rank).early), EMULATED if formats.float8 else None
+    how = _updating(config), bool(shape.steps(whole.rank).early), EIGHT_BITS if formats.float8 else None
     return Explanation(str(way.home), str(shape.home_in), way.links, tuple(groups), whole, *how)
 
 

@@ -83,6 +83,8 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         packed=config.formats.packed,
         wire=config.formats.wire,
         compile=config.train.compile,
+        home=config.home.at,
+        early=config.home.early,
     )
 
 
@@ -186,6 +188,12 @@ class Planned:
         by = f", calibrated by {told.steps} steps" if told else ""
         yield f"a step takes {best.seconds:.3g} s ({least_s:.3g} to {most_s:.3g}), on the clock{by}"
         yield f"a device needs {_gib(best.bytes['device'])}: {_gib(left)} left; most at {best.peak}"
+        for place, where in (("host", "in host memory"), ("disk", "on disk")):
+            if size := best.bytes[place]:
+                room = task.limits[place]
+                yield f"{where} a rank keeps {_gib(size)}" + (f": {_gib(room - size)} left" if room < float("inf") else "")
+        if task.early and "disk" in task.home.named and not best.shape.early:
+            yield "updates before the norm have no room there: all are made under the next forward"
         single, context = choice.single, choice.context_parallel
         if single is not None and single is not best:
             yield f"the best single layout, {single}, takes {single.seconds / best.seconds:.2f} times as long"

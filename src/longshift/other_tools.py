@@ -34,7 +34,9 @@ KEYS: Mapping[str, str] = {
     **dict.fromkeys(("max_seq_length", "model_max_length", "cutoff_len", "block_size", "context_length"), _LENGTH),
     **dict.fromkeys(("packing", "sample_packing", "pack_sequences"), "nothing to set: documents are always packed, exactly"),
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype", "mixed_precision"), "train.precision, as in precision: bf16"),
-    **dict.fromkeys(("fp8", "float8", "fp8_recipe", "enable_fp8"), "train.precision: float8, emulated"),
+    **dict.fromkeys(
+        ("fp8", "float8", "fp8_recipe", "enable_fp8"), "train.precision: float8, multiplied as codes by Hopper GPUs and emulated elsewhere"
+    ),
     **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing", "recompute_granularity", "ac"), _RECOMPUTE),
     **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "zero_stage", "zero_optimization", "distributed"), _SHARDED),
     **dict.fromkeys(("zero", "zero3", "hsdp", "reshard_after_forward"), _SHARDED),

@@ -135,6 +135,18 @@ def test_auto_trains_the_best_few_and_goes_on_with_one(folder):
     assert all(0 < row["predicted_seconds"] < 60 and row["band"] >= ERROR for row in predicted.values())
 
 
+def test_auto_keeps_the_home_that_the_config_names(folder):
+    """Trials end in checkpoints, so that each has its own file of records. Losses are those of one process whose home is its memory."""
+    done = longshift(f"train {folder}/run.yaml home=disk train.steps=13")
+    assert done.returncode == 0, done.stderr
+    assert "layout: auto: then" in done.stderr
+    (folder / "alone.yaml").write_text(CONFIG.format(folder=folder, model="tiny-llama", layout="dp1"))
+    assert longshift(f"train {folder}/alone.yaml save.dir={folder}/alone train.steps=13").returncode == 0
+    rows, alone = (read_rows(folder / name / "metrics.jsonl") for name in ("run", "alone"))
+    assert all(row["home"]["written_bytes"] > 0 for row in rows)
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone], rel=1e-5)
+
+
 def test_a_run_calibrates_the_cluster_that_a_plan_is_made_on(folder):
     run = folder / "run"
     done = longshift(f"train {folder}/run.yaml layout=dp2 train.steps=7")

@@ -11,7 +11,7 @@ from longshift.dist.world import World
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Block, Head, build_unit
-from longshift.model.float8 import Float8Linear, rounded
+from longshift.model.float8 import FILLED, Float8Linear, blocks_coded, multiplies_codes, rounded, rows_coded
 from longshift.model.functions import Adapted
 from longshift.spec.families import preset
 from longshift.spec.formats import LARGEST
@@ -46,6 +46,40 @@ def test_a_factor_is_rounded_block_by_block(shape: tuple[int, int], dtype: torch
     assert torch.equal(y.double(), defined(x, rows))
     assert 0.01 < float((y.double() - x).norm() / x.double().norm()) < STEP
     assert torch.equal(rounded(y, rows), y)
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 128), (61, 384), (64, 128)])
+def test_codes_and_scales_of_rows_are_what_a_row_is_rounded_to(tokens: int, width: int):
+    """And what is not finite stays so: NaN codes, or zeros with an infinite scale."""
+    x = (torch.randn(tokens, width, generator=torch.Generator().manual_seed(0)) ** 5).bfloat16()
+    x[0, 3], x[-1, width - 1] = 0.0, math.inf
+    codes, scales = rows_coded(x)
+    filled = -(-tokens // FILLED) * FILLED
+    assert (codes.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert (codes.shape, scales.shape) == ((filled, width), (width // BLOCK, filled))
+    assert codes.is_contiguous()
+    assert scales.is_contiguous()
+    stands = (codes.float().unflatten(1, (-1, BLOCK)) * scales.mT.unsqueeze(2)).flatten(1)
+    assert torch.equal(stands[:tokens].nan_to_num(nan=-1.0), rounded(x).float().nan_to_num(nan=-1.0))
+    assert not stands[tokens:].any()
+    assert int(stands.isnan().sum()) == BLOCK
+
+
+@pytest.mark.parametrize("stored", ["outputs first", "inputs first"])
+@pytest.mark.parametrize("shape", [(128, 128), (256, 640)])
+def test_codes_and_scales_of_blocks_are_what_a_weight_is_rounded_to(shape: tuple[int, int], stored: str):
+    weight = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) ** 5).bfloat16()
+    codes, scales = blocks_coded(weight if stored == "outputs first" else weight.mT.contiguous().mT)
+    count = shape[1] // BLOCK
+    assert codes.is_contiguous()
+    assert scales.shape == (shape[0] // BLOCK, -(-count // FILLED) * FILLED)
+    assert not scales[:, count:].any()
+    stands = codes.float().view(-1, BLOCK, count, BLOCK) * scales[:, None, :count, None]
+    assert torch.equal(stands.view(shape), rounded(weight, BLOCK).float())
+
+
+def test_a_cpu_multiplies_no_codes():
+    assert not multiplies_codes(torch.ones(4, BLOCK, dtype=torch.bfloat16), torch.ones(BLOCK, BLOCK, dtype=torch.bfloat16))
 
 
 def test_a_stored_order_changes_no_code():

@@ -26,7 +26,7 @@ from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import OutOfMemoryError
 from longshift.explained import shape_of
 from longshift.program.needs import most, needs
-from longshift.spec.formats import EMULATED
+from longshift.spec.formats import EIGHT_BITS
 from longshift.trainer import admission
 from longshift.trainer.admission import admit
 from longshift.trainer.header import Header, data_told, layout_told, length_rows, model_told
@@ -206,11 +206,11 @@ def test_what_the_header_says(place):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "float8"])
-def test_emulated_matmuls_are_told_before_the_first_step(place, precision):
+def test_matmuls_of_eight_bits_are_told_before_the_first_step(place, precision):
     shown = io.StringIO()
     run = parse_config(CONFIG.format(place=place, layout="dp2"), [f"train.precision={precision}"])
     Header(Console(file=shown, width=200), shown=True).run(run, None, RunFolder(place / "run"), resume=False)
-    assert (f"float8  {EMULATED}" in shown.getvalue()) == (precision == "float8")
+    assert (f"float8  {EIGHT_BITS}" in shown.getvalue()) == (precision == "float8")
 
 
 def test_the_memory_that_waits_elsewhere_is_told(place):

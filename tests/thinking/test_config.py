@@ -253,7 +253,6 @@ def test_groups_of_lengths_read_back():
         (["home={device: 8G, disk: rest}", "save.background=true"], "save.background copies the training state into memory"),
         (["home.at=disk", "home.moments=int8"], "home.moments: 'int8' is not one of float32, bf16, float8"),
         (["home.moments=float8", "train.optimizer=sgd", "train.momentum=0"], "home.moments is a format of moments, and SGD keeps none"),
-        (["home=disk", "layout=auto"], "layout: auto is chosen for home: device"),
         (["home=disk", "save.background=true"], "save.background copies the training state into memory"),
     ],
 )

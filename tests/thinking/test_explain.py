@@ -14,7 +14,7 @@ from longshift.explained import explain, itinerary
 from longshift.layout.layout import Layout
 from longshift.program.needs import Need
 from longshift.spec.families import preset
-from longshift.spec.formats import EMULATED
+from longshift.spec.formats import EIGHT_BITS
 from longshift.switch.traffic import traffic
 
 BASE = """\
@@ -47,7 +47,7 @@ def test_layouts_that_are_cut_alike_share_their_copies():
 
 def test_eight_bits_are_told():
     plain, eight = (explain(config("layout=u2", f"train.precision={name}")) for name in ("bf16", "float8"))
-    assert EMULATED in str(eight)
+    assert EIGHT_BITS in str(eight)
     assert "eight bits" not in str(plain)
     assert eight.groups[0].weights == plain.groups[0].weights
     with pytest.raises(UsageError, match=r"tp2 cuts model\.layers\.0\.self_attn\.\w_proj\.weight inside a block of 128 .*: try tp1"):

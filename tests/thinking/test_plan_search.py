@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longshift.cluster.cluster import Disk
 from longshift.cluster.named import cluster
 from longshift.errors import UsageError
+from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.planner import least_bytes
@@ -23,6 +25,8 @@ from longshift.planner.chosen import Shortlist
 from longshift.planner.enumerated import AXES, Meshes, enumerate_layouts, illegal
 from longshift.planner.least_bytes import device_bytes
 from longshift.planner.loads import Dealing, dealt
+from longshift.planner.replay import Replay, Task
+from longshift.planner.search import search
 from longshift.planner.shortlist import shortlist
 from longshift.program.needs import StepShape, most, needs
 from longshift.spec.families import preset
@@ -30,7 +34,7 @@ from longshift.spec.formats import FORMATS, Format, Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
-from longshift.workload.given import read_lengths
+from longshift.workload.given import Lengths, read_lengths
 from longshift.workload.groups import Edge, length_groups
 from longshift.workload.lengths import spans
 
@@ -88,14 +92,27 @@ def test_plan_keeps_to_what_is_fixed():
 # --- the bound ---
 
 
-def ledger_bytes(spec: ModelSpec, layout: Layout, pack: int, micros: int, formats: Format, transport: str) -> float:
+def ledger_bytes(
+    spec: ModelSpec,
+    layout: Layout,
+    pack: int,
+    micros: int,
+    formats: Format,
+    transport: str,
+    home: HomeTiers = HomeTiers(),  # noqa: B008
+) -> float:
     edges = (Edge(pack, layout),)
     way = Itinerary(spec, edges, assumed(8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
-    shape = StepShape(way, edges, formats, pack * layout.dp * micros, pack)
+    shape = StepShape(way, edges, formats, pack * layout.dp * micros, pack, home_in=home)
     return most(needs(shape, edges, transport, transport == "gloo")).device.total  # pyright: ignore[reportArgumentType]
 
 
-def of_bound(seeds: range, wire: Wire = Wire(), **switches: object) -> list[float]:  # noqa: B008  (frozen)
+def of_bound(
+    seeds: range,
+    wire: Wire = Wire(),  # noqa: B008  (frozen)
+    home: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
+    **switches: object,
+) -> list[float]:
     """The bound over what the ledger says, of random layouts and of models with these switches."""
     found = []
     for seed in seeds:
@@ -107,8 +124,9 @@ def of_bound(seeds: range, wire: Wire = Wire(), **switches: object) -> list[floa
         precision, transport = rng.choice(["bf16", "bf16", "bf16", "float32"]), rng.choice(["nccl", "nccl", "gloo"])
         formats = formats_of(precision, rng.choice([0, 1, 2, 2]), wire=wire)
         few = micros if layout.order == "gpipe" else min(micros, 2 * layout.pp * layout.virtual + 1)
-        bound = device_bytes(spec, known.take(np.array([index])), formats, pack, few)[0]
-        found.append(bound / ledger_bytes(spec, layout, pack, micros, formats, transport))
+        outside = home.last == "disk" or (home.last == "host" and transport == "nccl")
+        bound = device_bytes(spec, known.take(np.array([index])), formats, pack, few, outside=outside)[0]
+        found.append(bound / ledger_bytes(spec, layout, pack, micros, formats, transport, home))
     return found
 
 
@@ -132,6 +150,13 @@ def test_plan_bound_holds_with_fewer_bits_on_the_wire(wire: Wire):
     found = of_bound(range(60), wire)
     assert max(found) <= 1
     assert np.median(found) > 0.85
+
+
+@pytest.mark.parametrize("home", ["host", "disk", {"device": "8M", "host": "rest"}], ids=str)
+def test_plan_bound_holds_for_homes_outside_the_device(home: object):
+    found = of_bound(range(60), home=HomeTiers.parse(home))
+    assert max(found) <= 1
+    assert np.median(found) > 0.6  # a window of states, and masters on their way, are not counted
 
 
 def test_plan_bound_counts_packs_in_flight(monkeypatch: pytest.MonkeyPatch):
@@ -303,6 +328,42 @@ def test_plan_says_what_would_fit_where_nothing_does():
     fixed = found_on("8xH100", 40, 1 << 15, tp=(1,), ulysses=(1,), ring=(1,), recompute=("none",))
     assert not fixed.fits
     assert any(change.startswith("leave") for change in fixed.changes)
+
+
+def test_plan_puts_the_training_state_where_the_config_says():
+    """Of 8B on one GPU: masters, moments and gradients need 120 GiB of the host, which a small host has not, and a disk may have."""
+    spec, lengths = preset("llama-3-8b"), Lengths.from_array(np.full(64, 4096))
+    asked = Task(spec, replace(cluster("1xh100"), host_bytes=200e9), lengths, 1 << 15, "bf16", 1)
+    none = search(asked)
+    assert none.best is None
+    assert any(change.startswith("home: host, with ") for change in none.shortlist.changes)
+    found = search(replace(asked, home=HomeTiers("host"))).best
+    assert found
+    state = spec.parameters * 16
+    assert found.bytes["device"] <= asked.budget_bytes
+    assert state < found.bytes["host"] < 1.1 * state
+    small = replace(asked.cluster, host_bytes=80e9)
+    lacking = search(replace(asked, cluster=small, home=HomeTiers("host")))
+    assert lacking.best is None
+    assert lacking.short[0][1] == pytest.approx(state - 80e9, rel=0.2)
+    on_disk = search(replace(asked, cluster=replace(small, disk=Disk(1e12, 6e9, 6e9)), home=HomeTiers("disk"))).best
+    assert on_disk
+    assert on_disk.bytes["disk"] > state - 4 * spec.parameters
+    assert found.seconds < on_disk.seconds
+
+
+def test_plan_makes_all_updates_late_where_early_ones_have_no_room():
+    lengths = Lengths.from_array(np.full(64, 4096))
+    asked = Task(preset("llama-3-8b"), cluster("1xh100"), lengths, 1 << 15, "bf16", 1, home=HomeTiers("disk"))
+    edges = (Edge(4096, Layout.parse("vertical.recompute-full")),)
+    early, late = (Replay(replace(asked, early=early)) for early in (True, False))
+    needs = [one.weigh(edges)[0]["disk"] for one in (early, late)]
+    assert needs[1] < needs[0]
+    tight = Replay(replace(asked, cluster=replace(asked.cluster, disk=Disk(sum(needs) / 2, 2e9, 2e9))))
+    assert tight.fits(edges)
+    assert tight.weigh(edges) == late.weigh(edges)
+    assert not tight.way(edges).shape.early
+    assert early.way(edges).shape.early
 
 
 def test_plan_streams_what_no_layout_of_whole_packs_holds():

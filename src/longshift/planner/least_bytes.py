@@ -1,8 +1,9 @@
 """Bounds: bytes of a device that a candidate needs at the least, in closed form, for arrays of candidates at once.
 
-    home       masters and moments, of this rank's share
+    home       masters and moments, of this rank's share, where they lie on the device
     copies     of all units (z0 to z2) or of two (z3)
-    sums       of gradients: all units on the way home (z0, z1) or at home (z2, z3), from the second micro-batch on
+    sums       of gradients: all units on the way home (z0, z1) or at home (z2, z3), from the second micro-batch on; of a home outside
+               the device, those of z1 alone
     kept       of the packs in flight, what each block keeps for its backward, T' tokens a rank
     turn       what the backward of one block, or the loss of some rows, needs beside these
 
@@ -92,14 +93,20 @@ def in_flight(at: Meshes, micros: np.ndarray, first: bool) -> tuple[np.ndarray, 
 
 
 def device_bytes(
-    spec: ModelSpec, at: Meshes, formats: Format, tokens: np.ndarray | float, micros: np.ndarray | float, home_bytes: float | None = None
+    spec: ModelSpec,
+    at: Meshes,
+    formats: Format,
+    tokens: np.ndarray | float,
+    micros: np.ndarray | float,
+    home_bytes: float | None = None,
+    outside: bool = False,
 ) -> np.ndarray:
     """Bytes that the worst rank of each candidate needs at the least, float64 [candidates].
 
     `tokens`: of a pack, on all ranks that share it; `micros`: packs of a replica; `home_bytes`: masters, moments and gradients that a
-    device has where another layout cuts home.
+    device has where another layout cuts home; `outside`: whether all of home may lie outside the device.
     """
-    return np.maximum(*(_of_stage(spec, at, formats, tokens, micros, home_bytes, first) for first in (True, False)))
+    return np.maximum(*(_of_stage(spec, at, formats, tokens, micros, home_bytes, outside, first) for first in (True, False)))
 
 
 def _of_stage(
@@ -109,6 +116,7 @@ def _of_stage(
     tokens: np.ndarray | float,
     micros: np.ndarray | float,
     home_bytes: float | None,
+    outside: bool,
     first: bool,
 ) -> np.ndarray:
     own, micros = elements(spec, at, first), np.broadcast_to(np.asarray(micros, dtype=np.int64), (len(at),))
@@ -122,8 +130,10 @@ def _of_stage(
         whole = 2 * formats.home_bytes + moments
         state = np.full(len(at), home_bytes * (1 - formats.home_bytes / whole))
         sums_at_home = np.full(len(at), home_bytes * formats.home_bytes / whole)
+    if outside:
+        state = sums_at_home = np.zeros(len(at))
     same = formats.compute == formats.home
-    copies = np.where(at.zero == 0, 0.0 if same else small * least * own.all, small * own.all)
+    copies = np.where(at.zero == 0, 0.0 if same and not outside else small * least * own.all, small * own.all)
     gathered = formats.wire.bytes_of("weights", small)
     copies = np.where((at.zero == 3) & (at.holders > 1), own.block * np.where(own.blocks > 1, 2 * small + gathered, small), copies)
     sums = np.where(at.zero >= 2, sums_at_home, np.where(at.zero == 1, wide * own.all, sums_at_home))

@@ -1,13 +1,15 @@
 """Remedies: what a plan is bound by, what is short, and the smallest changes that would make something fit."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from longshift.cluster.cluster import Cluster
-from longshift.layout.layout import format_size
+from longshift.layout.layout import Tier, format_size
 from longshift.planner.chosen import GIB, Answer, Rival
 from longshift.planner.enumerated import Fixed, Meshes, enumerate_layouts
+from longshift.planner.least_bytes import FILLED
 from longshift.planner.survive import Compared, Problem, Statics
 
 MOST_RIVALS = 3  # that do not fit
@@ -57,6 +59,8 @@ def _changes(problem: Problem, cluster: Cluster, at: Meshes, fixed: Fixed, longe
         more = enumerate_layouts(problem.spec, cluster.devices, freed, problem.formats.float8).meshes
         if (number := _least(problem, more, longest)) is not None:
             changes.append(f"leave {name} free: {more.layout(number)}")
+    if not problem.outside and (number := _least(replace(problem, outside=True), at, longest)) is not None:
+        changes.append(f"home: {_roomier(problem, cluster)}, with {at.layout(number)}")
     for halving in range(1, DOUBLINGS + 1):
         if _least(problem, at, longest >> halving) is not None:
             changes.append(f"cut documents at {format_size(longest >> halving)} tokens with data.max_len")
@@ -68,6 +72,14 @@ def _changes(problem: Problem, cluster: Cluster, at: Meshes, fixed: Fixed, longe
             changes.append(f"{devices} devices: {more.layout(number)}")
             break
     return changes
+
+
+def _roomier(problem: Problem, cluster: Cluster) -> Tier:
+    """The next memory that has room for the training state of all ranks of a node."""
+    formats = problem.formats
+    each = 2 * formats.home_bytes + formats.moments * formats.moment_bytes
+    roomy = each * problem.spec.learned / cluster.nodes <= FILLED * cluster.host_bytes
+    return "host" if roomy and not problem.on_cpu else "disk"
 
 
 def _least(problem: Problem, at: Meshes, longest: int) -> int | None:

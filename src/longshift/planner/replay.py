@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from longshift.cluster.cluster import Cluster
+from longshift.layout.home_tiers import HomeTiers
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
@@ -31,7 +32,7 @@ class Task:
     """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
     it may have; `memory_bytes`: of a device; `copied`: whether checkpoints are written from a copy of the state;
     `moments`: how many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels; `compile`: of
-    `train.compile`."""
+    `train.compile`; `home`: where the training state lies; `early`: whether units on disk may be updated before the norm."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -49,6 +50,8 @@ class Task:
     packed: MomentFormat = "float32"
     wire: Wire = Wire()  # noqa: RUF009  (frozen)
     compile: bool = False
+    home: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
+    early: bool = True
 
     @property
     def longest(self) -> int:
@@ -59,6 +62,13 @@ class Task:
         """Bytes of tensors that may lie on a device."""
         total = self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
         return total * FILLED - (CONTEXT_BYTES if self.on_gpu else 0)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Bytes that a rank may have, by place. A disk that is not known is taken to have room, and a CPU's host is its device."""
+        cluster, ranks = self.cluster, self.cluster.devices_per_node
+        disk = cluster.disk.bytes / ranks if cluster.disk else np.inf
+        return {"device": self.budget_bytes, "host": cluster.host_bytes / ranks if self.on_gpu else np.inf, "disk": disk}
 
     @property
     def on_gpu(self) -> bool:
@@ -100,25 +110,39 @@ class Replay:
         typical = [step for count in (1, STEPS) for step in task.lengths.typical(count, task.tokens_per_step)]
         self.typical = [tuple(step.tolist()) for step in typical]
         self.weighed: dict[tuple[Edge, ...], tuple[Mapping[str, int], str]] = {}
+        self.late: set[tuple[Edge, ...]] = set()  # that have room only if no unit is updated before the norm
         self.clocks: dict[tuple[Edge, ...], Clock] = {}
         self.steps: dict[tuple[Edge, ...], dict[int, StepTime]] = {}
 
     def shape(self, edges: tuple[Edge, ...]) -> StepShape:
         task, formats = self.task, self.formats
         way = Itinerary(task.spec, edges, self.links, formats.compute_bytes, formats.home_bytes, task.switch)
-        return StepShape(way, edges, formats, task.tokens_per_step, task.longest, task.ahead, task.windows, copied=task.copied)
+        sizes = task.tokens_per_step, task.longest, task.ahead
+        return StepShape(way, edges, formats, *sizes, task.windows, task.home, task.copied, task.early and edges not in self.late)
 
     def weigh(self, edges: tuple[Edge, ...]) -> tuple[Mapping[str, int], str]:
-        """Bytes that a rank needs at most, by place, and after which operation the device's peak is."""
+        """Bytes that a rank needs at most, by place, and after which operation the device's peak is. Where updates before the norm have no
+        room, as without them: so a run is admitted, too."""
         if edges not in self.weighed:
-            needed = needs(self.shape(edges), edges, self.transport, not self.task.on_gpu)  # pyright: ignore[reportArgumentType]
-            by_place = {place: max(need.of(place) for need in needed) for place in ("device", "host", "disk")}
-            self.weighed[edges] = by_place, most(needed).device.op
+            self.weighed[edges] = self._weigh(edges)
+            if self.task.early and "disk" in self.task.home.named and self.lacks(edges) > 0:
+                self.late.add(edges)
+                self.weighed[edges] = self._weigh(edges)
         return self.weighed[edges]
 
+    def _weigh(self, edges: tuple[Edge, ...]) -> tuple[Mapping[str, int], str]:
+        needed = needs(self.shape(edges), edges, self.transport, not self.task.on_gpu)  # pyright: ignore[reportArgumentType]
+        by_place = {place: max(need.of(place) for need in needed) for place in ("device", "host", "disk")}
+        return by_place, most(needed).device.op
+
+    def lacks(self, edges: tuple[Edge, ...]) -> float:
+        """The most bytes that any place lacks for what the ledger says; 0 or less where all of it fits."""
+        weighed = self.weigh(edges)[0]
+        return max(weighed[place] - limit for place, limit in self.task.limits.items())
+
     def fits(self, edges: tuple[Edge, ...]) -> bool:
-        """Whether a device's memory holds what the ledger says."""
-        return self.weigh(edges)[0]["device"] <= self.task.budget_bytes
+        """Whether every place has room for what the ledger says."""
+        return self.lacks(edges) <= 0
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
         """Those that fit, fastest first. All are played on the first step; on the STEPS after it the first FINALISTS, the best single

@@ -66,7 +66,7 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None) -> Choic
         tell("no whole pack fits; trying streamed layouts")
         ways += _streamed(task)
     fastest = replay.fastest(ways)
-    lacking = [(way, int(way.bytes["device"] - task.budget_bytes)) for way in map(replay.way, ways) if not replay.fits(way.edges)]
+    lacking = [(way, int(replay.lacks(way.edges))) for way in map(replay.way, ways) if not replay.fits(way.edges)]
     return Choice(
         tuple(fastest),
         next((way for way in fastest if len(way.edges) == 1), None),
@@ -94,6 +94,7 @@ def _listed(task: Task, part: float) -> Shortlist:
         moments=task.moments,
         packed=task.packed,
         wire=task.wire,
+        home=task.home,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from longshift.cluster.cluster import Cluster
+from longshift.layout.home_tiers import HomeTiers
 from longshift.planner.assign import assignments, cut_at, tally
 from longshift.planner.chosen import Answer, Chosen, Rival, Shortlist
 from longshift.planner.enumerated import Fixed, Meshes, enumerate_layouts
@@ -64,12 +65,14 @@ def shortlist(
     moments: int = 2,
     packed: MomentFormat = "float32",
     wire: Wire = Wire(),  # noqa: B008  (frozen)
+    home: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
 ) -> Shortlist:
     """The best assignments for documents of these `lengths` (int64, ascending), so many of each (`counts`), on all devices of `cluster`.
 
     `fixed`: what a person decided, as {"tp": [1, 2, 4]}; `memory_bytes`: of a device, the cluster's where not given; `moments`: how
-    many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels. Documents longer than `max_len`
-    are split. Where nothing fits, the shortlist says by how much and which changes would help, the smallest first. Raises
+    many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels; `home`: where the training
+    state lies. Documents longer than `max_len` are split. Where nothing fits, the shortlist says by how much and which changes would help,
+    the smallest first. Raises
     UsageError.
     """
     lengths, counts = cut_at(np.asarray(lengths, np.int64), np.asarray(counts, np.int64), max_len)
@@ -80,12 +83,14 @@ def shortlist(
     everything = tally(spec, lengths, counts, tokens_per_step, max_len)
     told = {"devices": cluster.devices, "max_len": max_len, "budget_bytes": budget, "candidates": known.total}
     refused: Mapping[str, int] = known.refused
-    ledger = _Weigher(spec, cluster, formats, tokens_per_step, budget)
+    ledger = _Weigher(spec, cluster, formats, tokens_per_step, budget, home)
+    outside = home.last == "disk" or (home.last == "host" and not ledger.on_cpu)
     found: list[dict[str, Answer]] = []
     for number in range(MOST_ROUNDS):
         if number >= ROUNDS and any("best" in one for one in found):
             break
-        problem = Problem(spec, cost, formats, everything, tokens_per_step, budget, ledger.on_cpu, tuple(sorted(ledger.over.items())))
+        over = tuple(sorted(ledger.over.items()))
+        problem = Problem(spec, cost, formats, everything, tokens_per_step, budget, ledger.on_cpu, outside, over)
         at_keys = compared(problem, known.meshes)
         if number == 0:
             refused = {**known.refused, **at_keys.refused}
@@ -100,15 +105,15 @@ def shortlist(
         need, changes = remedies(problem, cluster, known.meshes, fixed or {})
         none = Shortlist(**told, refused=refused, binding=need, changes=changes)
         shorter = _longest_whole(problem, at_keys)
-        more = float(reserved(formats.home_bytes * spec.learned / cluster.devices, on_cpu=True)) if shorter else 0.0
-        one = streamed(problem, cluster, known.meshes, shorter, more)
+        more = sums_of_others(problem, cluster.devices) if shorter else 0.0
+        one = streamed(problem, cluster, known.meshes, shorter, more, home)
         if one is None:
             return none
         answers["best"] = answers["single"] = _streamed_answer(problem, one, 0)
         if shorter:
             upto, tokens = int(everything.edges[shorter - 1]), int(everything.tokens[shorter])
             short = lengths <= upto
-            under = (precision, fixed, budget - more, habits, ahead_bytes, moments, packed, wire)
+            under = (precision, fixed, budget - more, habits, ahead_bytes, moments, packed, wire, home)
             part = shortlist(spec, cluster, lengths[short], counts[short], tokens, upto, *under).best
             if part is not None:
                 both = _both(problem, part, _streamed_answer(problem, one, shorter), shorter)
@@ -131,6 +136,11 @@ def shortlist(
         rivals=(*(made.rivals(answers["single"]) if "single" in answers else ()), *too_large(problem, known.meshes, at_keys, made.statics)),
         binding=binding(budget, best),
     )
+
+
+def sums_of_others(problem: Problem, world: int) -> float:
+    """Bytes of a device that gradients take which have come home from one cut, while another one's groups are computed."""
+    return 0.0 if problem.outside else float(reserved(problem.formats.home_bytes * problem.spec.learned / world, on_cpu=True))
 
 
 def _longest_whole(problem: Problem, found: Compared) -> int:
@@ -162,8 +172,8 @@ class _Weigher:
     """What the ledger says of single groups. Mutable: it keeps what it has weighed. `over`: by family, the ledger's bytes over the bound's
     where these did not fit."""
 
-    def __init__(self, spec: ModelSpec, cluster: Cluster, formats: Format, tokens_per_step: int, budget_bytes: float):
-        self.spec, self.formats, self.tokens, self.on_cpu = spec, formats, tokens_per_step, cluster.device.kind == "cpu"
+    def __init__(self, spec: ModelSpec, cluster: Cluster, formats: Format, tokens_per_step: int, budget_bytes: float, home: HomeTiers):
+        self.home, self.spec, self.formats, self.tokens, self.on_cpu = home, spec, formats, tokens_per_step, cluster.device.kind == "cpu"
         self.links, self.budget_bytes = links_of(cluster, cluster.devices_per_node, cluster.nodes), budget_bytes
         self.known: dict[tuple[str, int, int], float] = {}
         self.over: dict[tuple[int, ...], float] = {}
@@ -180,7 +190,7 @@ class _Weigher:
                 return bound * self.over.get(family, 1.0)
             edges = (Edge(capacity, layout),)
             way = Itinerary(self.spec, edges, self.links, self.formats.compute_bytes, self.formats.home_bytes, SwitchOptions())
-            shape = StepShape(way, edges, self.formats, self.tokens, longest)
+            shape = StepShape(way, edges, self.formats, self.tokens, longest, home_in=self.home, early=False)
             stages = {0, layout.world - layout.world // layout.pp}
             weighed = [shape.weighed(edges, rank, "gloo" if self.on_cpu else "nccl", self.on_cpu).device for rank in stages]
             self.known[key] = float(reserved(max(weighed), self.on_cpu))
@@ -204,10 +214,7 @@ class _Comparison:
         self.switch_s = switch_seconds(problem.cost, self.pool, 2.0 - problem.spec.tied, ahead_bytes)
         last = len(self.edges) - 1
         _, self.optimizer_s = problem.expected(self.pool, float(self.edges[-1]), 0, last)
-        # Gradients that have come home from one cut lie there while another one's groups are computed.
-        spec, formats = problem.spec, problem.formats
-        world = int(np.prod(self.pool.columns()[0, :5]))
-        self.more_bytes = float(reserved(formats.home_bytes * spec.learned / world, on_cpu=True))
+        self.more_bytes = sums_of_others(problem, int(np.prod(self.pool.columns()[0, :5])))
         self.table = self._table(np.arange(len(numbers)))
         some = [Proposal(((0, last, len(numbers) + n, int(self.statics.packs[single])),)) for n, single in enumerate(singles)]
         every = np.arange(len(numbers))

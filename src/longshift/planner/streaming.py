@@ -11,6 +11,7 @@ import numpy as np
 
 from longshift.cluster.cluster import Cluster
 from longshift.layout import legal
+from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.planner.enumerated import Meshes
 from longshift.planner.least_bytes import reserved
@@ -43,9 +44,16 @@ class Streamed:
         return float(group[0] + optimizer[0])
 
 
-def streamed(problem: Problem, cluster: Cluster, at: Meshes, before: int, more_bytes: float = 0.0) -> Streamed | None:
+def streamed(
+    problem: Problem,
+    cluster: Cluster,
+    at: Meshes,
+    before: int,
+    more_bytes: float = 0.0,
+    home: HomeTiers = HomeTiers(),  # noqa: B008
+) -> Streamed | None:
     """The fastest mesh for documents longer than edge `before` of the tally (0: all), and chunks and tier with which the longest ones fit
-    and leave `more_bytes`; None where none is found."""
+    and leave `more_bytes`; None where none is found. `home`: where the training state lies."""
     edges = problem.tally.edges
     longest = int(edges[-1])
     able = (at.pp == 1) & (at.recompute == RECOMPUTE.index("full.keep-output")) & ((at.zero == 3) | (at.holders == 1))
@@ -60,20 +68,20 @@ def streamed(problem: Problem, cluster: Cluster, at: Meshes, before: int, more_b
             layout = replace(whole, chunk=chunk, offload=tier)
             if chunk >= longest or legal.faults(problem.spec, layout, layout.world, longest):
                 continue
-            device, host, disk = _bytes(problem, cluster, layout, longest)
-            of_disk = cluster.disk.bytes if cluster.disk else 0.0
+            device, host, disk = _bytes(problem, cluster, layout, longest, home)
+            of_disk = cluster.disk.bytes if cluster.disk else (np.inf if "disk" in home.named else 0.0)
             most = problem.budget_bytes - more_bytes, cluster.host_bytes / cluster.devices_per_node, of_disk / cluster.devices_per_node
             if all(need <= limit for need, limit in zip((device, host, disk), most)):
                 return Streamed(layout, some.take(np.array([number])), device + more_bytes, host, disk)
     return None
 
 
-def _bytes(problem: Problem, cluster: Cluster, layout: Layout, longest: int) -> tuple[float, float, float]:
+def _bytes(problem: Problem, cluster: Cluster, layout: Layout, longest: int, home: HomeTiers) -> tuple[float, float, float]:
     """Bytes that the first rank needs in the largest step, by place."""
     edges, formats = (Edge(longest, layout),), problem.formats
     links = links_of(cluster, cluster.devices_per_node, cluster.nodes)
     way = Itinerary(problem.spec, edges, links, formats.compute_bytes, formats.home_bytes, SwitchOptions())
-    shape = StepShape(way, edges, formats, int(problem.tokens_per_step), longest)
+    shape = StepShape(way, edges, formats, int(problem.tokens_per_step), longest, home_in=home, early=False)
     peaks = shape.weighed(edges, 0, "gloo" if problem.on_cpu else "nccl", problem.on_cpu).peaks
     device, host, disk = (float(peaks[place].total) if place in peaks else 0.0 for place in ("device", "host", "disk"))
     return float(reserved(device, problem.on_cpu)), host, disk

@@ -29,8 +29,8 @@ STATICS = 128  # single layouts whose packs are chosen, too
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is planned. `budget_bytes`: of a device; `over`: families (codes of FAMILY) whose ledgers say more than their bounds, so many
-    times."""
+    """What is planned. `budget_bytes`: of a device; `outside`: whether all of home may lie outside it; `over`: families (codes of FAMILY)
+    whose ledgers say more than their bounds, so many times."""
 
     spec: ModelSpec
     cost: Cost
@@ -39,11 +39,13 @@ class Problem:
     tokens_per_step: float
     budget_bytes: float
     on_cpu: bool = False
+    outside: bool = False
     over: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     def bound(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
         """Bytes that a device is asked for at the least in the largest step of packs of `capacity` tokens, float64 [candidates]."""
-        return reserved(device_bytes(self.spec, at, self.formats, capacity, self.micros(at, capacity)), self.on_cpu)
+        found = device_bytes(self.spec, at, self.formats, capacity, self.micros(at, capacity), outside=self.outside)
+        return reserved(found, self.on_cpu)
 
     def bytes(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
         """The bound, and more for families that are known to need more."""

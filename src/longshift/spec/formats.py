@@ -14,7 +14,10 @@ SCALE_EVERY = 128  # elements of a row that share a scale, where numbers have ei
 LARGEST = 448.0  # of e4m3
 LEAST_SCALE = 2.0**-126
 
-EMULATED = "factors of blocks' matmuls have eight bits, emulated on every device: rounded to e4m3 and multiplied in the compute format"
+EIGHT_BITS = (
+    "factors of blocks' matmuls have eight bits: Hopper GPUs multiply their codes where both sides of a weight are multiples of 128; "
+    "elsewhere they are rounded to e4m3 and multiplied in the compute format"
+)
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

@@ -28,7 +28,7 @@ from longshift.files import temporary_folder
 from longshift.layout.layout import Layout
 from longshift.model.loss import IGNORE
 from longshift.program.needs import StepShape, most, needs
-from longshift.spec.formats import EMULATED, FORMATS
+from longshift.spec.formats import EIGHT_BITS, FORMATS
 from longshift.step.player import Player
 from longshift.step.timeline import Timeline, predicted, rank_of, verdict
 from longshift.step.update import train_step
@@ -127,7 +127,7 @@ def check(config: Config, ways: Sequence[Sequence[Layout]], device: str = "cpu")
     leaked = sum(row["leaked_positions"] for row in rows)
     documents = trial["given"][0]
     return {
-        "reference": "one process, float64" + f"; {EMULATED}" * config.formats.float8,
+        "reference": "one process, float64" + f"; {EIGHT_BITS}" * config.formats.float8,
         "documents": len(documents),
         "tokens": sum(len(ids) for ids, _ in documents),
         "reference_loss": loss,

@@ -29,7 +29,7 @@ from rich.text import Text
 from longshift.config import Config
 from longshift.config_parts import PROJECT_VOCAB
 from longshift.layout.layout import format_size
-from longshift.spec.formats import EMULATED
+from longshift.spec.formats import EIGHT_BITS
 from longshift.trainer.metrics import LABEL, named_lines
 from longshift.trainer.plan_file import PlanFile
 from longshift.trainer.run_folder import RunFolder
@@ -63,7 +63,7 @@ class Header:
             steps = f"{run.train.steps:,} steps of {format_size(run.train.tokens_per_step)} tokens"
             steps += f", of which {folder.steps_done():,} are done" if resume else ""
             if run.formats.float8:
-                self._tell(float8=EMULATED)
+                self._tell(float8=EIGHT_BITS)
             self._tell(layout=layout_told(run, plan), run=f"{folder.shown}: {steps}", resume=folder.resume_command)
 
     def _tell(self, **told: str) -> None:
