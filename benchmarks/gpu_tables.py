@@ -32,7 +32,8 @@ def step_name(row: Mapping) -> str:
     packed = f" in {row['documents']} documents" if "documents" in row else ""
     others = [f"`{key}: {row[key]}`" for key in ("home", "precision") if key in row]
     system = row.get("system", "longshift")
-    named = f"`{row['layout']}`" + " compiled" * system.endswith("compiled") if system.startswith("longshift") else f"torch {system}"
+    again = " again, beside FSDP2" if system == "longshift" and "system" in row else " compiled" * system.endswith("compiled")
+    named = f"`{row['layout']}`{again}" if system.startswith("longshift") else f"torch {system}"
     return ", ".join([f"{named}, {size(row['tokens'])}{packed}", *others])
 
 
@@ -43,8 +44,9 @@ def attention_kernels() -> str:
         known: dict[tuple, dict] = {}
         for row in report["rows"]:
             if row.get("heads") == HEADS and row.get("kernel") in KERNELS and "forward_s" in row["measured"]:
-                known.setdefault((row["documents"], row["tokens"]), {}).setdefault(row["kernel"], row)
-        for (documents, tokens), rows in known.items():
+                key = row["documents"], row["tokens"], row["forecast"]["forward_s"]  # packs of as many documents differ in their lengths
+                known.setdefault(key, {})[row["kernel"]] = row
+        for (documents, tokens, _), rows in known.items():
             shown = f"{tokens:,}" if documents == 1 else f"{tokens:,} in {documents}"
             kernels = [kernel for kernel in KERNELS if documents == 1 or kernel != "cudnn"]  # a pack goes to FlashAttention-2
             cells.append((name, shown, *(_both(rows[kernel]) if kernel in kernels else "" for kernel in KERNELS)))

@@ -9,6 +9,7 @@ Parts follow each other by value. Each is a process of its own with its own dead
     rivals       the same layers at 8K tokens by Longshift's static layouts and by torch FSDP2, its checkpointing and torch.compile
     rows         how many rows have logits at one time: 1K, 2K or all 8K
     float8       matmuls of eight bits by codes, of factors that are rounded, and of bf16
+    products     a matmul of eight bits by itself
     law          streaming at 512K tokens, two layers and four: what the ledger says of memory
     home         the training state in host memory against the device's
     longest      the longest document whose tier fits 128 GiB of host memory
@@ -30,7 +31,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PARTS = (
-    *("tests", "kernels", "layers-8K", "rivals", "float8", "layers-512K", "home", "rows"),
+    *("tests", "kernels", "layers-8K", "rivals", "float8", "products", "layers-512K", "home", "rows"),
     *("layers-64K", "layers-1M", "law", "layers-256K", "longest", "profiles"),
 )
 DEADLINE_S = {"cuda": 180.0, "fake": 900.0, "cpu": 900.0}  # of a part

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import bare as bare
 import torch
+import torch.nn.functional as F
 from fake_device import fake_device
 from steps import GIB, PRECISION, Case, K, build, clocked, count, few_chunks, forecast, llama, measure, peak_flops, wait, warm
 
@@ -25,6 +27,7 @@ from longshift.cluster.cluster import Cluster, Heads
 from longshift.cluster.host import core_count, cpu_name
 from longshift.cluster.named import cluster
 from longshift.dist.world import allocator
+from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
 from longshift.model import float8
 from longshift.model.attention import Attention, PackedAttention
@@ -252,6 +255,25 @@ def eight_bits(way: Way) -> Iterator[dict]:
             yield way.row(replace(way.case("dp1", 8 * K), precision=precision), by_codes=by_codes)
 
 
+def products(way: Way) -> Iterator[dict]:
+    """A matmul of bf16; of factors that are rounded; and by codes, which are made first, where the device multiplies them. Errors are those
+    to rounded factors in float64."""
+    if way.device == "fake":
+        return
+    few = 64 if way.device == "cpu" else 1
+    for tokens, outputs, inputs in ((8 * K, 4 * K, 4 * K), (8 * K, 14 * K, 4 * K), (8 * K, 4 * K, 14 * K)):
+        x, weight = (torch.randn(shape, device=way.real).bfloat16() for shape in ((tokens // few, inputs), (outputs // few, inputs)))
+        exact = float8.rounded(x.double()) @ float8.rounded(weight.double(), BLOCK).mT
+        found: dict = {"bf16_s": seconds_of(partial(F.linear, x, weight), way.real)}
+        for name, by_codes in (("rounded", False), ("by_codes", True)):
+            if by_codes and not float8.multiplies_codes(x, weight):
+                continue
+            with patch.object(float8, "multiplies_codes", lambda x, weight, by_codes=by_codes: by_codes):
+                found[f"{name}_s"] = seconds_of(partial(float8.linear, x, weight, None), way.real)
+                found[f"{name}_error"] = float((float8.linear(x, weight, None).double() - exact).norm() / exact.norm())
+        yield {"tokens": tokens // few, "outputs": outputs // few, "inputs": inputs, "measured": found}
+
+
 def homes(way: Way) -> Iterator[dict]:
     """The training state on the host, and on the device."""
     for home in ("device", "host"):
@@ -321,6 +343,7 @@ PARTS = {
     "law": law,
     "home": homes,
     "float8": eight_bits,
+    "products": products,
     "longest": longest,
 }
 PARTS |= {**LAYERS, "profiles": profiles}

@@ -148,10 +148,11 @@ class PlannedCluster(Reported):
 
 @dataclass(frozen=True)
 class Short(Reported):
-    """A way for which `bytes` of a device are lacking."""
+    """A way for which `bytes` are lacking at a `place`: the device, or a rank's part of the host's memory or of the disk."""
 
     way: Any
     bytes: int
+    place: str
 
 
 @dataclass(frozen=True)

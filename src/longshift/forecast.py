@@ -151,7 +151,7 @@ class Planned:
             "budget_bytes": int(task.budget_bytes),
             "fits": best is not None,
             "changes": list(self.choice.shortlist.changes),
-            "short": [{"way": self.layout(way), "bytes": lack} for way, lack in self.choice.short[:RIVALS]],
+            "short": [{"way": self.layout(way), "bytes": lack, "place": place} for way, lack, place in self.choice.short[:RIVALS]],
         }
         if best is None:
             return found
@@ -177,9 +177,12 @@ class Planned:
         """Sentences about the choice, after the table of its groups."""
         task, choice, best = self.task, self.choice, self.choice.best
         if best is None:
-            yield f"nothing fits in {_gib(task.budget_bytes)} a device"
-            for way, lack in choice.short[:RIVALS]:
-                yield f"  {way}: {_gib(lack)} short, at {way.peak}"
+            others = "".join(f" and {_gib(task.limits[place])} of {place}" for place in task.places[1:])
+            yield f"nothing fits in {_gib(task.budget_bytes)} a device{others}"
+            for way, lack, place in choice.short[:RIVALS]:
+                yield f"  {way}: {_short(lack, place)}" + f", at {way.peak}" * (place == "device")
+            if any(place == "host" for _, _, place in choice.short) and "host" in task.home.named:
+                yield "home: disk, or a part of it, keeps less in host memory"
             yield from choice.shortlist.changes
             return
         left = task.budget_bytes - best.bytes["device"]
@@ -201,8 +204,8 @@ class Planned:
             yield f"the best by context parallelism alone, {context}, takes {context.seconds / best.seconds:.2f} times as long"
         for way in choice.ways[1 : 1 + RIVALS]:
             yield f"  {way}: {way.seconds / best.seconds - 1:+.1%}"
-        for way, lack in choice.short[:RIVALS]:
-            yield f"  {way}: {_gib(lack)} short"
+        for way, lack, place in choice.short[:RIVALS]:
+            yield f"  {way}: {_short(lack, place)}"
         played = {str(way.edges[0].use) for way in choice.ways if len(way.edges) == 1}
         for rival in choice.shortlist.rivals:
             if rival.layout not in played:
@@ -210,6 +213,10 @@ class Planned:
         yield f"{choice.shortlist.candidates:,} layouts were compared"
         for reason, count in choice.shortlist.refused.items():
             yield f"  {count:,} refused: {reason}"
+
+
+def _short(lack: float, place: str) -> str:
+    return f"{_gib(lack)} {'' if place == 'device' else f'of {place} '}short"
 
 
 def _gib(size: float) -> str:

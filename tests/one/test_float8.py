@@ -1,6 +1,7 @@
 """Matmuls with factors of eight bits: what factors are rounded to, products beside a definition in float64, what is not finite, a loss."""
 
 import math
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor
 from longshift.dist.world import World
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
+from longshift.model import float8
+from longshift.model.compiling import compiled_for
 from longshift.model.decoder import Block, Head, build_unit
 from longshift.model.float8 import FILLED, Float8Linear, blocks_coded, multiplies_codes, rounded, rows_coded
 from longshift.model.functions import Adapted
@@ -76,6 +79,59 @@ def test_codes_and_scales_of_blocks_are_what_a_weight_is_rounded_to(shape: tuple
     assert not scales[:, count:].any()
     stands = codes.float().view(-1, BLOCK, count, BLOCK) * scales[:, None, :count, None]
     assert torch.equal(stands.view(shape), rounded(weight, BLOCK).float())
+
+
+@pytest.mark.parametrize("tokens", [1, 61, 64])
+@pytest.mark.parametrize("stored", ["outputs first", "inputs first"])
+def test_codes_are_multiplied_as_what_they_stand_for(monkeypatch: pytest.MonkeyPatch, tokens: int, stored: str):
+    """By a definition of torch's scaled matmul for these blocks; `tests/gpu` has torch's own."""
+
+    def scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, a_by: object, b_scale: Tensor, b_by: object, output_dtype: torch.dtype) -> Tensor:
+        kinds = torch.nn.functional.ScalingType
+        assert (a_by, b_by) == (kinds.BlockWise1x128, kinds.BlockWise128x128)
+        assert a.is_contiguous()
+        assert b.mT.is_contiguous()
+        assert a_scale.mT.is_contiguous()
+        assert b_scale.mT.is_contiguous()
+        assert a.shape[0] % FILLED == b_scale.shape[0] % FILLED == 0
+        inner = a.shape[1] // BLOCK
+        x = (a.double().unflatten(1, (-1, BLOCK)) * a_scale.double().unsqueeze(2)).flatten(1)
+        w = (b.double().view(inner, BLOCK, -1, BLOCK) * b_scale.double()[:inner, None, :, None]).view(b.shape)
+        return (x @ w).to(output_dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(float8, "multiplies_codes", lambda x, weight: True)
+    monkeypatch.setattr(float8, "_coders", lambda device: (rows_coded, blocks_coded))
+    make = torch.Generator().manual_seed(0)
+    shapes = (tokens, 640), (256, 640), (256,), (256, tokens)
+    x, weight, bias, dy_cut = (torch.randn(*shape, generator=make).pow(3).bfloat16() for shape in shapes)
+    given, dy = weight if stored == "outputs first" else weight.mT.contiguous().mT, dy_cut.mT  # a gradient may be stored otherwise
+    exact = rounded(weight.double(), BLOCK)
+    for found, truth in (
+        (float8.linear(x, given, bias), rounded(x.double()) @ exact.mT + bias.double()),
+        (float8.linear_back(dy, given), rounded(dy.double()) @ exact),
+    ):
+        assert found.shape == truth.shape
+        assert float((found.double() - truth).norm() / truth.norm()) < 4e-3
+
+
+def test_what_is_compiled_in_a_thread_has_room_for_more_shapes_than_torch_gives_it():
+    """A backward on a GPU runs in a thread of autograd's, and torch keeps its settings by thread."""
+    torch._dynamo.reset()
+    made, failed = compiled_for(lambda x: x * 2, 0, dynamic=False, backend="eager", fullgraph=True), list[Exception]()
+
+    def run() -> None:
+        try:
+            for width in range(2, 14):
+                assert made(torch.ones(3, width)).sum() == 6 * width
+        except Exception as fault:
+            failed.append(fault)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not failed
+    torch._dynamo.reset()
 
 
 def test_a_cpu_multiplies_no_codes():

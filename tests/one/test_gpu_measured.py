@@ -15,11 +15,11 @@ from kept import RESULTS, result  # noqa: E402  # pyright: ignore[reportMissingI
 
 from longshift.cluster.cluster import Cluster  # noqa: E402
 from longshift.cluster.named import cluster  # noqa: E402
+from longshift.errors import UsageError  # noqa: E402
+from longshift.forecast import on_cluster  # noqa: E402
 from longshift.layout.layout import Layout  # noqa: E402
 
-WORKSPACES_GIB = (
-    2 * 32 / 1024
-)  # of cuBLAS on Hopper: of the thread of a forward, and of a backward; an admission counts them as the process's
+WORKSPACES_GIB = 2 * 32 / 1024  # of cuBLAS on Hopper, of two threads; an admission counts them as the process's
 ROWS = [
     (name, row)
     for name, report in result("gpu_first_day")["sections"].items()
@@ -38,13 +38,19 @@ def case(row: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("name", "row"), ROWS, ids=lambda one: one if isinstance(one, str) else f"{one['part']} {one['layout']}")
 def test_a_measured_step_takes_what_is_said(name: str, row: dict[str, Any]):
     found, said = row["measured"], steps.forecast(case(row), cluster(f"1x{name.lower()}"))
-    assert 0.98 <= (found["device_peak_gib"] - WORKSPACES_GIB) / said["device_peak_gib"] <= 1.0002
-    if "home" not in row:  # the forecast's host has a GPU in eight for a rank, the measured one had it for itself
-        assert 0.89 <= found["seconds"] / said["seconds"] <= 1.0
+    least = 0.9955 if "chunk" in row["layout"] else 0.9998
+    assert least <= (found["device_peak_gib"] - WORKSPACES_GIB) / said["device_peak_gib"] <= 1.0002
+    times = found["seconds"] / said["seconds"]
+    if "home" in row:  # the forecast's host has the memory that two cores of a small machine had, the measured one 16 cores
+        assert 0.62 <= times <= 0.75
+    else:
+        assert 0.89 <= times <= 1.0
 
 
-def test_the_profile_of_a_single_gpu_plans_for_it():
+def test_the_profile_of_a_single_gpu_plans_for_it_alone():
     """It was measured without links between devices."""
     machine: Cluster = cluster(str(RESULTS / "gpu_h200_profile.json"))
     assert set(machine.links) == {"device"}
     assert steps.clocked(case(ROWS[0][1]), machine).seconds > 0.05
+    with pytest.raises(UsageError, match="was measured on one device and knows no links"):
+        steps.clocked(case(ROWS[0][1]), on_cluster(machine, 8))

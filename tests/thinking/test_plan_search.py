@@ -345,7 +345,10 @@ def test_plan_puts_the_training_state_where_the_config_says():
     small = replace(asked.cluster, host_bytes=80e9)
     lacking = search(replace(asked, cluster=small, home=HomeTiers("host")))
     assert lacking.best is None
-    assert lacking.short[0][1] == pytest.approx(state - 80e9, rel=0.2)
+    _, lack, place = lacking.short[0]
+    assert (lack, place) == (pytest.approx(state - 0.94 * 80e9, rel=0.05), "host")
+    with pytest.raises(UsageError, match="nothing is known of a disk of NVIDIA H100"):
+        search(replace(asked, home=HomeTiers("disk")))
     on_disk = search(replace(asked, cluster=replace(small, disk=Disk(1e12, 6e9, 6e9)), home=HomeTiers("disk"))).best
     assert on_disk
     assert on_disk.bytes["disk"] > state - 4 * spec.parameters
@@ -354,7 +357,8 @@ def test_plan_puts_the_training_state_where_the_config_says():
 
 def test_plan_makes_all_updates_late_where_early_ones_have_no_room():
     lengths = Lengths.from_array(np.full(64, 4096))
-    asked = Task(preset("llama-3-8b"), cluster("1xh100"), lengths, 1 << 15, "bf16", 1, home=HomeTiers("disk"))
+    machine = replace(cluster("1xh100"), disk=Disk(1e12, 2e9, 2e9))
+    asked = Task(preset("llama-3-8b"), machine, lengths, 1 << 15, "bf16", 1, home=HomeTiers("disk"))
     edges = (Edge(4096, Layout.parse("vertical.recompute-full")),)
     early, late = (Replay(replace(asked, early=early)) for early in (True, False))
     needs = [one.weigh(edges)[0]["disk"] for one in (early, late)]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longshift.cluster.cluster import Cluster, Number, Operation
+from longshift.cluster.cluster import Cluster, Link, Number, Operation
+from longshift.errors import UsageError
 
 # Seconds before the first hop. nccl-tests on 8 H200 (DistCA repository): all-gathers of 8 to 16 MB take 27, 39 and 48 us more than
 # their bytes on 2, 4 and 8 ranks, which is 20 us and 3.4 us a hop, and 3.4 us is NCCL's own figure for NVLink.
@@ -52,10 +53,15 @@ class Fabric:
         return np.asarray(np.where(ranks > 1, self.begin_s + times * (hops_s + wire_s), 0.0))
 
 
+NONE = Link(float("inf"), 0.0)  # of one device: nothing travels
+
+
 def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
     """The fabric of a cluster's constants; `node` and `network` are shares of what its links reach. A single device was measured without
-    links to others, and nothing travels on its own to the host, which stands for them."""
-    inside = cluster.links["node" if "node" in cluster.links else "device"]
+    links to others, and needs none. Raises UsageError for several without."""
+    if "node" not in cluster.links and cluster.devices > 1:
+        raise UsageError(f"{cluster.name} was measured on one device and knows no links between devices: name a preset, or measure several")
+    inside = cluster.links.get("node", NONE)
     between = cluster.links.get("network", inside)
     between_share = cluster.shares["network link"] if "network" in cluster.links else cluster.shares["node link"]
     return Fabric(

@@ -5,44 +5,26 @@ What is saved for the backward is what `model.functions` saves. What a kernel ho
 one kernel does is rounded once, at its end; in float32 and float64 sums are formed in another order.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.errors import UsageError
+from longshift.model.compiling import compiled_for
 from longshift.model.functions import Elementwise
-
-MOST = 64  # kernels of a function, by width, strides and activation
 
 
 def compiled(device: torch.device) -> Elementwise:
     """Kernels for tensors of this device. Raises UsageError where torch finds no compiler."""
-    # In this process: a pool of others would outlive a rank that is killed.
-    torch._inductor.config.compile_threads = 1  # pyright: ignore[reportAttributeAccessIssue]
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST)
     both = torch.ones(2, 2, device=device)
-    found = Elementwise(_of(_normed, 1), _of(_normed_grad, 3), _of(_gated, 2), _of(_gated_grad, 3), _of(_turned, 3))
+    functions = (_normed, 1), (_normed_grad, 3), (_gated, 2), (_gated_grad, 3), (_turned, 3)
+    found = Elementwise(*(compiled_for(function, tokens, fullgraph=True) for function, tokens in functions))
     try:
         found.gated(both, both, "silu")
     except Exception as fault:
         told = next((line for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
         raise UsageError(f"train.compile: torch cannot compile on this machine: {told}; install a C++ compiler, or leave it out") from fault
     return found
-
-
-def _of(function: Callable, tokens: int) -> Any:
-    """A function, compiled: the first dim of its first `tokens` arguments may have any size."""
-    made = torch.compile(function, fullgraph=True)
-
-    def call(*arguments: Any) -> Any:
-        for tensor in arguments[:tokens]:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return made(*arguments)
-
-    return call
 
 
 def _wide(x: Tensor) -> Tensor:

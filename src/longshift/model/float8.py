@@ -7,7 +7,7 @@
     scales   x [T, I], dy [T, O]: one for 1 x 128 elements       W [O, I]: one for 128 x 128, the same codes in both directions
 
 A block at the end of a row may be shorter. All codes are e4m3, dy's too: with a scale for every 128 elements the range of e5m2 is not
-needed, and its codes are twice as far apart. Sums are those of the matmul, in at least float32.
+needed, and its codes are twice as far apart. Sums are those of the matmul.
 
 [Note: powers of two] A scale is the least power of two that brings the largest magnitude of its block to LARGEST or less. What a code
 stands for then has four significant bits, so that bf16, float32 and float64 hold it exactly, and the matmul of the rounded factors in
@@ -21,14 +21,16 @@ weight is a sum over tokens, and packs, chunks and ranks cut these anywhere: its
 the block becomes NaN.
 
 [Note: who multiplies codes] GPUs of compute capability 9.0 do, by a matmul of cuBLAS that takes these blocks, where both sides of a weight
-are multiples of 128 and the compute format is bf16. Everywhere else factors are rounded, and multiplied in the compute format. The two
-differ in the order of sums and not in what is summed.
+are multiples of 128 and the compute format is bf16. Everywhere else factors are rounded, and multiplied in the compute format, with sums of
+at least float32. The two sum the same products. Within 128 of them Hopper's tensor cores are said to keep fewer bits (DeepSeek-V3, 3.3.2);
+where a GPU was tried (`tests/gpu`), rounding the result to bf16 hid that.
 
     codes    x [T, I] e4m3      scales  [T, I / 128], float32, tokens next to each other; T is filled up to a multiple of 4 with zeros
              W [O, I] e4m3              [O / 128, I / 128], float32; rows are filled up to a multiple of 4
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import cache
 
@@ -37,11 +39,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.layout.blocks import BLOCK, runs
+from longshift.model.compiling import compiled_for
 from longshift.spec.formats import LARGEST, LEAST_SCALE
 
 CODE = torch.float8_e4m3fn
 FILLED = 4  # sides of scales are multiples of it
-MOST = 64  # kernels that make codes, by width and strides
 
 
 def rounded(x: Tensor, rows: int = 1) -> Tensor:
@@ -109,7 +111,7 @@ def rows_coded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [R, C] and scales [C / BLOCK, R] of x [T, C], in blocks of a row; R is T filled up to a multiple of FILLED with zeros."""
     parts = F.pad(x, (0, 0, 0, -x.shape[0] % FILLED)).unflatten(1, (-1, BLOCK))
     scale = _scale(parts.abs().amax(2))
-    return (parts / scale.unsqueeze(2)).to(CODE).flatten(1), scale.to(torch.float32).mT.contiguous()
+    return (parts / scale.unsqueeze(2)).to(CODE).flatten(1).contiguous(), scale.to(torch.float32).mT.contiguous()
 
 
 def blocks_coded(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,21 +130,21 @@ Coder = Callable[[Tensor], tuple[Tensor, Tensor]]
 def _coders(device: torch.device) -> tuple[Coder, Coder]:
     """`rows_coded` and `blocks_coded`, in one kernel or two for each shape of a weight and each width of rows, where torch compiles here:
     written out they take eight times as long."""
-    torch._inductor.config.compile_threads = 1  # pyright: ignore[reportAttributeAccessIssue]  # as `model.compiled`
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST)
-    of_rows = torch.compile(rows_coded, fullgraph=True)
-    of_blocks = torch.compile(blocks_coded, fullgraph=True, dynamic=False)
+    of_any_width, of_blocks = compiled_for(rows_coded, 1), compiled_for(blocks_coded, 0, dynamic=False)
 
-    def any_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-        torch._dynamo.maybe_mark_dynamic(x, 0)
+    def of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         torch._dynamo.mark_static(x, 1)
-        return of_rows(x)
+        return of_any_width(x)
 
     try:
-        any_rows(torch.ones(8, BLOCK, dtype=torch.bfloat16, device=device))
-    except Exception:  # no compiler
+        of_rows(torch.ones(8, BLOCK, dtype=torch.bfloat16, device=device))
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as fault:
+        told = next((line for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
+        warnings.warn(f"codes of eight bits are made without torch.compile, eight times as slowly: {told}", stacklevel=2)
         return rows_coded, blocks_coded
-    return any_rows, of_blocks
+    return of_rows, of_blocks
 
 
 class Float8Linear(torch.autograd.Function):

@@ -59,8 +59,9 @@ def _changes(problem: Problem, cluster: Cluster, at: Meshes, fixed: Fixed, longe
         more = enumerate_layouts(problem.spec, cluster.devices, freed, problem.formats.float8).meshes
         if (number := _least(problem, more, longest)) is not None:
             changes.append(f"leave {name} free: {more.layout(number)}")
-    if not problem.outside and (number := _least(replace(problem, outside=True), at, longest)) is not None:
-        changes.append(f"home: {_roomier(problem, cluster)}, with {at.layout(number)}")
+    tier, number = _roomier(problem, cluster), _least(replace(problem, outside=True), at, longest)
+    if not problem.outside and tier is not None and number is not None:
+        changes.append(f"home: {tier}, with {at.layout(number)}")
     for halving in range(1, DOUBLINGS + 1):
         if _least(problem, at, longest >> halving) is not None:
             changes.append(f"cut documents at {format_size(longest >> halving)} tokens with data.max_len")
@@ -74,12 +75,14 @@ def _changes(problem: Problem, cluster: Cluster, at: Meshes, fixed: Fixed, longe
     return changes
 
 
-def _roomier(problem: Problem, cluster: Cluster) -> Tier:
-    """The next memory that has room for the training state of all ranks of a node."""
+def _roomier(problem: Problem, cluster: Cluster) -> Tier | None:
+    """The next memory that has room for the training state of all ranks of a node, as far as it is known; a CPU's host is its device."""
     formats = problem.formats
     each = 2 * formats.home_bytes + formats.moments * formats.moment_bytes
-    roomy = each * problem.spec.learned / cluster.nodes <= FILLED * cluster.host_bytes
-    return "host" if roomy and not problem.on_cpu else "disk"
+    need = each * problem.spec.learned / cluster.nodes
+    if need <= FILLED * cluster.host_bytes and not problem.on_cpu:
+        return "host"
+    return "disk" if cluster.disk is not None and need <= cluster.disk.bytes else None
 
 
 def _least(problem: Problem, at: Meshes, longest: int) -> int | None:

@@ -65,10 +65,15 @@ class Task:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Bytes that a rank may have, by place. A disk that is not known is taken to have room, and a CPU's host is its device."""
+        """Bytes that a rank may have, by place. A CPU's host is its device."""
         cluster, ranks = self.cluster, self.cluster.devices_per_node
-        disk = cluster.disk.bytes / ranks if cluster.disk else np.inf
-        return {"device": self.budget_bytes, "host": cluster.host_bytes / ranks if self.on_gpu else np.inf, "disk": disk}
+        host = FILLED * cluster.host_bytes / ranks if self.on_gpu else np.inf
+        return {"device": self.budget_bytes, "host": host, "disk": cluster.disk.bytes / ranks if cluster.disk else 0.0}
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The device, and where else home lies."""
+        return ("device", *(place for place in self.home.named if place != "device" and (place != "host" or self.on_gpu)))
 
     @property
     def on_gpu(self) -> bool:
@@ -125,7 +130,7 @@ class Replay:
         room, as without them: so a run is admitted, too."""
         if edges not in self.weighed:
             self.weighed[edges] = self._weigh(edges)
-            if self.task.early and "disk" in self.task.home.named and self.lacks(edges) > 0:
+            if self.task.early and "disk" in self.task.home.named and not self.fits(edges):
                 self.late.add(edges)
                 self.weighed[edges] = self._weigh(edges)
         return self.weighed[edges]
@@ -135,14 +140,14 @@ class Replay:
         by_place = {place: max(need.of(place) for need in needed) for place in ("device", "host", "disk")}
         return by_place, most(needed).device.op
 
-    def lacks(self, edges: tuple[Edge, ...]) -> float:
-        """The most bytes that any place lacks for what the ledger says; 0 or less where all of it fits."""
+    def lacks(self, edges: tuple[Edge, ...]) -> tuple[float, str]:
+        """The most bytes that a place lacks for what the ledger says, 0 or less where all of it fits, and which place."""
         weighed = self.weigh(edges)[0]
-        return max(weighed[place] - limit for place, limit in self.task.limits.items())
+        return max((weighed[place] - limit, place) for place, limit in self.task.limits.items())
 
     def fits(self, edges: tuple[Edge, ...]) -> bool:
         """Whether every place has room for what the ledger says."""
-        return self.lacks(edges) <= 0
+        return self.lacks(edges)[0] <= 0
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
         """Those that fit, fastest first. All are played on the first step; on the STEPS after it the first FINALISTS, the best single

@@ -11,6 +11,7 @@ be slower on the clock. Where nothing of it fits, streamed layouts are tried.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from longshift.errors import UsageError
 from longshift.layout import legal
 from longshift.layout.layout import Layout
 from longshift.planner.chosen import Shortlist
@@ -27,13 +28,13 @@ CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, in tokens
 @dataclass(frozen=True)
 class Choice:
     """What a search found. `ways`: those that fit, fastest first; `single`: the best of one layout; `context_parallel`: the best whose
-    layouts differ in context parallelism alone; `short`: ways that do not fit, with the bytes that each lacks; `shortlist`: the first of
-    them, which counts and refuses layouts."""
+    layouts differ in context parallelism alone; `short`: ways that do not fit, with the bytes that each lacks and where;
+    `shortlist`: the first of them, which counts and refuses layouts."""
 
     ways: tuple[Way, ...]
     single: Way | None
     context_parallel: Way | None
-    short: tuple[tuple[Way, int], ...]
+    short: tuple[tuple[Way, int, str], ...]
     shortlist: Shortlist
 
     @property
@@ -52,7 +53,12 @@ class Choice:
 
 
 def search(task: Task, tell: Callable[[str], None] = lambda line: None) -> Choice:
-    """The best ways of a task. `tell`: what is being done."""
+    """The best ways of a task. `tell`: what is being done. Raises UsageError where home is on a disk of which nothing is known."""
+    if "disk" in task.home.named and task.cluster.disk is None:
+        raise UsageError(
+            f"home: {task.home}: nothing is known of a disk of {task.cluster.name}: plan from a file of longshift profile -o on such a "
+            "machine, or write home=host"
+        )
     replay = Replay(task)
     listed = _listed(task, BUDGETS[0])
     tell(f"{listed.candidates:,} layouts of {task.world} ranks compared")
@@ -66,12 +72,12 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None) -> Choic
         tell("no whole pack fits; trying streamed layouts")
         ways += _streamed(task)
     fastest = replay.fastest(ways)
-    lacking = [(way, int(replay.lacks(way.edges))) for way in map(replay.way, ways) if not replay.fits(way.edges)]
+    lacking = [(way, *replay.lacks(way.edges)) for way in map(replay.way, ways) if not replay.fits(way.edges)]
     return Choice(
         tuple(fastest),
         next((way for way in fastest if len(way.edges) == 1), None),
         next((way for way in fastest if one_cut(way.edges)), None),
-        tuple(sorted(lacking, key=lambda row: row[1])),
+        tuple(sorted(((way, int(lack), place) for way, lack, place in lacking), key=lambda row: row[1])),
         listed,
     )
 

@@ -69,7 +69,7 @@ def streamed(
             if chunk >= longest or legal.faults(problem.spec, layout, layout.world, longest):
                 continue
             device, host, disk = _bytes(problem, cluster, layout, longest, home)
-            of_disk = cluster.disk.bytes if cluster.disk else (np.inf if "disk" in home.named else 0.0)
+            of_disk = cluster.disk.bytes if cluster.disk else 0.0
             most = problem.budget_bytes - more_bytes, cluster.host_bytes / cluster.devices_per_node, of_disk / cluster.devices_per_node
             if all(need <= limit for need, limit in zip((device, host, disk), most)):
                 return Streamed(layout, some.take(np.array([number])), device + more_bytes, host, disk)

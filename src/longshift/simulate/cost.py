@@ -50,7 +50,8 @@ EMBEDDINGS_KERNELS, HEAD_KERNELS = 6.0, 20.0  # of a turn
 # magnitudes are a read, division, cast, copy and product each a read and a write, of which two are of a code.
 ROUNDED, ROUNDED_KERNELS = 8.0, 10.0
 # The same where codes are made in one kernel, and how many times as fast codes are multiplied as bf16: on an H100 8192 x 4096 elements take
-# 36 us, and products of 8192 tokens with weights of Llama 3 8B's MLP 0.75 ms and 1.21 to 1.23 ms (torch 2.11).
+# 36 us, and products of 8192 tokens with weights of Llama 3 8B's MLP 0.75 ms and 1.21 to 1.23 ms, with one of 4096 x 4096 0.27 and 0.37
+# (benchmarks/results/gpu_first_day.json).
 CODED, CODED_KERNELS, CODES_GAIN = 1.5, 2.0, 1.6
 HOPPER, CUDNN = re.compile(r"\bG?H(20|100|200|800)\b"), re.compile(r"\b(G?H(20|100|200|800)|G?B[123]00)\b")  # names of devices
 
@@ -257,46 +258,46 @@ class Cost:
         s, rows = self.sizes, _rows(mesh, tokens)
         tensor_s = self._tensor_s(mesh, rows)
         if half == "mlp half":
-            matmul_s = self._linear_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp, 1 + s.gated)
-            matmul_s = matmul_s + self._linear_s(rows, s.ffn / mesh.tp, s.width)
-            return Work(matmul_s, 0.0, self._elementwise_s(mesh, rows, half), self._kernels(half), tensor_s)
-        matmul_s = self._linear_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp, 3)
-        matmul_s = matmul_s + self._linear_s(rows, s.inner / mesh.tp, s.width)
+            matmul_s = self._linear_s(mesh, rows, s.width, (1 + s.gated) * s.ffn / mesh.tp, 1 + s.gated)
+            matmul_s = matmul_s + self._linear_s(mesh, rows, s.ffn / mesh.tp, s.width)
+            return Work(matmul_s, 0.0, self._elementwise_s(mesh, rows, half), self._kernels(mesh, half), tensor_s)
+        matmul_s = self._linear_s(mesh, rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp, 3)
+        matmul_s = matmul_s + self._linear_s(mesh, rows, s.inner / mesh.tp, s.width)
         attention_s = self.attention_s(mesh, tokens, pairs, False) if attends else 0.0
         ring_s = self._ring_s(mesh, tokens, False) if attends else 0.0
         elementwise_s = self._elementwise_s(mesh, rows, half)
-        return Work(matmul_s, attention_s, elementwise_s, self._kernels(half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
+        return Work(matmul_s, attention_s, elementwise_s, self._kernels(mesh, half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
 
     def backward(self, half: Half, mesh: Mesh, tokens: Number, pairs: Number) -> Work:
         """Of half a block, backward: gradients of inputs and of weights."""
         s, rows = self.sizes, _rows(mesh, tokens)
         elementwise_s, tensor_s = BACKWARD * self._elementwise_s(mesh, rows, half), self._tensor_s(mesh, rows)
         if half == "mlp half":
-            matmul_s = self._linear_back_s(rows, s.width, (1 + s.gated) * s.ffn / mesh.tp)
-            matmul_s = matmul_s + self._linear_back_s(rows, s.ffn / mesh.tp, s.width)
-            return Work(matmul_s, 0.0, elementwise_s, 2 * self._kernels(half), tensor_s)
-        matmul_s = self._linear_back_s(rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp)
-        matmul_s = matmul_s + self._linear_back_s(rows, s.inner / mesh.tp, s.width)
+            matmul_s = self._linear_back_s(mesh, rows, s.width, (1 + s.gated) * s.ffn / mesh.tp)
+            matmul_s = matmul_s + self._linear_back_s(mesh, rows, s.ffn / mesh.tp, s.width)
+            return Work(matmul_s, 0.0, elementwise_s, 2 * self._kernels(mesh, half), tensor_s)
+        matmul_s = self._linear_back_s(mesh, rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp)
+        matmul_s = matmul_s + self._linear_back_s(mesh, rows, s.inner / mesh.tp, s.width)
         attention_s, ring_s = self.attention_s(mesh, tokens, pairs, True), self._ring_s(mesh, tokens, True)
-        return Work(matmul_s, attention_s, elementwise_s, 2 * self._kernels(half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
+        return Work(matmul_s, attention_s, elementwise_s, 2 * self._kernels(mesh, half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
 
     def seam(self, name: Seam, mesh: Mesh, tokens: Number) -> Work:
         """Of a seam of a block on a chunk, without attention: `qkv`, or `tail`, the output projection and the MLP. `tail_back` computes its
         forward again. What a backward leaves on weights is added to their sum after each chunk."""
         s, rows = self.sizes, _rows(mesh, tokens)
         qkv, out = (rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp), (rows, s.inner / mesh.tp, s.width)
-        norm = Work(0.0, 0.0, self._elementwise_s(mesh, rows, "attention half"), self._kernels("attention half"))
+        norm = Work(0.0, 0.0, self._elementwise_s(mesh, rows, "attention half"), self._kernels(mesh, "attention half"))
         travels = Work(tensor_s=self._tensor_s(mesh, rows) / 2)  # into a seam, or out of it
         if name == "qkv":
-            return norm + travels + Work(self._linear_s(*qkv, 3))
+            return norm + travels + Work(self._linear_s(mesh, *qkv, 3))
         if name == "qkv_back":
             elements = s.width * (s.inner + 2 * s.keys) * s.trained
-            return norm.times(BACKWARD) + travels + Work(self._linear_back_s(*qkv)) + self.accumulated(mesh, elements)
-        tail = Work(self._linear_s(*out)) + travels + self.forward("mlp half", mesh, tokens, 0.0)
+            return norm.times(BACKWARD) + travels + Work(self._linear_back_s(mesh, *qkv)) + self.accumulated(mesh, elements)
+        tail = Work(self._linear_s(mesh, *out)) + travels + self.forward("mlp half", mesh, tokens, 0.0)
         if name == "tail":
             return tail
         elements = (s.block_elements - s.width * (s.inner + 2 * s.keys)) * s.trained
-        back = Work(self._linear_back_s(*out)) + travels + self.backward("mlp half", mesh, tokens, 0.0)
+        back = Work(self._linear_back_s(mesh, *out)) + travels + self.backward("mlp half", mesh, tokens, 0.0)
         return tail + back + self.accumulated(mesh, elements)
 
     def again_inside(self, mesh: Mesh, tokens: Number, pairs: Number) -> Work:
@@ -355,23 +356,32 @@ class Cost:
         elementwise_s = self.rates.elementwise_s(moved_bytes) + HEAD_KERNELS * self.rates.dispatch_s
         return Work(matmul_s, 0.0, elementwise_s, HEAD_KERNELS, self._tensor_s(mesh, rows))
 
-    def _linear_s(self, rows: Number, k: Number, n: Number, weights: Number = 1) -> np.ndarray:
+    def _linear_s(self, mesh: Mesh, rows: Number, k: Number, n: Number, weights: Number = 1) -> np.ndarray:
         """A block's matmul forward, of so many `weights` side by side, each of which rounds what it takes by itself."""
-        return self.rates.matmul_s(rows, k, n) / self._codes_gain(k, n) + self._rounded_s(weights * rows * k + k * n, k, n)
+        return self.rates.matmul_s(rows, k, n) / self._codes_gain(mesh) + self._rounded_s(mesh, weights * rows * k + k * n)
 
-    def _linear_back_s(self, rows: Number, k: Number, n: Number) -> np.ndarray:
-        inputs_s = self.rates.matmul_s(rows, n, k) / self._codes_gain(k, n)
-        return inputs_s + self.rates.matmul_s(k, rows, n) * self.sizes.trained + self._rounded_s(rows * n + k * n, k, n)
+    def _linear_back_s(self, mesh: Mesh, rows: Number, k: Number, n: Number) -> np.ndarray:
+        inputs_s = self.rates.matmul_s(rows, n, k) / self._codes_gain(mesh)
+        return inputs_s + self.rates.matmul_s(k, rows, n) * self.sizes.trained + self._rounded_s(mesh, rows * n + k * n)
 
-    def _codes_gain(self, k: Number, n: Number) -> np.ndarray:
+    def _codes_gain(self, mesh: Mesh) -> np.ndarray:
         """Times the speed of a matmul of bf16."""
-        return np.where(self._by_codes(k, n), CODES_GAIN, 1.0)
+        return np.where(self._by_codes(mesh), CODES_GAIN, 1.0)
 
-    def _by_codes(self, k: Number, n: Number) -> np.ndarray:
-        return (np.asarray(self.habits.codes) == 1) & (np.asarray(k) % BLOCK == 0) & (np.asarray(n) % BLOCK == 0)
+    def _by_codes(self, mesh: Mesh) -> np.ndarray:
+        """Whether all weights of a block have sides of whole blocks of a scale, and the device multiplies codes."""
+        s, tp = self.sizes, np.asarray(mesh.tp)
+        if not np.any(self.habits.codes):
+            return np.asarray(False)
+        whole = np.asarray(s.width) % BLOCK == 0
+        for side in (s.inner, self._keys(mesh), s.ffn):
+            whole = whole & (np.asarray(side) / tp % BLOCK == 0)
+        return whole & (np.asarray(self.habits.codes) == 1)
 
-    def _rounded_s(self, elements: Number, k: Number, n: Number) -> np.ndarray:
-        each = np.where(self._by_codes(k, n), CODED, ROUNDED)
+    def _rounded_s(self, mesh: Mesh, elements: Number) -> np.ndarray:
+        if not np.any(self.habits.rounded):
+            return np.asarray(0.0)
+        each = np.where(self._by_codes(mesh), CODED, ROUNDED)
         return self.habits.rounded * self.rates.elementwise_s(each * elements * self.rates.element_bytes)
 
     def _gradients_s(self, rows: Number, k: Number, n: Number, trained: Number) -> np.ndarray:
@@ -393,12 +403,12 @@ class Cost:
             return wide + (s.gated * passes["gated"] + (1 - s.gated) * passes["plain"]) * s.ffn / mesh.tp
 
         moved = np.where(np.asarray(h.compiled) == 1, c.compiled * elements(COMPILED), c.eager * elements(EAGER))
-        return self.rates.elementwise_s(moved * rows * self.rates.element_bytes) + self._kernels(half) * self.rates.dispatch_s
+        return self.rates.elementwise_s(moved * rows * self.rates.element_bytes) + self._kernels(mesh, half) * self.rates.dispatch_s
 
-    def _kernels(self, half: Half) -> Number:
+    def _kernels(self, mesh: Mesh, half: Half) -> Number:
         h = self.habits
         found = np.where(np.asarray(h.compiled) == 1, KERNELS["compiled"], KERNELS["eager"]) / 2
-        launches = np.where(np.asarray(h.codes) == 1, CODED_KERNELS, ROUNDED_KERNELS) * 2
+        launches = np.where(self._by_codes(mesh), CODED_KERNELS, ROUNDED_KERNELS) * 2
         found = found + h.rounded * launches * (4 if half == "attention half" else 2 + self.sizes.gated)
         return found + (1 - np.asarray(h.flash)) * KERNELS["unfused"] if half == "attention half" else found
 

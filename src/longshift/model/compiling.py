@@ -1,0 +1,28 @@
+"""torch.compile as this package asks for it: for any number of tokens, in this process, and for as many shapes as a model has."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MOST = 64  # kernels of a function, by width, strides and activation
+
+
+def compiled_for(function: Callable, tokens: int, **how: Any) -> Any:
+    """`function`, compiled: the first dim of its first `tokens` arguments may have any size, and others are what they are. `how`: as of
+    torch.compile.
+
+    torch keeps its settings by thread, and a backward on a GPU has a thread of its own: they are made in each call. In a pool of processes,
+    which torch would start, some would outlive a rank that is killed.
+    """
+    made = torch.compile(function, **how)
+
+    def call(*arguments: Any) -> Any:
+        torch._inductor.config.compile_threads = 1  # pyright: ignore[reportAttributeAccessIssue]
+        if torch._dynamo.config.recompile_limit < MOST:
+            torch._dynamo.config.recompile_limit = MOST
+        for tensor in arguments[:tokens]:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return made(*arguments)
+
+    return call
