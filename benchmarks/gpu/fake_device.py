@@ -56,7 +56,7 @@ def _dropped(native: Callable) -> Callable:
     def drop(tier: tiers.HostTier, key: tuple) -> None:
         native(tier, key)
         if not tier.objects:
-            for event in tier.under_way:
+            for event, _ in tier.under_way:
                 event.synchronize()
 
     return drop

@@ -128,6 +128,17 @@ def test_the_host_is_few_puts_ahead_of_the_device(monkeypatch: pytest.MonkeyPatc
             assert waited == [tier.objects[key].ready for key in range(number + 1 - tiers.UNDER_WAY)]
 
 
+def test_the_host_is_one_large_put_ahead_of_the_device(monkeypatch: pytest.MonkeyPatch):
+    waited: list[Event] = []
+    monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(event))
+    monkeypatch.setattr(tiers, "UNDER_WAY_BYTES", 100)
+    with modelled(monkeypatch):
+        tier = HostTier(torch.device("cpu"))
+        for number, size in enumerate((10, 50, 10, 8, 2)):
+            tier.put(number, torch.zeros(size))
+        assert waited == [tier.objects[key].ready for key in range(2)]
+
+
 def losses(layout: str) -> list[float]:
     state, player = build(TRIAL, [Layout.parse(layout)], World.alone())
     found = [train_step(state, batch, player).loss for batch in TRIAL.batches()]

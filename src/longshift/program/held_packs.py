@@ -20,7 +20,7 @@ from longshift.schedule.streamed import Lists, lists, tier_key
 
 WRITES, UNDER_WAY = 2, 4  # puts of a disk tier, and of a GPU's host tier, that keep what they send (`stream.tiers`)
 BOUNCES, BOUNCE_BYTES = 4, 8 << 20  # pinned pieces that a GPU's disk tier copies through
-IN_FLIGHT_BYTES = 256 << 20
+IN_FLIGHT_BYTES, UNDER_WAY_BYTES = 256 << 20, 512 << 20  # that these puts may have together, but for one alone
 ENDS = 3  # chunks at either end of a document that are told apart
 NAMES = {"kv": "keys and values", "dkv": "gradients of keys and values", "o": "output of attention"}
 
@@ -94,7 +94,7 @@ def tier_of(account: Account, layout: Layout) -> HeldTier:
     if layout.offload == "device" or (layout.offload == "host" and account.host_is_device):
         return HeldTier(account)
     disk = layout.offload == "disk"
-    return MovingTier(account, layout.offload, WRITES if disk else UNDER_WAY, IN_FLIGHT_BYTES if disk else 2**62)
+    return MovingTier(account, layout.offload, *((WRITES, IN_FLIGHT_BYTES) if disk else (UNDER_WAY, UNDER_WAY_BYTES)))
 
 
 def standings(sees: Sequence[int]) -> list[tuple[int, ...]]:

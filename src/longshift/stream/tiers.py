@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
-from longshift.program.held_packs import BOUNCE_BYTES, BOUNCES, IN_FLIGHT_BYTES, UNDER_WAY, WRITES
+from longshift.program.held_packs import BOUNCE_BYTES, BOUNCES, IN_FLIGHT_BYTES, UNDER_WAY, UNDER_WAY_BYTES, WRITES
 
 Key = Hashable
 Tensors = tuple[Tensor, ...]
@@ -328,7 +328,7 @@ class HostTier(Tier):
     Packs of other lengths have other sizes, so dropped ones are given back before more is pinned than was ever held.
 
     [Note: pace] What a put sends is free for others when its copy is done, and what the host asks for meanwhile is new memory. So it is no
-    more than UNDER_WAY puts ahead of the device, which has work for as long.
+    more than UNDER_WAY puts ahead of the device, or UNDER_WAY_BYTES (and always one), which has work for as long.
     """
 
     timed = False
@@ -342,7 +342,7 @@ class HostTier(Tier):
         self.held_room = self.most_room = self.pinned_room = 0  # bytes in whole pages: of objects, the most ever, of all arenas
         self.leaving: dict[int, Any] = {}  # by address
         self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, list[Any]]]] = {}
-        self.under_way: deque[Any] = deque()
+        self.under_way: deque[tuple[Any, int]] = deque()
 
     def put(self, key: Key, *tensors: Tensor) -> None:
         if key in self.objects:
@@ -360,7 +360,7 @@ class HostTier(Tier):
         self.objects[key] = _Pinned(arena, [(t.shape, t.dtype) for t in tensors], size, ready)
         self.moved.put_bytes += size
         self.moved.hold(size)
-        self._pace(ready)
+        self._pace(ready, size)
 
     def fetch(self, key: Key) -> Callable[[], Tensors]:
         stored = self.objects[key]
@@ -405,11 +405,11 @@ class HostTier(Tier):
         torch.cuda.synchronize(self.device)
         self._release(self.pinned_room)
 
-    def _pace(self, ready: Any) -> None:
+    def _pace(self, ready: Any, size: int) -> None:
         """[Note: pace]"""
-        self.under_way.append(ready)
-        if len(self.under_way) > UNDER_WAY:
-            self.under_way.popleft().synchronize()
+        self.under_way.append((ready, size))
+        while len(self.under_way) > UNDER_WAY or (len(self.under_way) > 1 and sum(s for _, s in self.under_way) > UNDER_WAY_BYTES):
+            self.under_way.popleft()[0].synchronize()
 
     def _arena(self, room: int) -> Arena:
         """[Note: arenas]"""
