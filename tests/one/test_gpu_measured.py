@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+known = sys.path[:]
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "gpu")]
 
 import steps  # noqa: E402  # pyright: ignore[reportMissingImports]
 from first_day_parts import PACK  # noqa: E402  # pyright: ignore[reportMissingImports]
 from kept import RESULTS, result  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+sys.path[:] = known  # a script there has the name of one of benchmarks
 
 from longshift.cluster.cluster import Cluster  # noqa: E402
 from longshift.cluster.named import cluster  # noqa: E402

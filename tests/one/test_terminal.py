@@ -209,7 +209,7 @@ def test_what_the_header_says(place):
 def test_matmuls_of_eight_bits_are_told_before_the_first_step(place, precision):
     shown = io.StringIO()
     run = parse_config(CONFIG.format(place=place, layout="dp2"), [f"train.precision={precision}"])
-    Header(Console(file=shown, width=200), shown=True).run(run, None, RunFolder(place / "run"), resume=False)
+    Header(Console(file=shown, width=300), shown=True).run(run, None, RunFolder(place / "run"), resume=False)
     assert (f"float8  {EIGHT_BITS}" in shown.getvalue()) == (precision == "float8")
 
 

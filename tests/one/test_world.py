@@ -57,9 +57,13 @@ def test_the_allocator_of_a_gpu_grows_its_segments_unless_a_person_has_set_it(mo
 
 def test_a_rank_on_a_gpu_has_the_room_that_is_free_there(monkeypatch):
     """What others hold of the device counts as held."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80))
+    done = list[str]()
+    monkeypatch.setattr(admission, "settle", lambda device: done.append("taken"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("there"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: done.append("asked") or (10, 80))
     room, held = admission._room(World(0, 1, torch.device("cuda", 0)))
     assert room - held == 10
+    assert done == ["taken", "there", "asked"]
 
 
 VERSIONS = {

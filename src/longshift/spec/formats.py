@@ -15,8 +15,8 @@ LARGEST = 448.0  # of e4m3
 LEAST_SCALE = 2.0**-126
 
 EIGHT_BITS = (
-    "factors of blocks' matmuls have eight bits: Hopper GPUs multiply their codes where both sides of a weight are multiples of 128; "
-    "elsewhere they are rounded to e4m3 and multiplied in the compute format"
+    "factors of blocks' matmuls have eight bits: Hopper GPUs multiply their codes where sides of weights are multiples of 128; elsewhere "
+    "they are rounded and multiplied in the compute format"
 )
 
 _BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
