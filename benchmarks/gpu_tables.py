@@ -9,6 +9,7 @@ HEADS = "32/8x128"
 
 
 def reports() -> Mapping[str, Mapping]:
+    """What was measured, by GPU."""
     return result("gpu_first_day")["sections"]
 
 

@@ -122,7 +122,7 @@ def main() -> int:
         print(f"== {name}", flush=True)
         part = report["parts"][name] = {"state": "begun", "commit": options.commit, "rows": []}
         command = [sys.executable, "-W", "ignore", str(HERE / "first_day_parts.py"), name, options.device, options.machine or "-"]
-        command += [str(options.layers), str(deadline_s), str(out.resolve()), *options.methods]
+        command += [str(options.layers), str(deadline_s), str(out.resolve()), "--methods", *options.methods]
         for row in rows_of(command, deadline_s, folder / f"{name}.log"):
             if "versions" in row:
                 report |= row

@@ -367,7 +367,7 @@ def main() -> None:
     parser.add_argument("layers", type=int)
     parser.add_argument("deadline", type=float)
     parser.add_argument("results", type=Path)
-    parser.add_argument("methods", nargs="*", choices=[*METHODS, []])
+    parser.add_argument("--methods", nargs="*", default=[], choices=METHODS)
     options = parser.parse_args()
     os.environ.update(allocator())
     until = time.monotonic() + options.deadline

@@ -53,7 +53,7 @@ class Fabric:
         return np.asarray(np.where(ranks > 1, self.begin_s + times * (hops_s + wire_s), 0.0))
 
 
-NONE = Link(float("inf"), 0.0)  # of one device: nothing travels
+NO_LINK = Link(float("inf"), 0.0)  # of one device: nothing travels
 
 
 def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
@@ -61,7 +61,7 @@ def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
     links to others, and needs none. Raises UsageError for several without."""
     if "node" not in cluster.links and cluster.devices > 1:
         raise UsageError(f"{cluster.name} was measured on one device and knows no links between devices: name a preset, or measure several")
-    inside = cluster.links.get("node", NONE)
+    inside = cluster.links.get("node", NO_LINK)
     between = cluster.links.get("network", inside)
     between_share = cluster.shares["network link"] if "network" in cluster.links else cluster.shares["node link"]
     return Fabric(

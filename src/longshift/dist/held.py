@@ -1,8 +1,8 @@
 """Bytes of all tensors that are alive, by device, while a mode watches what torch's operations return.
 
-A storage is counted once, whatever views it has, from the operation that made it until it is gone. Not counted: what kernels need inside
-one operation, but for attention's backward on a GPU, and what an allocator loses between tensors. Under the mode autograd adds two gradients that meet into a new tensor, where
-without it may add in place: what is counted is never less than what is.
+A storage is counted once, whatever views it has, from the operation that made it until it is gone. Of what kernels need inside one
+operation, attention's backward on a GPU alone is counted; what an allocator loses between tensors is not. Under the mode autograd adds two
+gradients that meet into a new tensor, where without it may add in place: what is counted is never less than what is.
 """
 
 import time

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.errors import UsageError
-from longshift.model.compiling import compiled_for
+from longshift.model.compiling import compiled_for, why
 from longshift.model.functions import Elementwise
 
 
@@ -22,8 +22,8 @@ def compiled(device: torch.device) -> Elementwise:
     try:
         found.gated(both, both, "silu")
     except Exception as fault:
-        told = next((line for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
-        raise UsageError(f"train.compile: torch cannot compile on this machine: {told}; install a C++ compiler, or leave it out") from fault
+        told = f"train.compile: torch cannot compile on this machine: {why(fault)}; install a C++ compiler, or leave it out"
+        raise UsageError(told) from fault
     return found
 
 

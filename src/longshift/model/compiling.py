@@ -8,6 +8,11 @@ import torch
 MOST = 64  # kernels of a function, by width, strides and activation
 
 
+def why(fault: Exception) -> str:
+    """What torch says of a fault, in its first line that says something."""
+    return next((line for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
+
+
 def compiled_for(function: Callable, tokens: int, **how: Any) -> Any:
     """`function`, compiled: the first dim of its first `tokens` arguments may have any size, and others are what they are. `how`: as of
     torch.compile.

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.layout.blocks import BLOCK, runs
-from longshift.model.compiling import compiled_for
+from longshift.model.compiling import compiled_for, why
 from longshift.spec.formats import LARGEST, LEAST_SCALE
 
 CODE = torch.float8_e4m3fn
@@ -141,8 +141,7 @@ def _coders(device: torch.device) -> tuple[Coder, Coder]:
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as fault:
-        told = next((line for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
-        warnings.warn(f"codes of eight bits are made without torch.compile, eight times as slowly: {told}", stacklevel=2)
+        warnings.warn(f"codes of eight bits are made without torch.compile, eight times as slowly: {why(fault)}", stacklevel=2)
         return rows_coded, blocks_coded
     return of_rows, of_blocks
 

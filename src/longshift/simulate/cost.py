@@ -326,8 +326,8 @@ class Cost:
         return np.where(np.asarray(h.flash) == 1, flash_s, unfused_s)
 
     def attention_gain(self, queries: Number, pairs: Number, backward: bool) -> np.ndarray:
-        """Times the speed of the preset's kernel that attention of so many queries reaches where they see so many pairs: at least half of
-        all of theirs are one document. What was measured is what it is."""
+        """How many times as fast as the preset's kernel attention is, where so many queries see so many pairs. Half of all their pairs, or
+        more, are one document's or a piece of one. A rate that was measured has its kernel's gain already."""
         h, way = self.habits, "backward_gain" if backward else "forward_gain"
         even = (np.asarray(queries) % EVEN == 0) & (2 * np.asarray(pairs) >= np.square(queries)) & (self.rates.cluster is None)
         return np.where(even, np.maximum(getattr(h, way), 1 + np.asarray(h.cudnn) * (FLASH3[way] - 1)), getattr(h, way))
@@ -361,8 +361,7 @@ class Cost:
         return self.rates.matmul_s(rows, k, n) / self._codes_gain(mesh) + self._rounded_s(mesh, weights * rows * k + k * n)
 
     def _linear_back_s(self, mesh: Mesh, rows: Number, k: Number, n: Number) -> np.ndarray:
-        inputs_s = self.rates.matmul_s(rows, n, k) / self._codes_gain(mesh)
-        return inputs_s + self.rates.matmul_s(k, rows, n) * self.sizes.trained + self._rounded_s(mesh, rows * n + k * n)
+        return self._gradients_s(rows, k, n, self.sizes.trained, self._codes_gain(mesh)) + self._rounded_s(mesh, rows * n + k * n)
 
     def _codes_gain(self, mesh: Mesh) -> np.ndarray:
         """Times the speed of a matmul of bf16."""
@@ -384,9 +383,9 @@ class Cost:
         each = np.where(self._by_codes(mesh), CODED, ROUNDED)
         return self.habits.rounded * self.rates.elementwise_s(each * elements * self.rates.element_bytes)
 
-    def _gradients_s(self, rows: Number, k: Number, n: Number, trained: Number) -> np.ndarray:
-        """Gradients of inputs, and of the trained part of the weights."""
-        return self.rates.matmul_s(rows, n, k) + self.rates.matmul_s(k, rows, n) * trained
+    def _gradients_s(self, rows: Number, k: Number, n: Number, trained: Number, gain: Number = 1.0) -> np.ndarray:
+        """Gradients of inputs, so many times as fast as matmuls are, and of the trained part of the weights."""
+        return self.rates.matmul_s(rows, n, k) / gain + self.rates.matmul_s(k, rows, n) * trained
 
     def _keys(self, mesh: Mesh) -> Number:
         """Key/value width over all tensor-parallel ranks: each has at least one head."""
