@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from longshift.cluster.cluster import Cluster
 from longshift.layout.loss_rows import LEAST_ROWS
 from longshift.planner.enumerated import ORDERS, Meshes
 from longshift.simulate.cost import RECOMPUTE
@@ -33,6 +34,12 @@ FILLED = 0.94
 def reserved(allocated_bytes: np.ndarray | float, on_cpu: bool = False) -> np.ndarray:
     """Bytes that a process takes of its device for tensors of so many."""
     return (np.asarray(allocated_bytes) + (0.0 if on_cpu else CONTEXT_BYTES)) / FILLED
+
+
+def beyond_device(cluster: Cluster) -> tuple[float, float]:
+    """Bytes that a rank may have of its host's memory, and of a disk; none of a disk that is not known."""
+    ranks = cluster.devices_per_node
+    return FILLED * cluster.host_bytes / ranks, cluster.disk.bytes / ranks if cluster.disk else 0.0
 
 
 @dataclass(frozen=True)

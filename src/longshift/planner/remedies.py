@@ -6,10 +6,12 @@ from dataclasses import replace
 import numpy as np
 
 from longshift.cluster.cluster import Cluster
-from longshift.layout.layout import Tier, format_size
+from longshift.layout.home_tiers import TIERS, HomeTiers
+from longshift.layout.layout import format_size
 from longshift.planner.chosen import GIB, Answer, Rival
 from longshift.planner.enumerated import Fixed, Meshes, enumerate_layouts
-from longshift.planner.least_bytes import FILLED
+from longshift.planner.least_bytes import beyond_device
+from longshift.planner.streaming import bytes_by_place
 from longshift.planner.survive import Compared, Problem, Statics
 
 MOST_RIVALS = 3  # that do not fit
@@ -59,9 +61,8 @@ def _changes(problem: Problem, cluster: Cluster, at: Meshes, fixed: Fixed, longe
         more = enumerate_layouts(problem.spec, cluster.devices, freed, problem.formats.float8).meshes
         if (number := _least(problem, more, longest)) is not None:
             changes.append(f"leave {name} free: {more.layout(number)}")
-    tier, number = _roomier(problem, cluster), _least(replace(problem, outside=True), at, longest)
-    if not problem.outside and tier is not None and number is not None:
-        changes.append(f"home: {tier}, with {at.layout(number)}")
+    if (other := _elsewhere(problem, cluster, at, longest)) is not None:
+        changes.append(other)
     for halving in range(1, DOUBLINGS + 1):
         if _least(problem, at, longest >> halving) is not None:
             changes.append(f"cut documents at {format_size(longest >> halving)} tokens with data.max_len")
@@ -75,14 +76,17 @@ def _changes(problem: Problem, cluster: Cluster, at: Meshes, fixed: Fixed, longe
     return changes
 
 
-def _roomier(problem: Problem, cluster: Cluster) -> Tier | None:
-    """The next memory that has room for the training state of all ranks of a node, as far as it is known; a CPU's host is its device."""
-    formats = problem.formats
-    each = 2 * formats.home_bytes + formats.moments * formats.moment_bytes
-    need = each * problem.spec.learned / cluster.nodes
-    if need <= FILLED * cluster.host_bytes and not problem.on_cpu:
-        return "host"
-    return "disk" if cluster.disk is not None and need <= cluster.disk.bytes else None
+def _elsewhere(problem: Problem, cluster: Cluster, at: Meshes, longest: int) -> str | None:
+    """The nearest home outside the device with which a layout fits by the ledger, and the layout. A CPU's host is its device."""
+    number = None if problem.outside else _least(replace(problem, outside=True), at, longest)
+    if number is None:
+        return None
+    layout, tiers = at.layout(number), TIERS[2:] if problem.on_cpu else TIERS[1:]
+    room = (problem.budget_bytes, *beyond_device(cluster))
+    for tier in tiers:
+        if all(need <= most for need, most in zip(bytes_by_place(problem, cluster, layout, longest, HomeTiers(tier)), room)):
+            return f"home: {tier}, with {layout}"
+    return None
 
 
 def _least(problem: Problem, at: Meshes, longest: int) -> int | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
-from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED
+from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
@@ -66,9 +66,8 @@ class Task:
     @property
     def limits(self) -> dict[str, float]:
         """Bytes that a rank may have, by place. A CPU's host is its device."""
-        cluster, ranks = self.cluster, self.cluster.devices_per_node
-        host = FILLED * cluster.host_bytes / ranks if self.on_gpu else np.inf
-        return {"device": self.budget_bytes, "host": host, "disk": cluster.disk.bytes / ranks if cluster.disk else 0.0}
+        host, disk = beyond_device(self.cluster)
+        return {"device": self.budget_bytes, "host": host if self.on_gpu else np.inf, "disk": disk}
 
     @property
     def places(self) -> tuple[str, ...]:

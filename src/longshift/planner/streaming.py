@@ -14,7 +14,7 @@ from longshift.layout import legal
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.planner.enumerated import Meshes
-from longshift.planner.least_bytes import reserved
+from longshift.planner.least_bytes import beyond_device, reserved
 from longshift.planner.survive import Problem
 from longshift.program.needs import StepShape
 from longshift.simulate.cost import RECOMPUTE
@@ -68,15 +68,14 @@ def streamed(
             layout = replace(whole, chunk=chunk, offload=tier)
             if chunk >= longest or legal.faults(problem.spec, layout, layout.world, longest):
                 continue
-            device, host, disk = _bytes(problem, cluster, layout, longest, home)
-            of_disk = cluster.disk.bytes if cluster.disk else 0.0
-            most = problem.budget_bytes - more_bytes, cluster.host_bytes / cluster.devices_per_node, of_disk / cluster.devices_per_node
+            device, host, disk = bytes_by_place(problem, cluster, layout, longest, home)
+            most = problem.budget_bytes - more_bytes, *beyond_device(cluster)
             if all(need <= limit for need, limit in zip((device, host, disk), most)):
                 return Streamed(layout, some.take(np.array([number])), device + more_bytes, host, disk)
     return None
 
 
-def _bytes(problem: Problem, cluster: Cluster, layout: Layout, longest: int, home: HomeTiers) -> tuple[float, float, float]:
+def bytes_by_place(problem: Problem, cluster: Cluster, layout: Layout, longest: int, home: HomeTiers) -> tuple[float, float, float]:
     """Bytes that the first rank needs in the largest step, by place."""
     edges, formats = (Edge(longest, layout),), problem.formats
     links = links_of(cluster, cluster.devices_per_node, cluster.nodes)
