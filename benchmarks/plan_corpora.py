@@ -2,10 +2,14 @@
 
 A row has the seconds of a step on the clock: of the best plan (`auto`), of the best single layout, of the best whose layouts differ in
 context parallelism alone, and of the best single layout when every document is padded to the next power of two (`padded`, at least 1K).
-All compute the same documents. Nothing is measured: what a GPU reaches is `cluster/presets` and what others published.
+All compute the same documents. Nothing is measured: what a GPU reaches is `cluster/presets` and what others published. Cases are
+planned side by side, a process a core.
 """
 
+import os
 import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +56,10 @@ def padded(found: Lengths) -> Lengths:
     return Lengths(known, np.bincount(where, found.counts).astype(np.int64))
 
 
-def row(name: str, spec: ModelSpec, on: str, corpus: str, longest: int) -> dict:
-    """One case."""
-    began = time.perf_counter()
+def row(case: int, corpus: str, longest: int) -> dict:
+    """One row: of a case of CASES, by its number."""
+    name, model, on = CASES[case]
+    began, spec = time.perf_counter(), model()
     lengths = split(read_lengths(FOLDER / f"{corpus}.csv"), longest)
     tokens, machine = max(TOKENS, 2 * longest), cluster(on)
     task = Task(spec, on_cluster(machine, machine.devices), lengths, tokens, "bf16", machine.devices)
@@ -82,15 +87,13 @@ def row(name: str, spec: ModelSpec, on: str, corpus: str, longest: int) -> dict:
 
 def main() -> None:
     args = arguments(__doc__ or "").parse_args()
-    cases = (
-        [(case, "github", LONGEST[0]) for case in CASES[1:2]]
-        if args.quick
-        else [(c, d, n) for c in CASES for d in CORPORA for n in LONGEST]
-    )
+    cases = [(1, "github", LONGEST[0])] if args.quick else list(product(range(len(CASES)), CORPORA, LONGEST))
     rows = []
-    for (name, spec, on), corpus, longest in cases:
-        rows.append(row(name, spec(), on, corpus, longest))
-        say(f"{name} {on} {corpus} {format_size(longest)}: {rows[-1].get('auto', 'nothing fits')}, {rows[-1].get('single_over_auto')}")
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for found in pool.map(row, *zip(*cases)):
+            rows.append(found)
+            told = f"{found['model']} {found['on']} {found['corpus']} {format_size(found['longest'])}"
+            say(f"{told}: {found.get('auto', 'nothing fits')}, {found.get('single_over_auto')}")
     gains = [one["single_over_auto"] for one in rows if one.get("single_over_auto")]
     publish("plan_corpora", {"most_gain": max(gains), "least_gain": min(gains)}, rows, args.json)
 

@@ -5,7 +5,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import product, zip_longest
 from typing import Any
 
@@ -15,7 +15,7 @@ from longshift.layout.blocks import cut_blocks
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
-from longshift.layout.placement import buckets, moving_unit
+from longshift.layout.placement import Bucket, buckets, moving_unit
 from longshift.program.operations import Op, Program
 from longshift.program.step import Steps, Windows
 from longshift.program.turns import RankLayout, Visit
@@ -49,6 +49,24 @@ class Case:
     @property
     def itinerary(self) -> Itinerary:
         return self.steps[0].itinerary
+
+    @cached_property
+    def known(self) -> dict[tuple, Any]:
+        """What was asked before, by what it was asked for."""
+        return {}
+
+    def buckets(self, layout: Layout, unit: int) -> list[Bucket]:
+        """Those of a unit."""
+        if (layout, unit) not in self.known:
+            self.known[layout, unit] = [bucket for bucket in buckets(self.itinerary.spec, layout) if bucket.unit == unit]
+        return self.known[layout, unit]
+
+    def moving(self, plan: Plan, number: int) -> set[int]:
+        """The units of which a switch's bucket has something. Plans live as long as the itinerary."""
+        if (id(plan), number) not in self.known:
+            spec, some = self.itinerary.spec, [weight.name for weight in plan.weights if (weight.bucket == number).any()]
+            self.known[id(plan), number] = {moving_unit(spec, spec.by_name[name]) for name in some}
+        return self.known[id(plan), number]
 
     def programs(self) -> list[Program]:
         each = zip_longest(self.steps, self.visits, self.left, fillvalue=())
@@ -135,8 +153,8 @@ def posts(case: Case, rank: int, op: Op) -> Iterator[Post]:
     itinerary, visit = case.itinerary, case.visits[rank][op.visit]
     everyone, cut = tuple(range(visit.layout.world)), itinerary.cuts[visit.layout]
     if op.kind in ("gather", "reduce"):
-        for bucket in buckets(itinerary.spec, itinerary.home if cut.at_home else cut.layout):
-            if bucket.unit == op.unit and rank in bucket.holders and (bucket.sharded or op.kind == "reduce") and len(bucket.holders) > 1:
+        for bucket in case.buckets(itinerary.home if cut.at_home else cut.layout, op.unit):
+            if rank in bucket.holders and (bucket.sharded or op.kind == "reduce") and len(bucket.holders) > 1:
                 yield op.kind, bucket.holders, op.unit
     elif op.kind == "exchange":
         steps, before = case.steps[rank], case.visits[rank][op.visit - 1].layout if op.visit else None
@@ -511,8 +529,8 @@ class Follow:
             before = self.visits[self.op.visit - 1].layout if self.op.visit else None
             plan = self.case.itinerary.weights(self.case.steps[self.rank].source(before), self.cut)
             here = {unit for part, unit in self.parts if part == "master" and self.parts[part, unit] == "here"}
-            self.need(self.moving(plan, self.op.number) & self.on_disk <= here, "a master that it sends is not here")
-            self.need(not self.moving(plan, self.op.number) & self.left, "a master that it sends is stale")
+            self.need(self.case.moving(plan, self.op.number) & self.on_disk <= here, "a master that it sends is not here")
+            self.need(not self.case.moving(plan, self.op.number) & self.left, "a master that it sends is stale")
 
     def await_exchange(self) -> None:
         key = self.op.visit, self.op.way
@@ -521,13 +539,9 @@ class Follow:
         if self.op.way == "sums":
             plan = self.case.itinerary.sums(self.cut)
             here = {unit for part, unit in self.parts if part == "sums" and self.parts[part, unit] in ("here", "new")}
-            ended = self.moving(plan, self.op.number - plan.rounds + 1) & self.on_disk
+            ended = self.case.moving(plan, self.op.number - plan.rounds + 1) & self.on_disk
             self.need(ended <= here, "sums that it adds to are not here")
             self.parts |= {("sums", unit): "new" for unit in ended}
-
-    def moving(self, plan: Plan, number: int) -> set[int]:
-        """The units of which a switch's bucket has something."""
-        return {moving_unit(self.spec, self.spec.by_name[w.name]) for w in plan.weights if (w.bucket == number).any()}
 
     def arrived(self) -> None:
         here = {(self.cut, unit) for unit in self.view.units}
@@ -664,6 +678,12 @@ def damaged(draw: random.Random, kind: str, program: Program) -> Program | None:
     return (*program[: uses[-1]], program[at], *program[uses[-1] : at], *program[at + 1 :])
 
 
+@cache
+def sound() -> list[tuple[Case, list[Program]]]:
+    """What is damaged, by one kind of mistake after the other."""
+    return [(case, case.programs()) for case in cases(6, 200, 1)]
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -679,8 +699,7 @@ def damaged(draw: random.Random, kind: str, program: Program) -> Program | None:
 )
 def test_a_damaged_program_is_noticed(kind: str):
     draw, noticed = random.Random(5), 0
-    for case in cases(6, 200, 1):
-        programs = case.programs()
+    for case, programs in sound():
         rank = draw.randrange(len(programs))
         damage = damaged(draw, kind, programs[rank])
         if damage is not None:

@@ -1,0 +1,52 @@
+"""Storage that comes and goes: what lies in it is what was put there, and large storage is in large pages each time that it comes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from longshift.state import resized
+from longshift.state.resized import LARGE, Resized
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def flags(tensor: Tensor) -> set[str]:
+    """What the kernel knows of the memory in the middle of a tensor, as /proc/self/smaps tells it."""
+    middle, here = tensor.data_ptr() + tensor.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(" ", 1)[0]
+        if "-" in first:
+            start, end = (int(word, 16) for word in first.split("-"))
+            here = start <= middle < end
+        elif here and first == "VmFlags:":
+            return set(line.split()[1:])
+    raise AssertionError("no such memory")
+
+
+def test_views_are_valid_whenever_there_is_storage():
+    flat = torch.arange(LARGE // 4, dtype=torch.float32)
+    last, memory = flat[-3:], Resized(flat)
+    memory.hold()
+    assert last.tolist() == [LARGE // 4 - 3, LARGE // 4 - 2, LARGE // 4 - 1]
+    for value in (1.0, 2.0):
+        memory.drop()
+        assert not memory.held
+        memory.hold()
+        flat.fill_(value)
+        assert last.tolist() == [value] * 3
+
+
+@pytest.mark.skipif(not HUGE.is_file() or "[never]" in HUGE.read_text(), reason="the kernel has no large pages")
+def test_large_storage_is_in_large_pages(monkeypatch: pytest.MonkeyPatch):
+    flat = torch.empty(LARGE // 4 + 1000)
+    memory = Resized(flat)
+    for _ in range(2):
+        memory.drop()
+        memory.hold()
+        assert "hg" in flags(flat)
+    monkeypatch.setattr(resized, "_in_large_pages", lambda address, size: None)
+    memory.drop()
+    memory.hold()
+    assert "hg" not in flags(flat)
