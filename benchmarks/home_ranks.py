@@ -9,8 +9,8 @@ import resource
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -142,11 +142,13 @@ class Link:
     def __init__(self, bandwidth: float):
         self.bandwidth, self.free_at, self._lock = bandwidth, 0.0, threading.Lock()
 
-    def wait(self, nbytes: int) -> None:
-        """Return when the link has moved these bytes, after those of whoever came before."""
+    @contextmanager
+    def busy(self, nbytes: int) -> Iterator[None]:
+        """What moves these bytes, which begin when the link has moved those of whoever came before, and end no sooner than it has these."""
         with self._lock:
             self.free_at = max(self.free_at, time.perf_counter()) + nbytes / self.bandwidth
             until = self.free_at
+        yield
         time.sleep(max(0.0, until - time.perf_counter()))
 
 
@@ -157,8 +159,8 @@ def throttled(bandwidth: float) -> None:
 
     def slow(move: Callable[[Records, Extent], None]) -> Callable[[Records, Extent], None]:
         def moved(records: Records, piece: Extent) -> None:
-            move(records, piece)
-            link.wait(piece.nbytes)
+            with link.busy(piece.nbytes):
+                move(records, piece)
 
         return moved
 

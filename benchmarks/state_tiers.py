@@ -9,7 +9,8 @@
     vertical  the same of `home: disk` under ZeRO-3, micro-batch by micro-batch and in vertical order; `vertical_ratio`: seconds of the one
               over those of the other
     file      all records of a home are read and written, as an update does, in turn with a plain test of the same disk: one file, direct,
-              as many threads, as large blocks. `disk_share`: of its rate, the median over rounds
+              as many threads, as large blocks. `disk_share`: of its rate, the median over rounds. They are short and many: a disk
+              that others use too is twice as fast in one second as in another
     adam      the update of a home, its clip included, beside torch's fused AdamW alone on one vector of the same size
     moments   a Llama of 128 wide learns Python's standard library, byte by byte, with moments in each format: its loss, the mean of the
               last tenth of the steps, over that with moments in float32, on the same documents; and bytes of state a parameter. "again" is
@@ -154,7 +155,7 @@ def main() -> int:
     rows = speed(model(64, 2) if quick else model(160, 16), (256,) if quick else (512, 2048, 8192), 1 if quick else 5)
     rows += (orders := vertical(*((model(64, 2), 1024, 1) if quick else (model(256, 6), 4096, 5))))
     rows.append(update := adam(model(64, 2) if quick else model(512, 8), 2 if quick else 20))
-    rows.append(moved := disk(64 if quick else 1024, 2 if quick else 7))
+    rows.append(moved := disk(*((64, 2) if quick else (256, 28))))
     say("disk:", moved)
     rows += (formats := moments(*((60, (0,)) if quick else (500, (0, 1, 2)))))
     rows.append(limited := memory(model(256, 96 if quick else 160), 1 if quick else 3))
