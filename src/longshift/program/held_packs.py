@@ -168,6 +168,7 @@ class HeldWhole(HeldPacks):
     def __init__(self, account: Account, view: RankLayout, copies: HeldCopies):
         super().__init__(account, view, copies)
         self.orders: dict[int, TokenOrder] = {}
+        self.insides: dict[int, dict[tuple, Inside]] = {}  # what its operations need, by micro-batch
         self.micros: dict[int, Held] = {}
         self.x: dict[int, Held] = {}
         self.g: dict[int, Held] = {}
@@ -178,7 +179,7 @@ class HeldWhole(HeldPacks):
 
     def load(self, micro: int, lengths: Sequence[int]) -> None:
         order = token_order(list(lengths) or [1], self.layout.ring, self.layout.ulysses * self.layout.tp)
-        self.orders[micro] = order
+        self.orders[micro], self.insides[micro] = order, {}
         found = loaded(self.rank, order)
         self.happen(found)
         self.micros[micro] = self.account.held("token ids, labels, rotary angles", found.output)
@@ -201,11 +202,11 @@ class HeldWhole(HeldPacks):
         self.turns[op.turn](op)
 
     def _inside(self, op: Op) -> Inside:
-        turn = op.turn if op.turn != "again" else "forward"
-        block = self.spec.like(op.unit)
-        found = inside(self.rank, self.orders[op.micro], op.part, turn, block)  # pyright: ignore[reportArgumentType]
-        self.happen(found)
-        return found
+        known, key = self.insides[op.micro], (op.part, op.turn if op.turn != "again" else "forward", self.spec.like(op.unit))
+        if key not in known:
+            known[key] = inside(self.rank, self.orders[op.micro], *key)  # pyright: ignore[reportArgumentType]
+        self.happen(known[key])
+        return known[key]
 
     @staticmethod
     def _key(op: Op) -> tuple[int, int, str]:

@@ -283,6 +283,7 @@ class _Stage:
     def __init__(self, clock: Clock, layout: Layout, stage: int, visits: Sequence[Visit], packs: Sequence[tuple[int, ...]]):
         self.clock, self.layout, self.stage, self.visits, self.packs = clock, layout, stage, visits, packs
         self.under_way: dict[tuple, deque[Hashable]] = {}
+        self.turns: dict[tuple, dict[str, float]] = {}  # seconds by lane
         self.count = 0
         nodes = layout.world > clock.per_node
         inside = layout.tp * layout.ulysses * layout.ring * layout.dp <= clock.per_node
@@ -361,16 +362,19 @@ class _Stage:
         return self.clock.copy_s(tier, self.layout.world, one.moved, way)
 
     def _turn(self, op: Op) -> Iterator[Begin | End]:
-        blocks = self.visits[op.visit].loss_blocks[op.micro] if op.turn == "loss" and not self.layout.chunk else 1
         kind: UnitKind = "embeddings" if op.unit == 0 else "head" if op.unit > self.clock.spec.layers else "block"
-        times = dict(self.clock.turn(self.layout, self.packs[op.micro], blocks, kind, op.turn, op.part))
-        ring_s, attention_s = times.pop("ring", 0.0), times.pop("attention", 0.0)
+        key = op.visit, op.micro, kind, op.turn, op.part
+        if key not in self.turns:
+            blocks = self.visits[op.visit].loss_blocks[op.micro] if op.turn == "loss" and not self.layout.chunk else 1
+            self.turns[key] = dict(self.clock.turn(self.layout, self.packs[op.micro], blocks, kind, op.turn, op.part))
+        times = self.turns[key]
         for lane, seconds in times.items():
-            yield from self._alone(lane, op, seconds)
-        if ring_s:
-            travels = self._piece(op, "ring", ring_s, self.near)
+            if lane not in ("ring", "attention"):
+                yield from self._alone(lane, op, seconds)
+        if times.get("ring"):
+            travels = self._piece(op, "ring", times["ring"], self.near)
             yield travels
-            yield from self._alone("compute", op, attention_s)
+            yield from self._alone("compute", op, times.get("attention", 0.0))
             yield End(travels.key)
 
     def _alone(self, lane: str, name: Op, seconds: float) -> Iterator[Begin | End]:

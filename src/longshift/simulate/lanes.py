@@ -46,16 +46,17 @@ class Timed(NamedTuple):
     end: float
 
 
-@dataclass
+@dataclass(slots=True)
 class _Work:
-    """A piece under way, or not yet. Mutable. `left`: seconds at full rate, as of `since`; `version`: of its entry in the heap."""
+    """A piece under way, or not yet. Mutable. `queues`: its lane of each rank that has begun it; `places`, `crowds`: resources of all of
+    them; `left`: seconds at full rate, as of `since`; `version`: of its entry in the heap; `waiting`: ranks."""
 
-    lane: str
-    left: float
-    places: list[tuple[int, str]]
-    crowds: list[tuple[int, str]]
+    begin: Begin
     parties: tuple[int, ...]
-    begun: int = 0
+    left: float = 0.0
+    queues: dict[int, int] = field(default_factory=dict)
+    places: list[int] = field(default_factory=list)
+    crowds: list[int] = field(default_factory=list)
     start: float = -1.0
     since: float = 0.0
     rate: float = 1.0
@@ -70,16 +71,23 @@ def play(lists: Sequence[Sequence[Begin | End]], crowd: float = 0.0) -> list[Tim
 
 
 class _Lanes:
+    """Mutable. Pieces, lanes of ranks and resources of ranks go by numbers: a key is looked up once where a rank begins or awaits it."""
+
     def __init__(self, lists: Sequence[Sequence[Begin | End]], crowd: float):
-        self.lists, self.crowd = lists, crowd
+        self.crowd = crowd
+        numbers: dict[Hashable, int] = {}
+        self.lists = [[(numbers.setdefault(action.key, len(numbers)), action) for action in actions] for actions in lists]
         self.next = [0] * len(lists)
         self.now = 0.0
-        self.works: dict[Hashable, _Work] = {}
-        self.ended: set[Hashable] = set()
-        self.queues: dict[tuple[int, str], deque[Hashable]] = defaultdict(deque)
-        self.users: dict[tuple[int, str], dict[Hashable, None]] = defaultdict(dict)
-        self.crowding: dict[tuple[int, str], int] = defaultdict(int)
-        self.heap: list[tuple[float, int, int, Hashable]] = []
+        self.works: list[_Work | None] = [None] * len(numbers)
+        self.ended = bytearray(len(numbers))
+        self.known: dict[tuple[int, tuple[str, ...]], list[int]] = {}  # resources of a rank by name
+        self.lanes: dict[tuple[int, str], int] = {}
+        self.places: dict[tuple[int, str], int] = {}
+        self.queues: list[deque[int]] = []
+        self.users: list[dict[int, None]] = []
+        self.crowding: list[int] = []
+        self.heap: list[tuple[float, int, int, int]] = []
         self.count = 0
         self.spans: list[Timed] = []
 
@@ -87,80 +95,97 @@ class _Lanes:
         for rank in range(len(self.lists)):
             self._advance(rank)
         while self.heap:
-            end, _, version, key = heapq.heappop(self.heap)
-            if key in self.works and self.works[key].version == version:
+            end, _, version, number = heapq.heappop(self.heap)
+            work = self.works[number]
+            if work is not None and work.version == version:
                 self.now = end
-                self._finish(key)
+                self._finish(number, work)
         for rank, actions in enumerate(self.lists):
             if self.next[rank] < len(actions):
-                raise ValueError(f"rank {rank} waits for ever for {actions[self.next[rank]].key}")
+                raise ValueError(f"rank {rank} waits for ever for {actions[self.next[rank]][1].key}")
         return self.spans
 
     def _advance(self, rank: int) -> None:
         actions = self.lists[rank]
-        while self.next[rank] < len(actions):
-            action = actions[self.next[rank]]
-            if isinstance(action, End):
-                if action.key not in self.ended:
-                    self.works[action.key].waiting.append(rank)
-                    return
-            else:
-                self._begin(rank, action)
-            self.next[rank] += 1
+        for at in range(self.next[rank], len(actions)):
+            number, action = actions[at]
+            if isinstance(action, Begin):
+                self._begin(rank, number, action)
+            elif not self.ended[number]:
+                work = self.works[number]
+                assert work is not None, f"{action.key} is awaited before it is begun"
+                work.waiting.append(rank)
+                self.next[rank] = at
+                return
+        self.next[rank] = len(actions)
 
-    def _begin(self, rank: int, action: Begin) -> None:
-        work = self.works.get(action.key)
+    def _begin(self, rank: int, number: int, action: Begin) -> None:
+        work = self.works[number]
         if work is None:
-            work = self.works[action.key] = _Work(action.lane, action.seconds, [], [], action.parties or (rank,))
+            work = self.works[number] = _Work(action, action.parties or (rank,))
+        lane = self.lanes.setdefault((rank, action.lane), len(self.queues))
+        if lane == len(self.queues):
+            self.queues.append(deque())
         work.left = max(work.left, action.seconds)
-        work.places += [(rank, name) for name in action.uses]
-        work.crowds += [(rank, name) for name in action.crowds]
-        work.begun += 1
-        self.queues[rank, action.lane].append(action.key)
-        self._start(action.key)
+        work.queues[rank] = lane
+        work.places += self._resources(rank, action.uses)
+        work.crowds += self._resources(rank, action.crowds)
+        self.queues[lane].append(number)
+        self._start(number, work)
 
-    def _start(self, key: Hashable) -> None:
+    def _resources(self, rank: int, names: tuple[str, ...]) -> list[int]:
+        key = rank, names
+        if key not in self.known:
+            self.known[key] = [self.places.setdefault((rank, name), len(self.places)) for name in names]
+            more = len(self.places) - len(self.users)
+            self.users += [{} for _ in range(more)]
+            self.crowding += [0] * more
+        return self.known[key]
+
+    def _start(self, number: int, work: _Work) -> None:
         """Start a piece that all parties have begun, where it is first in all lanes."""
-        work = self.works[key]
-        if work.start >= 0 or work.begun < len(work.parties) or any(self.queues[rank, work.lane][0] != key for rank in work.parties):
+        if work.start >= 0 or len(work.queues) < len(work.parties) or any(self.queues[lane][0] != number for lane in work.queues.values()):
             return
         work.start = work.since = self.now
         for place in work.places:
-            self.users[place][key] = None
+            self.users[place][number] = None
         for place in work.crowds:
             self.crowding[place] += 1
-        self._share([*work.places, *work.crowds], key)
+        self._share((*work.places, *work.crowds), number)
 
-    def _finish(self, key: Hashable) -> None:
-        work = self.works.pop(key)
-        self.ended.add(key)
+    def _finish(self, number: int, work: _Work) -> None:
+        self.ended[number], self.works[number] = True, None
         for place in work.places:
-            del self.users[place][key]
+            del self.users[place][number]
         for place in work.crowds:
             self.crowding[place] -= 1
-        self._share([*work.places, *work.crowds])
+        self._share((*work.places, *work.crowds))
         for rank in work.parties:
-            self.spans.append(Timed(rank, work.lane, key, work.start, self.now))
-            queue = self.queues[rank, work.lane]
+            self.spans.append(Timed(rank, work.begin.lane, work.begin.key, work.start, self.now))
+            queue = self.queues[work.queues[rank]]
             queue.popleft()
             if queue:
-                self._start(queue[0])
+                following = self.works[queue[0]]
+                assert following is not None
+                self._start(queue[0], following)
         for rank in work.waiting:
             self.next[rank] += 1
             self._advance(rank)
 
-    def _share(self, places: Sequence[tuple[int, str]], fresh: Hashable | None = None) -> None:
+    def _share(self, places: Sequence[int], fresh: int = -1) -> None:
         """Give the users of some places their new rates."""
-        keys = dict.fromkeys(key for place in places for key in self.users[place])
-        if fresh is not None:
-            keys[fresh] = None
-        for key in keys:
-            work = self.works[key]
-            slowed = (len(self.users[place]) / (1.0 - self.crowd * (self.crowding[place] > 0)) for place in work.places)
-            rate = 1.0 / max(slowed, default=1.0)
-            if rate != work.rate or key == fresh:
+        numbers = {number: None for place in places for number in self.users[place]}
+        if fresh >= 0:
+            numbers[fresh] = None
+        for number in numbers:
+            work, slowed = self.works[number], 1.0
+            assert work is not None
+            for place in work.places:
+                slowed = max(slowed, len(self.users[place]) / (1.0 - self.crowd * (self.crowding[place] > 0)))
+            rate = 1.0 / slowed
+            if rate != work.rate or number == fresh:
                 work.left -= (self.now - work.since) * work.rate
                 work.since, work.rate = self.now, rate
                 work.version += 1
                 self.count += 1
-                heapq.heappush(self.heap, (self.now + max(0.0, work.left) / rate, self.count, work.version, key))
+                heapq.heappush(self.heap, (self.now + max(0.0, work.left) / rate, self.count, work.version, number))
