@@ -12,7 +12,7 @@ users of the resource lose a share `crowd` of their rate, once for all that crow
 """
 
 import heapq
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
