@@ -98,6 +98,7 @@ class Clock:
         self.per_node = int(self.rates.fabric.per_node)
         self.turns: dict[tuple, list[tuple[str, float]]] = {}
         self.exchanges: dict[int, list[float]] = {}
+        self.collectives: dict[tuple[Layout, str, int], float] = {}
         self.ledgers: dict[tuple[int, tuple[Layout, ...]], Ledger] = {}  # by rank and the layouts that its steps visit
         self.paces: dict[Layout, float] = {}  # seconds of a visit for one of a block's on its packs
 
@@ -199,6 +200,12 @@ class Clock:
 
     def collective_s(self, layout: Layout, kind: str, sent_bytes: int) -> float:
         """Seconds of a gather or a reduction in which a rank sends so many bytes. Its members share one cut of the weights."""
+        key = layout, kind, sent_bytes
+        if key not in self.collectives:
+            self.collectives[key] = self._collective_s(*key)
+        return self.collectives[key]
+
+    def _collective_s(self, layout: Layout, kind: str, sent_bytes: int) -> float:
         holders = layout.dp * layout.ulysses * layout.ring
         if holders == 1 or not sent_bytes:
             return 0.0
