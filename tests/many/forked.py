@@ -5,7 +5,7 @@ from collections.abc import Callable
 from longshift.dist.fork import ForkedWorld
 from longshift.trainer.check import Trial
 
-DEADLINE_S = 120.0  # for a case of a second: the machine may be busy
+DEADLINE_S = 300.0  # for a case of seconds: the machine may be busy
 
 Worlds = Callable[[int], ForkedWorld]
 Truth = Callable[[Trial], str]

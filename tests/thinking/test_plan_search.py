@@ -19,7 +19,7 @@ from longshift.errors import UsageError
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
-from longshift.planner import least_bytes
+from longshift.planner import least_bytes, stages
 from longshift.planner.assign import assignments, cut_at, tally
 from longshift.planner.chosen import Shortlist
 from longshift.planner.enumerated import AXES, Meshes, enumerate_layouts, illegal
@@ -423,3 +423,44 @@ def test_plan_scale_is_measured():
         assert case["seconds"] <= 4 * most_s
         assert case["peak_mib"] <= 512
         assert case["candidates"] > sum(case["refused"].values()) > 0
+
+
+# --- uneven stages ---
+
+
+def test_plan_deals_blocks_as_trying_every_way_does():
+    """The rank with most to do has as little as it can; every virtual stage has a block, and all blocks are dealt."""
+    rng = random.Random(3)
+    for _ in range(300):
+        pp, virtual = rng.choice([(2, 1), (2, 2), (3, 1), (3, 2), (4, 1)])
+        layers, besides = rng.randint(pp * virtual, 12), [0.0] * pp
+        besides[0], besides[-1] = rng.choice([0.0, 0.3, 2.0]), rng.choice([0.0, 0.7, 2.5, 6.0])
+        sizes = stages.balanced(layers, virtual, besides)
+        layout = Layout(pp=pp, virtual=virtual, stages=sizes)
+        assert not faults(replace(SMALL, layers=layers), layout, pp)
+        each = [some for some in product(range(virtual, layers + 1), repeat=pp) if sum(some) == layers]
+        assert stages.most(layers, layout, besides) == min(max(map(sum, zip(some, besides))) for some in each)
+        assert all(max(mine) - min(mine) <= 1 for mine in (sizes[rank::pp] for rank in range(pp)))
+
+
+def test_plan_moves_blocks_off_the_rank_with_the_head():
+    """A vocabulary of 128K beside blocks of 1,024: the way that is chosen is no slower than the same mesh with any other stages."""
+    spec, machine = replace(SMALL, vocab=128256, layers=8), cluster("4xH100")
+    task = Task(spec, machine, Lengths(*some_lengths(longest=1 << 13)), 1 << 18, "bf16", 4, fixed={"pp": [2], "virtual": [1], "tp": [1]})
+    found = search(task)
+    best = found.best
+    assert best is not None
+    assert found.single is not None
+    (use,) = {edge.use for edge in found.single.edges}
+    assert use.stages[0] > use.stages[-1]
+    replay = Replay(task)
+    for first in range(1, spec.layers):
+        other = replace(found.single.edges[0], use=replace(use, stages=(first, spec.layers - first)))
+        assert found.single.seconds <= replay.mean_second((other,)) * (1 + 1e-9), (use, first)
+
+
+def test_plan_leaves_even_stages_that_are_as_good():
+    task = Task(replace(SMALL, vocab=64), cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 17, "bf16", 4, fixed={"pp": [2]})
+    found = search(task)
+    assert found.ways
+    assert not any(edge.use.stages for way in found.ways for edge in way.edges)

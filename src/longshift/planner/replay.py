@@ -4,13 +4,14 @@ Steps have typical documents of the corpus (`Lengths.typical`), dealt and packed
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device
+from longshift.planner.stages import evened
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
@@ -149,16 +150,23 @@ class Replay:
         return self.lacks(edges)[0] <= 0
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
-        """Those that fit, fastest first. All are played on the first step; on the STEPS after it the first FINALISTS, the best single
-        layout and the best of one cut of the weights. The rest are taken to be as much slower as on the first step."""
-        fitting = [edges for edges in dict.fromkeys(ways) if self.fits(edges)]
-        first = sorted(fitting, key=lambda edges: (self.second(edges, 0), str(edges)))
+        """Those that fit, fastest first. All are played on the first step, the first FINALISTS with pipelines with uneven stages, too; on
+        the STEPS after it the FINALISTS of all these, the best single layout and the best of one cut of the weights. The rest are taken to
+        be as much slower as on the first step."""
+        first = self._first(ways)
+        pipelines = [edges for edges in first if any(edge.use.pp > 1 for edge in edges)]
+        first = self._first([*first, *map(self.evened, pipelines[:FINALISTS])])
         kinds = (first, [edges for edges in first if len(edges) == 1], [edges for edges in first if one_cut(edges)])
         finalists = [edges for some, most in zip(kinds, (FINALISTS, 1, 1)) for edges in some[:most]]
         means = {edges: self.mean_second(edges) for edges in finalists}
         scale = means[first[0]] / self.second(first[0], 0) if first else 1.0
         found = [self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first]
         return sorted(found, key=lambda way: (way.seconds, way.edges not in means, str(way)))
+
+    def _first(self, ways: Iterable[tuple[Edge, ...]]) -> list[tuple[Edge, ...]]:
+        """Those that fit, fastest on the first step first."""
+        fitting = [edges for edges in dict.fromkeys(ways) if self.fits(edges)]
+        return sorted(fitting, key=lambda edges: (self.second(edges, 0), str(edges)))
 
     def step(self, edges: tuple[Edge, ...], number: int) -> StepTime:
         """A step on the clock."""
@@ -176,6 +184,13 @@ class Replay:
     def mean_second(self, edges: tuple[Edge, ...]) -> float:
         """Mean seconds of the STEPS."""
         return float(np.mean([self.second(edges, number) for number in range(1, 1 + STEPS)]))
+
+    def evened(self, edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
+        """These groups with the stages of their pipelines by what units take on the first step."""
+        step, layers = self.step(edges, 0), self.task.spec.layers
+        visited = in_visiting_order(self.clocks[edges].shape, self.typical[0])
+        better = {group.layout: evened(layers, group.layout, pieces) for group, pieces in zip(visited, step.played)}
+        return tuple(replace(edge, use=better.get(edge.use, edge.use)) for edge in edges)
 
     def way(self, edges: tuple[Edge, ...], seconds: float = np.inf) -> Way:
         """What is known of a way."""
