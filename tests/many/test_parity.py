@@ -25,6 +25,7 @@ CASES = (
     ("llama", "pp2.v2.z2", FEWER),
     ("llama", "pp4", FEWER),
     ("llama", "pp2:4-1.z3.recompute-attention", FEWER),
+    ("llama-tied", "pp2:1-2-1-1.v2.z1", FEWER),
     ("llama", "ring4.z2", FEWER),
     ("llama", "u4.z1", FEWER),
     ("llama", "pp2.dp2.tp2.z3", FEWER),

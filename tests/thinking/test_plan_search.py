@@ -19,7 +19,7 @@ from longshift.errors import UsageError
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
-from longshift.planner import least_bytes, stages
+from longshift.planner import least_bytes, uneven
 from longshift.planner.assign import assignments, cut_at, tally
 from longshift.planner.chosen import Shortlist
 from longshift.planner.enumerated import AXES, Meshes, enumerate_layouts, illegal
@@ -435,11 +435,11 @@ def test_plan_deals_blocks_as_trying_every_way_does():
         pp, virtual = rng.choice([(2, 1), (2, 2), (3, 1), (3, 2), (4, 1)])
         layers, besides = rng.randint(pp * virtual, 12), [0.0] * pp
         besides[0], besides[-1] = rng.choice([0.0, 0.3, 2.0]), rng.choice([0.0, 0.7, 2.5, 6.0])
-        sizes = stages.balanced(layers, virtual, besides)
+        sizes = uneven.balanced(layers, virtual, besides)
         layout = Layout(pp=pp, virtual=virtual, stages=sizes)
         assert not faults(replace(SMALL, layers=layers), layout, pp)
         each = [some for some in product(range(virtual, layers + 1), repeat=pp) if sum(some) == layers]
-        assert stages.most(layers, layout, besides) == min(max(map(sum, zip(some, besides))) for some in each)
+        assert uneven.most(layers, layout, besides) == min(max(map(sum, zip(some, besides))) for some in each)
         assert all(max(mine) - min(mine) <= 1 for mine in (sizes[rank::pp] for rank in range(pp)))
 
 

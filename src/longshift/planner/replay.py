@@ -11,7 +11,7 @@ import numpy as np
 from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device
-from longshift.planner.stages import evened
+from longshift.planner.uneven import evened
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, GroupPacks, StepTime

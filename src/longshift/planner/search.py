@@ -4,7 +4,7 @@
 
 The shortlist (`planner.shortlist`) compares every layout and assignment in closed form. Its best, and the best single layouts among them,
 are weighed by the ledger and played on the clock as a run would play them (`planner.replay`); the fastest pipelines again with uneven
-stages (`planner.stages`). So what is chosen is, on the clock, never worse than the best single layout that was played. The best of less
+stages (`planner.uneven`). So what is chosen is, on the clock, never worse than the best single layout that was played. The best of less
 memory are among them: what closed forms put first with more of it may be slower on the clock. Where nothing of it fits, streamed layouts
 are tried.
 """
