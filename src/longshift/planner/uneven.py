@@ -4,7 +4,7 @@ A full pipeline is as fast as the rank with most to do. The first rank has the e
 which takes as long as several blocks where the vocabulary is large: Llama 3 had a block less in both stages (arXiv 2407.21783, 3.3.2).
 
     pp4          8     8     8     8 + head        the last rank has most to do
-    pp4:9-9-8-6  9     9     8     6 + head
+    pp4:8-9-9-6  8     9     9     6 + head
 
 Seconds are those of a step on the clock, which then plays the step again and says which way is faster.
 """
