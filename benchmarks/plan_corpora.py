@@ -71,7 +71,7 @@ def row(case: int, corpus: str, longest: int) -> dict:
     apart = Task(
         spec, task.cluster, wide, int(tokens * wide.tokens / wide.documents * lengths.documents / lengths.tokens), "bf16", task.world
     )
-    baseline = search(apart).single
+    baseline = search(apart, single=True).single
     others = {"single": found.single, "context_parallel": found.context_parallel, "padded": baseline}
     return told | {
         "auto": str(found.best),

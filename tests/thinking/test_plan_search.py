@@ -464,3 +464,14 @@ def test_plan_leaves_even_stages_that_are_as_good():
     found = search(task)
     assert found.ways
     assert not any(edge.use.stages for way in found.ways for edge in way.edges)
+
+
+def test_plan_of_one_layout_alone_is_the_best_single_one():
+    task = Task(SMALL, cluster("4xA100-40"), Lengths(*some_lengths(longest=1 << 15)), 1 << 18, "bf16", 4)
+    all_, alone = search(task), search(task, single=True)
+    assert {len(way.edges) for way in alone.ways} == {1}
+    assert alone.best == alone.single
+    assert alone.single is not None
+    assert all_.single is not None
+    assert all_.best is not None
+    assert all_.best.seconds <= alone.single.seconds * (1 + 1e-9) <= all_.single.seconds * (1 + 1e-9)

@@ -53,8 +53,9 @@ class Choice:
         return first + [way for way in self.ways if way not in first][: count - len(first)]
 
 
-def search(task: Task, tell: Callable[[str], None] = lambda line: None) -> Choice:
-    """The best ways of a task. `tell`: what is being done. Raises UsageError where home is on a disk of which nothing is known."""
+def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: bool = False) -> Choice:
+    """The best ways of a task. `tell`: what is being done; `single`: whether only one layout for all documents is looked for. Raises
+    UsageError where home is on a disk of which nothing is known."""
     if "disk" in task.home.named and task.cluster.disk is None:
         raise UsageError(
             f"home: {task.home}: nothing is known of a disk of {task.cluster.name}: plan from a file of longshift profile -o on such a "
@@ -63,11 +64,11 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None) -> Choic
     replay = Replay(task)
     listed = _listed(task, BUDGETS[0])
     tell(f"{listed.candidates:,} layouts of {task.world} ranks compared")
-    ways = _ways(task, listed)
+    ways = _ways(task, listed, single)
     for part in BUDGETS[1:]:
         if listed.fits:
             less = _listed(task, part)
-            found = _ways(task, less if sum(map(replay.fits, ways)) < ENOUGH else replace(less, others=()))
+            found = _ways(task, less if sum(map(replay.fits, ways)) < ENOUGH else replace(less, others=()), single)
             ways = list(dict.fromkeys([*ways, *found]))
     if not any(map(replay.fits, ways)):
         tell("no whole pack fits; trying streamed layouts")
@@ -105,11 +106,11 @@ def _listed(task: Task, part: float) -> Shortlist:
     )
 
 
-def _ways(task: Task, found: Shortlist) -> list[tuple[Edge, ...]]:
+def _ways(task: Task, found: Shortlist, single: bool) -> list[tuple[Edge, ...]]:
     """Assignments of a shortlist. Where gathered weights are coded, those of one layout alone: a switch must not take coded weights."""
     answers = [one for one in (found.best, found.single, found.context_parallel, *found.others) if one is not None]
     ways = dict.fromkeys(answer.edges for answer in answers)
-    return [edges for edges in ways if len(edges) == 1 or task.wire.weights == "compute"]
+    return [edges for edges in ways if len(edges) == 1 or not (single or task.wire.weights != "compute")]
 
 
 def _streamed(task: Task) -> list[tuple[Edge, ...]]:
