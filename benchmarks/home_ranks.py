@@ -144,7 +144,7 @@ class Link:
 
     @contextmanager
     def busy(self, nbytes: int) -> Iterator[None]:
-        """What moves these bytes, which begin when the link has moved those of whoever came before, and end no sooner than it has these."""
+        """Enter it to move these bytes. The link serves callers in their order; leaving takes until the link would have moved the bytes."""
         with self._lock:
             self.free_at = max(self.free_at, time.perf_counter()) + nbytes / self.bandwidth
             until = self.free_at

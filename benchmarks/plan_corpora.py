@@ -6,7 +6,6 @@ All compute the same documents. Nothing is measured: what a GPU reaches is `clus
 planned side by side, a process a core.
 """
 
-import os
 import time
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from common import arguments, publish, say
 
+from longshift.cluster.host import core_count
 from longshift.cluster.named import cluster
 from longshift.forecast import on_cluster
 from longshift.layout.layout import format_size
@@ -89,7 +89,7 @@ def main() -> None:
     args = arguments(__doc__ or "").parse_args()
     cases = [(1, "github", LONGEST[0])] if args.quick else list(product(range(len(CASES)), CORPORA, LONGEST))
     rows = []
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ProcessPoolExecutor(core_count()) as pool:
         for found in pool.map(row, *zip(*cases)):
             rows.append(found)
             told = f"{found['model']} {found['on']} {found['corpus']} {format_size(found['longest'])}"

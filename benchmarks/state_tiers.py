@@ -9,8 +9,8 @@
     vertical  the same of `home: disk` under ZeRO-3, micro-batch by micro-batch and in vertical order; `vertical_ratio`: seconds of the one
               over those of the other
     file      all records of a home are read and written, as an update does, in turn with a plain test of the same disk: one file, direct,
-              as many threads, as large blocks. `disk_share`: of its rate, the median over rounds. They are short and many: a disk
-              that others use too is twice as fast in one second as in another
+              as many threads, as large blocks. `disk_share`: of its rate, the median over rounds. Rounds are short and many: a
+              disk that others use too is twice as fast in one second as in another
     adam      the update of a home, its clip included, beside torch's fused AdamW alone on one vector of the same size
     moments   a Llama of 128 wide learns Python's standard library, byte by byte, with moments in each format: its loss, the mean of the
               last tenth of the steps, over that with moments in float32, on the same documents; and bytes of state a parameter. "again" is

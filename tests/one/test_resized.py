@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from longshift.dist.world import LARGE
 from longshift.state import resized
-from longshift.state.resized import LARGE, Resized
+from longshift.state.resized import Resized
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -52,11 +52,11 @@ class Case:
 
     @cached_property
     def known(self) -> dict[tuple, Any]:
-        """What was asked before, by what it was asked for."""
+        """Answers of the two methods below, by their arguments."""
         return {}
 
     def buckets(self, layout: Layout, unit: int) -> list[Bucket]:
-        """Those of a unit."""
+        """The buckets of a unit, as this layout cuts them."""
         if (layout, unit) not in self.known:
             self.known[layout, unit] = [bucket for bucket in buckets(self.itinerary.spec, layout) if bucket.unit == unit]
         return self.known[layout, unit]

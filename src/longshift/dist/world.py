@@ -24,6 +24,7 @@ from longshift.dist.sealed import SealedStore
 from longshift.errors import LongshiftError, PeerError, UsageError
 
 TIMEOUT = timedelta(minutes=10)
+LARGE = 32 << 20  # bytes, from which on the C library maps memory anew each time
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what torch reads, the second where there is no first
 ALONE_TIMEOUT = timedelta(days=7)  # for what some ranks do alone, such as the tokens of a large corpus
 
@@ -57,7 +58,7 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: the largest that glibc would come to by itself
+        mallopt(-3, LARGE)  # M_MMAP_THRESHOLD: the largest that glibc would come to by itself
 
 
 def allocator() -> dict[str, str]:

@@ -150,9 +150,9 @@ class Replay:
         return self.lacks(edges)[0] <= 0
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
-        """Those that fit, fastest first. All are played on the first step, the first FINALISTS with pipelines with uneven stages, too; on
-        the STEPS after it the FINALISTS of all these, the best single layout and the best of one cut of the weights. The rest are taken to
-        be as much slower as on the first step."""
+        """Those that fit, fastest first. All are played on the first step, and the fastest FINALISTS that have a pipeline once more
+        with uneven stages. The fastest FINALISTS of all these, the best single layout and the best of one cut of the weights are played on
+        the STEPS after it. The rest are taken to be as much slower as on the first step."""
         first = self._first(ways)
         pipelines = [edges for edges in first if any(edge.use.pp > 1 for edge in edges)]
         first = self._first([*first, *map(self.evened, pipelines[:FINALISTS])])

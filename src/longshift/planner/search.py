@@ -107,10 +107,11 @@ def _listed(task: Task, part: float) -> Shortlist:
 
 
 def _ways(task: Task, found: Shortlist, single: bool) -> list[tuple[Edge, ...]]:
-    """Assignments of a shortlist. Where gathered weights are coded, those of one layout alone: a switch must not take coded weights."""
+    """Assignments of a shortlist. Where `single` is asked for, or gathered weights are coded, only those of one layout: a switch must not
+    take coded weights."""
     answers = [one for one in (found.best, found.single, found.context_parallel, *found.others) if one is not None]
     ways = dict.fromkeys(answer.edges for answer in answers)
-    return [edges for edges in ways if len(edges) == 1 or not (single or task.wire.weights != "compute")]
+    return [edges for edges in ways if len(edges) == 1 or (task.wire.weights == "compute" and not single)]
 
 
 def _streamed(task: Task) -> list[tuple[Edge, ...]]:

@@ -290,7 +290,7 @@ class _Stage:
     def __init__(self, clock: Clock, layout: Layout, stage: int, visits: Sequence[Visit], packs: Sequence[tuple[int, ...]]):
         self.clock, self.layout, self.stage, self.visits, self.packs = clock, layout, stage, visits, packs
         self.under_way: dict[tuple, deque[Hashable]] = {}
-        self.turns: dict[tuple, dict[str, float]] = {}  # seconds by lane
+        self.turns: dict[tuple, dict[str, float]] = {}  # seconds by lane, of each turn of a kind of unit on a micro-batch
         self.count = 0
         nodes = layout.world > clock.per_node
         inside = layout.tp * layout.ulysses * layout.ring * layout.dp <= clock.per_node
@@ -370,7 +370,7 @@ class _Stage:
 
     def _turn(self, op: Op) -> Iterator[Begin | End]:
         kind: UnitKind = "embeddings" if op.unit == 0 else "head" if op.unit > self.clock.spec.layers else "block"
-        key = op.visit, op.micro, kind, op.turn, op.part
+        key = op.micro, kind, op.turn, op.part
         if key not in self.turns:
             blocks = self.visits[op.visit].loss_blocks[op.micro] if op.turn == "loss" and not self.layout.chunk else 1
             self.turns[key] = dict(self.clock.turn(self.layout, self.packs[op.micro], blocks, kind, op.turn, op.part))

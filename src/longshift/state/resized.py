@@ -13,7 +13,7 @@ import sys
 
 from torch import Tensor
 
-LARGE = 32 << 20  # bytes, from which on the C library maps memory anew (`dist.world.keep_freed_memory`)
+from longshift.dist.world import LARGE
 
 
 class Resized:
