@@ -20,7 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 from longshift.dist.held import HeldBytes
 from longshift.dist.world import World
-from longshift.model.kernels import Kernel, kernels
+from longshift.model.chosen_kernel import kernels
+from longshift.model.kernels import Kernel
 from longshift.spec.model import attended
 from longshift.step import player
 from longshift.stream import tiers

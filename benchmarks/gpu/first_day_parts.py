@@ -31,7 +31,8 @@ from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
 from longshift.model import float8
 from longshift.model.attention import Attention, PackedAttention
-from longshift.model.kernels import FLASH, Kernel, choose, kernels, probe
+from longshift.model.chosen_kernel import choose, kernels, probe
+from longshift.model.kernels import FLASH, Kernel
 from longshift.simulate.cost import Habits
 from longshift.simulate.rates import rates
 from longshift.spec.model import attended

@@ -16,8 +16,8 @@ from longshift.cluster.cluster import Heads
 from longshift.dist.world import stay_on_loopback
 from longshift.documents.batch import Document
 from longshift.documents.micro import micro_batch
+from longshift.model.chosen_kernel import choose, kernels
 from longshift.model.decoder import Block, Decoder, Ops
-from longshift.model.kernels import choose, kernels
 from longshift.state.precision import Precision
 
 

@@ -15,9 +15,10 @@ from longshift.cluster.cluster import Heads
 from longshift.dist.world import World
 from longshift.layout.blocks import BLOCK
 from longshift.model.attention import Attention, PackedAttention
+from longshift.model.chosen_kernel import LONG_BY_CUDNN, choose, kernels, probe
 from longshift.model.float8 import linear, linear_back, multiplies_codes, rounded
 from longshift.model.functions import add_product
-from longshift.model.kernels import FLASH, Kernel, choose, kernels, probe
+from longshift.model.kernels import FLASH, Kernel, reference, reference_backward
 from longshift.spec.model import ModelSpec, Rope
 from longshift.stream.tiers import tier_of
 from longshift.trainer.check import Trial, compare, write_reference
@@ -101,6 +102,27 @@ def test_a_pack_in_one_call_is_as_exact_as_a_call_for_each_document(device: torc
     for mine, other, exact in zip(packed, alone, truth):
         errors = [float((x.double().cpu() - exact).norm() / exact.norm()) for x in (mine, other)]
         assert 1e-5 < errors[0] <= 2 * errors[1], errors
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(4097, 4097, True), (5000, 5000, True), (5000, 6500, False), (4096, 5120, False)])
+def test_attention_to_long_pieces_of_any_length_is_as_exact_as_flash(device: torch.device, queries: int, keys: int, causal: bool):
+    if device.type == "cpu":
+        pytest.skip("cuDNN runs on GPUs")
+    heads = Heads(4, 2, 64)
+    make, scale = torch.Generator().manual_seed(0), heads.width**-0.5
+    shapes = [(queries, heads.query), (queries, heads.query), (keys, heads.key), (keys, heads.key)]
+    grad, q, k, v = (torch.randn(*shape, heads.width, generator=make).to(device, torch.bfloat16) for shape in shapes)
+    exact = [x.double() for x in (q, k, v)]
+    out, lse = reference(*exact, causal, scale)
+    truth = out, lse, *reference_backward(grad.double(), *exact, out, lse, causal, scale)
+    piece = LONG_BY_CUDNN.of(q, k, causal)
+    assert piece is LONG_BY_CUDNN
+    errors = []
+    for kernel in (piece, FLASH):
+        out, lse = kernel.forward(q, k, v, causal, scale)
+        found = out, lse, *kernel.backward(grad, q, k, v, out, lse, causal, scale)
+        errors.append([float((x.double() - y).norm() / y.norm()) for x, y in zip(found, truth)])
+    assert all(mine <= 2 * other for mine, other in zip(*errors)), errors
 
 
 @pytest.mark.parametrize("slots", [1, 3])

@@ -27,9 +27,10 @@ from longshift.documents.micro import micro_batch
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.layout.placement import local_boxes
+from longshift.model.chosen_kernel import kernels
 from longshift.model.decoder import Block, Head, Unit, build_unit
 from longshift.model.functions import WRITTEN_OUT, add_product
-from longshift.model.kernels import FLASH, kernels
+from longshift.model.kernels import FLASH
 from longshift.program.operations import Op
 from longshift.schedule.chunks import Event
 from longshift.spec.adapters import Lora

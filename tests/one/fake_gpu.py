@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longshift.dist.world import World
 from longshift.documents import micro
-from longshift.model import kernels
+from longshift.model import chosen_kernel, kernels
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.update import train_step
@@ -45,12 +45,13 @@ RANKS = {  # which one of as many as the layout has
     "pp2.u2.z3.chunk24.host.kv-offload": 2,
     "dp4.z2 > dp2.tp2.z3 > pp2.ring2": 2,
 }
-FLASH, CUDNN, VARLEN = kernels.kernels(torch.device("cuda"), torch.bfloat16)
+FLASH, CUT, VARLEN = chosen_kernel.kernels(torch.device("cuda"), torch.bfloat16)
+CUDNN = replace(kernels.CUDNN, packed=CUT.packed)
 CASES = {
     **{layout: (LLAMA, layout, "bf16", FLASH) for layout in (*LAYOUTS, *RANKS)},
     **{f"chunk24.host {kernel.name}": (LLAMA, "chunk24.host", "bf16", replace(kernel, rest=None)) for kernel in (CUDNN, VARLEN)},
     **{
-        f"gpt2 chunk24.host {name}": (GPT2, "chunk24.host", name, kernels.kernels(torch.device("cuda"), dtype)[0])
+        f"gpt2 chunk24.host {name}": (GPT2, "chunk24.host", name, chosen_kernel.kernels(torch.device("cuda"), dtype)[0])
         for name, dtype in (("float32", torch.float32), ("fp16", torch.float16))
     },
     "dp1 a call for each document": (LLAMA, "dp1", "bf16", kernels.FLASH),

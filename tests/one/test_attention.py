@@ -15,10 +15,12 @@ from torch import Tensor
 from longshift.cluster.cluster import Heads
 from longshift.errors import UsageError
 from longshift.model import attention as attention_module
+from longshift.model import chosen_kernel, tiled
 from longshift.model import kernels as kernels_module
 from longshift.model import packed as packed_module
-from longshift.model import tiled
 from longshift.model.attention import Attention, PackedAttention, match_heads
+from longshift.model.chosen_kernel import LONG_BY_CUDNN, choose
+from longshift.model.cut import cut
 from longshift.model.kernels import (
     BY_SIZE,
     CUDNN,
@@ -27,7 +29,6 @@ from longshift.model.kernels import (
     TILED,
     VARLEN,
     Kernel,
-    choose,
     flash,
     flash_backward,
     merge,
@@ -176,7 +177,7 @@ def alone_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 
 @pytest.mark.parametrize("turn", range(3))
 def test_the_fastest_kernel_that_is_legal_and_exact_enough_is_chosen(turn, monkeypatch):
-    monkeypatch.setattr(kernels_module, "TIMED_TOKENS", 256)
+    monkeypatch.setattr(chosen_kernel, "TIMED_TOKENS", 256)
     others = [slower(FLASH, 0.2), replace(FLASH, name="absent", forward=absent), replace(FLASH, name="rough", forward=alone_forward)]
     given = [*others[turn:], FLASH, *others[:turn]]
     kernel, why = choose(given, Heads(4, 2, 16), torch.float32, CPU, lambda seconds: seconds)
@@ -187,7 +188,7 @@ def test_the_fastest_kernel_that_is_legal_and_exact_enough_is_chosen(turn, monke
 
 
 def test_the_slowest_rank_decides_which_kernel_all_take(monkeypatch):
-    monkeypatch.setattr(kernels_module, "TIMED_TOKENS", 256)
+    monkeypatch.setattr(chosen_kernel, "TIMED_TOKENS", 256)
     other = slower(FLASH, 0.2)
     ranks = [9.0, 0.0]
     kernel, _ = choose([FLASH, other], Heads(4, 2, 16), torch.float32, CPU, lambda own: own.maximum(own.new_tensor(ranks)))
@@ -226,7 +227,7 @@ def test_which_kernels_are_deterministic_where():
 @pytest.mark.usefixtures("deterministic")
 def test_asked_for_deterministic_algorithms_kernels_are_not_raced(monkeypatch):
     """On a GPU flash and varlen add up in one order then; torch does not ask cuDNN. On a CPU the first is taken, however slow it is."""
-    assert [k.name for k in kernels_module.kernels(torch.device("cuda"), torch.bfloat16) if k.deterministic(torch.device("cuda"))] == [
+    assert [k.name for k in chosen_kernel.kernels(torch.device("cuda"), torch.bfloat16) if k.deterministic(torch.device("cuda"))] == [
         "flash",
         "varlen",
     ]
@@ -243,12 +244,12 @@ def test_asked_for_deterministic_algorithms_kernels_are_not_raced(monkeypatch):
 def test_on_a_cpu_the_hardware_decides(monkeypatch, able, in_bf16):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(able, True), raising=False)
     for dtype, expected in ((torch.float64, FLASH), (torch.float32, FLASH), (torch.bfloat16, in_bf16)):
-        (only,) = given = kernels_module.kernels(CPU, dtype)
+        (only,) = given = chosen_kernel.kernels(CPU, dtype)
         assert only is expected
         assert choose(given, Heads(4, 2, 16), dtype, CPU, lambda seconds: seconds)[0] is only
 
 
-@pytest.mark.parametrize("kernel", kernels_module.kernels(torch.device("cuda"), torch.bfloat16), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", chosen_kernel.kernels(torch.device("cuda"), torch.bfloat16), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize(("keys", "kv_heads", "causal"), [(64, 2, True), (128, 2, False), (128, 8, False)])
 def test_gpu_kernels_take_and_give_what_they_should(kernel, keys, kv_heads, causal):
     """Without a GPU no more than that arguments bind to torch's operations and results have their shapes."""
@@ -344,9 +345,53 @@ def test_short_pieces_and_other_numbers_go_to_flash(monkeypatch):
     assert (BY_SIZE.forward, BY_SIZE.fold, BY_SIZE.add) == (TILED.forward, TILED.fold, TILED.add)
 
 
-@pytest.mark.parametrize(("queries", "keys", "kernel"), [(2048, 4096, CUDNN), (2048, 4095, FLASH), (1, 2048, FLASH), (2048, 1, FLASH)])
-def test_cudnn_takes_chunks_and_leaves_other_lengths_to_flash(queries, keys, kernel):
-    assert CUDNN.of(*(torch.empty(tokens, 2, 8, device="meta") for tokens in (queries, keys)), False) is kernel
+@pytest.mark.parametrize(
+    ("queries", "keys", "kernel"),
+    [
+        *((2048, 4096, LONG_BY_CUDNN), (4097, 5000, LONG_BY_CUDNN)),
+        *((2048, 4095, FLASH), (1, 2048, FLASH), (2048, 1, FLASH)),
+    ],
+)
+def test_cudnn_takes_chunks_and_long_pieces_and_leaves_others_to_flash(queries, keys, kernel):
+    assert LONG_BY_CUDNN.of(*(torch.empty(tokens, 2, 8, device="meta") for tokens in (queries, keys)), False) is kernel
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(48, 48, True), (53, 53, True), (16, 48, False), (53, 33, False), (53, 48, False)])
+def test_a_kernel_that_is_cut_gives_what_the_whole_one_does(queries, keys, causal):
+    """As a whole, and as a part of a larger attention; the kernel has whole multiples of 16 tokens only."""
+    seen = []
+
+    def by_16(of):
+        def call(*given):
+            q, k = given[-5:-3] if of == "forward" else given[1:3]
+            seen.append((len(q), len(k)))
+            return getattr(FLASH, of)(*given)
+
+        return call
+
+    kernel = cut(replace(FLASH, forward=by_16("forward"), backward=by_16("backward")), FLASH, 16, 0)
+    q, k, v, grad = inputs(queries, keys, 6, 2)
+    expected = definition(q, k, v, grad, causal, SCALE)
+    out, lse = kernel.forward(q, k, v, causal, SCALE)
+    assert worst((out, lse, *kernel.backward(grad, q, k, v, out, lse, causal, SCALE)), expected) < BOUND[torch.float64]
+    assert seen == [(queries // 16 * 16, keys // 16 * 16)] * 2
+    earlier = inputs(queries, 7, 6, 2)[1:3]
+    whole = definition(q, *(torch.cat((x, y)) for x, y in zip((k, v), earlier)), grad, False, SCALE)
+    if not causal:
+        out, lse = FLASH.forward(q, *earlier, False, SCALE)
+        kernel.fold(out, lse, q, k, v, False, SCALE, first=False)
+        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, False, SCALE)
+        dq = dq + FLASH.backward(grad, q, *earlier, out, lse, False, SCALE)[0]
+        assert worst((out, lse, dq, dk, dv), (*whole[:3], *(x[:keys] for x in whole[3:]))) < BOUND[torch.float64]
+
+
+def test_a_kernel_that_is_cut_sums_in_float32():
+    """An output in bf16 that nothing else is folded into is rounded once."""
+    q, k, v, grad = inputs(53, 53, 6, 2, torch.bfloat16)
+    truth = definition(q, k, v, grad, True, SCALE)[0]
+    found = [kernel.forward(q, k, v, True, SCALE)[0] for kernel in (cut(FLASH, FLASH, 16, 0), FLASH)]
+    errors = [float((out.double() - truth).norm() / truth.norm()) for out in found]
+    assert errors[0] < 1.1 * errors[1]
 
 
 @pytest.mark.parametrize("scores", [1, 300, 2**26])
@@ -502,7 +547,7 @@ def test_the_packed_kernel_of_gpus_takes_and_gives_what_it_should(window):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_of_gpus_have_packed_forms_of_16_bit_numbers(device, dtype):
-    found = [kernel.packed is not None for kernel in kernels_module.kernels(torch.device(device), dtype)]
+    found = [kernel.packed is not None for kernel in chosen_kernel.kernels(torch.device(device), dtype)]
     assert set(found) == {device == "cuda" and dtype == torch.bfloat16}
 
 

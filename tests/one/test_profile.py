@@ -19,6 +19,7 @@ from longshift.cluster.host import core_count
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.model import kernels
+from longshift.model.chosen_kernel import probe
 from longshift.profile import machine, plots, run, time_attention, time_compute, time_copies, time_disk, time_links
 from longshift.profile.bench import FEWEST, MOST, Bench, Plan, curve_of
 from longshift.profile.report import rate, show, si
@@ -148,9 +149,7 @@ def test_short_operations_are_repeated_inside_one_timing():
 
 def test_kernels_of_this_machine():
     found = {
-        (k.name, name): kernels.probe(k, dtype, name, CPU)
-        for name, dtype in time_compute.DTYPES.items()
-        for k in time_attention.tried(CPU, dtype)
+        (k.name, name): probe(k, dtype, name, CPU) for name, dtype in time_compute.DTYPES.items() for k in time_attention.tried(CPU, dtype)
     }
     assert found["tiled", "bf16"].legal
     assert found["tiled", "bf16"].backward_error < found["flash", "bf16"].backward_error
@@ -177,7 +176,7 @@ def test_a_kernel_that_forgets_the_global_log_sum_exp_is_not_legal():
         return 2 * out, lse
 
     verdicts = [
-        kernels.probe(replace(good, **change), torch.float32, "float32", CPU)
+        probe(replace(good, **change), torch.float32, "float32", CPU)
         for change in ({}, {"backward": forgetful}, {"forward": base_two}, {"forward": doubled})
     ]
     assert [verdict.legal for verdict in verdicts] == [True, False, False, False]

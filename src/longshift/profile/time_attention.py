@@ -10,7 +10,8 @@ from torch import Tensor
 
 from longshift.cluster.cluster import Backend, Heads, attention_flops
 from longshift.cluster.curves import Axis, Curve
-from longshift.model.kernels import CUDNN, FLASH, MATH, TILED, VARLEN, Kernel, gradients, probe
+from longshift.model.chosen_kernel import gradients, probe
+from longshift.model.kernels import CUDNN, FLASH, MATH, TILED, VARLEN, Kernel
 from longshift.profile.bench import Bench, Plan, Run
 from longshift.profile.time_compute import DTYPES, noise
 

@@ -21,7 +21,8 @@ Turn = Literal["pass", "forward", "backward"]
 
 INDEX_BYTES = 8  # of a token's or a position's number
 END_BYTES = 4  # of where a run of tokens ends
-EVEN = 1024  # tokens: chunks and their cuts are multiples, most documents are not (`model.kernels`)
+EVEN = 1024  # tokens, whose multiples cuDNN's attention takes: chunks and their cuts are, most documents are not (`model.cut`)
+LONG = 4096  # tokens: of longer documents and pieces it takes as many as it can
 MOST_SCORES = 2**26  # that the definition of attention holds at one time (`model.kernels`)
 
 

@@ -20,9 +20,9 @@ from longshift.dist.world import World
 from longshift.documents.batch import Document
 from longshift.documents.micro import HostPack
 from longshift.layout.layout import Layout
+from longshift.model.chosen_kernel import choose, kernels
 from longshift.model.compiled import compiled
 from longshift.model.functions import WRITTEN_OUT
-from longshift.model.kernels import choose, kernels
 from longshift.program.operations import Op, Program
 from longshift.program.step import Steps, Windows
 from longshift.program.turns import Visit

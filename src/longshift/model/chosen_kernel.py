@@ -1,0 +1,178 @@
+"""Which attention kernel a run takes: those that its device has are tried, against their definition and on the clock."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
+
+from longshift.cluster.cluster import Backend, Heads
+from longshift.errors import UsageError
+from longshift.model import packed
+from longshift.model.cut import cut
+from longshift.model.kernels import BY_SIZE, CUDNN, FLASH, VARLEN, Kernel, asked, reference, reference_backward
+from longshift.model.packed import ends_of
+from longshift.schedule.inside_rank import EVEN, LONG
+
+HEADS = Heads(8, 2, 64)
+TOKENS = 256
+TIMED_TOKENS = 4096
+PACK, BAND = (60, 1, 130, 65), 48  # of a packed kernel that is tried: lengths of documents, and a window
+WRONG = 0.05  # a relative error above this is no rounding
+SECONDS = 0.05  # of timing, a kernel and direction
+LONG_BY_CUDNN = cut(CUDNN, FLASH, EVEN, LONG)  # it plans anew for every shape, in a tenth of a second
+
+
+def probe(kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, heads: Heads = HEADS) -> Backend:
+    """Run a kernel on small inputs against its definition in float64. `name` of the dtype."""
+    grad, q, k, v = _inputs(TOKENS, 2 * TOKENS, heads, dtype, device)
+    own, scale = (grad, q, k[:TOKENS], v[:TOKENS]), heads.width**-0.5
+    exact = grad.double(), q.double(), k[:TOKENS].double(), v[:TOKENS].double()
+    whole = reference(exact[1], k.double(), v.double(), False, scale)
+    diagonal = reference(*exact[1:], True, scale)
+    try:
+        out, lse = kernel.forward(*own[1:], True, scale)
+        forward_error = _error([out], [diagonal[0]])
+        has_lse = lse.shape == diagonal[1].shape and _error([lse], [diagonal[1]]) < WRONG
+        found = kernel.backward(*own, out, lse, True, scale)
+        backward_error = _error(found, reference_backward(*exact, *diagonal, True, scale))
+        global_lse = False
+        if has_lse:
+            found = kernel.backward(*own, whole[0].to(dtype), whole[1].to(lse.dtype), False, scale)
+            global_lse = _error(found, reference_backward(*exact, *whole, False, scale)) < WRONG
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as fault:
+        reason = (str(fault).strip() or type(fault).__name__).splitlines()[0]
+        return Backend(kernel.name, name, why_not=reason.split(". ")[0].rstrip("."))
+    if not (forward_error < WRONG and backward_error < WRONG):
+        return Backend(kernel.name, name, f"wrong: {forward_error:.1e} forward, {backward_error:.1e} backward")
+    return Backend(kernel.name, name, "", has_lse, global_lse, forward_error, backward_error)
+
+
+def gradients(kernel: Kernel, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Callable[[], Sequence[Tensor]]:
+    """What computes (dq, dk, dv), forward done."""
+    return partial(kernel.backward, grad, q, k, v, *kernel.forward(q, k, v, causal, scale), causal, scale)
+
+
+def choose(
+    candidates: Sequence[Kernel], heads: Heads, dtype: torch.dtype, device: torch.device, slowest: Callable[[Tensor], Tensor]
+) -> tuple[Kernel, str]:
+    """The fastest of those that can be used here, with its packed form as far as that can be, and the reason in words. Where torch is asked
+    for deterministic algorithms, the first that is deterministic: timing may choose another one in every run. `slowest`: the largest of
+    every number over all ranks, for one choice on all. Raises UsageError, on every rank, where none can be used on all."""
+    verdicts = [probe(kernel, dtype, str(dtype), device, heads) for kernel in candidates]
+    most = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
+    refusals = [_refusal(kernel, verdict, most, device) for kernel, verdict in zip(candidates, verdicts)]
+    timed = len(candidates) > 1 and not asked()
+    usable = [_seconds(k, heads, dtype, device) if timed and not no else float(n) for n, (k, no) in enumerate(zip(candidates, refusals))]
+    own = [float("inf") if no else s for s, no in zip(usable, refusals)]
+    windows = {number: _windows(kernel, heads, dtype, device) for number, kernel in enumerate(candidates) if kernel.packed}
+    given = [*own, *(-float(one) for one in windows.values())]
+    found = slowest(torch.tensor(given, dtype=torch.float64, device=device)).tolist()
+    seconds, agreed = found[: len(own)], {number: -one for number, one in zip(windows, found[len(own) :])}
+    refusals = [
+        "" if s < float("inf") else no or (f"fails at {TIMED_TOKENS} tokens" if mine == s else "not on every rank")
+        for s, mine, no in zip(seconds, own, refusals)
+    ]
+    told = ", ".join(
+        f"{k.name} {no or (f'{s * 1e3:.3g} ms' if timed else 'can be used')}" for k, s, no in zip(candidates, seconds, refusals)
+    )
+    if all(refusals):
+        raise UsageError(
+            f"no attention kernel can be used for {heads.query} heads of {heads.width} in {str(dtype).removeprefix('torch.')} on "
+            f"{device.type}: {told}; another train.precision or device may have one"
+        )
+    if timed:
+        why = f"{TIMED_TOKENS} queries and keys, forward and backward: {told}"
+    else:
+        why = "the only one here" if len(candidates) == 1 else f"the first that is deterministic: {told}"
+    best = seconds.index(min(seconds))
+    chosen = candidates[best]
+    if chosen.packed is None:
+        return chosen, why
+    usable = None if agreed[best] < 0 else replace(chosen.packed, windows=agreed[best] > 0)
+    return replace(chosen, packed=usable), why if usable else f"{why}; its packed form cannot be used: a call for each document"
+
+
+def _refusal(kernel: Kernel, verdict: Backend, most: Sequence[float], device: torch.device) -> str:
+    """Why a kernel is not used: it does not run, is not legal for pieces, has errors above `most`, or is not deterministic where that is
+    asked. Empty where it can be."""
+    if verdict.why_not:
+        return verdict.why_not
+    if not verdict.legal or any(error > limit for error, limit in zip(_errors(verdict), most)):
+        return "not for pieces, or not exact enough"
+    if asked() and not kernel.deterministic(device):
+        return "not deterministic"
+    return ""
+
+
+def _windows(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device) -> int:
+    """Whether a kernel's packed form takes windows, 1 or 0; -1 where it cannot be used. Some documents against their definition, one by
+    one; with a window, its own over documents that a window does not reach beyond."""
+    given = _inputs(sum(PACK), sum(PACK), heads, dtype, device)
+    if not _right(kernel, given, PACK, None):
+        return -1
+    return int(_right(kernel, given, PACK, BAND))
+
+
+def _right(kernel: Kernel, given: Sequence[Tensor], lengths: Sequence[int], window: int | None) -> bool:
+    """Whether the packed form is right on these documents."""
+    assert kernel.packed
+    grad, q, k, v = given
+    scale, ends = q.shape[-1] ** -0.5, ends_of(lengths, q.device)
+    exact = [_one([x.double() for x in run], scale, window) for run in zip(*(x.split(list(lengths)) for x in given))]
+    try:
+        out, lse = kernel.packed.forward(q, k, v, ends, lengths, window, scale)
+        found = out, lse, *kernel.packed.backward(grad, q, k, v, out, lse, ends, lengths, window, scale)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
+        return False
+    return _error(found, [torch.cat(parts) for parts in zip(*exact)]) < WRONG
+
+
+def _one(document: Sequence[Tensor], scale: float, window: int | None) -> tuple[Tensor, ...]:
+    """Output, log-sum-exp and gradients of one document, of which are given gradient, q, k and v."""
+    grad, q, k, v = document
+    out, lse = reference(q, k, v, True, scale, window=window)
+    return out, lse, *reference_backward(grad, q, k, v, out, lse, True, scale, window=window)
+
+
+def _seconds(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device) -> float:
+    """Of a piece's forward and backward; infinite where it fails."""
+    grad, q, k, v = _inputs(TIMED_TOKENS, TIMED_TOKENS, heads, dtype, device)
+    scale = heads.width**-0.5
+    try:
+        there = partial(kernel.forward, q, k, v, False, scale)
+        back = gradients(kernel, grad, q, k, v, False, scale)
+        return sum(Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=SECONDS).median for run in (there, back))
+    except RuntimeError:
+        return float("inf")
+
+
+def _inputs(queries: int, keys: int, heads: Heads, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Gradient, q, k and v."""
+    make = torch.Generator().manual_seed(0)
+    shapes = ((queries, heads.query), (queries, heads.query), (keys, heads.key), (keys, heads.key))
+    return [torch.randn(*shape, heads.width, generator=make).to(device, dtype) for shape in shapes]
+
+
+def _errors(verdict: Backend) -> list[float]:
+    """Forward and backward; infinite where it does not run."""
+    return [float("inf") if error is None else error for error in (verdict.forward_error, verdict.backward_error)]
+
+
+def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Largest relative difference; infinite where it is not a number."""
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected)]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
+    """What a run chooses from. On a CPU nothing, for the same bits in every run: where vectors multiply bf16, large pieces by tiles are 1.4
+    times as fast as torch's kernel; where AMX does, torch's is 1.2 to 3 times as fast as they. `MATH` is slow, and in bf16 too
+    far from the truth."""
+    if device.type != "cpu":
+        whole = packed.FLASH if dtype in (torch.float16, torch.bfloat16) else None
+        return tuple(replace(kernel, packed=whole) for kernel in (FLASH, LONG_BY_CUDNN, VARLEN))
+    able = getattr(torch.cpu, "get_capabilities", dict)()
+    return (BY_SIZE if dtype == torch.bfloat16 and able.get("avx512_bf16") and not able.get("amx_bf16") else FLASH,)

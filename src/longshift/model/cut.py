@@ -1,0 +1,90 @@
+"""Attention by a kernel that takes whole multiples of some number of tokens: most of a piece goes to it, what remains to another kernel.
+
+cuDNN plans anew for every shape, in a tenth of a second, so that it takes multiples of 1,024 tokens only; most documents have another
+length.
+
+                     keys
+                     0          whole  S
+        queries   0   \\          |     |       A     the kernel
+                       \\    A    |  C  |       B     the other one, on fewer queries
+                        \\        |     |       C     on fewer keys; where the mask is causal, no query sees them
+              whole     _\\_______|_____|       D     both; where it is, the corner is
+                  T     B         | D\\ |
+
+The forward's parts are joined by their own log-sum-exps, and each backward takes the whole one, as in ring attention. Letters as in
+`model.kernels`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from longshift.model.kernels import Kernel, merge
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """Attention by `kernel` on multiples of `every` tokens, and by `rest` on what remains."""
+
+    kernel: Kernel
+    rest: Kernel
+    every: int
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        if self._fits(q, k):
+            return self.kernel.forward(q, k, v, causal, scale)
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        self.fold(out, lse, q, k, v, causal, scale, first=True)
+        return out, lse
+
+    def fold(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, first: bool) -> None:
+        """As `model.attention.Attention.fold`."""
+        for rows, parts in self._parts(q, k, causal):
+            sums = out[rows] if first and len(parts) == 1 else out[rows].to(lse.dtype)
+            for number, (keys, kernel, hides) in enumerate(parts):
+                merge(sums, lse[rows], *kernel.forward(q[rows], k[keys], v[keys], hides, scale), first and number == 0)
+            if sums.dtype != out.dtype:
+                out[rows] = sums
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Sequence[Tensor]:
+        if self._fits(q, k):
+            return self.kernel.backward(grad, q, k, v, out, lse, causal, scale)
+        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+        written = 0  # keys whose gradients have been written
+        for rows, parts in self._parts(q, k, causal):
+            for number, (keys, kernel, hides) in enumerate(parts):
+                found = kernel.backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], hides, scale)
+                for total, part, new in zip((dq[rows], dk[keys], dv[keys]), found, (number == 0, *(keys.start >= written,) * 2)):
+                    total.copy_(part) if new else total.add_(part)
+                written = max(written, keys.stop)
+        return dq, dk, dv
+
+    def _fits(self, q: Tensor, k: Tensor) -> bool:
+        return len(q) % self.every == len(k) % self.every == 0
+
+    def _parts(self, q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[tuple[slice, Kernel, bool]]]]:
+        """Queries, and the keys that they see, by which kernel and whether it hides later ones."""
+        for rows in self._ends(len(q)):
+            seen = [keys for keys in self._ends(len(k)) if not causal or keys.start <= rows.start]
+            whole = rows.stop % self.every == 0
+            kernels = [self.kernel if whole and keys.stop % self.every == 0 else self.rest for keys in seen]
+            yield rows, [(keys, kernel, causal and keys == rows) for keys, kernel in zip(seen, kernels)]
+
+    def _ends(self, tokens: int) -> list[slice]:
+        whole = tokens - tokens % self.every
+        return [some for some in (slice(0, whole), slice(whole, tokens)) if some.start < some.stop]
+
+
+def cut(kernel: Kernel, rest: Kernel, every: int, least: int) -> Kernel:
+    """`kernel` for pieces of any length: all of those of multiples of `every` queries and keys, and most of longer ones than `least`; the
+    `rest` of those, and other pieces, go to another one."""
+
+    def takes(q: Tensor, k: Tensor, causal: bool) -> bool:
+        return len(q) % every == len(k) % every == 0 or min(len(q), len(k)) >= least
+
+    parts = Multiples(kernel, rest, every)
+    return replace(kernel, forward=parts.forward, backward=parts.backward, fold=parts.fold, rest=rest, takes=takes)
