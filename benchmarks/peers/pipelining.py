@@ -8,7 +8,8 @@ from longshift.dist.world import World
 from longshift.documents.micro import micro_batch
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, Ops
-from longshift.model.loss import CrossEntropySum, alone
+from longshift.model.functions import alone
+from longshift.model.loss import CrossEntropySum
 from longshift.state.precision import Precision
 from longshift.trainer.check import Trial
 from peers.session import Step, adamw, weights

@@ -43,6 +43,10 @@ FAKE = [
     )
     for layout in (LAYOUTS if number == 0 else LAYOUTS[number % 3 :: 3])
 ]
+FAKE += [
+    {"spec": spec, "layout": layout, "rank": 0, "dtype": "bfloat16", "long": long}
+    for spec, layout, long in (("llama grouped", "dp1", 1000), ("llama", "recompute-selective", 1000), ("llama grouped", "u2", 300))
+]
 
 
 def predicted(spec: str, layout: str, rank: int, dtype: str, transport: Transport = "gloo") -> dict[str, Inside]:
@@ -101,8 +105,12 @@ def on_fake_device() -> list[dict]:
 
 
 @pytest.mark.parametrize("number", range(len(FAKE)), ids=lambda number: " ".join(map(str, FAKE[number].values())))
-def test_operations_on_a_fake_device_do_as_is_said(number: int, on_fake_device: list[dict]):
-    wrong = list(faults(on_fake_device[number], predicted(**FAKE[number], transport="nccl")))
+def test_operations_on_a_fake_device_do_as_is_said(number: int, on_fake_device: list[dict], monkeypatch: pytest.MonkeyPatch):
+    case = dict(FAKE[number])
+    monkeypatch.setattr(inside_rank, "LONG", case.pop("long", inside_rank.LONG))
+    caches.clear()
+    wrong = list(faults(on_fake_device[number], predicted(**case, transport="nccl")))
+    caches.clear()
     assert not wrong, "\n".join(wrong)
 
 

@@ -348,7 +348,7 @@ def test_short_pieces_and_other_numbers_go_to_flash(monkeypatch):
 @pytest.mark.parametrize(
     ("queries", "keys", "kernel"),
     [
-        *((2048, 4096, LONG_BY_CUDNN), (4097, 5000, LONG_BY_CUDNN)),
+        *((2048, 4096, LONG_BY_CUDNN), (6145, 7000, LONG_BY_CUDNN), (6145, 6000, FLASH)),
         *((2048, 4095, FLASH), (1, 2048, FLASH), (2048, 1, FLASH)),
     ],
 )
@@ -392,6 +392,31 @@ def test_a_kernel_that_is_cut_sums_in_float32():
     found = [kernel.forward(q, k, v, True, SCALE)[0] for kernel in (cut(FLASH, FLASH, 16, 0), FLASH)]
     errors = [float((out.double() - truth).norm() / truth.norm()) for out in found]
     assert errors[0] < 1.1 * errors[1]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("lengths", [(3, 30, 5, 6, 31, 2), (30, 31), (4, 9, 30), (30, 7)])
+def test_long_documents_of_a_pack_are_calls_of_their_own(monkeypatch, lengths, again):
+    monkeypatch.setattr(attention_module, "LONG", 30)
+    seen = []
+
+    def packed(of):
+        def call(*given):
+            seen.append(given[-3])
+            return of(*given)
+
+        return call
+
+    whole = replace(ONE_BY_ONE, forward=packed(one_by_one), backward=packed(one_by_one_backward))
+    q, k, v, grad = inputs(sum(lengths), sum(lengths), 6, 2)
+    found = []
+    for kernel in (replace(FLASH, packed=whole, rest=FLASH), FLASH):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = PackedAttention.apply(*leaves, lengths, None, Attention(kernel, SCALE, again))
+        found.append((out.detach(), *torch.autograd.grad(out, leaves, grad)))
+    assert worst(*found) < BOUND[torch.float64]
+    together = {(3, 30, 5, 6, 31, 2): [(5, 6)], (4, 9, 30): [(4, 9)]}.get(lengths, [])
+    assert seen == together * (3 if again else 2)
 
 
 @pytest.mark.parametrize("scores", [1, 300, 2**26])

@@ -11,8 +11,7 @@ from torch import Tensor
 from longshift.errors import UsageError
 from longshift.model.compiled import compiled
 from longshift.model.decoder import rotary_table
-from longshift.model.functions import WRITTEN_OUT, Elementwise, Gated, RmsNorm, Rotate, SlicedRmsNorm, SummedLinear, add_product
-from longshift.model.loss import alone
+from longshift.model.functions import WRITTEN_OUT, Elementwise, Gated, RmsNorm, Rotate, SlicedRmsNorm, SummedLinear, add_product, alone
 from longshift.spec.model import Rope
 
 EPS = 1e-6

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshift.model.loss import IGNORE, CrossEntropySum, alone
+from longshift.model.compiled import compiled
+from longshift.model.functions import WRITTEN_OUT, Elementwise, alone
+from longshift.model.loss import IGNORE, CrossEntropySum
 
 TOKENS, VOCAB = 23, 257
 
@@ -21,9 +23,16 @@ def case(dtype: torch.dtype = torch.float64, spread: float = 3.0) -> tuple[Tenso
     return logits.requires_grad_(), labels
 
 
-def ours(logits: Tensor, labels: Tensor, first: int = 0, all_max: Callable = alone, all_sum: Callable = alone) -> tuple[Tensor, Tensor]:
+@pytest.fixture(scope="module", params=["written out", "compiled"])
+def by(request: pytest.FixtureRequest) -> Elementwise:
+    return WRITTEN_OUT if request.param == "written out" else compiled(torch.device("cpu"))
+
+
+def ours(
+    logits: Tensor, labels: Tensor, first: int = 0, all_max: Callable = alone, all_sum: Callable = alone, by: Elementwise = WRITTEN_OUT
+) -> tuple[Tensor, Tensor]:
     """Loss and gradient, with a gradient of 3 coming in."""
-    loss = CrossEntropySum.apply(logits, labels, first, all_max, all_sum)
+    loss = CrossEntropySum.apply(logits, labels, first, all_max, all_sum, by)
     return loss.detach(), torch.autograd.grad(3 * loss, logits)[0]  # pyright: ignore
 
 
@@ -41,9 +50,9 @@ def difference(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(
     ("dtype", "spread", "bound"), [(torch.float64, 3.0, 1e-14), (torch.float64, 1e4, 1e-14), (torch.float32, 3.0, 1e-6)]
 )
-def test_sum_and_gradient_are_those_of_torch(dtype, spread, bound):
+def test_sum_and_gradient_are_those_of_torch(dtype, spread, bound, by):
     logits, labels = case(dtype, spread)
-    loss, grad = ours(logits, labels)
+    loss, grad = ours(logits, labels, by=by)
     expected_loss, expected_grad = torchs(logits, labels)
     assert (loss.dtype, grad.dtype) == (dtype, dtype)
     assert difference(loss, expected_loss) < bound
@@ -51,19 +60,19 @@ def test_sum_and_gradient_are_those_of_torch(dtype, spread, bound):
     assert not grad[5:9].any()
 
 
-def test_bf16_logits_are_summed_in_float32():
+def test_bf16_logits_are_summed_in_float32(by):
     logits, labels = case(torch.bfloat16)
-    loss, grad = ours(logits, labels)
+    loss, grad = ours(logits, labels, by=by)
     expected_loss, expected_grad = torchs(logits, labels)
     assert (loss.dtype, grad.dtype) == (torch.float32, torch.bfloat16)
     assert difference(loss, expected_loss) < 1e-6
     assert torch.equal(grad, expected_grad) or difference(grad, expected_grad) < 1e-4
 
 
-def test_the_logits_are_left_alone():
+def test_the_logits_are_left_alone(by):
     logits, labels = case(torch.float32)
     before = logits.detach().clone()
-    ours(logits, labels)
+    ours(logits, labels, by=by)
     assert torch.equal(logits, before)
 
 
@@ -91,20 +100,20 @@ class Other:
         return x + torch.stack((wide.exp().sum(-1), target))
 
 
-def sliced(logits: Tensor, labels: Tensor, cut: int, shift: int = 0) -> list[tuple[Tensor, Tensor]]:
+def sliced(logits: Tensor, labels: Tensor, cut: int, shift: int = 0, by: Elementwise = WRITTEN_OUT) -> list[tuple[Tensor, Tensor]]:
     """What the holders of the columns before `cut` and of those from `cut` on find; `shift` misplaces the second."""
     left, right = (half.detach().requires_grad_() for half in (logits[:, :cut], logits[:, cut:]))
     others = Other(right, labels, cut), Other(left, labels, 0)
     return [
-        ours(left, labels, 0, others[0].all_max, others[0].all_sum),
-        ours(right, labels, cut + shift, others[1].all_max, others[1].all_sum),
+        ours(left, labels, 0, others[0].all_max, others[0].all_sum, by),
+        ours(right, labels, cut + shift, others[1].all_max, others[1].all_sum, by),
     ]
 
 
 @pytest.mark.parametrize("cut", [1, 128, 256])
-def test_slices_of_the_vocabulary_agree_with_the_whole(cut):
+def test_slices_of_the_vocabulary_agree_with_the_whole(cut, by):
     logits, labels = case()
-    (loss, left), (same_loss, right) = sliced(logits, labels, cut)
+    (loss, left), (same_loss, right) = sliced(logits, labels, cut, by=by)
     expected_loss, expected_grad = torchs(logits, labels)
     assert difference(loss, expected_loss) < 1e-14
     assert difference(same_loss, expected_loss) < 1e-14

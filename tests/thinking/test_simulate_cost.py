@@ -20,6 +20,7 @@ from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
 from longshift.program.turns import parts_of
 from longshift.schedule.pipeline import events
+from longshift.schedule.inside_rank import EVEN, LONG
 from longshift.simulate.calibrate import Correction, calibrate, fit, moved
 from longshift.simulate.closed import PARTS, Candidates, closed_form, mfu, model_flops, stalled_s
 from longshift.simulate.cost import (
@@ -195,13 +196,18 @@ def test_simulate_codes_of_eight_bits_are_multiplied_faster_where_a_device_does(
     assert float(narrow.forward("mlp half", mesh, tokens, 0.0).matmul_s) > float(before.forward("mlp half", mesh, tokens, 0.0).matmul_s)
 
 
-def test_simulate_a_document_of_even_length_has_the_faster_kernel():
+def test_simulate_long_documents_and_those_of_even_length_have_the_faster_kernel():
+    """tokens and pairs; the length that documents have then, where some of each is left to the other kernel."""
     machine = named.cluster("64xh100")
     own = Cost(COST.sizes, rates(machine), habits(False, "bf16", machine.device))
-    for tokens, pairs, faster in ((65536, 2**31, True), (65536, 2**30, False), (65535, 65535**2 / 2, False), (8192, 8192**2 * 2, True)):
+    whole = (65536, 2**31), (8192, 8192**2 * 2), (2048, 2**21)
+    cut = (65536, 2**30, 32768), (65535, 65535**2 / 2, 65535), (65536, 65536 * LONG / 2, LONG)
+    other = (65536, 2**24), (LONG - 1, (LONG - 1) ** 2 / 2)
+    for tokens, pairs, *lengths in (*whole, *cut, *other):
         for backward, gain in ((False, FLASH3["forward_gain"]), (True, FLASH3["backward_gain"])):
             slow_s, found_s = (float(cost.attention_s(Mesh(), tokens, pairs, backward)) for cost in (COST, own))
-            assert slow_s / found_s == pytest.approx(gain if faster else 1.0)
+            left = EVEN / lengths[0] if lengths else float((tokens, pairs) in other)
+            assert found_s / slow_s == pytest.approx(left + (1 - left) / gain)
     assert habits(False, "bf16", named.cluster("a100-80").device).cudnn == habits(False, "float32", machine.device).cudnn == 0
 
 

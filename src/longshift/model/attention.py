@@ -16,6 +16,8 @@ from torch import Tensor
 from longshift.layout.heads import matched_heads
 from longshift.model.kernels import Kernel, add_up, copy_each, merge
 from longshift.model.packed import Packed, ends_of
+from longshift.schedule.inside_rank import LONG
+from longshift.schedule.together import together
 from longshift.schedule.windows import Mask, pieces
 
 
@@ -34,6 +36,14 @@ class Attention:
         """What computes these documents in one call, where the kernel has it."""
         found = self.kernel.packed
         return found if found and found.takes(lengths, window) else None
+
+    def calls(self, lengths: Sequence[int], window: int | None) -> list[tuple[int, ...]]:
+        """Lengths of the documents that are computed together, in their order."""
+        if self.packed(lengths, window) is None:
+            return [(length,) for length in lengths]
+        if _banded(lengths, window):
+            return [tuple(lengths)]
+        return together(lengths, LONG if self.kernel.rest else max(lengths) + 1)
 
     def whole(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a pack: those that are `kept`, or computed."""
@@ -109,33 +119,70 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, *made = ctx.saved_tensors
-        if packed := ctx.attention.packed(ctx.lengths, ctx.window):
-            out, lse = made or _forward(q, k, v, ctx.lengths, ctx.window, ctx.attention, ctx.ends)
-            found = packed.backward(grad, q, k, v, out, lse, ctx.ends, ctx.lengths, ctx.window, ctx.attention.scale)
-            return *found, None, None, None, None
+        calls = _calls(ctx.lengths, ctx.window, ctx.attention, ctx.ends)
+        if len(calls) == 1 and (calls[0].ends is not None or not _banded(ctx.lengths, ctx.window)):
+            result = made or _forward(q, k, v, ctx.lengths, ctx.window, ctx.attention, ctx.ends)
+            return *_backward((grad, q, k, v, *result), calls[0], ctx.window, ctx.attention), None, None, None, None
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for run in _runs(ctx.lengths, *grads, grad, q, k, v, *made):
-            length = len(run[0])
-            result = run[7:] or _forward(run[4], run[5], run[6], [length], ctx.window, ctx.attention)
-            given = (*run[3:7], *result)
-            if ctx.window is None or length <= ctx.window:
-                found = ctx.attention.backward(*given, mask="causal")
-            else:
-                found = _windowed_backward(given, ctx.window, ctx.attention)
+        for call, run in zip(calls, _runs([call.tokens for call in calls], *grads, grad, q, k, v, *made)):
+            result = run[7:] or _forward(run[4], run[5], run[6], call.lengths, ctx.window, ctx.attention, call.ends)
+            found = _backward((*run[3:7], *result), call, ctx.window, ctx.attention)
             copy_each(run[:3], found)
-            del given, found, result
+            del found, result
         return *grads, None, None, None, None
+
+
+@dataclass(frozen=True)
+class Call:
+    """Lengths of documents that are computed together, and their `ends` where one call of a packed kernel does that."""
+
+    lengths: tuple[int, ...]
+    ends: Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def _calls(lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None) -> list[Call]:
+    found, first = [], 0
+    for call in attention.calls(lengths, window):
+        last, own = first + len(call), None
+        if attention.packed(call, window):
+            assert ends is not None
+            own = ends if len(call) == len(lengths) else ends[first : last + 1] - ends[first]
+        found.append(Call(call, own))
+        first = last
+    return found
+
+
+def _banded(lengths: Sequence[int], window: int | None) -> bool:
+    return window is not None and window < max(lengths)
+
+
+def _backward(given: tuple[Tensor, ...], call: Call, window: int | None, attention: Attention) -> Sequence[Tensor]:
+    """Gradients (dq, dk, dv); in at least float32 where a window is computed by pieces."""
+    if packed := attention.packed(call.lengths, window):
+        return packed.backward(*given, call.ends, call.lengths, window, attention.scale)
+    if _banded(call.lengths, window):
+        assert window is not None
+        return _windowed_backward(given, window, attention)
+    return attention.backward(*given, mask="causal")
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    if packed := attention.packed(lengths, window):
-        return packed.forward(q, k, v, ends, lengths, window, attention.scale)
+    calls, packed = _calls(lengths, window, attention, ends), attention.packed(lengths, window)
+    if packed and len(calls) == 1:
+        return packed.forward(q, k, v, calls[0].ends, lengths, window, attention.scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
-    for run in _runs(lengths, out, lse, q, k, v):
-        length = len(run[0])
+    for call, run in zip(calls, _runs([call.tokens for call in calls], out, lse, q, k, v)):
+        if packed and call.ends is not None:
+            copy_each(run[:2], packed.forward(*run[2:], call.ends, call.lengths, window, attention.scale))
+            continue
+        length = call.tokens
         if window is None or length <= window:
             attention.fold(*run, mask="causal", first=True)
             continue

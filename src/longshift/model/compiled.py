@@ -1,8 +1,9 @@
 """The arithmetic of `model.functions`, compiled by torch: a kernel or two for each function, in place of several passes over memory.
 
 Kernels are made for any number of tokens, once for each width, in the first step that uses them: seconds on a GPU, half a minute on a CPU.
-What is saved for the backward is what `model.functions` saves. What a kernel holds meanwhile is not known to the ledger. In bf16 what
-one kernel does is rounded once, at its end; in float32 and float64 sums are formed in another order.
+What is saved for the backward is what `model.functions` saves; of the loss it is logits, and not their exponentials in float32. What a
+kernel holds meanwhile is not known to the ledger. In bf16 what one kernel does is rounded once, at its end; in float32 and float64 sums are
+formed in another order.
 """
 
 import torch
@@ -17,7 +18,7 @@ from longshift.model.functions import Elementwise
 def compiled(device: torch.device) -> Elementwise:
     """Kernels for tensors of this device. Raises UsageError where torch finds no compiler."""
     both = torch.ones(2, 2, device=device)
-    functions = (_normed, 1), (_normed_grad, 3), (_gated, 2), (_gated_grad, 3), (_turned, 3)
+    functions = (_normed, 1), (_normed_grad, 3), (_gated, 2), (_gated_grad, 3), (_turned, 3), (_weights, 3), (_weights_grad, 5)
     found = Elementwise(*(compiled_for(function, tokens, fullgraph=True) for function, tokens in functions))
     try:
         found.gated(both, both, "silu")
@@ -55,6 +56,17 @@ def _gated_grad(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tupl
     else:
         d_gate, act = torch.ops.aten.silu_backward(g * _wide(up), x), F.silu(x)
     return d_gate.to(gate.dtype), (act * g).to(up.dtype)
+
+
+def _weights(logits: Tensor, highest: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    total = (_wide(logits) - highest.unsqueeze(-1)).exp().sum(-1)
+    return logits, total, _wide(logits.gather(-1, column).squeeze(-1)) - highest
+
+
+def _weights_grad(logits: Tensor, highest: Tensor, share: Tensor, column: Tensor, less: Tensor, dtype: torch.dtype) -> Tensor:
+    weight = (_wide(logits) - highest.unsqueeze(-1)).exp() * share.unsqueeze(-1)
+    at = torch.arange(logits.shape[-1], device=logits.device) == column
+    return (weight - torch.where(at, less.unsqueeze(-1), 0.0)).to(dtype)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:

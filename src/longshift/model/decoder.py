@@ -31,9 +31,10 @@ from longshift.model.functions import (
     SoftCap,
     SummedLinear,
     activate,
+    alone,
 )
 from longshift.model.kernels import FLASH, Kernel, capped
-from longshift.model.loss import CrossEntropySum, alone
+from longshift.model.loss import CrossEntropySum
 from longshift.schedule.seams import BlockSeams, scaled
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.model import ModelSpec, Rope
@@ -103,9 +104,9 @@ class Ops:
         """Rows of the embedding, this rank's share of the tokens."""
         return F.embedding(tokens_T, weight_VD)
 
-    def loss(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
         """Sum of the cross-entropies of the target tokens."""
-        return CrossEntropySum.apply(logits_TV, labels_T, 0, alone, alone)  # pyright: ignore[reportReturnType]
+        return CrossEntropySum.apply(logits_TV, labels_T, 0, alone, alone, by)  # pyright: ignore[reportReturnType]
 
 
 class Unit(nn.Module):
@@ -206,7 +207,11 @@ class Head(Unit):
         return SoftCap.apply(logits, self.spec.logit_cap) if self.spec.logit_cap else logits  # pyright: ignore[reportReturnType]
 
     def forward(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
-        return ops.loss(self.logits(x_TD, ops), micro.labels_T)
+        return self.loss(x_TD, micro.labels_T, ops)
+
+    def loss(self, x_TD: Tensor, labels_T: Tensor, ops: Ops) -> Tensor:
+        """Of some of the tokens."""
+        return ops.loss(self.logits(x_TD, ops), labels_T, self.by)
 
 
 def build_unit(spec: ModelSpec, unit: int, by: Elementwise = WRITTEN_OUT, float8: bool = False) -> Unit:

@@ -22,10 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.model.float8 import linear, linear_back
-from longshift.model.loss import alone
 
 aten = torch.ops.aten
 AllSum = Callable[[Tensor], Tensor]
+
+
+def alone(x: Tensor) -> Tensor:
+    """Reduction over one holder."""
+    return x
 
 
 class RmsNorm(torch.autograd.Function):
@@ -222,6 +226,18 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
     return y
 
 
+def _weights(logits: Tensor, highest: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide = logits - highest.unsqueeze(-1)
+    target = wide.gather(-1, column).squeeze(-1)
+    weight = wide.exp_()
+    return weight, weight.sum(-1), target
+
+
+def _weights_grad(kept: Tensor, highest: Tensor, share: Tensor, column: Tensor, less: Tensor, dtype: torch.dtype) -> Tensor:
+    d = kept.mul_(share.unsqueeze(-1))  # in place: [T, V] is the largest activation there is
+    return d.scatter_add_(-1, column, -less.unsqueeze(-1)).to(dtype)
+
+
 @dataclass(frozen=True)
 class Elementwise:
     """The arithmetic of these functions: torch's operations as they are written out above, or other callables that take and give the same
@@ -231,13 +247,18 @@ class Elementwise:
     normed_grad   grad, x, rstd, weight, whether dw is wanted -> dx, dw
     gated         gate, up, activation -> y
     gated_grad    grad, gate, up, activation -> dgate, dup
-    turned        x, cos, sin, 1 or -1 -> y"""
+    turned        x, cos, sin, 1 or -1 -> y
+    weights       logits, the highest of a row, a column [T, 1] -> what the next takes, sums of exp(logit - highest), and logit - highest
+                  in the column
+    weights_grad  that, the highest, factor of a row, column, what is taken off in it, dtype -> exp(logit - highest) * factor, less that"""
 
     normed: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = _normed
     normed_grad: Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]] = _normed_grad
     gated: Callable[[Tensor, Tensor, str], Tensor] = _gated
     gated_grad: Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor]] = _gated_grad
     turned: Callable[[Tensor, Tensor, Tensor, int], Tensor] = _turned
+    weights: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = _weights
+    weights_grad: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor] = _weights_grad
 
 
 WRITTEN_OUT = Elementwise()

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.dist.collectives import GatherTokens, Group, ScatterTokens
+from longshift.model.functions import WRITTEN_OUT, Elementwise
 from longshift.model.loss import CrossEntropySum
 
 
@@ -38,10 +39,10 @@ def embed(weight: Tensor, tokens_T: Tensor, first: int, group: Group) -> Tensor:
     return leave(rows * here.unsqueeze(-1), group)
 
 
-def loss(logits: Tensor, labels_T: Tensor, first: int, group: Group) -> Tensor:
+def loss(logits: Tensor, labels_T: Tensor, first: int, group: Group, by: Elementwise = WRITTEN_OUT) -> Tensor:
     """Sum of cross-entropies over a head cut by vocabulary; the same number on every rank of the group."""
 
     def all_max(x: Tensor) -> Tensor:
         return group.all_reduce(x, dist.ReduceOp.MAX)
 
-    return CrossEntropySum.apply(logits, labels_T, first, all_max, group.all_reduce)  # pyright: ignore[reportReturnType]
+    return CrossEntropySum.apply(logits, labels_T, first, all_max, group.all_reduce, by)  # pyright: ignore[reportReturnType]

@@ -174,37 +174,44 @@ def packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Seque
     again = rank.place.layout.recompute == "selective"
 
     def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *made: Tensor) -> list[Tensor]:
-        if rank.place.packed(lengths, window):
+        calls, result = Counter(rank.place.calls(lengths, window)), ()
+        if calls.total() == 1 and (rank.place.packed(lengths, window) or window is None or max(lengths) <= window):
             result = _forward(rank, q, k, lengths, window) if again else ()
-            return _one_call_backward(rank, q, k, v, lengths, window)
-        grads, result = [q.new(), k.new(), v.new()], ()
-        for length, times in Counter(lengths).items():
-            piece = _rows(q, length), _rows(k, length), _rows(v, length)
-            result = _forward(rank, *piece[:2], [length] * times, window) if again else ()
-            if window is None or length <= window:
-                _flash_backward(rank, *piece, True, times)
-            else:
-                totals = [t.new(itemsize=rank.place.wide) for t in piece]
-                for (queries, keys, mask), count in _equal(_pieces(length, window)):
-                    _add(rank, _rows(q, queries), _rows(k, keys), _rows(v, keys), mask, times * count)
-                del totals
+            return list(_backward(rank, q, k, v, lengths, window, 1))
+        grads = [q.new(), k.new(), v.new()]
+        for some, times in calls.items():
+            piece = _rows(q, sum(some)), _rows(k, sum(some)), _rows(v, sum(some))
+            result = _forward(rank, *piece[:2], some, window, times) if again else ()
+            _backward(rank, *piece, some, window, times)
         return grads
 
     out, lse = rank.whole(lambda: _forward(rank, q, k, lengths, window))
     return recorded(out, (q, k, v), back, (q, k, v) if again else (q, k, v, out, lse))
 
 
-def _one_call(rank: Rank, q: Tensor, lengths: Sequence[int], window: int | None) -> tuple[Tensor, Tensor]:
-    """`model.packed.flash_forward`."""
-    rank.flops["attention"] += 4 * q.shape[1] * q.shape[2] * _seen(lengths, window)
+def _backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, times: int) -> Sequence[Tensor]:
+    """`model.attention._backward`; of each of `times` equal calls."""
+    if rank.place.packed(lengths, window):
+        return _one_call_backward(rank, q, k, v, lengths, window, times)
+    if window is None or lengths[0] <= window:
+        return _flash_backward(rank, q, k, v, True, times)
+    totals = [t.new(itemsize=rank.place.wide) for t in (q, k, v)]
+    for (queries, keys, mask), count in _equal(_pieces(lengths[0], window)):
+        _add(rank, _rows(q, queries), _rows(k, keys), _rows(v, keys), mask, times * count)
+    return totals
+
+
+def _one_call(rank: Rank, q: Tensor, lengths: Sequence[int], window: int | None, times: int = 1) -> tuple[Tensor, Tensor]:
+    """`model.packed.flash_forward`; of each of `times` equal calls."""
+    rank.flops["attention"] += times * 4 * q.shape[1] * q.shape[2] * _seen(lengths, window)
     out, by_head, states = q.new(), q.new(q.shape[:2], rank.place.wide), q.new((3,), 8)  # of random numbers
     lse = by_head.new()
     return out, lse
 
 
-def _one_call_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None) -> list[Tensor]:
-    """`model.packed.flash_backward`."""
-    rank.flops["attention"] += 10 * q.shape[1] * q.shape[2] * _seen(lengths, window)
+def _one_call_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, times: int) -> list[Tensor]:
+    """`model.packed.flash_backward`; of each of `times` equal calls."""
+    rank.flops["attention"] += times * 10 * q.shape[1] * q.shape[2] * _seen(lengths, window)
     seed, lse = q.new((2,), 8), q.new(q.shape[:2], rank.place.wide)
     grads = [q.new(), k.new(), v.new()]
     inside = _inside_backward(q, k)
@@ -216,17 +223,23 @@ def _seen(lengths: Sequence[int], window: int | None) -> int:
     return int(sum(attended(length, window) for length in lengths))
 
 
-def _forward(rank: Rank, q: Tensor, k: Tensor, lengths: Sequence[int], window: int | None) -> tuple[Tensor, Tensor]:
-    if rank.place.packed(lengths, window):
-        return _one_call(rank, q, lengths, window)
+def _forward(rank: Rank, q: Tensor, k: Tensor, lengths: Sequence[int], window: int | None, each: int = 1) -> tuple[Tensor, Tensor]:
+    """`model.attention._forward`; of each of `each` equal packs."""
+    calls = Counter(rank.place.calls(lengths, window))
+    if calls.total() == 1 and rank.place.packed(lengths, window):
+        return _one_call(rank, q, lengths, window, each)
     out, lse = q.new(), q.new(q.shape[:2], rank.place.wide)
-    for length, times in Counter(lengths).items():
+    for some, count in calls.items():
+        length, times = some[0], count * each
+        if len(some) > 1:
+            _one_call(rank, _rows(q, sum(some)), some, window, times)
+            continue
         if window is None or length <= window:
             _fold(rank, _rows(q, length), _rows(k, length), "causal", times, first=True)
             continue
         sums = q.new((length, *q.shape[1:]), rank.place.wide) if q.itemsize != rank.place.wide else None
-        for (queries, keys, mask), count in _equal(_pieces(length, window)):
-            _fold(rank, _rows(q, queries), _rows(k, keys), mask, times * count, first=mask == "causal")
+        for (queries, keys, mask), pieces_ in _equal(_pieces(length, window)):
+            _fold(rank, _rows(q, queries), _rows(k, keys), mask, times * pieces_, first=mask == "causal")
         del sums
     return out, lse
 

@@ -240,38 +240,36 @@ def _cross_entropy(rank: Rank, logits: Tensor, group: "SizedGroup") -> Tensor:
     def row(itemsize: int) -> Tensor:
         return logits.memory.tensor((tokens,), itemsize)
 
-    def back(grad: Tensor, weight: Tensor, total: Tensor, column: Tensor, here: Tensor, counted: Tensor) -> list[Tensor]:
+    def back(grad: Tensor, weight: Tensor, highest: Tensor, total: Tensor, column: Tensor, here: Tensor, counted: Tensor) -> list[Tensor]:
         grad_T = column.new((tokens,), grad.itemsize)
         share_T = grad_T.new()
-        del share_T
         masked = grad_T.new()
         minus = grad_T.new()
-        del masked, minus
+        del minus
         return [cast(weight, itemsize)]
 
     itemsize = logits.itemsize
     highest = group.all_reduced(cast(row(itemsize), wide))
-    weight = logits.new(itemsize=wide)
     low, high = row(1), row(1)
     here = row(1)
     del low, high
     moved, zero = row(INDEX_BYTES), rank.new((), INDEX_BYTES)
     column = row(INDEX_BYTES)
     del moved, zero
-    gathered, zero = row(wide), rank.new((), wide)
-    target = row(wide)
-    del gathered, zero
-    summed = row(wide)
+    weight = logits.new(itemsize=wide)
+    gathered, summed = row(wide), row(wide)
+    zero, target = rank.new((), wide), row(wide)
+    del zero
     stacked = logits.memory.tensor((2, tokens), wide)
-    del summed
+    del target
     both = group.all_reduced(stacked)
-    del stacked, target
+    del stacked, gathered, summed
     counted = row(1)
     logarithm = row(wide)
     difference = row(wide)
     del logarithm
     zero, chosen = rank.new((), wide), row(wide)
     del difference, zero
-    found = recorded(logits.memory.tensor((), wide), (logits,), back, (weight, both, column, here, counted))
-    del chosen, highest
+    found = recorded(logits.memory.tensor((), wide), (logits,), back, (weight, highest, both, column, here, counted))
+    del chosen
     return found

@@ -12,6 +12,7 @@ from longshift.layout.heads import own_heads
 from longshift.layout.layout import Coord, Layout
 from longshift.schedule.abstract import Memory, Shape, Tensor
 from longshift.schedule.sequence import TokenOrder
+from longshift.schedule.together import together
 from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
 
@@ -22,7 +23,7 @@ Turn = Literal["pass", "forward", "backward"]
 INDEX_BYTES = 8  # of a token's or a position's number
 END_BYTES = 4  # of where a run of tokens ends
 EVEN = 1024  # tokens, whose multiples cuDNN's attention takes: chunks and their cuts are, most documents are not (`model.cut`)
-LONG = 4096  # tokens: of longer documents and pieces it takes as many as it can
+LONG = 6144  # tokens: of documents and pieces of so many it takes what it can, and each is a call of its own
 MOST_SCORES = 2**26  # that the definition of attention holds at one time (`model.kernels`)
 
 
@@ -65,9 +66,15 @@ class Place:
         return max(4, self.itemsize)
 
     def packed(self, lengths: Sequence[int], window: int | None) -> bool:
-        """Whether attention to documents of these lengths is one call: on GPUs, in 16-bit numbers (`model.packed`)."""
+        """Whether attention to documents of these lengths may be one call: on GPUs, in 16-bit numbers (`model.packed`)."""
         there = self.transport == "nccl" and self.itemsize <= 2 and not self.spec.score_cap
         return there and (len(lengths) > 1 or (window is not None and window < max(lengths)))
+
+    def calls(self, lengths: Sequence[int], window: int | None) -> list[tuple[int, ...]]:
+        """`model.attention.Attention.calls`, of a kernel that takes long documents alone: what holds more than one that does not."""
+        if not self.packed(lengths, window):
+            return [(length,) for length in lengths]
+        return [tuple(lengths)] if window is not None and window < max(lengths) else together(lengths, LONG)
 
     @property
     def adds_inside(self) -> bool:

@@ -21,7 +21,7 @@ from longshift.cluster.cluster import Device, Number
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
 from longshift.program.coding import gradient_passes, weight_passes
-from longshift.schedule.inside_rank import EVEN
+from longshift.schedule.inside_rank import EVEN, LONG
 from longshift.simulate.rates import Rates
 from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
@@ -40,6 +40,7 @@ COMPILED = {"wide": 9.0, "inner": 5.0, "gated": 3.0, "plain": 2.0}
 BACKWARD = 1.6
 # Bytes a score of unfused attention: the product's write, masked softmax, dropout with its mask, the product's read; and their gradients.
 SCORE_BYTES = {"forward": 13.0, "backward": 18.0}
+LOGIT_FUSED_BYTES = 8.0  # the product, read for its maxima, its sums of exponentials and its gradient, which is written
 LOGIT_BYTES = 26.0  # bf16 product, float32 copy, log-softmax, its gradient in float32 and bf16: reads and writes, forward and backward
 # Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over FlashAttention-2, for long sequences
 # (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5 to 1.75 backward on H100).
@@ -79,8 +80,9 @@ class Habits:
     shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
     rounded              matmuls of blocks round their factors to eight bits, but those that form gradients of weights
     codes                those factors are multiplied as codes (`model.float8`)
-    cudnn                attention to one document, or a piece of one, of whole multiples of EVEN tokens goes to a kernel that is as much
-                         faster than a preset's as FLASH3 says
+    cudnn                attention to documents and pieces of at least LONG tokens, or of whole multiples of EVEN, goes to a kernel that is
+                         as much faster than a preset's as FLASH3 says, but for what is left of EVEN (`model.cut`)
+    fused_loss           cross entropy and its gradient are compiled
     """
 
     flash: Number = 1.0
@@ -106,6 +108,7 @@ class Habits:
     rounded: Number = 0.0
     codes: Number = 0.0
     cudnn: Number = 0.0
+    fused_loss: Number = 0.0
 
 
 # Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
@@ -126,7 +129,7 @@ def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -
     }
     rounded, cudnn = float(FORMATS[precision].float8), float(weight_bytes == 2 and CUDNN.search(device.name) is not None)
     kernels = {"rounded": rounded, "codes": rounded * (HOPPER.search(device.name) is not None), "cudnn": cudnn}
-    found = replace(LONGSHIFT, compiled=float(compile), accumulated=float(not inside), **kernels)
+    found = replace(LONGSHIFT, compiled=float(compile), fused_loss=float(compile), accumulated=float(not inside), **kernels)
     return replace(found, gathered=gathered, reduced=reduced, **coded)
 
 
@@ -326,11 +329,15 @@ class Cost:
         return np.where(np.asarray(h.flash) == 1, flash_s, unfused_s)
 
     def attention_gain(self, queries: Number, pairs: Number, backward: bool) -> np.ndarray:
-        """How many times as fast as the preset's kernel attention is, where so many queries see so many pairs. Half of all their pairs, or
-        more, are one document's or a piece of one. A rate that was measured has its kernel's gain already."""
+        """How many times as fast as the preset's kernel attention is, where so many queries see so many pairs: as in documents of `length`
+        tokens, or, where that is more than the queries, in a piece of one. A rate that was measured has its kernel's gain already."""
         h, way = self.habits, "backward_gain" if backward else "forward_gain"
-        even = (np.asarray(queries) % EVEN == 0) & (2 * np.asarray(pairs) >= np.square(queries)) & (self.rates.cluster is None)
-        return np.where(even, np.maximum(getattr(h, way), 1 + np.asarray(h.cudnn) * (FLASH3[way] - 1)), getattr(h, way))
+        length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(queries, 1), 1.0)
+        even = (np.asarray(queries) % EVEN == 0) & (length >= queries)
+        takes = (even | (length >= LONG)) & (self.rates.cluster is None)
+        left = np.where(even, 0.0, np.minimum(1.0, EVEN / length))  # half of EVEN rows at the end, which see every key
+        gain = 1 / (left + (1 - left) / (1 + np.asarray(h.cudnn) * (FLASH3[way] - 1)))
+        return np.maximum(getattr(h, way), np.where(takes, gain, 1.0))
 
     def embeddings(self, mesh: Mesh, tokens: Number, backward: bool) -> Work:
         """Of the embeddings' turn: rows read and written; tensor-parallel ranks sum what each found."""
@@ -352,7 +359,8 @@ class Cost:
         columns = s.vocab / np.asarray(mesh.tp)
         matmul_s = self.rates.matmul_s(rows, s.width, columns)
         matmul_s = matmul_s + (self._gradients_s(rows, s.width, columns, s.head_trained) if learns else 0.0)
-        moved_bytes = rows * (columns * LOGIT_BYTES * self.rates.constants.loss + 8.0 * s.width * self.rates.element_bytes)
+        of_logit = np.where(np.asarray(self.habits.fused_loss) == 1, LOGIT_FUSED_BYTES, LOGIT_BYTES * self.rates.constants.loss)
+        moved_bytes = rows * (columns * of_logit + 8.0 * s.width * self.rates.element_bytes)
         elementwise_s = self.rates.elementwise_s(moved_bytes) + HEAD_KERNELS * self.rates.dispatch_s
         return Work(matmul_s, 0.0, elementwise_s, HEAD_KERNELS, self._tensor_s(mesh, rows))
 

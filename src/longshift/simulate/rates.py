@@ -33,6 +33,7 @@ class Constants:
     """What a training step reaches of the figures of a cluster, and what a cluster does not say. As they stand: before any step was seen.
 
     matmul, attention, memory, node, network    shares of the rate that the operation reaches alone
+    hot                                         share of a measured curve that matmuls reach at a step's power and heat
     launch                                      times the cluster's launch_s: Python and its dispatcher
     power                                       peak TFLOP/s a watt at which the power limit halves the clock
     ramp, tail                                  summed elements that a matmul's start is worth; waves of tiles lost at its end
@@ -63,6 +64,7 @@ class Constants:
     messages: Number = 1.0
     crowd: Number = 0.1
     begin_s: Number = 0.005
+    hot: Number = 1.0
 
 
 # Fitted to 174 published rows of seven sources by benchmarks/published.py, which prints them.
@@ -86,6 +88,10 @@ FITTED = Constants(
     crowd=0.1933,
     begin_s=0.005629,
 )
+# What steps reach of a GPU's own curves, which are measured one operation at a time: torch.profiler's sums of kernels over what `cost`
+# counts, of two layers of Llama 3 8B at 8K and 16K tokens on an H100 at its limit of 700 W, where its clock fell from 1,980 to 1,400 MHz
+# (benchmarks/results/gpu_kernels.json). Passes that broadcast or mix formats have half of the curve's bytes/s.
+OF_CURVES = {"launch": 1.0, "hot": 0.92, "eager": 2.4, "loss": 1.86}
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ class Rates:
     def matmul_s(self, m: Number, k: Number, n: Number) -> np.ndarray:
         """Seconds of [m, k] @ [k, n], without its launch."""
         if self.cluster is not None:
-            return self.cluster.matmul_s(np.maximum(m, 1), k, n, self.dtype, beyond=True)
+            return self.cluster.matmul_s(np.maximum(m, 1), k, n, self.dtype, beyond=True) / self.constants.hot
         tiles = np.ceil(np.asarray(m) / TILE[0]) * np.ceil(np.asarray(n) / TILE[1])
         tiles = tiles + self.constants.tail * self.multiprocessors
         compute_s = 2.0 * TILE[0] * TILE[1] * (k + self.constants.ramp) * tiles / self.matmul_flops_per_s
@@ -169,9 +175,9 @@ def rates(cluster: Cluster, precision: str = "bf16", constants: Constants | None
     reached = constants or FITTED
     device, shares = cluster.device, cluster.shares
     peak = device.flops_per_s[dtype] * clock(device.flops_per_s[dtype], device.watts, reached.power)
-    if cluster.curves:
-        reached = replace(reached, launch=1.0)
     found, on_cpu = fabric(cluster), device.kind == "cpu"
+    if cluster.curves:
+        reached = replace(reached, **({"launch": 1.0} if on_cpu or constants else OF_CURVES))
     return Rates(
         peak * shares["matmul"] * reached.matmul,
         peak * shares["attention forward"] * reached.attention,

@@ -8,6 +8,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.model.attention import match_heads
 from longshift.model.decoder import MicroBatch, Ops
+from longshift.model.functions import Elementwise
 from longshift.model.kernels import Kernel
 from longshift.parallel import tensor, ulysses
 from longshift.parallel.ring import RingAttention
@@ -53,10 +54,10 @@ class LayoutOps(Ops):
             return super().embed(weight_VD, tokens_T)
         return tensor.embed(weight_VD, tokens_T, self.vocab_first, self.tp)
 
-    def loss(self, logits_TV: Tensor, labels_T: Tensor) -> Tensor:
+    def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
         if self.tp.size == 1:
-            return super().loss(logits_TV, labels_T)
-        return tensor.loss(logits_TV, labels_T, self.vocab_first, self.tp)
+            return super().loss(logits_TV, labels_T, by)
+        return tensor.loss(logits_TV, labels_T, self.vocab_first, self.tp, by)
 
     def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch, window: int | None = None) -> Tensor:
         if self.ring.size == 1:

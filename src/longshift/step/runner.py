@@ -226,7 +226,7 @@ def loss_of_rows(head: Head, x_TD: Tensor, dx_TD: Tensor, micro: MicroBatch, ops
     here, labels = _rows(head, x_TD, micro, ops, number)
     with torch.enable_grad():
         x = x_TD[here].detach().requires_grad_()
-        loss = ops.loss(head.logits(x, ops), labels)
+        loss = head.loss(x, labels, ops)
         torch.autograd.backward(loss, torch.full_like(loss, seed))
     assert x.grad is not None
     dx_TD[here] = x.grad
@@ -237,7 +237,7 @@ def score_of_rows(head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, n
     """Loss sum of the `number`-th block of rows of x, without gradients."""
     here, labels = _rows(head, x_TD, micro, ops, number)
     with torch.no_grad():
-        return ops.loss(head.logits(x_TD[here], ops), labels)
+        return head.loss(x_TD[here], labels, ops)
 
 
 def _rows(head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> tuple[slice, Tensor]:

@@ -1,5 +1,6 @@
 """Admission: whether the largest step of a run has room on every rank, decided by all ranks before anything is built."""
 
+import gc
 import shutil
 import socket
 from collections.abc import Iterator, Sequence
@@ -110,8 +111,10 @@ def _room(world: World) -> tuple[int, int]:
     """Bytes that this rank may have, those of the process included, and how many the process has already. Ranks of one control group share
     what it allows; collective."""
     settle(world.device)
+    gc.collect()  # what a trial or a stage before this one had: its player and its table refer to each other
     if world.device.type != "cpu":
         torch.cuda.synchronize(world.device)
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(world.device)
         return total, total - free
     own = f"{socket.gethostname()} {CONTROL_GROUPS.read_text() if CONTROL_GROUPS.exists() else ''}"
