@@ -310,7 +310,8 @@ class Player:
             self.unclipped, self.left = unclipped, self.steps.left(self.early if unclipped else ())
 
     def _norm(self, op: Op) -> None:
-        loss_sum = torch.stack([self.runners[group.layout].loss for group in self.groups_here]).sum()
+        layouts = dict.fromkeys(group.layout for group in self.groups_here)  # groups with packs of their own may share one
+        loss_sum = torch.stack([self.runners[layout].loss for layout in layouts]).sum()
         both = torch.stack((loss_sum, self.home.squared_norm().to(loss_sum.device)))
         self.sums = tuple(self.world.everyone.all_reduce(both).tolist())
 
