@@ -164,7 +164,8 @@ def test_a_step_that_switches_is_one_process(
 
 
 @pytest.mark.parametrize(
-    ("family", "groups"), [("llama", "dp4 > dp2.tp2 > tp4"), ("llama", "dp2 > dp2 > tp2"), ("llama-tied", "dp2 > pp2.chunk7.fpdt > u2.chunk24.disk")]
+    ("family", "groups"),
+    [("llama", "dp4 > dp2.tp2 > tp4"), ("llama", "dp2 > dp2 > tp2"), ("llama-tied", "dp2 > pp2.chunk7.fpdt > u2.chunk24.disk")],
 )
 def test_groups_with_packs_of_their_own_are_one_process(worlds: Worlds, truth: Truth, family: str, groups: str):
     trial = trial_of(family, SWITCHED_STEPS, edges=EDGES, packs=(31, 64))
