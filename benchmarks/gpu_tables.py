@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kept import lines, result, size, sources
+from kept import lines, result, size, source, sources
 
 KERNELS = {"flash": "FlashAttention-2", "cudnn": "cuDNN", "flash, a call for each document": "FlashAttention-2, a call for each document"}
 HEADS = "32/8x128"
@@ -53,6 +53,43 @@ def attention_kernels() -> str:
             cells.append((name, shown, *(_both(rows[kernel]) if kernel in kernels else "" for kernel in KERNELS)))
     head = ("GPU", "tokens", *(f"{kernel}: forward, backward" for kernel in KERNELS.values()))
     return lines(head, cells)
+
+
+def attention_by_length() -> str:
+    """FLOP/s of causal attention to one document, by FlashAttention-2 and where cuDNN takes what it can of it."""
+    report, known = result("gpu_kernels"), {}
+    for row in report["rows"]:
+        if row["part"] == "attention" and row["causal"] and row["heads"] == HEADS and row["kernel"] in ("flash", "cudnn"):
+            known.setdefault(row["queries"], {})[row["kernel"]] = row["measured"]
+    width = 32 * 128
+
+    def rates(tokens: int, found: Mapping) -> str:
+        return ", ".join(
+            f"{work * width * tokens**2 / 2 / found[f'{way}_s'] / 1e12:.0f}" for way, work in (("forward", 4), ("backward", 10))
+        )
+
+    def sum_s(found: Mapping) -> float:
+        return found["forward_s"] + found["backward_s"]
+
+    cells = [
+        (f"{tokens:,}", *(rates(tokens, rows[name]) for name in ("flash", "cudnn")), f"{sum_s(rows['flash']) / sum_s(rows['cudnn']):.2f}")
+        for tokens, rows in known.items()
+    ]
+    head = ("tokens", "FlashAttention-2: forward, backward", "cuDNN and FlashAttention-2: forward, backward", "times as fast")
+    return f"{source(report)}\n\n{lines(head, cells)}"
+
+
+def kernels_of_steps() -> str:
+    """Milliseconds of steps and of their kernels by kind."""
+    report, cells = result("gpu_kernels"), []
+    for row in report["rows"]:
+        if row["part"] == "steps":
+            found, kinds = row["measured"], ("matmul", "attention", "update", "other")
+            documents = " + ".join(f"{length:,}" for length in row["lengths"])
+            said = f"`{row['layout']}`{', compiled' * row['compile']}", documents, f"`{row['commit']}`"
+            cells.append((*said, *(f"{1e3 * s:.0f}" for s in (found["seconds"], *(found["kernels_s"][kind] for kind in kinds)))))
+    head = ("layout", "documents", "commit", "step, ms", "matmuls", "attention", "update", "other")
+    return f"{source(report)}\n\n{lines(head, cells)}"
 
 
 def _both(row: Mapping) -> str:

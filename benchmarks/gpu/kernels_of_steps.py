@@ -46,7 +46,7 @@ STEPS = (  # layout, lengths of documents, train.compile
     ("dp1", (7000, 9384), False),
     ("dp1", (300, 20000, 12000, 84, 384), False),
 )
-KINDS = {"nvjet": "matmul", "gemm": "matmul", "cutlass": "matmul", "flash": "attention", "fmha": "attention", "FusedOptimizer": "update"}
+KINDS = {"flash": "attention", "fmha": "attention", "nvjet": "matmul", "gemm": "matmul", "cutlass": "matmul", "FusedOptimizer": "update"}
 
 
 def attention(device: torch.device, few: int) -> Iterator[dict]:

@@ -28,6 +28,7 @@ ROWS = [
     for name, report in result("gpu_first_day")["sections"].items()
     for row in report["rows"]
     if "layout" in row and "seconds" in row.get("measured", {}) and "fsdp2" not in row.get("system", "")
+    if row.get("by_codes", True) or "precision" not in row  # of factors that are rounded and not multiplied as codes nothing is foretold
 ]
 
 
@@ -40,14 +41,25 @@ def case(row: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(("name", "row"), ROWS, ids=lambda one: one if isinstance(one, str) else f"{one['part']} {one['layout']}")
 def test_a_measured_step_takes_what_is_said(name: str, row: dict[str, Any]):
-    found, said = row["measured"], steps.forecast(case(row), cluster(f"1x{name.lower()}"))
-    least = 0.9955 if "chunk" in row["layout"] else 0.9998
+    found, said = row["measured"], steps.forecast(case(row), cluster(f"1x{name.split(',')[0].lower()}"))
+    least = {"chunk4K": 0.9955, "chunk16K": 0.9955, "chunk64K": 0.985}.get(row["layout"].split(".")[0], 0.9998)  # puts are copied meanwhile
     assert least <= (found["device_peak_gib"] - WORKSPACES_GIB) / said["device_peak_gib"] <= 1.0002
     times = found["seconds"] / said["seconds"]
     if "home" in row:  # the forecast's host has the memory that two cores of a small machine had, the measured one 16 cores
         assert 0.62 <= times <= 0.75
     else:
-        assert 0.89 <= times <= 1.0
+        assert 0.89 <= times <= 1.01
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in result("gpu_kernels")["rows"] if row["part"] == "steps"], ids=lambda row: str(row["lengths"])
+)
+def test_steps_take_what_a_profile_of_their_gpu_says(row: dict[str, Any]):
+    """But for one that was compiled before the loss was."""
+    before = row["commit"] == "6cbc36e" and row["compile"]
+    of = steps.Case(steps.llama(2, sum(row["lengths"])), Layout.parse(row["layout"]), tuple(row["lengths"]), compile=row["compile"])
+    times = row["measured"]["seconds"] / steps.clocked(of, cluster(str(RESULTS / "gpu_h100_profile.json"))).seconds
+    assert (0.97 <= times <= 1.10) != before
 
 
 def test_the_profile_of_a_single_gpu_plans_for_it_alone():

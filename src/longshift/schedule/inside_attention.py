@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from longshift.schedule.abstract import Tensor, recorded
-from longshift.schedule.inside_rank import MOST_SCORES, Rank, SizedGroup, cast
+from longshift.schedule.inside_rank import END_BYTES, MOST_SCORES, Rank, SizedGroup, cast
 from longshift.schedule.sequence import Pair, TokenOrder, pairs
 from longshift.schedule.windows import Mask, pieces
 from longshift.spec.model import attended
@@ -174,7 +174,7 @@ def packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Seque
     again = rank.place.layout.recompute == "selective"
 
     def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *made: Tensor) -> list[Tensor]:
-        calls, result = Counter(rank.place.calls(lengths, window)), ()
+        (calls, ends), result = _calls(rank, lengths, window), ()
         if calls.total() == 1 and (rank.place.packed(lengths, window) or window is None or max(lengths) <= window):
             result = _forward(rank, q, k, lengths, window) if again else ()
             return list(_backward(rank, q, k, v, lengths, window, 1))
@@ -187,6 +187,13 @@ def packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Seque
 
     out, lse = rank.whole(lambda: _forward(rank, q, k, lengths, window))
     return recorded(out, (q, k, v), back, (q, k, v) if again else (q, k, v, out, lse))
+
+
+def _calls(rank: Rank, lengths: Sequence[int], window: int | None) -> tuple[Counter[tuple[int, ...]], list[Tensor]]:
+    """`model.attention._calls`: how often documents of these lengths are computed together, and where they end."""
+    calls = rank.place.calls(lengths, window)
+    several = [some for some in calls if len(some) > 1] if len(calls) > 1 else []
+    return Counter(calls), [rank.new((len(some) + 1,), END_BYTES) for some in several]
 
 
 def _backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, times: int) -> Sequence[Tensor]:
@@ -225,7 +232,7 @@ def _seen(lengths: Sequence[int], window: int | None) -> int:
 
 def _forward(rank: Rank, q: Tensor, k: Tensor, lengths: Sequence[int], window: int | None, each: int = 1) -> tuple[Tensor, Tensor]:
     """`model.attention._forward`; of each of `each` equal packs."""
-    calls = Counter(rank.place.calls(lengths, window))
+    calls, ends = _calls(rank, lengths, window)
     if calls.total() == 1 and rank.place.packed(lengths, window):
         return _one_call(rank, q, lengths, window, each)
     out, lse = q.new(), q.new(q.shape[:2], rank.place.wide)
