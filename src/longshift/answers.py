@@ -156,13 +156,24 @@ class Short(Reported):
 
 
 @dataclass(frozen=True)
+class PlannedHome(Reported):
+    """Where the training state may lie, and the seconds of a step then; None where nothing fits."""
+
+    home: Any
+    seconds: float | None
+
+
+@dataclass(frozen=True)
 class LayoutPlan(Reported):
-    """The best layouts for documents on a cluster. `fits`: whether there is one; where there is none, `changes` after which there would be,
-    and which ways are `short` of memory. `best`, the best `single` layout, the best with `context_parallel` alone, and `rivals`;
-    `candidates` were compared, and `refused` by reason. `mfu` by convention."""
+    """The best layouts for documents on a cluster. `home`: where the training state lies, of the `homes` that were compared. `fits`:
+    whether there is a layout; where there is none, `changes` after which there would be, and which ways are `short` of memory. `best`, the
+    best `single` layout, the best with `context_parallel` alone, and `rivals`; `candidates` were compared, and `refused` by reason. `mfu` by
+    convention."""
 
     cluster: PlannedCluster
     ranks: int
+    home: Any
+    homes: tuple[PlannedHome, ...]
     tokens_per_step: int
     documents: int
     longest: int

@@ -251,13 +251,14 @@ class WireConfig(Section):
 
 class HomeConfig(Section):
     """Where the training state lies, and in which format. `home: disk` is short for `home: {at: disk}`, and `home: {device: 8G, host:
-    rest}` for `home: {at: {device: 8G, host: rest}}`."""
+    rest}` for `home: {at: {device: 8G, host: rest}}`; `home: auto`, short for `home: {at: auto}`, is chosen with `layout: auto`."""
 
     at: HomeAt = Field(
         default=HomeTiers(),
         description="where master weights, moments and gradient sums lie: device, host or disk, or so many bytes of a rank in each, as in "
-        "{device: 8G, host: rest}",
+        "{device: 8G, host: rest}; auto, with layout: auto: what the planner finds",
     )
+    auto: bool = Field(default=False, description="whether `at` is to be chosen with layout: auto; `at: auto` says so")
     moments: MomentFormat = Field(
         default="float32", description="format of moments between updates: float32 (that of masters), bf16 or float8"
     )
@@ -269,7 +270,9 @@ class HomeConfig(Section):
     @classmethod
     def _a_word(cls, value: object) -> object:
         if isinstance(value, str):
-            return {"at": value}
+            value = {"at": value}
+        if isinstance(value, dict) and value.get("at") == "auto":
+            return {key: other for key, other in value.items() if key != "at"} | {"auto": True}
         if not isinstance(value, dict) or "at" in value or not any(tier in value for tier in TIERS):
             return value
         tiers = {tier: size for tier, size in value.items() if tier in TIERS}
@@ -330,6 +333,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _of_home(self) -> "Config":
+        if self.home.auto and not isinstance(self.layout, AutoLayout):
+            raise ValueError("home: auto is chosen with layout: auto; write home: device, host or disk")
         if self.home.moments != "float32" and not self.train.rule.moments:
             raise ValueError(f"home.moments is a format of moments, and {self.train.rule} keeps none: leave it out")
         if "disk" in self.home.at.named and self.save.background:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.config import Config
 from longshift.errors import UsageError
 from longshift.explained import shape_of
+from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import format_size
 from longshift.planner.asked import AutoLayout
 from longshift.planner.replay import Task, Way, in_visiting_order
@@ -62,6 +64,16 @@ def _coded_stages(config: Config, asked: AutoLayout, world: int) -> dict[str, tu
     return {"z": tuple(zero for zero in dict(asked.fixed).get("z", (1, 2, 3)) if zero)}
 
 
+def _homes(config: Config, cluster: Cluster) -> tuple[HomeTiers, ...]:
+    """Homes that a plan may choose from. On a CPU the host is the device; of what is on disk there is no copy for checkpoints."""
+    found = [HomeTiers()]
+    if cluster.device.kind != "cpu":
+        found.append(HomeTiers("host"))
+    if cluster.disk is not None and not config.save.background:
+        found.append(HomeTiers("disk"))
+    return tuple(found)
+
+
 def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: float | None = None) -> Task:
     """What is planned for a config whose layout is chosen on a cluster."""
     asked = config.layout if isinstance(config.layout, AutoLayout) else AutoLayout(config.world)
@@ -84,16 +96,18 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         wire=config.formats.wire,
         compile=config.train.compile,
         home=config.home.at,
+        homes=_homes(config, cluster) if config.home.auto else (),
         early=config.home.early,
     )
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan: what was asked and what was found."""
+    """A plan: what was asked and what was found. `others`: the same with other homes that were compared."""
 
     task: Task
     choice: Choice
+    others: tuple["Planned", ...] = ()
 
     @property
     def band(self) -> float:
@@ -143,6 +157,8 @@ class Planned:
         found: dict[str, Any] = {
             "cluster": {"name": task.cluster.name, "nodes": task.cluster.nodes, "devices_per_node": task.cluster.devices_per_node},
             "ranks": task.world,
+            "home": task.home.to_json(),
+            "homes": [{"home": one.task.home.to_json(), "seconds": one.choice.seconds} for one in (self, *self.others)],
             "tokens_per_step": task.tokens_per_step,
             "documents": task.lengths.documents,
             "longest": task.longest,
@@ -197,6 +213,10 @@ class Planned:
                 yield f"{where} a rank keeps {_gib(size)}" + (f": {_gib(room - size)} left" if room < float("inf") else "")
         if task.early and "disk" in task.home.named and not best.shape.early:
             yield "updates before the norm have no room there: all are made under the next forward"
+        for other in self.others:
+            seconds = other.choice.seconds
+            found = "nothing fits" if seconds is None else f"a step takes {seconds / best.seconds:.2f} times as long"
+            yield f"home: {task.home}; with home: {other.task.home} {found}"
         single, context = choice.single, choice.context_parallel
         if single is not None and single is not best:
             yield f"the best single layout, {single}, takes {single.seconds / best.seconds:.2f} times as long"
@@ -224,8 +244,18 @@ def _gib(size: float) -> str:
 
 
 def plan(task: Task, tell: Callable[[str], None] = lambda line: None) -> Planned:
-    """The plan of a task. `tell`: what is being done."""
-    return Planned(task, search(task, tell))
+    """The plan of a task, with the home that makes it fastest where several are compared; on disk only where nothing fits otherwise.
+    `tell`: what is being done."""
+    found: list[Planned] = []
+    for home in task.homes or (task.home,):
+        if home.last == "disk" and any(one.choice.best for one in found):
+            continue
+        if task.homes:
+            tell(f"home: {home}")
+        one = replace(task, home=home, homes=())
+        found.append(Planned(one, search(one, tell)))
+    best = min(found, key=lambda one: one.choice.seconds or inf) if any(one.choice.best for one in found) else found[-1]
+    return replace(best, others=tuple(one for one in found if one is not best))
 
 
 class RunForecast:
@@ -248,7 +278,8 @@ def layout_text(layout: Any) -> str:
     return layout if isinstance(layout, str) else " > ".join(f"{group['use']} <= {group['upto']}" for group in layout)
 
 
-def with_layout(config: Config, layout: Any) -> Config:
-    """The config with a layout in the config's form."""
+def with_layout(config: Config, layout: Any, home: Any = None) -> Config:
+    """The config with a layout, and a home if one is given, in the config's form."""
     written: Mapping[str, Any] = config.model_dump(mode="json")
-    return Config.model_validate({**written, "layout": layout})
+    at = {} if home is None else {"home": written["home"] | {"at": home, "auto": False}}
+    return Config.model_validate({**written, "layout": layout, **at})

@@ -1,10 +1,17 @@
 """A run's `plan.json`: what goes on after trials, and files of other versions."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from longshift.cluster.named import cluster
+from longshift.config import Config
+from longshift.layout.home_tiers import HomeTiers
 from longshift.trainer.plan_file import PlanFile
+from longshift.trainer.planned import chosen, keep
+from longshift.workload.given import Lengths
 
 THREE = PlanFile("auto", ("dp2", "tp2", "pp2"))
 
@@ -28,6 +35,32 @@ def test_the_first_choice_goes_on_unless_another_is_faster_by_more_than_steps_va
     assert plan.chosen == chosen
     assert plan.layout == THREE.choices[chosen]
     assert PlanFile.from_json(plan.to_json()) == plan
+
+
+def test_a_chosen_home_is_kept_with_the_layouts(tmp_path: Path):
+    """A run with `home: auto` goes on with what its plan says; asked for otherwise, it is planned again."""
+    written = {"model": {"preset": "llama-3-8b"}, "data": {"train": ["x.txt"], "max_len": 4096}, "layout": "auto"}
+    written |= {"train": {"tokens_per_step": 32768, "steps": 9, "lr": 1e-4}, "save": {"dir": str(tmp_path)}}
+    auto, given = (Config.model_validate(written | {"home": home}) for home in ({"at": "auto", "moments": "bf16"}, "host"))
+    lengths = Lengths.from_array(np.full(64, 4096))
+    said: list[str] = []
+
+    def ask(config: Config) -> tuple[Config, PlanFile]:
+        said.clear()
+        found, file = chosen(config, lambda ranks: cluster("1xh100"), lambda: lengths, said.append)
+        assert file is not None
+        keep(file, tmp_path, resume=False)
+        return found, file
+
+    found, file = ask(auto)
+    assert (file.home, found.home.auto, found.home.at, found.home.moments) == ("host", False, HomeTiers("host"), "bf16")
+    assert "home: auto: host" in said
+    assert PlanFile.from_json(file.to_json()).config(auto) == found
+    assert ask(auto) == (found, file)
+    assert said == [f"layout: auto: as {tmp_path / 'plan.json'} says"]
+    by_hand, file = ask(given)
+    assert (file.home, by_hand.home.moments) == (None, "float32")
+    assert len(said) > 1
 
 
 def test_a_plan_without_errors_is_read():

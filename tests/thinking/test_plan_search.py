@@ -16,6 +16,7 @@ import pytest
 from longshift.cluster.cluster import Disk
 from longshift.cluster.named import cluster
 from longshift.errors import UsageError
+from longshift.forecast import plan
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
@@ -353,6 +354,31 @@ def test_plan_puts_the_training_state_where_the_config_says():
     assert on_disk
     assert on_disk.bytes["disk"] > state - 4 * spec.parameters
     assert found.seconds < on_disk.seconds
+
+
+@pytest.mark.parametrize(
+    ("devices", "disk", "best"),
+    [("1xh100", None, "host"), ("2xh100", None, "host"), ("8xh100", 1e12, "device"), ("1xh100", 1e12, "disk")],
+)
+def test_plan_takes_the_home_that_makes_a_step_fastest(devices: str, disk: float | None, best: str):
+    """Of 8B; the disk, which is slower, where nothing else fits. One home alone would say what it says among several."""
+    spec, lengths = preset("llama-3-8b"), Lengths.from_array(np.full(64, 4096))
+    small = {"host_bytes": 80e9} if best == "disk" else {}
+    machine = replace(cluster(devices), disk=None if disk is None else Disk(disk, 6e9, 6e9), **small)
+    homes = [HomeTiers("device"), HomeTiers("host"), *([HomeTiers("disk")] if disk else [])]
+    asked = Task(spec, machine, lengths, 1 << 18, "bf16", machine.devices, homes=tuple(homes))
+    found = plan(asked)
+    assert str(found.task.home) == best
+    seconds = {str(one.task.home): one.choice.seconds for one in (found, *found.others)}
+    assert set(seconds) == ({"device", "host", "disk"} if best == "disk" else {"device", "host"})
+    assert found.choice.seconds == min(each for each in seconds.values() if each is not None)
+    for home, each in seconds.items():
+        alone = plan(replace(asked, home=HomeTiers.parse(home), homes=()))
+        assert (alone.choice.seconds, alone.others) == (each, ())
+    told = "\n".join(found.lines())
+    for home, each in seconds.items():
+        assert (f"with home: {home} " in told) == (home != best)
+        assert each is not None or f"with home: {home} nothing fits" in told
 
 
 def test_plan_makes_all_updates_late_where_early_ones_have_no_room():

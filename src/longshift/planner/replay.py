@@ -33,7 +33,8 @@ class Task:
     """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
     it may have; `memory_bytes`: of a device; `copied`: whether checkpoints are written from a copy of the state;
     `moments`: how many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels; `compile`: of
-    `train.compile`; `home`: where the training state lies; `early`: whether units on disk may be updated before the norm."""
+    `train.compile`; `home`: where the training state lies; `homes`: those that are compared, none where it is given; `early`: whether units
+    on disk may be updated before the norm."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -52,6 +53,7 @@ class Task:
     wire: Wire = Wire()  # noqa: RUF009  (frozen)
     compile: bool = False
     home: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
+    homes: tuple[HomeTiers, ...] = ()
     early: bool = True
 
     @property

@@ -42,6 +42,11 @@ class Choice:
     def best(self) -> Way | None:
         return next(iter(self.ways), None)
 
+    @property
+    def seconds(self) -> float | None:
+        """Of a step of the best way; None where nothing fits."""
+        return None if self.best is None else self.best.seconds
+
     def worth_trying(self, count: int) -> list[Way]:
         """So many ways, fastest first, of different meshes where there are as many: what the clock gets wrong of one, it gets wrong of all
         that compute alike."""

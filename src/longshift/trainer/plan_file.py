@@ -16,7 +16,8 @@ from longshift.forecast import with_layout
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A run's `plan.json`. `asked`: the config's `layout` as it was written; `choices`: layouts in the config's form, best first, all of
+    """A run's `plan.json`. `asked`: the config's `layout` as it was written; `home`: where the training state lies, with `home: auto`;
+    `choices`: layouts in the config's form, best first, all of
     which are tried; `facts`: what the planner said; `rates`: model FLOP/s of those that were tried, medians, and `errors`: their standard
     errors; `chosen`: the one that goes on; `calibration`: what the trials' steps showed of the machine."""
 
@@ -27,6 +28,7 @@ class PlanFile:
     errors: tuple[float, ...] = ()
     chosen: int | None = None
     calibration: Calibration | None = None
+    home: Any = None
 
     @property
     def layout(self) -> Any:
@@ -45,8 +47,8 @@ class PlanFile:
         return replace(tried, chosen=fastest if faster else 0)
 
     def config(self, config: Config) -> Config:
-        """The config with the layout of the next step."""
-        return with_layout(config, self.layout)
+        """The config with the layout of the next step, and its home."""
+        return with_layout(config, self.layout, self.home)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
