@@ -32,6 +32,7 @@ def step_name(row: Mapping) -> str:
     """Layout, tokens, and what else a step had."""
     packed = f" in {row['documents']} documents" if "documents" in row else ""
     others = [f"`{key}: {row[key]}`" for key in ("home", "precision") if key in row]
+    others += ["factors rounded, not codes"] * ("precision" in row and not row.get("by_codes", True))
     system = row.get("system", "longshift")
     again = " again, beside FSDP2" if system == "longshift" and "system" in row else " compiled" * system.endswith("compiled")
     named = f"`{row['layout']}`{again}" if system.startswith("longshift") else f"torch {system}"

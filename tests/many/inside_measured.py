@@ -30,12 +30,14 @@ from longshift.layout.loss_rows import loss_blocks
 from longshift.layout.placement import local_boxes
 from longshift.model import attention
 from longshift.model.chosen_kernel import kernels
+from longshift.model.cut import cut
 from longshift.model.decoder import Block, Head, Unit, build_unit
 from longshift.model.functions import WRITTEN_OUT, add_product
 from longshift.model.kernels import FLASH
 from longshift.program.operations import Op
+from longshift.schedule import inside_rank
 from longshift.schedule.chunks import Event
-from longshift.schedule.inside_rank import LONG
+from longshift.schedule.inside_rank import EVEN, LONG
 from longshift.spec.adapters import Lora
 from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
@@ -100,7 +102,9 @@ def _operations(
     dtype = precision.compute
     if world.everyone.handle is not None:
         prepare(world, spec, layout)
-    kernel = FLASH if device.type == "cpu" else replace(kernels(torch.device("cuda"), dtype)[0], rest=FLASH)  # takes long documents alone
+    kernel = FLASH if device.type == "cpu" else kernels(torch.device("cuda"), dtype)[0]
+    if device.type != "cpu" and dtype.itemsize == 2:
+        kernel = cut(kernel, FLASH, inside_rank.EVEN, inside_rank.LONG)
     ops = LayoutOps(spec, layout, world, kernel)
     documents = [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]
     micro = micro_batch(spec, documents, layout, world.rank, dtype, device)
@@ -276,12 +280,13 @@ class Watch:
             time.sleep(1e-3)
 
 
-def on_fake_device(spec: str, layout: str, dtype: str, rank: int, long: int = LONG) -> dict[str, dict]:
-    """As `operations`, as one rank of a world whose collectives do nothing. `long`: tokens of a document that is a call of its own."""
+def on_fake_device(spec: str, layout: str, dtype: str, rank: int, even: int = EVEN, long: int = LONG) -> dict[str, dict]:
+    """As `operations`, as one rank of a world whose collectives do nothing. `even`, `long`: tokens whose multiples a kernel takes, and of a
+    document that is a call of its own."""
     size = Layout.parse(layout).world
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with fake_device() as (device, _), patch.object(attention, "LONG", long):
+        with fake_device() as (device, _), patch.multiple(inside_rank, EVEN=even, LONG=long), patch.object(attention, "LONG", long):
             return operations(World(rank, size, device), spec, layout, dtype)
     finally:
         dist.destroy_process_group()

@@ -15,10 +15,10 @@ from inside_measured import LENGTHS, PARTS, SPECS, TURNS
 
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
-from longshift.schedule import inside, inside_chunk, inside_rank
+from longshift.schedule import inside, inside_attention, inside_chunk, inside_rank
 from longshift.schedule.abstract import Tensor, recorded
 from longshift.schedule.chunks import Buffer, cut
-from longshift.schedule.inside_rank import Inside, Place, Transport
+from longshift.schedule.inside_rank import EVEN, LONG, Inside, Place, Transport
 from longshift.schedule.sequence import token_order
 from longshift.schedule.streamed import lists
 
@@ -44,8 +44,11 @@ FAKE = [
     for layout in (LAYOUTS if number == 0 else LAYOUTS[number % 3 :: 3])
 ]
 FAKE += [
-    {"spec": spec, "layout": layout, "rank": 0, "dtype": "bfloat16", "long": long}
-    for spec, layout, long in (("llama grouped", "dp1", 1000), ("llama", "recompute-selective", 1000), ("llama grouped", "u2", 300))
+    {"spec": spec, "layout": layout, "rank": 0, "dtype": "bfloat16", "even": even, "long": long}
+    for spec, layout, even, long in (
+        *(("llama grouped", "dp1", 250, 1000), ("llama grouped", "dp1", 256, 700), ("llama", "recompute-selective", 96, 700)),
+        *(("llama grouped", "u2", 128, 300), ("llama", "ring2", 128, 160), ("mistral", "dp1", 64, 150)),
+    )
 ]
 
 
@@ -107,7 +110,9 @@ def on_fake_device() -> list[dict]:
 @pytest.mark.parametrize("number", range(len(FAKE)), ids=lambda number: " ".join(map(str, FAKE[number].values())))
 def test_operations_on_a_fake_device_do_as_is_said(number: int, on_fake_device: list[dict], monkeypatch: pytest.MonkeyPatch):
     case = dict(FAKE[number])
-    monkeypatch.setattr(inside_rank, "LONG", case.pop("long", inside_rank.LONG))
+    monkeypatch.setattr(inside_rank, "LONG", case.pop("long", LONG))
+    for name, tokens in (("EVEN", case.pop("even", EVEN)), ("LONG", inside_rank.LONG)):
+        monkeypatch.setattr(inside_attention, name, tokens)
     caches.clear()
     wrong = list(faults(on_fake_device[number], predicted(**case, transport="nccl")))
     caches.clear()

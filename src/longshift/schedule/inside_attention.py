@@ -7,14 +7,46 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from longshift.schedule.abstract import Tensor, recorded
-from longshift.schedule.inside_rank import END_BYTES, MOST_SCORES, Rank, SizedGroup, cast
+from longshift.schedule.inside_rank import END_BYTES, EVEN, LONG, MOST_SCORES, Place, Rank, SizedGroup, cast
 from longshift.schedule.sequence import Pair, TokenOrder, pairs
 from longshift.schedule.windows import Mask, pieces
 from longshift.spec.model import attended
 
 
+def _parts(place: Place, queries: int, keys: int, causal: bool) -> list[tuple[int, list[tuple[int, bool]]]]:
+    """`model.cut.Multiples._parts`: queries, and the keys that they see with whether later ones are hidden. Empty where a piece is not cut;
+    on a GPU whose kernel takes all lengths none is, and less is held than this says."""
+    fused = place.transport == "nccl" and place.itemsize <= 2 and not place.spec.score_cap
+    if not fused or min(queries, keys) < LONG or queries % EVEN == keys % EVEN == 0:
+        return []
+    bands = [[tokens - tokens % EVEN, tokens % EVEN] for tokens in (queries, keys)]
+    return [
+        (rows, [(seen, causal and i == j) for j, seen in enumerate(bands[1]) if seen and (j <= i or not causal)])
+        for i, rows in enumerate(bands[0])
+        if rows
+    ]
+
+
+def _fold_parts(rank: Rank, q: Tensor, k: Tensor, parts: list[tuple[int, list[tuple[int, bool]]]], times: int, wide: bool, first: bool):
+    """`model.cut.Multiples.fold`; `wide`: into an output in at least float32."""
+    for rows, seen in parts:
+        narrow = not wide and not (first and len(seen) == 1)
+        sums = q.new((rows, *q.shape[1:]), rank.place.wide) if narrow else None
+        for number, (keys, hides) in enumerate(seen):
+            _merge(*_whole_flash(rank, _rows(q, rows), _rows(k, keys), hides, times), first and number == 0)
+        del sums
+
+
 def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool, times: int) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a piece; of each of `times` equal ones."""
+    if not (parts := _parts(rank.place, q.shape[0], k.shape[0], causal)):
+        return _whole_flash(rank, q, k, causal, times)
+    found = q.new(), q.new(q.shape[:2], rank.place.wide)
+    _fold_parts(rank, q, k, parts, times, wide=False, first=True)
+    return found
+
+
+def _whole_flash(rank: Rank, q: Tensor, k: Tensor, causal: bool, times: int) -> tuple[Tensor, Tensor]:
     place, scores = rank.place, times * q.shape[0] * k.shape[0] * q.shape[1]
     rank.flops["attention"] += 4 * scores * q.shape[2] // (2 if causal else 1)
     if place.spec.score_cap:
@@ -27,6 +59,16 @@ def _flash(rank: Rank, q: Tensor, k: Tensor, causal: bool, times: int) -> tuple[
 
 
 def _flash_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, causal: bool, times: int) -> tuple[Tensor, Tensor, Tensor]:
+    if not (parts := _parts(rank.place, q.shape[0], k.shape[0], causal)):
+        return _whole_flash_backward(rank, q, k, v, causal, times)
+    totals = q.new(), k.new(), v.new()
+    for rows, seen in parts:
+        for keys, hides in seen:
+            _whole_flash_backward(rank, _rows(q, rows), _rows(k, keys), _rows(v, keys), hides, times)
+    return totals
+
+
+def _whole_flash_backward(rank: Rank, q: Tensor, k: Tensor, v: Tensor, causal: bool, times: int) -> tuple[Tensor, Tensor, Tensor]:
     place, scores = rank.place, times * q.shape[0] * k.shape[0] * q.shape[1]
     rank.flops["attention"] += 10 * scores * q.shape[2] // (2 if causal else 1)
     if place.spec.score_cap:
@@ -125,15 +167,17 @@ def _scores(q: Tensor, k: Tensor, rows: int, causal: bool) -> Tensor:
     return scores
 
 
-def _fold(rank: Rank, q: Tensor, k: Tensor, mask: Mask, times: int, first: bool) -> None:
-    """`model.attention.Attention.fold`."""
+def _fold(rank: Rank, q: Tensor, k: Tensor, mask: Mask, times: int, first: bool, wide: bool = True) -> None:
+    """`model.attention.Attention.fold`; `wide`: into an output in at least float32."""
     if mask == "later":
         q_flipped, k_flipped, v_flipped = q.new(), k.new(), k.new()
         out, lse = _flash(rank, q_flipped, k_flipped, True, times)
         del q_flipped, k_flipped, v_flipped
         _merge(out.new(), lse.new(), first)
+    elif parts := _parts(rank.place, q.shape[0], k.shape[0], mask == "causal"):
+        _fold_parts(rank, q, k, parts, times, wide, first)
     else:
-        _merge(*_flash(rank, q, k, mask == "causal", times), first)
+        _merge(*_whole_flash(rank, q, k, mask == "causal", times), first)
 
 
 def _add(rank: Rank, q: Tensor, k: Tensor, v: Tensor, mask: Mask, times: int) -> tuple[Tensor, ...]:
@@ -242,7 +286,7 @@ def _forward(rank: Rank, q: Tensor, k: Tensor, lengths: Sequence[int], window: i
             _one_call(rank, _rows(q, sum(some)), some, window, times)
             continue
         if window is None or length <= window:
-            _fold(rank, _rows(q, length), _rows(k, length), "causal", times, first=True)
+            _fold(rank, _rows(q, length), _rows(k, length), "causal", times, first=True, wide=False)
             continue
         sums = q.new((length, *q.shape[1:]), rank.place.wide) if q.itemsize != rank.place.wide else None
         for (queries, keys, mask), pieces_ in _equal(_pieces(length, window)):
