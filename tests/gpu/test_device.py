@@ -21,6 +21,7 @@ from longshift.model.functions import add_product
 from longshift.model.kernels import FLASH, Kernel, reference, reference_backward
 from longshift.spec.model import ModelSpec, Rope
 from longshift.stream.tiers import tier_of
+from longshift.trainer.admission import _room
 from longshift.trainer.check import Trial, compare, write_reference
 
 SPEC = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128, rope=Rope())
@@ -187,3 +188,15 @@ def test_what_was_put_comes_back_while_the_device_is_busy(device: torch.device, 
             for key in range(number - 2, number + 1):
                 tier.drop(key)
     tier.close()
+
+
+def test_admission_counts_no_memory_of_what_is_gone(device: torch.device):
+    """Such as a trial that has ended: its parts refer to each other."""
+    world = World(0, 1, device)
+    _, before = _room(world)
+    gone: list[object] = [torch.ones(2**26, device=device)]
+    gone.append(gone)
+    _, with_it = _room(world)
+    del gone
+    _, after = _room(world)
+    assert with_it - before > 2**27 > abs(after - before)
