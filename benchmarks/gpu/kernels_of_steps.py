@@ -129,7 +129,7 @@ def main() -> int:
     report |= {"machine": machine(), "versions": versions(), "rows": []}
     for part in options.parts:
         for row in parts[part](device, few):
-            report["rows"].append({"part": part, **row})
+            report["rows"].append({"part": part, **row, "commit": options.commit})
             print(report["rows"][-1], file=sys.stderr, flush=True)
     print(json.dumps(report) if options.json else f"{len(report['rows'])} rows")
     return 0

@@ -127,7 +127,9 @@ class TrainConfig(Section):
     betas: tuple[Annotated[Number, Field(ge=0, lt=1)], Annotated[Number, Field(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Rate = Field(1e-8, gt=0)
     deterministic: bool = Field(False, description="kernels that give the same bits in every run, where faster ones do not")
-    compile: bool = Field(False, description="compile norms, rotary embedding and gated activations: faster from the second step on")
+    compile: bool = Field(
+        False, description="compile norms, rotary embedding, gated activations and the loss: faster from the second step on"
+    )
     timeout: Seconds | None = Field(None, description="seconds; derived from the step where it is not given")
     frozen: Seconds = Field(60.0, description="seconds that a rank may be stopped (SIGSTOP) before the run ends")
     crowded: bool = Field(False, description="start more ranks than this machine's cores and memory are made for")
@@ -251,14 +253,13 @@ class WireConfig(Section):
 
 class HomeConfig(Section):
     """Where the training state lies, and in which format. `home: disk` is short for `home: {at: disk}`, and `home: {device: 8G, host:
-    rest}` for `home: {at: {device: 8G, host: rest}}`; `home: auto`, short for `home: {at: auto}`, is chosen with `layout: auto`."""
+    rest}` for `home: {at: {device: 8G, host: rest}}`; `home: auto` is chosen with `layout: auto`."""
 
     at: HomeAt = Field(
         default=HomeTiers(),
         description="where master weights, moments and gradient sums lie: device, host or disk, or so many bytes of a rank in each, as in "
         "{device: 8G, host: rest}; auto, with layout: auto: what the planner finds",
     )
-    auto: bool = Field(default=False, description="whether `at` is to be chosen with layout: auto; `at: auto` says so")
     moments: MomentFormat = Field(
         default="float32", description="format of moments between updates: float32 (that of masters), bf16 or float8"
     )
@@ -270,9 +271,7 @@ class HomeConfig(Section):
     @classmethod
     def _a_word(cls, value: object) -> object:
         if isinstance(value, str):
-            value = {"at": value}
-        if isinstance(value, dict) and value.get("at") == "auto":
-            return {key: other for key, other in value.items() if key != "at"} | {"auto": True}
+            return {"at": value}
         if not isinstance(value, dict) or "at" in value or not any(tier in value for tier in TIERS):
             return value
         tiers = {tier: size for tier, size in value.items() if tier in TIERS}
@@ -333,7 +332,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _of_home(self) -> "Config":
-        if self.home.auto and not isinstance(self.layout, AutoLayout):
+        if self.home.at.auto and not isinstance(self.layout, AutoLayout):
             raise ValueError("home: auto is chosen with layout: auto; write home: device, host or disk")
         if self.home.moments != "float32" and not self.train.rule.moments:
             raise ValueError(f"home.moments is a format of moments, and {self.train.rule} keeps none: leave it out")

@@ -95,8 +95,8 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         packed=config.formats.packed,
         wire=config.formats.wire,
         compile=config.train.compile,
-        home=config.home.at,
-        homes=_homes(config, cluster) if config.home.auto else (),
+        home=HomeTiers() if config.home.at.auto else config.home.at,
+        homes=_homes(config, cluster) if config.home.at.auto else (),
         early=config.home.early,
     )
 
@@ -194,7 +194,9 @@ class Planned:
         task, choice, best = self.task, self.choice, self.choice.best
         if best is None:
             others = "".join(f" and {_gib(task.limits[place])} of {place}" for place in task.places[1:])
-            yield f"nothing fits in {_gib(task.budget_bytes)} a device{others}"
+            homes = [str(one.task.home) for one in self.others]
+            tried = f", with home: {task.home}, nor with {' or '.join(homes)}" if homes else ""
+            yield f"nothing fits in {_gib(task.budget_bytes)} a device{others}{tried}"
             for way, lack, place in choice.short[:RIVALS]:
                 yield f"  {way}: {_short(lack, place)}" + f", at {way.peak}" * (place == "device")
             if any(place == "host" for _, _, place in choice.short) and "host" in task.home.named:
@@ -281,5 +283,5 @@ def layout_text(layout: Any) -> str:
 def with_layout(config: Config, layout: Any, home: Any = None) -> Config:
     """The config with a layout, and a home if one is given, in the config's form."""
     written: Mapping[str, Any] = config.model_dump(mode="json")
-    at = {} if home is None else {"home": written["home"] | {"at": home, "auto": False}}
+    at = {} if home is None else {"home": written["home"] | {"at": home}}
     return Config.model_validate({**written, "layout": layout, **at})

@@ -249,7 +249,9 @@ def test_on_a_cpu_the_hardware_decides(monkeypatch, able, in_bf16):
         assert choose(given, Heads(4, 2, 16), dtype, CPU, lambda seconds: seconds)[0] is only
 
 
-@pytest.mark.parametrize("kernel", chosen_kernel.kernels(torch.device("cuda"), torch.bfloat16), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [one.whole or one for one in chosen_kernel.kernels(torch.device("cuda"), torch.bfloat16)], ids=lambda kernel: kernel.name
+)
 @pytest.mark.parametrize(("keys", "kv_heads", "causal"), [(64, 2, True), (128, 2, False), (128, 8, False)])
 def test_gpu_kernels_take_and_give_what_they_should(kernel, keys, kv_heads, causal):
     """Without a GPU no more than that arguments bind to torch's operations and results have their shapes."""
@@ -380,9 +382,22 @@ def test_a_kernel_that_is_cut_gives_what_the_whole_one_does(queries, keys, causa
     if not causal:
         out, lse = FLASH.forward(q, *earlier, False, SCALE)
         kernel.fold(out, lse, q, k, v, False, SCALE, first=False)
-        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, False, SCALE)
-        dq = dq + FLASH.backward(grad, q, *earlier, out, lse, False, SCALE)[0]
+        dq, dk, dv = FLASH.backward(grad, q, *earlier, out, lse, False, SCALE)[0], torch.zeros_like(k), torch.zeros_like(v)
+        kernel.add(dq, dk, dv, grad, q, k, v, out, lse, False, SCALE)
         assert worst((out, lse, dq, dk, dv), (*whole[:3], *(x[:keys] for x in whole[3:]))) < BOUND[torch.float64]
+
+
+def test_a_kernel_that_is_cut_is_tried_as_a_whole():
+    """Lengths that are tried are no multiples of what it takes."""
+
+    def wrong(*given):
+        out, lse = FLASH.forward(*given)
+        return out * 7, lse
+
+    bad = cut(replace(FLASH, name="bad", forward=wrong), FLASH, 1024, 6144)
+    assert bad.forward(*inputs(300, 300, 6, 2)[:3], True, SCALE)[0].isfinite().all()
+    assert "wrong" in chosen_kernel.probe(bad, torch.float32, "float32", CPU).why_not
+    assert choose([bad, FLASH], Heads(4, 2, 16), torch.float32, CPU, lambda seconds: seconds)[0] is FLASH
 
 
 def test_a_kernel_that_is_cut_sums_in_float32():

@@ -28,7 +28,7 @@ ROWS = [
     for name, report in result("gpu_first_day")["sections"].items()
     for row in report["rows"]
     if "layout" in row and "seconds" in row.get("measured", {}) and "fsdp2" not in row.get("system", "")
-    if row.get("by_codes", True) or "precision" not in row  # of factors that are rounded and not multiplied as codes nothing is foretold
+    if row.get("by_codes", True) or "precision" not in row  # the forecast of float8 multiplies codes
 ]
 
 
@@ -52,14 +52,15 @@ def test_a_measured_step_takes_what_is_said(name: str, row: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in result("gpu_kernels")["rows"] if row["part"] == "steps"], ids=lambda row: str(row["lengths"])
+    "row",
+    [row for row in result("gpu_kernels")["rows"] if row["part"] == "steps" and not (row["compile"] and row["commit"] == "6cbc36e")],
+    ids=lambda row: str(row["lengths"]),
 )
 def test_steps_take_what_a_profile_of_their_gpu_says(row: dict[str, Any]):
-    """But for one that was compiled before the loss was."""
-    before = row["commit"] == "6cbc36e" and row["compile"]
+    """But for one that was compiled before the loss was, which is left out."""
     of = steps.Case(steps.llama(2, sum(row["lengths"])), Layout.parse(row["layout"]), tuple(row["lengths"]), compile=row["compile"])
     times = row["measured"]["seconds"] / steps.clocked(of, cluster(str(RESULTS / "gpu_h100_profile.json"))).seconds
-    assert (0.97 <= times <= 1.10) != before
+    assert 0.97 <= times <= 1.10
 
 
 def test_the_profile_of_a_single_gpu_plans_for_it_alone():

@@ -10,6 +10,7 @@ from longshift.program import held_packs
 from longshift.program.held_home import saved_bytes
 from longshift.program.many_chunks import full_pack
 from longshift.program.needs import StepShape, kinds_of_rank, largest_step, most, needs
+from longshift.schedule.inside_rank import LONG
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
@@ -43,6 +44,27 @@ def test_no_rank_needs_more_than_those_that_are_weighed(text: str):
     step = whole_step(run)
     every = [run.ledger(rank, "gloo", True).play(*step).device for rank in range(run.edges[0].use.world)]
     assert most(needs(run, run.edges, "gloo", True)).device.total == max(every)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+@pytest.mark.parametrize("text", ["dp1", "recompute-full", "recompute-attention", "recompute-selective", "u2", "ring2"])
+def test_no_pack_of_a_gpu_needs_more_than_the_one_that_is_weighed(text: str, kv_heads: int):
+    """Of a model whose peak is attention's. Documents of many lengths: with kernels that are cut for them, in calls of their own or not."""
+    spec = ModelSpec("llama", 61, 64, 2, 8, kv_heads, 32, 32, 1 << 16, rope=Rope())
+    layout, rng = Layout.parse(text), random.Random(1)
+    for upto, capacity in ((16384, 32768), (32768, 32768), (5000, 32768)):
+        edges = (Edge(upto, layout, capacity),)
+        itinerary = Itinerary(spec, edges, assumed(2), 2, 4, SwitchOptions(bucket_bytes=1 << 20))
+        run = StepShape(itinerary, edges, FORMATS["bf16"], capacity, upto)
+        said = most(needs(run, edges, "nccl", False)).device.total
+        for _ in range(12):
+            pack: list[int] = []
+            while sum(pack) < capacity:
+                most_ = min(upto, capacity - sum(pack))
+                pack.append(min(most_, rng.choice([most_, most_ - 1, 8192, LONG, LONG - 1, 4096, rng.randint(1, upto)]) or 1))
+            step = largest_step(run, edges, [tuple(pack)])
+            found = run.ledger(0, "nccl", False).play(*step).device
+            assert found <= 1.002 * said, (pack, found / said)
 
 
 MESHES = ("dp1", "u2", "pp2", "tp2", "ring2", "dp2.z3", "dp2.z1")

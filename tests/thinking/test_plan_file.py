@@ -11,6 +11,8 @@ from longshift.config import Config
 from longshift.layout.home_tiers import HomeTiers
 from longshift.trainer.plan_file import PlanFile
 from longshift.trainer.planned import chosen, keep
+from longshift.trainer.resumed import going_on, named
+from longshift.trainer.run_folder import RunFolder
 from longshift.workload.given import Lengths
 
 THREE = PlanFile("auto", ("dp2", "tp2", "pp2"))
@@ -53,11 +55,24 @@ def test_a_chosen_home_is_kept_with_the_layouts(tmp_path: Path):
         return found, file
 
     found, file = ask(auto)
-    assert (file.home, found.home.auto, found.home.at, found.home.moments) == ("host", False, HomeTiers("host"), "bf16")
+    assert (file.home, found.home.at.auto, found.home.at, found.home.moments) == ("host", False, HomeTiers("host"), "bf16")
     assert "home: auto: host" in said
     assert PlanFile.from_json(file.to_json()).config(auto) == found
     assert ask(auto) == (found, file)
     assert said == [f"layout: auto: as {tmp_path / 'plan.json'} says"]
+    folder = RunFolder(tmp_path)
+    folder.latest.parent.mkdir(parents=True, exist_ok=True)
+    folder.latest.write_text("step")
+    folder.config.write_text(found.to_yaml())
+    for overrides in ([], ["home=auto"], ["home.at=auto"]):
+        said.clear()
+        on = going_on(auto, Path("run.yaml"), overrides, said.append)
+        assert (on.home, on.layout, said) == (auto.home, auto.layout, [])
+        again, file_again = ask(on)
+        assert (file_again, again.home, again.layout) == (file, found.home, found.layout)
+    assert named(auto, said.append) == []
+    moved = going_on(auto, Path("run.yaml"), ["home=device"], said.append)
+    assert moved.home.at == HomeTiers("device")
     by_hand, file = ask(given)
     assert (file.home, by_hand.home.moments) == (None, "float32")
     assert len(said) > 1

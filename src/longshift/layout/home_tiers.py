@@ -25,16 +25,20 @@ LATE = 5  # one in so many elements of a state on disk is updated under the forw
 
 @dataclass(frozen=True)
 class HomeTiers:
-    """Where the training state of a rank lies: in `last`, but for as many bytes as `first` names in other, faster memories."""
+    """Where the training state of a rank lies: in `last`, but for as many bytes as `first` names in other, faster memories. `auto`: whether
+    it is still to be chosen; until then it counts as the device's."""
 
     last: Tier = "device"
     first: tuple[tuple[Tier, int], ...] = ()
+    auto: bool = False
 
     @staticmethod
     def parse(value: object) -> "HomeTiers":
         """`disk`, {device: 8G, host: rest}, or the text of one. Raises UsageError."""
         if isinstance(value, HomeTiers):
             return value
+        if value == "auto":
+            return HomeTiers(auto=True)
         if isinstance(value, str):
             pairs = [part.split() for part in value.split(",")]
             value = {pair[0]: pair[1] for pair in pairs} if all(len(pair) == 2 for pair in pairs) else {value: REST}
@@ -63,9 +67,13 @@ class HomeTiers:
 
     def to_json(self) -> str | dict[str, int | str]:
         """As a config has it."""
+        if self.auto:
+            return "auto"
         return {**dict(self.first), self.last: REST} if self.first else self.last
 
     def __str__(self) -> str:
+        if self.auto:
+            return "auto"
         if not self.first:
             return self.last
         return ", ".join([*(f"{tier} {format_size(size)}" for tier, size in self.first), f"{self.last} {REST}"])

@@ -38,12 +38,13 @@ class Attention:
         return found if found and found.takes(lengths, window) else None
 
     def calls(self, lengths: Sequence[int], window: int | None) -> list[tuple[int, ...]]:
-        """Lengths of the documents that are computed together, in their order."""
+        """Lengths of the documents that are computed together, in their order. A long one fills a GPU alone, by any kernel; memory is then
+        the same whichever is chosen, but for `model.cut`."""
         if self.packed(lengths, window) is None:
             return [(length,) for length in lengths]
         if _banded(lengths, window):
             return [tuple(lengths)]
-        return together(lengths, LONG if self.kernel.rest else max(lengths) + 1)
+        return together(lengths, LONG)
 
     def whole(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a pack: those that are `kept`, or computed."""

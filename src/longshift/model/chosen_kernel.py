@@ -26,7 +26,8 @@ LONG_BY_CUDNN = cut(CUDNN, FLASH, EVEN, LONG)  # it plans anew for every shape, 
 
 
 def probe(kernel: Kernel, dtype: torch.dtype, name: str, device: torch.device, heads: Heads = HEADS) -> Backend:
-    """Run a kernel on small inputs against its definition in float64. `name` of the dtype."""
+    """Run a kernel on small inputs, of one that is cut the `whole` one, against its definition in float64. `name` of the dtype."""
+    kernel = kernel.whole or kernel
     grad, q, k, v = _inputs(TOKENS, 2 * TOKENS, heads, dtype, device)
     own, scale = (grad, q, k[:TOKENS], v[:TOKENS]), heads.width**-0.5
     exact = grad.double(), q.double(), k[:TOKENS].double(), v[:TOKENS].double()

@@ -11,8 +11,8 @@ length.
               whole     _\\_______|_____|       D     both; where it is, the corner is
                   T     B         | D\\ |
 
-The forward's parts are joined by their own log-sum-exps, and each backward takes the whole one, as in ring attention. Letters as in
-`model.kernels`.
+The forward's parts are joined by their own log-sum-exps, in at least float32, and each backward takes the whole one, as in ring attention.
+Gradients of a document in bf16 are sums of its parts' in bf16. Letters as in `model.kernels`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longshift.model.kernels import Kernel, merge
+from longshift.model.kernels import Kernel, add_up, merge
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,29 @@ class Multiples:
                 for total, part, new in zip((dq[rows], dk[keys], dv[keys]), found, (number == 0, *(keys.start >= written,) * 2)):
                     total.copy_(part) if new else total.add_(part)
                 written = max(written, keys.stop)
+                del found, total, part  # the next call has its own
         return dq, dk, dv
+
+    def add(
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+    ) -> None:
+        """As `model.attention.Attention.add`."""
+        for rows, parts in self._parts(q, k, causal):
+            for keys, kernel, hides in parts:
+                found = kernel.backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], hides, scale)
+                add_up((dq[rows], dk[keys], dv[keys]), found)
+                del found
 
     def _fits(self, q: Tensor, k: Tensor) -> bool:
         return len(q) % self.every == len(k) % self.every == 0
@@ -87,4 +109,5 @@ def cut(kernel: Kernel, rest: Kernel, every: int, least: int) -> Kernel:
         return len(q) % every == len(k) % every == 0 or min(len(q), len(k)) >= least
 
     parts = Multiples(kernel, rest, every)
-    return replace(kernel, forward=parts.forward, backward=parts.backward, fold=parts.fold, rest=rest, takes=takes)
+    own = {"forward": parts.forward, "backward": parts.backward, "fold": parts.fold, "add": parts.add}
+    return replace(kernel, **own, rest=rest, takes=takes, whole=kernel)

@@ -31,8 +31,9 @@ Add = Callable[..., None]  # (dq, dk, dv, grad, q, k, v, out, lse, causal, scale
 class Kernel:
     """`fold` and `add`: as `forward` and `backward`, on sums that grow from piece to piece, where a kernel does better than to merge what
     those two return. `packed`: what takes whole documents in one call, where there is something. `rest`: another kernel for the pieces
-    that this one does not take. `repeats`: whether its backward on a GPU gives the same bits every time: always, where torch is asked for
-    deterministic algorithms, or never; on a CPU every kernel does, for a number of threads."""
+    that this one does not take. `whole`: of a kernel that is cut (`model.cut`), the one that takes most of each piece. `repeats`: whether
+    its backward on a GPU gives the same bits every time: always, where torch is asked for deterministic algorithms, or never; on a CPU
+    every kernel does, for a number of threads."""
 
     name: str
     forward: Forward
@@ -42,6 +43,7 @@ class Kernel:
     most_scores: int = 2**62  # query heads x queries x keys that fit in memory
     packed: Packed | None = None
     rest: "Kernel | None" = None
+    whole: "Kernel | None" = None
     takes: Callable[[Tensor, Tensor, bool], bool] = lambda q, k, causal: True
     repeats: Literal["always", "asked", "never"] = "always"
 

@@ -1,7 +1,8 @@
 """What the ranks of a run need for the largest step that its config allows, before anything starts.
 
-The largest step has, for every length group, as many full packs of the longest documents as its tokens can fill. Ranks that compute and
-keep alike are weighed once: of the ranks of one stage and tensor-parallel coordinate the first keeps most.
+The largest step has, for every length group, as many full packs of the longest documents as its tokens can fill; on a GPU, where what
+attention holds depends on lengths, of those in which it holds most. Ranks that compute and keep alike are weighed once: of the ranks of one
+stage and tensor-parallel coordinate the first keeps most.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from longshift.program.ledger import Ledger, Weighed
 from longshift.program.many_chunks import Pack, extended, full_pack, moments_of, small_packs
 from longshift.program.step import Steps, Windows
 from longshift.program.turns import Visit, visit_of
-from longshift.schedule.inside_rank import Transport
+from longshift.schedule.inside import inside
+from longshift.schedule.inside_rank import LONG, Place, Transport
+from longshift.schedule.sequence import token_order
 from longshift.spec.formats import Format
 from longshift.switch.itinerary import Itinerary
 from longshift.workload.groups import Edge
@@ -47,13 +50,28 @@ class StepShape:
         same = self.formats.compute == self.formats.home
         return Ledger(self.steps(rank), transport, same, host_is_device, self.ahead, self.copied, self.formats.float8)
 
+    def heaviest_pack(self, edge: Edge, rank: int, transport: Transport) -> Pack:
+        """Lengths of the documents of a group's full pack with which a rank needs most: the longest; or on a GPU those just below, which
+        attention's kernel is cut for (`model.cut`), or the longest of which a whole pack is one call (`schedule.together`)."""
+        longest, layout = min(edge.upto, self.longest), edge.use
+        full = full_pack(edge.pack, longest)
+        if transport != "nccl" or layout.chunk or longest < LONG:
+            return full
+        place = Place(self.itinerary.spec, layout, layout.coord(rank), self.formats.compute_bytes, transport, self.formats.float8)
+
+        def held(pack: Pack) -> int:
+            order = token_order(pack, layout.ring, layout.ulysses * layout.tp)
+            return inside(place, order, "attention half", "backward").peak
+
+        return max((full, full_pack(edge.pack, longest - 1), full_pack(edge.pack, LONG - 1)), key=held)
+
     def of_one_pack(self, edge: Edge, rank: int, transport: Transport, host_is_device: bool) -> Weighed:
         """What a rank needs and sends for one full pack of a group on each replica."""
         return replace(self, tokens=1).weighed([edge], rank, transport, host_is_device)
 
     def weighed(self, edges: Sequence[Edge], rank: int, transport: Transport, host_is_device: bool) -> Weighed:
         """What a rank needs and sends in the largest step with documents for these groups, in visiting order."""
-        packs, small = zip(*(small_packs(edge.use, full_pack(edge.pack, min(edge.upto, self.longest))) for edge in edges))
+        packs, small = zip(*(small_packs(edge.use, self.heaviest_pack(edge, rank, transport)) for edge in edges))
         steps = [largest_step(self, edges, [few[step % len(few)] for few in small]) for step in range(max(map(len, small)))]
         ledger = self.ledger(rank, transport, host_is_device)
         if len(steps) == 1:

@@ -181,9 +181,9 @@ def _fold(rank: Rank, q: Tensor, k: Tensor, mask: Mask, times: int, first: bool,
 
 
 def _add(rank: Rank, q: Tensor, k: Tensor, v: Tensor, mask: Mask, times: int) -> tuple[Tensor, ...]:
-    """`model.attention.Attention.backward`."""
+    """`model.attention.Attention.add`; of a piece that is cut no more than this."""
     if mask != "later":
-        return _flash_backward(rank, q, k, v, mask == "causal", times)
+        return _whole_flash_backward(rank, q, k, v, mask == "causal", times)
     given = q.new(), q.new(), k.new(), v.new(), q.new(), q.new(q.shape[:2], rank.place.wide)
     found = _flash_backward(rank, given[1], given[2], given[3], True, times)
     del given

@@ -23,7 +23,7 @@ Turn = Literal["pass", "forward", "backward"]
 INDEX_BYTES = 8  # of a token's or a position's number
 END_BYTES = 4  # of where a run of tokens ends
 EVEN = 1024  # tokens, whose multiples cuDNN's attention takes: chunks and their cuts are, most documents are not (`model.cut`)
-LONG = 6144  # tokens: of documents and pieces of so many it takes what it can, and each is a call of its own
+LONG = 6144  # tokens: of longer pieces it takes what it can; such documents are computed in a call of their own (`schedule.together`)
 MOST_SCORES = 2**26  # that the definition of attention holds at one time (`model.kernels`)
 
 
@@ -71,7 +71,7 @@ class Place:
         return there and (len(lengths) > 1 or (window is not None and window < max(lengths)))
 
     def calls(self, lengths: Sequence[int], window: int | None) -> list[tuple[int, ...]]:
-        """`model.attention.Attention.calls`, of a kernel that takes long documents alone: what holds more than one that does not."""
+        """`model.attention.Attention.calls`."""
         if not self.packed(lengths, window):
             return [(length,) for length in lengths]
         return [tuple(lengths)] if window is not None and window < max(lengths) else together(lengths, LONG)

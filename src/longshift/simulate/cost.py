@@ -329,12 +329,13 @@ class Cost:
         return np.where(np.asarray(h.flash) == 1, flash_s, unfused_s)
 
     def attention_gain(self, queries: Number, pairs: Number, backward: bool) -> np.ndarray:
-        """How many times as fast as the preset's kernel attention is, where so many queries see so many pairs: as in documents of `length`
-        tokens, or, where that is more than the queries, in a piece of one. A rate that was measured has its kernel's gain already."""
+        """How many times as fast as the preset's kernel attention is. `queries` see `pairs`: documents are 2 * pairs / queries long on
+        average, weighed by their tokens; where that is more than the queries, they are a piece of one. A curve that was measured has its
+        fastest kernel's gain already."""
         h, way = self.habits, "backward_gain" if backward else "forward_gain"
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(queries, 1), 1.0)
         even = (np.asarray(queries) % EVEN == 0) & (length >= queries)
-        takes = (even | (length >= LONG)) & (self.rates.cluster is None)
+        takes = (even | ((length >= LONG) & (np.asarray(queries) >= LONG))) & (self.rates.cluster is None)
         left = np.where(even, 0.0, np.minimum(1.0, EVEN / length))  # half of EVEN rows at the end, which see every key
         gain = 1 / (left + (1 - left) / (1 + np.asarray(h.cudnn) * (FLASH3[way] - 1)))
         return np.maximum(getattr(h, way), np.where(takes, gain, 1.0))

@@ -16,10 +16,10 @@ from longshift.forecast import with_layout
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A run's `plan.json`. `asked`: the config's `layout` as it was written; `home`: where the training state lies, with `home: auto`;
-    `choices`: layouts in the config's form, best first, all of
+    """A run's `plan.json`. `asked`: the config's `layout` as it was written; `choices`: layouts in the config's form, best first, all of
     which are tried; `facts`: what the planner said; `rates`: model FLOP/s of those that were tried, medians, and `errors`: their standard
-    errors; `chosen`: the one that goes on; `calibration`: what the trials' steps showed of the machine."""
+    errors; `chosen`: the one that goes on; `calibration`: what the trials' steps showed of the machine; `home`: what `home: auto` became,
+    None where the config names a home."""
 
     asked: Any
     choices: tuple[Any, ...]

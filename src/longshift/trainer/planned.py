@@ -31,7 +31,7 @@ def chosen(config: Config, cluster: Callable[[int], Cluster], lengths: Callable[
     if not isinstance(asked, AutoLayout):
         return config, None
     kept = read(Path(config.save.dir))
-    if kept is not None and kept.asked == asked.to_json() and (kept.home is not None) == config.home.auto:
+    if kept is not None and kept.asked == asked.to_json() and (kept.home is not None) == config.home.at.auto:
         tell(f"layout: auto: as {place(Path(config.save.dir))} says")
         return kept.config(config), kept
     found = plan(task_of(config, cluster(asked.ranks or core_count()), lengths()), tell)
@@ -39,7 +39,7 @@ def chosen(config: Config, cluster: Callable[[int], Cluster], lengths: Callable[
         raise OutOfMemoryError("\n  ".join(["layout: auto:", *found.lines()]))
     ways = found.choice.worth_trying(TRIED)
     choices = tuple(found.layout(way) for way in ways)
-    home = found.task.home.to_json() if config.home.auto else None
+    home = found.task.home.to_json() if config.home.at.auto else None
     file = PlanFile(asked.to_json(), choices, found.to_json(), chosen=None if len(choices) > 1 else 0, home=home)
     if home is not None:
         tell(f"home: auto: {found.task.home}")
@@ -78,7 +78,7 @@ def write_config(config: Config, found: Planned, path: Path) -> None:
     if found.choice.best is None:
         raise UsageError("--emit: nothing fits, so there is no layout to write")
     try:
-        home = found.task.home.to_json() if config.home.auto else None
+        home = found.task.home.to_json() if config.home.at.auto else None
         path.write_text(with_layout(config, found.layout(found.choice.best), home).to_yaml(), encoding="utf-8")
     except OSError as fault:
         raise UsageError(f"{path} cannot be written: {fault.strerror}") from None

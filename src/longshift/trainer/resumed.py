@@ -33,6 +33,9 @@ def going_on(given: Config, file: Path, overrides: Sequence[str], say: Say) -> C
     if not folder.config.is_file():
         say(f"{folder.shown} holds no config.yaml: the run goes on as {file} says")
         return given
+    plan = read(folder.path)
+    if plan is not None and plan.home is not None:  # `auto` is what the plan says, with the layout that the run has
+        overrides = [f"home.at={json.dumps(plan.home)}" if one in ("home=auto", "home.at=auto") else one for one in overrides]
     run = load_config(folder.config, [*overrides, f"save.dir={json.dumps(given.save.dir)}"])
     given, run = with_its_plan(given, run, folder.path)
     if different := changes(run, given):
@@ -55,12 +58,15 @@ def named(now: Config, say: Say) -> list[str]:
 
 
 def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Config]:
-    """Both configs, with one layout where the run's is what the given one's `auto` became: of chunks, or of the plan in the folder, which
-    the run goes on with."""
+    """Both configs, with one layout and home where the run's are what `auto` of the given one became: of chunks, or of the plan in the
+    folder, which the run goes on with."""
     asked, plan = given.layout, read(folder)
     if isinstance(asked, AutoLayout):
         made = plan is not None and plan.asked == asked.to_json() and run.model_dump(mode="json")["layout"] in plan.choices
-        return given, (run.model_copy(update={"layout": asked}) if made else run)
+        if not made or (plan is not None and plan.home is not None) != given.home.at.auto:
+            return given, run
+        home = run.home.model_copy(update={"at": given.home.at}) if given.home.at.auto else run.home
+        return given, run.model_copy(update={"layout": asked, "home": home})
     chosen = tuple(_chosen(*pair) for pair in zip(_edges(given), _edges(run)))
     if len(_edges(given)) == len(_edges(run)) and chosen == _edges(run):
         return given.model_copy(update={"layout": run.layout}), run
