@@ -62,8 +62,9 @@ def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Con
     folder, which the run goes on with."""
     asked, plan = given.layout, read(folder)
     if isinstance(asked, AutoLayout):
-        made = plan is not None and plan.asked == asked.to_json() and run.model_dump(mode="json")["layout"] in plan.choices
-        if not made or (plan is not None and plan.home is not None) != given.home.at.auto:
+        written = run.model_dump(mode="json")
+        made = plan is not None and plan.asked == asked.to_json() and written["layout"] in plan.choices
+        if not made or (plan.home if plan else None) != (written["home"]["at"] if given.home.at.auto else None):
             return given, run
         home = run.home.model_copy(update={"at": given.home.at}) if given.home.at.auto else run.home
         return given, run.model_copy(update={"layout": asked, "home": home})
