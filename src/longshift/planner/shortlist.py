@@ -23,6 +23,7 @@ from longshift.planner.remedies import binding, remedies, too_large
 from longshift.planner.streaming import Streamed, streamed
 from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_static, capacities, compared, families, survivors, take_shared
 from longshift.program.needs import StepShape
+from longshift.schedule.inside_rank import LONG
 from longshift.simulate.cost import LONGSHIFT, Cost, Habits, sizes
 from longshift.simulate.rates import rates
 from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
@@ -183,7 +184,8 @@ class _Weigher:
         family is known to need more than its bound says, that much more without weighing it."""
         one = at.take(np.array([row]))
         layout, family = one.layout(0), tuple(int(getattr(one, name)[0]) for name in FAMILY)
-        key = str(layout), capacity, longest if self.on_cpu else 0  # attention on a GPU keeps nothing that grows with a document
+        # On a GPU attention holds as much whatever the documents, but for long ones, which are calls of their own.
+        key = str(layout), capacity, longest if self.on_cpu or longest >= LONG else 0
         if key not in self.known:
             bound = float(problem.bound(one, float(capacity))[0])
             if bound * self.over.get(family, 1.0) > self.budget_bytes:
