@@ -248,9 +248,9 @@ class Elementwise:
     gated         gate, up, activation -> y
     gated_grad    grad, gate, up, activation -> dgate, dup
     turned        x, cos, sin, 1 or -1 -> y
-    weights       logits, the highest of a row, a column [T, 1] -> what the next takes, sums of exp(logit - highest), and logit - highest
-                  in the column
-    weights_grad  that, the highest, factor of a row, column, what is taken off in it, dtype -> exp(logit - highest) * factor, less that"""
+    weights       logits, highest of each row, column [T, 1] -> kept, sums of exp(logit - highest) over rows, logit - highest in the column
+    weights_grad  kept, highest, factor of each row, column, deduction of each row, dtype -> factor * exp(logit - highest), in the column
+                  less the deduction; `kept` may be used up"""
 
     normed: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = _normed
     normed_grad: Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]] = _normed_grad
