@@ -17,7 +17,7 @@ from longshift.layout.heads import matched_heads
 from longshift.model.kernels import Kernel, add_up, copy_each, merge
 from longshift.model.packed import Packed, ends_of
 from longshift.schedule.inside_rank import LONG
-from longshift.schedule.together import together
+from longshift.schedule.kernel_calls import banded, calls
 from longshift.schedule.windows import Mask, pieces
 
 
@@ -40,11 +40,7 @@ class Attention:
     def calls(self, lengths: Sequence[int], window: int | None) -> list[tuple[int, ...]]:
         """Lengths of the documents that are computed together, in their order. A long one fills a GPU alone, by any kernel; memory is then
         the same whichever is chosen, but for `model.cut`."""
-        if self.packed(lengths, window) is None:
-            return [(length,) for length in lengths]
-        if _banded(lengths, window):
-            return [tuple(lengths)]
-        return together(lengths, LONG)
+        return calls(lengths, window, self.packed(lengths, window) is not None, LONG)
 
     def whole(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a pack: those that are `kept`, or computed."""
@@ -120,12 +116,12 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, *made = ctx.saved_tensors
-        calls = _calls(ctx.lengths, ctx.window, ctx.attention, ctx.ends)
-        if len(calls) == 1 and (calls[0].ends is not None or not _banded(ctx.lengths, ctx.window)):
+        every = _calls(ctx.lengths, ctx.window, ctx.attention, ctx.ends)
+        if len(every) == 1 and (every[0].ends is not None or not banded(ctx.lengths, ctx.window)):
             result = made or _forward(q, k, v, ctx.lengths, ctx.window, ctx.attention, ctx.ends)
-            return *_backward((grad, q, k, v, *result), calls[0], ctx.window, ctx.attention), None, None, None, None
+            return *_backward((grad, q, k, v, *result), every[0], ctx.window, ctx.attention), None, None, None, None
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for call, run in zip(calls, _runs([call.tokens for call in calls], *grads, grad, q, k, v, *made)):
+        for call, run in zip(every, _runs([call.tokens for call in every], *grads, grad, q, k, v, *made)):
             result = run[7:] or _forward(run[4], run[5], run[6], call.lengths, ctx.window, ctx.attention, call.ends)
             found = _backward((*run[3:7], *result), call, ctx.window, ctx.attention)
             copy_each(run[:3], found)
@@ -157,15 +153,11 @@ def _calls(lengths: Sequence[int], window: int | None, attention: Attention, end
     return found
 
 
-def _banded(lengths: Sequence[int], window: int | None) -> bool:
-    return window is not None and window < max(lengths)
-
-
 def _backward(given: tuple[Tensor, ...], call: Call, window: int | None, attention: Attention) -> Sequence[Tensor]:
     """Gradients (dq, dk, dv); in at least float32 where a window is computed by pieces."""
     if packed := attention.packed(call.lengths, window):
         return packed.backward(*given, call.ends, call.lengths, window, attention.scale)
-    if _banded(call.lengths, window):
+    if banded(call.lengths, window):
         assert window is not None
         return _windowed_backward(given, window, attention)
     return attention.backward(*given, mask="causal")
@@ -174,12 +166,12 @@ def _backward(given: tuple[Tensor, ...], call: Call, window: int | None, attenti
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], window: int | None, attention: Attention, ends: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    calls, packed = _calls(lengths, window, attention, ends), attention.packed(lengths, window)
-    if packed and len(calls) == 1:
-        return packed.forward(q, k, v, calls[0].ends, lengths, window, attention.scale)
+    every, packed = _calls(lengths, window, attention, ends), attention.packed(lengths, window)
+    if packed and len(every) == 1:
+        return packed.forward(q, k, v, every[0].ends, lengths, window, attention.scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
-    for call, run in zip(calls, _runs([call.tokens for call in calls], out, lse, q, k, v)):
+    for call, run in zip(every, _runs([call.tokens for call in every], out, lse, q, k, v)):
         if packed and call.ends is not None:
             copy_each(run[:2], packed.forward(*run[2:], call.ends, call.lengths, window, attention.scale))
             continue

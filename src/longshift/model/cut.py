@@ -1,15 +1,15 @@
-"""Attention by a kernel that takes whole multiples of some number of tokens: most of a piece goes to it, what remains to another kernel.
+r"""Attention by a kernel that takes whole multiples of some number of tokens: most of a piece goes to it, what remains to another kernel.
 
 cuDNN plans anew for every shape, in a tenth of a second, so that it takes multiples of 1,024 tokens only; most documents have another
 length.
 
                      keys
                      0          whole  S
-        queries   0   \\          |     |       A     the kernel
-                       \\    A    |  C  |       B     the other one, on fewer queries
-                        \\        |     |       C     on fewer keys; where the mask is causal, no query sees them
-              whole     _\\_______|_____|       D     both; where it is, the corner is
-                  T     B         | D\\ |
+        queries   0   \          |     |       A     the kernel
+                       \    A    |  C  |       B     the other one, on fewer queries
+                        \        |     |       C     on fewer keys; where the mask is causal, no query sees them
+              whole     _\_______|_____|       D     both; where it is, the corner is
+                  T     B         | D\ |
 
 The forward's parts are joined by their own log-sum-exps, in at least float32, and each backward takes the whole one, as in ring attention.
 Gradients of a document in bf16 are sums of its parts' in bf16. Letters as in `model.kernels`.
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from longshift.model.kernels import Kernel, add_up, merge
+from longshift.schedule.kernel_calls import cut_parts
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Multiples:
     every: int
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        if self._fits(q, k):
+        if self.fits(q, k):
             return self.kernel.forward(q, k, v, causal, scale)
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         self.fold(out, lse, q, k, v, causal, scale, first=True)
@@ -51,7 +52,7 @@ class Multiples:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> Sequence[Tensor]:
-        if self._fits(q, k):
+        if self.fits(q, k):
             return self.kernel.backward(grad, q, k, v, out, lse, causal, scale)
         dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
         written = 0  # keys whose gradients have been written
@@ -85,29 +86,24 @@ class Multiples:
                 add_up((dq[rows], dk[keys], dv[keys]), found)
                 del found
 
-    def _fits(self, q: Tensor, k: Tensor) -> bool:
+    def fits(self, q: Tensor, k: Tensor) -> bool:
+        """Whether nothing is left of either."""
         return len(q) % self.every == len(k) % self.every == 0
 
     def _parts(self, q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[tuple[slice, Kernel, bool]]]]:
         """Queries, and the keys that they see, by which kernel and whether it hides later ones."""
-        for rows in self._ends(len(q)):
-            seen = [keys for keys in self._ends(len(k)) if not causal or keys.start <= rows.start]
-            whole = rows.stop % self.every == 0
-            kernels = [self.kernel if whole and keys.stop % self.every == 0 else self.rest for keys in seen]
-            yield rows, [(keys, kernel, causal and keys == rows) for keys, kernel in zip(seen, kernels)]
-
-    def _ends(self, tokens: int) -> list[slice]:
-        whole = tokens - tokens % self.every
-        return [some for some in (slice(0, whole), slice(whole, tokens)) if some.start < some.stop]
+        for rows, seen in cut_parts(len(q), len(k), self.every, causal):
+            yield rows, [(keys, self.kernel if self.fits(q[rows], k[keys]) else self.rest, hides) for keys, hides in seen]
 
 
 def cut(kernel: Kernel, rest: Kernel, every: int, least: int) -> Kernel:
     """`kernel` for pieces of any length: all of those of multiples of `every` queries and keys, and most of longer ones than `least`; the
     `rest` of those, and other pieces, go to another one."""
 
-    def takes(q: Tensor, k: Tensor, causal: bool) -> bool:
-        return len(q) % every == len(k) % every == 0 or min(len(q), len(k)) >= least
-
     parts = Multiples(kernel, rest, every)
+
+    def takes(q: Tensor, k: Tensor, causal: bool) -> bool:
+        return parts.fits(q, k) or min(len(q), len(k)) >= least
+
     own = {"forward": parts.forward, "backward": parts.backward, "fold": parts.fold, "add": parts.add}
     return replace(kernel, **own, rest=rest, takes=takes, whole=kernel)

@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from longshift.schedule.kernel_calls import banded
+
 aten = torch.ops.aten
 
 Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, ends, lengths, window, scale) -> (out, lse)
@@ -34,8 +36,7 @@ class Packed:
 
     def takes(self, lengths: Sequence[int], window: int | None) -> bool:
         """Whether it computes this pack; a single document without a window is one call of any kernel."""
-        banded = window is not None and window < max(lengths)
-        return self.windows if banded else len(lengths) > 1
+        return self.windows if banded(lengths, window) else len(lengths) > 1
 
 
 def ends_of(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -52,7 +52,7 @@ class StepShape:
 
     def heaviest_pack(self, edge: Edge, rank: int, transport: Transport) -> Pack:
         """Lengths of the documents of a group's full pack with which a rank needs most: the longest; or on a GPU those just below, which
-        attention's kernel is cut for (`model.cut`), or the longest of which a whole pack is one call (`schedule.together`)."""
+        attention's kernel is cut for (`model.cut`), or the longest of which a whole pack is one call (`schedule.kernel_calls`)."""
         longest, layout = min(edge.upto, self.longest), edge.use
         full = full_pack(edge.pack, longest)
         if transport != "nccl" or layout.chunk or longest < LONG:

@@ -8,22 +8,21 @@ from functools import lru_cache
 
 from longshift.schedule.abstract import Tensor, recorded
 from longshift.schedule.inside_rank import END_BYTES, EVEN, LONG, MOST_SCORES, Place, Rank, SizedGroup, cast
+from longshift.schedule.kernel_calls import banded, cut_parts
 from longshift.schedule.sequence import Pair, TokenOrder, pairs
 from longshift.schedule.windows import Mask, pieces
 from longshift.spec.model import attended
 
 
 def _parts(place: Place, queries: int, keys: int, causal: bool) -> list[tuple[int, list[tuple[int, bool]]]]:
-    """`model.cut.Multiples._parts`: queries, and the keys that they see with whether later ones are hidden. Empty where a piece is not cut;
+    """`schedule.kernel_calls.cut_parts`, in tokens. Empty where a piece is not cut;
     on a GPU whose kernel takes all lengths none is, and less is held than this says."""
     fused = place.transport == "nccl" and place.itemsize <= 2 and not place.spec.score_cap
     if not fused or min(queries, keys) < LONG or queries % EVEN == keys % EVEN == 0:
         return []
-    bands = [[tokens - tokens % EVEN, tokens % EVEN] for tokens in (queries, keys)]
     return [
-        (rows, [(seen, causal and i == j) for j, seen in enumerate(bands[1]) if seen and (j <= i or not causal)])
-        for i, rows in enumerate(bands[0])
-        if rows
+        (rows.stop - rows.start, [(keys.stop - keys.start, hides) for keys, hides in seen])
+        for rows, seen in cut_parts(queries, keys, EVEN, causal)
     ]
 
 
@@ -219,7 +218,7 @@ def packed_attention(rank: Rank, q: Tensor, k: Tensor, v: Tensor, lengths: Seque
 
     def back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *made: Tensor) -> list[Tensor]:
         (calls, ends), result = _calls(rank, lengths, window), ()
-        if calls.total() == 1 and (rank.place.packed(lengths, window) or window is None or max(lengths) <= window):
+        if calls.total() == 1 and (rank.place.packed(lengths, window) or not banded(lengths, window)):
             result = _forward(rank, q, k, lengths, window) if again else ()
             return list(_backward(rank, q, k, v, lengths, window, 1))
         grads = [q.new(), k.new(), v.new()]

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from longshift.layout.heads import own_heads
 from longshift.layout.layout import Coord, Layout
 from longshift.schedule.abstract import Memory, Shape, Tensor
+from longshift.schedule.kernel_calls import banded, calls
 from longshift.schedule.sequence import TokenOrder
-from longshift.schedule.together import together
 from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
 
@@ -23,7 +23,7 @@ Turn = Literal["pass", "forward", "backward"]
 INDEX_BYTES = 8  # of a token's or a position's number
 END_BYTES = 4  # of where a run of tokens ends
 EVEN = 1024  # tokens, whose multiples cuDNN's attention takes: chunks and their cuts are, most documents are not (`model.cut`)
-LONG = 6144  # tokens: of longer pieces it takes what it can; such documents are computed in a call of their own (`schedule.together`)
+LONG = 6144  # tokens: of longer pieces it takes what it can; such documents are computed in a call of their own (`schedule.kernel_calls`)
 MOST_SCORES = 2**26  # that the definition of attention holds at one time (`model.kernels`)
 
 
@@ -68,13 +68,11 @@ class Place:
     def packed(self, lengths: Sequence[int], window: int | None) -> bool:
         """Whether attention to documents of these lengths may be one call: on GPUs, in 16-bit numbers (`model.packed`)."""
         there = self.transport == "nccl" and self.itemsize <= 2 and not self.spec.score_cap
-        return there and (len(lengths) > 1 or (window is not None and window < max(lengths)))
+        return there and (len(lengths) > 1 or banded(lengths, window))
 
     def calls(self, lengths: Sequence[int], window: int | None) -> list[tuple[int, ...]]:
         """`model.attention.Attention.calls`."""
-        if not self.packed(lengths, window):
-            return [(length,) for length in lengths]
-        return [tuple(lengths)] if window is not None and window < max(lengths) else together(lengths, LONG)
+        return calls(lengths, window, self.packed(lengths, window), LONG)
 
     @property
     def adds_inside(self) -> bool:
