@@ -11,6 +11,7 @@ node's. bytes of a collective: the whole buffer, that a rank ends up with (all_g
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -287,12 +288,19 @@ class Cluster:
     def _attentions(self, dtype: str, direction: str, causal: bool, backend: str | None) -> dict[tuple[str, Heads], Curve]:
         """Measured attentions of this kind, by (backend, heads): of the named backend, or of all legal ones."""
         usable = {b.name for b in self.backends if b.dtype == dtype and b.legal} if backend is None else {backend}
-        found = {}
-        for name, curve in self.curves.items():
-            words = name.split()
-            if words[0] == "attention" and words[1] in usable and words[2:5] == [dtype, direction, "causal" if causal else "full"]:
-                found[words[1], Heads.parse(words[5])] = curve
-        return found
+        kind = dtype, direction, "causal" if causal else "full"
+        return {(name, heads): curve for (name, *at, heads), curve in self._attention_curves if name in usable and tuple(at) == kind}
+
+    @cached_property
+    def _attention_curves(self) -> list[tuple[tuple[Any, ...], Curve]]:
+        """Backend, dtype, direction, causal or full and heads of each measured attention, and its curve."""
+        named = [(name.split()[1:], curve) for name, curve in self.curves.items() if name.startswith("attention ")]
+        return [((*words[:4], Heads.parse(words[4])), curve) for words, curve in named]
+
+    @cached_property
+    def measured_heads(self) -> list[Heads]:
+        """Those of which attention was measured."""
+        return sorted({key[-1] for key, _ in self._attention_curves}, key=str)
 
     def _roofline(self, flops: Number, moved_bytes: Number, dtype: str, share: str) -> np.ndarray:
         if dtype not in self.device.flops_per_s:

@@ -8,14 +8,19 @@ Beyond the points nothing was measured. A caller who wants an answer there says 
 its seconds (a floor); above the largest, growth with the work, at the rate of the last point.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
+from math import exp, inf, log
 
 import numpy as np
 
 from longshift.errors import UsageError
+
+# What a curve is computed with, of numbers and of arrays: numpy takes ten times as long for a number.
+NUMBERS = bisect_right, log, exp, min, max
+ARRAYS = partial(np.searchsorted, side="right"), np.log, np.exp, np.minimum, np.maximum
 
 
 @dataclass(frozen=True)
@@ -69,34 +74,47 @@ class Curve:
     def __call__(self, *sizes: float | np.ndarray, beyond: bool = False) -> np.ndarray:
         """Seconds at these sizes, one argument an axis, numbers or arrays that broadcast. Raises UsageError outside the measured range
         unless `beyond`."""
-        asked = self._sizes(sizes)
-        if not beyond:
-            for axis, size in zip(self.axes, asked):
-                if np.any(size < axis.sizes[0]) or np.any(size > axis.sizes[-1]):
-                    low, high = (np.format_float_positional(end, trim="-") for end in (axis.sizes[0], axis.sizes[-1]))
-                    raise UsageError(f"{axis.name} = {_span(size)} was not measured, only {low} to {high}; beyond=True guesses")
-        corners, weights, growth = [], [], np.asarray(0.0)
-        for axis, size in zip(self.axes, asked):
-            known = np.log(axis.sizes)
-            at = np.clip(np.log(size), known[0], known[-1])
-            left = np.clip(np.searchsorted(known, at, side="right") - 1, 0, max(0, len(known) - 2))
-            right = np.minimum(left + 1, len(known) - 1)
-            gap = np.where(right > left, known[right] - known[left], 1.0)
-            weight = (at - known[left]) / gap
-            corners.append((left, right))
-            weights.append((1.0 - weight, weight))
-            growth = growth + axis.power * np.maximum(0.0, np.log(size) - known[-1])
-        total = np.asarray(0.0)
-        for choice in product((0, 1), repeat=len(self.axes)):
-            weight = np.asarray(1.0)
-            for dim, side in enumerate(choice):
-                weight = weight * weights[dim][side]
-            total = total + weight * self._logs[tuple(corners[dim][side] for dim, side in enumerate(choice))]
-        return np.exp(total + growth)
+        if len(sizes) != len(self.axes):
+            raise UsageError(f"a curve over {self._names} was asked for {len(sizes)} sizes")
+        numbers = all(isinstance(size, float | int) for size in sizes)
+        if not numbers:
+            sizes = tuple(np.asarray(size, dtype=float) for size in sizes)
+        for axis, size in zip(self.axes, sizes):
+            self._check(axis, size, beyond)
+        find, log, exp, least, most = NUMBERS if numbers else ARRAYS
+        knowns, logs = self._numbers if numbers else self._arrays
+        corners, growth = [(0, 1.0)], 0.0
+        for axis, known, size in zip(self.axes, knowns, sizes):
+            at, count = log(size), len(axis.sizes)
+            growth = growth + axis.power * most(0.0, at - known[-1])
+            corners = [(first * count, weight) for first, weight in corners]
+            if count > 1:
+                at = least(most(at, known[0]), known[-1])
+                left = least(find(known, at) - 1, count - 2)
+                share = (at - known[left]) / (known[left + 1] - known[left])
+                corners = [(first + left + side, w * own) for first, w in corners for side, own in ((0, 1.0 - share), (1, share))]
+        return np.asarray(exp(sum((weight * logs[corner] for corner, weight in corners), growth)))
+
+    def _check(self, axis: Axis, size: float | np.ndarray, beyond: bool) -> None:
+        low, high = (size, size) if isinstance(size, float | int) else (size.min(initial=inf), size.max(initial=-inf))
+        if not low > 0:
+            raise UsageError(f"{axis.name} = {_span(low, high)}: a size is positive")
+        if not beyond and (low < axis.sizes[0] or high > axis.sizes[-1]):
+            raise UsageError(
+                f"{axis.name} = {_span(low, high)} was not measured, only {_number(axis.sizes[0])} to {_number(axis.sizes[-1])}; "
+                "beyond=True guesses"
+            )
 
     @cached_property
-    def _logs(self) -> np.ndarray:
-        return np.log(self.grid)
+    def _arrays(self) -> tuple[list[np.ndarray], np.ndarray]:
+        """Logarithms of each axis' sizes, and of the seconds as those lie."""
+        return [np.log(axis.sizes) for axis in self.axes], np.log(self.seconds)
+
+    @cached_property
+    def _numbers(self) -> tuple[list[list[float]], list[float]]:
+        """As `_arrays`, in Python's numbers."""
+        known, logs = self._arrays
+        return [one.tolist() for one in known], logs.tolist()
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -105,15 +123,6 @@ class Curve:
     @property
     def _names(self) -> str:
         return ", ".join(axis.name for axis in self.axes)
-
-    def _sizes(self, sizes: Sequence[float | np.ndarray]) -> list[np.ndarray]:
-        if len(sizes) != len(self.axes):
-            raise UsageError(f"a curve over {self._names} was asked for {len(sizes)} sizes")
-        asked = [np.asarray(size, dtype=float) for size in sizes]
-        for axis, size in zip(self.axes, asked):
-            if not np.all(size > 0):
-                raise UsageError(f"{axis.name} = {_span(size)}: a size is positive")
-        return asked
 
 
 def monotone(seconds: np.ndarray) -> np.ndarray:
@@ -126,6 +135,9 @@ def monotone(seconds: np.ndarray) -> np.ndarray:
     return np.where(above == below, above, np.sqrt(above) * np.sqrt(below))
 
 
-def _span(values: np.ndarray) -> str:
-    low, high = (np.format_float_positional(end, trim="-") for end in (values.min(), values.max()))
-    return low if low == high else f"{low} to {high}"
+def _span(low: float, high: float) -> str:
+    return _number(low) if low == high else f"{_number(low)} to {_number(high)}"
+
+
+def _number(value: float) -> str:
+    return np.format_float_positional(value, trim="-")

@@ -70,15 +70,20 @@ def loaded(place: Place, order: TokenOrder) -> Inside:
     return rank.seen(seen, output=rank.memory.now - seen)
 
 
-@lru_cache(maxsize=1024)
 def loss_of_rows(place: Place, order: TokenOrder, number: int) -> Inside:
     """Bytes and work of the head and loss on the `number`-th block of rows of a pack or a chunk in this order."""
+    whole = order.local_tokens // (place.layout.ulysses * place.layout.tp)
+    rows = loss_rows(place.spec, place.layout, whole)
+    return _loss_of(place, order, min(rows, whole - number * rows))
+
+
+@lru_cache(maxsize=1024)
+def _loss_of(place: Place, order: TokenOrder, count: int) -> Inside:
+    """Of a block of `count` rows, wherever it lies."""
     rank = rank_of(place, order)
     head = SizedHead(rank, place.spec.layers + 1)
     rank.memory.recording = True
     x_TD = rank.stream()
-    rows = loss_rows(place.spec, place.layout, x_TD.shape[0])
-    count = min(rows, x_TD.shape[0] - number * rows)
     seen = rank.begin()
     x = Tensor(x_TD.storage, (count, *x_TD.shape[1:]), place.itemsize).leaf()
     loss = rank.ops.loss(head.logits(x, rank.ops), rank.labels(count))

@@ -99,6 +99,7 @@ class Clock:
         self.turns: dict[tuple, list[tuple[str, float]]] = {}
         self.exchanges: dict[int, list[float]] = {}
         self.collectives: dict[tuple[Layout, str, int], float] = {}
+        self.passes: dict[float, float] = {}
         self.ledgers: dict[tuple[int, tuple[Layout, ...]], Ledger] = {}  # by rank and the layouts that its steps visit
         self.paces: dict[Layout, float] = {}  # seconds of a visit for one of a block's on its packs
 
@@ -197,6 +198,12 @@ class Clock:
             timed = ChunkSeconds(self.spec, layout, self.cluster, self.cost, self.on_cpu, window=window)
             seconds += share * max(timed.turn(made, turn))  # pyright: ignore[reportArgumentType]
         return [("compute", seconds)]
+
+    def pass_s(self, moved_bytes: float) -> float:
+        """Seconds of a pass over so many bytes."""
+        if moved_bytes not in self.passes:
+            self.passes[moved_bytes] = float(self.rates.elementwise_s(moved_bytes))
+        return self.passes[moved_bytes]
 
     def collective_s(self, layout: Layout, kind: str, sent_bytes: int) -> float:
         """Seconds of a gather or a reduction in which a rank sends so many bytes. Its members share one cut of the weights."""
@@ -327,7 +334,7 @@ class _Stage:
                 if op.kind != "accumulate" and one.home != "device":
                     yield self._piece(op, LANES["gather"], one.elements * of_one / HOST_BYTES_PER_S, ("host",))
                 else:
-                    yield from self._alone("compute", op, float(rates.elementwise_s(one.elements * of_one)))
+                    yield from self._alone("compute", op, self.clock.pass_s(one.elements * of_one))
             elif op.kind == "put":
                 yield self._piece(op, LANES["put"], self._copy_s(one, "out"), ("host out",))
 
@@ -342,7 +349,7 @@ class _Stage:
     def _coded(self, one: _Moved) -> Iterator[Begin | End]:
         """What the device does to send or to take in another format."""
         if one.coded:
-            yield from self._alone("compute", one.op, float(self.clock.rates.elementwise_s(one.coded)))
+            yield from self._alone("compute", one.op, self.clock.pass_s(one.coded))
 
     def _begin(self, one: _Moved) -> Begin:
         op, clock, everyone = one.op, self.clock, tuple(range(self.layout.pp))

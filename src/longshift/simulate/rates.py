@@ -150,18 +150,13 @@ class Rates:
         its rows take what rows of that one take, in proportion to what they see, EXTRA_PAIRS included."""
         assert self.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(rows, 1.0), 1.0)
-        direction, known = ("backward" if backward else "forward"), self._heads()
+        direction, known = ("backward" if backward else "forward"), self.cluster.measured_heads
         at = min(known, key=lambda one: abs(np.log(one.width / np.mean(width)))) if known else Heads(1, 1, 64)
         shortest = self.cluster.shortest_attention(at, self.dtype, direction)
         there = np.maximum(length, shortest)
         one_s = self.cluster.attention_s(there, there, at, self.dtype, direction, causal=True, beyond=True)
         share = there / length if self.dispatch_s else (length / 2 + EXTRA_PAIRS) / (there / 2 + EXTRA_PAIRS)
         return one_s * np.asarray(rows) / there * share * (heads * width / (at.query * at.width))
-
-    def _heads(self) -> list[Heads]:
-        assert self.cluster is not None
-        names = (name.split() for name in self.cluster.curves if name.startswith("attention"))
-        return sorted({Heads.parse(words[5]) for words in names}, key=str)
 
 
 def clock(flops_per_s: Number, watts: Number | None, power: Number) -> Number:
