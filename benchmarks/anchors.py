@@ -163,7 +163,7 @@ def modelled_s(model: str, tp: int, pp: int, tokens: int) -> float:
     """The same by our cost model: forward and backward of the stage's blocks."""
     cost = Cost(sizes(MODELS[model]), rates(cluster(A800), "bf16"))
     works = [cost.turn("block", turn, "block", Mesh(tp), float(tokens), tokens**2 / 2) for turn in ("forward", "backward")]
-    return MODELS[model].layers / pp * sum(float(work.exposed_s(cost.rates.launch_s)) for work in works)
+    return MODELS[model].layers / pp * sum(float(work.exposed_s(cost.launch_s)) for work in works)
 
 
 def stages() -> dict:

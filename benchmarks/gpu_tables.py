@@ -1,8 +1,9 @@
 """The tables of what GPUs have measured: steps by layout beside what was foretold, and attention kernels."""
 
+import statistics
 from collections.abc import Mapping
 
-from kept import lines, result, size, source, sources
+from kept import lines, result, size, sources
 
 KERNELS = {"flash": "FlashAttention-2", "cudnn": "cuDNN", "flash, a call for each document": "FlashAttention-2, a call for each document"}
 HEADS = "32/8x128"
@@ -58,10 +59,11 @@ def attention_kernels() -> str:
 
 def attention_by_length() -> str:
     """FLOP/s of causal attention to one document, by FlashAttention-2 and where cuDNN takes what it can of it."""
-    report, known = result("gpu_kernels"), {}
-    for row in report["rows"]:
-        if row["part"] == "attention" and row["causal"] and row["heads"] == HEADS and row["kernel"] in ("flash", "cudnn"):
-            known.setdefault(row["queries"], {})[row["kernel"]] = row["measured"]
+    reports, known = result("gpu_kernels")["sections"], {}
+    for name, report in reports.items():
+        for row in report["rows"]:
+            if row["part"] == "attention" and row["causal"] and row["heads"] == HEADS and row["kernel"] in ("flash", "cudnn"):
+                known.setdefault((name, row["queries"]), {})[row["kernel"]] = row["measured"]
     width = 32 * 128
 
     def rates(tokens: int, found: Mapping) -> str:
@@ -73,24 +75,47 @@ def attention_by_length() -> str:
         return found["forward_s"] + found["backward_s"]
 
     cells = [
-        (f"{tokens:,}", *(rates(tokens, rows[name]) for name in ("flash", "cudnn")), f"{sum_s(rows['flash']) / sum_s(rows['cudnn']):.2f}")
-        for tokens, rows in known.items()
+        (
+            gpu,
+            f"{tokens:,}",
+            *(rates(tokens, rows[name]) for name in ("flash", "cudnn")),
+            f"{sum_s(rows['flash']) / sum_s(rows['cudnn']):.2f}",
+        )
+        for (gpu, tokens), rows in known.items()
     ]
-    head = ("tokens", "FlashAttention-2: forward, backward", "cuDNN and FlashAttention-2: forward, backward", "times as fast")
-    return f"{source(report)}\n\n{lines(head, cells)}"
+    head = ("GPU", "tokens", "FlashAttention-2: forward, backward", "cuDNN and FlashAttention-2: forward, backward", "times as fast")
+    return f"{sources(reports)}\n\n{lines(head, cells)}"
 
 
 def kernels_of_steps() -> str:
     """Milliseconds of steps and of their kernels by kind."""
-    report, cells = result("gpu_kernels"), []
-    for row in report["rows"]:
-        if row["part"] == "steps":
-            found, kinds = row["measured"], ("matmul", "attention", "update", "other")
-            documents = " + ".join(f"{length:,}" for length in row["lengths"])
-            said = f"`{row['layout']}`{', compiled' * row['compile']}", documents, f"`{row['commit']}`"
-            cells.append((*said, *(f"{1e3 * s:.0f}" for s in (found["seconds"], *(found["kernels_s"][kind] for kind in kinds)))))
-    head = ("layout", "documents", "commit", "step, ms", "matmuls", "attention", "update", "other")
-    return f"{source(report)}\n\n{lines(head, cells)}"
+    reports, cells = result("gpu_kernels")["sections"], []
+    for gpu, report in reports.items():
+        for row in report["rows"]:
+            if row["part"] == "steps":
+                found, kinds = row["measured"], ("matmul", "attention", "update", "other")
+                documents = " + ".join(f"{length:,}" for length in row["lengths"])
+                said = gpu, f"`{row['layout']}`{', compiled' * row['compile']}", documents, f"`{row['commit'][:7]}`"
+                cells.append((*said, *(f"{1e3 * s:.0f}" for s in (found["seconds"], *(found["kernels_s"][kind] for kind in kinds)))))
+    head = ("GPU", "layout", "documents", "commit", "step, ms", "matmuls", "attention", "update", "other")
+    return f"{sources(reports)}\n\n{lines(head, cells)}"
+
+
+def chosen_layouts() -> str:
+    """Runs with `layout: auto` on a GPU: rates of the trials, and of the steps after them what was predicted."""
+    reports, cells = result("gpu_auto")["sections"], []
+    for name, report in reports.items():
+        trials = 4 * len(report["choices"])
+        after = [row for row in report["rows"] if row["step"] > trials + 1]  # memory is allocated in the first
+        said = [row for row in after if "predicted_seconds" in row]
+        within = sum(abs(row["seconds"] / row["predicted_seconds"] - 1) <= row["band"] for row in said)
+        asked = report["config"]
+        tried = ", ".join(f"{rate / 1e12:.0f}" for rate in report["flops_per_s"])
+        rate = statistics.median(row["model_flops_per_s"] / 1e12 for row in after)
+        told = f"{within} of {len(said)}", f"{report['calibration']['band']:.1%}"
+        cells.append((f"`{name}`", asked["max_len"], asked["tokens_per_step"], tried, f"{rate:.0f}", *told))
+    head = ("model", "longest", "tokens a step", "TFLOP/s of the trials", "after them", "within the band", "band")
+    return f"{sources(reports)}\n\n{lines(head, cells)}"
 
 
 def _both(row: Mapping) -> str:

@@ -337,6 +337,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gpu-attention": gpu_tables.attention_kernels,
     "gpu-lengths": gpu_tables.attention_by_length,
     "gpu-kernels": gpu_tables.kernels_of_steps,
+    "gpu-auto": gpu_tables.chosen_layouts,
     "hot-switch-python": hot("2 nodes of 2 ranks, python"),
     "hot-switch-text": hot("2 nodes of 2 ranks, text"),
     "hot-switch-8-ranks": hot("2 nodes of 4 ranks, text"),

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -18,10 +19,17 @@ sys.path[:] = known  # a script there has the name of one of benchmarks
 
 from longshift.cluster.cluster import Cluster  # noqa: E402
 from longshift.cluster.named import cluster  # noqa: E402
+from longshift.config import Config  # noqa: E402
 from longshift.errors import UsageError  # noqa: E402
-from longshift.forecast import on_cluster  # noqa: E402
+from longshift.forecast import RunForecast, on_cluster  # noqa: E402
 from longshift.layout.layout import Layout  # noqa: E402
 
+KERNELS = [
+    (gpu, row)
+    for gpu, report in result("gpu_kernels")["sections"].items()
+    for row in report["rows"]
+    if row["part"] == "steps" and not (row["compile"] and row["commit"] == "6cbc36e")  # compiled before the loss was
+]
 WORKSPACES_GIB = 2 * 32 / 1024  # of cuBLAS on Hopper, of two threads; an admission counts them as the process's
 ROWS = [
     (name, row)
@@ -48,19 +56,31 @@ def test_a_measured_step_takes_what_is_said(name: str, row: dict[str, Any]):
     if "home" in row:  # the forecast's host has the memory that two cores of a small machine had, the measured one 16 cores
         assert 0.62 <= times <= 0.75
     else:
-        assert 0.89 <= times <= 1.01
+        assert 0.85 <= times <= 1.01
 
 
-@pytest.mark.parametrize(
-    "row",
-    [row for row in result("gpu_kernels")["rows"] if row["part"] == "steps" and not (row["compile"] and row["commit"] == "6cbc36e")],
-    ids=lambda row: str(row["lengths"]),
-)
-def test_steps_take_what_a_profile_of_their_gpu_says(row: dict[str, Any]):
-    """But for one that was compiled before the loss was, which is left out."""
+@pytest.mark.parametrize(("gpu", "row"), KERNELS, ids=lambda one: one if isinstance(one, str) else str(one["lengths"]))
+def test_steps_take_what_a_profile_of_their_gpu_says(gpu: str, row: dict[str, Any]):
     of = steps.Case(steps.llama(2, sum(row["lengths"])), Layout.parse(row["layout"]), tuple(row["lengths"]), compile=row["compile"])
-    times = row["measured"]["seconds"] / steps.clocked(of, cluster(str(RESULTS / "gpu_h100_profile.json"))).seconds
+    times = row["measured"]["seconds"] / steps.clocked(of, cluster(str(RESULTS / f"gpu_{gpu.lower()}_profile.json"))).seconds
     assert 0.97 <= times <= 1.10
+
+
+def test_steps_of_a_corpus_take_what_a_profile_says():
+    """Of a model with norms of queries and keys, in packs of a few hundred tokens to 32K: nothing here was fitted to these steps but what a
+    launch takes. cuDNN plans for a length when it first comes, a tenth of a second in steps of two."""
+    report = result("gpu_auto")["sections"]["qwen3-0.6b"]
+    train = {"tokens_per_step": "64K", "steps": 1, "lr": 1e-5, "precision": "bf16"}
+    data = {"train": [{"corpus": "python"}], "max_len": "16K", "overlong": "split"}
+    at = {"model": {"preset": "qwen3-0.6b"}, "data": data, "train": train, "save": {"dir": "nowhere"}}
+    machine, times = cluster(str(RESULTS / "gpu_h200_profile.json")), []
+    for row in report["rows"]:
+        if "lengths" in row:
+            said = RunForecast(Config.model_validate({**at, "layout": row["layout"]}), machine).step(row["lengths"])
+            times.append(row["seconds"] / said.seconds)
+    assert len(times) == 21
+    assert 1.0 <= median(times) <= 1.08
+    assert 0.97 <= min(times) <= max(times) <= 1.16
 
 
 def test_the_profile_of_a_single_gpu_plans_for_it_alone():

@@ -291,6 +291,11 @@ class Cluster:
         kind = dtype, direction, "causal" if causal else "full"
         return {(name, heads): curve for (name, *at, heads), curve in self._attention_curves if name in usable and tuple(at) == kind}
 
+    def attentions(self, dtype: str) -> list[str]:
+        """Legal backends whose attention was measured."""
+        usable = {b.name for b in self.backends if b.dtype == dtype and b.legal}
+        return sorted({key[0] for key, _ in self._attention_curves if key[1] == dtype and key[0] in usable})
+
     @cached_property
     def _attention_curves(self) -> list[tuple[tuple[Any, ...], Curve]]:
         """Backend, dtype, direction, causal or full and heads of each measured attention, and its curve."""

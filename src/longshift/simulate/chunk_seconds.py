@@ -84,7 +84,7 @@ class ChunkSeconds:
                 work = work + self.cost.accumulated(mesh, self.cost.sizes.head_elements * self.cost.sizes.head_trained)
         else:
             work = self.cost.seam(event.name, mesh, tokens)  # pyright: ignore[reportArgumentType]
-        return float(work.exposed_s(self.cost.rates.launch_s))
+        return float(work.exposed_s(self.cost.launch_s))
 
     def _attention_s(self, event: Event, queries: int, keys: int) -> float:
         """Of a chunk's queries and the keys of one chunk, all the ring's."""

@@ -165,7 +165,7 @@ class Clock:
         tokens, pairs = (np.array([sum(of(pack or (1,))) for pack in packs], float) for of in (iter, self._pairs))
         mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
         works = [self.cost.turn("block", turn, "block", mesh, tokens, pairs, recompute_code(layout)) for turn in ("forward", "backward")]
-        return sum((np.asarray(work.exposed_s(self.rates.launch_s)) for work in works), np.zeros(len(packs)))
+        return sum((np.asarray(work.exposed_s(self.cost.launch_s)) for work in works), np.zeros(len(packs)))
 
     def _pairs(self, lengths: Sequence[int]) -> Iterator[float]:
         """Causal pairs of documents, the mean of all blocks."""
@@ -184,7 +184,7 @@ class Clock:
         code = recompute_code(layout)
         tokens, pairs = sum(lengths), sum(self._pairs(lengths))
         work = self.cost.turn(kind, turn, part, mesh, tokens, pairs, code, blocks)
-        computes, attention = float(work.compute_s(self.rates.launch_s)), float(work.attention_s)
+        computes, attention = float(work.compute_s(self.cost.launch_s)), float(work.attention_s)
         under = min(attention, computes) if float(work.ring_s) else 0.0
         found = [("compute", computes - under), ("tp", float(work.tensor_s)), ("ulysses", float(work.ulysses_s))]
         return [*found, ("attention", under), ("ring", float(work.ring_s))]

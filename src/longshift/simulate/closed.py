@@ -87,7 +87,7 @@ class Forecast:
 def closed_form(cost: Cost, at: Candidates) -> Forecast:
     """Seconds of one step of each candidate."""
     pp, virtual, zero, micros = (np.asarray(value, dtype=float) for value in (at.pp, at.virtual, at.zero, at.micros))
-    sizes, habits, launch_s, mesh = cost.sizes, cost.habits, cost.rates.launch_s, Mesh(at.tp, at.ulysses, at.ring)
+    sizes, habits, launch_s, mesh = cost.sizes, cost.habits, cost.launch_s, Mesh(at.tp, at.ulysses, at.ring)
     forward, again, backward = _block(cost, mesh, at)
     blocks = virtual * np.ceil(sizes.layers / (pp * virtual))  # of the slowest stage
     held = _held(cost, at, blocks)
@@ -212,7 +212,7 @@ def _turn(cost: Cost, mesh: Mesh, work: Work) -> _Shown:
     tensor_s = tensor_s - under_s
     ring_s = ring_s - np.minimum(ring_s, work.attention_s) * (np.asarray(habits.ring_hidden) == 1)
     busy_s = work.device_s + tensor_s + work.ulysses_s + ring_s
-    launched_s = np.maximum(0.0, np.asarray(work.kernels) * cost.rates.launch_s - busy_s)
+    launched_s = np.maximum(0.0, np.asarray(work.kernels) * cost.launch_s - busy_s)
     free_s = np.maximum(0.0, busy_s + launched_s - work.tensor_s - work.ulysses_s - work.ring_s)
     return _Shown(busy_s + launched_s, tensor_s, ring_s, launched_s, free_s)
 

@@ -34,9 +34,10 @@ RECOMPUTE = ("none", "selective", "attention", "full", "full.keep-output")  # co
 
 # Elements read and written by the elementwise operations of a block's forward, as multiples of D, A and F a token: norms (read, write and
 # a float32 copy), residual sums (two reads, a write), rotary angles and head layouts, activation and gate. Compiled: fused into one kernel
-# between two matmuls. Backward: read the input again and write its gradient.
-EAGER = {"wide": 14.0, "inner": 8.0, "gated": 5.0, "plain": 3.0}
-COMPILED = {"wide": 9.0, "inner": 5.0, "gated": 3.0, "plain": 2.0}
+# between two matmuls. `norm`: of D, a norm beyond a block's two; of A + B, norms of queries and keys. Backward: read the input again and write
+# its gradient.
+EAGER = {"wide": 14.0, "inner": 8.0, "gated": 5.0, "plain": 3.0, "norm": 4.0}
+COMPILED = {"wide": 9.0, "inner": 5.0, "gated": 3.0, "plain": 2.0, "norm": 2.0}
 BACKWARD = 1.6
 # Bytes a score of unfused attention: the product's write, masked softmax, dropout with its mask, the product's read; and their gradients.
 SCORE_BYTES = {"forward": 13.0, "backward": 18.0}
@@ -45,7 +46,12 @@ LOGIT_BYTES = 26.0  # bf16 product, float32 copy, log-softmax, its gradient in f
 # Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over FlashAttention-2, for long sequences
 # (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5 to 1.75 backward on H100).
 FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
+# Times as long as in a whole document a pair of what is left of EVEN takes, few queries to many keys, with adding up the parts: documents of
+# 10,000, 17,000 and 33,000 tokens went 1.43, 1.51 and 1.68 times as fast by both kernels as by one on an H100, and 1.8 times if whole
+# (benchmarks/results/gpu_kernels.json).
+OF_THE_REST = 3.0
 KERNELS = {"eager": 30.0, "compiled": 14.0, "unfused": 5.0}  # launches of a block's forward; backward twice as many
+HEAD_NORMS_KERNELS = {"eager": 16.0, "compiled": 6.0}  # of norms of queries and keys: of 174 operations of a block of Qwen3, Llama has 126
 EMBEDDINGS_KERNELS, HEAD_KERNELS = 6.0, 20.0  # of a turn
 # Elements of the compute format read and written, and launches, where a factor of a matmul is rounded (`model.float8`): largest
 # magnitudes are a read, division, cast, copy and product each a read and a write, of which two are of a code.
@@ -83,6 +89,7 @@ class Habits:
     cudnn                attention to documents and pieces of at least LONG tokens, or of whole multiples of EVEN, goes to a kernel that is
                          as much faster than a preset's as FLASH3 says, but for what is left of EVEN (`model.cut`)
     fused_loss           cross entropy and its gradient are compiled
+    launches             how many times as long as one launch of many a launch takes, with what the trainer does for it
     """
 
     flash: Number = 1.0
@@ -109,12 +116,15 @@ class Habits:
     codes: Number = 0.0
     cudnn: Number = 0.0
     fused_loss: Number = 0.0
+    launches: Number = 1.0
 
 
 # Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
 # Receives are posted one event ahead and sends are awaited pp events later (`program.turns`), so messages travel beside computation.
-# Gradients of matmuls are added to their sums as they are formed, where the machine can.
-LONGSHIFT = Habits(messages_hidden=1.0, embeddings_accumulated=1.0)
+# Gradients of matmuls are added to their sums as they are formed, where the machine can. Python and autograd take their time for each launch:
+# a pack of 667 tokens was 0.14 s in the 28 blocks of Qwen3 0.6B on an H200, both ways, or 138 launches of 36 us a block
+# (benchmarks/results/gpu_auto.json).
+LONGSHIFT = Habits(messages_hidden=1.0, embeddings_accumulated=1.0, launches=3.75)
 
 
 def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -> Habits:  # noqa: B008  (frozen)
@@ -136,7 +146,8 @@ def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -
 @dataclass(frozen=True)
 class Sizes:
     """A model in numbers or arrays of them. `inner`: query heads * head width; `keys`: key/value heads * head width; `gated`, `tied`: 0
-    or 1. `trained`: trained weights of a block over those of its matmuls; `head_trained`: the same of the head."""
+    or 1. `trained`: trained weights of a block over those of its matmuls; `head_trained`: the same of the head. `norms`: of a block's
+    residual stream; `head_norms`: 1 where queries and keys have norms."""
 
     layers: Number
     width: Number
@@ -149,6 +160,8 @@ class Sizes:
     tied: Number
     trained: Number = 1.0
     head_trained: Number = 1.0
+    norms: Number = 2.0
+    head_norms: Number = 0.0
 
     @property
     def block_elements(self) -> Number:
@@ -163,7 +176,9 @@ class Sizes:
 def sizes(spec: ModelSpec) -> Sizes:
     """Sizes of a model."""
     inner, keys = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
-    found = Sizes(spec.layers, spec.width, spec.heads, inner, keys, spec.ffn, spec.vocab, float(spec.gated), float(spec.tied))
+    switches = float(spec.gated), float(spec.tied)
+    norms = {"norms": 4.0 if spec.norm_place == "both" else 2.0, "head_norms": float(spec.qk_norm or spec.qk_norm_whole)}
+    found = Sizes(spec.layers, spec.width, spec.heads, inner, keys, spec.ffn, spec.vocab, *switches, **norms)
     if spec.learned == spec.parameters:
         return found
     learned = [p for p in spec.params if not p.frozen]
@@ -226,6 +241,11 @@ class Cost:
     sizes: Sizes
     rates: Rates
     habits: Habits = LONGSHIFT
+
+    @property
+    def launch_s(self) -> Number:
+        """Seconds of a launch."""
+        return self.rates.launch_s * self.habits.launches
 
     def turn(
         self,
@@ -329,16 +349,18 @@ class Cost:
         return np.where(np.asarray(h.flash) == 1, flash_s, unfused_s)
 
     def attention_gain(self, queries: Number, pairs: Number, backward: bool) -> np.ndarray:
-        """How many times as fast as the preset's kernel attention is. `queries` see `pairs`: documents are 2 * pairs / queries long on
-        average, weighed by their tokens; where that is more than the queries, they are a piece of one. A curve that was measured has its
-        fastest kernel's gain already."""
-        h, way = self.habits, "backward_gain" if backward else "forward_gain"
+        """How many times as fast as the kernel of short documents attention is. `queries` see `pairs`: documents are 2 * pairs / queries
+        long on average, weighed by their tokens; where that is more than the queries, they are a piece of one."""
+        s, h, way = self.sizes, self.habits, "backward_gain" if backward else "forward_gain"
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(queries, 1), 1.0)
         even = (np.asarray(queries) % EVEN == 0) & (length >= queries)
-        takes = (even | ((length >= LONG) & (np.asarray(queries) >= LONG))) & (self.rates.cluster is None)
-        left = np.where(even, 0.0, np.minimum(1.0, EVEN / length))  # half of EVEN rows at the end, which see every key
-        gain = 1 / (left + (1 - left) / (1 + np.asarray(h.cudnn) * (FLASH3[way] - 1)))
-        return np.maximum(getattr(h, way), np.where(takes, gain, 1.0))
+        takes = (even | ((length >= LONG) & (np.asarray(queries) >= LONG))) & (np.asarray(h.cudnn) == 1)
+        if not np.any(takes):
+            return np.asarray(getattr(h, way), dtype=float)
+        left = np.where(even, 0.0, np.minimum(1.0, OF_THE_REST * EVEN / length))  # half of EVEN rows at the end, which see every key
+        measured = self.rates.cluster is not None
+        fast = self.rates.cudnn_gain(length, s.heads, s.inner / s.heads, backward) if measured else FLASH3[way]
+        return np.maximum(getattr(h, way), np.where(takes, 1 / (left + (1 - left) / fast), 1.0))
 
     def embeddings(self, mesh: Mesh, tokens: Number, backward: bool) -> Work:
         """Of the embeddings' turn: rows read and written; tensor-parallel ranks sum what each found."""
@@ -405,20 +427,25 @@ class Cost:
         wide_ranks = np.where(np.asarray(h.sequence_parallel) == 1, mesh.tp, 1)
 
         def elements(passes: dict[str, float]) -> Number:
-            wide = passes["wide"] / 2 * s.width / wide_ranks
+            wide = (passes["wide"] / 2 + passes["norm"] * (s.norms / 2 - 1)) * s.width / wide_ranks
             if half == "attention half":
-                return wide + passes["inner"] * (s.inner + s.keys) / 2 / mesh.tp
+                return wide + (passes["inner"] / 2 + passes["norm"] * s.head_norms) * (s.inner + s.keys) / mesh.tp
             return wide + (s.gated * passes["gated"] + (1 - s.gated) * passes["plain"]) * s.ffn / mesh.tp
 
         moved = np.where(np.asarray(h.compiled) == 1, c.compiled * elements(COMPILED), c.eager * elements(EAGER))
         return self.rates.elementwise_s(moved * rows * self.rates.element_bytes) + self._kernels(mesh, half) * self.rates.dispatch_s
 
     def _kernels(self, mesh: Mesh, half: Half) -> Number:
-        h = self.habits
-        found = np.where(np.asarray(h.compiled) == 1, KERNELS["compiled"], KERNELS["eager"]) / 2
+        h, s = self.habits, self.sizes
+
+        def kernels(of: dict[str, float]) -> np.ndarray:
+            return np.where(np.asarray(h.compiled) == 1, of["compiled"], of["eager"])
+
         launches = np.where(self._by_codes(mesh), CODED_KERNELS, ROUNDED_KERNELS) * 2
-        found = found + h.rounded * launches * (4 if half == "attention half" else 2 + self.sizes.gated)
-        return found + (1 - np.asarray(h.flash)) * KERNELS["unfused"] if half == "attention half" else found
+        found = kernels(KERNELS) / 2 + h.rounded * launches * (4 if half == "attention half" else 2 + s.gated)
+        if half == "attention half":
+            found = found + s.head_norms * kernels(HEAD_NORMS_KERNELS) + (1 - np.asarray(h.flash)) * KERNELS["unfused"]
+        return found
 
     def _tensor_s(self, mesh: Mesh, rows: Number) -> np.ndarray:
         """An all-gather and a reduce-scatter, or an all-reduce, of a residual stream."""

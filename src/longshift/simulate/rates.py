@@ -21,6 +21,7 @@ TILE = (128, 256)  # rows and columns of an output tile: cuBLAS's and CUTLASS's 
 # H100, compute-attn-megatron.csv of the DistCA repository: 50 % of the rate of 32K-token documents at 512 tokens, 69 at 1K, 79 at 2K, 83 at
 # 4K. That is n / (n + 512), so a causal row costs 256 pairs more than it has.
 EXTRA_PAIRS = 256.0
+CUDNN = "cudnn"  # an attention kernel of a profile
 POWER_KNOWN = 312 / 400  # peak TFLOP/s a watt of an A100, whose share of matmuls was measured under its limit
 MULTIPROCESSORS = 108.0  # where a cluster does not say: A100's
 # Of a CPU with 2 cores. A micro-batch of tiny-llama takes 9 ms however short it is; some 5 of them are charged to its operations, 16 us
@@ -90,8 +91,9 @@ FITTED = Constants(
 )
 # What steps reach of a GPU's own curves, which are measured one operation at a time: torch.profiler's sums of kernels over what `cost`
 # counts, of two layers of Llama 3 8B at 8K and 16K tokens on an H100 at its limit of 700 W, where its clock fell from 1,980 to 1,400 MHz
-# (benchmarks/results/gpu_kernels.json). Passes that broadcast or mix formats have half of the curve's bytes/s.
-OF_CURVES = {"launch": 1.0, "hot": 0.92, "eager": 2.4, "loss": 1.86}
+# (benchmarks/results/gpu_kernels.json). Passes that broadcast or mix formats have half of the curve's bytes/s. `launch`: so that a profile's
+# floor, 7.3 us on the machine of `cost.LONGSHIFT`, and a preset's, 3.8 us, tell the same of it.
+OF_CURVES = {"launch": 1.3, "hot": 0.92, "eager": 2.4, "loss": 1.86}
 
 
 @dataclass(frozen=True)
@@ -144,17 +146,31 @@ class Rates:
             found = self.fabric.collective_s(operation, size_bytes, ranks, ranks_per_node)
         return found + np.where(np.asarray(ranks) > 1, self.late_s, 0.0)
 
-    def _measured_attention_s(self, rows: Number, pairs: Number, heads: Number, width: Number, backward: bool) -> np.ndarray:
+    def cudnn_gain(self, length: Number, heads: Number, width: Number, backward: bool) -> np.ndarray:
+        """How many times as fast as its other kernels cuDNN's attention to a causal document of this length was measured; 1 where none
+        was."""
+        if self.cluster is None or CUDNN not in self.cluster.attentions(self.dtype):
+            return np.asarray(1.0)
+        tokens, pairs = np.asarray(length, dtype=float), np.asarray(length, dtype=float) ** 2 / 2
+        slow, fast = (self._measured_attention_s(tokens, pairs, heads, width, backward, cudnn) for cudnn in (False, True))
+        return np.maximum(1.0, slow / fast)
+
+    def _measured_attention_s(
+        self, rows: Number, pairs: Number, heads: Number, width: Number, backward: bool, cudnn: bool = False
+    ) -> np.ndarray:
         """Of documents whose causal pairs a row are these: the curve of one such document, as often as it fits. A document shorter than all
         that were measured takes as long as the shortest of them where it has a call of its own, as on a CPU. In a call for a whole pack
-        its rows take what rows of that one take, in proportion to what they see, EXTRA_PAIRS included."""
+        its rows take what rows of that one take, in proportion to what they see, EXTRA_PAIRS included. By cuDNN, or by the fastest of the
+        other kernels."""
         assert self.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(rows, 1.0), 1.0)
         direction, known = ("backward" if backward else "forward"), self.cluster.measured_heads
         at = min(known, key=lambda one: abs(np.log(one.width / np.mean(width)))) if known else Heads(1, 1, 64)
         shortest = self.cluster.shortest_attention(at, self.dtype, direction)
         there = np.maximum(length, shortest)
-        one_s = self.cluster.attention_s(there, there, at, self.dtype, direction, causal=True, beyond=True)
+        names = [name for name in self.cluster.attentions(self.dtype) if (name == CUDNN) == cudnn] or [None]
+        given = there, there, at, self.dtype, direction, True
+        one_s = np.minimum.reduce([self.cluster.attention_s(*given, backend=name, beyond=True) for name in names])
         share = there / length if self.dispatch_s else (length / 2 + EXTRA_PAIRS) / (there / 2 + EXTRA_PAIRS)
         return one_s * np.asarray(rows) / there * share * (heads * width / (at.query * at.width))
 
