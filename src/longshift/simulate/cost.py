@@ -34,8 +34,8 @@ RECOMPUTE = ("none", "selective", "attention", "full", "full.keep-output")  # co
 
 # Elements read and written by the elementwise operations of a block's forward, as multiples of D, A and F a token: norms (read, write and
 # a float32 copy), residual sums (two reads, a write), rotary angles and head layouts, activation and gate. Compiled: fused into one kernel
-# between two matmuls. `norm`: of D, a norm beyond a block's two; of A + B, norms of queries and keys. Backward: read the input again and write
-# its gradient.
+# between two matmuls. `norm`: of D, a norm beyond a block's two; of A + B, norms of queries and keys. Backward: read the input again and
+# write its gradient.
 EAGER = {"wide": 14.0, "inner": 8.0, "gated": 5.0, "plain": 3.0, "norm": 4.0}
 COMPILED = {"wide": 9.0, "inner": 5.0, "gated": 3.0, "plain": 2.0, "norm": 2.0}
 BACKWARD = 1.6
@@ -46,12 +46,12 @@ LOGIT_BYTES = 26.0  # bf16 product, float32 copy, log-softmax, its gradient in f
 # Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over FlashAttention-2, for long sequences
 # (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5 to 1.75 backward on H100).
 FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
-# Times as long as in a whole document a pair of what is left of EVEN takes, few queries to many keys, with adding up the parts: documents of
-# 10,000, 17,000 and 33,000 tokens went 1.43, 1.51 and 1.68 times as fast by both kernels as by one on an H100, and 1.8 times if whole
+# Times as long as in a whole document a pair of what is left of EVEN takes, few queries to many keys, with adding up the parts: documents
+# of 10,000, 17,000 and 33,000 tokens went 1.43, 1.51 and 1.68 times as fast by both kernels as by one on an H100, and 1.8 times if whole
 # (benchmarks/results/gpu_kernels.json).
 OF_THE_REST = 3.0
 KERNELS = {"eager": 30.0, "compiled": 14.0, "unfused": 5.0}  # launches of a block's forward; backward twice as many
-HEAD_NORMS_KERNELS = {"eager": 16.0, "compiled": 6.0}  # of norms of queries and keys: of 174 operations of a block of Qwen3, Llama has 126
+HEAD_NORMS_KERNELS = {"eager": 16.0, "compiled": 6.0}  # of norms of queries and keys: 174 operations a block of Qwen3, 126 of Llama
 EMBEDDINGS_KERNELS, HEAD_KERNELS = 6.0, 20.0  # of a turn
 # Elements of the compute format read and written, and launches, where a factor of a matmul is rounded (`model.float8`): largest
 # magnitudes are a read, division, cast, copy and product each a read and a write, of which two are of a code.
@@ -121,8 +121,8 @@ class Habits:
 
 # Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
 # Receives are posted one event ahead and sends are awaited pp events later (`program.turns`), so messages travel beside computation.
-# Gradients of matmuls are added to their sums as they are formed, where the machine can. Python and autograd take their time for each launch:
-# a pack of 667 tokens was 0.14 s in the 28 blocks of Qwen3 0.6B on an H200, both ways, or 138 launches of 36 us a block
+# Gradients of matmuls are added to their sums as they are formed, where the machine can. Python and autograd take their time for each
+# launch: a pack of 667 tokens was 0.14 s in the 28 blocks of Qwen3 0.6B on an H200, both ways, or 138 launches of 36 us a block
 # (benchmarks/results/gpu_auto.json).
 LONGSHIFT = Habits(messages_hidden=1.0, embeddings_accumulated=1.0, launches=3.75)
 

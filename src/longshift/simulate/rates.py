@@ -91,8 +91,8 @@ FITTED = Constants(
 )
 # What steps reach of a GPU's own curves, which are measured one operation at a time: torch.profiler's sums of kernels over what `cost`
 # counts, of two layers of Llama 3 8B at 8K and 16K tokens on an H100 at its limit of 700 W, where its clock fell from 1,980 to 1,400 MHz
-# (benchmarks/results/gpu_kernels.json). Passes that broadcast or mix formats have half of the curve's bytes/s. `launch`: so that a profile's
-# floor, 7.3 us on the machine of `cost.LONGSHIFT`, and a preset's, 3.8 us, tell the same of it.
+# (benchmarks/results/gpu_kernels.json). Passes that broadcast or mix formats have half of the curve's bytes/s. `launch`: so that a
+# profile's floor, 7.3 us on the machine of `cost.LONGSHIFT`, and a preset's, 3.8 us, tell the same of it.
 OF_CURVES = {"launch": 1.3, "hot": 0.92, "eager": 2.4, "loss": 1.86}
 
 
