@@ -112,7 +112,8 @@ def chosen_layouts() -> str:
         asked = report["config"]
         tried = ", ".join(f"{rate / 1e12:.0f}" for rate in report["flops_per_s"])
         rate = statistics.median(row["model_flops_per_s"] / 1e12 for row in after)
-        told = f"{within} of {len(said)}", f"{report['calibration']['band']:.1%}"
+        bands = sorted(row["band"] for row in said)
+        told = f"{within} of {len(said)}", f"{bands[0]:.1%} to {bands[-1]:.1%}"
         cells.append((f"`{name}`", asked["max_len"], asked["tokens_per_step"], tried, f"{rate:.0f}", *told))
     head = ("model", "longest", "tokens a step", "TFLOP/s of the trials", "after them", "within the band", "band")
     return f"{sources(reports)}\n\n{lines(head, cells)}"

@@ -33,7 +33,7 @@ from longshift.model import float8
 from longshift.model.attention import Attention, PackedAttention
 from longshift.model.chosen_kernel import choose, kernels, probe
 from longshift.model.kernels import FLASH, Kernel
-from longshift.simulate.cost import Habits
+from longshift.simulate.cost import habits
 from longshift.simulate.rates import rates
 from longshift.spec.model import attended
 
@@ -211,8 +211,8 @@ def static_and_rivals(way: Way) -> Iterator[dict]:
     yield way.row(replace(way.case("dp1", 8 * K), compile=True), system="longshift compiled")
     for name, layout in RIVALS.items():
         case = way.case(layout, 8 * K)
-        habits = Habits(compiled=float("compiled" in name))
-        seconds = clocked(case, way.machine, habits).seconds
+        trainer = replace(habits(False, PRECISION, way.machine.device), compiled=float("compiled" in name))
+        seconds = clocked(case, way.machine, trainer).seconds
         row = {"system": name, **case.told, "forecast": {"seconds": seconds, "tokens_per_s": case.tokens / seconds}}
         if way.device != "fake":
             row["measured"] = rival(name, case, way.real)

@@ -191,8 +191,8 @@ def test_what_was_put_comes_back_while_the_device_is_busy(device: torch.device, 
 
 
 def test_admission_counts_no_memory_of_what_is_gone(device: torch.device):
-    """Such as a trial that has ended: its parts refer to each other. More than other processes on this GPU take or leave meanwhile, and
-    than what this one has kept could hold."""
+    """Such as a trial that has ended: its parts refer to each other. It is larger than what other processes on this GPU take or leave
+    meanwhile, and than the memory that this one has kept."""
     world, size = World(0, 1, device), 2**32 if device.type == "cuda" else 2**28
     _, before = _room(world)
     gone: list[object] = [torch.ones(size, dtype=torch.uint8, device=device)]

@@ -1,7 +1,9 @@
-"""What GPUs have measured (`benchmarks/results/gpu_first_day.json`) beside what the clock and the ledger say of the same steps now."""
+"""What GPUs have measured (`gpu_first_day.json`, `gpu_kernels.json` and `gpu_auto.json` of `benchmarks/results`) beside what the clock and
+the ledger say of the same now."""
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,18 @@ from kept import RESULTS, result  # noqa: E402  # pyright: ignore[reportMissingI
 
 sys.path[:] = known  # a script there has the name of one of benchmarks
 
-from longshift.cluster.cluster import Cluster  # noqa: E402
+from longshift.cluster.cluster import Cluster, Heads  # noqa: E402
 from longshift.cluster.named import cluster  # noqa: E402
 from longshift.config import Config  # noqa: E402
 from longshift.errors import UsageError  # noqa: E402
 from longshift.forecast import RunForecast, on_cluster  # noqa: E402
 from longshift.layout.layout import Layout  # noqa: E402
+from longshift.schedule.inside_rank import LONG  # noqa: E402
 from longshift.simulate.calibrate import band_of_errors, by_steps  # noqa: E402
+from longshift.simulate.cost import Cost, Mesh, habits, sizes  # noqa: E402
+from longshift.simulate.rates import rates  # noqa: E402
+from longshift.spec.families import preset  # noqa: E402
+from longshift.spec.model import ModelSpec  # noqa: E402
 
 KERNELS = [
     (gpu, row)
@@ -69,9 +76,9 @@ def test_steps_take_what_a_profile_of_their_gpu_says(gpu: str, row: dict[str, An
 
 
 def test_steps_of_a_corpus_take_what_a_profile_says():
-    """Of a model with norms of queries and keys, in packs of a few hundred tokens to 32K: nothing was fitted to them but what a launch
-    takes. cuDNN plans for a length when it first comes, a tenth of a second in steps of two. Calibrated by the trials' steps, the clock is
-    nearer in those after them."""
+    """Of a model with norms of queries and keys, in packs of a few hundred tokens to 39,000. cuDNN plans for a length when it first comes,
+    a tenth of a second in steps of two. Calibrated by the trials' steps, the clock is nearer in those after them. It was changed after
+    these steps were seen."""
     rows = [row for row in result("gpu_auto")["sections"]["qwen3-0.6b"]["rows"] if "lengths" in row]
     train = {"tokens_per_step": "64K", "steps": 1, "lr": 1e-5, "precision": "bf16"}
     data = {"train": [{"corpus": "python"}], "max_len": "16K", "overlong": "split"}
@@ -91,6 +98,71 @@ def test_steps_of_a_corpus_take_what_a_profile_says():
     assert len(after) == 12
     assert max(abs(after)) <= 0.08
     assert sum(abs(after) <= band_of_errors(fit.held_back)) >= 10
+    small = next(group for row in rows for group in row["groups"] if group["tokens"] == 667)
+    assert small["seconds"] == pytest.approx(visit_s(configs, machine, rows, 667), rel=0.05)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_measured_document_takes_what_its_own_kernel_does(backward: bool):
+    """Short ones FlashAttention-2's, long ones and those of whole multiples of 1,024 tokens cuDNN's; others in part."""
+    machine, heads = cluster(str(RESULTS / "gpu_h200_profile.json")), Heads(32, 8, 128)
+    cost = Cost(sizes(steps.llama(2, 8192)), rates(machine, "bf16"), habits(False, "bf16", machine.device))
+
+    def taken_s(tokens: int) -> float:
+        return float(cost.attention_s(Mesh(), tokens, tokens**2 / 2, backward))
+
+    def curve_s(tokens: int, kernel: str) -> float:
+        way = "backward" if backward else "forward"
+        return float(machine.attention_s(tokens, tokens, heads, "bf16", way, True, backend=kernel))
+
+    for tokens in (1500, 5000):
+        assert taken_s(tokens) == pytest.approx(min(curve_s(tokens, kernel) for kernel in ("flash", "varlen")))
+        assert taken_s(tokens) > 1.2 * curve_s(tokens, "cudnn")
+    for tokens in (4096, 16384):
+        assert taken_s(tokens) == pytest.approx(curve_s(tokens, "cudnn"))
+    assert 1.05 * curve_s(16000, "cudnn") < taken_s(16000) < curve_s(16000, "flash")
+
+
+def visit_s(configs: Mapping[str, Config], machine: Cluster, rows: list[dict], tokens: int) -> float:
+    """What the clock says of the visit of so many tokens."""
+    for row in rows:
+        at = next((number for number, group in enumerate(row["groups"]) if group["tokens"] == tokens), None)
+        if at is not None:
+            said = RunForecast(configs[str(row["layout"])], machine).step(row["lengths"])
+            return [*said.starts[1:], said.seconds][at] - said.starts[at]
+    raise AssertionError(tokens)
+
+
+@pytest.mark.parametrize("gpu", ["H100", "H200"])
+def test_long_documents_are_as_much_faster_by_cudnn_as_was_measured(gpu: str):
+    """Of lengths that are cut. Those of which less than 100 tokens are left are faster than the mean of which the clock knows."""
+    machine = cluster(str(RESULTS / f"gpu_{gpu.lower()}_profile.json"))
+    cost = Cost(sizes(steps.llama(2, 8192)), rates(machine, "bf16"), habits(False, "bf16", machine.device))
+    known: dict[int, dict[str, dict]] = {}
+    for row in result("gpu_kernels")["sections"][gpu]["rows"]:
+        if row["part"] == "attention" and row["causal"] and row["heads"] == "32/8x128":
+            known.setdefault(row["queries"], {})[row["kernel"]] = row["measured"]
+    lengths = [tokens for tokens in known if tokens >= LONG and not 0 < tokens % 1024 < 100]
+    assert len(lengths) >= 5
+    for tokens in lengths:
+        for way in ("forward", "backward"):
+            gain = known[tokens]["flash"][f"{way}_s"] / known[tokens]["cudnn"][f"{way}_s"]
+            assert float(cost.attention_gain(tokens, tokens**2 / 2, way == "backward")) == pytest.approx(gain, rel=0.15)
+
+
+def test_small_packs_take_what_their_launches_do_and_norms_count():
+    machine = cluster("1xh100")
+
+    def forward_s(spec: ModelSpec, tokens: int) -> float:
+        made = Cost(sizes(spec), rates(machine, "bf16"), habits(False, "bf16", machine.device))
+        return float(made.turn("block", "forward", "block", Mesh(), tokens, 512.0 * tokens).compute_s(made.launch_s))
+
+    normed = preset("qwen3-0.6b")
+    plain = replace(normed, qk_norm=False)
+    assert forward_s(plain, 1) == forward_s(plain, 500)
+    for other in (normed, replace(plain, norm_place="both")):
+        assert 1.2 < forward_s(other, 1) / forward_s(plain, 1) < 1.6
+        assert 1.02 < forward_s(other, 65536) / forward_s(plain, 65536) < 1.3
 
 
 def test_the_profile_of_a_single_gpu_plans_for_it_alone():

@@ -63,10 +63,11 @@ def test_a_figure_that_is_moved_moves_what_is_asked_of_it_and_nothing_else(prese
 
 
 @pytest.mark.parametrize(
-    ("machine", "near", "shown"), [(CPU, 0.02, ("matmul", "attention")), (H100, 0.05, ("matmul", "node"))], ids=["cpu", "h100"]
+    ("machine", "near", "shown"), [(CPU, 0.02, ("matmul", "attention")), (H100, 0.065, ("matmul", "node"))], ids=["cpu", "h100"]
 )
 def test_constants_of_steps_that_the_clock_made_are_found_again(machine, near, shown):
-    """As near as the pull of the profile lets so many steps come."""
+    """As near as the pull of the profile lets so many steps come. On GPUs some blocks take as long as their launches do, and hide what
+    their matmuls take."""
     play = player(*machine)
     truth = {"matmul": 0.8, "attention": 0.6, "memory": 1.15, "node": 0.7, "launch": 1.4}
     found = by_steps(play, play(truth))

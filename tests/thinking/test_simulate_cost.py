@@ -29,6 +29,7 @@ from longshift.simulate.cost import (
     FLASH3,
     LONGSHIFT,
     RECOMPUTE,
+    REST,
     ROUNDED,
     Cost,
     Mesh,
@@ -206,8 +207,9 @@ def test_simulate_long_documents_and_those_of_even_length_have_the_faster_kernel
     for tokens, pairs, *lengths in (*whole, *cut, *other):
         for backward, gain in ((False, FLASH3["forward_gain"]), (True, FLASH3["backward_gain"])):
             slow_s, found_s = (float(cost.attention_s(Mesh(), tokens, pairs, backward)) for cost in (COST, own))
-            left = EVEN / lengths[0] if lengths else float((tokens, pairs) in other)
-            assert found_s / slow_s == pytest.approx(left + (1 - left) / gain)
+            left = EVEN / lengths[0] if lengths else 0.0
+            expected = 1.0 if (tokens, pairs) in other else REST * left + (1 - left) / gain
+            assert found_s / slow_s == pytest.approx(expected)
     assert habits(False, "bf16", named.cluster("a100-80").device).cudnn == habits(False, "float32", machine.device).cudnn == 0
 
 
@@ -289,7 +291,7 @@ def test_simulate_documents_shorter_than_all_that_were_measured():
     """On a CPU each has a call of its own, which takes what the shortest one took; in a GPU's one call they take their part of it."""
     alone = rates(files.preset("cpu"), "float32")
     together = replace(alone, dispatch_s=0.0)
-    shortest = alone.cluster.shortest_attention(alone._heads()[0], "float32", "forward")
+    shortest = alone.cluster.shortest_attention(alone.cluster.measured_heads[0], "float32", "forward")
     assert shortest >= 32
 
     def of_one(made, tokens: float) -> float:

@@ -12,7 +12,7 @@ node's. bytes of a collective: the whole buffer, that a rank ends up with (all_g
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -125,6 +125,16 @@ class Calibration:
         return cls(**{**values, "layouts": tuple(values["layouts"]), "errors": tuple(values["errors"])})
 
 
+class AttentionOf(NamedTuple):
+    """Which attention was measured. `kind`: causal or full."""
+
+    backend: str
+    dtype: str
+    direction: str
+    kind: str
+    heads: Heads
+
+
 @dataclass(frozen=True)
 class Cluster:
     """`shares`: what part of a constant is reached, by the names in SHARES; 1 where the constants are measured. `sources`: where each
@@ -210,12 +220,14 @@ class Cluster:
         causal: bool = False,
         backend: str | None = None,
         beyond: bool = False,
+        without: str | None = None,
     ) -> np.ndarray:
-        """Seconds of one attention; causal ones are square. `backend`: the best legal one for these sizes if not given. Heads that were
-        not measured (allowed by `beyond`) take their time from the nearest that were, in proportion to heads and width."""
+        """Seconds of one attention; causal ones are square. `backend`: the best legal one for these sizes if not given, but for `without`
+        where there are others. Heads that were not measured (allowed by `beyond`) take their time from the nearest that were, in proportion
+        to heads and width."""
         if causal and np.any(np.asarray(queries) != np.asarray(keys)):
             raise UsageError("a causal attention is square; cut a longer one into a diagonal and full pairs")
-        measured = self._attentions(dtype, direction, causal, backend)
+        measured = self._attentions(dtype, direction, causal, backend, without)
         if not measured and backend is None:
             queries, keys = np.asarray(queries, dtype=float), np.asarray(keys, dtype=float)
             flops = attention_flops(queries, keys, heads, direction, causal)
@@ -235,14 +247,14 @@ class Cluster:
 
     def shortest_attention(self, heads: Heads, dtype: str, direction: Literal["forward", "backward"]) -> float:
         """Tokens of the shortest causal attention of these heads that was measured; 1 where none was."""
-        measured = self._attentions(dtype, direction, True, None)
+        measured = self._attentions(dtype, direction, True)
         return min((curve.axes[0].sizes[0] for (_, at), curve in measured.items() if at == heads), default=1.0)
 
     def best_backend(
         self, queries: float, keys: float, heads: Heads, dtype: str, direction: Literal["forward", "backward"] = "forward", causal=False
     ) -> str:
         """The fastest backend for this shape that ring attention and streaming can use."""
-        names = {name for name, at in self._attentions(dtype, direction, causal, None) if at == heads}
+        names = {name for name, at in self._attentions(dtype, direction, causal) if at == heads}
         if not names:
             raise self._unknown(f"attention {direction} with heads {heads} in {dtype}")
         at = (queries, keys, heads, dtype, direction, causal)
@@ -285,27 +297,34 @@ class Cluster:
         rate = self.disk.read_bytes_per_s if direction == "read" else self.disk.write_bytes_per_s
         return np.asarray(size_bytes, dtype=float) / rate
 
-    def _attentions(self, dtype: str, direction: str, causal: bool, backend: str | None) -> dict[tuple[str, Heads], Curve]:
-        """Measured attentions of this kind, by (backend, heads): of the named backend, or of all legal ones."""
-        usable = {b.name for b in self.backends if b.dtype == dtype and b.legal} if backend is None else {backend}
+    def _attentions(
+        self, dtype: str, direction: str, causal: bool, backend: str | None = None, without: str | None = None
+    ) -> dict[tuple[str, Heads], Curve]:
+        """Measured attentions of this kind, by (backend, heads): of the named backend, or of all legal ones but `without`, and of that one
+        where there is no other."""
+        usable = self.legal(dtype) if backend is None else {backend}
         kind = dtype, direction, "causal" if causal else "full"
-        return {(name, heads): curve for (name, *at, heads), curve in self._attention_curves if name in usable and tuple(at) == kind}
+        found = {(of.backend, of.heads): curve for of, curve in self._measured if of.backend in usable and of[1:4] == kind}
+        return {key: curve for key, curve in found.items() if key[0] != without} or found
 
-    def attentions(self, dtype: str) -> list[str]:
-        """Legal backends whose attention was measured."""
-        usable = {b.name for b in self.backends if b.dtype == dtype and b.legal}
-        return sorted({key[0] for key, _ in self._attention_curves if key[1] == dtype and key[0] in usable})
+    def legal(self, dtype: str) -> set[str]:
+        """Backends that ring attention and streaming can use."""
+        return {backend.name for backend in self.backends if backend.dtype == dtype and backend.legal}
+
+    def knows(self, backend: str, dtype: str) -> bool:
+        """Whether attention by a legal backend was measured."""
+        return backend in self.legal(dtype) and any(of[:2] == (backend, dtype) for of, _ in self._measured)
 
     @cached_property
-    def _attention_curves(self) -> list[tuple[tuple[Any, ...], Curve]]:
-        """Backend, dtype, direction, causal or full and heads of each measured attention, and its curve."""
-        named = [(name.split()[1:], curve) for name, curve in self.curves.items() if name.startswith("attention ")]
-        return [((*words[:4], Heads.parse(words[4])), curve) for words, curve in named]
+    def _measured(self) -> list[tuple[AttentionOf, Curve]]:
+        """Curves of attention."""
+        named = [(name.split()[1:6], curve) for name, curve in self.curves.items() if name.startswith("attention ")]
+        return [(AttentionOf(*kind, Heads.parse(heads)), curve) for (*kind, heads), curve in named]  # pyright: ignore[reportCallIssue]
 
     @cached_property
     def measured_heads(self) -> list[Heads]:
         """Those of which attention was measured."""
-        return sorted({key[-1] for key, _ in self._attention_curves}, key=str)
+        return sorted({of.heads for of, _ in self._measured}, key=str)
 
     def _roofline(self, flops: Number, moved_bytes: Number, dtype: str, share: str) -> np.ndarray:
         if dtype not in self.device.flops_per_s:

@@ -107,7 +107,7 @@ class Curve:
 
     @cached_property
     def _arrays(self) -> tuple[list[np.ndarray], np.ndarray]:
-        """Logarithms of each axis' sizes, and of the seconds as those lie."""
+        """Logarithms of each axis' sizes, and of the seconds in their order."""
         return [np.log(axis.sizes) for axis in self.axes], np.log(self.seconds)
 
     @cached_property

@@ -101,8 +101,8 @@ class Way:
 
     def __str__(self) -> str:
         if len(self.edges) == 1:
-            return str(self.edges[0].use)
-        return " > ".join(f"{edge.use} <= {edge.upto}" for edge in self.edges)
+            return f"{self.edges[0].use}{self.edges[0].packs}"
+        return " > ".join(map(str, self.edges))
 
 
 class Replay:

@@ -88,7 +88,9 @@ class Account:
     `transport`: how collectives move, which decides what they need besides their results; `same_format`: weights are computed with in
     home's format; `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_tiers`: where it
     lies, by unit; `added`: bytes of gradients that were added to their sums in a pass of its own; `coded`: bytes read and written to
-    send in the formats of `wire`; `home_sums`: by unit and bucket; `float8`: whether matmuls of blocks take factors of eight bits."""
+    send in the formats of `wire`; `home_sums`: by unit and bucket; `float8`: whether matmuls of blocks take factors of eight bits;
+    `inside`: whether peaks are wanted, and so what operations need inside themselves: what is sent between them, moved and added is known
+    without."""
 
     rank: int
     home: Layout
@@ -108,6 +110,7 @@ class Account:
     wire: Wire = Wire()  # noqa: RUF009  (frozen)
     home_sums: dict[tuple[int, int], Held] = field(default_factory=dict)
     float8: bool = False
+    inside: bool = True
 
     @property
     def adds_inside(self) -> bool:

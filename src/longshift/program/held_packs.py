@@ -22,6 +22,7 @@ WRITES, UNDER_WAY = 2, 4  # puts of a disk tier, and of a GPU's host tier, that 
 BOUNCES, BOUNCE_BYTES = 4, 8 << 20  # pinned pieces that a GPU's disk tier copies through
 IN_FLIGHT_BYTES, UNDER_WAY_BYTES = 256 << 20, 512 << 20  # that these puts may have together, but for one alone
 ENDS = 3  # chunks at either end of a document that are told apart
+UNKNOWN = Inside(0, 0, 0, 0, {}, 0, 0)  # of an operation that is not looked into
 NAMES = {"kv": "keys and values", "dkv": "gradients of keys and values", "o": "output of attention"}
 
 
@@ -180,7 +181,7 @@ class HeldWhole(HeldPacks):
     def load(self, micro: int, lengths: Sequence[int]) -> None:
         order = token_order(list(lengths) or [1], self.layout.ring, self.layout.ulysses * self.layout.tp)
         self.orders[micro], self.insides[micro] = order, {}
-        found = loaded(self.rank, order)
+        found = loaded(self.rank, order) if self.account.inside else UNKNOWN
         self.happen(found)
         self.micros[micro] = self.account.held("token ids, labels, rotary angles", found.output)
 
@@ -202,6 +203,8 @@ class HeldWhole(HeldPacks):
         self.turns[op.turn](op)
 
     def _inside(self, op: Op) -> Inside:
+        if not self.account.inside and not (op.turn == "pass" and self.layout.keep_output):  # whose output of attention may go to a tier
+            return UNKNOWN
         known, key = self.insides[op.micro], (op.part, op.turn if op.turn != "again" else "forward", self.spec.like(op.unit))
         if key not in known:
             known[key] = inside(self.rank, self.orders[op.micro], *key)  # pyright: ignore[reportArgumentType]
@@ -243,7 +246,7 @@ class HeldWhole(HeldPacks):
         if op.number == 0:
             self.g[op.micro] = self.residual(self.tokens(op.micro), "gradient of the residual stream")
         rows = self.tokens(op.micro)
-        self.happen(loss_of_rows(self.rank, self.orders[op.micro], op.number))
+        self.happen(loss_of_rows(self.rank, self.orders[op.micro], op.number) if self.account.inside else UNKNOWN)
         self.leave(op.unit)
         if (op.number + 1) * loss_rows(self.spec, self.layout, rows) >= rows:
             del self.x[op.micro]

@@ -50,10 +50,11 @@ class Ledger:
         ahead: int = 1,
         copied: bool = False,
         float8: bool = False,
+        inside: bool = True,
     ):
         self.steps, home = steps, steps.itinerary.home
         how = transport, same_format, host_is_device, ahead, steps.home_tiers
-        self.account = Account(steps.rank, home, *steps.bytes, *how, wire=steps.wire, float8=float8)
+        self.account = Account(steps.rank, home, *steps.bytes, *how, wire=steps.wire, float8=float8, inside=inside)
         self.book = self.account.book
         self.home = HeldHome(self.account, steps, copied)
         self.copies: dict[Cut, HeldCopies] = {}
@@ -133,9 +134,11 @@ class Ledger:
             for counted in (self.account.sent, self.account.moved, self.account.flops):
                 counted.clear()
             for number, op in enumerate(program):
-                self.book.begin(number, partial(self._told, op))
+                if self.account.inside:
+                    self.book.begin(number, partial(self._told, op))
                 self.table[op.kind](op)
-                self.book.settle()
+                if self.account.inside:
+                    self.book.settle()
                 if after and step == steps - 1:
                     after(op)
         return Weighed(self.book.peaks, *map(dict, (self.account.sent, self.account.moved, self.account.flops)))

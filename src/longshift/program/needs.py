@@ -46,9 +46,9 @@ class StepShape:
         how = formats.compute_bytes, formats.home_bytes, self.windows, self.home_in, formats.moments, formats.packed, formats.wire
         return Steps(self.itinerary, rank, *how, doubled=self.early and not formats.scaled)
 
-    def ledger(self, rank: int, transport: Transport, host_is_device: bool) -> Ledger:
+    def ledger(self, rank: int, transport: Transport, host_is_device: bool, inside: bool = True) -> Ledger:
         same = self.formats.compute == self.formats.home
-        return Ledger(self.steps(rank), transport, same, host_is_device, self.ahead, self.copied, self.formats.float8)
+        return Ledger(self.steps(rank), transport, same, host_is_device, self.ahead, self.copied, self.formats.float8, inside)
 
     def heaviest_pack(self, edge: Edge, rank: int, transport: Transport) -> Pack:
         """Lengths of the documents of a group's full pack with which a rank needs most: the longest; or on a GPU those just below, which

@@ -72,7 +72,7 @@ def loaded(place: Place, order: TokenOrder) -> Inside:
 
 def loss_of_rows(place: Place, order: TokenOrder, number: int) -> Inside:
     """Bytes and work of the head and loss on the `number`-th block of rows of a pack or a chunk in this order."""
-    whole = order.local_tokens // (place.layout.ulysses * place.layout.tp)
+    whole = place.rows(order)
     rows = loss_rows(place.spec, place.layout, whole)
     return _loss_of(place, order, min(rows, whole - number * rows))
 

@@ -46,7 +46,7 @@ def of_event(place: Place, made: Lists, cut: Sequence[Sequence[Run]], event: Eve
 def _loss(place: Place, order: TokenOrder, number: int) -> Inside:
     """Bytes and work of the loss on a block of rows of a chunk. The gradient of x is made with the first block."""
     found = loss_of_rows(place, order, number)
-    dx = order.local_tokens // (place.layout.ulysses * place.layout.tp) * place.spec.width * place.itemsize
+    dx = place.rows(order) * place.spec.width * place.itemsize
     return replace(found, peak=found.peak + (0 if number else dx), buffers={"dx": dx})
 
 

@@ -65,6 +65,10 @@ class Place:
         """Bytes of a number of at least float32."""
         return max(4, self.itemsize)
 
+    def rows(self, order: TokenOrder) -> int:
+        """T': tokens of the residual stream on this rank, of a pack in this order."""
+        return order.local_tokens // (self.layout.ulysses * self.layout.tp)
+
     def packed(self, lengths: Sequence[int], window: int | None) -> bool:
         """Whether attention to documents of these lengths may be one call: on GPUs, in 16-bit numbers (`model.packed`)."""
         there = self.transport == "nccl" and self.itemsize <= 2 and not self.spec.score_cap
@@ -100,7 +104,7 @@ class Rank:
 
     def stream(self) -> Tensor:
         """This rank's share [T', D] of the residual stream."""
-        return self.new((self.tokens_T // self.place.layout.tp, self.spec.width))
+        return self.new((self.place.rows(self.order), self.spec.width))
 
     def attended(self) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of attention to a pack."""

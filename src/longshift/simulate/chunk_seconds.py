@@ -9,8 +9,10 @@ from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
 from longshift.schedule import chunk_times
 from longshift.schedule.chunks import Event
+from longshift.schedule.inside_rank import EVEN, LONG
 from longshift.schedule.streamed import Lists, Turn
 from longshift.simulate.cost import Cost, Mesh
+from longshift.simulate.rates import CUDNN_BACKEND
 from longshift.spec.model import ModelSpec, attended
 
 HEADS = ("loss", "score")
@@ -95,9 +97,11 @@ class ChunkSeconds:
             flash_s = rates.attention_s(queries * seen, pairs, self.heads.query, self.heads.width, backward)
             return float(flash_s / self.cost.attention_gain(queries, pairs, backward))
         how = self.heads, rates.dtype, "backward" if backward else "forward"
+        without = None if queries % EVEN == 0 or min(queries, keys) >= LONG else CUDNN_BACKEND
         if diagonal and layout.ring == 1:
-            return seen * float(cluster.attention_s(queries, keys, *how, causal=True, beyond=True))
-        return seen * (0.5 if diagonal else 1.0) * float(cluster.attention_s(queries, keys * layout.ring, *how, beyond=True))
+            return seen * float(cluster.attention_s(queries, keys, *how, causal=True, beyond=True, without=without))
+        whole_s = cluster.attention_s(queries, keys * layout.ring, *how, beyond=True, without=without)
+        return seen * (0.5 if diagonal else 1.0) * float(whole_s)
 
     def _seen(self, event: Event) -> float:
         """Share of a pair of chunks that lies inside the window."""

@@ -145,7 +145,7 @@ class Clock:
         key = rank, tuple(visit.layout for visit in visits)
         steps = 1 if key in self.ledgers else None
         if key not in self.ledgers:
-            self.ledgers[key] = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu)
+            self.ledgers[key] = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu, inside=False)
         return _weigh(self.ledgers[key], visits, packs, self.on_cpu, steps)
 
     def dearest(self, group: GroupPacks) -> Packs:

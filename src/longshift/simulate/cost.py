@@ -46,12 +46,13 @@ LOGIT_BYTES = 26.0  # bf16 product, float32 copy, log-softmax, its gradient in f
 # Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over FlashAttention-2, for long sequences
 # (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5 to 1.75 backward on H100).
 FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
-# Times as long as in a whole document a pair of what is left of EVEN takes, few queries to many keys, with adding up the parts: documents
-# of 10,000, 17,000 and 33,000 tokens went 1.43, 1.51 and 1.68 times as fast by both kernels as by one on an H100, and 1.8 times if whole
-# (benchmarks/results/gpu_kernels.json).
-OF_THE_REST = 3.0
+# A pair of what is left of EVEN, few queries that see many keys, over a pair of a whole document, both by the kernel of short documents;
+# adding up the parts included. Documents of 10,000, 17,000 and 33,000 tokens went 1.43, 1.51 and 1.68 times as fast by both kernels as by
+# that one on an H100, whole ones some 1.8 times (benchmarks/results/gpu_kernels.json).
+REST = 1.9
 KERNELS = {"eager": 30.0, "compiled": 14.0, "unfused": 5.0}  # launches of a block's forward; backward twice as many
-HEAD_NORMS_KERNELS = {"eager": 16.0, "compiled": 6.0}  # of norms of queries and keys: 174 operations a block of Qwen3, 126 of Llama
+# Of each norm beyond a block's two: a block of Qwen3, with norms of queries and of keys, has 174 operations both ways, of Llama 126.
+NORM_KERNELS = {"eager": 8.0, "compiled": 3.0}
 EMBEDDINGS_KERNELS, HEAD_KERNELS = 6.0, 20.0  # of a turn
 # Elements of the compute format read and written, and launches, where a factor of a matmul is rounded (`model.float8`): largest
 # magnitudes are a read, division, cast, copy and product each a read and a write, of which two are of a code.
@@ -86,10 +87,10 @@ class Habits:
     shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
     rounded              matmuls of blocks round their factors to eight bits, but those that form gradients of weights
     codes                those factors are multiplied as codes (`model.float8`)
-    cudnn                attention to documents and pieces of at least LONG tokens, or of whole multiples of EVEN, goes to a kernel that is
-                         as much faster than a preset's as FLASH3 says, but for what is left of EVEN (`model.cut`)
+    cudnn                on a preset, attention to documents and pieces of at least LONG tokens, or of whole multiples of EVEN, goes to
+                         a kernel that is as much faster as FLASH3 says, but for what is left of EVEN (`model.cut`); a profile tells itself
     fused_loss           cross entropy and its gradient are compiled
-    launches             how many times as long as one launch of many a launch takes, with what the trainer does for it
+    launches             seconds of a launch, with what this trainer does for it, over those of published trainers
     """
 
     flash: Number = 1.0
@@ -121,8 +122,8 @@ class Habits:
 
 # Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
 # Receives are posted one event ahead and sends are awaited pp events later (`program.turns`), so messages travel beside computation.
-# Gradients of matmuls are added to their sums as they are formed, where the machine can. Python and autograd take their time for each
-# launch: a pack of 667 tokens was 0.14 s in the 28 blocks of Qwen3 0.6B on an H200, both ways, or 138 launches of 36 us a block
+# Gradients of matmuls are added to their sums as they are formed, where the machine can. `launches` is fitted to one visit: a pack of 667
+# tokens through Qwen3 0.6B, 28 blocks of 138 launches by the counts here, took 0.14 s on an H200, not compiled
 # (benchmarks/results/gpu_auto.json).
 LONGSHIFT = Habits(messages_hidden=1.0, embeddings_accumulated=1.0, launches=3.75)
 
@@ -349,18 +350,19 @@ class Cost:
         return np.where(np.asarray(h.flash) == 1, flash_s, unfused_s)
 
     def attention_gain(self, queries: Number, pairs: Number, backward: bool) -> np.ndarray:
-        """How many times as fast as the kernel of short documents attention is. `queries` see `pairs`: documents are 2 * pairs / queries
+        """Speed of attention over that of the kernel that short documents go to. `queries` see `pairs`: documents are 2 * pairs / queries
         long on average, weighed by their tokens; where that is more than the queries, they are a piece of one."""
-        s, h, way = self.sizes, self.habits, "backward_gain" if backward else "forward_gain"
+        s, h, r, way = self.sizes, self.habits, self.rates, "backward_gain" if backward else "forward_gain"
+        measured, least = r.cluster is not None, np.asarray(getattr(h, way), dtype=float)
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(queries, 1), 1.0)
         even = (np.asarray(queries) % EVEN == 0) & (length >= queries)
-        takes = (even | ((length >= LONG) & (np.asarray(queries) >= LONG))) & (np.asarray(h.cudnn) == 1)
+        there = np.asarray(r.by_cudnn) if measured else np.asarray(h.cudnn) == 1
+        takes = there & (even | ((length >= LONG) & (np.asarray(queries) >= LONG)))
         if not np.any(takes):
-            return np.asarray(getattr(h, way), dtype=float)
-        left = np.where(even, 0.0, np.minimum(1.0, OF_THE_REST * EVEN / length))  # half of EVEN rows at the end, which see every key
-        measured = self.rates.cluster is not None
-        fast = self.rates.cudnn_gain(length, s.heads, s.inner / s.heads, backward) if measured else FLASH3[way]
-        return np.maximum(getattr(h, way), np.where(takes, 1 / (left + (1 - left) / fast), 1.0))
+            return least
+        fast = r.cudnn_gain(length, s.inner / s.heads, backward) if measured else FLASH3[way]
+        rest = np.where(even, 0.0, np.minimum(1.0, EVEN / length))  # half of EVEN rows at the end, which see every key
+        return np.maximum(least, np.where(takes, 1 / (REST * rest + (1 - rest) / fast), 1.0))
 
     def embeddings(self, mesh: Mesh, tokens: Number, backward: bool) -> Work:
         """Of the embeddings' turn: rows read and written; tensor-parallel ranks sum what each found."""
@@ -443,9 +445,8 @@ class Cost:
 
         launches = np.where(self._by_codes(mesh), CODED_KERNELS, ROUNDED_KERNELS) * 2
         found = kernels(KERNELS) / 2 + h.rounded * launches * (4 if half == "attention half" else 2 + s.gated)
-        if half == "attention half":
-            found = found + s.head_norms * kernels(HEAD_NORMS_KERNELS) + (1 - np.asarray(h.flash)) * KERNELS["unfused"]
-        return found
+        norms = s.norms / 2 - 1 + (2 * s.head_norms if half == "attention half" else 0)
+        return found + norms * kernels(NORM_KERNELS) + ((1 - np.asarray(h.flash)) * KERNELS["unfused"] if half == "attention half" else 0)
 
     def _tensor_s(self, mesh: Mesh, rows: Number) -> np.ndarray:
         """An all-gather and a reduce-scatter, or an all-reduce, of a residual stream."""

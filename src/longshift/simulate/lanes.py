@@ -89,6 +89,7 @@ class _Lanes:
         self.crowding: list[int] = []
         self.heap: list[tuple[float, int, int, int]] = []
         self.count = 0
+        self.under_way = 0  # pieces that are begun and have not ended
         self.spans: list[Timed] = []
 
     def run(self) -> list[Timed]:
@@ -106,23 +107,39 @@ class _Lanes:
         return self.spans
 
     def _advance(self, rank: int) -> None:
-        actions = self.lists[rank]
-        for at in range(self.next[rank], len(actions)):
+        actions, at = self.lists[rank], self.next[rank]
+        while at < len(actions):
             number, action = actions[at]
             if isinstance(action, Begin):
-                self._begin(rank, number, action)
+                if self._undisturbed(actions, at):
+                    start, self.now, self.ended[number] = self.now, self.now + action.seconds, True
+                    self.spans.append(Timed(rank, action.lane, action.key, start, self.now))
+                    at += 1
+                else:
+                    self._begin(rank, number, action)
             elif not self.ended[number]:
                 work = self.works[number]
                 assert work is not None, f"{action.key} is awaited before it is begun"
                 work.waiting.append(rank)
-                self.next[rank] = at
-                return
-        self.next[rank] = len(actions)
+                break
+            at += 1
+        self.next[rank] = at
+
+    def _undisturbed(self, actions: Sequence[tuple[int, Begin | End]], at: int) -> bool:
+        """Whether a piece that is begun here runs alone: of a single rank, which awaits it at once while nothing else goes on."""
+        return (
+            len(self.lists) == 1
+            and not self.under_way
+            and at + 1 < len(actions)
+            and actions[at + 1][0] == actions[at][0]
+            and isinstance(actions[at + 1][1], End)
+        )
 
     def _begin(self, rank: int, number: int, action: Begin) -> None:
         work = self.works[number]
         if work is None:
             work = self.works[number] = _Work(action, action.parties or (rank,))
+            self.under_way += 1
         lane = self.lanes.setdefault((rank, action.lane), len(self.queues))
         if lane == len(self.queues):
             self.queues.append(deque())
@@ -155,6 +172,7 @@ class _Lanes:
 
     def _finish(self, number: int, work: _Work) -> None:
         self.ended[number], self.works[number] = True, None
+        self.under_way -= 1
         for place in work.places:
             del self.users[place][number]
         for place in work.crowds:

@@ -10,6 +10,7 @@ Letters: m rows, k summed, n columns.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -21,7 +22,7 @@ TILE = (128, 256)  # rows and columns of an output tile: cuBLAS's and CUTLASS's 
 # H100, compute-attn-megatron.csv of the DistCA repository: 50 % of the rate of 32K-token documents at 512 tokens, 69 at 1K, 79 at 2K, 83 at
 # 4K. That is n / (n + 512), so a causal row costs 256 pairs more than it has.
 EXTRA_PAIRS = 256.0
-CUDNN = "cudnn"  # an attention kernel of a profile
+CUDNN_BACKEND = "cudnn"
 POWER_KNOWN = 312 / 400  # peak TFLOP/s a watt of an A100, whose share of matmuls was measured under its limit
 MULTIPROCESSORS = 108.0  # where a cluster does not say: A100's
 # Of a CPU with 2 cores. A micro-batch of tiny-llama takes 9 ms however short it is; some 5 of them are charged to its operations, 16 us
@@ -35,7 +36,7 @@ class Constants:
 
     matmul, attention, memory, node, network    shares of the rate that the operation reaches alone
     hot                                         share of a measured curve that matmuls reach at a step's power and heat
-    launch                                      times the cluster's launch_s: Python and its dispatcher
+    launch                                      times the cluster's launch_s: what published trainers' launches take over a bare one
     power                                       peak TFLOP/s a watt at which the power limit halves the clock
     ramp, tail                                  summed elements that a matmul's start is worth; waves of tiles lost at its end
     eager, compiled, scores, loss, update       bytes over those that `cost` counts: of elementwise operations, not fused and fused, of
@@ -91,8 +92,8 @@ FITTED = Constants(
 )
 # What steps reach of a GPU's own curves, which are measured one operation at a time: torch.profiler's sums of kernels over what `cost`
 # counts, of two layers of Llama 3 8B at 8K and 16K tokens on an H100 at its limit of 700 W, where its clock fell from 1,980 to 1,400 MHz
-# (benchmarks/results/gpu_kernels.json). Passes that broadcast or mix formats have half of the curve's bytes/s. `launch`: so that a
-# profile's floor, 7.3 us on the machine of `cost.LONGSHIFT`, and a preset's, 3.8 us, tell the same of it.
+# (benchmarks/results/gpu_kernels.json). Passes that broadcast or mix formats have half of the curve's bytes/s. `launch`: makes a launch of
+# a profile with a floor of 7.3 us, an H200's, what it is of a preset, whose floor is 3.8 us; floors of 6.8 to 10.6 us were measured.
 OF_CURVES = {"launch": 1.3, "hot": 0.92, "eager": 2.4, "loss": 1.86}
 
 
@@ -126,7 +127,8 @@ class Rates:
         return np.maximum(compute_s, self.element_bytes * (m * k + k * n + m * n) / self.memory_bytes_per_s)
 
     def attention_s(self, rows: Number, pairs: Number, heads: Number, width: Number, backward: bool) -> np.ndarray:
-        """Seconds of attention of `rows` queries to `pairs` (query, key) pairs in each of `heads` heads of `width`."""
+        """Seconds of attention of `rows` queries to `pairs` (query, key) pairs in each of `heads` heads of `width`, by the kernel that
+        short documents go to: not by cuDNN's."""
         if self.cluster is not None:
             return self._measured_attention_s(rows, pairs, heads, width, backward)
         flops = (10.0 if backward else 4.0) * heads * width * (pairs + EXTRA_PAIRS * np.asarray(rows, dtype=float))
@@ -146,13 +148,16 @@ class Rates:
             found = self.fabric.collective_s(operation, size_bytes, ranks, ranks_per_node)
         return found + np.where(np.asarray(ranks) > 1, self.late_s, 0.0)
 
-    def cudnn_gain(self, length: Number, heads: Number, width: Number, backward: bool) -> np.ndarray:
-        """How many times as fast as its other kernels cuDNN's attention to a causal document of this length was measured; 1 where none
-        was."""
-        if self.cluster is None or CUDNN not in self.cluster.attentions(self.dtype):
-            return np.asarray(1.0)
-        tokens, pairs = np.asarray(length, dtype=float), np.asarray(length, dtype=float) ** 2 / 2
-        slow, fast = (self._measured_attention_s(tokens, pairs, heads, width, backward, cudnn) for cudnn in (False, True))
+    @property
+    def by_cudnn(self) -> bool:
+        """Whether cuDNN's attention was measured."""
+        return self.cluster is not None and self.cluster.knows(CUDNN_BACKEND, self.dtype)
+
+    def cudnn_gain(self, length: Number, width: Number, backward: bool) -> np.ndarray:
+        """Speed of cuDNN's measured attention to one causal document of this length over that of the fastest other kernel, where it is
+        faster, else 1: who trains takes it only there."""
+        tokens = np.asarray(length, dtype=float)
+        slow, fast = (self._measured_attention_s(tokens, tokens**2 / 2, 1, width, backward, cudnn) for cudnn in (False, True))
         return np.maximum(1.0, slow / fast)
 
     def _measured_attention_s(
@@ -164,13 +169,13 @@ class Rates:
         other kernels."""
         assert self.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(rows, 1.0), 1.0)
-        direction, known = ("backward" if backward else "forward"), self.cluster.measured_heads
+        direction: Literal["forward", "backward"] = "backward" if backward else "forward"
+        known = self.cluster.measured_heads
         at = min(known, key=lambda one: abs(np.log(one.width / np.mean(width)))) if known else Heads(1, 1, 64)
         shortest = self.cluster.shortest_attention(at, self.dtype, direction)
         there = np.maximum(length, shortest)
-        names = [name for name in self.cluster.attentions(self.dtype) if (name == CUDNN) == cudnn] or [None]
-        given = there, there, at, self.dtype, direction, True
-        one_s = np.minimum.reduce([self.cluster.attention_s(*given, backend=name, beyond=True) for name in names])
+        backend, without = (CUDNN_BACKEND, None) if cudnn else (None, CUDNN_BACKEND)
+        one_s = self.cluster.attention_s(there, there, at, self.dtype, direction, True, backend, beyond=True, without=without)
         share = there / length if self.dispatch_s else (length / 2 + EXTRA_PAIRS) / (there / 2 + EXTRA_PAIRS)
         return one_s * np.asarray(rows) / there * share * (heads * width / (at.query * at.width))
 

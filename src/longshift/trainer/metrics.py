@@ -21,6 +21,7 @@ from rich.text import Text
 
 from longshift.errors import UsageError
 from longshift.files import rewrite, written
+from longshift.layout.layout import format_size
 
 LABEL = 8  # columns of a line's name
 FIRST = 10  # steps that stay above the live line; of later ones, one in LEAST_GAP_S seconds, and in GAP_SHARE of the seconds so far
@@ -326,8 +327,9 @@ def _words(step: StepMetrics, steps: int) -> dict[str, str]:
         words["predicted"] = f"{step.seconds:.3g} s of {step.predicted_seconds:.3g} predicted, within {step.band:.0%}"
     if len(step.groups) > 1:
         exposed, hidden = (sum(getattr(g, f"switch_{what}_s") for g in step.groups) for what in ("exposed", "hidden"))
-        by_group = ", ".join(f"{g.layout} {g.seconds:.2f} s" for g in step.groups)
-        words["groups"] = f"{by_group}; switch {hidden:.2f} s hidden, {exposed:.2f} s exposed"
+        alone = len({g.layout for g in step.groups}) == 1
+        by_group = ", ".join((f"<= {format_size(g.upto)}" if alone else g.layout) + f" {g.seconds:.2f} s" for g in step.groups)
+        words["groups"] = by_group if alone else f"{by_group}; switch {hidden:.2f} s hidden, {exposed:.2f} s exposed"
     if any(group.put_bytes for group in step.groups):
         out, back = (sum(getattr(g, f"{what}_bytes") for g in step.groups) / 2**20 for what in ("put", "fetched"))
         waited = [g.waited_s for g in step.groups if g.waited_s is not None]
