@@ -13,8 +13,9 @@ from longshift.cluster.named import cluster as named
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, Tier
 from longshift.program.needs import StepShape
+from longshift.program.turns import visit_of
 from longshift.schedule import pipeline
-from longshift.simulate.clock import HOST_BYTES_PER_S, Clock, GroupPacks, StepTime
+from longshift.simulate.clock import HOST_BYTES_PER_S, Clock, GroupPacks, StepTime, _weigh
 from longshift.simulate.closed import Candidates, closed_form
 from longshift.simulate.cost import Cost, habits, recompute_code, sizes
 from longshift.simulate.lanes import Begin, End, Timed, play
@@ -77,6 +78,15 @@ def test_shared_work_is_never_faster_than_alone_nor_slower_than_one_after_anothe
     busiest = max(sum(s for _, s, used in rows if used == name) for name in "pq")
     assert busiest <= last + 1e-9
     assert last <= sum(s for _, s, _ in rows) + 1e-9
+
+
+@given(st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 9), st.sampled_from(["p", "q"]), st.booleans()), min_size=1, max_size=12))
+def test_a_rank_alone_takes_what_it_takes_beside_an_idle_one(rows):
+    """What nothing else goes on beside is not put into a queue where there is one rank."""
+    actions = list[Begin | End]()
+    for number, (lane, seconds, used, awaited) in enumerate(rows):
+        actions += [Begin(number, lane, 0.1 * seconds, (used,), (), ("p",) * (lane == "x")), *([End(number)] if awaited else [])]
+    assert play([actions], 0.2) == play([actions, []], 0.2)
 
 
 # Pipelines
@@ -192,6 +202,29 @@ def test_a_switch_takes_time_where_it_is_not_hidden():
 
 def test_the_same_step_takes_the_same_time():
     assert step_of("pp2.tp2.dp2.z2").seconds == step_of("pp2.tp2.dp2.z2").seconds
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        *(("dp8.z3",), ("pp2.tp2.dp2.z2",), ("dp8.z2", "tp8"), ("dp8.recompute-full.keep-output.host.z3", "u8.z3", "pp2.tp4")),
+        *(("dp4.u2.z3.chunk2K.disk.kv-offload", "ring8.recompute-full.disk"), ("dp8.z3.vertical.recompute-attention",)),
+    ],
+)
+@pytest.mark.parametrize("home", ["device", "host", "disk"])
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_what_travels_is_known_without_what_operations_need_inside(texts: tuple[str, ...], home: Tier, on_cpu: bool):
+    """A clock asks the ledger for no more."""
+    edges = [Edge(4096 << n, Layout.parse(text)) for n, text in enumerate(texts)]
+    packs = [[(edge.upto - 100, 100), (edge.upto,), ()] for edge in edges]
+    visits = [visit_of(families.preset("llama-3-8b"), edge.use, own) for edge, own in zip(edges, packs)]
+    found = []
+    for inside in (True, False):
+        ledger = clock_of(edges, home=home).shape.ledger(0, "gloo" if on_cpu else "nccl", on_cpu, inside)
+        known = [one for visit in _weigh(ledger, visits, packs, on_cpu, None) for one in visit if one.op.kind != "compute"]
+        found.append([[getattr(one, name) for name in one.__slots__] for one in known])
+    assert found[0] == found[1]
+    assert len(found[0]) > 100
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ class _Lanes:
         while at < len(actions):
             number, action = actions[at]
             if isinstance(action, Begin):
-                if self._undisturbed(actions, at):
+                if self._undisturbed(actions, at, action):
                     start, self.now, self.ended[number] = self.now, self.now + action.seconds, True
                     self.spans.append(Timed(rank, action.lane, action.key, start, self.now))
                     at += 1
@@ -125,14 +125,15 @@ class _Lanes:
             at += 1
         self.next[rank] = at
 
-    def _undisturbed(self, actions: Sequence[tuple[int, Begin | End]], at: int) -> bool:
-        """Whether a piece that is begun here runs alone: of a single rank, which awaits it at once while nothing else goes on."""
+    def _undisturbed(self, actions: Sequence[tuple[int, Begin | End]], at: int, action: Begin) -> bool:
+        """Whether a piece that is begun here takes its own seconds: of one rank, which awaits it at once while nothing else goes on."""
         return (
             len(self.lists) == 1
             and not self.under_way
             and at + 1 < len(actions)
             and actions[at + 1][0] == actions[at][0]
             and isinstance(actions[at + 1][1], End)
+            and not (action.crowds and set(action.crowds) & set(action.uses))
         )
 
     def _begin(self, rank: int, number: int, action: Begin) -> None:
