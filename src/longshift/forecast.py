@@ -276,10 +276,10 @@ class RunForecast:
 
 
 def layout_text(layout: Any) -> str:
-    """A layout in the config's form, in one line: `dp2 <= 8K, in 32K > tp2 <= 64K`."""
+    """A layout in the config's form, in one line: `dp2 <= 8K in 32K > tp2 <= 64K`."""
     if isinstance(layout, str):
         return layout
-    return " > ".join(f"{group['use']} <= {group['upto']}" + (f", in {group['pack']}" if "pack" in group else "") for group in layout)
+    return " > ".join(f"{group['use']} <= {group['upto']}" + (f" in {group['pack']}" if "pack" in group else "") for group in layout)
 
 
 def with_layout(config: Config, layout: Any, home: Any = None) -> Config:

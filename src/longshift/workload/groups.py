@@ -34,13 +34,13 @@ class Edge:
         object.__setattr__(self, "pack", self.pack or self.upto)
 
     def __str__(self) -> str:
-        """As in `dp2 <= 8K, in 32K`: the pack where it is another size."""
+        """As in `dp2 <= 8K in 32K`: the pack where it is another size."""
         return f"{self.use} <= {format_size(self.upto)}" + self.packs
 
     @property
     def packs(self) -> str:
         """How large its packs are, where that is not `upto`."""
-        return f", in {format_size(self.pack)}" if self.pack != self.upto else ""
+        return f" in {format_size(self.pack)}" if self.pack != self.upto else ""
 
     def told(self) -> dict[str, str]:
         """The line that `parse_edges` reads."""
