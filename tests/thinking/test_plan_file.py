@@ -8,12 +8,14 @@ import pytest
 
 from longshift.cluster.named import cluster
 from longshift.config import Config
+from longshift.forecast import layout_text
 from longshift.layout.home_tiers import HomeTiers
 from longshift.trainer.plan_file import PlanFile
 from longshift.trainer.planned import chosen, keep
 from longshift.trainer.resumed import going_on, named
 from longshift.trainer.run_folder import RunFolder
 from longshift.workload.given import Lengths
+from longshift.workload.groups import parse_edges
 
 THREE = PlanFile("auto", ("dp2", "tp2", "pp2"))
 
@@ -84,3 +86,15 @@ def test_a_plan_without_errors_is_read():
     plan = PlanFile.from_json(json.dumps(told))
     assert (plan.rates, plan.errors) == ((3.0,), (0.0,))
     assert plan.after([1.0]).after([9.0]).chosen == 2
+
+
+def test_layouts_with_other_packs_have_other_names():
+    """By these a calibration tells the layouts of a run's steps apart."""
+    one = [{"upto": "8K", "use": "dp2", "pack": "32K"}, {"upto": "32K", "use": "tp2"}]
+    other = [one[0] | {"pack": "64K"}, one[1]]
+    assert [layout_text(layout) for layout in (one, other, "dp2")] == [
+        "dp2 <= 8K in 32K > tp2 <= 32K",
+        "dp2 <= 8K in 64K > tp2 <= 32K",
+        "dp2",
+    ]
+    assert " > ".join(map(str, parse_edges(one))) == layout_text(one)
