@@ -158,10 +158,13 @@ def measured_s(model: str, tp: int, pp: int, tokens: int) -> float:
     return (a * tokens**2 + b * tokens + c) / 1000 * stages / pp
 
 
+OTHERS = replace(LONGSHIFT, launches=1.0)  # trainers whose launches take what published ones do
+
+
 @cache
 def modelled_s(model: str, tp: int, pp: int, tokens: int) -> float:
     """The same by our cost model: forward and backward of the stage's blocks."""
-    cost = Cost(sizes(MODELS[model]), rates(cluster(A800), "bf16"), replace(LONGSHIFT, launches=1.0))
+    cost = Cost(sizes(MODELS[model]), rates(cluster(A800), "bf16"), OTHERS)
     works = [cost.turn("block", turn, "block", Mesh(tp), float(tokens), tokens**2 / 2) for turn in ("forward", "backward")]
     return MODELS[model].layers / pp * sum(float(work.exposed_s(cost.launch_s)) for work in works)
 
@@ -318,7 +321,7 @@ def talk(with_clock: bool = True) -> dict:
 def llama3() -> dict:
     rows = []
     for devices, length, ring, dp, teraflops in RUNS:
-        machine, habits = cluster(f"{devices // 8}x8xh100"), replace(LONGSHIFT, launches=1.0, **FLASH3)
+        machine, habits = cluster(f"{devices // 8}x8xh100"), replace(OTHERS, **FLASH3)
         seconds, layouts = {}, {}
         meshes = {"best": None, "tp8.pp16": {"tp": [8], "pp": [16]}, "theirs": {"tp": [8], "pp": [16], "ulysses": [1]}}
         for name, fixed in meshes.items():

@@ -105,8 +105,8 @@ def chosen_layouts() -> str:
     """Runs with `layout: auto` on a GPU: rates of the trials, and of the steps after them what was predicted."""
     reports, cells = result("gpu_auto")["sections"], []
     for name, report in reports.items():
-        trials = 4 * len(report["choices"])
-        after = [row for row in report["rows"] if row["step"] > trials + 1]  # memory is allocated in the first
+        begun = max(row["step"] for row in report["rows"] if row.get("first"))  # of the layout that went on: memory is allocated in it
+        after = [row for row in report["rows"] if row["step"] > begun]
         said = [row for row in after if "predicted_seconds" in row]
         within = sum(abs(row["seconds"] / row["predicted_seconds"] - 1) <= row["band"] for row in said)
         asked = report["config"]

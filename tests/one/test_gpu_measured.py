@@ -65,7 +65,7 @@ def test_a_measured_step_takes_what_is_said(name: str, row: dict[str, Any]):
     if "home" in row:  # the forecast's host has the memory that two cores of a small machine had, the measured one 16 cores
         assert 0.62 <= times <= 0.75
     else:
-        assert 0.85 <= times <= 1.01
+        assert (0.85 if "compiled" in row.get("system", "") else 0.89) <= times <= 1.01
 
 
 @pytest.mark.parametrize(("gpu", "row"), KERNELS, ids=lambda one: one if isinstance(one, str) else str(one["lengths"]))

@@ -317,7 +317,7 @@ class Cluster:
 
     @cached_property
     def _measured(self) -> list[tuple[AttentionOf, Curve]]:
-        """Curves of attention."""
+        """Attentions that were measured, and the curve of each."""
         named = [(name.split()[1:6], curve) for name, curve in self.curves.items() if name.startswith("attention ")]
         return [(AttentionOf(*kind, Heads.parse(heads)), curve) for (*kind, heads), curve in named]  # pyright: ignore[reportCallIssue]
 

@@ -191,7 +191,7 @@ class HeldWhole(HeldPacks):
 
     def tokens(self, micro: int) -> int:
         """T'."""
-        return self.orders[micro].local_tokens // (self.layout.ulysses * self.layout.tp)
+        return self.rank.rows(self.orders[micro])
 
     def received(self, op: Op) -> None:
         (self.x if op.turn == "forward" else self.g)[op.micro] = self.receiving.pop(op.number)
@@ -300,7 +300,7 @@ class HeldChunked(HeldPacks):
 
     def shares(self, orders: Sequence[TokenOrder]) -> list[int]:
         """T' of each chunk."""
-        return [order.local_tokens // (self.layout.ulysses * self.layout.tp) for order in orders]
+        return [self.rank.rows(order) for order in orders]
 
     def received(self, op: Op) -> None:
         self.crossing[op.micro, op.chunk, op.turn] = self.receiving.pop(op.number)

@@ -79,7 +79,7 @@ def loss_of_rows(place: Place, order: TokenOrder, number: int) -> Inside:
 
 @lru_cache(maxsize=1024)
 def _loss_of(place: Place, order: TokenOrder, count: int) -> Inside:
-    """Of a block of `count` rows, wherever it lies."""
+    """Bytes and work of the head and loss on `count` rows of a pack, wherever they lie."""
     rank = rank_of(place, order)
     head = SizedHead(rank, place.spec.layers + 1)
     rank.memory.recording = True

@@ -46,9 +46,9 @@ LOGIT_BYTES = 26.0  # bf16 product, float32 copy, log-softmax, its gradient in f
 # Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over FlashAttention-2, for long sequences
 # (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5 to 1.75 backward on H100).
 FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
-# A pair of what is left of EVEN, few queries that see many keys, over a pair of a whole document, both by the kernel of short documents;
-# adding up the parts included. Documents of 10,000, 17,000 and 33,000 tokens went 1.43, 1.51 and 1.68 times as fast by both kernels as by
-# that one on an H100, whole ones some 1.8 times (benchmarks/results/gpu_kernels.json).
+# Seconds of a pair of tokens in what is left of EVEN, where few queries see many keys, over those of a pair in a whole document. Both are
+# by the kernel of short documents; adding up the parts is included. Documents of 10,000, 17,000 and 33,000 tokens went 1.43, 1.51 and 1.68
+# times as fast by both kernels as by that one on an H100, whole ones some 1.8 times (benchmarks/results/gpu_kernels.json).
 REST = 1.9
 KERNELS = {"eager": 30.0, "compiled": 14.0, "unfused": 5.0}  # launches of a block's forward; backward twice as many
 # Of each norm beyond a block's two: a block of Qwen3, with norms of queries and of keys, has 174 operations both ways, of Llama 126.
@@ -88,7 +88,7 @@ class Habits:
     rounded              matmuls of blocks round their factors to eight bits, but those that form gradients of weights
     codes                those factors are multiplied as codes (`model.float8`)
     cudnn                on a preset, attention to documents and pieces of at least LONG tokens, or of whole multiples of EVEN, goes to
-                         a kernel that is as much faster as FLASH3 says, but for what is left of EVEN (`model.cut`); a profile tells itself
+                         a kernel that is as much faster as FLASH3 says, but for what is left of EVEN (`model.cut`); a profile has its curve
     fused_loss           cross entropy and its gradient are compiled
     launches             seconds of a launch, with what this trainer does for it, over those of published trainers
     """

@@ -39,7 +39,7 @@ class Edge:
 
     @property
     def packs(self) -> str:
-        """How large its packs are, where that is not `upto`."""
+        """Words on the size of its packs, where that is not `upto`: ` in 32K`."""
         return f" in {format_size(self.pack)}" if self.pack != self.upto else ""
 
     def told(self) -> dict[str, str]:
