@@ -2,10 +2,12 @@
 
 import io
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.model import kernels
 from longshift.model.chosen_kernel import probe
-from longshift.profile import machine, plots, run, time_attention, time_compute, time_copies, time_disk, time_links
+from longshift.profile import bench, machine, plots, run, time_attention, time_compute, time_copies, time_disk, time_links
 from longshift.profile.bench import FEWEST, MOST, Bench, Plan, curve_of
 from longshift.profile.report import rate, show, si
 
@@ -130,21 +132,29 @@ def test_medians_of_interleaved_rounds():
         calls.append(name)
         return seconds
 
-    bench = Bench(CPU, True)
-    samples = bench.seconds([lambda: timed("a", 0.01), lambda: timed("b", 0.02)], budget_s=0.0)
+    one = Bench(CPU, True)
+    samples = one.seconds([lambda: timed("a", 0.01), lambda: timed("b", 0.02)], budget_s=0.0)
     assert samples == [[0.01] * FEWEST, [0.02] * FEWEST]
     assert calls[4:] == ["a", "b"] * FEWEST  # after warming each
-    assert len(bench.seconds([lambda: timed("a", 0.01)], budget_s=60.0)[0]) == MOST
+    assert len(one.seconds([lambda: timed("a", 0.01)], budget_s=60.0)[0]) == MOST
     curve = curve_of((Axis("bytes", (1, 2, 3)),), [[1.0, 9.0, 2.0], [8.0, 8.0, 8.0], [2.0, 2.0, 2.0]])
     assert curve.seconds == pytest.approx((2.0, 4.0, 4.0))  # 8 then 2 cannot both be: the middle of both
     assert curve.spread == pytest.approx((2.0, 0.0, 0.0))
 
 
-def test_short_operations_are_repeated_inside_one_timing():
-    calls = []
-    curve = Bench(CPU, True).curves({"x": Plan((Axis("n", (1,)),), lambda n: lambda: calls.append(n))}, 0.0)["x"]
+def test_short_operations_are_repeated_inside_one_timing(monkeypatch):
+    passed_s, calls = [0.0], []
+
+    def run() -> None:
+        calls.append(1)
+        passed_s[0] += 2**-20
+
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: passed_s[0]))
+    one = Bench(CPU, True)
+    curve = one.curves({"x": Plan((Axis("n", (1,)),), lambda n: run)}, 0.0)["x"]
+    assert len(calls) == 2 + FEWEST * math.ceil(one.least_s * 2**20)  # to warm, to see how long it takes, and the rounds
     assert len(calls) > 1000
-    assert curve.seconds[0] < 1e-4
+    assert curve.seconds[0] == pytest.approx(2**-20)
 
 
 def test_kernels_of_this_machine():
