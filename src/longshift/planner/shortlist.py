@@ -179,15 +179,14 @@ class _Weigher:
         self.known: dict[tuple[str, int, int], float] = {}
         self.over: dict[tuple[int, ...], float] = {}
 
-    def reserved(self, problem: Problem, at: Meshes, row: int, capacity: int, longest: int) -> float:
+    def reserved(self, at: Meshes, row: int, capacity: int, longest: int, bound: float) -> float:
         """Bytes of a device that the largest step with this group alone asks for, of the first and the last stage; of a layout whose
-        family is known to need more than its bound says, that much more without weighing it."""
+        family is known to need more than its `bound`, that much more without weighing it."""
         one = at.take(np.array([row]))
         layout, family = one.layout(0), tuple(int(getattr(one, name)[0]) for name in FAMILY)
         # On a GPU attention holds as much whatever the documents, but for long ones, which are calls of their own.
         key = str(layout), capacity, longest if self.on_cpu or longest >= LONG else 0
         if key not in self.known:
-            bound = float(problem.bound(one, float(capacity))[0])
             if bound * self.over.get(family, 1.0) > self.budget_bytes:
                 return bound * self.over.get(family, 1.0)
             edges = (Edge(capacity, layout),)
@@ -224,7 +223,16 @@ class _Comparison:
         for family in alike:
             some += self._proposals(np.array([rows[int(number)] for number in family]))[:3]
         self.proposals = list(dict.fromkeys(some))
+        self.bounds, self.bytes = self._bytes()
         self.seconds, self.parts = self._on_steps(lengths, counts)
+
+    def _bytes(self) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
+        """`Problem.bound` and `Problem.bytes` of each row and pack of the proposals."""
+        pairs = list({group[2:]: None for proposal in self.proposals for group in proposal.groups})
+        rows, packs = map(np.array, zip(*pairs))
+        found = (says(self.pool.take(rows), packs.astype(float)) for says in (self.problem.bound, self.problem.bytes))
+        bound, needed = (dict(zip(pairs, one.tolist())) for one in found)
+        return bound, needed
 
     def answers(self, ledger: _Weigher) -> dict[str, Answer]:
         """The best, the best single layout, and the best that changes context parallelism alone, of those that the ledger lets through."""
@@ -241,14 +249,13 @@ class _Comparison:
 
     def _needed(self, number: int, ledger: _Weigher) -> list[float] | None:
         """Bytes of a device for each group of a proposal; None where one does not fit. Those whose bounds leave much are weighed last."""
-        groups, problem = self.proposals[number].groups, self.problem
+        groups = self.proposals[number].groups
         more = self.more_bytes if len({self._cut(row) for _, _, row, _ in groups}) > 1 else 0.0
-        bounds = [float(problem.bytes(self.pool.take(np.array([row])), float(pack))[0]) for _, _, row, pack in groups]
         found = dict[int, float]()
-        for place in sorted(range(len(groups)), key=lambda n: -bounds[n]):
+        for place in sorted(range(len(groups)), key=lambda n: -self.bytes[groups[n][2:]]):
             _, end, row, pack = groups[place]
-            found[place] = ledger.reserved(problem, self.pool, row, pack, self.edges[end]) + more
-            if found[place] > problem.budget_bytes:
+            found[place] = ledger.reserved(self.pool, row, pack, self.edges[end], self.bounds[row, pack]) + more
+            if found[place] > self.problem.budget_bytes:
                 return None
         return [found[place] for place in range(len(groups))]
 
@@ -256,11 +263,11 @@ class _Comparison:
         """The next best assignments, each of other meshes, with what their bounds say of memory."""
         found, seen = [], {self._meshes(best)}
         for number in map(int, np.argsort(self.seconds, kind="stable")):
-            _, _, rows, packs = map(np.array, zip(*self.proposals[number].groups))
-            more = self.more_bytes if len({self._cut(row) for row in rows}) > 1 else 0.0
-            needed = self.problem.bytes(self.pool.take(rows), packs.astype(float)) + more
-            answer = self._answer(number, needed.tolist())
-            if self._meshes(answer) not in seen and answer.seconds >= best.seconds and needed.max() <= self.problem.budget_bytes:
+            groups = self.proposals[number].groups
+            more = self.more_bytes if len({self._cut(row) for _, _, row, _ in groups}) > 1 else 0.0
+            needed = [self.bytes[group[2:]] + more for group in groups]
+            answer = self._answer(number, needed)
+            if self._meshes(answer) not in seen and answer.seconds >= best.seconds and max(needed) <= self.problem.budget_bytes:
                 seen.add(self._meshes(answer))
                 found.append(answer)
             if len(found) == TOLD:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from longshift.layout.layout import Layout, Tier
+from longshift.program.operations import Op
 from longshift.schedule.inside_rank import Transport
 from longshift.spec.formats import Wire, adds_inside
 
@@ -39,38 +40,47 @@ Moment = tuple[int, tuple]  # an operation of the step by number, and where in i
 class Book:
     """Bytes by name, now and at the most of each place. Mutable.
 
-    `most`: of the places that grew since the last settling; `moments`: the peak of each place at every moment of the step, where wanted."""
+    `most`: of each place, ever, or since the last settling where `moments` are wanted, which are the peaks of each place at every moment of
+    the step; `grew`: whether one of `most` did since the last settling; `told`: names operations."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
         self.most: dict[str, int] = {}
+        self.grew = False
         self.by_name: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.peaks: dict[str, Peak] = {}
         self.moments: dict[Moment, dict[str, Peak]] | None = None
-        self.told: Callable[[], str] = str
-        self.number = 0
+        self.told: Callable[[Op], str] = str
+        self.number, self.op = 0, Op("enter")
+
+    def watch(self) -> dict[Moment, dict[str, Peak]]:
+        """Moments, which are written down from now on."""
+        self.most, self.moments = {}, {}
+        return self.moments
 
     def change(self, name: str, size: int, place: str) -> None:
-        self.now[place] += size
         self.by_name[place][name] += size
-        if size > 0 and self.now[place] > self.most.get(place, 0):
-            self.most[place] = self.now[place]
+        now = self.now[place] = self.now[place] + size
+        if size > 0 and now > self.most.get(place, 0):
+            self.most[place], self.grew = now, True
 
     def inside(self, size: int, place: Place = "device") -> None:
         """An operation needs so many bytes in a place, beyond what is there."""
-        self.most[place] = max(self.most.get(place, 0), self.now[place] + size)
+        if (most := self.now[place] + size) > self.most.get(place, 0):
+            self.most[place], self.grew = most, True
 
-    def begin(self, number: int, told: Callable[[], str]) -> None:
-        """What follows is this operation's, which `told` names."""
-        self.number, self.told = number, told
+    def begin(self, number: int, op: Op) -> None:
+        """What follows is this operation's of a step."""
+        self.number, self.op = number, op
 
     def settle(self, moment: tuple = ()) -> None:
         """Write down the peaks that the operation, or this moment of it, has raised."""
-        if self.most:
+        if self.grew:
             self._raise(self.peaks)
             if self.moments is not None:
                 self._raise(self.moments.setdefault((self.number, moment), {}))
-            self.most = {}
+                self.most = {}
+            self.grew = False
 
     def _raise(self, peaks: dict[str, Peak]) -> None:
         for place, most in self.most.items():
@@ -78,7 +88,7 @@ class Book:
             if known is None or most > known.total:
                 rows = [(name, size) for name, size in self.by_name[place].items() if size]
                 rows += [("gone when it ends", inside)] if (inside := most - self.now[place]) > 0 else []
-                peaks[place] = Peak(most, self.told(), tuple(sorted(rows, key=lambda row: -row[1])))
+                peaks[place] = Peak(most, self.told(self.op), tuple(sorted(rows, key=lambda row: -row[1])))
 
 
 @dataclass

@@ -360,7 +360,7 @@ class HeldChunked(HeldPacks):
                 del gone
             else:
                 self.tier.drop(key)
-            if stands and book.most:
+            if stands and book.grew:
                 keys = stands[event.keys] if event.keys >= 0 and event.name in ("attend", "attend_back") else ()
                 book.settle((event.kind, event.name, stands[event.chunk], keys, min(event.chunk - event.keys, ENDS) if keys else 0))
 

@@ -7,7 +7,6 @@ and the process itself, come on top.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from longshift.layout.layout import Layout
 from longshift.program.book import Account, Held, Peak
@@ -124,6 +123,7 @@ class Ledger:
         by visit. `after` sees the last step's operations when they are done. `last`: which updates were left to it, and whether it makes
         its own early, where these are known."""
         steps = steps or (3 if self.steps.early else 2)
+        self.book.told, inside = self._told, self.account.inside
         self.visits, self.packs = visits, packs
         self.at = [(self.runners[visit.layout], self.copies[self.steps.views[visit.layout].cut]) for visit in visits]
         for step in range(steps):
@@ -134,10 +134,10 @@ class Ledger:
             for counted in (self.account.sent, self.account.moved, self.account.flops):
                 counted.clear()
             for number, op in enumerate(program):
-                if self.account.inside:
-                    self.book.begin(number, partial(self._told, op))
+                if inside:
+                    self.book.begin(number, op)
                 self.table[op.kind](op)
-                if self.account.inside:
+                if inside:
                     self.book.settle()
                 if after and step == steps - 1:
                     after(op)

@@ -79,7 +79,7 @@ class Moments:
 def moments_of(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[Pack]]) -> Moments:
     """What one more step on a ledger needs, where `Ledger.play` tells the most alone; after one that has left all updates."""
     ledger.left = ledger.steps.left()
-    ledger.book.moments = moments = {}
+    moments = ledger.book.watch()
     order, traffic, before = list[int](), Counter[tuple[int, str, str]](), Counter[tuple[str, str]]()
 
     def after(op: Op) -> None:
