@@ -123,7 +123,7 @@ def test_a_trial_has_a_deadline(good, tmp_path, monkeypatch):
     assert "within 0.01 s: look for a pattern of its pre_tokenizer" in str(trial.why_not(file, 0.01))
     monkeypatch.undo()
     write(tmp_path, good | {"pre_tokenizer": ENDLESS})
-    assert "within 0.2 s: look for a pattern of its pre_tokenizer" in str(trial.why_not(file, 0.2))
+    assert "within 0.02 s: look for a pattern of its pre_tokenizer" in str(trial.why_not(file, 0.02))
 
 
 def test_a_trial_ends_with_the_process_that_asked(good, tmp_path):

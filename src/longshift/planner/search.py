@@ -9,7 +9,9 @@ memory are among them: what closed forms put first with more of it may be slower
 are tried.
 """
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from longshift.errors import UsageError
@@ -24,6 +26,7 @@ WORDS: Mapping[str, str] = {"u": "ulysses", "v": "virtual", "z": "zero"}  # of a
 BUDGETS = (1.0, 0.9, 0.8, 0.65)  # of a device's memory, that a shortlist may fill: groups together need more than each alone
 ENOUGH = 3  # ways that fit
 CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, in tokens
+SELDOM = (200_000, 20, 20)  # thresholds of garbage collection
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,29 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
             f"home: {task.home}: nothing is known of a disk of {task.cluster.name}: plan from a file of longshift profile -o on such a "
             "machine, or write home=host"
         )
+    with _seldom_collected():
+        return _search(task, tell, single)
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Garbage is collected seldom: what a search drops goes by reference counts, and passes over what it keeps take a quarter of its time."""
+    before = gc.get_threshold()
+    gc.set_threshold(*SELDOM)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _search(task: Task, tell: Callable[[str], None], single: bool) -> Choice:
     replay = Replay(task)
     listed = _listed(task, BUDGETS[0])
     tell(f"{listed.candidates:,} layouts of {task.world} ranks compared")
     ways = _ways(task, listed, single)
     for part in BUDGETS[1:]:
         if listed.fits:
-            less = _listed(task, part)
+            less = _listed(task, part, streams=not _whole(listed))
             found = _ways(task, less if sum(map(replay.fits, ways)) < ENOUGH else replace(less, others=()), single)
             ways = list(dict.fromkeys([*ways, *found]))
     if not any(map(replay.fits, ways)):
@@ -89,7 +108,12 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
     )
 
 
-def _listed(task: Task, part: float) -> Shortlist:
+def _whole(found: Shortlist) -> bool:
+    """Whether no group of its best is streamed."""
+    return found.best is not None and not any(edge.use.chunk for edge in found.best.edges)
+
+
+def _listed(task: Task, part: float, streams: bool = True) -> Shortlist:
     total = task.cluster.device.memory_bytes if task.memory_bytes is None else task.memory_bytes
     lengths = task.lengths
     return shortlist(
@@ -108,6 +132,7 @@ def _listed(task: Task, part: float) -> Shortlist:
         packed=task.packed,
         wire=task.wire,
         home=task.home,
+        streams=streams,
     )
 
 

@@ -108,6 +108,7 @@ class Ledger:
         self._fused: dict[tuple[int, str], Held] = {}
         self._passing: dict[tuple[int, str, int], Held] = {}
         self._moved: dict[int, Exchanged] = {}
+        self._switches: dict[tuple[int, str], tuple[Exchanged, int]] = {}
 
     def play(
         self,
@@ -125,6 +126,7 @@ class Ledger:
         steps = steps or (3 if self.steps.early else 2)
         self.book.told, inside = self._told, self.account.inside
         self.visits, self.packs = visits, packs
+        self._switches.clear()
         self.at = [(self.runners[visit.layout], self.copies[self.steps.views[visit.layout].cut]) for visit in visits]
         for step in range(steps):
             left, early = last if last and step == steps - 1 else (self.left, self.played > 0)
@@ -160,20 +162,27 @@ class Ledger:
 
     def _exchange(self, op: Op) -> None:
         """The fused buffer of a switch has the size of the largest exchange; what passes through stays for all rounds of its bucket."""
-        plan = self._plan(op)
-        if id(plan) not in self._moved:
-            self._moved[id(plan)] = exchanged(plan, self.steps.rank)
-        moved = self._moved[id(plan)]
+        moved, rounds = self._switch(op)
         self.account.send(op.way, moved.sent[op.number])
         if op.number == 0:
             self._fused[op.visit, op.way] = self.account.held("exchanges of a switch", moved.most)
         if moved.passing[op.number]:
             self._passing[op.visit, op.way, op.number] = self.account.held("passing through", moved.passing[op.number])
-        self._passing.pop((op.visit, op.way, op.number - plan.rounds + 1), None)
+        self._passing.pop((op.visit, op.way, op.number - rounds + 1), None)
 
     def _await_exchange(self, op: Op) -> None:
-        if op.number == len(self._moved[id(self._plan(op))].sent) - 1:
+        if op.number == len(self._switch(op)[0].sent) - 1:
             del self._fused[op.visit, op.way]
+
+    def _switch(self, op: Op) -> tuple[Exchanged, int]:
+        """What the switch of an exchange moves on the rank, and its rounds."""
+        key = op.visit, op.way
+        if key not in self._switches:
+            plan = self._plan(op)
+            if id(plan) not in self._moved:
+                self._moved[id(plan)] = exchanged(plan, self.steps.rank)
+            self._switches[key] = self._moved[id(plan)], plan.rounds
+        return self._switches[key]
 
     def _plan(self, op: Op) -> Plan:
         cut = self.steps.views[self.visits[op.visit].layout].cut

@@ -266,15 +266,18 @@ class _Step:
         return self.steps.bring(self.steps.source(before), self.views[number].cut)
 
     def _exchange(self, number: int, exchanges: Exchanges, way: str, start: int, stop: int) -> Iterator[Op]:
+        away = self.disk.units
         for i in range(start, stop):
             if i:
                 yield Op("await exchange", number, number=i - 1, way=way)
-                yield from self._from_home(number, exchanges, way, i - 1, True)
-            yield from self._before_exchange(exchanges, i)
-            yield from (Op("open", number, unit) for unit in exchanges.opens[i])
-            yield from self._from_home(number, exchanges, way, i, False)
+                yield from self._from_home(number, exchanges, way, i - 1, True) if away else ()
+            yield from self._before_exchange(exchanges, i) if self.left or away else ()
+            for unit in exchanges.opens[i]:
+                yield Op("open", number, unit)
+            yield from self._from_home(number, exchanges, way, i, False) if away else ()
             yield Op("exchange", number, number=i, way=way)
-            yield from (Op("close", number - 1, unit) for unit in exchanges.closes[i])
+            for unit in exchanges.closes[i]:
+                yield Op("close", number - 1, unit)
 
     def _before_exchange(self, exchanges: Exchanges, i: int) -> Iterator[Op]:
         """Late updates of the units that an exchange may read from home."""

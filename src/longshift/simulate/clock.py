@@ -235,8 +235,8 @@ class Clock:
         ranks = min(world, self.per_node)
         return ranks * float(self.cluster.disk_s("write" if way == "out" else "read", moved_bytes, depth=1, mode="plain", beyond=True))
 
-    def exchange_s(self, visits: Sequence[Visit], op: Op) -> float:
-        """Seconds of one exchange of a switch, on the busiest link of any rank."""
+    def exchanges_s(self, visits: Sequence[Visit], op: Op) -> list[float]:
+        """Seconds of each exchange of the switch of one of them, on the busiest link of any rank."""
         itinerary = self.shape.itinerary
         cut = itinerary.cuts[visits[op.visit].layout]
         if op.way == "sums":
@@ -246,7 +246,7 @@ class Clock:
             plan = itinerary.weights(None if before is None else itinerary.source(before), cut)
         if id(plan) not in self.exchanges:
             self.exchanges[id(plan)] = seconds_by_exchange(plan)
-        return self.exchanges[id(plan)][op.number]
+        return self.exchanges[id(plan)]
 
 
 def _chosen(layout: Layout, costs: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -298,6 +298,7 @@ class _Stage:
         self.clock, self.layout, self.stage, self.visits, self.packs = clock, layout, stage, visits, packs
         self.under_way: dict[tuple, deque[Hashable]] = {}
         self.turns: dict[tuple, dict[str, float]] = {}  # seconds by lane, of each turn of a kind of unit on a micro-batch
+        self.exchanges: dict[tuple[int, str], list[float]] = {}  # seconds of each, by visit and way
         self.count = 0
         nodes = layout.world > clock.per_node
         inside = layout.tp * layout.ulysses * layout.ring * layout.dp <= clock.per_node
@@ -363,8 +364,11 @@ class _Stage:
             seconds = clock.message_s(self.layout, self.stage, op.peer, sent_bytes) if op.kind == "send" else 0.0
             made = Begin(key, f"messages {op.way} {ends[0]}-{ends[1]}", seconds, self.uses(self.near), ends)
         elif op.kind == "exchange":
-            key = "exchange", op.visit, op.way, op.number
-            made = Begin(key, LANES[op.kind], clock.exchange_s(self.visits, op), self.uses(self.far), everyone, self.crowds(self.far))
+            key, switch = ("exchange", op.visit, op.way, op.number), (op.visit, op.way)
+            if switch not in self.exchanges:
+                self.exchanges[switch] = clock.exchanges_s(self.visits, op)
+            seconds = self.exchanges[switch][op.number]
+            made = Begin(key, LANES[op.kind], seconds, self.uses(self.far), everyone, self.crowds(self.far))
         else:
             way = "out" if op.kind == "write" else "in"
             made = self._piece(op, LANES[op.kind], self._copy_s(one, way), (f"host {way}",))
