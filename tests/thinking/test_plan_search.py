@@ -1,6 +1,7 @@
 """The shortlist of a plan: every candidate counted, the bound below the ledger, the program as good as trying everything, no choice worse
 than the best single layout."""
 
+import gc
 import json
 import random
 import subprocess
@@ -21,6 +22,7 @@ from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.planner import least_bytes, uneven
+from longshift.planner import replay as replays
 from longshift.planner.assign import assignments, cut_at, tally
 from longshift.planner.chosen import Shortlist
 from longshift.planner.enumerated import AXES, Meshes, enumerate_layouts, illegal
@@ -490,6 +492,37 @@ def test_plan_leaves_even_stages_that_are_as_good():
     found = search(task)
     assert found.ways
     assert not any(edge.use.stages for way in found.ways for edge in way.edges)
+
+
+def test_plan_says_how_far_it_is_and_leaves_garbage_collection_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replays, "PACE_S", 0.0)
+    task, before, told = Task(SMALL, cluster("2xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 16, "bf16", 2), gc.get_threshold(), []
+    found = search(task, lambda line: told.append((line, gc.get_threshold())))
+    words = [line for line, _ in told if "steps played on the clock" in line]
+    assert words[0].startswith("0 ways weighed, 0 steps")
+    weighed, played = (int(word) for word in words[-1].split() if word.isdigit())
+    assert weighed >= len(found.ways)
+    assert played >= len(found.ways)
+    assert all(thresholds != before for _, thresholds in told)
+    assert gc.get_threshold() == before
+
+
+def test_plan_streams_nothing_where_whole_packs_fit():
+    """Ways that need less memory than there is are compared, too: with two thirds of it only a streamed layout would fit."""
+    lengths = Lengths(np.array([1024, 1 << 20]), np.array([1000, 2]))
+    task = Task(preset("llama-3.2-1b"), cluster("4xH100"), lengths, 1 << 20, "bf16", 4)
+
+    def listed(gigabytes: float, streams: bool = True) -> Shortlist:
+        under = task.spec, task.cluster, lengths.lengths, lengths.counts, task.tokens_per_step, task.longest
+        return shortlist(*under, memory_bytes=gigabytes * 1e9, streams=streams)
+
+    less, none, found = listed(52), listed(52, streams=False), search(task)
+    assert less.best is not None
+    assert any(edge.use.chunk for edge in less.best.edges)
+    assert none.best is None
+    assert none.changes
+    assert found.ways
+    assert not any(edge.use.chunk for way in [*found.ways, *(way for way, *_ in found.short)] for edge in way.edges)
 
 
 def test_plan_of_one_layout_alone_is_the_best_single_one():

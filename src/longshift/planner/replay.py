@@ -3,7 +3,8 @@
 Steps have typical documents of the corpus (`Lengths.typical`), dealt and packed as a run does.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,6 +27,7 @@ from longshift.workload.groups import Edge, length_groups
 
 STEPS = 4  # that finalists are played on; one more, typical by itself, says which ways are finalists
 FINALISTS = 4
+PACE_S = 5.0  # between two words on how far it is
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,10 @@ class Way:
 
 
 class Replay:
-    """Weighs and plays the ways of a task. Mutable: it keeps what it has weighed and played."""
+    """Weighs and plays the ways of a task. Mutable: it keeps what it has weighed and played. `tell`: how far it is, now and then."""
 
-    def __init__(self, task: Task):
-        self.task = task
+    def __init__(self, task: Task, tell: Callable[[str], None] = lambda line: None):
+        self.task, self.tell, self.told_s = task, tell, time.monotonic()
         self.formats = formats_of(task.precision, task.moments, task.packed, task.wire)
         self.transport = "nccl" if task.on_gpu else "gloo"
         self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision), task.habits)
@@ -131,6 +133,7 @@ class Replay:
         """Bytes that a rank needs at most, by place, and after which operation the device's peak is. Where updates before the norm have no
         room, as without them: so a run is admitted, too."""
         if edges not in self.weighed:
+            self._say_how_far()
             self.weighed[edges] = self._weigh(edges)
             if self.task.early and "disk" in self.task.home.named and not self.fits(edges):
                 self.late.add(edges)
@@ -176,8 +179,15 @@ class Replay:
             self.clocks[edges] = Clock(self.shape(edges), self.task.cluster, self.cost, self.task.precision)
         steps, clock = self.steps.setdefault(edges, {}), self.clocks[edges]
         if number not in steps:
+            self._say_how_far()
             steps[number] = clock.step(in_visiting_order(clock.shape, self.typical[number]))
         return steps[number]
+
+    def _say_how_far(self) -> None:
+        """A word on it, where the last one is some time ago."""
+        if time.monotonic() - self.told_s > PACE_S:
+            self.told_s = time.monotonic()
+            self.tell(f"{len(self.weighed)} ways weighed, {sum(map(len, self.steps.values()))} steps played on the clock")
 
     def second(self, edges: tuple[Edge, ...], number: int) -> float:
         """Seconds of a step."""

@@ -75,7 +75,7 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
 
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """Garbage is collected seldom: what a search drops goes by reference counts, and passes over what it keeps take a quarter of its time."""
+    """Collect garbage seldom. What a search drops goes by reference counts; passes over what it keeps took a quarter of its time."""
     before = gc.get_threshold()
     gc.set_threshold(*SELDOM)
     try:
@@ -85,7 +85,7 @@ def _seldom_collected() -> Iterator[None]:
 
 
 def _search(task: Task, tell: Callable[[str], None], single: bool) -> Choice:
-    replay = Replay(task)
+    replay = Replay(task, tell)
     listed = _listed(task, BUDGETS[0])
     tell(f"{listed.candidates:,} layouts of {task.world} ranks compared")
     ways = _ways(task, listed, single)
