@@ -507,24 +507,6 @@ def test_plan_says_how_far_it_is_and_leaves_garbage_collection_as_it_was(monkeyp
     assert gc.get_threshold() == before
 
 
-def test_plan_streams_nothing_where_whole_packs_fit():
-    """Ways that need less memory than there is are compared, too: with two thirds of it only a streamed layout would fit."""
-    lengths = Lengths(np.array([1024, 1 << 20]), np.array([1000, 2]))
-    task = Task(preset("llama-3.2-1b"), cluster("4xH100"), lengths, 1 << 20, "bf16", 4)
-
-    def listed(gigabytes: float, streams: bool = True) -> Shortlist:
-        under = task.spec, task.cluster, lengths.lengths, lengths.counts, task.tokens_per_step, task.longest
-        return shortlist(*under, memory_bytes=gigabytes * 1e9, streams=streams)
-
-    less, none, found = listed(52), listed(52, streams=False), search(task)
-    assert less.best is not None
-    assert any(edge.use.chunk for edge in less.best.edges)
-    assert none.best is None
-    assert none.changes
-    assert found.ways
-    assert not any(edge.use.chunk for way in [*found.ways, *(way for way, *_ in found.short)] for edge in way.edges)
-
-
 def test_plan_of_one_layout_alone_is_the_best_single_one():
     task = Task(SMALL, cluster("4xA100-40"), Lengths(*some_lengths(longest=1 << 15)), 1 << 18, "bf16", 4)
     all_, alone = search(task), search(task, single=True)

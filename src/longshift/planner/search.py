@@ -91,7 +91,7 @@ def _search(task: Task, tell: Callable[[str], None], single: bool) -> Choice:
     ways = _ways(task, listed, single)
     for part in BUDGETS[1:]:
         if listed.fits:
-            less = _listed(task, part, streams=not _whole(listed))
+            less = _listed(task, part)
             found = _ways(task, less if sum(map(replay.fits, ways)) < ENOUGH else replace(less, others=()), single)
             ways = list(dict.fromkeys([*ways, *found]))
     if not any(map(replay.fits, ways)):
@@ -108,12 +108,7 @@ def _search(task: Task, tell: Callable[[str], None], single: bool) -> Choice:
     )
 
 
-def _whole(found: Shortlist) -> bool:
-    """Whether no group of its best is streamed."""
-    return found.best is not None and not any(edge.use.chunk for edge in found.best.edges)
-
-
-def _listed(task: Task, part: float, streams: bool = True) -> Shortlist:
+def _listed(task: Task, part: float) -> Shortlist:
     total = task.cluster.device.memory_bytes if task.memory_bytes is None else task.memory_bytes
     lengths = task.lengths
     return shortlist(
@@ -132,7 +127,6 @@ def _listed(task: Task, part: float, streams: bool = True) -> Shortlist:
         packed=task.packed,
         wire=task.wire,
         home=task.home,
-        streams=streams,
     )
 
 

@@ -67,14 +67,13 @@ def shortlist(
     packed: MomentFormat = "float32",
     wire: Wire = Wire(),  # noqa: B008  (frozen)
     home: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
-    streams: bool = True,
 ) -> Shortlist:
     """The best assignments for documents of these `lengths` (int64, ascending), so many of each (`counts`), on all devices of `cluster`.
 
     `fixed`: what a person decided, as {"tp": [1, 2, 4]}; `memory_bytes`: of a device, the cluster's where not given; `moments`: how
     many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels; `home`: where the training
-    state lies; `streams`: whether a streamed layout is looked for where no whole pack fits. Documents longer than `max_len` are split.
-    Where nothing fits, the shortlist says by how much and which changes would help, the smallest first. Raises UsageError.
+    state lies. Documents longer than `max_len` are split. Where nothing fits, the shortlist says by how much and which changes would help,
+    the smallest first. Raises UsageError.
     """
     lengths, counts = cut_at(np.asarray(lengths, np.int64), np.asarray(counts, np.int64), max_len)
     cost = Cost(sizes(spec), rates(cluster, precision), habits)
@@ -105,8 +104,6 @@ def shortlist(
     if "best" not in answers:
         need, changes = remedies(problem, cluster, known.meshes, fixed or {})
         none = Shortlist(**told, refused=refused, binding=need, changes=changes)
-        if not streams:
-            return none
         shorter = _longest_whole(problem, at_keys)
         more = sums_of_others(problem, cluster.devices) if shorter else 0.0
         one = streamed(problem, cluster, known.meshes, shorter, more, home)

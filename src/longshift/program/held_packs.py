@@ -278,22 +278,27 @@ class HeldChunked(HeldPacks):
         self.micros: dict[int, Held] = {}
         self.crossing: dict[tuple, Held] = {}
         self.known: dict[tuple, Lists] = {}
+        self.made: dict[int, dict[int | None, Lists]] = {}  # of each micro-batch, by window
+        self.insides: dict[tuple[int, int, str], dict[int, Inside]] = {}  # what events need, by lists, block and turn
 
     def load(self, micro: int, lengths: Sequence[int]) -> None:
-        self.cuts[micro] = chunks.cut(list(lengths) or [1], self.layout.chunk)
+        self.cuts[micro], self.made[micro] = chunks.cut(list(lengths) or [1], self.layout.chunk), {}
         orders = chunks.orders(self.cuts[micro], self.layout)
         tokens = sum(order.local_tokens for order in orders) // self.layout.ulysses
         ends = sum(1 + len(order.runs[self.view.at.ring]) for order in orders)
         self.micros[micro] = self.account.held("token ids, labels, positions", 3 * INDEX_BYTES * tokens + END_BYTES * ends)
 
     def unload(self, micro: int) -> None:
-        del self.cuts[micro], self.micros[micro]
+        del self.cuts[micro], self.micros[micro], self.made[micro]
 
     def lists(self, micro: int, unit: int) -> Lists:
-        key = cut, window = self.cuts[micro], self.spec.window(unit)
-        if key not in self.known:
-            self.known[key] = lists(self.spec, self.layout, self.view.at, cut, self.compute_bytes, self.account.ahead, window)
-        return self.known[key]
+        window, made = self.spec.window(unit), self.made[micro]
+        if window not in made:
+            key = cut, _ = self.cuts[micro], window
+            if key not in self.known:
+                self.known[key] = lists(self.spec, self.layout, self.view.at, cut, self.compute_bytes, self.account.ahead, window)
+            made[window] = self.known[key]
+        return made[window]
 
     def tokens(self, micro: int) -> int:
         return sum(self.shares(chunks.orders(self.cuts[micro], self.layout)))
@@ -333,12 +338,16 @@ class HeldChunked(HeldPacks):
         fetched: set[Buffer] = set()
         book = self.account.book
         stands = standings(chunks.reach(cut)) if book.moments is not None else []
-        for event in made.of[op.turn]:  # pyright: ignore[reportArgumentType]
+        block = self.spec.like(op.unit)
+        insides = self.insides.setdefault((id(made), block, op.turn), {})
+        for number, event in enumerate(made.of[op.turn]):  # pyright: ignore[reportArgumentType]
             key = tier_key(op.micro, op.unit, event.object)
             if event.kind in ("compute", "send"):
                 if event.name in chunks.MULTIPLYING_BACK:
                     self.copies.expect(op.unit)
-                found = of_event(self.rank, made, cut, event, self.spec.like(op.unit))
+                if number not in insides:
+                    insides[number] = of_event(self.rank, made, cut, event, block)
+                found = insides[number]
                 self.happen(found)
                 for name, size in found.buffers.items():
                     self._have(live, (name, event.keys if name == "dkv" else event.chunk), size)
