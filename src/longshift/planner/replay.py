@@ -184,7 +184,7 @@ class Replay:
         return steps[number]
 
     def _say_how_far(self) -> None:
-        """A word on it, where the last one is some time ago."""
+        """Tell what is done, if the last word was said PACE_S ago."""
         if time.monotonic() - self.told_s > PACE_S:
             self.told_s = time.monotonic()
             self.tell(f"{len(self.weighed)} ways weighed, {sum(map(len, self.steps.values()))} steps played on the clock")

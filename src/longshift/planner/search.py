@@ -26,7 +26,7 @@ WORDS: Mapping[str, str] = {"u": "ulysses", "v": "virtual", "z": "zero"}  # of a
 BUDGETS = (1.0, 0.9, 0.8, 0.65)  # of a device's memory, that a shortlist may fill: groups together need more than each alone
 ENOUGH = 3  # ways that fit
 CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, in tokens
-SELDOM = (200_000, 20, 20)  # thresholds of garbage collection
+SELDOM = (200_000, 20, 20)  # of `gc.set_threshold`
 
 
 @dataclass(frozen=True)

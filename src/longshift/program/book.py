@@ -37,11 +37,27 @@ class Held:
 Moment = tuple[int, tuple]  # an operation of the step by number, and where in it
 
 
+class Mark:
+    """The most bytes in a place at one moment: during which operation, and what was there by name; `inside`: what the operation needed
+    beyond that."""
+
+    __slots__ = ("by_name", "inside", "op", "total")
+
+    def __init__(self, total: int, op: Op, by_name: dict[str, int], inside: int):
+        self.total, self.op, self.by_name, self.inside = total, op, by_name, inside
+
+    @property
+    def alive(self) -> dict[str, int]:
+        """Bytes by name, what the operation needed among them."""
+        found = {name: size for name, size in self.by_name.items() if size}
+        return found | {"gone when it ends": self.inside} if self.inside > 0 else found
+
+
 class Book:
     """Bytes by name, now and at the most of each place. Mutable.
 
-    `most`: of each place, ever, or since the last settling where `moments` are wanted, which are the peaks of each place at every moment of
-    the step; `grew`: whether one of `most` did since the last settling; `told`: names operations."""
+    `moments`: the mark of each place at every moment of the step, where wanted; `most`: of each place, ever, or since the last settling
+    where moments are wanted; `grew`: whether one of `most` did since the last settling; `told`: names operations."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
@@ -49,11 +65,11 @@ class Book:
         self.grew = False
         self.by_name: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.peaks: dict[str, Peak] = {}
-        self.moments: dict[Moment, dict[str, Peak]] | None = None
+        self.moments: dict[Moment, dict[str, Mark]] | None = None
         self.told: Callable[[Op], str] = str
         self.number, self.op = 0, Op("enter")
 
-    def watch(self) -> dict[Moment, dict[str, Peak]]:
+    def watch(self) -> dict[Moment, dict[str, Mark]]:
         """Moments, which are written down from now on."""
         self.most, self.moments = {}, {}
         return self.moments
@@ -75,20 +91,23 @@ class Book:
 
     def settle(self, moment: tuple = ()) -> None:
         """Write down the peaks that the operation, or this moment of it, has raised."""
-        if self.grew:
-            self._raise(self.peaks)
-            if self.moments is not None:
-                self._raise(self.moments.setdefault((self.number, moment), {}))
-                self.most = {}
-            self.grew = False
-
-    def _raise(self, peaks: dict[str, Peak]) -> None:
+        if not self.grew:
+            return
         for place, most in self.most.items():
-            known = peaks.get(place)
+            known = self.peaks.get(place)
             if known is None or most > known.total:
-                rows = [(name, size) for name, size in self.by_name[place].items() if size]
-                rows += [("gone when it ends", inside)] if (inside := most - self.now[place]) > 0 else []
-                peaks[place] = Peak(most, self.told(self.op), tuple(sorted(rows, key=lambda row: -row[1])))
+                rows = self._mark(place, most).alive.items()
+                self.peaks[place] = Peak(most, self.told(self.op), tuple(sorted(rows, key=lambda row: -row[1])))
+        if self.moments is not None:
+            marks = self.moments.setdefault((self.number, moment), {})
+            for place, most in self.most.items():
+                if place not in marks or most > marks[place].total:
+                    marks[place] = self._mark(place, most)
+            self.most = {}
+        self.grew = False
+
+    def _mark(self, place: str, most: int) -> Mark:
+        return Mark(most, self.op, dict(self.by_name[place]), most - self.now[place])
 
 
 @dataclass

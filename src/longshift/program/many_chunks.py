@@ -13,14 +13,14 @@ a few small packs tell what a large one needs, moment by moment. The peak is the
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
 from longshift.layout.layout import Layout
-from longshift.program.book import Moment, Peak
+from longshift.program.book import Mark, Moment, Peak
 from longshift.program.ledger import Ledger, Weighed
 from longshift.program.operations import Op
 from longshift.program.turns import Visit
@@ -69,11 +69,13 @@ def _shape(pack: Pack) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Moments:
-    """What a step needs at each of its moments. `visits`: of each operation, by number; `traffic`: bytes by visit, kind and name."""
+    """What a step needs at each of its moments. `visits`: of each operation, by number; `traffic`: bytes by visit, kind and name; `told`:
+    names operations."""
 
     visits: tuple[int, ...]
-    peaks: Mapping[Moment, Mapping[str, Peak]]
+    marks: Mapping[Moment, Mapping[str, Mark]]
     traffic: Mapping[tuple[int, str, str], int]
+    told: Callable[[Op], str]
 
 
 def moments_of(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[Pack]]) -> Moments:
@@ -93,7 +95,7 @@ def moments_of(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence
 
     ledger.play(visits, packs, after, steps=1)
     ledger.book.moments = None
-    return Moments(tuple(order), moments, traffic)
+    return Moments(tuple(order), moments, traffic, ledger.book.told)
 
 
 def extended(
@@ -106,15 +108,15 @@ def extended(
         [_weights(few, pack, layout.chunk, windows) for few, pack, layout in zip(small, packs, layouts)] for windows in ({}, spec.windows)
     )
     peaks = dict[str, Peak]()
-    for moment, found in last.peaks.items():
+    for moment, found in last.marks.items():
         weights = memory[last.visits[moment[0]]]
-        for place, peak in found.items():
-            sides = [one.peaks.get(moment, found).get(place, peak) for one in known]
+        for place, mark in found.items():
+            sides = [one.marks.get(moment, found).get(place, mark) for one in known]
             total = _sum(weights, [side.total for side in sides])
             if place not in peaks or total > peaks[place].total:
-                alive = [dict(side.alive) for side in sides]
-                rows = [(name, _sum(weights, [side.get(name, size) for side in alive])) for name, size in peak.alive]
-                peaks[place] = Peak(total, peak.op, tuple(sorted(rows, key=lambda row: -row[1])))
+                alive = [side.alive for side in sides]
+                rows = [(name, _sum(weights, [side.get(name, size) for side in alive])) for name, size in mark.alive.items()]
+                peaks[place] = Peak(total, last.told(mark.op), tuple(sorted(rows, key=lambda row: -row[1])))
     traffic = {"sent": Counter[str](), "moved": Counter[str]()}
     for visit, what, name in last.traffic:
         traffic[what][name] += _sum(pairs[visit], [one.traffic[visit, what, name] for one in known])
