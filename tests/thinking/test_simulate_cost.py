@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshift.cluster import files, named, network
-from longshift.cluster.cluster import Heads
+from longshift.cluster.cluster import SHARES, Heads, Link, Operation
+from longshift.cluster.curves import Axis, Curve
 from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
 from longshift.program.turns import parts_of
@@ -69,6 +70,29 @@ def collectives_by_hand(fabric: Fabric) -> list[str]:
         "alone": (fabric.collective_s("all_reduce", 800.0, 1, 1), 0.0),
     }
     return [name for name, (ours, hand) in cases.items() if abs(float(ours) - hand) > 1e-9]
+
+
+@pytest.mark.parametrize("operation", ["send", "all_to_all"])
+def test_simulate_a_measured_network_carries_what_its_constants_say(operation: Operation):
+    """What a rank sends by itself goes through its own card: a ring's hop between nodes, an exchange of four ranks a node."""
+    fabric, sizes = Fabric(4, 1e9, 0.0, 1e8, 0.0, begin_s=0.0), (1e4, 1e6, 1e8)
+    axes = {"node": (2, 4), "network": (2,)}
+    curves = {
+        f"{operation} {level}": Curve(
+            (Axis("ranks", ranks, 0.0), Axis("bytes", sizes)),
+            tuple(float(fabric.collective_s(operation, size, n, n if level == "node" else 1)) for n in ranks for size in sizes),
+        )
+        for level, ranks in axes.items()
+    }
+    links = {"node": Link(1e9, 0.0), "network": Link(1e8, 0.0)}
+    measured = replace(named.cluster("2x8xh100"), devices_per_node=4, links=links, shares=dict.fromkeys(SHARES, 1.0), curves=curves)
+    for ranks, per_node in ((8, 4), (4, 2), (2, 1), (4, 4), (2, 2)):
+        for size in (1e5, 1e7):
+            wanted = float(fabric.collective_s(operation, size, ranks, per_node))
+            assert float(network.collective_s(measured, operation, size, ranks, per_node)) == pytest.approx(wanted, rel=1e-6), (
+                ranks,
+                per_node,
+            )
 
 
 def test_simulate_collectives_by_hand():

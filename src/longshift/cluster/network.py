@@ -75,16 +75,22 @@ def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
 
 def collective_s(cluster: Cluster, operation: Operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
     """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node: from curves where the cluster has them, else from
-    its constants."""
+    its constants. A curve of the network was measured on one rank of each node: a ring leaves a node through as many cards as it has ranks
+    there, and what a rank sends by itself through its own. Inside a node such a rank exchanges a part of its bytes alone."""
     inside = np.minimum(ranks_per_node, ranks)
     names = {level: f"{operation} {level}" for level in ("node", "network")}
     by_constants = fabric(cluster).collective_s(operation, size_bytes, ranks, ranks_per_node)
     if names["node"] not in cluster.curves:
         return by_constants
     ranks, size_bytes = np.asarray(ranks, dtype=float), np.maximum(np.asarray(size_bytes, dtype=float), 1.0)
-    found = cluster.curves[names["node"]](np.maximum(ranks, 2), size_bytes, beyond=True)
+    here = there = ranks, size_bytes
+    if operation == "all_to_all":
+        here, there = (inside, np.maximum(size_bytes * inside / ranks, 1.0)), (np.ceil(ranks / inside), size_bytes)
+    elif operation != "send":
+        there = ranks, size_bytes / inside
+    found = cluster.curves[names["node"]](np.maximum(here[0], 2), here[1], beyond=True)
     if names["network"] in cluster.curves:
-        between = cluster.curves[names["network"]](np.maximum(ranks, 2), size_bytes / inside, beyond=True)
+        between = cluster.curves[names["network"]](np.maximum(there[0], 2), there[1], beyond=True)
         found = np.where(inside < ranks, np.maximum(found, between), found)
     elif "network" in cluster.links:
         found = np.where(inside < ranks, np.maximum(found, by_constants), found)
