@@ -88,11 +88,9 @@ def test_simulate_a_measured_network_carries_what_its_constants_say(operation: O
     measured = replace(named.cluster("2x8xh100"), devices_per_node=4, links=links, shares=dict.fromkeys(SHARES, 1.0), curves=curves)
     for ranks, per_node in ((8, 4), (4, 2), (2, 1), (4, 4), (2, 2)):
         for size in (1e5, 1e7):
-            wanted = float(fabric.collective_s(operation, size, ranks, per_node))
-            assert float(network.collective_s(measured, operation, size, ranks, per_node)) == pytest.approx(wanted, rel=1e-6), (
-                ranks,
-                per_node,
-            )
+            group = operation, size, ranks, per_node
+            wanted = float(fabric.collective_s(*group))
+            assert float(network.collective_s(measured, *group)) == pytest.approx(wanted, rel=1e-6), group
 
 
 def test_simulate_collectives_by_hand():

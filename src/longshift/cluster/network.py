@@ -75,8 +75,8 @@ def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
 
 def collective_s(cluster: Cluster, operation: Operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
     """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node: from curves where the cluster has them, else from
-    its constants. A curve of the network was measured on one rank of each node: a ring leaves a node through as many cards as it has ranks
-    there, and what a rank sends by itself through its own. Inside a node such a rank exchanges a part of its bytes alone."""
+    its constants. A curve of the network was measured on groups with one rank a node, and so with one card a node. The bytes of a ring are
+    divided by the cards that it leaves a node through. The bytes of a send and of an all_to_all are not."""
     inside = np.minimum(ranks_per_node, ranks)
     names = {level: f"{operation} {level}" for level in ("node", "network")}
     by_constants = fabric(cluster).collective_s(operation, size_bytes, ranks, ranks_per_node)

@@ -27,7 +27,7 @@ from longshift.workload.groups import Edge, length_groups
 
 STEPS = 4  # that finalists are played on; one more, typical by itself, says which ways are finalists
 FINALISTS = 4
-PACE_S = 5.0  # between two words on how far it is
+PACE_S = 5.0  # between two reports of progress
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Way:
 
 
 class Replay:
-    """Weighs and plays the ways of a task. Mutable: it keeps what it has weighed and played. `tell`: how far it is, now and then."""
+    """Weighs and plays the ways of a task. Mutable: it keeps what it has weighed and played. `tell`: takes reports of progress."""
 
     def __init__(self, task: Task, tell: Callable[[str], None] = lambda line: None):
         self.task, self.tell, self.told_s = task, tell, time.monotonic()
@@ -184,7 +184,7 @@ class Replay:
         return steps[number]
 
     def _say_how_far(self) -> None:
-        """Tell what is done, if the last word was said PACE_S ago."""
+        """Report progress, unless the last report is less than PACE_S old."""
         if time.monotonic() - self.told_s > PACE_S:
             self.told_s = time.monotonic()
             self.tell(f"{len(self.weighed)} ways weighed, {sum(map(len, self.steps.values()))} steps played on the clock")

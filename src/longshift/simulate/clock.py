@@ -236,7 +236,7 @@ class Clock:
         return ranks * float(self.cluster.disk_s("write" if way == "out" else "read", moved_bytes, depth=1, mode="plain", beyond=True))
 
     def exchanges_s(self, visits: Sequence[Visit], op: Op) -> list[float]:
-        """Seconds of each exchange of the switch of one of them, on the busiest link of any rank."""
+        """Seconds of every exchange of the switch that `op` belongs to, each on the busiest link of any rank."""
         itinerary = self.shape.itinerary
         cut = itinerary.cuts[visits[op.visit].layout]
         if op.way == "sums":
