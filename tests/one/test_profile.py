@@ -206,12 +206,17 @@ def test_a_link_is_what_its_messages_took():
 def test_ranks_of_nodes_are_grouped_by_level(monkeypatch):
     monkeypatch.setattr(time_links, "LARGEST_BYTES", 2**16)
     with ForkedWorld(4) as world:
-        answers = world.call("longshift.profile.time_links:collectives", 60.0, per_node=2, quick=True, budget_s=0.0)
+        answers = world.call("longshift.profile.time_links:collectives", 60.0, per_node=2, quick=True, budget_s=0.0, least_s=0.0)
     assert answers[0] == answers[1] == answers[2] == answers[3]
-    assert set(answers[0]) == {f"{operation} {level}" for operation in time_links.OPERATIONS for level in ("node", "network")}
-    for made in files.decode_curves(answers[0]).values():
-        assert made.axes[0].sizes == (2,)
-        assert made.axes[1].sizes[-1] >= 2**16
+    levels = {"node": 2, "network": 2, "network by 2": 4}
+    wanted = {f"{operation} {level}": ranks for operation in time_links.OPERATIONS for level, ranks in levels.items()}
+    del wanted["send network by 2"]
+    assert set(answers[0]) == {*wanted, "cores send", "late"}
+    made = files.decode_curves(answers[0])
+    for name, ranks in wanted.items():
+        assert made[name].axes[0].sizes == (ranks,)
+        assert made[name].axes[1].sizes[-1] >= 2**16
+    assert made["late"].axes[0].sizes == (2, 4)
 
 
 def test_ranks_agree_on_the_median(here):

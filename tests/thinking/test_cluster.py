@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshift.cluster import files, named
-from longshift.cluster.cluster import OPERATIONS, Backend, Cluster, Device, Heads, Link, attention_flops, hops_and_wire_bytes
+from longshift.cluster import files, named, network
+from longshift.cluster.cluster import Backend, Cluster, Device, Heads, Link, attention_flops
 from longshift.cluster.curves import Axis, Curve, monotone
 from longshift.errors import UsageError
 
@@ -173,8 +173,8 @@ def test_questions_are_answered_from_curves():
     heads = Heads(8, 2, 64)
     assert small.matmul_s(64, 256, 64, "bf16") == pytest.approx(2e-6)
     assert small.elementwise_s(2**20, "bf16") == pytest.approx(1e-4)
-    assert small.collective_s("all_gather", 2**20, 2, "node") == pytest.approx(1e-3)
-    assert small.collective_s("all_gather", 2**20, 1, "node") == 0
+    assert network.collective_s(small, "all_gather", 2**20, 2, 2) == pytest.approx(1e-3)
+    assert network.collective_s(small, "all_gather", 2**20, 1, 2) == 0
     assert small.copy_s("to_host pinned", 2**10) == pytest.approx(1e-5)
     assert small.disk_s("read", 2**10, 4) == pytest.approx(1e-5)
     assert small.attention_s(256, 256, heads, "bf16", causal=True) == pytest.approx(1e-3)
@@ -198,7 +198,6 @@ def test_what_is_not_known_is_said():
     for question in (
         lambda: small.disk_s("write", 2**10, 4),
         lambda: small.copy_s("to_device pinned", 2**10),
-        lambda: small.collective_s("all_gather", 2**10, 2, "device"),
         lambda: small.best_backend(256, 256, Heads(1, 1, 1), "bf16"),
         lambda: small.elementwise_s(1, "fp16"),
         lambda: small.attention_s(256, 256, Heads(8, 2, 64), "bf16", backend="cudnn"),
@@ -214,15 +213,12 @@ def test_constants_answer_by_a_roofline():
     compute_s = 2 * 8192 * 4096 * 4096 / (989.4e12 * 0.8)
     assert h100.matmul_s(8192, 4096, 4096, "bf16") == pytest.approx(3.8e-6 + compute_s)
     assert h100.matmul_s(1, 4096, 4096, "bf16") == pytest.approx(3.8e-6 + 2 * (4096 + 4096**2 + 4096) / (3.35e12 * 0.867))
-    ring_s = 2 * 7 / 8 * 1e9 / (450e9 * 0.817)
-    assert h100.collective_s("all_reduce", 1e9, 8, "node") == pytest.approx(14 * 3.4e-6 + ring_s)
     assert h100.copy_s("to_device pinned", 64e9) == pytest.approx(1 / 0.856, rel=1e-4)
     full = h100.attention_s(8192, 8192, Heads(32, 8, 128), "bf16")
     assert full == pytest.approx(2 * h100.attention_s(8192, 8192, Heads(32, 8, 128), "bf16", causal=True), rel=0.01)
 
 
 def test_work_that_collectives_and_attention_do():
-    assert [hops_and_wire_bytes(op, 8.0, 4) for op in OPERATIONS] == [(3, 6.0), (3, 6.0), (6, 12.0), (3, 6.0), (1, 8.0)]
     assert attention_flops(2, 3, Heads(4, 2, 5), "forward", False) == 2 * 2 * 2 * 3 * 4 * 5
     assert attention_flops(2, 2, Heads(4, 2, 5), "backward", True) == 5 * 2 * 2 * 2 * 4 * 5 / 2
 
@@ -352,7 +348,7 @@ def test_a_fabric_is_shared_by_the_devices_of_a_node():
     assert made.links["node"] == preset.links["node"]
     assert "100G a node" in made.sources["links.network.bytes_per_s"]
     assert named.cluster("2x4xH100", "1.6t").links["network"].bytes_per_s == 1.6e12 / 8 / 4
-    slow, fast = (named.cluster("2x8xH100", text).collective_s("all_reduce", 1e9, 16, "network") for text in ("100G", "3.2T"))
+    slow, fast = (network.collective_s(named.cluster("2x8xH100", text), "all_reduce", 1e9, 16, 8) for text in ("100G", "3.2T"))
     assert slow > 10 * fast
 
 

@@ -175,7 +175,7 @@ class Cluster:
         curves = {}
         for name, curve in self.curves.items():
             words = name.split()
-            rate = constants.get(words[-1] if words[0] in OPERATIONS else RATES.get(words[0], ""), 1.0)
+            rate = constants.get(words[1] if words[0] in OPERATIONS else RATES.get(words[0], ""), 1.0)
             curves[name] = replace(curve, seconds=tuple(one / rate for one in curve.seconds))
         device = replace(self.device, launch_s=self.device.launch_s * constants.get("launch", 1.0))
         return replace(self, shares=shares, curves=curves, device=device)
@@ -198,6 +198,7 @@ class Cluster:
             memory_bytes=self.device.memory_bytes / more,
             memory_bytes_per_s=self.device.memory_bytes_per_s / slower,
             flops_per_s={dtype: rate / slower for dtype, rate in self.device.flops_per_s.items()},
+            cores=self.device.cores and self.device.cores / slower,
         )
         return replace(self, devices_per_node=ranks, device=device, curves=curves)
 
@@ -265,16 +266,23 @@ class Cluster:
         curve = self.curves.get(f"elementwise {dtype}")
         return curve(moved_bytes, beyond=beyond) if curve else self._roofline(0.0, moved_bytes, dtype, "matmul")
 
-    def collective_s(self, operation: Operation, size_bytes: Number, ranks: int, level: Level, beyond: bool = False) -> np.ndarray:
-        """Seconds of a collective whose slowest link is of this level."""
-        if ranks == 1:
-            return np.zeros_like(np.asarray(size_bytes, dtype=float))
-        curve = self.curves.get(f"{operation} {level}")
-        if curve:
-            return curve(ranks, size_bytes, beyond=beyond)
-        link, share = self._link(level)
-        hops, wire_bytes = hops_and_wire_bytes(operation, np.asarray(size_bytes, dtype=float), ranks)
-        return np.asarray(hops * link.latency_s + wire_bytes / (link.bytes_per_s * share))
+    def over_nodes(self, operation: Operation) -> list[tuple[int, Curve]]:
+        """Curves of groups with several ranks on each of several nodes, and how many on each."""
+        return [(count, curve) for known, count, curve in self._over_nodes if known == operation]
+
+    @cached_property
+    def _over_nodes(self) -> list[tuple[str, int, Curve]]:
+        named = [(*name.split(), curve) for name, curve in self.curves.items() if " network by " in name]
+        return [(operation, int(count), curve) for operation, _, _, count, curve in named]
+
+    def cores_share(self, level: Level) -> float:
+        """Share of a CPU rank's cores that a message takes while it travels at this level, sent and received: of the largest one that was
+        measured. 1 where that was not."""
+        if "cores send" not in self.curves or f"send {level}" not in self.curves or not self.device.cores:
+            return 1.0
+        curve = self.curves["cores send"]
+        size_bytes = curve.axes[-1].sizes[-1]
+        return min(1.0, float(curve(size_bytes) / self.device.cores / self.curves[f"send {level}"](2, size_bytes, beyond=True)))
 
     def copy_s(self, way: str, size_bytes: Number, beyond: bool = False) -> np.ndarray:
         """Seconds of a copy between host and device. `way` is to_device or to_host, with how it is done and what runs beside it where
@@ -348,11 +356,3 @@ def attention_flops(queries: Number, keys: Number, heads: Heads, direction: str,
     """Floating-point operations of one attention: 2 matmuls forward, 5 backward (the scores are computed again); half when causal."""
     matmuls = 2 if direction == "forward" else 5
     return 2 * matmuls * heads.query * heads.width * np.asarray(queries, dtype=float) * keys * (0.5 if causal else 1.0)
-
-
-def hops_and_wire_bytes(operation: Operation, size_bytes: Number, ranks: int) -> tuple[int, Number]:
-    """Messages in a row, and bytes that leave each rank, of a ring (all_to_all and send: direct)."""
-    if operation == "send":
-        return 1, size_bytes
-    hops = 2 * (ranks - 1) if operation == "all_reduce" else ranks - 1
-    return hops, size_bytes * (hops / ranks)

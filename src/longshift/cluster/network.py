@@ -74,9 +74,10 @@ def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
 
 
 def collective_s(cluster: Cluster, operation: Operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
-    """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node: from curves where the cluster has them, else from
-    its constants. A curve of the network was measured on groups with one rank a node, and so with one card a node. The bytes of a ring are
-    divided by the cards that it leaves a node through. The bytes of a send and of an all_to_all are not."""
+    """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node: from curves where the cluster has them, else from its
+    constants. Of groups over nodes the curve counts that was measured with so many ranks on each node. Where there is none, the curve of
+    groups with one rank a node, and so with one card a node, counts: the bytes of a ring are divided by the cards that it leaves a node
+    through, those of a send and of an all_to_all are not."""
     inside = np.minimum(ranks_per_node, ranks)
     names = {level: f"{operation} {level}" for level in ("node", "network")}
     by_constants = fabric(cluster).collective_s(operation, size_bytes, ranks, ranks_per_node)
@@ -92,6 +93,10 @@ def collective_s(cluster: Cluster, operation: Operation, size_bytes: Number, ran
     if names["network"] in cluster.curves:
         between = cluster.curves[names["network"]](np.maximum(there[0], 2), there[1], beyond=True)
         found = np.where(inside < ranks, np.maximum(found, between), found)
+        for count, curve in cluster.over_nodes(operation):
+            known = (inside == count) & (inside < ranks)
+            if np.any(known):
+                found = np.where(known, curve(np.maximum(ranks, 2), size_bytes, beyond=True), found)
     elif "network" in cluster.links:
         found = np.where(inside < ranks, np.maximum(found, by_constants), found)
     return np.asarray(np.where(ranks > 1, found, 0.0))

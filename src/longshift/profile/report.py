@@ -21,6 +21,7 @@ FAMILIES = (  # (first word of the curves' names, title)
     ("all_reduce", ""),
     ("all_to_all", ""),
     ("send", "collectives, by bytes of the whole buffer"),
+    ("cores", "cores of a rank that sends and receives, by bytes"),
     ("disk", "disk, by bytes of a block"),
 )
 
@@ -70,6 +71,8 @@ def _summary(cluster: Cluster) -> Table:
     table.add_row("launch floor", f"{device.launch_s * 1e6:.2f} us")
     for level, link in cluster.links.items():
         table.add_row(f"{level} link", f"{si(link.bytes_per_s)}B/s one way, {link.latency_s * 1e6:.0f} us")
+    if late := cluster.curves.get("late"):
+        table.add_row("late", f"{late.seconds[-1] * 1e3:.2g} ms: {late.axes[0].sizes[-1]:.0f} ranks that have computed, at a collective")
     if cluster.disk:
         table.add_row("disk", f"reads {si(cluster.disk.read_bytes_per_s)}B/s, writes {si(cluster.disk.write_bytes_per_s)}B/s")
     return table

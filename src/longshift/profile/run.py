@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch.distributed import ReduceOp
 
 from longshift.cluster.cluster import SHARES, Cluster, Device, Disk, Link
 from longshift.cluster.curves import Curve
@@ -95,12 +96,14 @@ def profile(world: World, per_node: int, quick: bool, tell: Callable[[str], None
     which = 2 * (world.device.type == "cuda") + (not quick)
     budget_s = {family: budgets[which] for family, budgets in BUDGETS_S.items()}
 
-    tell("collectives")
-    curves = _collectives(world, per_node, quick, budget_s["links"])
     cores, wanted = time_compute.granted_cores(), min(torch.get_num_threads(), core_quota() or core_count())
-    if busy := cores < BUSY * wanted:
+    if cores < BUSY * wanted:
         tell(f"this process gets {cores:.2f} of its {wanted:g} cores: others run, or its cores are capped; the numbers hold for that")
-    bench = Bench(world.device, quick, LONG_S if busy else SHORT_S)
+    (busy,) = world.everyone.all_reduce(torch.tensor([float(cores < BUSY * wanted)], device=world.device), ReduceOp.MAX).tolist()
+    least_s = LONG_S if busy else SHORT_S
+    tell("collectives")
+    curves = _collectives(world, per_node, quick, budget_s["links"], least_s)
+    bench = Bench(world.device, quick, least_s)
     tell("launch floor and matmuls")
     curves |= time_compute.launch(bench, budget_s["launch"])
     curves |= time_compute.matmuls(bench, budget_s["matmul"])
@@ -146,8 +149,8 @@ def merge(ranks: list[Cluster]) -> Cluster:
     return replace(ranks[0], device=device, curves=curves)
 
 
-def _collectives(world: World, per_node: int, quick: bool, budget_s: float) -> dict[str, Curve]:
-    arguments = {"quick": quick, "budget_s": budget_s}
+def _collectives(world: World, per_node: int, quick: bool, budget_s: float, least_s: float) -> dict[str, Curve]:
+    arguments = {"quick": quick, "budget_s": budget_s, "least_s": least_s}
     if world.size > 1:
         return decode_curves(time_links.collectives(world, per_node, **arguments))
     cores = min(8, core_count())

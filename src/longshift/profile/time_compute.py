@@ -14,8 +14,8 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, FORMATS[name].compute) fo
 SPIN_S = 0.4
 
 SHAPES = {  # (device, quick): rows; inner and outer widths
-    ("cpu", True): ((16, 128, 1024), (256, 1024)),
-    ("cpu", False): ((1, 16, 128, 1024), (256, 1024, 4096)),
+    ("cpu", True): ((16, 128, 1024), (64, 256, 1024)),
+    ("cpu", False): ((1, 16, 128, 1024), (64, 256, 1024, 4096)),
     ("cuda", True): ((128, 1024, 8192), (1024, 8192)),
     ("cuda", False): ((1, 128, 1024, 4096, 16384), (1024, 4096, 16384)),
 }

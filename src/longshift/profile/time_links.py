@@ -1,12 +1,19 @@
 """Collectives, as training calls them (`dist/collectives.Group`), by bytes, ranks and level of link.
 
-At the level `node` groups are consecutive ranks of one node; at `network`, ranks with the same place in different nodes. All groups of a
-size run at once, as they do in training. A collective takes as long as its slowest rank.
+At the level `node` groups are consecutive ranks of one node; at `network`, ranks with the same place in different nodes. `network by 4` has
+four consecutive ranks of each node in a group. All groups of a size run at once, as they do in training. A collective takes as long as its
+slowest rank.
+
+On a CPU what travels takes time of the cores that compute: `cores send` has the processor seconds of a rank that sends so many bytes and
+receives as many. And ranks that have computed come to a collective one after another: `late` has the seconds, over ranks, that a small
+collective after matmuls takes beyond both by themselves.
 """
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,31 +25,88 @@ from longshift.dist.world import World
 from longshift.profile.bench import curve_of
 
 SMALLEST_BYTES, LARGEST_BYTES = 2**12, 2**26
+SENDS, LEAST_CORES_S = 4, 1e-6  # in a row while processor time is read, and what at least one took by that
+SIDE, LEAST_WORK_S = 128, 0.01  # of matmuls before a collective, and how long they take at least
+WORKS, LATENESSES, LEAST_LATE_S = 6, 7, 1e-5  # how often both are done in a row, rounds of that, and what lateness is at least
 LONGEST_S = {True: 0.03, False: 0.1}  # of one operation, quick or not; sizes go up to where it takes so long
-LEAST_S = 5e-3
 FEWEST, MOST = 3, 11
 
 
-def collectives(world: World, per_node: int, quick: bool, budget_s: float) -> dict[str, dict]:
-    """Curves `OPERATION LEVEL` over ranks and bytes, as JSON, the same on every rank. All ranks call it together."""
+def collectives(world: World, per_node: int, quick: bool, budget_s: float, least_s: float) -> dict[str, dict]:
+    """Curves `OPERATION LEVEL` over ranks and bytes, as JSON, the same on every rank. All ranks call it together. `least_s`: of one
+    timing."""
     groups = _groups(world, per_node)
     largest = {level: _largest(world, max(sizes.items())[1], LONGEST_S[quick]) for level, sizes in groups.items()}
     points, runs = [], []
     for level, sizes in groups.items():
-        steps = range(round(math.log2(largest[level] / SMALLEST_BYTES)), -1, -4 if quick else -2)
+        steps = range(round(math.log2(largest[level] / SMALLEST_BYTES)), -1, -2)
         for operation in OPERATIONS:
+            if operation == "send" and " by " in level:
+                continue  # of two ranks, whatever the group
             for ranks, group in sizes.items():
                 for size in sorted(SMALLEST_BYTES << step for step in steps):
                     points.append((f"{operation} {level}", ranks, size))
                     runs.append((group, _operation(operation, group, size, world.device)))
-    samples = _rounds(world, runs, budget_s)
+    samples = _rounds(world, runs, budget_s, least_s)
     curves = {}
     for name in dict.fromkeys(name for name, _, _ in points):
         mine = [(ranks, size, rounds) for (at, ranks, size), rounds in zip(points, samples) if at == name]
         # More ranks need not be slower in proportion: the bytes that a rank moves hardly depend on their number.
         axes = Axis("ranks", tuple(sorted({at[0] for at in mine})), 0.0), Axis("bytes", tuple(sorted({at[1] for at in mine})))
         curves[name] = asdict(curve_of(axes, [rounds for _, _, rounds in mine]))
+    if world.device.type == "cpu":
+        farthest = [point[:2] for point in points if point[0].startswith("send ")][-1]
+        sends = {point[2]: run for point, run in zip(points, runs) if point[:2] == farthest}
+        curves["cores send"] = asdict(_cores_of_sends(world, sends))
+        by_size = {size: group for sizes in groups.values() for size, group in sizes.items()}
+        curves["late"] = asdict(_lateness(world, by_size, max(LEAST_WORK_S, least_s)))
     return curves
+
+
+def _cores_of_sends(world: World, sends: Mapping[int, tuple[Group, Callable[[], None]]]) -> Curve:
+    """Processor seconds of a rank that sends and receives, over bytes: of both ranks of a group that send and receive, the mean of all
+    groups."""
+    mine = []
+    for group, run in sends.values():
+        for _ in range(FEWEST):
+            group.all_reduce(torch.zeros(1))
+            before = time.process_time()
+            for _ in range(SENDS):
+                run()
+            mine.append((time.process_time() - before) / SENDS)
+    groups = world.size / next(iter(sends.values()))[0].size
+    total = world.everyone.all_reduce(torch.tensor(mine, dtype=torch.float64)) / groups
+    return curve_of((Axis("bytes", tuple(sends)),), total.view(len(sends), FEWEST).clamp_min(LEAST_CORES_S).tolist())
+
+
+def _lateness(world: World, groups: Mapping[int, Group], work_s: float) -> Curve:
+    """How much longer ranks take for computing `work_s` and a small collective than for both by themselves, over ranks of a group. Ranks
+    end their computing at random within some time: the last of n comes after n / (n + 1) of it on average, and any one after half of it.
+    That time is what groups of all sizes show together."""
+    x = torch.ones(SIDE, SIDE)
+    out = torch.empty_like(x)
+
+    def works(count: int) -> None:
+        for _ in range(count):
+            torch.mm(x, x, out=out)
+
+    def meets(count: int, collective: Callable[[], None]) -> None:
+        works(count)
+        collective()
+
+    works(1)
+    count = max(1, round(work_s / _slowest(world, [[_time(world, world.everyone, partial(works, 8), 1) / 8]])[0][0]))
+    sizes, mine = sorted(groups), []
+    for _ in range(LATENESSES):
+        for size in sizes:
+            small = _operation("all_to_all", groups[size], SMALLEST_BYTES, world.device)
+            runs = partial(meets, count, small), small, partial(works, count)
+            together_s, *alone_s = (_time(world, groups[size], run, WORKS) for run in runs)
+            mine.append(together_s - sum(alone_s))
+    means = world.everyone.all_reduce(torch.tensor(mine, dtype=torch.float64)).view(LATENESSES, -1) / world.size
+    shares = torch.tensor([size / (size + 1) - 0.5 for size in sizes], dtype=torch.float64)
+    within_s = (means.sum(1) / shares.sum()).clamp_min(LEAST_LATE_S)
+    return curve_of((Axis("ranks", tuple(map(float, sizes)), 0.0),), (shares[:, None] * within_s).tolist())
 
 
 def link_of(curve: Curve) -> Link:
@@ -57,13 +121,19 @@ def link_of(curve: Curve) -> Link:
 def _groups(world: World, per_node: int) -> dict[str, dict[int, Group]]:
     """This rank's group of every size, by level; made by all ranks together."""
     nodes = world.size // per_node
-    wanted: dict[str, dict[int, list[tuple[int, ...]]]] = {"node": {}, "network": {}}
+    wanted: dict[str, dict[int, list[tuple[int, ...]]]] = {}
     for size in _powers(per_node):
-        starts = (node * per_node + first for node in range(nodes) for first in range(0, per_node, size))
-        wanted["node"][size] = [tuple(range(start, start + size)) for start in starts]
-    for size in _powers(nodes):
-        starts = (first * per_node + place for first in range(0, nodes, size) for place in range(per_node))
-        wanted["network"][size] = [tuple(range(start, start + size * per_node, per_node)) for start in starts]
+        starts = range(0, world.size, size)
+        wanted.setdefault("node", {})[size] = [tuple(range(start, start + size)) for start in starts]
+    for count in _powers(nodes):
+        for inside in (1, *_powers(per_node)):
+            level = "network" if inside == 1 else f"network by {inside}"
+            members = [
+                tuple(node * per_node + first + place for node in range(start, start + count) for place in range(inside))
+                for start in range(0, nodes, count)
+                for first in range(0, per_node, inside)
+            ]
+            wanted.setdefault(level, {})[count * inside] = members
     found: dict[str, dict[int, Group]] = {}
     for level, sizes in wanted.items():
         for size, groups in sizes.items():
@@ -110,14 +180,14 @@ def _operation(operation: str, group: Group, size_bytes: int, device: torch.devi
     }[operation]
 
 
-def _rounds(world: World, runs: list[tuple[Group, Callable[[], None]]], budget_s: float) -> list[list[float]]:
+def _rounds(world: World, runs: list[tuple[Group, Callable[[], None]]], budget_s: float, least_s: float) -> list[list[float]]:
     """Seconds of each operation in every round, of the slowest rank."""
     first = []
     for group, run in runs:
         run()
         first.append(_time(world, group, run, 1))
     agreed = _slowest(world, [first])[0]
-    repeats = [max(1, math.ceil(LEAST_S / seconds)) for seconds in agreed]
+    repeats = [max(1, math.ceil(least_s / seconds)) for seconds in agreed]
     a_round_s = sum(seconds * count for seconds, count in zip(agreed, repeats))
     rounds = int(min(MOST, max(FEWEST, budget_s / a_round_s)))
     mine = [[_time(world, group, run, count) for (group, run), count in zip(runs, repeats)] for _ in range(rounds)]

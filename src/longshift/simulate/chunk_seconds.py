@@ -74,7 +74,9 @@ class ChunkSeconds:
         """`queries`, `keys`: tokens of a ring rank."""
         layout = self.layout
         if event.kind == "send":
-            return float(self.cluster.collective_s("all_to_all", event.bytes, layout.ulysses, "node", beyond=True))
+            rates = self.cost.rates
+            per_node = max(1, int(rates.fabric.per_node) // layout.tp)
+            return float(rates.collective_s("all_to_all", event.bytes, layout.ulysses, per_node))
         if event.name.startswith("attend"):
             return self._attention_s(event, queries, keys)
         mesh, tokens = Mesh(layout.tp, layout.ulysses, layout.ring), queries * layout.ring

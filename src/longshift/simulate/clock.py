@@ -6,8 +6,8 @@ exchange of a switch joins them there.
 
 What overlaps is what the program overlaps: gathers, reductions, messages, exchanges and copies go on in their lanes from where they are
 begun until they are awaited, and share a link where they use the same. Inside a turn, tensor parallelism and Ulysses are waited for, and
-the ring passes keys under attention. On CPUs a collective takes the cores that computing takes; on GPUs it crowds them. Each visit ends
-with what ranks wait for the slowest of them.
+the ring passes keys under attention. On CPUs what travels takes a share of the cores that computing takes, as a profile says; on GPUs it
+crowds them. Each visit ends with what ranks wait for the slowest of them.
 
 A home outside a GPU has its masters cast and its units updated by the host, at HOST_BYTES_PER_S. The host is in a lane with the gathers,
 which wait for the updates before them, and not with what the device computes. Weights cross the device's link while others are cast;
@@ -96,6 +96,7 @@ class Clock:
         self.on_cpu = cluster.device.kind == "cpu"
         self.spec, self.rates = shape.itinerary.spec, cost.rates
         self.per_node = int(self.rates.fabric.per_node)
+        self.cores_shares = {level: cluster.cores_share(level) if self.on_cpu else 1.0 for level in ("node", "network")}
         self.turns: dict[tuple, list[tuple[str, float]]] = {}
         self.exchanges: dict[int, list[float]] = {}
         self.collectives: dict[tuple[Layout, str, int], float] = {}
@@ -222,9 +223,13 @@ class Clock:
 
     def message_s(self, layout: Layout, stage: int, peer: int, sent_bytes: int) -> float:
         """Seconds of a message between stages."""
+        per_node = 2 if self.together(layout, stage, peer) else 1
+        return float(self.rates.constants.messages) * float(self.rates.collective_s("send", sent_bytes, 2, per_node))
+
+    def together(self, layout: Layout, stage: int, peer: int) -> bool:
+        """Whether two stages are on one node."""
         ranks = layout.world // layout.pp
-        together = abs(stage - peer) * ranks < self.per_node and stage * ranks // self.per_node == peer * ranks // self.per_node
-        return float(self.rates.constants.messages) * float(self.rates.collective_s("send", sent_bytes, 2, 2 if together else 1))
+        return abs(stage - peer) * ranks < self.per_node and stage * ranks // self.per_node == peer * ranks // self.per_node
 
     def copy_s(self, tier: Tier, world: int, moved_bytes: int, way: str) -> float:
         """Seconds of a copy between a device and a tier, "out" or "in", of each of `world` ranks. The ranks of a node share its disk."""
@@ -300,9 +305,9 @@ class _Stage:
         self.turns: dict[tuple, dict[str, float]] = {}  # seconds by lane, of each turn of a kind of unit on a micro-batch
         self.exchanges: dict[tuple[int, str], list[float]] = {}  # seconds of each, by visit and way
         self.count = 0
-        nodes = layout.world > clock.per_node
-        inside = layout.tp * layout.ulysses * layout.ring * layout.dp <= clock.per_node
-        self.near, self.far = ("node",), ("network",) if nodes and not inside else ("node",)
+        spans = {"tp": layout.tp, "ulysses": layout.tp * layout.ulysses, "ring": layout.tp * layout.ulysses * layout.ring}
+        self.links = {lane: ("network",) if ranks > clock.per_node else ("node",) for lane, ranks in spans.items()}
+        self.far = ("network",) if spans["ring"] * layout.dp > clock.per_node else ("node",)
 
     def actions(self, moved: Sequence[_Moved]) -> Iterator[Begin | End]:
         for one in moved:
@@ -362,13 +367,14 @@ class _Stage:
             ends = min(self.stage, op.peer), max(self.stage, op.peer)
             key = "message", op.visit, op.number
             seconds = clock.message_s(self.layout, self.stage, op.peer, sent_bytes) if op.kind == "send" else 0.0
-            made = Begin(key, f"messages {op.way} {ends[0]}-{ends[1]}", seconds, self.uses(self.near), ends)
+            link = ("node",) if clock.together(self.layout, *ends) else ("network",)
+            made = Begin(key, f"messages {op.way} {ends[0]}-{ends[1]}", seconds, self.uses(link), ends, share=self.share(link))
         elif op.kind == "exchange":
             key, switch = ("exchange", op.visit, op.way, op.number), (op.visit, op.way)
             if switch not in self.exchanges:
                 self.exchanges[switch] = clock.exchanges_s(self.visits, op)
             seconds = self.exchanges[switch][op.number]
-            made = Begin(key, LANES[op.kind], seconds, self.uses(self.far), everyone, self.crowds(self.far))
+            made = Begin(key, LANES[op.kind], seconds, self.uses(self.far), everyone, self.crowds(self.far), self.share(self.far))
         else:
             way = "out" if op.kind == "write" else "in"
             made = self._piece(op, LANES[op.kind], self._copy_s(one, way), (f"host {way}",))
@@ -390,7 +396,7 @@ class _Stage:
             if lane not in ("ring", "attention"):
                 yield from self._alone(lane, op, seconds)
         if times.get("ring"):
-            travels = self._piece(op, "ring", times["ring"], self.near)
+            travels = self._piece(op, "ring", times["ring"], self.links["ring"])
             yield travels
             yield from self._alone("compute", op, times.get("attention", 0.0))
             yield End(travels.key)
@@ -398,18 +404,22 @@ class _Stage:
     def _alone(self, lane: str, name: Op, seconds: float) -> Iterator[Begin | End]:
         """Begins a piece and waits for it."""
         if seconds > 0:
-            made = self._piece(name, lane, seconds, () if lane == "compute" else self.near)
+            made = self._piece(name, lane, seconds, self.links.get(lane, ()))
             yield made
             yield End(made.key)
 
     def _piece(self, name: Op, lane: str, seconds: float, uses: tuple[str, ...]) -> Begin:
         self.count += 1
-        return Begin((name, self.stage, self.count), lane, seconds, self.uses(uses), (), self.crowds(uses))
+        return Begin((name, self.stage, self.count), lane, seconds, self.uses(uses), (), self.crowds(uses), self.share(uses))
 
     def uses(self, links: tuple[str, ...]) -> tuple[str, ...]:
-        """Resources of a piece of work. On CPUs what moves takes the cores that computing takes."""
+        """Resources of a piece of work. On CPUs what moves takes of the cores that computing takes."""
         return (*links, "cores") if self.clock.on_cpu or not links else links
+
+    def share(self, links: tuple[str, ...]) -> float:
+        """Share of the last of these resources that a piece of work needs."""
+        return min((self.clock.cores_shares.get(link, 1.0) for link in links), default=1.0)
 
     def crowds(self, links: tuple[str, ...]) -> tuple[str, ...]:
         """Resources that a piece of work crowds: a collective of GPUs takes some of their multiprocessors and memory."""
-        return ("cores",) if not self.clock.on_cpu and links in (self.near, self.far) else ()
+        return ("cores",) if not self.clock.on_cpu and links in (("node",), ("network",)) else ()

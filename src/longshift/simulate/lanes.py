@@ -3,8 +3,9 @@
 A rank has a list of actions and plays it in order: it begins pieces of work, which go on by themselves, and waits until pieces have
 ended. A lane of a rank does one piece at a time, in the order in which the rank began them. A piece of several parties (a message, an
 exchange) starts when it is first in its lane on all of them. Pieces that use the same resource of a rank at the same time share it
-equally: two gathers on one link take twice as long each. A piece can crowd a resource that it does not need for itself: while it goes on,
-users of the resource lose a share `crowd` of their rate, once for all that crowd it.
+equally: two gathers on one link take twice as long each. A piece may need only a share of the last resource that it uses: it gets so much,
+or an equal part where that is less, and others share the rest. A piece can crowd a resource that it does not need for itself: while it
+goes on, users of the resource lose a share `crowd` of their rate, once for all that crowd it.
 
     rank 0   begin gather 2 │ begin compute 1, end compute 1 │ end gather 2 │ begin compute 2 ...
              gather   ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
@@ -12,15 +13,17 @@ users of the resource lose a share `crowd` of their rate, once for all that crow
 """
 
 import heapq
+import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
 class Begin(NamedTuple):
     """Begins a piece of work that takes `seconds` where nothing shares what it `uses`. `parties`: the ranks that begin it under the same
-    key; the rank alone where there are none. `crowds`: resources whose users it slows."""
+    key; the rank alone where there are none. `crowds`: resources whose users it slows. `share`: of the last resource that it uses, what it
+    needs to go at its full rate; of the others it needs all."""
 
     key: Hashable
     lane: str
@@ -28,6 +31,7 @@ class Begin(NamedTuple):
     uses: tuple[str, ...]
     parties: tuple[int, ...] = ()
     crowds: tuple[str, ...] = ()
+    share: float = 1.0
 
 
 class End(NamedTuple):
@@ -49,11 +53,13 @@ class Timed(NamedTuple):
 @dataclass(slots=True)
 class _Work:
     """A piece under way, or not yet. Mutable. `queues`: its lane of each rank that has begun it; `places`, `crowds`: resources of all of
-    them; `left`: seconds at full rate, as of `since`; `version`: of its entry in the heap; `waiting`: ranks."""
+    them; `share`: the largest of all parties'; `left`: seconds at full rate, as of `since`, the most of all parties'; `version`: of its
+    entry in the heap; `waiting`: ranks."""
 
     begin: Begin
     parties: tuple[int, ...]
     left: float = 0.0
+    share: float = 0.0
     queues: dict[int, int] = field(default_factory=dict)
     places: list[int] = field(default_factory=list)
     crowds: list[int] = field(default_factory=list)
@@ -68,6 +74,19 @@ def play(lists: Sequence[Sequence[Begin | End]], crowd: float = 0.0) -> list[Tim
     """All pieces of work with their times, by end. `crowd`: share of its rate that a piece loses while others crowd what it uses. Raises
     ValueError where ranks wait for each other for ever."""
     return _Lanes(lists, crowd).run()
+
+
+def part(needs: Collection[float], whole: float) -> float:
+    """What a user of a resource gets of it at most, where users need these shares: an equal part of what is left beside those who need less
+    (max-min fairness)."""
+    count = len(needs)
+    if count == 1 or min(needs) == 1.0:
+        return whole / count
+    for need in sorted(needs):
+        if need * count > whole:
+            break
+        whole, count = whole - need, count - 1
+    return whole / count if count else math.inf
 
 
 class _Lanes:
@@ -85,7 +104,7 @@ class _Lanes:
         self.lanes: dict[tuple[int, str], int] = {}
         self.places: dict[tuple[int, str], int] = {}
         self.queues: list[deque[int]] = []
-        self.users: list[dict[int, None]] = []
+        self.users: list[dict[int, float]] = []  # of each resource, and the share that each needs
         self.crowding: list[int] = []
         self.heap: list[tuple[float, int, int, int]] = []
         self.count = 0
@@ -144,7 +163,7 @@ class _Lanes:
         lane = self.lanes.setdefault((rank, action.lane), len(self.queues))
         if lane == len(self.queues):
             self.queues.append(deque())
-        work.left = max(work.left, action.seconds)
+        work.left, work.share = max(work.left, action.seconds), max(work.share, action.share)
         work.queues[rank] = lane
         work.places += self._resources(rank, action.uses)
         work.crowds += self._resources(rank, action.crowds)
@@ -165,8 +184,9 @@ class _Lanes:
         if work.start >= 0 or len(work.queues) < len(work.parties) or any(self.queues[lane][0] != number for lane in work.queues.values()):
             return
         work.start = work.since = self.now
-        for place in work.places:
-            self.users[place][number] = None
+        uses = len(work.begin.uses)
+        for at, place in enumerate(work.places, 1):
+            self.users[place][number] = 1.0 if at % uses else work.share
         for place in work.crowds:
             self.crowding[place] += 1
         self._share((*work.places, *work.crowds), number)
@@ -200,7 +220,8 @@ class _Lanes:
             work, slowed = self.works[number], 1.0
             assert work is not None
             for place in work.places:
-                slowed = max(slowed, len(self.users[place]) / (1.0 - self.crowd * (self.crowding[place] > 0)))
+                users, whole = self.users[place], 1.0 - self.crowd * (self.crowding[place] > 0)
+                slowed = max(slowed, users[number] / part(users.values(), whole))
             rate = 1.0 / slowed
             if rate != work.rate or number == fresh:
                 work.left -= (self.now - work.since) * work.rate
