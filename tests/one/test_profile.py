@@ -216,7 +216,9 @@ def test_ranks_of_nodes_are_grouped_by_level(monkeypatch):
     for name, ranks in wanted.items():
         assert made[name].axes[0].sizes == (ranks,)
         assert made[name].axes[1].sizes[-1] >= 2**16
-    assert made["late"].axes[0].sizes == (2, 4)
+    late = made["late"]
+    assert late.axes[0].sizes == (2, 4)
+    assert late.seconds[1] / late.seconds[0] == pytest.approx((4 / 5 - 1 / 2) / (2 / 3 - 1 / 2))
 
 
 def test_ranks_agree_on_the_median(here):

@@ -31,6 +31,7 @@ from longshift.planner.loads import Dealing, dealt
 from longshift.planner.replay import Replay, Task
 from longshift.planner.search import search
 from longshift.planner.shortlist import shortlist
+from longshift.planner.siblings import siblings
 from longshift.program.needs import StepShape, most, needs
 from longshift.spec.families import preset
 from longshift.spec.formats import FORMATS, Format, Wire, formats_of
@@ -485,6 +486,32 @@ def test_plan_moves_blocks_off_the_rank_with_the_head():
     for first in range(1, spec.layers):
         other = replace(found.single.edges[0], use=replace(use, stages=(first, spec.layers - first)))
         assert found.single.seconds <= replay.mean_second((other,)) * (1 + 1e-9), (use, first)
+
+
+def test_plan_plays_siblings_of_what_a_shortlist_names():
+    """Recomputation that nothing needs, and packs that are too small, go; where the memory is short they stay."""
+    task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
+    given = (Edge(1 << 10, Layout.parse("dp4.recompute-full.z2"), 1 << 11), Edge(1 << 12, Layout.parse("dp2.u2.z2")))
+    replay = Replay(task)
+    best, named = replay.fastest([given])[0], replay.mean_second(given)
+    assert best.seconds < 0.9 * named
+    assert [edge.use for edge in best.edges] == [Layout.parse("dp4.z2"), Layout.parse("dp2.u2.z2")]
+    needed = replay.weigh(given)[0]["device"]
+    tight = Replay(replace(task, memory_bytes=float(least_bytes.reserved(needed + 1))))
+    assert all(way.bytes["device"] <= needed + 1 for way in tight.fastest([given]))
+    assert best.bytes["device"] > needed
+    assert tight.fastest([given])[0].edges != best.edges
+
+
+def test_plan_siblings_differ_in_one_group_and_hold_its_longest_document():
+    edges = (Edge(512, Layout.parse("dp4.recompute-full.keep-output")), Edge(2048, Layout.parse("u4"), 8192))
+    others = list(siblings(edges))
+    assert len(set(others)) == len(others) == 7 + 2
+    for other in others:
+        (place,) = (n for n in range(2) if other[n] != edges[n])
+        assert other[place].upto == edges[place].upto <= other[place].pack
+    assert {str(other[1].use) for other in others} == {"u4"}
+    assert list(siblings((Edge(1 << 20, Layout.parse("u4.z3.chunk16K")),))) == []
 
 
 def test_plan_leaves_even_stages_that_are_as_good():

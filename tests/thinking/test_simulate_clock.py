@@ -18,7 +18,7 @@ from longshift.schedule import pipeline
 from longshift.simulate.clock import HOST_BYTES_PER_S, Clock, GroupPacks, StepTime, _weigh
 from longshift.simulate.closed import Candidates, closed_form
 from longshift.simulate.cost import Cost, habits, recompute_code, sizes
-from longshift.simulate.lanes import Begin, End, Timed, play
+from longshift.simulate.lanes import Begin, End, Timed, part, play
 from longshift.simulate.rates import FITTED, Constants, rates
 from longshift.spec import families
 from longshift.spec.formats import Wire, formats_of
@@ -58,6 +58,31 @@ def test_traffic_crowds_what_computes_beside_it():
         traffic = [Begin(f"move {n}", f"lane {n}", seconds, ("link",), (), ("cores",)) for n, seconds in enumerate(pieces)]
         found = ends(play([[*traffic, Begin("compute", "compute", 10.0, ("cores",)), End("compute")]], crowd=0.25))
         assert found[0, "compute"] == pytest.approx(11.0)
+
+
+def test_a_message_takes_a_share_of_the_cores_and_computing_the_rest():
+    """Where a message needs more than half of the cores, each gets half."""
+    compute = Begin("compute", "compute", 6.0, ("cores",))
+    for share, message_s, compute_s in ((0.25, 8.0, 8.0), (0.5, 8.0, 10.0), (0.8, 12.5, 12.0), (1.0, 14.0, 12.0)):
+        hop = Begin("hop", "ring", 8.0, ("link", "cores"), share=share)
+        found = ends(play([[hop, compute, End("hop"), End("compute")]]))
+        assert found == pytest.approx({(0, "hop"): message_s, (0, "compute"): compute_s}), share
+
+
+def test_messages_of_two_ranks_take_the_larger_share_of_both():
+    lists = []
+    for rank, (seconds, share) in enumerate(((4, 0.5), (0, 0.1))):
+        own = Begin(f"own {rank}", "compute", 2, ("cores",))
+        lists.append([Begin("m", "messages", seconds, ("link", "cores"), (0, 1), share=share), own, End(own.key), End("m")])
+    assert ends(play(lists)) == {(0, "own 0"): 4, (1, "own 1"): 4, (0, "m"): 4, (1, "m"): 4}
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6), st.floats(0.2, 1.0))
+def test_parts_of_a_resource_are_fair(needs, whole):
+    """Nobody gets more than it needs while another wants more, and nothing is left while somebody does."""
+    most = part(needs, whole)
+    given_out = [min(need, most) for need in needs]
+    assert sum(given_out) == pytest.approx(min(whole, sum(needs)))
 
 
 def test_a_message_starts_when_both_ranks_have_begun_it():

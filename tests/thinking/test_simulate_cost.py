@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshift.cluster import files, named, network
-from longshift.cluster.cluster import SHARES, Heads, Link, Operation
+from longshift.cluster.cluster import SHARES, Cluster, Heads, Link, Operation
 from longshift.cluster.curves import Axis, Curve
 from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
@@ -91,6 +91,51 @@ def test_simulate_a_measured_network_carries_what_its_constants_say(operation: O
             group = operation, size, ranks, per_node
             wanted = float(fabric.collective_s(*group))
             assert float(network.collective_s(measured, *group)) == pytest.approx(wanted, rel=1e-6), group
+
+
+def curve_over_bytes(ranks: int, seconds: float) -> Curve:
+    """Seconds of a million bytes on so many ranks, twice as many for two."""
+    return Curve((Axis("ranks", (ranks,), 0.0), Axis("bytes", (1e6, 2e6))), (seconds, 2 * seconds))
+
+
+def test_simulate_groups_with_several_ranks_on_each_node_are_what_was_measured_of_such():
+    curves = {"all_gather node": curve_over_bytes(2, 1.0), "all_gather network": curve_over_bytes(2, 10.0)}
+    measured = replace(named.cluster("2x4xh100"), curves={**curves, "all_gather network by 4": curve_over_bytes(8, 7.0)})
+
+    def seconds(size_bytes, ranks, per_node) -> list[float]:
+        return np.asarray(network.collective_s(measured, "all_gather", size_bytes, ranks, per_node)).ravel().tolist()
+
+    assert seconds(1e6, 8, 4) == pytest.approx([7.0])
+    assert seconds(2e6, 4, 2) == pytest.approx([10.0])  # of one rank a node, and through two cards
+    assert seconds(1e6, 4, 4) == pytest.approx([1.0])
+    assert seconds(np.array([1e6, 2e6, 2e6]), np.array([8, 8, 4]), np.array([4, 4, 2])) == pytest.approx([7.0, 14.0, 10.0])
+    assert measured.moved({"network": 0.5}).curves["all_gather network by 4"].seconds == (14.0, 28.0)
+
+
+def cpu_that_sends(cores: float, **curves: Curve) -> Cluster:
+    """The CPU preset, of which a message of a million bytes takes 0.1 s and 0.05 processor seconds."""
+    here = files.preset("cpu")
+    known = {"send node": curve_over_bytes(2, 0.1), "cores send": Curve((Axis("bytes", (1e6,)),), (0.05,)), **curves}
+    return replace(here, device=replace(here.device, cores=cores), curves={**here.curves, **known})
+
+
+def test_simulate_a_message_of_a_cpu_takes_the_share_of_its_cores_that_was_measured():
+    assert cpu_that_sends(1.0).cores_share("node") == pytest.approx(0.5)
+    assert cpu_that_sends(2.0).cores_share("node") == pytest.approx(0.25)
+    assert cpu_that_sends(0.2).cores_share("node") == 1.0
+    assert cpu_that_sends(1.0).cores_share("network") == 1.0  # not measured
+    assert files.preset("cpu").cores_share("node") == 1.0
+    both = replace(cpu_that_sends(2.0), facts={"cores": 2, "threads": 2})
+    assert both.shared(2).cores_share("node") == pytest.approx(0.5)  # two ranks have a core each
+
+
+def test_simulate_ranks_of_a_cpu_come_late_by_what_was_measured():
+    made = rates(cpu_that_sends(1.0, late=Curve((Axis("ranks", (2, 8), 0.0),), (0.01, 0.04))), "float32")
+    alone_s = float(network.collective_s(made.cluster, "send", 1e6, 8, 8))
+    assert float(made.collective_s("send", 1e6, 8, 8)) == pytest.approx(alone_s + 0.01)  # a hop of a ring of eight is of two
+    gather_s = float(network.collective_s(made.cluster, "all_gather", 1e6, 8, 8))
+    assert float(made.collective_s("all_gather", 1e6, 8, 8)) == pytest.approx(gather_s + 0.04)
+    assert float(made.collective_s("all_gather", 1e6, 1, 8)) == 0.0
 
 
 def test_simulate_collectives_by_hand():

@@ -11,7 +11,9 @@ import numpy as np
 
 from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
+from longshift.layout.legal import faults
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device
+from longshift.planner.siblings import siblings
 from longshift.planner.uneven import evened
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
@@ -27,6 +29,7 @@ from longshift.workload.groups import Edge, length_groups
 
 STEPS = 4  # that finalists are played on; one more, typical by itself, says which ways are finalists
 FINALISTS = 4
+LOOKS = 4  # at siblings of the fastest
 PACE_S = 5.0  # between two reports of progress
 
 
@@ -155,18 +158,27 @@ class Replay:
         return self.lacks(edges)[0] <= 0
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
-        """Those that fit, fastest first. All are played on the first step, and the fastest FINALISTS that have a pipeline once more
-        with uneven stages. The fastest FINALISTS of all these, the best single layout and the best of one cut of the weights are played on
-        the STEPS after it. The rest are taken to be as much slower as on the first step."""
-        first = self._first(ways)
+        """Those that fit, fastest first. All are played on the first step; then siblings of the fastest, of the fastest single layout
+        and of the fastest of one cut of the weights, until none is faster, LOOKS times at most; then the fastest FINALISTS that have a
+        pipeline, with uneven stages. The fastest FINALISTS of all these, the best single layout and the best of one cut are played on the
+        STEPS after it. The rest are taken to be as much slower as on the first step."""
+        first, seen = self._first(ways), set[tuple[Edge, ...]]()
+        for _ in range(LOOKS):
+            fresh = [edges for edges in _of_kinds(first, (1, 1, 1)) if edges not in seen]
+            seen.update(fresh)
+            first = self._first([*first, *(other for edges in fresh for other in siblings(edges) if not self._faulty(other))])
         pipelines = [edges for edges in first if any(edge.use.pp > 1 for edge in edges)]
         first = self._first([*first, *map(self.evened, pipelines[:FINALISTS])])
-        kinds = (first, [edges for edges in first if len(edges) == 1], [edges for edges in first if one_cut(edges)])
-        finalists = [edges for some, most in zip(kinds, (FINALISTS, 1, 1)) for edges in some[:most]]
+        finalists = _of_kinds(first, (FINALISTS, 1, 1))
         means = {edges: self.mean_second(edges) for edges in finalists}
         scale = means[first[0]] / self.second(first[0], 0) if first else 1.0
         found = [self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first]
         return sorted(found, key=lambda way: (way.seconds, way.edges not in means, str(way)))
+
+    def _faulty(self, edges: tuple[Edge, ...]) -> bool:
+        """Whether a layout is impossible."""
+        task, float8 = self.task, self.formats.float8
+        return any(faults(task.spec, edge.use, task.world, edge.upto, edge.pack, float8) for edge in edges)
 
     def _first(self, ways: Iterable[tuple[Edge, ...]]) -> list[tuple[Edge, ...]]:
         """Those that fit, fastest on the first step first."""
@@ -209,6 +221,12 @@ class Replay:
         played = self.steps.get(edges, {})
         steps = tuple((step, self.typical[number]) for number, step in sorted(played.items()) if number or len(played) == 1)
         return Way(edges, seconds, *self.weigh(edges), self.shape(edges), steps)
+
+
+def _of_kinds(ways: Sequence[tuple[Edge, ...]], counts: Sequence[int]) -> list[tuple[Edge, ...]]:
+    """The first of all, the first single layouts, and the first of one cut of the weights: so many of each, none twice."""
+    kinds = (ways, [edges for edges in ways if len(edges) == 1], [edges for edges in ways if one_cut(edges)])
+    return list(dict.fromkeys(edges for some, count in zip(kinds, counts) for edges in some[:count]))
 
 
 def one_cut(edges: Sequence[Edge]) -> bool:
