@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshift.cluster import files
+from longshift.cluster.curves import Axis, Curve
 from longshift.cluster.named import cluster as named
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, Tier
@@ -209,6 +210,25 @@ def test_tensor_traffic_is_waited_for_and_gathers_are_not():
 def test_a_slower_network_is_never_faster():
     times = [step_of("ring8.z3", on=on).seconds for on in ("h200", "a100-80", "a800")]
     assert all(one <= other for one, other in pairwise(times))
+
+
+def test_a_ring_of_cpus_takes_the_cores_that_its_messages_need():
+    """Keys and values of a document travel while its own are attended to; the less of the cores that takes, the shorter the step."""
+    spec, edges, formats = families.preset("tiny-llama"), (Edge(2048, Layout.parse("ring2")),), formats_of("float32")
+    sends = Curve((Axis("ranks", (2,), 0.0), Axis("bytes", (2.0**20,))), (0.1,))
+
+    def seconds(cores_s: float | None) -> float:
+        cores = {} if cores_s is None else {"cores send": Curve((Axis("bytes", (2.0**20,)),), (cores_s,))}
+        here = files.preset("cpu")
+        machine = replace(here, devices_per_node=2, curves={**here.curves, "send node": sends, **cores})
+        way = Itinerary(spec, edges, assumed(2), formats.compute_bytes, formats.home_bytes, SwitchOptions())
+        clock = Clock(StepShape(way, edges, formats, 2048, 2048), machine, Cost(sizes(spec), rates(machine, "float32")), "float32")
+        return clock.step([GroupPacks(edges[0].use, (((2048,),),))]).seconds
+
+    times = [seconds(cores_s) for cores_s in (0.01, 0.1, 1.0, None)]
+    assert times == sorted(times)
+    assert times[0] < 0.98 * times[2]
+    assert times[2] == times[3]
 
 
 def test_a_pipeline_waits_for_its_stages():
