@@ -27,7 +27,7 @@ from longshift.profile.bench import curve_of
 SMALLEST_BYTES, LARGEST_BYTES = 2**12, 2**26
 SENDS, LEAST_CORES_S = 4, 1e-6  # in a row while processor time is read, and what at least one took by that
 SIDE, LEAST_WORK_S = 128, 0.01  # of matmuls before a collective, and how long they take at least
-WORKS, LATENESSES, LEAST_LATE_S = 6, 7, 1e-5  # how often both are done in a row, rounds of that, and what lateness is at least
+WORKS, LATENESSES, LEAST_LATE_S = 6, 15, 1e-5  # how often both are done in a row, rounds of that, and what lateness is at least
 LONGEST_S = {True: 0.03, False: 0.1}  # of one operation, quick or not; sizes go up to where it takes so long
 FEWEST, MOST = 3, 11
 

@@ -97,9 +97,9 @@ FITTED = Constants(
 OF_CURVES = {"launch": 1.3, "hot": 0.92, "eager": 2.4, "loss": 1.86}
 # What steps reach of a CPU's curves. On one Xeon a process trained a Llama 16 times narrower than 7B, and tiny-llama, on packs of 32 to
 # 4,096 tokens in float32; processor seconds of its thread were added up by operation. Matmuls took 1.05 to 1.26 times as long as by the
-# curves of the same machine: their factors are in no cache. All but matmuls and attention took 2.3 to 3.2 times as long as the bytes that
-# `cost` counts: results are new memory, and an exponential is more than a pass.
-OF_CPU_CURVES = {"launch": 1.0, "hot": 0.9, "eager": 2.8, "loss": 2.5}
+# curves of the same machine: their factors are in no cache. All but matmuls and attention took 1.7 to 2.2 times as long as the bytes that
+# `cost` counts, by the token: an exponential is more than a pass.
+OF_CPU_CURVES = {"launch": 1.0, "hot": 0.9, "eager": 2.0, "loss": 1.8}
 
 
 @dataclass(frozen=True)
