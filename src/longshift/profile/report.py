@@ -72,7 +72,7 @@ def _summary(cluster: Cluster) -> Table:
     for level, link in cluster.links.items():
         table.add_row(f"{level} link", f"{si(link.bytes_per_s)}B/s one way, {link.latency_s * 1e6:.0f} us")
     if late := cluster.curves.get("late"):
-        table.add_row("late", f"{late.seconds[-1] * 1e3:.2g} ms: {late.axes[0].sizes[-1]:.0f} ranks that have computed, at a collective")
+        table.add_row("late", f"{late.axes[0].sizes[-1]:.0f} ranks that have computed wait {late.seconds[-1] * 1e3:.2g} ms at a collective")
     if cluster.disk:
         table.add_row("disk", f"reads {si(cluster.disk.read_bytes_per_s)}B/s, writes {si(cluster.disk.write_bytes_per_s)}B/s")
     return table
