@@ -155,7 +155,7 @@ MARGIN = 1.05  # of resident memory: what ways differ by besides their tensors
 QUIET = 0.3  # spread of a way's rounds, which have different documents: some 0.15 by themselves
 WARM = 2  # first steps
 NO_HOLES = 1 << 16  # bytes that go back at once when they are freed, while memory is measured
-KEPT = 32 << 20  # the same while seconds are: glibc takes no more. At 4 MiB page faults took half of what is no matmul or attention
+KEPT = 32 << 20  # the same while seconds are, and the most that glibc takes; at 4 MiB large packs pay for page faults
 DEADLINE_S = 240.0
 
 

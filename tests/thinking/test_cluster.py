@@ -213,6 +213,8 @@ def test_constants_answer_by_a_roofline():
     compute_s = 2 * 8192 * 4096 * 4096 / (989.4e12 * 0.8)
     assert h100.matmul_s(8192, 4096, 4096, "bf16") == pytest.approx(3.8e-6 + compute_s)
     assert h100.matmul_s(1, 4096, 4096, "bf16") == pytest.approx(3.8e-6 + 2 * (4096 + 4096**2 + 4096) / (3.35e12 * 0.867))
+    ring_s = 2 * 7 / 8 * 1e9 / (450e9 * 0.817)
+    assert network.collective_s(h100, "all_reduce", 1e9, 8, 8) == pytest.approx(network.BEGIN_S + 14 * 3.4e-6 + ring_s)
     assert h100.copy_s("to_device pinned", 64e9) == pytest.approx(1 / 0.856, rel=1e-4)
     full = h100.attention_s(8192, 8192, Heads(32, 8, 128), "bf16")
     assert full == pytest.approx(2 * h100.attention_s(8192, 8192, Heads(32, 8, 128), "bf16", causal=True), rel=0.01)

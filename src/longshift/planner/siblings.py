@@ -6,9 +6,8 @@ A shortlist names each set of meshes once, with the recomputation and the packs 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from longshift.simulate.cost import RECOMPUTE
 from longshift.workload.groups import Edge
-
-LESS = ("none", "selective", "attention", "full")  # recomputation, ascending
 
 
 def siblings(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
@@ -17,7 +16,7 @@ def siblings(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
     for place, edge in enumerate(edges):
         if edge.use.chunk:
             continue
-        less = [replace(edge.use, recompute=one, keep_output=False) for one in LESS[: LESS.index(edge.use.recompute)]]
+        less = [replace(edge.use, recompute=one, keep_output=False) for one in RECOMPUTE[: RECOMPUTE.index(edge.use.recompute)]]
         packs = [pack for pack in (edge.pack, edge.pack // 2, 2 * edge.pack) if pack >= edge.upto]
         for use in (edge.use, *less):
             for pack in packs:
