@@ -13,10 +13,11 @@ steps     `raw`: the clock's seconds over the measured ones, the median of all r
 memory    Peak of the fullest rank beyond what it began with in two first steps, in which freed memory goes back at once, so that holes in
           the C library's heap decide nothing; packs of the second are as large as packs get (`fullest`). And the ledger's bytes with what
           the three calibrating ways had besides.
-budgets   The three ways that the planner would try for a budget, its best single layout and its best by context parallelism alone are
-          trained. Even rounds say which of the three goes on: the first, unless another was faster by more than its rounds vary; and which
+budgets   The ways that the planner would try for a budget, its best single layout and its best by context parallelism alone are
+          trained. Even rounds say which of them goes on: the first, unless another was faster by more than its rounds vary; and which
           single layout was the fastest of all that are trained and whose tensors fit. Odd rounds say the ratios: `auto_over_best_static`,
-          seconds of that single layout over those of that way, and `auto_over_context_parallel`.
+          seconds of that single layout over those of that way, and `auto_over_context_parallel`; and the most that `auto_over_best_static`
+          could be, `at_most`: seconds of that single layout over those of the fastest way of all, whatever memory it takes.
 """
 
 import json
@@ -284,7 +285,7 @@ class Corpus:
         tensors = int(share * self.single(self.case.single[0]).ledger_bytes)
         found = search(replace(self.task, memory_bytes=tensors / FILLED))
         alike, single = found.context_parallel, found.single
-        tried = [self.add(way.edges) for way in found.worth_trying(3)]
+        tried = [self.add(way.edges) for way in found.worth_trying()]
         if single is not None:
             self.add(single.edges)
         return Chosen(share, tensors, tried, None if alike is None else self.add(alike.edges))
@@ -301,6 +302,7 @@ class Corpus:
             "auto": str(auto),
             "best_static": str(best) if best else None,
             "auto_over_best_static": over(best, auto) if best else None,
+            "at_most": over(best, min(self.ways.values(), key=even_s)) if best else None,
             "auto_over_context_parallel": over(alike, auto) if alike else None,
             "first_over_auto": over(chosen.tried[0], auto),
             "most_of_limit": max(way.peak_bytes for way in chosen.tried) / self.forecast_bytes(chosen.tensors_bytes),
@@ -409,6 +411,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--case", choices=CASES, default="plain")
     parser.add_argument("--corpora", nargs="*", choices=CORPORA, default=CORPORA)
+    parser.add_argument("--cluster", type=Path, metavar="FILE", help="the profile is written there, to plan and play steps with later")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="rows and budgets are written there whenever a corpus ends")
     args = parser.parse_args()
     case, names = CASES[args.case], args.corpora
@@ -417,6 +420,8 @@ def main() -> None:
     rows, budgets, corpora = [], [], {}
     with machine(case.on) as place, tempfile.TemporaryDirectory() as scratch:
         cluster = on_cluster(files.preset("cpu") if args.quick else profiled(Path(scratch), place), place.ranks)
+        if args.cluster:
+            files.save(cluster, args.cluster)
         for name in names:
             with ExitStack() as worlds:
                 corpus = corpora[name] = Corpus(name, Path(scratch), case, place, cluster, worlds)

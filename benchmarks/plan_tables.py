@@ -87,12 +87,12 @@ def plan_choice(name: str = "plan_choice") -> str:
     chosen = [
         (row["corpus"], f"{row['tensors_bytes'] / MIB:.0f} MiB",
          *(f"`{row[name]}`" if row[name] else "" for name in ("auto", "best_static")),
-         *(f"{value:.2f}" if value else "" for value in (row["auto_over_best_static"], row["auto_over_context_parallel"])),
+         *(f"{row[name]:.2f}" if row.get(name) else "" for name in ("auto_over_best_static", "at_most", "auto_over_context_parallel")),
          f"{row['most_of_limit']:.2f}")
         for row in report["summary"]["budgets"]
     ]  # fmt: skip
     of_budgets = (
-        *("corpus", "tensors may take", "plan that goes on, of three", "best single layout", "its seconds over the plan's"),
-        *("context parallelism's over", "most memory of the three over the budget"),
+        *("corpus", "tensors may take", "plan that goes on", "best single layout", "its seconds over the plan's"),
+        *("over those of the fastest way of all", "context parallelism's over the plan's", "most memory of those tried over the budget"),
     )
     return f"{source(report)}\n\n{lines(head, rows)}\n\n{lines(of_budgets, chosen)}"

@@ -177,6 +177,7 @@ class Planned:
             "mfu": {n: float(v) for n, v in mfu({n: np.asarray(f) for n, f in self.flops.items()}, best.seconds, task.world, peak).items()},
             "single": self._told(self.choice.single) if self.choice.single else None,
             "context_parallel": self._told(self.choice.context_parallel) if self.choice.context_parallel else None,
+            "tried": [self._told(way) for way in self.choice.worth_trying()],
             "rivals": [self._told(way) | {"times": way.seconds / best.seconds} for way in self.choice.ways[1 : 1 + RIVALS]],
         }
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from itertools import combinations, pairwise, product
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -28,8 +29,8 @@ from longshift.planner.chosen import Shortlist
 from longshift.planner.enumerated import AXES, Meshes, enumerate_layouts, illegal
 from longshift.planner.least_bytes import device_bytes
 from longshift.planner.loads import Dealing, dealt
-from longshift.planner.replay import Replay, Task
-from longshift.planner.search import search
+from longshift.planner.replay import Replay, Task, Way
+from longshift.planner.search import TRIED, Choice, search
 from longshift.planner.shortlist import shortlist
 from longshift.planner.siblings import siblings
 from longshift.program.needs import StepShape, most, needs
@@ -503,6 +504,35 @@ def test_plan_plays_siblings_of_what_a_shortlist_names():
     assert tight.fastest([given])[0].edges != best.edges
 
 
+def test_plan_tries_the_plainest_first_and_one_single_layout():
+    """First the plainest way that the clock has within CLOSE, then the fastest, a single layout, other meshes; none twice."""
+    three, two = "dp4.z1 <= 512 > dp2.u2 <= 1K > u4 <= 2K", "dp4.z1 <= 512 > u4 <= 2K"
+    ways = [(three, 1.0), (two, 1.04), ("dp2.u2.z1", 1.06), ("dp2.u2", 1.07), ("dp4.recompute-full", 1.5)]
+
+    def tried(ways: list[tuple[str, float]], count: int = TRIED) -> list[str]:
+        made = [Way(_groups(text), seconds, {}, "", cast(StepShape, None), ()) for text, seconds in ways]
+        single = next((way for way in made if len(way.edges) == 1), None)
+        names = {_groups(text): text for text, _ in ways}
+        return [names[way.edges] for way in Choice(tuple(made), single, None, (), Shortlist(1, 1, 0.0, 0, {})).worth_trying(count)]
+
+    assert tried(ways) == [two, three, "dp2.u2.z1", "dp4.recompute-full"]
+    assert tried(ways, 3) == [two, three, "dp2.u2.z1"]
+    assert tried([(three, 1.0), ("dp2.u2", 1.04), (two, 1.2)]) == ["dp2.u2", three, two]
+    assert tried([("dp4.z2", 1.0), ("dp4", 1.04), ("dp4.recompute-full", 1.04), ("u4", 1.06)]) == [
+        "dp4",
+        "dp4.z2",
+        "u4",
+        "dp4.recompute-full",
+    ]
+    assert tried([]) == []
+
+
+def _groups(text: str) -> tuple[Edge, ...]:
+    parts = [part.split(" <= ") for part in text.split(" > ")]
+    sizes = {"512": 512, "1K": 1024, "2K": 2048}
+    return tuple(Edge(sizes[upto[0]] if upto else 2048, Layout.parse(use)) for use, *upto in parts)
+
+
 def test_plan_siblings_differ_in_one_group_and_hold_its_longest_document():
     edges = (Edge(512, Layout.parse("dp4.recompute-full.keep-output")), Edge(2048, Layout.parse("u4"), 8192))
     others = list(siblings(edges))
@@ -512,6 +542,26 @@ def test_plan_siblings_differ_in_one_group_and_hold_its_longest_document():
         assert other[place].upto == edges[place].upto <= other[place].pack
     assert {str(other[1].use) for other in others} == {"u4"}
     assert list(siblings((Edge(1 << 20, Layout.parse("u4.z3.chunk16K")),))) == []
+
+
+def test_plan_siblings_have_less_zero_in_one_group_or_in_all():
+    stream = Edge(1 << 20, Layout.parse("u4.z3.chunk16K"))
+    edges = (Edge(512, Layout.parse("dp4.recompute-full.z2.keep-output")), Edge(2048, Layout.parse("u4.z1")), stream)
+    others = [other for other in siblings(edges) if [edge.pack for edge in other] == [edge.pack for edge in edges]]
+    named = {tuple(str(edge.use) for edge in other) for other in others if other[0].use.recompute == "full"}
+    one = {("dp4.recompute-full" + stage + kept, "u4.z1") for stage in ("", ".z1") for kept in ("", ".keep-output")}
+    assert named == {
+        (*uses, "u4.z3.chunk16K")
+        for uses in one | {("dp4.recompute-full.z2.keep-output", "u4"), ("dp4.recompute-full.z1.keep-output", "u4")}
+    }
+
+
+def test_plan_siblings_keep_to_what_is_fixed():
+    task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
+    given = (Edge(1 << 12, Layout.parse("dp4.z3")),)
+    for fixed, zeros in (({}, {0, 1, 2, 3}), ({"z": (2, 3)}, {2, 3}), ({"zero": (3,)}, {3})):
+        found = Replay(replace(task, fixed=fixed)).fastest([given])
+        assert {edge.use.zero for way in found for edge in way.edges} == zeros
 
 
 def test_plan_leaves_even_stages_that_are_as_good():

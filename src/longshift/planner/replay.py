@@ -30,6 +30,7 @@ from longshift.workload.groups import Edge, length_groups
 STEPS = 4  # that finalists are played on; one more, typical by itself, says which ways are finalists
 FINALISTS = 4
 LOOKS = 4  # at siblings of the fastest
+WORDS: Mapping[str, str] = {"u": "ulysses", "v": "virtual", "z": "zero"}  # of a layout, where the field's name is another
 PACE_S = 5.0  # between two reports of progress
 
 
@@ -64,6 +65,11 @@ class Task:
     @property
     def longest(self) -> int:
         return int(self.lengths.lengths[-1])
+
+    @property
+    def fixed_degrees(self) -> dict[str, Sequence[int]]:
+        """What is fixed, by the field's name."""
+        return {WORDS.get(word, word): numbers for word, numbers in self.fixed.items()}
 
     @property
     def budget_bytes(self) -> float:
@@ -176,9 +182,10 @@ class Replay:
         return sorted(found, key=lambda way: (way.seconds, way.edges not in means, str(way)))
 
     def _faulty(self, edges: tuple[Edge, ...]) -> bool:
-        """Whether a layout is impossible."""
+        """Whether a layout is impossible, or other than what is fixed."""
         task, float8 = self.task, self.formats.float8
-        return any(faults(task.spec, edge.use, task.world, edge.upto, edge.pack, float8) for edge in edges)
+        other = any(getattr(edge.use, name) not in numbers for name, numbers in task.fixed_degrees.items() for edge in edges)
+        return other or any(faults(task.spec, edge.use, task.world, edge.upto, edge.pack, float8) for edge in edges)
 
     def _first(self, ways: Iterable[tuple[Edge, ...]]) -> list[tuple[Edge, ...]]:
         """Those that fit, fastest on the first step first."""

@@ -10,7 +10,7 @@ are tried.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,12 +20,14 @@ from longshift.layout.layout import Layout
 from longshift.planner.chosen import Shortlist
 from longshift.planner.replay import Replay, Task, Way, one_cut
 from longshift.planner.shortlist import shortlist
+from longshift.planner.siblings import plainness
 from longshift.workload.groups import Edge
 
-WORDS: Mapping[str, str] = {"u": "ulysses", "v": "virtual", "z": "zero"}  # of a layout, where the field's name is another
 BUDGETS = (1.0, 0.9, 0.8, 0.65)  # of a device's memory, that a shortlist may fill: groups together need more than each alone
 ENOUGH = 3  # ways that fit
 CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, in tokens
+TRIED = 4  # ways that a run tries: the plainest, the fastest, and two of other meshes
+CLOSE = 1.05  # times as many seconds: what a calibrated clock is off by
 SELDOM = (200_000, 20, 20)  # of `gc.set_threshold`
 
 
@@ -50,15 +52,26 @@ class Choice:
         """Of a step of the best way; None where nothing fits."""
         return None if self.best is None else self.best.seconds
 
-    def worth_trying(self, count: int) -> list[Way]:
-        """So many ways, fastest first, of different meshes where there are as many: what the clock gets wrong of one, it gets wrong of all
-        that compute alike."""
-        meshes: dict[frozenset[tuple[int, ...]], Way] = {}
+    def worth_trying(self, count: int = TRIED) -> list[Way]:
+        """So many ways to try. The first is the plainest of those that the clock has CLOSE to the fastest; it goes on unless another proves
+        faster. After it come the fastest, the best single layout where neither is one, and the fastest of other meshes: what the clock gets
+        wrong of one, it gets wrong of all that compute alike."""
+        if self.best is None:
+            return []
+        plainest = min((way for way in self.ways if way.seconds <= CLOSE * self.best.seconds), key=lambda way: plainness(way.edges))
+        first = [plainest, self.best]
+        if self.single is not None and all(len(way.edges) > 1 for way in first):
+            first.append(self.single)
+        meshes = {_meshes(way) for way in first}
         for way in self.ways:
-            one = frozenset((e.use.dp, e.use.pp, e.use.tp, e.use.ulysses, e.use.ring, e.use.virtual) for e in way.edges)
-            meshes.setdefault(one, way)
-        first = list(meshes.values())[:count]
-        return first + [way for way in self.ways if way not in first][: count - len(first)]
+            if _meshes(way) not in meshes:
+                meshes.add(_meshes(way))
+                first.append(way)
+        return list({way.edges: way for way in (*first, *self.ways)}.values())[:count]
+
+
+def _meshes(way: Way) -> frozenset[tuple[int, ...]]:
+    return frozenset((e.use.dp, e.use.pp, e.use.tp, e.use.ulysses, e.use.ring, e.use.virtual) for e in way.edges)
 
 
 def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: bool = False) -> Choice:
@@ -119,7 +132,7 @@ def _listed(task: Task, part: float) -> Shortlist:
         task.tokens_per_step,
         task.longest,
         task.precision,
-        fixed={WORDS.get(word, word): numbers for word, numbers in task.fixed.items()},
+        fixed=task.fixed_degrees,
         memory_bytes=part * total,
         habits=task.habits,
         ahead_bytes=float(task.switch.ahead_bytes),

@@ -1,24 +1,45 @@
-"""Siblings of a way: the same groups on the same meshes, with less recomputation or other packs.
+"""Siblings of a way: the same groups on the same meshes, with less recomputation, less ZeRO or other packs; and how plain a way is.
 
-A shortlist names each set of meshes once, with the recomputation and the packs that are best in closed form. On the clock others may be.
+A shortlist names each set of meshes once, with the recomputation, the ZeRO stage and the packs that are best in closed form. On the clock
+others may be.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from longshift.simulate.cost import RECOMPUTE
+from longshift.simulate.cost import RECOMPUTE, recompute_code
 from longshift.workload.groups import Edge
 
 
 def siblings(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
-    """Ways in which one group has packs of half or twice the size, or recomputes less in packs of any of the three sizes. Streamed groups
+    """Ways in which one group has packs of half or twice the size, recomputes less in packs of any of the three sizes, or has a lower ZeRO
+    stage, with and without the outputs that recomputation keeps; and the way in which every group has the next lower stage. Streamed groups
     stay as they are."""
     for place, edge in enumerate(edges):
         if edge.use.chunk:
             continue
         less = [replace(edge.use, recompute=one, keep_output=False) for one in RECOMPUTE[: RECOMPUTE.index(edge.use.recompute)]]
+        kept = dict.fromkeys((edge.use.keep_output, False))
+        lower = [replace(edge.use, zero=zero, keep_output=keep) for zero in range(edge.use.zero) for keep in kept]
         packs = [pack for pack in (edge.pack, edge.pack // 2, 2 * edge.pack) if pack >= edge.upto]
-        for use in (edge.use, *less):
-            for pack in packs:
-                if (use, pack) != (edge.use, edge.pack):
-                    yield (*edges[:place], replace(edge, use=use, pack=pack), *edges[place + 1 :])
+        others = [(use, pack) for use in (edge.use, *less) for pack in packs] + [(use, edge.pack) for use in lower]
+        for use, pack in others:
+            if (use, pack) != (edge.use, edge.pack):
+                yield (*edges[:place], replace(edge, use=use, pack=pack), *edges[place + 1 :])
+    if len(edges) > 1 and any(edge.use.zero and not edge.use.chunk for edge in edges):
+        yield tuple(edge if edge.use.chunk else replace(edge, use=replace(edge.use, zero=max(0, edge.use.zero - 1))) for edge in edges)
+
+
+def plainness(edges: Sequence[Edge]) -> tuple[int, ...]:
+    """What the plainest of several ways has least of, the first of these first: groups, streamed groups, axes, recomputation, stages of
+    ZeRO, packs larger than their longest document."""
+    uses = [edge.use for edge in edges]
+    axes = sum(degree > 1 for use in uses for degree in (use.dp, use.pp, use.tp, use.ulysses, use.ring, use.virtual))
+    return (
+        len(edges),
+        sum(use.chunk > 0 for use in uses),
+        axes,
+        sum(map(recompute_code, uses)),
+        sum(use.zero for use in uses),
+        sum(edge.pack != edge.upto for edge in edges),
+    )

@@ -130,16 +130,18 @@ def layout_told(run: Config, plan: PlanFile | None) -> str:
 def why(plan: PlanFile) -> str:
     """Why the planner chose a layout, in a sentence."""
     facts = plan.facts or {}
-    best, compared = facts.get("best") or {}, facts.get("candidates")
+    tried, compared = facts.get("tried") or [], facts.get("candidates")
     if plan.chosen is not None and len(plan.choices) > 1:
         return f"layout: auto trained {len(plan.choices)} choices a few steps each, and goes on with this one"
-    reason = (
-        f"layout: auto compared {compared:,} and predicts {best['seconds']:.3g} s a step" if compared and best else "layout: auto chose it"
-    )
-    if rivals := facts.get("rivals"):
-        reason += f", the next takes {rivals[0]['times']:.2f} times as long"
-    trials = f"; the best {len(plan.choices)} are trained a few steps each, and this one goes on unless another is faster"
-    return reason + (trials if plan.chosen is None else "")
+    number = len(plan.rates)
+    if not compared or number >= len(tried):
+        reason = "layout: auto chose it"
+    else:
+        own, *others = (tried[place]["seconds"] for place in (number, *range(number), *range(number + 1, len(tried))))
+        reason = f"layout: auto compared {compared:,} and predicts {own:.3g} s a step"
+        reason += f", of the others {min(others):.3g} to {max(others):.3g}" if others else ""
+    trials = f"{len(plan.choices)} choices are trained a few steps each, and the first goes on unless another is faster"
+    return reason if plan.chosen is not None else f"{reason}; {trials}"
 
 
 def _count(number: int) -> str:

@@ -19,8 +19,6 @@ from longshift.stream.trace import Span, events_of, save
 from longshift.trainer.plan_file import PlanFile, place, read
 from longshift.workload.given import Lengths
 
-TRIED = 3  # choices that a run trains a few steps each
-
 Tell = Callable[[str], None]
 
 
@@ -37,7 +35,7 @@ def chosen(config: Config, cluster: Callable[[int], Cluster], lengths: Callable[
     found = plan(task_of(config, cluster(asked.ranks or core_count()), lengths()), tell)
     if found.choice.best is None:
         raise OutOfMemoryError("\n  ".join(["layout: auto:", *found.lines()]))
-    ways = found.choice.worth_trying(TRIED)
+    ways = found.choice.worth_trying()
     choices = tuple(found.layout(way) for way in ways)
     home = found.task.home.to_json() if config.home.at.auto else None
     file = PlanFile(asked.to_json(), choices, found.to_json(), chosen=None if len(choices) > 1 else 0, home=home)
