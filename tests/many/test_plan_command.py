@@ -12,6 +12,7 @@ import pytest
 from longshift.config_file import load_config
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.layout.layout import Layout
+from longshift.planner.search import TRIED
 from longshift.simulate.calibrate import ERROR, band_of_errors
 from longshift.simulate.closed import BAND
 from longshift.trainer.foretold import RECENT
@@ -27,7 +28,7 @@ data:
   max_len: 64
   overlong: split
   cache: {folder}/cache
-train: {{tokens_per_step: 256, steps: 15, lr: 1e-3, precision: float32}}
+train: {{tokens_per_step: 256, steps: 19, lr: 1e-3, precision: float32}}
 layout: {layout}
 save: {{dir: {folder}/run, every: 100}}
 """
@@ -71,6 +72,8 @@ def test_plan_says_and_writes_what_is_best_without_torch(tmp_path):
     assert best["seconds"] <= min(found["single"]["seconds"], found["context_parallel"]["seconds"])
     assert best["bytes"]["device"] <= found["budget_bytes"] < 80e9
     assert sum(found["refused"].values()) < found["candidates"]
+    assert len(found["tried"]) == TRIED
+    assert best["layout"] in [way["layout"] for way in found["tried"][:2]]
     assert sum(row["tokens"] for row in best["groups"]) >= found["tokens_per_step"]
     assert sum(row["seconds"] for row in best["groups"]) == pytest.approx(best["seconds"])
     config = load_config(tmp_path / "best.yaml")
@@ -114,34 +117,34 @@ def test_auto_trains_the_best_few_and_goes_on_with_one(folder):
     assert len(plan.rates) == len(plan.choices)
     assert plan.chosen in (0, max(range(len(plan.rates)), key=plan.rates.__getitem__))
     rows = read_rows(folder / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 16))
+    assert [row["step"] for row in rows] == list(range(1, 20))
     (folder / "alone.yaml").write_text(CONFIG.format(folder=folder, model="tiny-llama", layout="dp1"))
     assert longshift(f"train {folder}/alone.yaml save.dir={folder}/alone").returncode == 0
     alone = [row["loss"] for row in read_rows(folder / "alone" / "metrics.jsonl")]
     assert [row["loss"] for row in rows] == pytest.approx(alone, rel=1e-5)
-    again = longshift(f"train {folder}/run.yaml --resume train.steps=17")
+    again = longshift(f"train {folder}/run.yaml --resume train.steps=21")
     assert again.returncode == 0, again.stderr
     assert "as " + str(place(folder / "run")) in again.stderr
     assert PlanFile.from_json(place(folder / "run").read_text()) == plan
     trials = 4 * len(plan.choices)
     rows = read_rows(folder / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows if row["first"]] == [*range(1, trials + 2, 4), 16]
-    assert [row["layout"] for row in rows] == [plan.choices[min(n // 4, 3)] if n < trials else plan.layout for n in range(17)]
+    assert [row["step"] for row in rows if row["first"]] == [*range(1, trials + 2, 4), 20]
+    assert [row["layout"] for row in rows] == [plan.choices[n // 4] if n < trials else plan.layout for n in range(21)]
     assert plan.calibration is not None
     assert plan.calibration.steps == trials - len(plan.choices)
     predicted = {row["step"]: row for row in rows if "predicted_seconds" in row}
-    assert {trials + 2, 17} <= predicted.keys() <= {*range(trials + 2, 16), 17}
+    assert {trials + 2, 21} <= predicted.keys() <= {*range(trials + 2, 20), 21}
     assert predicted[trials + 2]["band"] == band_of_errors(plan.calibration.errors[-RECENT:])
     assert all(0 < row["predicted_seconds"] < 60 and row["band"] >= ERROR for row in predicted.values())
 
 
 def test_auto_keeps_the_home_that_the_config_names(folder):
     """Trials end in checkpoints, so that each has its own file of records. Losses are those of one process whose home is its memory."""
-    done = longshift(f"train {folder}/run.yaml home=disk train.steps=13")
+    done = longshift(f"train {folder}/run.yaml home=disk train.steps=17")
     assert done.returncode == 0, done.stderr
     assert "layout: auto: then" in done.stderr
     (folder / "alone.yaml").write_text(CONFIG.format(folder=folder, model="tiny-llama", layout="dp1"))
-    assert longshift(f"train {folder}/alone.yaml save.dir={folder}/alone train.steps=13").returncode == 0
+    assert longshift(f"train {folder}/alone.yaml save.dir={folder}/alone train.steps=17").returncode == 0
     rows, alone = (read_rows(folder / name / "metrics.jsonl") for name in ("run", "alone"))
     assert all(row["home"]["written_bytes"] > 0 for row in rows)
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone], rel=1e-5)

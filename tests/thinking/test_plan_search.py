@@ -546,14 +546,20 @@ def test_plan_siblings_differ_in_one_group_and_hold_its_longest_document():
 
 def test_plan_siblings_have_less_zero_in_one_group_or_in_all():
     stream = Edge(1 << 20, Layout.parse("u4.z3.chunk16K"))
-    edges = (Edge(512, Layout.parse("dp4.recompute-full.z2.keep-output")), Edge(2048, Layout.parse("u4.z1")), stream)
+    edges = (Edge(512, Layout.parse("dp4.recompute-full.z3.keep-output")), Edge(2048, Layout.parse("u4.z1")), stream)
     others = [other for other in siblings(edges) if [edge.pack for edge in other] == [edge.pack for edge in edges]]
     named = {tuple(str(edge.use) for edge in other) for other in others if other[0].use.recompute == "full"}
-    one = {("dp4.recompute-full" + stage + kept, "u4.z1") for stage in ("", ".z1") for kept in ("", ".keep-output")}
-    assert named == {
-        (*uses, "u4.z3.chunk16K")
-        for uses in one | {("dp4.recompute-full.z2.keep-output", "u4"), ("dp4.recompute-full.z1.keep-output", "u4")}
-    }
+    one = {("dp4.recompute-full" + stage + kept, "u4.z1") for stage in (".z1", ".z2") for kept in ("", ".keep-output")}
+    assert named == {(*uses, "u4.z3.chunk16K") for uses in one}
+    assert "u4" in {str(other[0].use) for other in siblings((Edge(2048, Layout.parse("u4.z1")),))}
+    (both,) = (
+        other for other in siblings((Edge(512, Layout.parse("dp4.z2")), Edge(2048, Layout.parse("u4.z2")))) if _zeros(other) == [1, 1]
+    )
+    assert [edge.upto for edge in both] == [512, 2048]
+
+
+def _zeros(edges: tuple[Edge, ...]) -> list[int]:
+    return [edge.use.zero for edge in edges]
 
 
 def test_plan_siblings_keep_to_what_is_fixed():

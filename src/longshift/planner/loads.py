@@ -28,10 +28,11 @@ def candidates(at: Meshes, micros: np.ndarray | float, tokens: np.ndarray | floa
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """Seconds of groups, arrays that were broadcast: `group` without the optimizer's, `optimizer`; `micros`, `tokens` of packs."""
+    """Seconds of groups, arrays that were broadcast: `group` without what a step takes once (`Forecast.once`), and `once`; `micros`,
+    `tokens` of packs."""
 
     group: np.ndarray
-    optimizer: np.ndarray
+    once: np.ndarray
     micros: np.ndarray
     tokens: np.ndarray
 
@@ -55,19 +56,17 @@ def expected(cost: Cost, spec: ModelSpec, at: Meshes, capacity: np.ndarray, load
     micros = np.where(alone, 1.0, np.maximum(1.0, np.ceil(share / (capacity - UNFILLED * length))))
     of_pack = np.maximum(np.where(alone, longest, share / micros), 1.0)
     found = closed_form(cost, candidates(at, micros, of_pack, of_pack * np.where(alone, seen, length) / 2))
-    waiting = 1 + cost.rates.constants.jitter * np.log2(at.tp * at.ulysses * at.ring * at.dp * at.pp)
-    optimizer = found.parts["optimizer"] * waiting
     # Under ZeRO-2 and 3 every micro-batch waits for the dearest of dp packs: sqrt(2 ln dp) deviations above the mean, at most one document,
     # of which ALIGNED is left as replicas come to their dearest packs together.
     spread = np.sqrt(fourths / np.maximum(squares, 1e-9) / np.maximum(length * capacity, 1.0)) * np.sqrt(2 * np.log(at.dp))
     flat = linear / quadratic
     dearest = (flat + np.minimum(length * (1 + spread), np.minimum(seen, capacity))) / (flat + length)
     group = (
-        (found.total - optimizer)
+        (found.total - found.once)
         * unevenness(spec, at)
         * np.where((at.zero >= 2) & (micros > 1), 1 + ALIGNED * np.maximum(dearest - 1, 0.0), 1.0)
     )
-    return Expected(np.where(documents > 0, group * often, 0.0), optimizer, micros, of_pack)
+    return Expected(np.where(documents > 0, group * often, 0.0), found.once, micros, of_pack)
 
 
 def switch_seconds(cost: Cost, at: Meshes, home_layers: float, ahead_bytes: float) -> np.ndarray:
@@ -116,8 +115,8 @@ def dealt(documents: np.ndarray, how: Dealing, spec: ModelSpec) -> list[list[tup
 
 
 def dealt_seconds(cost: Cost, spec: ModelSpec, at: Meshes, groups: Sequence[tuple[int, list[list[tuple[int, float]]]]]) -> np.ndarray:
-    """Seconds of groups of real steps without the optimizer's, float64 [groups]. A group: the index of its layout, and packs of replicas.
-    Replicas wait for the slowest at a group's end, under ZeRO-2 and 3 at every micro-batch."""
+    """Seconds of groups of real steps without what a step takes once, float64 [groups]. A group: the index of its layout, and packs of
+    replicas. Replicas wait for the slowest at a group's end, under ZeRO-2 and 3 at every micro-batch."""
     rows: list[tuple[int, int, int, int, float]] = []  # group, replica, micro-batch, tokens, pairs
     for number, (_, replicas) in enumerate(groups):
         for replica, packs in enumerate(replicas):
@@ -142,8 +141,7 @@ def dealt_seconds(cost: Cost, spec: ModelSpec, at: Meshes, groups: Sequence[tupl
     micros = np.zeros(len(groups))
     np.maximum.at(micros, group, micro + 1.0)
     whole = closed_form(cost, candidates(some, micros[there], *mean))
-    waiting = 1 + cost.rates.constants.jitter * np.log2(np.prod(some.columns()[:, :5], 1))
-    beside_s = whole.total - whole.parts["optimizer"] * waiting - micros[there] * _slots(cost, some, *mean)
+    beside_s = whole.total - whole.once - micros[there] * _slots(cost, some, *mean)
     seconds[there] = (busy_s[there] + beside_s) * unevenness(spec, some)
     return seconds
 

@@ -35,8 +35,8 @@ def too_large(problem: Problem, at: Meshes, found: Compared, statics: Statics) -
     short = problem.bytes(at.take(out), longest) - problem.budget_bytes
     nearest = np.argsort(short, kind="stable")[:NEAREST]
     out, short = out[nearest], short[nearest]
-    group, optimizer = problem.expected(at.take(out), longest, 0, len(problem.tally.edges))
-    seconds, first = group + optimizer, statics.seconds[0]
+    group, once = problem.expected(at.take(out), longest, 0, len(problem.tally.edges))
+    seconds, first = group + once, statics.seconds[0]
     some = [n for n in range(len(out)) if seconds[n] < first and short[n] > 0][:MOST_RIVALS]
     return tuple(Rival(str(at.layout(int(out[n]))), float(seconds[n] / first - 1), float(short[n])) for n in some)
 

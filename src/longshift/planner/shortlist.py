@@ -213,7 +213,7 @@ class _Comparison:
         rows = {int(number): row for row, number in enumerate(numbers)}
         self.switch_s = switch_seconds(problem.cost, self.pool, 2.0 - problem.spec.tied, ahead_bytes)
         last = len(self.edges) - 1
-        _, self.optimizer_s = problem.expected(self.pool, float(self.edges[-1]), 0, last)
+        _, self.once_s = problem.expected(self.pool, float(self.edges[-1]), 0, last)
         self.more_bytes = sums_of_others(problem, int(np.prod(self.pool.columns()[0, :5])))
         self.table = self._table(np.arange(len(numbers)))
         some = [Proposal(((0, last, len(numbers) + n, int(self.statics.packs[single])),)) for n, single in enumerate(singles)]
@@ -308,7 +308,7 @@ class _Comparison:
             cost = cost.copy()
             cost[i, j, k] = np.where(needed <= self.problem.budget_bytes, cost[i, j, k], np.inf)
         found = []
-        for one in assignments(cost[:, :, rows], often, self._hops(rows), self.optimizer_s[rows]):
+        for one in assignments(cost[:, :, rows], often, self._hops(rows), self.once_s[rows]):
             groups: list[tuple[int, int, int, int]] = []
             for before, end, k in zip((0, *one.ends), one.ends, one.layouts):
                 row, capacity = int(rows[k]), int(packs[before, end, rows[k]])
@@ -374,7 +374,7 @@ class _Comparison:
             for place in np.flatnonzero(~np.any(there, 0)):
                 of_groups[place] = self._expected(proposal.groups[place])
             parts.append([*of_groups.tolist(), switched])
-            seconds[number] = of_groups.sum() + switched + self.optimizer_s[proposal.groups[-1][2]]
+            seconds[number] = of_groups.sum() + switched + self.once_s[proposal.groups[-1][2]]
         return seconds, parts
 
     def _expected(self, group: tuple[int, int, int, int]) -> float:

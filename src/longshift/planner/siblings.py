@@ -13,21 +13,26 @@ from longshift.workload.groups import Edge
 
 def siblings(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
     """Ways in which one group has packs of half or twice the size, recomputes less in packs of any of the three sizes, or has a lower ZeRO
-    stage, with and without the outputs that recomputation keeps; and the way in which every group has the next lower stage. Streamed groups
-    stay as they are."""
+    stage, with and without the outputs that recomputation keeps; and the way in which every group has the next lower stage. Where layouts
+    change, every state is sharded. Streamed groups stay as they are."""
+    least = int(len(edges) > 1)
     for place, edge in enumerate(edges):
         if edge.use.chunk:
             continue
         less = [replace(edge.use, recompute=one, keep_output=False) for one in RECOMPUTE[: RECOMPUTE.index(edge.use.recompute)]]
         kept = dict.fromkeys((edge.use.keep_output, False))
-        lower = [replace(edge.use, zero=zero, keep_output=keep) for zero in range(edge.use.zero) for keep in kept]
+        lower = [replace(edge.use, zero=zero, keep_output=keep) for zero in range(least, edge.use.zero) for keep in kept]
         packs = [pack for pack in (edge.pack, edge.pack // 2, 2 * edge.pack) if pack >= edge.upto]
         others = [(use, pack) for use in (edge.use, *less) for pack in packs] + [(use, edge.pack) for use in lower]
         for use, pack in others:
             if (use, pack) != (edge.use, edge.pack):
                 yield (*edges[:place], replace(edge, use=use, pack=pack), *edges[place + 1 :])
-    if len(edges) > 1 and any(edge.use.zero and not edge.use.chunk for edge in edges):
-        yield tuple(edge if edge.use.chunk else replace(edge, use=replace(edge.use, zero=max(0, edge.use.zero - 1))) for edge in edges)
+    if len(edges) > 1 and any(edge.use.zero > least and not edge.use.chunk for edge in edges):
+        yield tuple(edge if edge.use.chunk else replace(edge, use=replace(edge.use, zero=_lower(edge.use.zero))) for edge in edges)
+
+
+def _lower(zero: int) -> int:
+    return max(min(zero, 1), zero - 1)
 
 
 def plainness(edges: Sequence[Edge]) -> tuple[int, ...]:

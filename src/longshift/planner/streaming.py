@@ -40,8 +40,8 @@ class Streamed:
     def seconds(self, problem: Problem, before: int) -> float:
         """Of a step as expected, for documents longer than edge `before` of the tally (0: all)."""
         edges = problem.tally.edges
-        group, optimizer = problem.expected(self.mesh, float(edges[-1]), before, len(edges))
-        return float(group[0] + optimizer[0])
+        group, once = problem.expected(self.mesh, float(edges[-1]), before, len(edges))
+        return float(group[0] + once[0])
 
 
 def streamed(
@@ -60,8 +60,8 @@ def streamed(
     some = at.take(np.flatnonzero(able))
     if not len(some):
         return None
-    group, optimizer = problem.expected(some, float(longest), before, len(edges))
-    seconds = group + optimizer
+    group, once = problem.expected(some, float(longest), before, len(edges))
+    seconds = group + once
     for number in map(int, np.argsort(seconds, kind="stable")[:MOST_MESHES]):
         whole = replace(some.layout(number), recompute="none", keep_output=False)
         for chunk, tier in CHUNKS:

@@ -61,10 +61,10 @@ class Problem:
         return np.where(at.order == 0, np.minimum(full, 2 * at.pp * at.virtual + 1), full).astype(np.int64)
 
     def expected(self, at: Meshes, capacity: np.ndarray | float, i: np.ndarray | int, j: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds a step of the documents between two edges of the tally, under each layout, without the optimizer's; and these."""
+        """Seconds a step of the documents between two edges of the tally, under each layout; and what a step takes once besides."""
         load = tuple(np.broadcast_to(one, len(at)) for one in (*self.tally.between(i, j), self.tally.longest[j]))
         found = expected(self.cost, self.spec, at, np.broadcast_to(capacity, len(at)), load)
-        return found.group, found.optimizer
+        return found.group, found.once
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,15 +124,15 @@ def best_static(problem: Problem, at: Meshes, found: Compared) -> Statics:
     """The best single layouts."""
     last, longest = int(found.keys[-1]), float(problem.tally.edges[-1])
     able = np.flatnonzero(np.isfinite(found.seconds[:, -1]))
-    group, optimizer = problem.expected(at.take(able), longest, 0, last)
-    order = np.argsort(group + optimizer, kind="stable")[:STATICS]
-    able, seconds, packs = able[order], (group + optimizer)[order], np.full(len(order), longest)
+    group, once = problem.expected(at.take(able), longest, 0, last)
+    order = np.argsort(group + once, kind="stable")[:STATICS]
+    able, seconds, packs = able[order], (group + once)[order], np.full(len(order), longest)
     for capacity in _larger(longest):
         one = at.take(able)
         fits = problem.bytes(one, capacity) <= problem.budget_bytes
-        group, optimizer = problem.expected(one, capacity, 0, last)
-        better = fits & (group + optimizer < seconds * (1 - 1e-6))
-        seconds, packs = np.where(better, group + optimizer, seconds), np.where(better, capacity, packs)
+        group, once = problem.expected(one, capacity, 0, last)
+        better = fits & (group + once < seconds * (1 - 1e-6))
+        seconds, packs = np.where(better, group + once, seconds), np.where(better, capacity, packs)
     order = np.argsort(seconds, kind="stable")
     return Statics(able[order], packs[order].astype(np.int64), seconds[order])
 

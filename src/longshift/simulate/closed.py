@@ -72,10 +72,13 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of one step by part (PARTS), and traffic that is hidden under computation by its part. `band`: relative half-width."""
+    """Seconds of one step by part (PARTS), and traffic that is hidden under computation by its part. `once`: those of the parts that a step
+    takes once, however many groups of documents it computes from these copies of the weights: what is gathered and reduced once, and the
+    optimizer's. `band`: relative half-width."""
 
     parts: Mapping[str, np.ndarray]
     hidden: Mapping[str, np.ndarray]
+    once: np.ndarray
     band: float = BAND
 
     @property
@@ -160,11 +163,15 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
         "gather": per_step * (2 * gather_s - gathers[0] - gathers[1]) + once_gather_s - gathered_once_s,
         "reduce": per_step * (reduce_s - reduced_s) + once_reduce_s - reduced_once_s,
     }
-    parts["crowd"] = cost.rates.constants.crowd * sum(hidden.values())
-    parts["wait"] = cost.rates.constants.jitter * np.log2(np.maximum(at.ranks, 1)) * sum(parts.values())
+    tensor, sequence = np.asarray(at.tp), np.asarray(at.tp) * at.ulysses * at.ring
+    spans = {"tp": tensor, "ring": sequence, "gather": sequence * at.dp, "reduce": sequence * at.dp}  # ranks, neighbours in the world
+    parts["crowd"] = sum(cost.rates.crowd(spans[name] > cost.rates.fabric.per_node) * seconds for name, seconds in hidden.items())
+    waiting = cost.rates.constants.jitter * np.log2(np.maximum(at.ranks, 1))
+    parts["wait"] = waiting * sum(parts.values())
+    once_s = gathered_once_s + coded_s.gather_once + reduced_once_s + coded_s.reduce_once + optimizer_s
     shape = np.broadcast_shapes(*(np.shape(part) for part in parts.values()))
     whole, under = ({name: np.broadcast_to(part, shape) for name, part in some.items()} for some in (parts, hidden))
-    return Forecast(whole, under)
+    return Forecast(whole, under, np.broadcast_to(once_s * (1 + waiting), shape))
 
 
 def stalled_s(micros: Number, pp: Number, virtual: Number, forward_s: Number, backward_s: Number) -> np.ndarray:

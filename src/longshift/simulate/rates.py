@@ -43,7 +43,7 @@ class Constants:
                                                 unfused attention scores, of logits, of the optimizer
     jitter                                      share of a step that ranks wait for the slowest, for each doubling of ranks
     messages                                    seconds of a pipeline's messages over those of their bytes
-    crowd                                       share of hidden traffic's seconds that it takes from the computation beside it, whose
+    crowd                                       share of hidden traffic's seconds that it takes from a GPU's computation beside it, whose
                                                 multiprocessors and memory it uses (Calculon's presets: 0.15 inside a node, 0.02 between)
     begin_s                                     seconds of a step outside all of this
     """
@@ -105,8 +105,8 @@ OF_CPU_CURVES = {"launch": 1.0, "hot": 0.9, "eager": 2.0, "loss": 1.8}
 @dataclass(frozen=True)
 class Rates:
     """Rates of a device as a step reaches them, in FLOP/s and bytes/s; seconds of one launch. `cluster`: where curves come from, in
-    `dtype`. Of a CPU: `dispatch_s`, seconds before each operation, which nothing hides, and `late_s`, by which ranks come to a collective
-    one after another."""
+    `dtype`. Of a CPU: `dispatch_s`, seconds before each operation, which nothing hides; `late_s`, by which ranks come to a collective
+    one after another; and `taken`, shares of a rank's cores that traffic takes inside a node and between nodes."""
 
     matmul_flops_per_s: Number
     forward_flops_per_s: Number
@@ -121,6 +121,7 @@ class Rates:
     dtype: str = "bf16"
     dispatch_s: Number = 0.0
     late_s: Number = 0.0
+    taken: tuple[float, float] | None = None
 
     def matmul_s(self, m: Number, k: Number, n: Number) -> np.ndarray:
         """Seconds of [m, k] @ [k, n], without its launch."""
@@ -155,6 +156,11 @@ class Rates:
         if self.cluster is not None and "late" in self.cluster.curves:
             late_s = self.cluster.curves["late"](np.minimum(ranks, 2.0) if operation == "send" else ranks, beyond=True)
         return found + np.where(np.asarray(ranks) > 1, late_s, 0.0)
+
+    def crowd(self, between: Number) -> np.ndarray:
+        """Share of hidden traffic's seconds that it takes from the computation beside it, inside a node or `between` nodes."""
+        inside, across = self.taken or (self.constants.crowd, self.constants.crowd)
+        return np.where(between, across, inside)
 
     @property
     def by_cudnn(self) -> bool:
@@ -220,4 +226,5 @@ def rates(cluster: Cluster, precision: str = "bf16", constants: Constants | None
         dtype,
         DISPATCHES * device.launch_s if on_cpu else 0.0,
         LATE_S if on_cpu else 0.0,
+        (cluster.cores_share("node"), cluster.cores_share("network")) if on_cpu else None,
     )

@@ -16,10 +16,10 @@ from longshift.forecast import with_layout
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A run's `plan.json`. `asked`: the config's `layout` as it was written; `choices`: layouts in the config's form, best first, all of
-    which are tried; `facts`: what the planner said; `rates`: model FLOP/s of those that were tried, medians, and `errors`: their standard
-    errors; `chosen`: the one that goes on; `calibration`: what the trials' steps showed of the machine; `home`: what `home: auto` became,
-    None where the config names a home."""
+    """A run's `plan.json`. `asked`: the config's `layout` as it was written; `choices`: layouts in the config's form, all of which are
+    tried, first the one that goes on unless another is faster (`Choice.worth_trying`); `facts`: what the planner said; `rates`: model
+    FLOP/s of those that were tried, medians, and `errors`: their standard errors; `chosen`: the one that goes on; `calibration`: what the
+    trials' steps showed of the machine; `home`: what `home: auto` became, None where the config names a home."""
 
     asked: Any
     choices: tuple[Any, ...]
@@ -36,7 +36,7 @@ class PlanFile:
         return self.choices[len(self.rates) if self.chosen is None else self.chosen]
 
     def after(self, rates: Sequence[float]) -> "PlanFile":
-        """With one more trial, whose steps had these model FLOP/s. After the last one the planner's first choice goes on, unless the
+        """With one more trial, whose steps had these model FLOP/s. After the last one the first choice goes on, unless the
         fastest one is faster by more than their standard errors: steps of a trial are few, and differ."""
         error = stdev(rates) / sqrt(len(rates)) if len(rates) > 1 else 0.0
         tried = replace(self, rates=(*self.rates, median(rates)), errors=(*self.errors, error))
