@@ -167,8 +167,8 @@ class PlannedHome(Reported):
 class LayoutPlan(Reported):
     """The best layouts for documents on a cluster. `home`: where the training state lies, of the `homes` that were compared. `fits`:
     whether there is a layout; where there is none, `changes` after which there would be, and which ways are `short` of memory. `best`, the
-    best `single` layout, the best with `context_parallel` alone, and `rivals`; `candidates` were compared, and `refused` by reason. `mfu`
-    by convention."""
+    best `single` layout, the best with `context_parallel` alone, and `rivals`; those that `layout: auto` has `tried`, in its order;
+    `candidates` were compared, and `refused` by reason. `mfu` by convention."""
 
     cluster: PlannedCluster
     ranks: int
@@ -187,4 +187,5 @@ class LayoutPlan(Reported):
     mfu: Mapping[str, float] | None = field(default=None, metadata={"absent": True})
     single: PlannedWay | None = None
     context_parallel: PlannedWay | None = None
+    tried: tuple[PlannedWay, ...] = ()
     rivals: tuple[PlannedWay, ...] = ()

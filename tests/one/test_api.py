@@ -96,6 +96,7 @@ def test_plan_is_what_the_command_prints(place, config):
     assert found.best.groups is not None
     assert found.best.least_s < found.best.seconds < found.best.most_s
     assert found.rivals[0].times is not None
+    assert found.best.layout in [way.layout for way in found.tried]
     none = ls.plan(place / "run.yaml", "data.max_len=4M", "model.preset=llama-3-70b", "data.tokenizer=null", on="1xH100", lengths=[1 << 22])
     assert (none.fits, none.best) == (False, None)
     assert same(none, none.to_json())
