@@ -217,18 +217,21 @@ def test_a_ring_of_cpus_takes_the_cores_that_its_messages_need():
     spec, edges, formats = families.preset("tiny-llama"), (Edge(2048, Layout.parse("ring2")),), formats_of("float32")
     sends = Curve((Axis("ranks", (2,), 0.0), Axis("bytes", (2.0**20,))), (0.1,))
 
-    def seconds(cores_s: float | None) -> float:
+    def seconds(cores_s: float | None) -> tuple[float, float]:
         cores = {} if cores_s is None else {"cores send": Curve((Axis("bytes", (2.0**20,)),), (cores_s,))}
         here = files.preset("cpu")
         machine = replace(here, devices_per_node=2, curves={**here.curves, "send node": sends, **cores})
         way = Itinerary(spec, edges, assumed(2), formats.compute_bytes, formats.home_bytes, SwitchOptions())
-        clock = Clock(StepShape(way, edges, formats, 2048, 2048), machine, Cost(sizes(spec), rates(machine, "float32")), "float32")
-        return clock.step([GroupPacks(edges[0].use, (((2048,),),))]).seconds
+        cost = Cost(sizes(spec), rates(machine, "float32"))
+        clock = Clock(StepShape(way, edges, formats, 2048, 2048), machine, cost, "float32")
+        form = closed_form(cost, Candidates(1, 1, 2, 1, 1, 1, 0, 0, 1, 2048, 2048**2 / 2))
+        return clock.step([GroupPacks(edges[0].use, (((2048,),),))]).seconds, float(form.total)
 
-    times = [seconds(cores_s) for cores_s in (0.01, 0.1, 1.0, None)]
-    assert times == sorted(times)
+    times, forms = zip(*(seconds(cores_s) for cores_s in (0.01, 0.1, 1.0, None)))
+    assert list(times) == sorted(times)
     assert times[0] < 0.98 * times[2]
     assert times[2] == times[3]
+    assert forms == pytest.approx(times, rel=0.05)
 
 
 def test_a_pipeline_waits_for_its_stages():
@@ -295,6 +298,19 @@ def test_closed_form_and_clock_agree(text: str):
     at = Candidates(*mesh, recompute_code(layout), micros, sum(lengths), sum(n * n for n in lengths) / 2)
     form = closed_form(Cost(sizes(families.preset("llama-3-8b")), rates(files.preset("h100"))), at)
     assert float(form.total) == pytest.approx(step_of(text, micros, lengths, reached=FITTED).seconds, rel=0.05)
+
+
+def test_groups_of_one_cut_gather_and_reduce_once():
+    """Weights are gathered and gradients reduced once a step, whatever number of groups computes with these copies."""
+    groups = [("dp8.z1", 1, (128,) * 4), ("ring8.z1", 1, (8192,))]
+    cost = Cost(sizes(families.preset("llama-3-8b")), rates(files.preset("a800")))
+    short, long = (
+        closed_form(cost, Candidates(1, 1, use.ring, use.dp, 1, 1, 1, 0, 1, sum(lengths), sum(n * n for n in lengths) / 2))
+        for use, lengths in ((Layout.parse(text), lengths) for text, _, lengths in groups)
+    )
+    both = steps_of(groups, "a800", FITTED).seconds
+    assert float(short.total + long.total - short.once) == pytest.approx(both, rel=0.1)
+    assert float(short.total + long.total) > 1.2 * both
 
 
 WIRES = Wire("bf16"), Wire("float8"), Wire("float8", "float8")

@@ -165,10 +165,12 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     }
     tensor, sequence = np.asarray(at.tp), np.asarray(at.tp) * at.ulysses * at.ring
     spans = {"tp": tensor, "ring": sequence, "gather": sequence * at.dp, "reduce": sequence * at.dp}  # ranks, neighbours in the world
-    parts["crowd"] = sum(cost.rates.crowd(spans[name] > cost.rates.fabric.per_node) * seconds for name, seconds in hidden.items())
+    crowds = {name: cost.rates.crowd(ranks > cost.rates.fabric.per_node) for name, ranks in spans.items()}
+    parts["crowd"] = sum(crowds[name] * seconds for name, seconds in hidden.items())
     waiting = cost.rates.constants.jitter * np.log2(np.maximum(at.ranks, 1))
     parts["wait"] = waiting * sum(parts.values())
     once_s = gathered_once_s + coded_s.gather_once + reduced_once_s + coded_s.reduce_once + optimizer_s
+    once_s = once_s + crowds["gather"] * (once_gather_s - gathered_once_s) + crowds["reduce"] * (once_reduce_s - reduced_once_s)
     shape = np.broadcast_shapes(*(np.shape(part) for part in parts.values()))
     whole, under = ({name: np.broadcast_to(part, shape) for name, part in some.items()} for some in (parts, hidden))
     return Forecast(whole, under, np.broadcast_to(once_s * (1 + waiting), shape))
