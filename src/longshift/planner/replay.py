@@ -13,7 +13,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.legal import faults
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device
-from longshift.planner.siblings import siblings
+from longshift.planner.siblings import meshes, siblings
 from longshift.planner.uneven import evened
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
@@ -28,7 +28,7 @@ from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge, length_groups
 
 STEPS = 4  # that finalists are played on; one more, typical by itself, says which ways are finalists
-FINALISTS = 4
+FINALISTS = 4  # sets of meshes
 LOOKS = 4  # at siblings of the fastest
 WORDS: Mapping[str, str] = {"u": "ulysses", "v": "virtual", "z": "zero"}  # of a layout, where the field's name is another
 PACE_S = 5.0  # between two reports of progress
@@ -166,8 +166,8 @@ class Replay:
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
         """Those that fit, fastest first. All are played on the first step; then siblings of the fastest, of the fastest single layout
         and of the fastest of one cut of the weights, until none is faster, LOOKS times at most; then the fastest FINALISTS that have a
-        pipeline, with uneven stages. The fastest FINALISTS of all these, the best single layout and the best of one cut are played on the
-        STEPS after it. The rest are taken to be as much slower as on the first step."""
+        pipeline, with uneven stages. The two fastest of all these, the fastest way of each of the first FINALISTS sets of meshes, the best
+        single layout and the best of one cut are played on the STEPS after it. The rest are taken to be as much slower as on the first."""
         first, seen = self._first(ways), set[tuple[Edge, ...]]()
         for _ in range(LOOKS):
             fresh = [edges for edges in _of_kinds(first, (1, 1, 1)) if edges not in seen]
@@ -175,7 +175,10 @@ class Replay:
             first = self._first([*first, *(other for edges in fresh for other in siblings(edges) if not self._faulty(other))])
         pipelines = [edges for edges in first if any(edge.use.pp > 1 for edge in edges)]
         first = self._first([*first, *map(self.evened, pipelines[:FINALISTS])])
-        finalists = _of_kinds(first, (FINALISTS, 1, 1))
+        of_meshes: dict[frozenset[tuple[int, ...]], tuple[Edge, ...]] = {}
+        for edges in first:
+            of_meshes.setdefault(meshes(edges), edges)
+        finalists = dict.fromkeys([*_of_kinds(first, (2, 1, 1)), *list(of_meshes.values())[:FINALISTS]])
         means = {edges: self.mean_second(edges) for edges in finalists}
         scale = means[first[0]] / self.second(first[0], 0) if first else 1.0
         found = [self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first]

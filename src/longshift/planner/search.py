@@ -20,7 +20,7 @@ from longshift.layout.layout import Layout
 from longshift.planner.chosen import Shortlist
 from longshift.planner.replay import Replay, Task, Way, one_cut
 from longshift.planner.shortlist import shortlist
-from longshift.planner.siblings import plainness
+from longshift.planner.siblings import meshes, plainness
 from longshift.workload.groups import Edge
 
 BUDGETS = (1.0, 0.9, 0.8, 0.65)  # of a device's memory, that a shortlist may fill: groups together need more than each alone
@@ -62,16 +62,12 @@ class Choice:
         first = [plainest, self.best]
         if self.single is not None and all(len(way.edges) > 1 for way in first):
             first.append(self.single)
-        meshes = {_meshes(way) for way in first}
+        seen = {meshes(way.edges) for way in first}
         for way in self.ways:
-            if _meshes(way) not in meshes:
-                meshes.add(_meshes(way))
+            if meshes(way.edges) not in seen:
+                seen.add(meshes(way.edges))
                 first.append(way)
         return list({way.edges: way for way in (*first, *self.ways)}.values())[:count]
-
-
-def _meshes(way: Way) -> frozenset[tuple[int, ...]]:
-    return frozenset((e.use.dp, e.use.pp, e.use.tp, e.use.ulysses, e.use.ring, e.use.virtual) for e in way.edges)
 
 
 def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: bool = False) -> Choice:

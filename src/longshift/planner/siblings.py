@@ -35,6 +35,11 @@ def _lower(zero: int) -> int:
     return max(min(zero, 1), zero - 1)
 
 
+def meshes(edges: Sequence[Edge]) -> frozenset[tuple[int, ...]]:
+    """What siblings have in common."""
+    return frozenset((e.use.dp, e.use.pp, e.use.tp, e.use.ulysses, e.use.ring, e.use.virtual) for e in edges)
+
+
 def plainness(edges: Sequence[Edge]) -> tuple[int, ...]:
     """What the plainest of several ways has least of, the first of these first: groups, streamed groups, axes, recomputation, stages of
     ZeRO, packs larger than their longest document."""
