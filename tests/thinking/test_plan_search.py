@@ -29,10 +29,10 @@ from longshift.planner.chosen import Shortlist
 from longshift.planner.enumerated import AXES, Meshes, enumerate_layouts, illegal
 from longshift.planner.least_bytes import device_bytes
 from longshift.planner.loads import Dealing, dealt
-from longshift.planner.replay import Replay, Task, Way
+from longshift.planner.replay import Replay, Task, Way, one_cut
 from longshift.planner.search import TRIED, Choice, search
 from longshift.planner.shortlist import shortlist
-from longshift.planner.siblings import siblings
+from longshift.planner.siblings import meshes, siblings
 from longshift.program.needs import StepShape, most, needs
 from longshift.spec.families import preset
 from longshift.spec.formats import FORMATS, Format, Wire, formats_of
@@ -489,6 +489,17 @@ def test_plan_moves_blocks_off_the_rank_with_the_head():
         assert found.single.seconds <= replay.mean_second((other,)) * (1 + 1e-9), (use, first)
 
 
+def test_plan_groups_of_one_cut_gather_and_reduce_once():
+    """A shortlist names groups of one cut, and has them and single layouts as near to the clock."""
+    devices, lengths = cluster("2x4xa100-40"), Lengths(*some_lengths(longest=1 << 14))
+    found = shortlist(SMALL, devices, lengths.lengths, lengths.counts, 1 << 16, 1 << 14)
+    replay = Replay(Task(SMALL, devices, lengths, 1 << 16, "bf16", devices.devices))
+    assert found.best is not None
+    near = {one.edges: one.seconds / replay.mean_second(one.edges) for one in (found.best, *found.others)}
+    assert all(0.85 < ratio < 1.05 for ratio in near.values())
+    assert any(len(edges) > 1 and one_cut(edges) for edges in near)
+
+
 def test_plan_plays_siblings_of_what_a_shortlist_names():
     """Recomputation that nothing needs, and packs that are too small, go; where the memory is short they stay."""
     task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
@@ -560,6 +571,16 @@ def test_plan_siblings_have_less_zero_in_one_group_or_in_all():
 
 def _zeros(edges: tuple[Edge, ...]) -> list[int]:
     return [edge.use.zero for edge in edges]
+
+
+def test_plan_plays_the_best_of_several_meshes_to_the_end():
+    """Siblings of the fastest do not crowd them out."""
+    task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
+    given = [(Edge(1 << 12, Layout.parse(text)),) for text in ("dp4.recompute-full.z3", "dp2.u2.z1", "u4.z1", "tp4")]
+    found = Replay(task).fastest(given)
+    ended = {meshes(way.edges) for way in found if len(way.steps) == replays.STEPS}
+    assert ended == set(map(meshes, given))
+    assert len(found) > 2 * len(given)
 
 
 def test_plan_siblings_keep_to_what_is_fixed():

@@ -214,7 +214,7 @@ def test_a_slower_network_is_never_faster():
 
 def test_a_ring_of_cpus_takes_the_cores_that_its_messages_need():
     """Keys and values of a document travel while its own are attended to; the less of the cores that takes, the shorter the step."""
-    spec, edges, formats = families.preset("tiny-llama"), (Edge(2048, Layout.parse("ring2")),), formats_of("float32")
+    spec, edges, formats = families.preset("tiny-llama"), (Edge(8192, Layout.parse("ring2")),), formats_of("float32")
     sends = Curve((Axis("ranks", (2,), 0.0), Axis("bytes", (2.0**20,))), (0.1,))
 
     def seconds(cores_s: float | None) -> tuple[float, float]:
@@ -223,15 +223,16 @@ def test_a_ring_of_cpus_takes_the_cores_that_its_messages_need():
         machine = replace(here, devices_per_node=2, curves={**here.curves, "send node": sends, **cores})
         way = Itinerary(spec, edges, assumed(2), formats.compute_bytes, formats.home_bytes, SwitchOptions())
         cost = Cost(sizes(spec), rates(machine, "float32"))
-        clock = Clock(StepShape(way, edges, formats, 2048, 2048), machine, cost, "float32")
-        form = closed_form(cost, Candidates(1, 1, 2, 1, 1, 1, 0, 0, 1, 2048, 2048**2 / 2))
-        return clock.step([GroupPacks(edges[0].use, (((2048,),),))]).seconds, float(form.total)
+        clock = Clock(StepShape(way, edges, formats, 8192, 8192), machine, cost, "float32")
+        form = closed_form(cost, Candidates(1, 1, 2, 1, 1, 1, 0, 0, 1, 8192, 8192**2 / 2))
+        return clock.step([GroupPacks(edges[0].use, (((8192,),),))]).seconds, float(form.total)
 
     times, forms = zip(*(seconds(cores_s) for cores_s in (0.01, 0.1, 1.0, None)))
     assert list(times) == sorted(times)
     assert times[0] < 0.98 * times[2]
     assert times[2] == times[3]
-    assert forms == pytest.approx(times, rel=0.05)
+    assert [forms[0], forms[2]] == pytest.approx([times[0], times[2]], rel=0.02)
+    assert times[1] <= forms[1] < 1.15 * times[1]  # half of what computes catches up while the ring is waited for
 
 
 def test_a_pipeline_waits_for_its_stages():
@@ -309,7 +310,7 @@ def test_groups_of_one_cut_gather_and_reduce_once():
         for use, lengths in ((Layout.parse(text), lengths) for text, _, lengths in groups)
     )
     both = steps_of(groups, "a800", FITTED).seconds
-    assert float(short.total + long.total - short.once) == pytest.approx(both, rel=0.1)
+    assert float(short.total + long.total - short.once) == pytest.approx(both, rel=0.02)
     assert float(short.total + long.total) > 1.2 * both
 
 
