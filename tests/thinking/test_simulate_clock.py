@@ -13,6 +13,8 @@ from longshift.cluster.curves import Axis, Curve
 from longshift.cluster.named import cluster as named
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, Tier
+from longshift.planner.enumerated import Meshes
+from longshift.planner.loads import candidates, dealt_seconds
 from longshift.program.needs import StepShape
 from longshift.program.turns import visit_of
 from longshift.schedule import pipeline
@@ -299,6 +301,22 @@ def test_closed_form_and_clock_agree(text: str):
     at = Candidates(*mesh, recompute_code(layout), micros, sum(lengths), sum(n * n for n in lengths) / 2)
     form = closed_form(Cost(sizes(families.preset("llama-3-8b")), rates(files.preset("h100"))), at)
     assert float(form.total) == pytest.approx(step_of(text, micros, lengths, reached=FITTED).seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "packs"), [("pp4.dp2", (8192, 512)), ("pp4.dp2", (512, 8192, 512)), ("pp8", (8192, 64, 64)), ("dp8", (8192, 512))]
+)
+def test_a_pipeline_waits_for_its_dearest_pack(text: str, packs: tuple[int, ...]):
+    """Closed form of packs as they are dealt, and the clock."""
+    spec, use = families.preset("llama-3-8b"), Layout.parse(text)
+    cost = Cost(sizes(spec), rates(files.preset("h100")))
+    at = Meshes(*(np.array([n]) for n in (use.tp, use.ulysses, use.ring, use.dp, use.pp, use.virtual, 0, use.zero, 0)))
+    dealt = [[(tokens, tokens**2 / 2) for tokens in packs]] * use.dp
+    tokens = sum(packs) / len(packs)
+    once = closed_form(cost, candidates(at, float(len(packs)), tokens, tokens**2 / 2)).once
+    edges = [Edge(8192, use)]
+    played = clock_of(edges, reached=FITTED).step([GroupPacks(use, (tuple((n,) for n in packs),) * use.dp)])
+    assert float((dealt_seconds(cost, spec, at, [(0, dealt)]) + once)[0]) == pytest.approx(played.seconds, rel=0.1)
 
 
 def test_groups_of_one_cut_gather_and_reduce_once():

@@ -137,7 +137,9 @@ def dealt_seconds(cost: Cost, spec: ModelSpec, at: Meshes, groups: Sequence[tupl
 
     there = np.unique(group)
     some, packs = layouts.take(there), np.bincount(group)[there]
-    mean = [np.bincount(group, values)[there] / packs for values in (tokens, pairs)]
+    # A pipeline fills and drains with its dearest pack, or waits for it on the way.
+    dearest = np.lexsort((slot_s, group))[np.cumsum(np.bincount(group)[there]) - 1]
+    mean = [np.where(some.pp > 1, values[dearest], np.bincount(group, values)[there] / packs) for values in (tokens, pairs)]
     micros = np.zeros(len(groups))
     np.maximum.at(micros, group, micro + 1.0)
     whole = closed_form(cost, candidates(some, micros[there], *mean))
