@@ -380,6 +380,9 @@ def test_plan_takes_the_home_that_makes_a_step_fastest(devices: str, disk: float
         alone = plan(replace(asked, home=HomeTiers.parse(home), homes=()))
         assert (alone.choice.seconds, alone.others) == (each, ())
     told = "\n".join(found.lines())
+    tried = [f"  {way}: {way.seconds:.3g} s" for way in found.choice.worth_trying()]
+    assert ("layout: auto trains some steps of each of these" in told) == (len(tried) > 1)
+    assert len(tried) == 1 or "\n".join(tried) in told
     for home, each in seconds.items():
         assert (f"with home: {home} " in told) == (home != best)
         assert each is not None or f"with home: {home} nothing fits" in told
