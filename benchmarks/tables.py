@@ -351,7 +351,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "plan-choice-2x2": partial(plan_tables.plan_choice, "plan_choice_2x2"),
     "plan-choice-2x2-python": partial(plan_tables.plan_choice, "plan_choice_2x2_python"),
     "plan-choice-2x4": partial(plan_tables.plan_choice, "plan_choice_2x4"),
-    "plan-choice-2x4-python": partial(plan_tables.plan_choice, "plan_choice_2x4_python"),
     "plan-corpora": plan_tables.plan_corpora,
     "machine-profile": machine_profile,
     "homes": homes,
