@@ -137,13 +137,15 @@ def dealt_seconds(cost: Cost, spec: ModelSpec, at: Meshes, groups: Sequence[tupl
 
     there = np.unique(group)
     some, packs = layouts.take(there), np.bincount(group)[there]
-    # A pipeline fills and drains with its dearest pack, or waits for it on the way.
-    dearest = np.lexsort((slot_s, group))[np.cumsum(np.bincount(group)[there]) - 1]
-    mean = [np.where(some.pp > 1, values[dearest], np.bincount(group, values)[there] / packs) for values in (tokens, pairs)]
+    mean = [np.bincount(group, values)[there] / packs for values in (tokens, pairs)]
     micros = np.zeros(len(groups))
     np.maximum.at(micros, group, micro + 1.0)
     whole = closed_form(cost, candidates(some, micros[there], *mean))
     beside_s = whole.total - whole.once - micros[there] * _slots(cost, some, *mean)
+    if (some.pp > 1).any():  # a pipeline fills and drains with its dearest pack, or waits for it on the way
+        dearest = np.lexsort((slot_s, group))[np.cumsum(np.bincount(group)[there]) - 1]
+        longer = closed_form(cost, candidates(some, micros[there], tokens[dearest].astype(float), pairs[dearest].astype(float)))
+        beside_s = beside_s + longer.fill - whole.fill
     seconds[there] = (busy_s[there] + beside_s) * unevenness(spec, some)
     return seconds
 

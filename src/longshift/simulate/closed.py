@@ -74,11 +74,12 @@ class Candidates:
 class Forecast:
     """Seconds of one step by part (PARTS), and traffic that is hidden under computation by its part. `once`: those of the parts that a step
     takes once, however many groups of documents it computes from these copies of the weights: what is gathered and reduced once, and the
-    optimizer's. `band`: relative half-width."""
+    optimizer's; `fill`: those in which a pipeline fills and drains. `band`: relative half-width."""
 
     parts: Mapping[str, np.ndarray]
     hidden: Mapping[str, np.ndarray]
     once: np.ndarray
+    fill: np.ndarray
     band: float = BAND
 
     @property
@@ -123,7 +124,8 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     slot_s = blocks * block_s + ends_s
     others_s = np.maximum(0.0, sizes.layers * block_s + ends[0] + ends[1] - slot_s)
     stall_s = stalled_s(micros, pp, virtual, *(blocks * side for side in sides))
-    bubble_s = np.where(pp > 1, others_s / virtual + stall_s, 0.0)
+    fill_s = np.where(pp > 1, others_s / virtual, 0.0)
+    bubble_s = fill_s + np.where(pp > 1, stall_s, 0.0)
 
     message_s = _message_s(cost, at)
     messages = 2 * np.where(np.asarray(habits.messages_hidden) == 1, pp - 1.0, micros * virtual + pp - 1)
@@ -173,7 +175,8 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
     once_s = once_s + crowds["gather"] * (once_gather_s - gathered_once_s) + crowds["reduce"] * (once_reduce_s - reduced_once_s)
     shape = np.broadcast_shapes(*(np.shape(part) for part in parts.values()))
     whole, under = ({name: np.broadcast_to(part, shape) for name, part in some.items()} for some in (parts, hidden))
-    return Forecast(whole, under, np.broadcast_to(once_s * (1 + waiting), shape))
+    once_s, fill_s = (np.broadcast_to(seconds * (1 + waiting), shape) for seconds in (once_s, fill_s))
+    return Forecast(whole, under, once_s, fill_s)
 
 
 def stalled_s(micros: Number, pp: Number, virtual: Number, forward_s: Number, backward_s: Number) -> np.ndarray:
