@@ -167,8 +167,8 @@ class PlannedHome(Reported):
 class LayoutPlan(Reported):
     """The best layouts for documents on a cluster. `home`: where the training state lies, of the `homes` that were compared. `fits`:
     whether there is a layout; where there is none, `changes` after which there would be, and which ways are `short` of memory. `best`, the
-    best `single` layout, the best with `context_parallel` alone, and `rivals`; those that `layout: auto` has `tried`, in its order;
-    `candidates` were compared, and `refused` by reason. `mfu` by convention."""
+    best `single` layout, the best with `context_parallel` alone, and `rivals`; `tried`: those that `layout: auto` trains some steps
+    each, in their order. `candidates` were compared, and `refused` by reason. `mfu` by convention."""
 
     cluster: PlannedCluster
     ranks: int
