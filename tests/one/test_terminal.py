@@ -200,7 +200,7 @@ def test_what_the_header_says(place):
     assert layout_told(run, None) == "documents to 32: dp4; documents to 64: dp2.tp2, 4 ranks"
     facts = {"candidates": 1234, "tried": [{"seconds": 0.3}, {"seconds": 0.363}]}
     plan = PlanFile("auto", ("dp2", "tp2"), facts)
-    told = "layout: auto compared 1,234 and predicts {} s a step, of the others {} to {}; 2 choices are trained"
+    told = "layout: auto compared 1,234 and predicts {} s a step, and {} to {} s with the others that are tried; 2 choices are trained"
     assert told.format(0.3, 0.363, 0.363) in layout_told(run, plan)
     assert told.format(0.363, 0.3, 0.3) in layout_told(run, replace(plan, rates=(1.0,)))
     assert "trained 2 choices a few steps each, and goes on with this one" in layout_told(run, replace(plan, chosen=1, rates=(1.0, 2.0)))

@@ -142,10 +142,11 @@ def dealt_seconds(cost: Cost, spec: ModelSpec, at: Meshes, groups: Sequence[tupl
     np.maximum.at(micros, group, micro + 1.0)
     whole = closed_form(cost, candidates(some, micros[there], *mean))
     beside_s = whole.total - whole.once - micros[there] * _slots(cost, some, *mean)
-    if (some.pp > 1).any():  # a pipeline fills and drains with its dearest pack, or waits for it on the way
-        dearest = np.lexsort((slot_s, group))[np.cumsum(np.bincount(group)[there]) - 1]
-        longer = closed_form(cost, candidates(some, micros[there], tokens[dearest].astype(float), pairs[dearest].astype(float)))
-        beside_s = beside_s + longer.fill - whole.fill
+    piped = np.flatnonzero(some.pp > 1)
+    if len(piped):  # a pipeline fills and drains with its dearest pack, or waits for it on the way
+        dearest = np.lexsort((slot_s, group))[np.cumsum(packs) - 1][piped]
+        longer = closed_form(cost, candidates(some.take(piped), micros[there][piped], tokens[dearest], pairs[dearest]))
+        beside_s[piped] += longer.fill - whole.fill[piped]
     seconds[there] = (busy_s[there] + beside_s) * unevenness(spec, some)
     return seconds
 

@@ -13,7 +13,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.legal import faults
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device
-from longshift.planner.siblings import meshes, siblings
+from longshift.planner.siblings import first_of_meshes, siblings
 from longshift.planner.uneven import evened
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
@@ -175,10 +175,7 @@ class Replay:
             first = self._first([*first, *(other for edges in fresh for other in siblings(edges) if not self._faulty(other))])
         pipelines = [edges for edges in first if any(edge.use.pp > 1 for edge in edges)]
         first = self._first([*first, *map(self.evened, pipelines[:FINALISTS])])
-        of_meshes: dict[frozenset[tuple[int, ...]], tuple[Edge, ...]] = {}
-        for edges in first:
-            of_meshes.setdefault(meshes(edges), edges)
-        finalists = dict.fromkeys([*_of_kinds(first, (2, 1, 1)), *list(of_meshes.values())[:FINALISTS]])
+        finalists = dict.fromkeys([*_of_kinds(first, (2, 1, 1)), *first_of_meshes(first)[:FINALISTS]])
         means = {edges: self.mean_second(edges) for edges in finalists}
         scale = means[first[0]] / self.second(first[0], 0) if first else 1.0
         found = [self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first]

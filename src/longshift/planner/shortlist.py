@@ -20,6 +20,7 @@ from longshift.planner.enumerated import Fixed, Meshes, enumerate_layouts
 from longshift.planner.least_bytes import reserved
 from longshift.planner.loads import Dealing, dealt, dealt_seconds, present, switch_seconds
 from longshift.planner.remedies import binding, remedies, too_large
+from longshift.planner.siblings import meshes
 from longshift.planner.streaming import Streamed, streamed
 from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_static, capacities, compared, families, survivors, take_shared
 from longshift.program.needs import StepShape
@@ -260,22 +261,18 @@ class _Comparison:
 
     def others(self, best: Answer) -> tuple[Answer, ...]:
         """The next best assignments, each of other meshes, with what their bounds say of memory."""
-        found, seen = [], {self._meshes(best)}
+        found, seen = [], {meshes(best.edges)}
         for number in map(int, np.argsort(self.seconds, kind="stable")):
             groups = self.proposals[number].groups
             more = self.more_bytes if len({self._cut(row) for _, _, row, _ in groups}) > 1 else 0.0
             needed = [self.bytes[group[2:]] + more for group in groups]
             answer = self._answer(number, needed)
-            if self._meshes(answer) not in seen and answer.seconds >= best.seconds and max(needed) <= self.problem.budget_bytes:
-                seen.add(self._meshes(answer))
+            if meshes(answer.edges) not in seen and answer.seconds >= best.seconds and max(needed) <= self.problem.budget_bytes:
+                seen.add(meshes(answer.edges))
                 found.append(answer)
             if len(found) == TOLD:
                 break
         return tuple(found)
-
-    @staticmethod
-    def _meshes(answer: Answer) -> frozenset[tuple[int, ...]]:
-        return frozenset(tuple(getattr(edge.use, name) for name in MESH) for edge in answer.edges)
 
     def rivals(self, single: Answer) -> tuple[Rival, ...]:
         """The next best single layouts, each of another mesh, and how much slower than the best one they are."""

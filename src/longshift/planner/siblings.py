@@ -4,9 +4,10 @@ A shortlist names each set of meshes once, with the recomputation, the ZeRO stag
 others may be.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from longshift.planner.survive import MESH
 from longshift.simulate.cost import RECOMPUTE, recompute_code
 from longshift.workload.groups import Edge
 
@@ -27,17 +28,24 @@ def siblings(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
         for use, pack in others:
             if (use, pack) != (edge.use, edge.pack):
                 yield (*edges[:place], replace(edge, use=use, pack=pack), *edges[place + 1 :])
-    if len(edges) > 1 and any(edge.use.zero > least and not edge.use.chunk for edge in edges):
-        yield tuple(edge if edge.use.chunk else replace(edge, use=replace(edge.use, zero=_lower(edge.use.zero))) for edge in edges)
-
-
-def _lower(zero: int) -> int:
-    return max(min(zero, 1), zero - 1)
+    lower_all = [
+        replace(edge, use=replace(edge.use, zero=edge.use.zero - (edge.use.zero > least and not edge.use.chunk))) for edge in edges
+    ]
+    if len(edges) > 1 and lower_all != list(edges):
+        yield tuple(lower_all)
 
 
 def meshes(edges: Sequence[Edge]) -> frozenset[tuple[int, ...]]:
-    """What siblings have in common."""
-    return frozenset((e.use.dp, e.use.pp, e.use.tp, e.use.ulysses, e.use.ring, e.use.virtual) for e in edges)
+    """The set of meshes of a way's groups, which its siblings have, too."""
+    return frozenset(tuple(getattr(edge.use, name) for name in MESH) for edge in edges)
+
+
+def first_of_meshes(ways: Iterable[tuple[Edge, ...]]) -> list[tuple[Edge, ...]]:
+    """The first way of each set of meshes, in their order."""
+    found: dict[frozenset[tuple[int, ...]], tuple[Edge, ...]] = {}
+    for edges in ways:
+        found.setdefault(meshes(edges), edges)
+    return list(found.values())
 
 
 def plainness(edges: Sequence[Edge]) -> tuple[int, ...]:

@@ -137,9 +137,10 @@ def why(plan: PlanFile) -> str:
     if not compared or number >= len(tried):
         reason = "layout: auto chose it"
     else:
-        own, *others = (tried[place]["seconds"] for place in (number, *range(number), *range(number + 1, len(tried))))
+        others = [way["seconds"] for way in tried]
+        own = others.pop(number)
         reason = f"layout: auto compared {compared:,} and predicts {own:.3g} s a step"
-        reason += f", of the others {min(others):.3g} to {max(others):.3g}" if others else ""
+        reason += f", and {min(others):.3g} to {max(others):.3g} s with the others that are tried" if others else ""
     trials = f"{len(plan.choices)} choices are trained a few steps each, and the first goes on unless another is faster"
     return reason if plan.chosen is not None else f"{reason}; {trials}"
 
