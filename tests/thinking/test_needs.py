@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.program import held_packs
+from longshift.program import ledger as ledgers
 from longshift.program.held_home import saved_bytes
 from longshift.program.many_chunks import full_pack
 from longshift.program.needs import StepShape, kinds_of_rank, largest_step, most, needs
@@ -65,6 +67,21 @@ def test_no_pack_of_a_gpu_needs_more_than_the_one_that_is_weighed(text: str, kv_
             step = largest_step(run, edges, [tuple(pack)])
             found = run.ledger(0, "nccl", False).play(*step).device
             assert found <= 1.002 * said, (pack, found / said)
+
+
+@pytest.mark.parametrize("home", ["device", "host", "disk"])
+@pytest.mark.parametrize(
+    "text", ["dp2.z1", "dp2.z3", "tp2.recompute-full.z2", "pp2.v2.z2", "pp2.gpipe", "dp2.z3 > u2.z2", "dp2.z1 > tp2.z1"]
+)
+def test_a_first_step_leaves_what_its_first_micro_batches_leave(text: str, home: str, monkeypatch: pytest.MonkeyPatch):
+    """What later steps need and send does not depend on how many micro-batches the first one has."""
+    run = replace(shape(text, tokens=1 << 15), home_in=HomeTiers(home))
+    short = needs(run, run.edges, "nccl", False)
+    monkeypatch.setattr(ledgers, "_first_micro", lambda visit, packs: visit)
+    for one, other in zip(short, needs(run, run.edges, "nccl", False)):
+        for place in ("device", "host", "disk"):
+            assert one.of(place) == other.of(place)
+        assert (one.weighed.sent, one.weighed.moved, one.weighed.flops) == (other.weighed.sent, other.weighed.moved, other.weighed.flops)
 
 
 MESHES = ("dp1", "u2", "pp2", "tp2", "ring2", "dp2.z3", "dp2.z1")

@@ -13,7 +13,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.legal import faults
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device
-from longshift.planner.siblings import first_of_meshes, siblings
+from longshift.planner.siblings import first_of_meshes, lower, siblings
 from longshift.planner.uneven import evened
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
@@ -164,11 +164,14 @@ class Replay:
         return self.lacks(edges)[0] <= 0
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
-        """Those that fit, fastest first. All are played on the first step; then siblings of the fastest, of the fastest single layout
-        and of the fastest of one cut of the weights, until none is faster, LOOKS times at most; then the fastest FINALISTS that have a
-        pipeline, with uneven stages. The two fastest of all these, the fastest way of each of the first FINALISTS sets of meshes, the best
-        single layout and the best of one cut are played on the STEPS after it. The rest are taken to be as much slower as on the first."""
-        first, seen = self._first(ways), set[tuple[Edge, ...]]()
+        """Those that fit, fastest first. All are played on the first step, and with the next lower ZeRO stage; then siblings of the
+        fastest, of the fastest single layout and of the fastest of one cut of the weights, until none is faster, LOOKS times at most; then
+        the fastest FINALISTS that have a pipeline, with uneven stages. The two fastest of all these, the fastest way of each of the first
+        FINALISTS sets of meshes, the best single layout and the best of one cut are played on the STEPS after it. The rest are taken to be
+        as much slower as on the first."""
+        given = list(ways)
+        below = [edges for edges in map(lower, given) if not self._faulty(edges)]
+        first, seen = self._first([*given, *below]), set[tuple[Edge, ...]]()
         for _ in range(LOOKS):
             fresh = [edges for edges in _of_kinds(first, (1, 1, 1)) if edges not in seen]
             seen.update(fresh)

@@ -26,8 +26,10 @@ from longshift.workload.groups import Edge
 BUDGETS = (1.0, 0.9, 0.8, 0.65)  # of a device's memory, that a shortlist may fill: groups together need more than each alone
 ENOUGH = 3  # ways that fit
 CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, in tokens
-TRIED = 4  # ways that a run tries: the plainest, the fastest, and two of other meshes
-CLOSE = 1.05  # times as many seconds: calibrated clocks were off by 4 to 7 % in the median
+CLOSE = 1.05  # times as many seconds as the fastest way: calibrated clocks were off by 4 to 7 % in the median
+NEAR = 1.15  # the same of what is worth trying: the clock is off by more between few ways
+MESHES = 6  # sets of meshes that a run tries, at most
+TRIED = 4  # ways, where fewer sets of meshes are near
 SELDOM = (200_000, 20, 20)  # of `gc.set_threshold`
 
 
@@ -52,19 +54,23 @@ class Choice:
         """Of a step of the best way; None where nothing fits."""
         return None if self.best is None else self.best.seconds
 
-    def worth_trying(self, count: int = TRIED) -> list[Way]:
-        """So many ways to try. The first is the plainest of those that the clock has CLOSE to the fastest; it goes on unless another proves
-        faster. After it come the fastest, the best single layout where neither is one, and the fastest of other meshes: what the clock gets
-        wrong of one, it gets wrong of all that compute alike."""
+    def worth_trying(self) -> list[Way]:
+        """The ways to try. The first is the plainest of those that the clock has CLOSE to the fastest; it goes on unless another proves
+        faster. After it come the fastest, the best single layout where neither is one, and the fastest of other meshes that are NEAR,
+        single layouts first: what the clock gets wrong of one way, it gets wrong of all that compute alike. Siblings come where these are
+        few."""
         if self.best is None:
             return []
         plainest = min((way for way in self.ways if way.seconds <= CLOSE * self.best.seconds), key=lambda way: plainness(way.edges))
         first = [plainest.edges, self.best.edges]
         if self.single is not None and min(map(len, first)) > 1:
             first.append(self.single.edges)
+        near = [way.edges for way in self.ways if way.seconds <= NEAR * self.best.seconds]
+        others = first_of_meshes([*first, *(edges for edges in near if len(edges) == 1), *near])
+        apart = list(dict.fromkeys([*first, *others]))[:MESHES]
+        tried = list(dict.fromkeys([*apart, *near]))[: max(TRIED, len(apart))]
         by_edges = {way.edges: way for way in self.ways}
-        order = dict.fromkeys([*first, *first_of_meshes([*first, *by_edges]), *by_edges])
-        return [by_edges[edges] for edges in order][:count]
+        return [by_edges[edges] for edges in tried]
 
 
 def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: bool = False) -> Choice:

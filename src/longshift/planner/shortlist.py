@@ -42,7 +42,7 @@ MOST_SINGLES = 8  # single layouts of different meshes whose packs are dealt
 WORTH = 0.01  # of a step's seconds, that another round may gain
 KINDS = ("best", "single", "context parallel")
 ROUNDS, MOST_ROUNDS = 3, 12  # of a search: the next one knows which families need more than their bounds say; where nothing fits yet
-TOLD = 5  # assignments that a shortlist names
+TOLD, TOLD_SINGLES = 5, 3  # assignments that a shortlist names besides its best, of all and of one layout
 
 
 @dataclass(frozen=True)
@@ -260,18 +260,18 @@ class _Comparison:
         return [found[place] for place in range(len(groups))]
 
     def others(self, best: Answer) -> tuple[Answer, ...]:
-        """The next best assignments, each of other meshes, with what their bounds say of memory."""
-        found, seen = [], {meshes(best.edges)}
+        """The next best assignments and the next best of one layout, each of other meshes, with what their bounds say of memory."""
+        found, seen = list[Answer](), {meshes(best.edges)}
         for number in map(int, np.argsort(self.seconds, kind="stable")):
             groups = self.proposals[number].groups
+            if len(found) >= TOLD and (len(groups) > 1 or sum(len(other.groups) == 1 for other in found) >= TOLD_SINGLES):
+                continue
             more = self.more_bytes if len({self._cut(row) for _, _, row, _ in groups}) > 1 else 0.0
             needed = [self.bytes[group[2:]] + more for group in groups]
             answer = self._answer(number, needed)
             if meshes(answer.edges) not in seen and answer.seconds >= best.seconds and max(needed) <= self.problem.budget_bytes:
                 seen.add(meshes(answer.edges))
                 found.append(answer)
-            if len(found) == TOLD:
-                break
         return tuple(found)
 
     def rivals(self, single: Answer) -> tuple[Rival, ...]:

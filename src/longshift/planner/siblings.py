@@ -14,25 +14,29 @@ from longshift.workload.groups import Edge
 
 def siblings(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
     """Ways in which one group has packs of half or twice the size, recomputes less in packs of any of the three sizes, or has a lower ZeRO
-    stage, with and without the outputs that recomputation keeps; and the way in which every group has the next lower stage. Where layouts
-    change, every state is sharded. Streamed groups stay as they are."""
+    stage, with and without the outputs that recomputation keeps; and, of several groups, the `lower` way."""
     least = int(len(edges) > 1)
     for place, edge in enumerate(edges):
         if edge.use.chunk:
             continue
         less = [replace(edge.use, recompute=one, keep_output=False) for one in RECOMPUTE[: RECOMPUTE.index(edge.use.recompute)]]
         kept = dict.fromkeys((edge.use.keep_output, False))
-        lower = [replace(edge.use, zero=zero, keep_output=keep) for zero in range(least, edge.use.zero) for keep in kept]
+        less_zero = [replace(edge.use, zero=zero, keep_output=keep) for zero in range(least, edge.use.zero) for keep in kept]
         packs = [pack for pack in (edge.pack, edge.pack // 2, 2 * edge.pack) if pack >= edge.upto]
-        others = [(use, pack) for use in (edge.use, *less) for pack in packs] + [(use, edge.pack) for use in lower]
+        others = [(use, pack) for use in (edge.use, *less) for pack in packs] + [(use, edge.pack) for use in less_zero]
         for use, pack in others:
             if (use, pack) != (edge.use, edge.pack):
                 yield (*edges[:place], replace(edge, use=use, pack=pack), *edges[place + 1 :])
-    lower_all = [
-        replace(edge, use=replace(edge.use, zero=edge.use.zero - (edge.use.zero > least and not edge.use.chunk))) for edge in edges
-    ]
-    if len(edges) > 1 and lower_all != list(edges):
-        yield tuple(lower_all)
+    if len(edges) > 1 and (below := lower(edges)) != tuple(edges):
+        yield below
+
+
+def lower(edges: Sequence[Edge]) -> tuple[Edge, ...]:
+    """The way in which every group has the next lower ZeRO stage. Where layouts change, every state is sharded. Streamed groups stay as
+    they are."""
+    least = int(len(edges) > 1)
+    below = [edge.use.zero - (edge.use.zero > least and not edge.use.chunk) for edge in edges]
+    return tuple(replace(edge, use=replace(edge.use, zero=zero)) for edge, zero in zip(edges, below))
 
 
 def meshes(edges: Sequence[Edge]) -> frozenset[tuple[int, ...]]:

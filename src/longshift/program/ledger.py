@@ -121,8 +121,9 @@ class Ledger:
         """What some equal steps need at the most, and what the last one sends and moves. The first leaves working copies. Where units are
         updated early, the norm of the first clips, so that the second makes all updates late, and its own early, and the third is as those
         are whose norm does not. As many steps as there are kinds where not given. `packs`: lengths of the documents of each micro-batch,
-        by visit. `after` sees the last step's operations when they are done. `last`: which updates were left to it, and whether it makes
-        its own early, where these are known."""
+        by visit; of a first step of equal packs one a visit is played, which leaves and needs no more than all of a later one. `after` sees
+        the last step's operations when they are done. `last`: which updates were left to it, and whether it makes its own early, where
+        these are known."""
         steps = steps or (3 if self.steps.early else 2)
         self.book.told, inside = self._told, self.account.inside
         self.visits, self.packs = visits, packs
@@ -130,7 +131,9 @@ class Ledger:
         self.at = [(self.runners[visit.layout], self.copies[self.steps.views[visit.layout].cut]) for visit in visits]
         for step in range(steps):
             left, early = last if last and step == steps - 1 else (self.left, self.played > 0)
-            program = self.steps.program(visits, left=left, early=early)
+            opening = self.played == 0 and step < steps - 1
+            these = [_first_micro(*one) for one in zip(visits, packs)] if opening else visits
+            program = self.steps.program(these, left=left, early=early)
             self.left = self.steps.left({op.unit for op in program if op.part == "early"})
             self.played += 1
             for counted in (self.account.sent, self.account.moved, self.account.flops):
@@ -190,3 +193,9 @@ class Ledger:
             return self.steps.itinerary.sums(cut)
         before = self.visits[op.visit - 1].layout if op.visit else None
         return self.steps.itinerary.weights(self.steps.source(before), cut)
+
+
+def _first_micro(visit: Visit, packs: Sequence[Sequence[int]]) -> Visit:
+    """A visit with the first of its micro-batches alone, where all are equal."""
+    alike = len(set(map(tuple, packs))) == 1
+    return Visit(visit.layout, 1, visit.loss_blocks[:1]) if alike else visit
