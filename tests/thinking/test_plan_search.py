@@ -556,6 +556,8 @@ def test_plan_siblings_differ_in_one_group_and_hold_its_longest_document():
         (place,) = (n for n in range(2) if other[n] != edges[n])
         assert other[place].upto == edges[place].upto <= other[place].pack
     assert {str(other[1].use) for other in others} == {"u4"}
+    whole = {str(other[0].use) for other in siblings((Edge(512, Layout.parse("dp4.recompute-full")),))}
+    assert whole >= {"dp4", "dp4.recompute-full.keep-output"}
     assert list(siblings((Edge(1 << 20, Layout.parse("u4.z3.chunk16K")),))) == []
 
 
@@ -579,6 +581,20 @@ def test_plan_plays_what_it_is_given_with_less_zero():
     given = [(Edge(1 << 12, Layout.parse(text)),) for text in ("dp4", "dp2.u2.z1", "u4.z3", "tp4")]
     found = {str(way) for way in Replay(task).fastest(given)}
     assert found >= {"dp2.u2", "u4.z2", "u4.z3", "tp4"}
+
+
+def test_plan_plays_what_does_not_fit_with_smaller_packs():
+    """Its packs are halved until it fits, and no further; what fits in none is left out."""
+    task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
+    given = (Edge(1 << 12, Layout.parse("u4.z1"), 1 << 16),)
+    needed = {pack: Replay(task).weigh((replace(given[0], pack=pack),))[0]["device"] for pack in (1 << 12, 1 << 13, 1 << 14)}
+    for pack, room in ((1 << 14, needed[1 << 14]), (1 << 13, needed[1 << 14] - 1)):
+        tight = Replay(replace(task, memory_bytes=float(least_bytes.reserved(room))))
+        played = {(str(way.edges[0].use), way.edges[0].pack) for way in tight.fastest([given])}
+        assert ("u4.z1", pack) in played
+        assert all(size <= pack for use, size in played if use == "u4.z1")
+    tight = Replay(replace(task, memory_bytes=float(least_bytes.reserved(needed[1 << 12] - 1))))
+    assert not any(way.edges[0].use.zero <= 1 for way in tight.fastest([given]))
 
 
 def _zeros(edges: tuple[Edge, ...]) -> list[int]:

@@ -13,7 +13,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.legal import faults
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device
-from longshift.planner.siblings import first_of_meshes, lower, siblings
+from longshift.planner.siblings import first_of_meshes, lower, siblings, smaller
 from longshift.planner.uneven import evened
 from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
@@ -164,12 +164,12 @@ class Replay:
         return self.lacks(edges)[0] <= 0
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
-        """Those that fit, fastest first. All are played on the first step, and with the next lower ZeRO stage; then siblings of the
-        fastest, of the fastest single layout and of the fastest of one cut of the weights, until none is faster, LOOKS times at most; then
-        the fastest FINALISTS that have a pipeline, with uneven stages. The two fastest of all these, the fastest way of each of the first
-        FINALISTS sets of meshes, the best single layout and the best of one cut are played on the STEPS after it. The rest are taken to be
-        as much slower as on the first."""
-        given = list(ways)
+        """Those that fit, fastest first. All are played on the first step, with smaller packs where they do not fit else, and with the
+        next lower ZeRO stage; then siblings of the fastest, of the fastest single layout and of the fastest of one cut of the weights,
+        until none is faster, LOOKS times at most; then the fastest FINALISTS that have a pipeline, with uneven stages. The two fastest of
+        all these, the fastest way of each of the first FINALISTS sets of meshes, the best single layout and the best of one cut are played
+        on the STEPS after it. The rest are taken to be as much slower as on the first."""
+        given = [*map(self._fitted, ways)]
         below = [edges for edges in map(lower, given) if not self._faulty(edges)]
         first, seen = self._first([*given, *below]), set[tuple[Edge, ...]]()
         for _ in range(LOOKS):
@@ -183,6 +183,12 @@ class Replay:
         scale = means[first[0]] / self.second(first[0], 0) if first else 1.0
         found = [self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first]
         return sorted(found, key=lambda way: (way.seconds, way.edges not in means, str(way)))
+
+    def _fitted(self, edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
+        """A way with the largest packs that fit, of its own and half of these over and over; with the smallest, where none do."""
+        while not self.fits(edges) and (less := smaller(edges)) != edges:
+            edges = less
+        return edges
 
     def _faulty(self, edges: tuple[Edge, ...]) -> bool:
         """Whether a layout is impossible, or other than what is fixed."""

@@ -14,12 +14,15 @@ from longshift.workload.groups import Edge
 
 def siblings(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
     """Ways in which one group has packs of half or twice the size, recomputes less in packs of any of the three sizes, or has a lower ZeRO
-    stage, with and without the outputs that recomputation keeps; and, of several groups, the `lower` way."""
+    stage, with and without the outputs that recomputation keeps; and, of several groups, the `lower` way. Streamed groups stay as they
+    are."""
     least = int(len(edges) > 1)
     for place, edge in enumerate(edges):
         if edge.use.chunk:
             continue
         less = [replace(edge.use, recompute=one, keep_output=False) for one in RECOMPUTE[: RECOMPUTE.index(edge.use.recompute)]]
+        if edge.use.recompute == "full" and not edge.use.keep_output:
+            less.append(replace(edge.use, keep_output=True))
         kept = dict.fromkeys((edge.use.keep_output, False))
         less_zero = [replace(edge.use, zero=zero, keep_output=keep) for zero in range(least, edge.use.zero) for keep in kept]
         packs = [pack for pack in (edge.pack, edge.pack // 2, 2 * edge.pack) if pack >= edge.upto]
@@ -37,6 +40,11 @@ def lower(edges: Sequence[Edge]) -> tuple[Edge, ...]:
     least = int(len(edges) > 1)
     below = [edge.use.zero - (edge.use.zero > least and not edge.use.chunk) for edge in edges]
     return tuple(replace(edge, use=replace(edge.use, zero=zero)) for edge, zero in zip(edges, below))
+
+
+def smaller(edges: Sequence[Edge]) -> tuple[Edge, ...]:
+    """The way with packs of half the size, as far as they hold the longest document."""
+    return tuple(replace(edge, pack=max(edge.upto, edge.pack // 2)) for edge in edges)
 
 
 def meshes(edges: Sequence[Edge]) -> frozenset[tuple[int, ...]]:
