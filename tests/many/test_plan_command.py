@@ -27,7 +27,7 @@ data:
   max_len: 64
   overlong: split
   cache: {folder}/cache
-train: {{tokens_per_step: 256, steps: 19, lr: 1e-3, precision: float32}}
+train: {{tokens_per_step: 256, steps: 27, lr: 1e-3, precision: float32}}
 layout: {layout}
 save: {{dir: {folder}/run, every: 100}}
 """
@@ -116,23 +116,23 @@ def test_auto_trains_the_best_few_and_goes_on_with_one(folder):
     assert len(plan.rates) == len(plan.choices)
     assert plan.chosen in (0, max(range(len(plan.rates)), key=plan.rates.__getitem__))
     rows = read_rows(folder / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, 20))
+    assert [row["step"] for row in rows] == list(range(1, 28))
     (folder / "alone.yaml").write_text(CONFIG.format(folder=folder, model="tiny-llama", layout="dp1"))
     assert longshift(f"train {folder}/alone.yaml save.dir={folder}/alone").returncode == 0
     alone = [row["loss"] for row in read_rows(folder / "alone" / "metrics.jsonl")]
     assert [row["loss"] for row in rows] == pytest.approx(alone, rel=1e-5)
-    again = longshift(f"train {folder}/run.yaml --resume train.steps=21")
+    again = longshift(f"train {folder}/run.yaml --resume train.steps=29")
     assert again.returncode == 0, again.stderr
     assert "as " + str(place(folder / "run")) in again.stderr
     assert PlanFile.from_json(place(folder / "run").read_text()) == plan
     trials = 4 * len(plan.choices)
     rows = read_rows(folder / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows if row["first"]] == [*range(1, trials + 2, 4), 20]
-    assert [row["layout"] for row in rows] == [plan.choices[n // 4] if n < trials else plan.layout for n in range(21)]
+    assert [row["step"] for row in rows if row["first"]] == [*range(1, trials + 2, 4), 28]
+    assert [row["layout"] for row in rows] == [plan.choices[n // 4] if n < trials else plan.layout for n in range(29)]
     assert plan.calibration is not None
     assert plan.calibration.steps == trials - len(plan.choices)
     predicted = {row["step"]: row for row in rows if "predicted_seconds" in row}
-    assert {trials + 2, 21} <= predicted.keys() <= {*range(trials + 2, 20), 21}
+    assert {trials + 2, 29} <= predicted.keys() <= {*range(trials + 2, 28), 29}
     assert predicted[trials + 2]["band"] == band_of_errors(plan.calibration.errors[-RECENT:])
     assert all(0 < row["predicted_seconds"] < 60 and row["band"] >= ERROR for row in predicted.values())
 

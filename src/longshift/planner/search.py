@@ -28,8 +28,7 @@ ENOUGH = 3  # ways that fit
 CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, in tokens
 CLOSE = 1.05  # times as many seconds as the fastest way: calibrated clocks were off by 4 to 7 % in the median
 NEAR = 1.15  # the same of what is worth trying: the clock is off by more between few ways
-MESHES = 6  # sets of meshes that a run tries, at most
-TRIED = 4  # ways, where fewer sets of meshes are near
+TRIED = 6  # ways that a run tries, at most
 SELDOM = (200_000, 20, 20)  # of `gc.set_threshold`
 
 
@@ -57,20 +56,22 @@ class Choice:
     def worth_trying(self) -> list[Way]:
         """The ways to try. The first is the plainest of those that the clock has CLOSE to the fastest; it goes on unless another proves
         faster. After it come the fastest, the best single layout where neither is one, and the fastest of other meshes that are NEAR,
-        single layouts first: what the clock gets wrong of one way, it gets wrong of all that compute alike. Siblings come where these are
-        few."""
+        single layouts first: what the clock gets wrong of one way, it gets wrong of all that compute alike. Siblings that are CLOSE follow
+        where these are few, of one layout first."""
         if self.best is None:
             return []
-        plainest = min((way for way in self.ways if way.seconds <= CLOSE * self.best.seconds), key=lambda way: plainness(way.edges))
-        first = [plainest.edges, self.best.edges]
+        first = [min(self._within(CLOSE), key=plainness), self.best.edges]
         if self.single is not None and min(map(len, first)) > 1:
             first.append(self.single.edges)
-        near = [way.edges for way in self.ways if way.seconds <= NEAR * self.best.seconds]
-        others = first_of_meshes([*first, *(edges for edges in near if len(edges) == 1), *near])
-        apart = list(dict.fromkeys([*first, *others]))[:MESHES]
-        tried = list(dict.fromkeys([*apart, *near]))[: max(TRIED, len(apart))]
+        near, close = (self._within(times) for times in (NEAR, CLOSE))
+        order = dict.fromkeys([*first, *first_of_meshes([*first, *near]), *close])
         by_edges = {way.edges: way for way in self.ways}
-        return [by_edges[edges] for edges in tried]
+        return [by_edges[edges] for edges in order][:TRIED]
+
+    def _within(self, times: float) -> list[tuple[Edge, ...]]:
+        """Ways that take so many times the seconds of the fastest at most, of one layout first."""
+        found = [way.edges for way in self.ways if way.seconds <= times * self.ways[0].seconds]
+        return sorted(found, key=lambda edges: len(edges) > 1)
 
 
 def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: bool = False) -> Choice:
