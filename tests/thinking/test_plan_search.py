@@ -24,6 +24,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.planner import least_bytes, uneven
 from longshift.planner import replay as replays
+from longshift.planner import shortlist as shortlists
 from longshift.planner.assign import assignments, cut_at, tally
 from longshift.planner.chosen import Shortlist
 from longshift.planner.enumerated import AXES, Meshes, enumerate_layouts, illegal
@@ -33,6 +34,7 @@ from longshift.planner.replay import Replay, Task, Way, one_cut
 from longshift.planner.search import Choice, search
 from longshift.planner.shortlist import shortlist
 from longshift.planner.siblings import meshes, siblings
+from longshift.planner.survive import Compared, Problem
 from longshift.program.needs import StepShape, most, needs
 from longshift.spec.families import preset
 from longshift.spec.formats import FORMATS, Format, Wire, formats_of
@@ -595,6 +597,26 @@ def test_plan_plays_what_does_not_fit_with_smaller_packs():
         assert all(size <= pack for use, size in played if use == "u4.z1")
     tight = Replay(replace(task, memory_bytes=float(least_bytes.reserved(needed[1 << 12] - 1))))
     assert not any(way.edges[0].use.zero <= 1 for way in tight.fastest([given]))
+
+
+def test_plan_compares_anew_only_what_it_knows_more_of(monkeypatch: pytest.MonkeyPatch):
+    """A later round of a search, where the ledger has said what some families need, finds what it would find from the beginning."""
+    lengths, counts = some_lengths()
+    asked = LARGE, cluster("8xH100"), lengths, counts, 1 << 20, 1 << 15
+    native, rounds = shortlists.compared, list[tuple[int, ...]]()
+
+    def anew(problem: Problem, at: Meshes, known: Compared | None = None) -> Compared:
+        found, whole = native(problem, at, known), native(problem, at)
+        np.testing.assert_array_equal(found.seconds, whole.seconds)
+        np.testing.assert_array_equal(found.keys, whole.keys)
+        if known is not None:
+            rounds.append((int((found.seconds != known.seconds).sum()), len(at)))
+        return found
+
+    monkeypatch.setattr(shortlists, "compared", anew)
+    for gib in (50, 60, 70, 80):
+        shortlist(*asked, memory_bytes=gib * GIB)
+    assert any(0 < changed < every for changed, every in rounds)
 
 
 def _zeros(edges: tuple[Edge, ...]) -> list[int]:

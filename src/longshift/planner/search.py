@@ -9,9 +9,7 @@ memory are among them: what closed forms put first with more of it may be slower
 are tried.
 """
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from longshift.errors import UsageError
@@ -19,7 +17,7 @@ from longshift.layout import legal
 from longshift.layout.layout import Layout
 from longshift.planner.chosen import Shortlist
 from longshift.planner.replay import Replay, Task, Way, one_cut
-from longshift.planner.shortlist import shortlist
+from longshift.planner.shortlist import seldom_collected, shortlist
 from longshift.planner.siblings import first_of_meshes, plainness
 from longshift.workload.groups import Edge
 
@@ -29,7 +27,6 @@ CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, in tokens
 CLOSE = 1.05  # times as many seconds as the fastest way: calibrated clocks were off by 4 to 7 % in the median
 NEAR = 1.15  # the same of what is worth trying: the clock is off by more between few ways
 TRIED = 6  # ways that a run tries, at most
-SELDOM = (200_000, 20, 20)  # of `gc.set_threshold`
 
 
 @dataclass(frozen=True)
@@ -82,19 +79,8 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
             f"home: {task.home}: nothing is known of a disk of {task.cluster.name}: plan from a file of longshift profile -o on such a "
             "machine, or write home=host"
         )
-    with _seldom_collected():
+    with seldom_collected():
         return _search(task, tell, single)
-
-
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Collect garbage seldom. What a search drops goes by reference counts; passes over what it keeps took a quarter of its time."""
-    before = gc.get_threshold()
-    gc.set_threshold(*SELDOM)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _search(task: Task, tell: Callable[[str], None], single: bool) -> Choice:

@@ -51,8 +51,7 @@ class Problem:
         """The bound, and more for families that are known to need more."""
         found = self.bound(at, capacity)
         for family, times in self.over:
-            same = np.logical_and.reduce([getattr(at, name) == value for name, value in zip(FAMILY, family)])
-            found = np.where(same, found * times, found)
+            found = np.where(_of_family(at, family), found * times, found)
         return found
 
     def micros(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
@@ -70,11 +69,12 @@ class Problem:
 @dataclass(frozen=True, eq=False)
 class Compared:
     """Candidates at key lengths. `keys`: edges of the tally by number, 1 to E; `seconds`: float64 [candidates, keys], inf where one does
-    not fit; `refused`: number of those that fit none, by reason."""
+    not fit; `refused`: number of those that fit none, by reason; `over`: of the problem."""
 
     keys: np.ndarray
     seconds: np.ndarray
     refused: Mapping[str, int]
+    over: tuple[tuple[tuple[int, ...], float], ...] = ()
 
 
 def key_edges(edges: np.ndarray) -> np.ndarray:
@@ -86,8 +86,15 @@ def key_edges(edges: np.ndarray) -> np.ndarray:
     return np.array(keys[::-1])
 
 
-def compared(problem: Problem, at: Meshes) -> Compared:
-    """Every candidate at every key length that it fits."""
+def compared(problem: Problem, at: Meshes, known: Compared | None = None) -> Compared:
+    """Every candidate at every key length that it fits. `known`: of the same problem before more was known of what families need; what it
+    says of other families stays, and so does what it refuses."""
+    if known is not None:
+        other = [family for family, times in problem.over if (family, times) not in known.over]
+        rows = np.flatnonzero(np.logical_or.reduce([_of_family(at, family) for family in other])) if other else np.arange(0)
+        seconds = known.seconds.copy()
+        seconds[rows] = compared(problem, at.take(rows)).seconds
+        return replace(known, seconds=seconds, over=problem.over)
     keys = key_edges(problem.tally.edges)
     seconds, fitting = np.full((len(at), len(keys)), np.inf), np.arange(len(at))
     largest = np.zeros(len(at))
@@ -108,7 +115,8 @@ def compared(problem: Problem, at: Meshes) -> Compared:
             least[larger] = np.minimum(least[larger], other)
         seconds[some, key] = least
     short = int((~fits[:, 0]).sum())
-    return Compared(keys, seconds, {f"weights, state and packs of {lengths[0]} tokens above the device's memory": short} if short else {})
+    refused = {f"weights, state and packs of {lengths[0]} tokens above the device's memory": short} if short else {}
+    return Compared(keys, seconds, refused, problem.over)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +143,11 @@ def best_static(problem: Problem, at: Meshes, found: Compared) -> Statics:
         seconds, packs = np.where(better, group + once, seconds), np.where(better, capacity, packs)
     order = np.argsort(seconds, kind="stable")
     return Statics(able[order], packs[order].astype(np.int64), seconds[order])
+
+
+def _of_family(at: Meshes, family: tuple[int, ...]) -> np.ndarray:
+    """Which candidates are of a family."""
+    return np.logical_and.reduce([getattr(at, name) == value for name, value in zip(FAMILY, family)])
 
 
 def survivors(at: Meshes, found: Compared, first: int) -> np.ndarray:
