@@ -24,7 +24,6 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.planner import least_bytes, uneven
 from longshift.planner import replay as replays
-from longshift.planner import shortlist as shortlists
 from longshift.planner.assign import assignments, cut_at, tally
 from longshift.planner.chosen import Shortlist
 from longshift.planner.enumerated import AXES, Meshes, enumerate_layouts, illegal
@@ -34,8 +33,10 @@ from longshift.planner.replay import Replay, Task, Way, one_cut
 from longshift.planner.search import Choice, search
 from longshift.planner.shortlist import shortlist
 from longshift.planner.siblings import meshes, siblings
-from longshift.planner.survive import Compared, Problem
+from longshift.planner.survive import FAMILY, Problem, compared
 from longshift.program.needs import StepShape, most, needs
+from longshift.simulate.cost import LONGSHIFT, Cost, sizes
+from longshift.simulate.rates import rates
 from longshift.spec.families import preset
 from longshift.spec.formats import FORMATS, Format, Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
@@ -599,24 +600,27 @@ def test_plan_plays_what_does_not_fit_with_smaller_packs():
     assert not any(way.edges[0].use.zero <= 1 for way in tight.fastest([given]))
 
 
-def test_plan_compares_anew_only_what_it_knows_more_of(monkeypatch: pytest.MonkeyPatch):
-    """A later round of a search, where the ledger has said what some families need, finds what it would find from the beginning."""
-    lengths, counts = some_lengths()
-    asked = LARGE, cluster("8xH100"), lengths, counts, 1 << 20, 1 << 15
-    native, rounds = shortlists.compared, list[tuple[int, ...]]()
-
-    def anew(problem: Problem, at: Meshes, known: Compared | None = None) -> Compared:
-        found, whole = native(problem, at, known), native(problem, at)
+def test_plan_compares_anew_only_what_it_knows_more_of():
+    """Later rounds of a search, where the ledger has said what more families need, find what they would find from the beginning."""
+    at, asked = enumerate_layouts(LARGE, 8).meshes, tally(LARGE, *some_lengths(), 1 << 20, 1 << 15)
+    problem = Problem(LARGE, Cost(sizes(LARGE), rates(cluster("8xH100"), "bf16"), LONGSHIFT), FORMATS["bf16"], asked, 1 << 20, 70.0 * GIB)
+    known = first = compared(problem, at)
+    fastest = np.argsort(first.seconds[:, -1])
+    one, other = list(dict.fromkeys(tuple(int(getattr(at, name)[row]) for name in FAMILY) for row in fastest))[:2]
+    for over in (((one, 1.5),), ((one, 3.0), (other, 2.0)), ((one, 3.0), (other, 2.0))):
+        found, whole = compared(replace(problem, over=over), at, known), compared(replace(problem, over=over), at)
         np.testing.assert_array_equal(found.seconds, whole.seconds)
-        np.testing.assert_array_equal(found.keys, whole.keys)
-        if known is not None:
-            rounds.append((int((found.seconds != known.seconds).sum()), len(at)))
-        return found
+        assert (found.over, found.refused) == (over, first.refused)
+        assert (found.seconds != known.seconds).any() == (over != known.over)
+        known = found
 
-    monkeypatch.setattr(shortlists, "compared", anew)
-    for gib in (50, 60, 70, 80):
-        shortlist(*asked, memory_bytes=gib * GIB)
-    assert any(0 < changed < every for changed, every in rounds)
+
+def test_plan_names_single_layouts_besides_the_best_groups():
+    found = found_on("64xH100", longest=1 << 17)
+    alone = [other for other in found.others if len(other.groups) == 1]
+    assert len(found.others) - len(alone) >= 3
+    assert len(alone) >= 3
+    assert len({meshes(other.edges) for other in found.others}) == len(found.others)
 
 
 def _zeros(edges: tuple[Edge, ...]) -> list[int]:
