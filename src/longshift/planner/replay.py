@@ -169,7 +169,7 @@ class Replay:
         until none is faster, LOOKS times at most; then the fastest FINALISTS that have a pipeline, with uneven stages. The two fastest of
         all these, the fastest way of each of the first FINALISTS sets of meshes, the best single layout and the best of one cut are played
         on the STEPS after it. The rest are taken to be as much slower as on the first."""
-        given = [*map(self._fitted, ways)]
+        given = list(map(self._fitted, ways))
         below = [edges for edges in map(lower, given) if not self._faulty(edges)]
         first, seen = self._first([*given, *below]), set[tuple[Edge, ...]]()
         for _ in range(LOOKS):

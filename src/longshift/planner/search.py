@@ -25,7 +25,7 @@ BUDGETS = (1.0, 0.9, 0.8, 0.65)  # of a device's memory, that a shortlist may fi
 ENOUGH = 3  # ways that fit
 CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, in tokens
 CLOSE = 1.05  # times as many seconds as the fastest way: calibrated clocks were off by 4 to 7 % in the median
-NEAR = 1.15  # the same of what is worth trying: the clock is off by more between few ways
+NEAR = 1.15  # the same of what is worth trying: of single ways calibrated clocks were off by up to 19 %
 TRIED = 6  # ways that a run tries, at most
 
 
@@ -53,8 +53,8 @@ class Choice:
     def worth_trying(self) -> list[Way]:
         """The ways to try. The first is the plainest of those that the clock has CLOSE to the fastest; it goes on unless another proves
         faster. After it come the fastest, the best single layout where neither is one, and the fastest of other meshes that are NEAR,
-        single layouts first: what the clock gets wrong of one way, it gets wrong of all that compute alike. Siblings that are CLOSE follow
-        where these are few, of one layout first."""
+        single layouts first: what the clock gets wrong of one way, it gets wrong of all that compute alike. Siblings that are CLOSE fill
+        what TRIED leaves, single layouts first."""
         if self.best is None:
             return []
         first = [min(self._within(CLOSE), key=plainness), self.best.edges]
@@ -71,6 +71,7 @@ class Choice:
         return sorted(found, key=lambda edges: len(edges) > 1)
 
 
+@seldom_collected()
 def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: bool = False) -> Choice:
     """The best ways of a task. `tell`: what is being done; `single`: whether only one layout for all documents is looked for. Raises
     UsageError where home is on a disk of which nothing is known."""
@@ -79,11 +80,6 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
             f"home: {task.home}: nothing is known of a disk of {task.cluster.name}: plan from a file of longshift profile -o on such a "
             "machine, or write home=host"
         )
-    with seldom_collected():
-        return _search(task, tell, single)
-
-
-def _search(task: Task, tell: Callable[[str], None], single: bool) -> Choice:
     replay = Replay(task, tell)
     listed = _listed(task, BUDGETS[0])
     tell(f"{listed.candidates:,} layouts of {task.world} ranks compared")

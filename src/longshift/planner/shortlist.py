@@ -44,7 +44,7 @@ MOST_SINGLES = 8  # single layouts of different meshes whose packs are dealt
 WORTH = 0.01  # of a step's seconds, that another round may gain
 KINDS = ("best", "single", "context parallel")
 ROUNDS, MOST_ROUNDS = 3, 12  # of a search: the next one knows which families need more than their bounds say; where nothing fits yet
-TOLD, TOLD_SINGLES = 5, 3  # assignments that a shortlist names besides its best, of all and of one layout
+TOLD, TOLD_SINGLES = 5, 3  # assignments that a shortlist names besides its best, and single layouts among these, at least
 SELDOM = (200_000, 20, 20)  # of `gc.set_threshold`
 
 
@@ -276,7 +276,8 @@ class _Comparison:
         return [found[place] for place in range(len(groups))]
 
     def others(self, best: Answer) -> tuple[Answer, ...]:
-        """The next best assignments and the next best of one layout, each of other meshes, with what their bounds say of memory."""
+        """The TOLD next best assignments, and the next best single layouts until TOLD_SINGLES are among them, each of other meshes, with
+        what their bounds say of memory."""
         found, seen = list[Answer](), {meshes(best.edges)}
         for number in map(int, np.argsort(self.seconds, kind="stable")):
             groups = self.proposals[number].groups

@@ -74,7 +74,7 @@ class Compared:
     keys: np.ndarray
     seconds: np.ndarray
     refused: Mapping[str, int]
-    over: tuple[tuple[tuple[int, ...], float], ...] = ()
+    over: tuple[tuple[tuple[int, ...], float], ...]
 
 
 def key_edges(edges: np.ndarray) -> np.ndarray:
