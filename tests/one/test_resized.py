@@ -1,5 +1,6 @@
 """Storage that comes and goes: what lies in it is what was put there, and large storage is in large pages each time that it comes."""
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -39,15 +40,23 @@ def test_views_are_valid_whenever_there_is_storage():
         assert last.tolist() == [value] * 3
 
 
+def test_large_storage_asks_for_large_pages_each_time_that_it_comes(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resized, "in_large_pages", lambda address, size: asked.append((address, size)))
+    large, small = torch.empty(LARGE // 4), torch.empty(LARGE // 4 - 1)
+    for count in (1, 2):
+        for flat in (large, small):
+            memory = Resized(flat)
+            memory.drop()
+            memory.hold()
+            memory.hold()
+        assert len(asked) == count and asked[-1] == (large.data_ptr(), LARGE)
+
+
 @pytest.mark.skipif(not HUGE.is_file() or "[never]" in HUGE.read_text(), reason="the kernel has no large pages")
-def test_large_storage_is_in_large_pages(monkeypatch: pytest.MonkeyPatch):
-    flat = torch.empty(LARGE // 4 + 1000)
-    memory = Resized(flat)
-    for _ in range(2):
-        memory.drop()
-        memory.hold()
-        assert "hg" in flags(flat)
-    monkeypatch.setattr(resized, "_in_large_pages", lambda address, size: None)
-    memory.drop()
-    memory.hold()
-    assert "hg" not in flags(flat)
+def test_the_kernel_gives_large_pages_to_what_asks():
+    """The memory is mapped here: what the C library gives may lie in a heap that has large pages already."""
+    mapped = torch.frombuffer(mmap.mmap(-1, LARGE), dtype=torch.uint8)
+    assert "hg" not in flags(mapped)
+    resized.in_large_pages(mapped.data_ptr() + 1000, LARGE - 1000)
+    assert "hg" in flags(mapped)

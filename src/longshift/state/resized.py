@@ -2,7 +2,7 @@
 
 Torch refuses to make a view of a tensor whose storage is too small for it; views that exist already are left alone.
 
-[Note: large pages] The C library maps what is large anew each time, and the kernel gives every page of it at its first use. In pages of
+[Note: large pages] The C library mostly maps what is large anew each time, and the kernel gives every page of it at its first use. In pages of
 4 KiB a GiB cost 0.4 to 0.9 s of a processor where this was measured, as long as a fast disk takes for it; in pages of 2 MiB 0.1 to 0.3 s.
 The kernel is asked for these.
 """
@@ -29,7 +29,7 @@ class Resized:
             storage = self.flat.untyped_storage()
             storage.resize_(self.bytes)
             if self.bytes >= LARGE and self.flat.device.type == "cpu":
-                _in_large_pages(storage.data_ptr(), self.bytes)
+                in_large_pages(storage.data_ptr(), self.bytes)
 
     def drop(self) -> None:
         if self.flat is not None:
@@ -40,8 +40,8 @@ class Resized:
         return self.flat is not None and self.flat.untyped_storage().nbytes() == self.bytes
 
 
-def _in_large_pages(address: int, size: int) -> None:
-    """Advise the kernel, which need not follow it."""
+def in_large_pages(address: int, size: int) -> None:
+    """Advise the kernel to take large pages for `size` bytes from `address` on; the kernel need not follow it."""
     if sys.platform == "linux":
         first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)
