@@ -42,8 +42,8 @@ class Meshes:
     def __len__(self) -> int:
         return len(self.tp)
 
-    def take(self, index: np.ndarray) -> "Meshes":
-        """Some of the candidates, by index or mask."""
+    def take(self, index: np.ndarray | slice) -> "Meshes":
+        """Some of the candidates, by index, mask or slice."""
         return Meshes(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def columns(self) -> np.ndarray:

@@ -339,22 +339,22 @@ class _Comparison:
         i, j = np.triu_indices(count + 1, 1)
         often = np.zeros((count, count + 1))
         often[i, j] = present(problem.tally.between(i, j)[0])
-        cost, packs = np.full((count, count + 1, len(rows)), np.inf), np.zeros((count, count + 1, len(rows)), np.int64)
         largest = capacities(problem, some, self.edges[-1])
         k, i, j = np.tile(np.arange(len(rows)), len(i)), np.repeat(i, len(rows)), np.repeat(j, len(rows))
         edge, most = np.array(self.edges, float)[j], largest[k]
         least = 2.0 ** np.ceil(np.log2(edge))
         least = np.where(least <= most, least, edge)
-        tried = np.zeros(len(k))
-        for halving in range(HALVINGS, -1, -1):
-            capacity = np.maximum(least, most / 2.0**halving)
-            able = np.flatnonzero((capacity <= most) & (capacity > tried))
-            tried[able] = capacity[able]
-            seconds, _ = problem.expected(some.take(k[able]), capacity[able], i[able], j[able])
-            where = i[able], j[able], k[able]
-            better = ~(seconds >= cost[where] * (1 - 1e-6))
-            cost[where] = np.where(better, seconds, cost[where])
-            packs[where] = np.where(better, capacity[able].astype(np.int64), packs[where])
+        tried = np.maximum(least, most / 2.0 ** np.arange(HALVINGS, -1, -1)[:, None])  # [halvings + 1, groups], ascending
+        able = tried <= most
+        able[1:] &= tried[1:] > tried[:-1]
+        seconds, (_, which) = np.full(tried.shape, np.inf), np.nonzero(able)
+        seconds[able], _ = problem.expected(some.take(k[which]), tried[able], i[which], j[which])
+        best, pack = np.full(len(k), np.inf), np.zeros(len(k))
+        for capacity, taken in zip(tried, seconds):
+            better = ~(taken >= best * (1 - 1e-6))
+            best, pack = np.where(better, taken, best), np.where(better, capacity, pack)
+        cost, packs = np.full((count, count + 1, len(rows)), np.inf), np.zeros((count, count + 1, len(rows)), np.int64)
+        cost[i, j, k], packs[i, j, k] = best, pack.astype(np.int64)
         return cost, packs, often
 
     def _hops(self, rows: np.ndarray) -> np.ndarray:

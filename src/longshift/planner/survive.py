@@ -25,6 +25,7 @@ MESH = ("tp", "ulysses", "ring", "dp", "pp", "virtual")
 FAMILY = ("tp", "pp", "virtual", "order", "zero", "recompute")  # what context parallelism alone leaves as it is
 MOST_FAMILIES = 2
 STATICS = 128  # single layouts whose packs are chosen, too
+AT_ONCE = 8192  # candidates that closed forms take at once: as many as stay in a core's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +62,13 @@ class Problem:
 
     def expected(self, at: Meshes, capacity: np.ndarray | float, i: np.ndarray | int, j: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
         """Seconds a step of the documents between two edges of the tally, under each layout; and what a step takes once besides."""
-        load = tuple(np.broadcast_to(one, len(at)) for one in (*self.tally.between(i, j), self.tally.longest[j]))
-        found = expected(self.cost, self.spec, at, np.broadcast_to(capacity, len(at)), load)
-        return found.group, found.once
+        load = (*self.tally.between(i, j), self.tally.longest[j])
+        capacity, *load = (np.broadcast_to(one, len(at)) for one in (capacity, *load))
+        found = np.zeros((2, len(at)))
+        for piece in (slice(start, start + AT_ONCE) for start in range(0, len(at), AT_ONCE)):
+            one = expected(self.cost, self.spec, at.take(piece), capacity[piece], tuple(part[piece] for part in load))
+            found[:, piece] = one.group, one.once
+        return found[0], found[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,16 +109,12 @@ def compared(problem: Problem, at: Meshes, known: Compared | None = None) -> Com
         fitting = fitting[problem.bytes(at.take(fitting), float(length)) <= problem.budget_bytes]
         fits[fitting, key] = True
         largest[fitting] = length
-    for key, length in enumerate(lengths):
-        some = np.flatnonzero(fits[:, key])
-        before = keys[key - 1] if key else 0
-        one = at.take(some)
-        least, _ = problem.expected(one, float(length), before, keys[key])
-        larger = largest[some] > length
-        if larger.any():
-            other, _ = problem.expected(one.take(larger), largest[some][larger], before, keys[key])
-            least[larger] = np.minimum(least[larger], other)
-        seconds[some, key] = least
+    number, key = np.nonzero(fits)
+    least, most = lengths[key].astype(float), largest[number]
+    packs = [np.arange(len(key)), np.flatnonzero(most > least)]  # as small as they may be, and as large as fits
+    of, capacity = np.concatenate(packs), np.concatenate([least, most[packs[1]]])
+    found, _ = problem.expected(at.take(number[of]), capacity, np.concatenate([[0], keys])[key[of]], keys[key[of]])
+    np.minimum.at(seconds, (number[of], key[of]), found)
     short = int((~fits[:, 0]).sum())
     refused = {f"weights, state and packs of {lengths[0]} tokens above the device's memory": short} if short else {}
     return Compared(keys, seconds, refused, problem.over)
@@ -135,12 +136,13 @@ def best_static(problem: Problem, at: Meshes, found: Compared) -> Statics:
     group, once = problem.expected(at.take(able), longest, 0, last)
     order = np.argsort(group + once, kind="stable")[:STATICS]
     able, seconds, packs = able[order], (group + once)[order], np.full(len(order), longest)
-    for capacity in _larger(longest):
-        one = at.take(able)
-        fits = problem.bytes(one, capacity) <= problem.budget_bytes
-        group, once = problem.expected(one, capacity, 0, last)
-        better = fits & (group + once < seconds * (1 - 1e-6))
-        seconds, packs = np.where(better, group + once, seconds), np.where(better, capacity, packs)
+    larger = _larger(longest)
+    every, capacities = at.take(np.tile(able, len(larger))), np.repeat(larger, len(able))
+    group, once = problem.expected(every, capacities, 0, last)
+    step_s = np.where(problem.bytes(every, capacities) <= problem.budget_bytes, group + once, np.inf)
+    for capacity, taken in zip(larger, step_s.reshape(len(larger), len(able))):
+        better = taken < seconds * (1 - 1e-6)
+        seconds, packs = np.where(better, taken, seconds), np.where(better, capacity, packs)
     order = np.argsort(seconds, kind="stable")
     return Statics(able[order], packs[order].astype(np.int64), seconds[order])
 
