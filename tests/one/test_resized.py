@@ -50,7 +50,8 @@ def test_large_storage_asks_for_large_pages_each_time_that_it_comes(monkeypatch:
             memory.drop()
             memory.hold()
             memory.hold()
-        assert len(asked) == count and asked[-1] == (large.data_ptr(), LARGE)
+        assert len(asked) == count
+        assert asked[-1] == (large.data_ptr(), LARGE)
 
 
 @pytest.mark.skipif(not HUGE.is_file() or "[never]" in HUGE.read_text(), reason="the kernel has no large pages")

@@ -6,11 +6,12 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import combinations, pairwise, product
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from longshift.forecast import plan
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
-from longshift.planner import least_bytes, uneven
+from longshift.planner import least_bytes, survive, uneven
 from longshift.planner import replay as replays
 from longshift.planner.assign import assignments, cut_at, tally
 from longshift.planner.chosen import Shortlist
@@ -34,6 +35,7 @@ from longshift.planner.search import Choice, search
 from longshift.planner.shortlist import shortlist
 from longshift.planner.siblings import meshes, siblings
 from longshift.planner.survive import FAMILY, Problem, compared
+from longshift.program.ledger import Weighed
 from longshift.program.needs import StepShape, most, needs
 from longshift.simulate.cost import LONGSHIFT, Cost, sizes
 from longshift.simulate.rates import rates
@@ -613,6 +615,34 @@ def test_plan_compares_anew_only_what_it_knows_more_of():
         assert (found.over, found.refused) == (over, first.refused)
         assert (found.seconds != known.seconds).any() == (over != known.over)
         known = found
+
+
+def test_plan_takes_closed_forms_in_pieces_as_all_at_once(monkeypatch: pytest.MonkeyPatch):
+    lengths, counts = np.array([300, 2000, 9000]), np.array([900, 90, 9])
+
+    def found() -> Shortlist:
+        return shortlist(LARGE, cluster("8xH100"), lengths, counts, 1 << 17, 9000)
+
+    whole = found()
+    monkeypatch.setattr(survive, "AT_ONCE", 97)
+    assert found() == whole
+    assert whole.candidates > 10 * survive.AT_ONCE
+
+
+def test_plan_weighs_the_longest_documents_first_where_bounds_are_equal(monkeypatch: pytest.MonkeyPatch):
+    """Bounds do not know what long documents need inside operations, so that these are what does not fit."""
+    weighed, weigh = list[tuple[int, str]](), StepShape.weighed
+
+    def noted(shape: StepShape, edges: Sequence[Edge], *how: Any) -> Weighed:
+        weighed.append((shape.longest, str(edges[0].use)))
+        return weigh(shape, edges, *how)
+
+    monkeypatch.setattr(StepShape, "weighed", noted)
+    found = shortlist(LARGE, cluster("8xH100"), *some_lengths(), 1 << 20, 1 << 15)
+    assert found.best is not None
+    assert len(found.best.groups) > 1
+    assert weighed[0][0] == 1 << 15
+    assert [use for _, use in weighed].count(weighed[0][1]) == 1
 
 
 def test_plan_names_single_layouts_besides_the_best_groups():

@@ -264,11 +264,12 @@ class _Comparison:
         return found
 
     def _needed(self, number: int, ledger: _Weigher) -> list[float] | None:
-        """Bytes of a device for each group of a proposal; None where one does not fit. Those whose bounds leave much are weighed last."""
+        """Bytes of a device for each group of a proposal; None where one does not fit. Those whose bounds leave much are weighed last, and
+        of equal bounds those of the longest documents first."""
         groups = self.proposals[number].groups
         more = self.more_bytes if len({self._cut(row) for _, _, row, _ in groups}) > 1 else 0.0
         found = dict[int, float]()
-        for place in sorted(range(len(groups)), key=lambda n: -self.bytes[groups[n][2:]]):
+        for place in sorted(range(len(groups)), key=lambda n: (-self.bytes[groups[n][2:]], -n)):
             _, end, row, pack = groups[place]
             found[place] = ledger.reserved(self.pool, row, pack, self.edges[end], self.bounds[row, pack]) + more
             if found[place] > self.problem.budget_bytes:

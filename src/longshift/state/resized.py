@@ -2,9 +2,9 @@
 
 Torch refuses to make a view of a tensor whose storage is too small for it; views that exist already are left alone.
 
-[Note: large pages] The C library mostly maps what is large anew each time, and the kernel gives every page of it at its first use. In pages of
-4 KiB a GiB cost 0.4 to 0.9 s of a processor where this was measured, as long as a fast disk takes for it; in pages of 2 MiB 0.1 to 0.3 s.
-The kernel is asked for these.
+[Note: large pages] The C library mostly maps what is large anew each time, and the kernel gives every page of it at its first use. In
+pages of 4 KiB a GiB cost 0.4 to 0.9 s of a processor where this was measured, as long as a fast disk takes for it; in pages of 2 MiB 0.1
+to 0.3 s. The kernel is asked for these.
 """
 
 import ctypes
