@@ -349,7 +349,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "anchors": plan_tables.anchors,
     "plan-choice": plan_tables.plan_choice,
     "plan-choice-2x2": partial(plan_tables.plan_choice, "plan_choice_2x2"),
-    "plan-choice-2x2-python": partial(plan_tables.plan_choice, "plan_choice_2x2_python"),
     "plan-choice-2x4": partial(plan_tables.plan_choice, "plan_choice_2x4"),
     "plan-corpora": plan_tables.plan_corpora,
     "machine-profile": machine_profile,
