@@ -553,6 +553,20 @@ def _groups(text: str) -> tuple[Edge, ...]:
     return tuple(Edge(sizes[upto[0]] if upto else 2048, Layout.parse(use)) for use, *upto in parts)
 
 
+def test_plan_is_sure_of_what_is_tried_and_of_what_it_is_compared_with():
+    """Of most ways one step is played on the clock. Those that a run would try, and the best single layouts, are played on several."""
+    task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 13)), 1 << 17, "bf16", 4)
+    for gib in (4.0, 6.0, 80.0):
+        asked = replace(task, memory_bytes=gib * GIB)
+        found, fresh = search(asked), Replay(asked)
+        assert any(not way.sure for way in found.ways)
+        assert found.single is not None
+        assert found.context_parallel is not None
+        for way in (*found.worth_trying(), found.single, found.context_parallel):
+            assert way.seconds == fresh.mean_second(way.edges)
+        assert [way.seconds for way in found.ways] == sorted(way.seconds for way in found.ways)
+
+
 def test_plan_siblings_differ_in_one_group_and_hold_its_longest_document():
     edges = (Edge(512, Layout.parse("dp4.recompute-full.keep-output")), Edge(2048, Layout.parse("u4"), 8192))
     others = list(siblings(edges))

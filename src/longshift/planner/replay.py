@@ -110,6 +110,11 @@ class Way:
     shape: StepShape = field(repr=False)
     steps: tuple[tuple[StepTime, tuple[int, ...]], ...] = field(repr=False)
 
+    @property
+    def sure(self) -> bool:
+        """Whether more than the first step was played."""
+        return len(self.steps) > 1
+
     def __str__(self) -> str:
         if len(self.edges) == 1:
             return f"{self.edges[0].use}{self.edges[0].packs}"
@@ -181,8 +186,12 @@ class Replay:
         finalists = dict.fromkeys([*_of_kinds(first, (2, 1, 1)), *first_of_meshes(first)[:FINALISTS]])
         means = {edges: self.mean_second(edges) for edges in finalists}
         scale = means[first[0]] / self.second(first[0], 0) if first else 1.0
-        found = [self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first]
-        return sorted(found, key=lambda way: (way.seconds, way.edges not in means, str(way)))
+        return _in_order(self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first)
+
+    def surer(self, ways: Iterable[Way], some: Sequence[Way]) -> list[Way]:
+        """These ways, fastest first, when `some` of them have been played on the STEPS."""
+        unsure = {way.edges for way in some}
+        return _in_order(self.way(way.edges, self.mean_second(way.edges)) if way.edges in unsure else way for way in ways)
 
     def _fitted(self, edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
         """A way with the largest packs that fit, of its own and half of these over and over; with the smallest, where none do."""
@@ -237,6 +246,11 @@ class Replay:
         played = self.steps.get(edges, {})
         steps = tuple((step, self.typical[number]) for number, step in sorted(played.items()) if number or len(played) == 1)
         return Way(edges, seconds, *self.weigh(edges), self.shape(edges), steps)
+
+
+def _in_order(ways: Iterable[Way]) -> list[Way]:
+    """Fastest first; of equal ones those that more steps were played of."""
+    return sorted(ways, key=lambda way: (way.seconds, -len(way.steps), str(way)))
 
 
 def _of_kinds(ways: Sequence[tuple[Edge, ...]], counts: Sequence[int]) -> list[tuple[Edge, ...]]:

@@ -9,7 +9,7 @@ memory are among them: what closed forms put first with more of it may be slower
 are tried.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from longshift.errors import UsageError
@@ -94,13 +94,17 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
         ways += _streamed(task)
     fastest = replay.fastest(ways)
     lacking = [(way, *replay.lacks(way.edges)) for way in map(replay.way, ways) if not replay.fits(way.edges)]
-    return Choice(
-        tuple(fastest),
-        next((way for way in fastest if len(way.edges) == 1), None),
-        next((way for way in fastest if one_cut(way.edges)), None),
-        tuple(sorted(((way, int(lack), place) for way, lack, place in lacking), key=lambda row: row[1])),
-        listed,
-    )
+    short = tuple(sorted(((way, int(lack), place) for way, lack, place in lacking), key=lambda row: row[1]))
+    found = _choice(fastest, short, listed)
+    while unsure := [way for way in (*found.worth_trying(), found.single, found.context_parallel) if way and not way.sure]:
+        found = _choice(replay.surer(found.ways, unsure), short, listed)
+    return found
+
+
+def _choice(ways: Sequence[Way], short: tuple[tuple[Way, int, str], ...], listed: Shortlist) -> Choice:
+    """A choice of these ways, fastest first."""
+    single = next((way for way in ways if len(way.edges) == 1), None)
+    return Choice(tuple(ways), single, next((way for way in ways if one_cut(way.edges)), None), short, listed)
 
 
 def _listed(task: Task, part: float) -> Shortlist:
