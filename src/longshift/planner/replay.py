@@ -99,9 +99,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Way:
-    """Groups of lengths, weighed and played. `seconds`: the mean of `steps`; `bytes`: that a rank needs at most, by place; `peak`: the
-    operation after which the device's is; `shape`: of the run's steps; `steps`: those that were played on the clock, and the lengths of
-    their documents."""
+    """Groups of lengths, weighed and played. `seconds`: the mean of `steps` where it is `sure`, else estimated; `bytes`: that a rank needs
+    at most, by place; `peak`: the operation after which the device's is; `shape`: of the run's steps; `steps`: those that were played on
+    the clock, and the lengths of their documents."""
 
     edges: tuple[Edge, ...]
     seconds: float
@@ -112,7 +112,7 @@ class Way:
 
     @property
     def sure(self) -> bool:
-        """Whether more than the first step was played."""
+        """Whether its seconds are those of several steps."""
         return len(self.steps) > 1
 
     def __str__(self) -> str:
@@ -249,7 +249,7 @@ class Replay:
 
 
 def _in_order(ways: Iterable[Way]) -> list[Way]:
-    """Fastest first; of equal ones those that more steps were played of."""
+    """These ways, fastest first; of equal ones that of which more steps were played."""
     return sorted(ways, key=lambda way: (way.seconds, -len(way.steps), str(way)))
 
 

@@ -4,12 +4,12 @@
 
 The shortlist (`planner.shortlist`) compares every layout and assignment in closed form. Its best, and the best single layouts among them,
 are weighed by the ledger and played on the clock as a run would play them (`planner.replay`); the fastest pipelines again with uneven
-stages (`planner.uneven`). So what is chosen is, on the clock, never worse than the best single layout that was played. The best of less
-memory are among them: what closed forms put first with more of it may be slower on the clock. Where nothing of it fits, streamed layouts
-are tried.
+stages (`planner.uneven`). What a run would try, and what it is compared with, is played on several steps. So what is chosen is, on the
+clock, never worse than the best single layout that was played. Ways that a shortlist names for less memory are among them: what closed
+forms put first with more of it may be slower on the clock. Where no whole pack fits, streamed layouts are tried.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from longshift.errors import UsageError
@@ -31,19 +31,26 @@ TRIED = 6  # ways that a run tries, at most
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search found. `ways`: those that fit, fastest first; `single`: the best of one layout; `context_parallel`: the best whose
-    layouts differ in context parallelism alone; `short`: ways that do not fit, with the bytes that each lacks and where;
+    """What a search found. `ways`: those that fit, fastest first; `short`: ways that do not fit, with the bytes that each lacks and where;
     `shortlist`: the first of them, which counts and refuses layouts."""
 
     ways: tuple[Way, ...]
-    single: Way | None
-    context_parallel: Way | None
     short: tuple[tuple[Way, int, str], ...]
     shortlist: Shortlist
 
     @property
     def best(self) -> Way | None:
         return next(iter(self.ways), None)
+
+    @property
+    def single(self) -> Way | None:
+        """The best way of one layout; None where none fits."""
+        return next((way for way in self.ways if len(way.edges) == 1), None)
+
+    @property
+    def context_parallel(self) -> Way | None:
+        """The best way whose layouts differ in context parallelism alone; None where none fits."""
+        return next((way for way in self.ways if one_cut(way.edges)), None)
 
     @property
     def seconds(self) -> float | None:
@@ -92,19 +99,13 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
     if not any(map(replay.fits, ways)):
         tell("no whole pack fits; trying streamed layouts")
         ways += _streamed(task)
-    fastest = replay.fastest(ways)
+    fastest = tuple(replay.fastest(ways))
     lacking = [(way, *replay.lacks(way.edges)) for way in map(replay.way, ways) if not replay.fits(way.edges)]
-    short = tuple(sorted(((way, int(lack), place) for way, lack, place in lacking), key=lambda row: row[1]))
-    found = _choice(fastest, short, listed)
+    short = sorted(((way, int(lack), place) for way, lack, place in lacking), key=lambda row: row[1])
+    found = Choice(fastest, tuple(short), listed)
     while unsure := [way for way in (*found.worth_trying(), found.single, found.context_parallel) if way and not way.sure]:
-        found = _choice(replay.surer(found.ways, unsure), short, listed)
+        found = replace(found, ways=tuple(replay.surer(found.ways, unsure)))
     return found
-
-
-def _choice(ways: Sequence[Way], short: tuple[tuple[Way, int, str], ...], listed: Shortlist) -> Choice:
-    """A choice of these ways, fastest first."""
-    single = next((way for way in ways if len(way.edges) == 1), None)
-    return Choice(tuple(ways), single, next((way for way in ways if one_cut(way.edges)), None), short, listed)
 
 
 def _listed(task: Task, part: float) -> Shortlist:
