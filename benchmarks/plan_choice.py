@@ -9,15 +9,17 @@ processes of its own, which sleep while others are measured; a round is a step o
 
 steps     `raw`: the clock's seconds over the measured ones, the median of all rounds; `calibrated`: the same on the cluster as
           `longshift calibrate` would have it after a median step of three ways, one dp, one tp, one pp. `regret_first`: how much longer the
-          way that the clock puts first, by all its rounds, takes than the fastest one.
+          way that the clock puts first, by all its rounds, takes than the fastest one; `regret_tried`: the same of the way that goes on
+          when as many are tried as in a run, the first by the clock.
 memory    Peak of the fullest rank beyond what it began with in two first steps, in which freed memory goes back at once, so that holes in
           the C library's heap decide nothing; packs of the second are as large as packs get (`fullest`). And the ledger's bytes with what
           the three calibrating ways had besides.
 budgets   The ways that the planner would try for a budget, its best single layout and its best by context parallelism alone are
-          trained. Even rounds say which of them goes on: the first, unless another was faster by more than its rounds vary; and which
-          single layout was the fastest of all that are trained and whose tensors fit. Odd rounds say the ratios: `auto_over_best_static`,
-          seconds of that single layout over those of that way, and `auto_over_context_parallel`; and the most that `auto_over_best_static`
-          could be, `at_most`: seconds of that single layout over those of the fastest way of all, whatever memory it takes.
+          trained. Even rounds say which of them goes on, as trials do in a run (`planner.tried`), and which single layout was the fastest
+          of all that are trained and whose tensors fit. Odd rounds say the ratios: `auto_over_best_static`, seconds of that single layout
+          over those of that way, and `auto_over_context_parallel`; and the most that `auto_over_best_static` could be, `at_most`: seconds
+          of that single layout over those of the fastest way of all, whatever memory it takes. `--judge REPORT` judges the rounds of an
+          earlier report anew.
 """
 
 import json
@@ -30,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from common import arguments, publish, say
+from common import arguments, commit, publish, say
 from machine_profile import measure, on_model
 from plan_corpora import split
 from worlds import Machine, machine
@@ -42,7 +44,8 @@ from longshift.forecast import on_cluster
 from longshift.layout.layout import Layout
 from longshift.planner.least_bytes import FILLED
 from longshift.planner.replay import Replay, Task, in_visiting_order
-from longshift.planner.search import search
+from longshift.planner.search import TRIED, search
+from longshift.planner.tried import Tried, going_on
 from longshift.simulate.calibrate import by_steps
 from longshift.simulate.clock import Clock
 from longshift.spec import families
@@ -290,21 +293,18 @@ class Corpus:
             self.add(single.edges)
         return Chosen(share, tensors, tried, None if alike is None else self.add(alike.edges))
 
-    def judged(self, chosen: "Chosen") -> dict:
-        auto, alike = going_on(chosen.tried), chosen.context_parallel
+    def budget(self, chosen: "Chosen") -> dict:
+        """A budget: what is tried for it, and what that is compared with."""
         within = [way for edges, way in self.ways.items() if len(edges) == 1 and way.ledger_bytes <= chosen.tensors_bytes]
-        best = min(within, key=even_s, default=None)
+        best = min(within, key=lambda way: sum(way.measured[::2]), default=None)
+        alike = chosen.context_parallel
         return {
             "corpus": self.name,
             "share": chosen.share,
             "tensors_bytes": chosen.tensors_bytes,
             "tried": list(map(str, chosen.tried)),
-            "auto": str(auto),
-            "best_static": str(best) if best else None,
-            "auto_over_best_static": over(best, auto) if best else None,
-            "at_most": over(best, min(self.ways.values(), key=even_s)) if best else None,
-            "auto_over_context_parallel": over(alike, auto) if alike else None,
-            "first_over_auto": over(chosen.tried[0], auto),
+            "best_static": None if best is None else str(best),
+            "context_parallel": None if alike is None else str(alike),
             "most_of_limit": max(way.peak_bytes for way in chosen.tried) / self.forecast_bytes(chosen.tensors_bytes),
         }
 
@@ -319,23 +319,37 @@ class Chosen:
     context_parallel: Way | None
 
 
-def even_s(way: Way) -> float:
-    """Seconds of the even rounds."""
-    return sum(way.measured[::2])
+def judged(budget: Mapping, rows: Sequence[dict]) -> dict:
+    """A budget with which of its ways goes on, and what that gains."""
+    ways = {row["way"]: row for row in rows if row["corpus"] == budget["corpus"]}
+    auto = budget["tried"][going_on([as_tried(ways[name]) for name in budget["tried"]])]
+
+    def over(name: str | None, other: str) -> float | None:
+        return None if name is None else odd_s(ways[name]) / odd_s(ways[other])
+
+    return {
+        **budget,
+        "auto": auto,
+        "auto_over_best_static": over(budget["best_static"], auto),
+        "at_most": over(budget["best_static"], min(ways, key=lambda name: even_s(ways[name]))),
+        "auto_over_context_parallel": over(budget["context_parallel"], auto),
+        "first_over_auto": over(budget["tried"][0], auto),
+    }
 
 
-def going_on(tried: Sequence[Way]) -> Way:
-    """Which of the ways that were tried goes on after the even rounds: the first, unless the fastest other one is faster by more than the
-    standard error of their difference."""
-    best = min(tried, key=even_s)
-    gained = np.subtract(tried[0].measured[::2], best.measured[::2])
-    return best if len(gained) > 1 and gained.mean() > gained.std(ddof=1) / np.sqrt(len(gained)) else tried[0]
+def as_tried(row: Mapping) -> Tried:
+    """A way as its even rounds show it."""
+    return Tried(sum(row["clock_s"][::2]), tuple(row["rounds_s"][::2]), tuple(row["clock_s"][::2]))
 
 
-def over(one: Way, other: Way) -> float:
-    """Seconds of one way over those of another, in odd rounds; of one round, in that."""
-    odd = slice(1, None, 2) if len(one.measured) > 1 else slice(None)
-    return sum(one.measured[odd]) / sum(other.measured[odd])
+def even_s(row: Mapping) -> float:
+    """Seconds of a way's even rounds."""
+    return sum(row["rounds_s"][::2])
+
+
+def odd_s(row: Mapping) -> float:
+    """Seconds of a way's odd rounds; of the only one, where there is one."""
+    return sum(row["rounds_s"][1::2]) or even_s(row)
 
 
 def fullest(edges: Sequence[Edge], tokens: int) -> list[int]:
@@ -375,23 +389,26 @@ def profiled(folder: Path, machine: Machine) -> Cluster:
     return on_model(machine.model, folder) if machine.model else measure(folder, quick=True)[0]
 
 
-def summary(corpora: Mapping[str, Corpus], rows: Sequence[dict], budgets: Sequence[dict]) -> dict:
-    judged = [row for row in rows if not row["calibrates"]]
+def summary(case: Case, rows: Sequence[dict], budgets: Sequence[dict]) -> dict:
+    """What rows and judged budgets say."""
+    held_back = [row for row in rows if not row["calibrates"]]
+    corpora = list(dict.fromkeys(row["corpus"] for row in rows))
 
     def most(pick: Callable, name: str) -> float | None:
         return pick((one[name] for one in budgets if one[name]), default=None)
 
-    regrets = {}
-    for name, corpus in corpora.items():
-        known = [corpus.ways[edges] for edges in list(corpus.ways)[: len(corpus.case.single) + len(corpus.case.groups)]]
-        first, best = min(known, key=lambda way: sum(way.clock)), min(known, key=even_s)
-        regrets[name] = over(first, best) - 1
+    regrets = []
+    for name in corpora:
+        known = [row for row in rows if row["corpus"] == name][: len(case.single) + len(case.groups)]
+        few = sorted(known, key=lambda row: sum(row["clock_s"]))[:TRIED]
+        regrets.append([odd_s(row) / odd_s(min(known, key=even_s)) - 1 for row in (few[0], few[going_on(list(map(as_tried, few)))])])
     return {
         "median_raw": statistics.median(abs(row["raw"]) for row in rows),
-        "median_calibrated": statistics.median(abs(row["calibrated"]) for row in judged),
-        "worst_calibrated": max(abs(row["calibrated"]) for row in judged),
+        "median_calibrated": statistics.median(abs(row["calibrated"]) for row in held_back),
+        "worst_calibrated": max(abs(row["calibrated"]) for row in held_back),
         "median_spread": statistics.median(row["spread"] for row in rows),
-        "regret_first": max(regrets.values()),
+        "regret_first": max(first for first, _ in regrets),
+        "regret_tried": max(tried for _, tried in regrets),
         "memory_least": min(row["forecast"] for row in rows),
         "memory_most": max(row["forecast"] for row in rows),
         "auto_over_best_static": most(min, "auto_over_best_static"),
@@ -413,30 +430,41 @@ def main() -> None:
     parser.add_argument("--corpora", nargs="*", choices=CORPORA, default=CORPORA)
     parser.add_argument("--cluster", type=Path, metavar="FILE", help="the profile is written there, to plan and play steps with later")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="rows and budgets are written there whenever a corpus ends")
+    parser.add_argument("--judge", type=Path, metavar="REPORT", help="train nothing: judge the rounds of this report")
     args = parser.parse_args()
     case, names = CASES[args.case], args.corpora
+    if args.judge:
+        print(json.dumps(judged_anew(json.loads(args.judge.read_text()), case)))
+        return
     if args.quick:
         case, names = replace(case, single=case.calibrating, groups=case.groups[:1], shares=case.shares[:1], rounds=1), CORPORA[1:2]
-    rows, budgets, corpora = [], [], {}
+    rows, budgets = [], []
     with machine(case.on) as place, tempfile.TemporaryDirectory() as scratch:
         cluster = on_cluster(files.preset("cpu") if args.quick else profiled(Path(scratch), place), place.ranks)
         if args.cluster:
             files.save(cluster, args.cluster)
         for name in names:
             with ExitStack() as worlds:
-                corpus = corpora[name] = Corpus(name, Path(scratch), case, place, cluster, worlds)
+                corpus = Corpus(name, Path(scratch), case, place, cluster, worlds)
                 for edges in case.ways:
                     corpus.add(edges)
                 choices = [corpus.chosen(share) for share in case.shares]
                 corpus.train()
-                budgets += list(map(corpus.judged, choices))
                 rows += corpus.rows()
+                budgets += [judged(corpus.budget(chosen), rows) for chosen in choices]
             if args.rows:
                 args.rows.write_text(json.dumps({"rows": rows, "budgets": budgets}))
-    found = summary(corpora, rows, budgets)
+    found = summary(case, rows, budgets)
     if found["median_spread"] > QUIET:
         say(f"rounds differ by {found['median_spread']:.0%}: this machine was not quiet, and these seconds say nothing")
     publish("plan_choice" + ("" if args.case == "plain" else f"_{args.case}"), found, rows, args.json)
+
+
+def judged_anew(report: Mapping, case: Case) -> dict:
+    """A report whose budgets are judged by the rule of now, with the commit of that rule."""
+    rows = report["rows"]
+    budgets = [judged(budget, rows) for budget in report["summary"]["budgets"]]
+    return {**report, "judged_at": commit(), "summary": summary(case, rows, budgets)}
 
 
 if __name__ == "__main__":

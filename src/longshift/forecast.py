@@ -234,7 +234,7 @@ class Planned:
             if rival.layout not in played:
                 yield f"  {rival} (closed form)"
         if len(tried := choice.worth_trying()) > 1:
-            yield "layout: auto trains some steps of each of these, and goes on with the first unless another is faster:"
+            yield "layout: auto trains some steps of each of these, and goes on with the fastest by these steps and the clock:"
             yield from (f"  {way}: {way.seconds:.3g} s" for way in tried)
         yield f"{choice.shortlist.candidates:,} layouts were compared"
         for reason, count in choice.shortlist.refused.items():

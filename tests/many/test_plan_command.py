@@ -13,6 +13,7 @@ from longshift.config_file import load_config
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.layout.layout import Layout
 from longshift.planner.search import NEAR, TRIED
+from longshift.planner.tried import going_on as which_goes_on
 from longshift.simulate.calibrate import ERROR, band_of_errors
 from longshift.simulate.closed import BAND
 from longshift.trainer.foretold import RECENT
@@ -116,8 +117,9 @@ def test_auto_trains_the_best_few_and_goes_on_with_one(folder):
     assert done.returncode == 0, done.stderr
     plan = PlanFile.from_json(place(folder / "run").read_text())
     assert plan.asked == {"auto": {"ranks": 2}}
-    assert len(plan.rates) == len(plan.choices)
-    assert plan.chosen in (0, max(range(len(plan.rates)), key=plan.rates.__getitem__))
+    assert len(plan.trials) == len(plan.choices)
+    assert plan.chosen == which_goes_on(plan.trials)
+    assert all(len(trial.measured_s) == len(trial.clock_s) == 3 for trial in plan.trials)
     rows = read_rows(folder / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 28))
     (folder / "alone.yaml").write_text(CONFIG.format(folder=folder, model="tiny-llama", layout="dp1"))
@@ -187,11 +189,11 @@ def test_too_short_a_run_is_refused(folder):
 def test_a_run_that_was_stopped_in_a_trial_goes_on_with_its_plan(folder):
     assert longshift(f"train {folder}/run.yaml train.steps=6").returncode == 0
     stopped = PlanFile.from_json(place(folder / "run").read_text())
-    assert (len(stopped.rates), stopped.chosen) == (1, None)
+    assert (len(stopped.trials), stopped.chosen) == (1, None)
     assert longshift(f"train {folder}/run.yaml --resume train.steps=13").returncode == 0
     ended = PlanFile.from_json(place(folder / "run").read_text())
     assert ended.choices == stopped.choices
-    assert ended.rates[0] == stopped.rates[0]
+    assert ended.trials[0] == stopped.trials[0]
 
 
 def test_a_plan_that_another_run_left_is_not_followed(folder):

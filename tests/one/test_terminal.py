@@ -25,6 +25,7 @@ from longshift.dist.world import World
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import OutOfMemoryError
 from longshift.explained import shape_of
+from longshift.planner.tried import Tried
 from longshift.program.needs import most, needs
 from longshift.spec.formats import EIGHT_BITS
 from longshift.trainer import admission
@@ -202,8 +203,8 @@ def test_what_the_header_says(place):
     plan = PlanFile("auto", ("dp2", "tp2"), facts)
     told = "layout: auto compared 1,234 and predicts {} s a step, and {} to {} s with the others that are tried; 2 choices are trained"
     assert told.format(0.3, 0.363, 0.363) in layout_told(run, plan)
-    assert told.format(0.363, 0.3, 0.3) in layout_told(run, replace(plan, rates=(1.0,)))
-    assert "trained 2 choices a few steps each, and goes on with this one" in layout_told(run, replace(plan, chosen=1, rates=(1.0, 2.0)))
+    assert told.format(0.363, 0.3, 0.3) in layout_told(run, replace(plan, trials=(Tried(0.3, (), ()),)))
+    assert "trained 2 choices a few steps each, and goes on with this one" in layout_told(run, replace(plan, chosen=1))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "float8"])

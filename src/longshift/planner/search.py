@@ -58,10 +58,10 @@ class Choice:
         return None if self.best is None else self.best.seconds
 
     def worth_trying(self) -> list[Way]:
-        """The ways to try. The first is the plainest of those that the clock has CLOSE to the fastest; it goes on unless another proves
-        faster. After it come the fastest, the best single layout where neither is one, and the fastest of other meshes that are NEAR,
-        single layouts first: what the clock gets wrong of one way, it gets wrong of all that compute alike. Siblings that are CLOSE fill
-        what TRIED leaves, single layouts first."""
+        """The ways to try; their steps and the clock say which goes on (`planner.tried`). A run begins with the plainest of those that the
+        clock has CLOSE to the fastest. After it come the fastest, the best single layout where neither is one, and the fastest of other
+        meshes that are NEAR, single layouts first: what the clock gets wrong of one way, it gets wrong of all that compute alike. Siblings
+        that are CLOSE fill what TRIED leaves, single layouts first."""
         if self.best is None:
             return []
         first = [min(self._within(CLOSE), key=plainness), self.best.edges]

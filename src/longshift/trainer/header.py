@@ -133,7 +133,7 @@ def why(plan: PlanFile) -> str:
     tried, compared = facts.get("tried") or [], facts.get("candidates")
     if plan.chosen is not None and len(plan.choices) > 1:
         return f"layout: auto trained {len(plan.choices)} choices a few steps each, and goes on with this one"
-    number = len(plan.rates)
+    number = len(plan.trials)
     if not compared or number >= len(tried):
         reason = "layout: auto chose it"
     else:
@@ -141,7 +141,7 @@ def why(plan: PlanFile) -> str:
         own = others.pop(number)
         reason = f"layout: auto compared {compared:,} and predicts {own:.3g} s a step"
         reason += f", and {min(others):.3g} to {max(others):.3g} s with the others that are tried" if others else ""
-    trials = f"{len(plan.choices)} choices are trained a few steps each, and the first goes on unless another is faster"
+    trials = f"{len(plan.choices)} choices are trained a few steps each, and the fastest goes on"
     return reason if plan.chosen is not None else f"{reason}; {trials}"
 
 

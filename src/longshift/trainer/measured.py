@@ -1,6 +1,6 @@
 """What the steps of a run took, and what that says of the cluster: `longshift calibrate`, and `layout: auto` after its trials."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -28,6 +28,12 @@ LEAST = 4  # steps without which nothing is said
 def profile_here(world: World) -> Cluster | None:
     """The profile of the machine that ranks run on; None where it was not measured."""
     return profile_of_host(world.per_node, -(-world.size // world.per_node), world.device.type, cores=world.cores)
+
+
+def clocked(config: Config, cluster: Cluster, cursors: Sequence[int]) -> list[float]:
+    """The clock's seconds of the steps of a run that begin at these cursors."""
+    batches, forecast = Batches.of(config, open_corpus(config, verify=False)[1]), RunForecast(config, cluster)
+    return [forecast.step([len(document.ids) for document in batches.at(cursor).documents]).seconds for cursor in cursors]
 
 
 @dataclass(frozen=True)

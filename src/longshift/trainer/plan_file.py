@@ -3,29 +3,27 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from math import hypot, sqrt
 from pathlib import Path
-from statistics import median, stdev
 from typing import Any
 
 from longshift.cluster.cluster import Calibration
 from longshift.config import Config
 from longshift.errors import CheckpointError
 from longshift.forecast import with_layout
+from longshift.planner.tried import Tried, going_on
 
 
 @dataclass(frozen=True)
 class PlanFile:
     """A run's `plan.json`. `asked`: the config's `layout` as it was written; `choices`: layouts in the config's form, all of which are
-    tried, first the one that goes on unless another is faster (`Choice.worth_trying`); `facts`: what the planner said; `rates`: model
-    FLOP/s of those that were tried, medians, and `errors`: their standard errors; `chosen`: the one that goes on; `calibration`: what the
-    trials' steps showed of the machine; `home`: what `home: auto` became, None where the config names a home."""
+    tried (`Choice.worth_trying`); `facts`: what the planner said; `trials`: what the steps of those that were tried took; `chosen`: the
+    one that goes on; `calibration`: what the trials' steps showed of the machine; `home`: what `home: auto` became, None where the config
+    names a home."""
 
     asked: Any
     choices: tuple[Any, ...]
     facts: Any = None
-    rates: tuple[float, ...] = ()
-    errors: tuple[float, ...] = ()
+    trials: tuple[Tried, ...] = ()
     chosen: int | None = None
     calibration: Calibration | None = None
     home: Any = None
@@ -33,18 +31,14 @@ class PlanFile:
     @property
     def layout(self) -> Any:
         """What the next step is computed with, in the config's form."""
-        return self.choices[len(self.rates) if self.chosen is None else self.chosen]
+        return self.choices[len(self.trials) if self.chosen is None else self.chosen]
 
-    def after(self, rates: Sequence[float]) -> "PlanFile":
-        """With one more trial, whose steps had these model FLOP/s. After the last one the first choice goes on, unless the
-        fastest one is faster by more than their standard errors: steps of a trial are few, and differ."""
-        error = stdev(rates) / sqrt(len(rates)) if len(rates) > 1 else 0.0
-        tried = replace(self, rates=(*self.rates, median(rates)), errors=(*self.errors, error))
-        if len(tried.rates) < len(self.choices):
-            return tried
-        fastest = max(range(len(tried.rates)), key=lambda number: (tried.rates[number], -number))
-        faster = tried.rates[fastest] - tried.rates[0] > hypot(tried.errors[fastest], tried.errors[0])
-        return replace(tried, chosen=fastest if faster else 0)
+    def after(self, measured_s: Sequence[float], clock_s: Sequence[float]) -> "PlanFile":
+        """With one more trial, whose steps took these seconds; `clock_s`: the clock's for the same documents, empty where it was not asked.
+        After the last trial it says which choice goes on."""
+        typical_s = self.facts["tried"][len(self.trials)]["seconds"]
+        trials = (*self.trials, Tried(typical_s, tuple(measured_s), tuple(clock_s)))
+        return replace(self, trials=trials, chosen=going_on(trials) if len(trials) == len(self.choices) else None)
 
     def config(self, config: Config) -> Config:
         """The config with the layout of the next step, and its home."""
@@ -55,12 +49,21 @@ class PlanFile:
 
     @classmethod
     def from_json(cls, text: str) -> "PlanFile":
+        """The plan of a file's text. One that was written while trials were judged by rates has none of them: what it had chosen stays,
+        and else it is tried anew. Raises ValueError, TypeError or KeyError where the text is no plan."""
         found = json.loads(text)
-        calibration = found.get("calibration")
-        made = {"calibration": None if calibration is None else Calibration.from_json(calibration)}
-        errors = found.get("errors", [0.0] * len(found["rates"]))
-        tried = {"choices": tuple(found["choices"]), "rates": tuple(found["rates"]), "errors": tuple(errors)}
-        return cls(**found | tried | made)
+        for name in ("rates", "errors"):
+            found.pop(name, None)
+        trials = (Tried(one["typical_s"], tuple(one["measured_s"]), tuple(one["clock_s"])) for one in found.pop("trials", ()))
+        calibration = found.pop("calibration", None)
+        plan = cls(
+            **found | {"choices": tuple(found["choices"])},
+            trials=tuple(trials),
+            calibration=None if calibration is None else Calibration.from_json(calibration),
+        )
+        if plan.chosen is None and len(plan.facts["tried"]) != len(plan.choices):
+            raise ValueError("it does not say what each choice is predicted to take")
+        return plan
 
 
 def place(run: Path) -> Path:

@@ -4,14 +4,14 @@
     steps       1 2 3 4 │ 5 6 7 8 │ 9 10 11 12 │ 13 ...
     layout         0    │    1    │     2      │ one of them; a checkpoint at each bar, which any layout loads
 
-What is compared is model FLOP/s, since steps have different documents: another choice than the first goes on where it is faster by more
-than the steps vary. The first step of a trial, in which memory is allocated and kernels are chosen, is not counted. The others are steps of
-known layouts: they calibrate what is known of the machine, by which the steps that follow are predicted (`train.foretold`).
+Steps have different documents, so each is compared with what the clock has for its own (`planner.tried` says which choice goes on). The
+first step of a trial, in which memory is allocated and kernels are chosen, is not counted. The others are steps of known layouts: they
+calibrate what is known of the machine, by which the steps that follow are predicted (`train.foretold`).
 """
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from longshift.config import Config
 from longshift.dist.world import World
 from longshift.errors import UsageError
 from longshift.files import rewrite, written
-from longshift.trainer.measured import calibrated, profile_here
+from longshift.trainer.measured import calibrated, clocked, profile_here
 from longshift.trainer.metrics import StepMetrics
 from longshift.trainer.plan_file import PlanFile, place
 
@@ -38,19 +38,30 @@ def tried(config: Config, run: Path, resume: bool, world: World, play: PlaySteps
         yield from play(config, resume, None)
         return
     while plan.chosen is None:
-        rates = []
-        for metrics in play(plan.config(config), resume, STEPS):
-            rates.append(metrics.model_flops_per_s)
+        own, steps = plan.config(config), list[StepMetrics]()
+        for metrics in play(own, resume, STEPS):
+            steps.append(metrics)
             yield metrics
-        if len(rates) < STEPS:  # stopped, or the run's last step
+        if len(steps) < STEPS:  # stopped, or the run's last step
             return
-        plan = plan.after(json.loads(world.gather_text(json.dumps(rates[1:]))[0]))
+        told = _seconds(own, steps, world) if world.rank == 0 else None
+        plan = plan.after(*json.loads(world.gather_text(json.dumps(told))[0]))
         if world.rank == 0:
             kept = plan if plan.chosen is None else replace(plan, calibration=_calibration(run, config, world))
             with written(str(file)):
                 rewrite(file, kept.to_json())
         resume = True
     yield from play(plan.config(config), resume, None)
+
+
+def _seconds(config: Config, steps: Sequence[StepMetrics], world: World) -> tuple[list[float], list[float]]:
+    """What the steps of a trial but the first took, and what the clock has for their documents; where this machine was not measured, no
+    seconds of the clock, which is said."""
+    profile = profile_here(world)
+    if profile is None:
+        print("longshift: this machine has no profile any more: what the trials took is not compared with the clock", file=sys.stderr)
+    clock_s = [] if profile is None else clocked(config, profile, [step.cursor for step in steps[:-1]])
+    return [step.seconds for step in steps[1:]], clock_s
 
 
 def _calibration(run: Path, config: Config, world: World) -> Calibration | None:
