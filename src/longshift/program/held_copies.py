@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -213,6 +214,7 @@ class Exchanged:
     most: int
 
 
+@lru_cache(maxsize=128)  # a planner weighs many ways with the same switches
 def exchanged(plan: Plan, rank: int) -> Exchanged:
     """What `state.transfer.Transfer` moves on a rank."""
     sent, received, passing = np.zeros((3, plan.exchanges), np.int64)

@@ -99,7 +99,7 @@ class Itinerary:
     def sums(self, source: Cut) -> Plan:
         """The plan of the gradient sums of `source`, to home."""
         if source not in self._sums:
-            self._sums[source] = self._plan(None, source, self._bytes[1], True).reversed()
+            self._sums[source] = self._plan(None, source, self._bytes[1], True)
         return self._sums[source]
 
     def source(self, layout: Layout) -> Cut | None:
@@ -129,40 +129,45 @@ class Itinerary:
             return 0.0
         key = (None if target.at_home else source), target
         if key not in self._hops:
-            few = len(set(self.cuts.values())) <= MOST_PLANNED
-            wanted = placed(self.spec, target.layout, target.side)
-            self._hops[key] = (
-                traffic(self.weights(*key)).bound_s
-                if few
-                else least_s(_held(self.spec, self.home, key[0]), wanted, self.links, self._bytes[0])
-            )
+            if len(set(self.cuts.values())) <= MOST_PLANNED:
+                self._hops[key] = traffic(self.weights(*key)).bound_s
+            else:
+                held = _held(self.spec, (self.home, "rows"), key[0] and (key[0].layout, key[0].side))
+                self._hops[key] = least_s(held, placed(self.spec, target.layout, target.side), self.links, self._bytes[0])
         return self._hops[key]
 
-    def _plan(self, source: Cut | None, target: Cut, itemsize: int, learned: bool) -> Plan:
-        options = self.options
-        return _plan(self.spec, self.home, source, target, self.links, itemsize, options.planner, options.bucket_bytes, learned)
+    def _plan(self, source: Cut | None, target: Cut, itemsize: int, sums: bool) -> Plan:
+        options, others = self.options, (cut and _placing(cut.layout, cut.side) for cut in (source, target))
+        sides = _placing(self.home, "rows"), *others
+        return _plan(self.spec, *sides, self.links, itemsize, options.planner, options.bucket_bytes, sums)
 
 
-def _held(spec: ModelSpec, home: Layout, source: Cut | None) -> Placed:
+def _placing(layout: Layout, side: Side) -> tuple[Layout, Side]:
+    """The plainest layout that places weights as this one does, and the side: all such layouts have the same plans."""
+    return Layout(layout.dp * layout.ulysses * layout.ring, layout.pp, layout.tp, virtual=layout.virtual, stages=layout.stages), side
+
+
+def _held(spec: ModelSpec, home: tuple[Layout, Side], source: tuple[Layout, Side] | None) -> Placed:
     """What home and `source` have."""
-    rows = placed(spec, home, "rows")
-    return together(rows, placed(spec, source.layout, source.side)) if source else rows
+    rows = placed(spec, *home)
+    return together(rows, placed(spec, *source)) if source else rows
 
 
 @lru_cache(maxsize=64)  # a planner asks for the same switches in many assignments
 def _plan(
     spec: ModelSpec,
-    home: Layout,
-    source: Cut | None,
-    target: Cut,
+    home: tuple[Layout, Side],
+    source: tuple[Layout, Side] | None,
+    target: tuple[Layout, Side],
     links: Links,
     itemsize: int,
     planner: Planner,
     bucket_bytes: int,
-    learned: bool,
+    sums: bool,
 ) -> Plan:
-    """The plan of all weights, or of those alone that are trained."""
-    held, wanted = _held(spec, home, source), placed(spec, target.layout, target.side)
-    if learned:
+    """The plan of all weights; or, the other way, of the gradient sums of those that are trained."""
+    held, wanted = _held(spec, home, source), placed(spec, *target)
+    if sums:
         wanted = {name: spread for name, spread in wanted.items() if not spec.by_name[name].frozen}
-    return switch_plan(held, turn_about(held, wanted), links, itemsize, planner, bucket_bytes)
+    plan = switch_plan(held, turn_about(held, wanted), links, itemsize, planner, bucket_bytes)
+    return plan.reversed() if sums else plan
