@@ -28,7 +28,7 @@ from longshift.planner import replay as replays
 from longshift.planner.assign import assignments, cut_at, tally
 from longshift.planner.chosen import Shortlist
 from longshift.planner.enumerated import AXES, Meshes, enumerate_layouts, illegal
-from longshift.planner.least_bytes import device_bytes
+from longshift.planner.least_bytes import device_bytes, least_of_way
 from longshift.planner.loads import Dealing, dealt
 from longshift.planner.replay import Replay, Task, Way, one_cut
 from longshift.planner.search import Choice, search
@@ -167,6 +167,24 @@ def test_plan_bound_holds_for_homes_outside_the_device(home: object):
     found = of_bound(range(60), home=HomeTiers.parse(home))
     assert max(found) <= 1
     assert np.median(found) > 0.6  # a window of states, and masters on their way, are not counted
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_plan_bound_of_several_groups_holds(home: str):
+    found = []
+    for seed in range(60):
+        rng = random.Random(seed)
+        spec, world = rng.choice([ODD, SMALL, TIED, LARGE]), rng.choice([2, 4, 8])
+        known = enumerate_layouts(spec, world, {"order": ["1f1b", "gpipe"]}).meshes
+        uptos = sorted(rng.sample([256, 1024, 2048, 4096], rng.choice([1, 2, 3])))
+        edges = tuple(Edge(upto, known.layout(rng.randrange(len(known))), upto * rng.choice([1, 2])) for upto in uptos)
+        formats, tokens, transport = formats_of(rng.choice(["bf16", "float32"]), rng.choice([0, 2])), 1 << 14, rng.choice(["nccl", "gloo"])
+        way = Itinerary(spec, edges, assumed(8), formats.compute_bytes, formats.home_bytes, SwitchOptions())
+        shape = StepShape(way, edges, formats, tokens, uptos[-1], home_in=HomeTiers(home))
+        needed = most(needs(shape, edges, transport, transport == "gloo")).device.total  # pyright: ignore[reportArgumentType]
+        found.append(least_of_way(spec, edges, formats, tokens, home == "host" and transport == "nccl") / needed)
+    assert max(found) <= 1
+    assert np.median(found) > 0.6
 
 
 def test_plan_bound_counts_packs_in_flight(monkeypatch: pytest.MonkeyPatch):

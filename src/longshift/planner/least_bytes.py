@@ -14,7 +14,8 @@ Letters: T tokens of a rank in linear layers, T' = T / tp, D model width, A quer
 F feed-forward width, V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,11 +23,14 @@ import numpy as np
 from longshift.cluster.cluster import Cluster
 from longshift.layout.loss_rows import LEAST_ROWS
 from longshift.planner.enumerated import ORDERS, Meshes
+from longshift.program.needs import micros_of
 from longshift.simulate.cost import RECOMPUTE
 from longshift.spec.formats import Format
 from longshift.spec.model import ModelSpec
+from longshift.workload.groups import Edge
 
 # Assumed, not measured: what the driver's context and NCCL's buffers take, and the share of memory that an allocator leaves no holes in.
+LEAST_SHARE = 0.9  # of home, that the rank may have which needs most: home's stages are not the others'
 CONTEXT_BYTES = float(1 << 30)
 FILLED = 0.94
 
@@ -114,6 +118,23 @@ def device_bytes(
     device has where another layout cuts home; `outside`: whether all of home may lie outside the device.
     """
     return np.maximum(*(_of_stage(spec, at, formats, tokens, micros, home_bytes, outside, first) for first in (True, False)))
+
+
+def least_of_way(spec: ModelSpec, edges: Sequence[Edge], formats: Format, tokens: int, outside: bool) -> float:
+    """Bytes that some rank needs of its device at the least in the largest step of `tokens` with documents for these groups. Streamed
+    groups and uneven stages are left out. `outside`: whether all of home may lie outside the device."""
+    last, home_bytes = edges[-1].use, None
+    if len(edges) > 1:
+        at = Meshes.of([replace(last, zero=max(1, last.zero))])
+        shares = [float(elements(spec, at, first).own[0]) for first in (True, False)] if not last.stages else [0.0]
+        home_bytes = LEAST_SHARE * min(shares) * _least_trained(spec) * (2 * formats.home_bytes + formats.moments * formats.moment_bytes)
+    found = 0.0
+    for edge in edges:
+        use = edge.use if len(edges) == 1 else replace(edge.use, zero=max(1, edge.use.zero))
+        if not use.chunk and not use.stages:
+            micros = micros_of(tokens, edge)
+            found = max(found, float(device_bytes(spec, Meshes.of([use]), formats, edge.pack, micros, home_bytes, outside)[0]))
+    return found
 
 
 def _of_stage(

@@ -12,7 +12,7 @@ import numpy as np
 from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.legal import faults
-from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device
+from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device, least_of_way
 from longshift.planner.siblings import first_of_meshes, lower, siblings, smaller
 from longshift.planner.uneven import evened
 from longshift.program.needs import StepShape, most, needs
@@ -175,12 +175,12 @@ class Replay:
         all these, the fastest way of each of the first FINALISTS sets of meshes, the best single layout and the best of one cut are played
         on the STEPS after it. The rest are taken to be as much slower as on the first."""
         given = list(map(self._fitted, ways))
-        below = [edges for edges in map(lower, given) if not self._faulty(edges)]
+        below = self._possible(map(lower, given))
         first, seen = self._first([*given, *below]), set[tuple[Edge, ...]]()
         for _ in range(LOOKS):
             fresh = [edges for edges in _of_kinds(first, (1, 1, 1)) if edges not in seen]
             seen.update(fresh)
-            first = self._first([*first, *(other for edges in fresh for other in siblings(edges) if not self._faulty(other))])
+            first = self._first([*first, *self._possible(other for edges in fresh for other in siblings(edges))])
         pipelines = [edges for edges in first if any(edge.use.pp > 1 for edge in edges)]
         first = self._first([*first, *map(self.evened, pipelines[:FINALISTS])])
         finalists = dict.fromkeys([*_of_kinds(first, (2, 1, 1)), *first_of_meshes(first)[:FINALISTS]])
@@ -199,11 +199,20 @@ class Replay:
             edges = less
         return edges
 
+    def _possible(self, ways: Iterable[tuple[Edge, ...]]) -> list[tuple[Edge, ...]]:
+        return [edges for edges in ways if not self._faulty(edges) and not self._too_large(edges)]
+
     def _faulty(self, edges: tuple[Edge, ...]) -> bool:
         """Whether a layout is impossible, or other than what is fixed."""
         task, float8 = self.task, self.formats.float8
         other = any(getattr(edge.use, name) not in numbers for name, numbers in task.fixed_degrees.items() for edge in edges)
         return other or any(faults(task.spec, edge.use, task.world, edge.upto, edge.pack, float8) for edge in edges)
+
+    def _too_large(self, edges: tuple[Edge, ...]) -> bool:
+        """Whether a bound says that a device lacks memory for them: the ledger, which is slower, need not be asked."""
+        outside = self.task.home.last == "disk" or (self.task.home.last == "host" and self.task.on_gpu)
+        least = least_of_way(self.task.spec, edges, self.formats, self.task.tokens_per_step, outside)
+        return least > self.task.budget_bytes
 
     def _first(self, ways: Iterable[tuple[Edge, ...]]) -> list[tuple[Edge, ...]]:
         """Those that fit, fastest on the first step first."""

@@ -114,13 +114,16 @@ def largest_step(shape: StepShape, edges: Sequence[Edge], packs: Sequence[Pack])
     them. More micro-batches than a pipeline has under way change no peak, but under gpipe and vertical, where all are under way."""
     spec, visits, micros = shape.itinerary.spec, [], []
     for edge, pack in zip(edges, packs):
-        layout = edge.use
-        number = max(1, -(-shape.tokens // (edge.pack * layout.dp)))
-        if layout.order == "1f1b":
-            number = min(number, 2 * layout.pp * layout.virtual + 1)
-        micros.append([pack] * number)
-        visits.append(visit_of(spec, layout, micros[-1]))
+        micros.append([pack] * micros_of(shape.tokens, edge))
+        visits.append(visit_of(spec, edge.use, micros[-1]))
     return tuple(visits), micros
+
+
+def micros_of(tokens: int, edge: Edge) -> int:
+    """How many micro-batches of a group are weighed of a step with so many tokens."""
+    layout = edge.use
+    number = max(1, -(-tokens // (edge.pack * layout.dp)))
+    return min(number, 2 * layout.pp * layout.virtual + 1) if layout.order == "1f1b" else number
 
 
 def kinds_of_rank(shape: StepShape) -> list[int]:
