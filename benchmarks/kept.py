@@ -15,7 +15,7 @@ def result(benchmark: str, section: str | None = None) -> dict:
 
 
 def source(report: Mapping) -> str:
-    """A sentence: when, at which commit and on what machine it was measured."""
+    """When, at which commit and on what machine it was measured, and at which commit judged anew."""
     words = ["Measured"]
     if "date" in report:
         words.append(f"on {report['date']}")
@@ -26,7 +26,8 @@ def source(report: Mapping) -> str:
         cpu, plural = facts["cpu"].replace("(R)", ""), "s" * (facts["cores"] > 1)
         gpus = ", ".join(facts["gpus"]) or "no GPU"
         words.append(f"on {facts['cores']} core{plural} of an {cpu} with {facts['memory_gib']:.0f} GiB, {gpus}")
-    return f"{' '.join(words)}, torch {report['versions']['torch']}."
+    judged = f" Judged at commit `{report['judged_at'][:7]}`." if "judged_at" in report else ""
+    return f"{' '.join(words)}, torch {report['versions']['torch']}.{judged}"
 
 
 def sources(reports: Mapping[str, Mapping]) -> str:
