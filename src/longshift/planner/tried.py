@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-CLOCK = 0.06  # logarithm: what ways that were tried together differ by beside the clock (72 budgets of benchmarks/plan_choice.py)
+CLOCK = 0.06  # logarithm: what ways that were tried together differ by beside the clock (81 budgets of benchmarks/plan_choice.py)
 NOISE = 0.08  # logarithm: what steps of one way differ by beside the clock, there; for ways with one step each
 
 
