@@ -15,10 +15,12 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec
+from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import Links
-from longshift.switch.placed import Placed, Spread, placed, together, turn_about
+from longshift.switch.placed import Placed, Spread, placed, plainest, together, turn_about
 from longshift.switch.plan import Plan, switch_plan
 from longshift.switch.traffic import least_s, traffic
+from longshift.workload.groups import Edge
 
 SPEC = ModelSpec("llama", 7, 6, 3, 6, 2, 1, 5, 16, tied=True)
 ROLES = ("embed", "k", "o", "gate", "norm2")  # rows on two stages, shared heads, columns, uneven rows, uncut
@@ -378,6 +380,28 @@ def test_only_the_sequence_axes_change_and_nothing_moves(old, new) -> None:
     p = switch_plan(placed(SPEC, Layout.parse(old), "copies"), placed(SPEC, Layout.parse(new), "copies"), Links(2, 1, 1), 2)
     assert p.bytes_by_pair.sum() == 0
     assert p.buffer_bytes == 0
+
+
+@settings(max_examples=60)
+@given(layouts, st.sampled_from(["", ".recompute-full.keep-output", ".recompute-attention", ".chunk4.host", ".vertical"]))
+def test_weights_lie_where_the_plainest_layout_puts_them(layout, words) -> None:
+    other = Layout.parse(f"{layout}{words if layout.pp == 1 or words != '.vertical' else ''}")
+    for side in ("copies", "rows"):
+        ours, plain = placed(SPEC, other, side), placed(SPEC, plainest(other), side)
+        assert [(name, spread.boxes) for name, spread in ours.items()] == [(name, spread.boxes) for name, spread in plain.items()]
+
+
+def test_ways_that_place_alike_share_their_plans() -> None:
+    def planned(short: str, long: str) -> tuple[Plan, Plan]:
+        edges = Edge(8, Layout.parse(short)), Edge(16, Layout.parse(long))
+        way = Itinerary(SPEC, edges, Links(2, 8.0, 1.0), 2, 4, SwitchOptions())
+        cut = way.cuts[edges[0].use]
+        assert not cut.at_home
+        return way.weights(None, cut), way.sums(cut)
+
+    one = planned("dp4.z1", "tp2.u2")
+    assert planned("ring2.u2.recompute-full.z1", "tp2.dp2.recompute-attention.z3") == one
+    assert not set(planned("dp4.z2", "tp2.u2")) & set(one[:1])
 
 
 # Refusals

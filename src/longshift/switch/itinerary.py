@@ -17,7 +17,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.spec.model import ModelSpec
 from longshift.switch.links import Links
-from longshift.switch.placed import Placed, Side, placed, together, turn_about
+from longshift.switch.placed import Placed, Side, placed, plainest, together, turn_about
 from longshift.switch.plan import Plan, switch_plan
 from longshift.switch.planners import Planner
 from longshift.switch.traffic import least_s, traffic
@@ -137,14 +137,8 @@ class Itinerary:
         return self._hops[key]
 
     def _plan(self, source: Cut | None, target: Cut, itemsize: int, sums: bool) -> Plan:
-        options, others = self.options, (cut and _placing(cut.layout, cut.side) for cut in (source, target))
-        sides = _placing(self.home, "rows"), *others
-        return _plan(self.spec, *sides, self.links, itemsize, options.planner, options.bucket_bytes, sums)
-
-
-def _placing(layout: Layout, side: Side) -> tuple[Layout, Side]:
-    """The plainest layout that places weights as this one does, and the side: all such layouts have the same plans."""
-    return Layout(layout.dp * layout.ulysses * layout.ring, layout.pp, layout.tp, virtual=layout.virtual, stages=layout.stages), side
+        options, cuts = self.options, (cut and (plainest(cut.layout), cut.side) for cut in (source, target))
+        return _plan(self.spec, (plainest(self.home), "rows"), *cuts, self.links, itemsize, options.planner, options.bucket_bytes, sums)
 
 
 def _held(spec: ModelSpec, home: tuple[Layout, Side], source: tuple[Layout, Side] | None) -> Placed:

@@ -45,6 +45,11 @@ def placed(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spread]:
     return {param.name: spread(param) for param in spec.params}
 
 
+def plainest(layout: Layout) -> Layout:
+    """The plainest layout that places copies, and their rows, as this one does: by stages and tensor parallelism, over so many ranks."""
+    return Layout(layout.dp * layout.ulysses * layout.ring, layout.pp, layout.tp, virtual=layout.virtual, stages=layout.stages)
+
+
 def together(*sides: Placed) -> dict[str, Spread]:
     """All that any of them has: home and the working copies of the layout before, for one."""
     alike: dict[tuple[Spread, ...], Spread] = {}
