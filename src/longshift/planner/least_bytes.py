@@ -30,9 +30,9 @@ from longshift.spec.model import ModelSpec
 from longshift.workload.groups import Edge
 
 # Assumed, not measured: what the driver's context and NCCL's buffers take, and the share of memory that an allocator leaves no holes in.
-LEAST_SHARE = 0.9  # of home, that the rank may have which needs most: home's stages are not the others'
 CONTEXT_BYTES = float(1 << 30)
 FILLED = 0.94
+LEAST_SHARE = 0.9  # of a stage's share of home, that the rank has at the least which needs most under a layout of other stages
 
 
 def reserved(allocated_bytes: np.ndarray | float, on_cpu: bool = False) -> np.ndarray:

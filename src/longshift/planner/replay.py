@@ -200,6 +200,7 @@ class Replay:
         return edges
 
     def _possible(self, ways: Iterable[tuple[Edge, ...]]) -> list[tuple[Edge, ...]]:
+        """Those that the ledger is worth asking about."""
         return [edges for edges in ways if not self._faulty(edges) and not self._too_large(edges)]
 
     def _faulty(self, edges: tuple[Edge, ...]) -> bool:

@@ -214,7 +214,7 @@ class Exchanged:
     most: int
 
 
-@lru_cache(maxsize=128)  # a planner weighs many ways with the same switches
+@lru_cache(maxsize=64)  # a planner weighs many ways with the same switches
 def exchanged(plan: Plan, rank: int) -> Exchanged:
     """What `state.transfer.Transfer` moves on a rank."""
     sent, received, passing = np.zeros((3, plan.exchanges), np.int64)
