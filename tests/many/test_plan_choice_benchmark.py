@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,3 +22,14 @@ def test_ways_are_trained_beside_their_forecasts():
     assert set(budget["tried"]) <= set(ways)
     assert budget["auto"] in budget["tried"]
     assert budget["auto_over_best_static"] > 0  # of one round, on a machine with other work
+
+
+@pytest.mark.parametrize("case", ["plain", "2x2", "2x4"])
+def test_kept_rounds_are_judged_by_the_rule_of_a_run(case: str):
+    """Where this fails after a change of the rule: judge the kept report with `--judge`, and keep what that prints."""
+    kept = ROOT / "benchmarks" / "results" / f"plan_choice{'' if case == 'plain' else '_' + case}.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "plan_choice.py"), "--case", case, "--judge", str(kept)]
+    again = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120).stdout)
+    for budget, known in zip(again["summary"]["budgets"], json.loads(kept.read_text())["summary"]["budgets"], strict=True):
+        assert budget["auto"] in budget["tried"]
+        assert budget == known
