@@ -60,6 +60,10 @@ class HomeTiers:
         """All that it names, the fastest first."""
         return (*(tier for tier, _ in self.first), self.last)
 
+    def outside(self, host_is_device: bool) -> bool:
+        """Whether all of it may lie outside the device."""
+        return self.last == "disk" or (self.last == "host" and not host_is_device)
+
     @property
     def late(self) -> bool:
         """Whether units are updated under the forward of the next step: where some of them may lie outside the device."""

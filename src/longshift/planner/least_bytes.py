@@ -27,6 +27,7 @@ from longshift.program.needs import micros_of
 from longshift.simulate.cost import RECOMPUTE
 from longshift.spec.formats import Format
 from longshift.spec.model import ModelSpec
+from longshift.switch.itinerary import home_layout
 from longshift.workload.groups import Edge
 
 # Assumed, not measured: what the driver's context and NCCL's buffers take, and the share of memory that an allocator leaves no holes in.
@@ -109,31 +110,30 @@ def device_bytes(
     formats: Format,
     tokens: np.ndarray | float,
     micros: np.ndarray | float,
-    home_bytes: float | None = None,
+    at_home: float | None = None,
     outside: bool = False,
 ) -> np.ndarray:
     """Bytes that the worst rank of each candidate needs at the least, float64 [candidates].
 
-    `tokens`: of a pack, on all ranks that share it; `micros`: packs of a replica; `home_bytes`: masters, moments and gradients that a
-    device has where another layout cuts home; `outside`: whether all of home may lie outside the device.
+    `tokens`: of a pack, on all ranks that share it; `micros`: packs of a replica; `at_home`: elements of home that a rank has where
+    another layout cuts home; `outside`: whether all of home may lie outside the device.
     """
-    return np.maximum(*(_of_stage(spec, at, formats, tokens, micros, home_bytes, outside, first) for first in (True, False)))
+    return np.maximum(*(_of_stage(spec, at, formats, tokens, micros, at_home, outside, first) for first in (True, False)))
 
 
 def least_of_way(spec: ModelSpec, edges: Sequence[Edge], formats: Format, tokens: int, outside: bool) -> float:
     """Bytes that some rank needs of its device at the least in the largest step of `tokens` with documents for these groups. Streamed
     groups and uneven stages are left out. `outside`: whether all of home may lie outside the device."""
-    last, home_bytes = edges[-1].use, None
+    home, at_home = home_layout(edges), None
     if len(edges) > 1:
-        at = Meshes.of([replace(last, zero=max(1, last.zero))])
-        shares = [float(elements(spec, at, first).own[0]) for first in (True, False)] if not last.stages else [0.0]
-        home_bytes = LEAST_SHARE * min(shares) * _least_trained(spec) * (2 * formats.home_bytes + formats.moments * formats.moment_bytes)
+        at = Meshes.of([home])
+        at_home = LEAST_SHARE * min(float(elements(spec, at, first).own[0]) for first in (True, False)) if not home.stages else 0.0
     found = 0.0
     for edge in edges:
         use = edge.use if len(edges) == 1 else replace(edge.use, zero=max(1, edge.use.zero))
         if not use.chunk and not use.stages:
             micros = micros_of(tokens, edge)
-            found = max(found, float(device_bytes(spec, Meshes.of([use]), formats, edge.pack, micros, home_bytes, outside)[0]))
+            found = max(found, float(device_bytes(spec, Meshes.of([use]), formats, edge.pack, micros, at_home, outside)[0]))
     return found
 
 
@@ -143,21 +143,17 @@ def _of_stage(
     formats: Format,
     tokens: np.ndarray | float,
     micros: np.ndarray | float,
-    home_bytes: float | None,
+    at_home: float | None,
     outside: bool,
     first: bool,
 ) -> np.ndarray:
     own, micros = elements(spec, at, first), np.broadcast_to(np.asarray(micros, dtype=np.int64), (len(at),))
     small, least = formats.compute_bytes, _least_trained(spec)
     wide = formats.home_bytes * least  # of a mean weight
-    kept_at_home = np.where(at.zero == 0, own.all, own.own)
+    kept_at_home = np.where(at.zero == 0, own.all, own.own) if at_home is None else np.full(len(at), at_home)
     moments = formats.moments * formats.moment_bytes
     state = (wide + moments * least + small * (1 - least)) * kept_at_home
     sums_at_home = wide * kept_at_home
-    if home_bytes is not None:
-        whole = 2 * formats.home_bytes + moments
-        state = np.full(len(at), home_bytes * (1 - formats.home_bytes / whole))
-        sums_at_home = np.full(len(at), home_bytes * formats.home_bytes / whole)
     if outside:
         state = sums_at_home = np.zeros(len(at))
     same = formats.compute == formats.home

@@ -211,9 +211,9 @@ class Replay:
 
     def _too_large(self, edges: tuple[Edge, ...]) -> bool:
         """Whether a bound says that a device lacks memory for them: the ledger, which is slower, need not be asked."""
-        outside = self.task.home.last == "disk" or (self.task.home.last == "host" and self.task.on_gpu)
-        least = least_of_way(self.task.spec, edges, self.formats, self.task.tokens_per_step, outside)
-        return least > self.task.budget_bytes
+        task = self.task
+        least = least_of_way(task.spec, edges, self.formats, task.tokens_per_step, task.home.outside(not task.on_gpu))
+        return least > task.budget_bytes
 
     def _first(self, ways: Iterable[tuple[Edge, ...]]) -> list[tuple[Edge, ...]]:
         """Those that fit, fastest on the first step first."""

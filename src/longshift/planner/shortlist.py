@@ -100,14 +100,13 @@ def shortlist(
     told = {"devices": cluster.devices, "max_len": max_len, "budget_bytes": budget, "candidates": known.total}
     refused: Mapping[str, int] = known.refused
     ledger = _Weigher(spec, cluster, formats, tokens_per_step, budget, home)
-    outside = home.last == "disk" or (home.last == "host" and not ledger.on_cpu)
     found: list[dict[str, Answer]] = []
     before: Compared | None = None
     for number in range(MOST_ROUNDS):
         if number >= ROUNDS and any("best" in one for one in found):
             break
         over = tuple(sorted(ledger.over.items()))
-        problem = Problem(spec, cost, formats, everything, tokens_per_step, budget, ledger.on_cpu, outside, over)
+        problem = Problem(spec, cost, formats, everything, tokens_per_step, budget, ledger.on_cpu, home.outside(ledger.on_cpu), over)
         at_keys = before = compared(problem, known.meshes, before)
         if number == 0:
             refused = {**known.refused, **at_keys.refused}

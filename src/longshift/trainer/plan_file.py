@@ -49,8 +49,8 @@ class PlanFile:
 
     @classmethod
     def from_json(cls, text: str) -> "PlanFile":
-        """The plan of a file's text. One that was written while trials were judged by rates has none of them: what it had chosen stays,
-        and else it is tried anew. Raises ValueError, TypeError or KeyError where the text is no plan."""
+        """The plan of a file's text. A plan of an earlier version has rates in place of trials, which are dropped: its choice stays, and
+        without a choice its ways are tried anew. Raises ValueError, TypeError or KeyError where the text is no plan."""
         found = json.loads(text)
         for name in ("rates", "errors"):
             found.pop(name, None)
