@@ -8,9 +8,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 PRODUCT := .venv/.product
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
-SECOND := $(wildcard tests/many/*_benchmark.py) $(patsubst %,tests/many/test_%.py,check inside launch pages) tests/one tests/thinking tests/faults tests/gpu
+# Files go to two processes in order, so that cases which fork ranks come before those that start threads.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: setup browser quickstart test test-all test-faults lint docs bench
+.PHONY: setup browser quickstart test test-all test-mutants test-survey test-faults lint docs bench
 
 setup: $(READY)
 
@@ -33,21 +34,29 @@ quickstart: $(PRODUCT)
 	$(BIN)/longshift train examples/quickstart.yaml save.dir=$(RUN)
 	@command -v longshift > /dev/null || echo "shell   source .venv/bin/activate   # then longshift is a command here"
 
-# Two processes side by side, of as much work: what runs in worlds of ranks, without some of it, and that with the rest.
+# The cases that tests/survey/cases.csv has chosen, on two processes; `make test K=switch`: those of them with that word.
 test: setup
-	@export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -m 'not long' tests/many $(addprefix --ignore=,$(SECOND)) > .venv/many.log 2>&1 & many=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not long' $(SECOND); rest=$$?; \
-	wait $$many; found=$$?; cat .venv/many.log; exit $$((rest + found))
+	$(PYTEST) -m 'not long and not campaign' $(if $(K),-k '$(K)')
 
+# All cases but the campaigns of test-faults.
 test-all: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(PYTEST) -m 'not campaign' $(if $(K),-k '$(K)')
+
+# Whether each known mistake of the trainer makes a case of `make test` fail.
+test-mutants: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/survey/mutant_run.py
+
+# What each case costs and runs, and which mistakes it finds (hours; Python 3.12 or later); then the choice of `make test` anew.
+test-survey: setup
+	rm -f .venv/survey.jsonl .venv/kills.jsonl
+	$(PYTEST) -m 'not campaign' --survey .venv/survey.jsonl --survey-lines
+	OMP_NUM_THREADS=1 $(BIN)/python tests/survey/mutant_run.py --search .venv/survey.jsonl --to .venv/kills.jsonl
+	$(BIN)/python tests/survey/choose_cases.py .venv/survey.jsonl .venv/kills.jsonl --write
 
 # Everything that is read, spoiled in ten thousand ways and more; disks that fail and kills, at each file operation (an hour); JSON=out.json
 # keeps the figures.
 test-faults: setup
-	@export OMP_NUM_THREADS=1 JSON=$(JSON); $(BIN)/python -m pytest tests/faults/test_disks.py > .venv/disks.log 2>&1 & disks=$$!; \
-	$(BIN)/python -m pytest tests/faults --ignore=tests/faults/test_disks.py; rest=$$?; \
-	wait $$disks; found=$$?; cat .venv/disks.log; exit $$((rest + found))
+	JSON=$(JSON) $(PYTEST) tests/faults
 
 lint: setup
 	$(BIN)/ruff check

@@ -1,5 +1,5 @@
 """A disk that is full, over quota or read-only from one file operation on, and a kill at one: each operation of a small run is that one.
-`make test` takes a sample; the campaign takes all."""
+`make test-all` takes a sample; the campaign takes all."""
 
 import errno
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_the_campaign_can_fail(alone: Disk, monkeypatch: pytest.MonkeyPatch):
     assert alone.wrong(at, errno.ENOSPC) == "files ['env.json']"
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_the_campaign(alone: Disk, together: Disk):
     found, bad = {}, []
     for ranks, disk, ways in ((1, alone, (*ERRORS, KILL)), (2, together, (errno.ENOSPC, KILL))):

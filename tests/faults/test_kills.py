@@ -1,4 +1,4 @@
-"""Ranks and launchers that are killed at random moments, and runs that go on bit for bit. `make test` plays a few kills; the campaign more
+"""Ranks and launchers that are killed at random moments, and runs that go on bit for bit. `make test-all` plays a few kills; the campaign more
 than two hundred, over seven layouts."""
 
 import random
@@ -20,7 +20,7 @@ def test_a_few_kills(launches: Launches, place: Path):
     assert killed.found["resumed_bitwise"] == 1
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_the_campaign(launches: Launches, place: Path):
     found, wrong, total = {}, [], Counter[str]()
     for number, name in enumerate(LAYOUTS):

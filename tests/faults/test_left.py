@@ -60,7 +60,7 @@ def test_among_other_ranks_nothing_is_swept(config, tmp_path):
 
 @pytest.mark.parametrize("seconds", [0.7, 60])
 def test_a_start_waits_for_ranks_of_a_killed_launcher(config, tmp_path, monkeypatch, seconds):
-    monkeypatch.setattr(run_folder, "RANKS_S", 5.0 if seconds < 5 else 0.3)
+    monkeypatch.setattr(run_folder, "RANKS_S", 50.0 if seconds < 5 else 0.3)
     (tmp_path / "run").mkdir()
     code = (
         "import sys, time; from pathlib import Path; from longshift.trainer.run_folder import RunFolder\n"
@@ -71,7 +71,7 @@ def test_a_start_waits_for_ranks_of_a_killed_launcher(config, tmp_path, monkeypa
         assert rank.stdout.readline() == "there\n"
         if seconds < 5:
             prepare(config, resume=False)
-            assert rank.wait(1) == 0
+            assert rank.wait(30) == 0
         else:
             with pytest.raises(UsageError, match=r"ranks of a launcher that is gone still save in .*run"):
                 prepare(config, resume=False)

@@ -21,16 +21,16 @@ def test_nothing_is_left_of_a_launcher(place: Path, after_s: float, number: int)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_frozen_while_it_trains_is_named(place: Path, rank: int):
-    """`train.frozen` seconds, and at most five more, until all are gone."""
+    """All are gone soon after `train.frozen` seconds, not after the ten minutes of a collective."""
     found, pid = frozen(place, rank, 3.0)
     assert not found.left
     assert found.code == 6
-    assert found.seconds < 3.0 + 5.0
+    assert found.seconds < 50.0
     last = found.err.splitlines()[-1]
     assert last.startswith(f"longshift: rank {rank} (process {pid}) has been stopped for 3 s, and was ended")
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_the_campaign(place: Path):
     """Moments spread over the start, those after ranks have begun to train among them, three in ten of them Ctrl-C."""
     random_, ends, bad, slowest, lefts = random.Random(0), Counter(), [], 0.0, []

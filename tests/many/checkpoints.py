@@ -133,7 +133,7 @@ def _save(world: World, run: Path, state: State, step: int, keep: int = 3, backg
     saver, go_on, native = Saver(run, world, keep, background), threading.Event(), checkpoint._write_tensors
 
     def late(*given: Any) -> list[dict]:
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return native(*given)
 
     with patch.object(checkpoint, "_write_tensors", late if background else native):

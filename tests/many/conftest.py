@@ -1,7 +1,7 @@
 """Worlds of forked ranks for the whole session, and references to compare with.
 
 A fork keeps neither threads nor autograd's state, so whoever uses `worlds` runs before the tests that start threads or run a backward
-pass in this process.
+pass in this process (`tests/conftest.py`).
 """
 
 import importlib
@@ -21,10 +21,6 @@ from longshift.dist.fork import ForkedWorld
 from longshift.trainer.check import Trial
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: "worlds" not in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")

@@ -133,6 +133,7 @@ def test_a_mistake_of_the_product_fails(place, monkeypatch, capsys, mutant):
     monkeypatch.setenv("HOME", str(place))
     monkeypatch.setattr(sys, "argv", ["longshift", "check", "run.yaml", "--against", MISTAKES[mutant]])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(check_run, "LONGEST", 32)
     with mutants.mistaken(mutant), pytest.raises(SystemExit, match="1"):
         cli.main()
     assert "FAIL: " in capsys.readouterr().out

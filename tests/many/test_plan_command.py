@@ -178,14 +178,6 @@ def test_a_run_calibrates_the_cluster_that_a_plan_is_made_on(folder):
     assert (folder / "other.json").exists()
 
 
-def test_too_short_a_run_is_refused(folder):
-    assert longshift(f"train {folder}/run.yaml layout=dp1 train.steps=3").returncode == 0
-    done = longshift(f"calibrate {folder}/run")
-    assert done.returncode == 2
-    assert "has 2 steps to calibrate by, and 4 are needed" in done.stderr
-    assert longshift(f"calibrate {folder}").returncode == 2
-
-
 def test_a_run_that_was_stopped_in_a_trial_goes_on_with_its_plan(folder):
     assert longshift(f"train {folder}/run.yaml train.steps=6").returncode == 0
     stopped = PlanFile.from_json(place(folder / "run").read_text())

@@ -103,7 +103,7 @@ def test_a_step_is_drawn_in_another_thread_while_the_one_before_computes(place, 
 
     def playing(player: Player, *how):
         if not seen:  # validations play too
-            seen.append("in time" if begun.wait(10) else "late")
+            seen.append("in time" if begun.wait(60) else "late")
         return play(player, *how)
 
     monkeypatch.setattr(Batches, "at", at)
@@ -156,7 +156,7 @@ def test_a_run_that_is_left_ends_its_thread_and_keeps_the_cursor_of_its_last_ste
 
 def test_work_in_the_background_gives_its_result_or_its_error():
     gate = threading.Event()
-    waiting = Background(lambda: gate.wait(10))
+    waiting = Background(lambda: gate.wait(60))
     assert not waiting.done
     gate.set()
     assert waiting.result() is True

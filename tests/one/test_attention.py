@@ -240,7 +240,9 @@ def test_asked_for_deterministic_algorithms_kernels_are_not_raced(monkeypatch):
         choose(given[:1], Heads(4, 2, 16), torch.float32, CPU, lambda seconds: seconds)
 
 
-@pytest.mark.parametrize(("able", "in_bf16"), [((), FLASH), (("avx512_bf16",), BY_SIZE), (("avx512_bf16", "amx_bf16"), FLASH)], ids=str)
+@pytest.mark.parametrize(
+    ("able", "in_bf16"), [((), FLASH), (("avx512_bf16",), BY_SIZE), (("avx512_bf16", "amx_bf16"), FLASH)], ids=["none", "bf16", "amx"]
+)
 def test_on_a_cpu_the_hardware_decides(monkeypatch, able, in_bf16):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(able, True), raising=False)
     for dtype, expected in ((torch.float64, FLASH), (torch.float32, FLASH), (torch.bfloat16, in_bf16)):

@@ -12,10 +12,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -26,7 +29,7 @@ import longshift as ls
 from longshift import cli
 from longshift.config_file import load_config, parse_config
 from longshift.documents.tokenizer import train as train_tokenizer
-from longshift.errors import UsageError
+from longshift.errors import PeerError, UsageError
 from longshift.explained import shape_of
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
@@ -592,6 +595,35 @@ def test_memory_that_runs_out_has_its_exit_code_in_one_process_too(place, longsh
     code, _, err = longshift("train run.yaml")
     assert code == 7
     assert err.startswith("longshift: rank 0: DefaultCPUAllocator")
+
+
+def test_a_rank_that_is_killed_ends_the_command_with_its_exit_code(place, longshift):
+    """The rank is killed when the first step is written."""
+
+    def kill() -> None:
+        while not (place / "run/metrics.jsonl").exists():
+            time.sleep(0.02)
+        (rank,) = (child for child in psutil.Process().children(recursive=True) if child.name().startswith("longshift-r1"))
+        rank.kill()
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    code, _, err = longshift("train run.yaml layout=dp2 train.steps=100000")
+    assert code == PeerError.exit_code == 6
+    assert err.startswith("longshift: rank 1 was ended by SIGKILL")
+
+
+def test_a_run_is_calibrated_by_steps_of_one_config(place, longshift):
+    assert longshift("train run.yaml")[0] == 0
+    code, _, err = longshift("calibrate run --on 1xcpu")
+    assert code == 2
+    assert "has 2 steps to calibrate by, and 4 are needed" in err
+    assert longshift("calibrate . --on 1xcpu")[0] == 2
+    assert longshift("train run.yaml save.dir=longer train.steps=6")[0] == 0
+    code, out, _ = longshift("calibrate longer --on 1xcpu --json")
+    assert code == 0
+    assert [row["step"] for row in json.loads(out)["rows"]] == [2, 3, 4, 5, 6]
+    assert (place / "longer/cluster.json").exists()
 
 
 def test_a_run_goes_on_when_nobody_reads_what_it_prints(place):

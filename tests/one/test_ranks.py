@@ -71,8 +71,8 @@ def test_ends_are_told_as_they_come(start):
     assert ranks.codes() == {}
     os.kill(ranks.pids[1], signal.SIGKILL)
     began = time.monotonic()
-    ranks.wait(20.0)
-    assert time.monotonic() - began < 10.0
+    ranks.wait(100.0)
+    assert time.monotonic() - began < 50.0
     assert ranks.codes() == {1: -signal.SIGKILL}
     ranks.end()
     assert ranks.codes() == {0: -signal.SIGTERM, 1: -signal.SIGKILL, 2: -signal.SIGTERM}
@@ -110,7 +110,7 @@ def test_what_a_rank_has_started_ends_with_it(start):
     while not (children := psutil.Process(ranks.pids[0]).children()) and time.monotonic() < until:
         time.sleep(0.02)
     ranks.end()
-    assert [child.wait(5) for child in children] in ([None], [-signal.SIGTERM])
+    assert [child.wait(50) for child in children] in ([None], [-signal.SIGTERM])
 
 
 def test_ranks_end_with_their_seed():

@@ -243,7 +243,7 @@ class SlowDisk(DiskTier):
 
     def _write(self, start: int, tensors: list[Tensor]) -> int:
         time.sleep(self.delay_s)
-        assert self.open.wait(20)
+        assert self.open.wait(60)
         return super()._write(start, tensors)
 
 

@@ -1,16 +1,21 @@
 """`benchmarks/plan_corpora.py --quick`: a plan is never slower than what it is compared with."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_a_plan_is_compared_with_single_layouts_and_padding():
-    command = [sys.executable, str(ROOT / "benchmarks" / "plan_corpora.py"), "--quick", "--json"]
-    (row,) = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)["rows"]
+def test_a_plan_is_compared_with_single_layouts_and_padding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setattr(sys, "argv", ["plan_corpora.py", "--quick", "--json"])
+    import plan_corpora
+
+    plan_corpora.main()
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["candidates"] == 16_800
     assert row["single_over_auto"] >= 1
     assert row["context_parallel_over_auto"] >= 1

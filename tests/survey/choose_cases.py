@@ -1,0 +1,218 @@
+"""Choose the cases of `make test` from what the survey knows, and write `cases.csv`.
+
+    python tests/survey/choose_cases.py ROWS...
+
+1. A case is needed if it is the cheapest way to reach something: a mutant that it kills, a layout word, a model family, a
+   pair of axes, a command, an exit code, a benchmark. Greedy cover, then cases that others make superfluous go again.
+2. More cases are added, most new lines for a second first, until the lines of the package that the choice runs are
+   within `LINES_BELOW` of those that the whole suite runs.
+3. Cases under `CHEAP_S` are all kept: together they take a minute.
+All other cases are `long`. ROWS are files of `case_survey.py` and of `mutant_run.py --search`; a later row of a case adds
+to an earlier one, and its seconds replace the earlier ones.
+"""
+
+import argparse
+import ast
+import csv
+import json
+import re
+import sys
+import zlib
+from base64 import b85decode
+from pathlib import Path
+
+import numpy as np
+from line_trace import line_offsets
+from mutant_run import targets, words_of
+
+CASES = Path(__file__).parent / "cases.csv"
+LINES_BELOW = 0.008  # of all lines; a point is 0.01
+CHEAP_S = 0.1
+DEAR_S = 3.0  # a case above it is chosen for what no cheaper case reaches
+DEAREST_S = 10.0  # no case of `make test` costs more
+OVERHEAD_S = 0.05  # a case's share of what pytest does
+AXES = ("dp", "tp", "u", "ring", "pp")
+COMMANDS = ("init", "data", "train", "check", "plan", "profile", "calibrate", "report", "export")
+EXIT_CODES = (0, 2, 3, 4, 5, 6, 7, 130)
+
+
+def read_rows(paths: list[Path]) -> dict[str, dict]:
+    """By case."""
+    rows: dict[str, dict] = {}
+    for path in paths:
+        for line in path.open():
+            row = json.loads(line)
+            known = rows.setdefault(row["case"], {"case": row["case"], "kills": []})
+            known |= {key: value for key, value in row.items() if key != "kills"}
+            known["kills"] += row.get("kills", [])
+    charge_fixtures(rows)
+    return rows
+
+
+def charge_fixtures(rows: dict[str, dict]) -> None:
+    """Add to each case's seconds what the shared fixtures that it uses cost, whichever case was the first to ask."""
+    costs: dict[tuple[str, str], float] = {}
+    for case, row in rows.items():
+        for name, seconds in row.get("setup_s", {}).items():
+            costs[case.split("::")[0], name] = seconds
+    for case, row in rows.items():
+        row["cpu_s"] += sum(costs.get((case.split("::")[0], name), 0.0) for name in row.get("fixtures", ()))
+
+
+def reached(row: dict) -> set[str]:
+    """What a case reaches, as names of things that some case has to reach."""
+    found = {f"mutant {name}" for name in row["kills"]}
+    if row.get("mutant"):  # a case that makes the mistake itself
+        found.add(f"mutant {row['mutant']}")
+    for _, layout, family in row.get("calls", ()):
+        found |= {f"family {family}"} - {"family "}
+        for part in re.split(r" [>|] ", layout):
+            words = words_of(part) - {"", "None"}
+            found |= {f"word {word}" for word in words}
+            degrees = {word for word in AXES if re.search(rf"(^|\.){word}[2-9]", part)}
+            found |= {f"axes {a} x {b}" for a in degrees for b in degrees if a < b}
+    if "test_parity.py::test_a_layout_is_one_process[" in row["case"]:
+        found.add("family " + re.split(r"-(?=[a-z]+[0-9])", row["case"].split("[")[1])[0])
+    for kind, arguments, code in row.get("commands", ()):
+        words = arguments if isinstance(arguments, list) else arguments.split()
+        at = next((n for n, word in enumerate(words) if word in COMMANDS), None)
+        if at is not None and (kind == "main" or any("longshift" in word for word in words[:at])):
+            found |= {f"command {words[at]}", f"exit code {code or 0}"}
+    return found
+
+
+def benchmark_mains(offsets: dict[str, int]) -> dict[str, slice]:
+    """Where the lines of each benchmark's `main` are among all lines, by the benchmark's name."""
+    mains = {}
+    for path, first in offsets.items():
+        if "/benchmarks/" in path:
+            for node in ast.parse(Path(path).read_text()).body:
+                if isinstance(node, ast.FunctionDef) and node.name == "main":
+                    mains[Path(path).stem] = slice(first + node.body[0].lineno, first + (node.end_lineno or 0) + 1)
+    return mains
+
+
+def lines_of(row: dict, total: int) -> np.ndarray:
+    """Whether each line ran, bool [total]."""
+    if "lines" not in row:
+        return np.zeros(total, dtype=bool)
+    return np.frombuffer(zlib.decompress(b85decode(row["lines"])), dtype=np.uint8).astype(bool)
+
+
+class Choice:
+    """A growing set of cases. `reasons`: what each is chosen for, by its name."""
+
+    def __init__(self, rows: dict[str, dict], lines: dict[str, np.ndarray], mains: dict[str, slice]):
+        self.rows = {name: row for name, row in rows.items() if row["outcome"] == "passed" and row["cpu_s"] <= DEAREST_S}
+        self.lines, self.reasons = lines, dict[str, str]()
+        self.reached = {
+            name: reached(row) | {f"benchmark {main}" for main, place in mains.items() if lines[name][place].any()}
+            for name, row in self.rows.items()
+        }
+
+    def seconds(self) -> float:
+        return sum(self.rows[name]["cpu_s"] for name in self.reasons)
+
+    def add_needed(self, needed: set[str]) -> None:
+        """Cover `needed`: of all cases that with the most new things for a second, until nothing is left; then drop superfluous ones."""
+        missing = set(needed)
+        while missing:
+            gains = {name: len(things & missing) / (OVERHEAD_S + self.rows[name]["cpu_s"]) for name, things in self.reached.items()}
+            name = max(gains, key=lambda name: gains[name])
+            self.reasons[name] = ""
+            missing -= self.reached[name]
+        for name in sorted(self.reasons, key=lambda name: -self.rows[name]["cpu_s"]):
+            others = set().union(*(self.reached[other] for other in self.reasons if other != name))
+            if self.reached[name] & needed <= others:
+                del self.reasons[name]
+        for name in self.reasons:
+            others = set().union(*(self.reached[other] for other in self.reasons if other != name))
+            self.reasons[name] = "; ".join(sorted(self.reached[name] & needed - others))
+
+    def add_cheap(self) -> None:
+        for name, row in self.rows.items():
+            if row["cpu_s"] < CHEAP_S:
+                self.reasons.setdefault(name, "cheap")
+
+    def add_lines(self, target: np.ndarray, limit: int, dearest_s: float) -> None:
+        """Add cases of up to `dearest_s`, most new lines for a second first, until at most `limit` lines of `target` are not run."""
+        missing = target & ~np.any([self.lines[name] for name in self.reasons], axis=0)
+        names = [name for name, row in self.rows.items() if name not in self.reasons and row["cpu_s"] <= dearest_s]
+        matrix = np.stack([self.lines[name] for name in names])
+        cost = np.array([OVERHEAD_S + self.rows[name]["cpu_s"] for name in names])
+        while missing.sum() > limit:
+            gains = (matrix & missing).sum(axis=1)
+            best = int(np.argmax(gains / cost))
+            if gains[best] == 0:
+                break
+            self.reasons[names[best]] = f"{gains[best]} lines"
+            missing &= ~matrix[best]
+
+
+def needed_things(rows: dict[str, dict], lines: dict[str, np.ndarray], mains: dict[str, slice]) -> set[str]:
+    """What some case of `make test` has to reach: all that some case of the suite reaches, and what is listed above."""
+    from longshift.layout.layout import _DEGREES, _FLAGS  # pyright: ignore[reportPrivateUsage]
+
+    words = {*_DEGREES, *_FLAGS, "chunk", "rows", "z0", "z1", "z2", "z3"} - {"z"}
+    things = {thing for row in rows.values() if row["outcome"] == "passed" for thing in reached(row)}
+    things = {thing for thing in things if not thing.startswith(("word ", "exit code ")) or thing.removeprefix("word ") in words}
+    things |= {f"exit code {code}" for code in EXIT_CODES} | {f"command {name}" for name in COMMANDS}
+    things |= {f"benchmark {name}" for name, place in mains.items() if any(ran[place].any() for ran in lines.values())}
+    return things | {f"mutant {target.name}" for target in targets()}
+
+
+def package_lines(offsets: dict[str, int], total: int) -> np.ndarray:
+    """Whether each line is of the package, and not of a benchmark, bool [total]."""
+    is_package = np.zeros(total, dtype=bool)
+    ends = [*sorted(offsets.values())[1:], total]
+    for (path, first), end in zip(sorted(offsets.items(), key=lambda item: item[1]), ends):
+        is_package[first:end] = "/src/longshift/" in path
+    return is_package
+
+
+def write_cases(rows: dict[str, dict], reasons: dict[str, str]) -> None:
+    with CASES.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["case", "processor_s", "chosen_for", "kills"])
+        for name, row in sorted(rows.items()):
+            kills = "; ".join(sorted(set(row["kills"])))
+            writer.writerow([name, f"{row['cpu_s']:.2f}", reasons.get(name, ""), kills])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", nargs="+", type=Path)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+
+    rows, (offsets, total) = read_rows(arguments.rows), line_offsets()
+    lines, mains = {name: lines_of(row, total) for name, row in rows.items()}, benchmark_mains(offsets)
+    choice = Choice(rows, lines, mains)
+
+    # 1. Everything that has to be reached, as far as a case that is not too dear reaches it.
+    needed = needed_things(rows, lines, mains)
+    possible = set().union(*choice.reached.values())
+    for thing in sorted(needed - possible):
+        print(f"no case up to {DEAREST_S:.0f} s reaches {thing}")
+    choice.add_needed(needed & possible)
+    print(f"{len(choice.reasons)} cases reach {len(needed & possible)} things in {choice.seconds():.0f} processor seconds")
+
+    # 2. Cheap cases, and lines.
+    choice.add_cheap()
+    print(f"{len(choice.reasons)} with cheap ones, {choice.seconds():.0f} s")
+    every = np.any(list(lines.values()), axis=0) & package_lines(offsets, total)
+    for dearest_s in (DEAR_S, DEAREST_S):
+        choice.add_lines(every, int(LINES_BELOW * every.sum()), dearest_s)
+    chosen = every & np.any([lines[name] for name in choice.reasons], axis=0)
+    print(f"{len(choice.reasons)} with more lines, {choice.seconds():.0f} s: {chosen.sum()} of {every.sum()} lines that cases run")
+
+    for name in sorted(choice.reasons, key=lambda name: -rows[name]["cpu_s"]):
+        if rows[name]["cpu_s"] > DEAR_S:
+            print(f"{rows[name]['cpu_s']:6.1f} s  {name}  {choice.reasons[name]}")
+    if arguments.write:
+        write_cases(rows, choice.reasons)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[1] / "many"), str(Path(__file__).parents[2] / "benchmarks")]
+    main()
