@@ -1,5 +1,7 @@
-"""Ranks and launchers that are killed at random moments, and runs that go on bit for bit. `make test-all` plays a few kills; the campaign more
-than two hundred, over seven layouts."""
+"""Ranks and launchers that are killed at random moments, and runs that go on bit for bit.
+
+`make test-all` plays a few kills; the campaign more than two hundred, over seven layouts.
+"""
 
 import random
 from collections import Counter

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-SITE = Path(__file__).parent / "site"  # on the path of processes that cases start, so that they trace lines too
+STARTED = Path(__file__).parent / "started"  # on the path of processes that cases start, so that they trace lines too
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 # Of the session's configuration: by case whether `make test` runs it, and the mistake that it makes itself.
@@ -132,7 +132,7 @@ class Survey:
             from line_trace import LineTrace
 
             self.trace = LineTrace(path.with_suffix(f".{os.getpid()}.map"))
-            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SITE), os.environ.get("PYTHONPATH")]))
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTED), os.environ.get("PYTHONPATH")]))
         self.outcomes: dict[str, str] = {}
         self.setup_s: dict[str, float] = {}
         self.shared: set[str] = set()
