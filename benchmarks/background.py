@@ -91,14 +91,14 @@ def _swapped(made: tuple, player: Player) -> tuple:
     return batch, player, ready
 
 
-def prepare(place: Path, width: int, layers: int, vocab: int) -> None:
-    """A model, a text and a tokenizer."""
+def prepare(place: Path, width: int, layers: int, vocab: int, files: int) -> None:
+    """A model, a text of so many files of the standard library, and a tokenizer."""
     (place / "model").mkdir()
     sizes = {"vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2}
     rest = {"intermediate_size": 2 * width, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
     about = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False, "rope_theta": 1e4}
     (place / "model/config.json").write_text(json.dumps(sizes | rest | about))
-    texts = [path.read_text("utf-8", "ignore") for path in sorted(Path(json.__file__).parents[1].glob("*.py"))[:60]]
+    texts = [path.read_text("utf-8", "ignore") for path in sorted(Path(json.__file__).parents[1].glob("*.py"))[:files]]
     (place / "text.txt").write_text("\n".join(texts))
     train_tokenizer(iter(texts), vocab).save(str(place / "tokenizer.json"))
 
@@ -140,7 +140,7 @@ def summary_of(rows: list[dict]) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     options = arguments("Compare steps with checkpoints written at once and in the background.").parse_args()
-    sizes, tokens, rounds, steps = ((64, 2, 300), 1024, 1, 3) if options.quick else ((384, 4, 4096), 256, 11, 5)
+    sizes, tokens, rounds, steps = ((64, 2, 300, 10), 256, 1, 3) if options.quick else ((384, 4, 4096, 60), 256, 11, 5)
     rows: list[dict] = []
     place = Path(tempfile.mkdtemp(prefix="longshift-background-"))
     try:

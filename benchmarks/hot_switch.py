@@ -54,7 +54,6 @@ TINY = 16  # tokens
 REAL_WIDTH, HEAD_WIDTH = 4096, 128
 POLICIES = ("z1", "z2", "z3", "z1.recompute-full", "z3.recompute-full")
 Rates = Mapping[int, float]  # tokens a second, by group
-TOP = 2  # schemes of a kind that go into the rounds
 
 
 @dataclass(frozen=True)
@@ -334,7 +333,7 @@ def on_corpus(
 
     chosen: dict[Scheme, None] = {}
     for budget_mib in work.budgets_mib:
-        chosen |= dict.fromkeys(s for some in (hots, family, statics) for s in best(some, budget_mib, TOP))
+        chosen |= dict.fromkeys(s for some in (hots, family, statics) for s in best(some, budget_mib, options.top))
         chosen |= dict.fromkeys(map(bucketed, best(family, budget_mib, 1)))
     chosen |= dict.fromkeys(best([fsdp2], work.budgets_mib[-1], 1))
     measured = rounds(work, list(chosen), paths, tokens, options.rounds) if chosen else {}
@@ -400,6 +399,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="counted rounds")
     parser.add_argument("--batches", type=int, default=2, help="different steps, in turn")
     parser.add_argument("--assignments", type=int, default=8, help="of layouts to groups that are warmed up, at most")
+    parser.add_argument("--groups", type=int, default=4, help="of lengths: each is up to twice as long as the one before")
+    parser.add_argument("--top", type=int, default=2, help="schemes of a kind that go into the rounds")
     parser.add_argument("--meshes", nargs="*", default=[], help="try only these, such as u4 or pp2.tp2")
     parser.add_argument("--static", nargs="*", default=[], help="try only these, such as u4.z1, instead of what the probes say")
     parser.add_argument(
@@ -410,13 +411,14 @@ def main() -> None:
     if "text" in options.corpora and not options.lengths:
         parser.error("--corpora text needs --lengths FILE")
     if options.quick:
-        options.shrink, options.tokens, options.rounds, options.assignments = 64, 512, 2, 4
+        options.shrink, options.tokens, options.rounds, options.assignments = 128, 128, 2, 4
+        options.layers, options.groups, options.top, options.batches = 1, 3, 1, 1
         options.meshes = options.meshes or ["dp2", "tp2", "u2"]
     rows, compared = [], {}
     budgets_mib = tuple(sorted(scale_model.binary(text) / 2**20 for text in options.budgets)) or (float("inf"),)
     spec = small_model(options.shrink, options.layers, 512 if options.quick else 2048)
     longest = int(REAL_LONGEST / options.shrink)
-    ends = tuple(longest // 2**i for i in (3, 2, 1, 0))
+    ends = tuple(longest // 2**i for i in reversed(range(options.groups)))
     for description in [*options.plain, *options.scale_model] or [PLAIN]:
         with machine(description) as place, tempfile.TemporaryDirectory(prefix="longshift-") as scratch:
             work = Work(spec, ends, budgets_mib, place, Path(scratch), json.dumps(Trial(spec, (), "bf16").to_json()))

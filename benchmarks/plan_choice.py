@@ -2,7 +2,7 @@
 the planner chooses under budgets of memory beside the best single layout that fits them.
 
 `--case plain` has two ranks on this machine as it is, `2x2` and `2x4` four and eight on its scale model of two nodes (`scale_model`; as
-root). The machine, or the model, is profiled (`--quick` takes the preset of CPUs, and one round). Documents have the lengths of
+root). The machine, or the model, is profiled (`--quick` takes the preset of CPUs, and a `brief` case). Documents have the lengths of
 `examples/lengths` and of Python's library, so many times shorter as the case says; their tokens are random. Every way to train has
 processes of its own, which sleep while others are measured; a round is a step of each, in its own order. Steps are typical of the corpus
 (`Lengths.typical`), and each is trained in two rounds, an even and an odd one.
@@ -63,7 +63,7 @@ class Case:
     """Where ranks run, as `worlds.machine` takes it, and what they train. Documents are `shrink` times shorter than those of a corpus,
     `longest` tokens at the most; `tokens` of a step. `single`: layouts that train alone; `groups`: assignments, as (upto, layout, pack);
     `calibrating`: three of the former, one by replicas, one by tensors, one by stages; `shares`: of what the first one's tensors need:
-    budgets; `rounds`: that count."""
+    budgets; `rounds`: that count; `tried`: ways that are tried for a budget, at most."""
 
     on: str
     spec: ModelSpec
@@ -76,6 +76,7 @@ class Case:
     calibrating: tuple[str, str, str]
     shares: tuple[float, ...]
     rounds: int
+    tried: int = TRIED
 
     def alone(self, layout: str) -> tuple[Edge, ...]:
         """One layout for all documents, in packs of the longest."""
@@ -288,7 +289,7 @@ class Corpus:
         tensors = int(share * self.single(self.case.single[0]).ledger_bytes)
         found = search(replace(self.task, memory_bytes=tensors / FILLED))
         alike, single = found.context_parallel, found.single
-        tried = [self.add(way.edges) for way in found.worth_trying()]
+        tried = [self.add(way.edges) for way in found.worth_trying()[: self.case.tried]]
         if single is not None:
             self.add(single.edges)
         return Chosen(share, tensors, tried, None if alike is None else self.add(alike.edges))
@@ -366,6 +367,16 @@ def fullest(edges: Sequence[Edge], tokens: int) -> list[int]:
     return found
 
 
+def brief(case: Case) -> Case:
+    """As little as has every part: documents and steps an eighth as long, a model of two blocks, one
+    assignment, one budget, one round."""
+    spec = replace(case.spec, layers=2, vocab=1024)
+    group = tuple((upto // 8, layout, pack // 8) for upto, layout, pack in case.groups[0])
+    sizes = {"shrink": 8 * case.shrink, "longest": case.longest // 8, "tokens": case.tokens // 8}
+    counts = {"shares": case.shares[:1], "rounds": 1, "tried": 2}
+    return replace(case, spec=spec, single=case.calibrating, groups=(group,), **sizes, **counts)
+
+
 def own_lengths(name: str) -> np.ndarray:
     """Lengths of a corpus in tokens."""
     if name == "python":
@@ -437,7 +448,7 @@ def main() -> None:
         print(json.dumps(judged_anew(json.loads(args.judge.read_text()), case)))
         return
     if args.quick:
-        case, names = replace(case, single=case.calibrating, groups=case.groups[:1], shares=case.shares[:1], rounds=1), CORPORA[1:2]
+        case, names = brief(case), CORPORA[1:2]
     rows, budgets = [], []
     with machine(case.on) as place, tempfile.TemporaryDirectory() as scratch:
         cluster = on_cluster(files.preset("cpu") if args.quick else profiled(Path(scratch), place), place.ranks)

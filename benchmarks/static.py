@@ -187,7 +187,8 @@ def against(options: Namespace) -> int:
 
 def trial_of(options: Namespace, dtype: str) -> Trial:
     lengths = ((options.length,) * 8,) * 4
-    return Trial(small_llama(options.width, 4, 4096), lengths, dtype, capacity=2 * options.length)  # pyright: ignore[reportArgumentType]
+    spec = small_llama(options.width, 4, options.vocab)
+    return Trial(spec, lengths, dtype, capacity=2 * options.length)  # pyright: ignore[reportArgumentType]
 
 
 def worst_loss(losses: Mapping[str, list[float]], usual: str, steps: int) -> float:
@@ -202,12 +203,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2, help="updates a round and system")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bf16"], choices=["float32", "bf16"])
     parser.add_argument("--width", type=int, default=256, help="model width")
+    parser.add_argument("--vocab", type=int, default=4096, help="of the model")
     parser.add_argument("--length", type=int, default=512, help="tokens of a document; a pack holds two, a step four packs")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of this repository")
     parser.add_argument("--layouts", nargs="+", choices=LIKE, help="that are compared")
     options = parser.parse_args()
     if options.quick:
-        options.rounds, options.steps, options.dtypes, options.width, options.length = 3, 1, ["float32"], 128, 64
+        options.rounds, options.steps, options.dtypes = 2, 1, ["float32"]
+        options.width, options.vocab, options.length = 128, 512, 32
     if options.against is not None:
         options.layouts = options.layouts or BEFORE
         return against(options)

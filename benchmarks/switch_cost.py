@@ -50,6 +50,7 @@ LAYOUTS = {
     4: ("dp4", "tp4", "pp4", "dp2.tp2", "pp2.dp2", "pp2.tp2"),
     8: ("dp8", "dp2.tp4", "tp8", "pp2.dp2.tp2", "pp2.tp4"),
 }
+FEW = ("dp4", "tp4", "pp2.dp2")  # to be quick
 PLAIN = ("ranks=4", "ranks=8")
 DEADLINE_S = 580.0
 
@@ -68,14 +69,22 @@ class Times:
 # In the ranks
 
 
-def measure(world: World, trial: str, repeats: int, per_node: int, bucket_bytes: int, kinds: list[str]) -> list[dict]:
+def measure(
+    world: World,
+    trial: str,
+    repeats: int,
+    per_node: int,
+    bucket_bytes: int,
+    kinds: list[str],
+    layouts: list[str],
+) -> list[dict]:
     """Of every plan of `plans`, in their order. The first repeat is not counted."""
     what = Trial.from_json(json.loads(trial))
     world.per_node = per_node
     everyone = tuple(range(world.size))
     world.prepare([everyone], "switch")
     group = world.group(everyone, "switch")
-    precision, layouts = Precision.of("bf16"), LAYOUTS[world.size]
+    precision = Precision.of("bf16")
     home_cut = replace(Layout.parse(layouts[0]), zero=1)
     home = Home(what.spec, buckets(what.spec, home_cut), world.rank, precision.home, world.device, lambda _, box: torch.zeros(box.shape))
     source = random_source(what.spec, 0, precision.compute)
@@ -88,7 +97,7 @@ def measure(world: World, trial: str, repeats: int, per_node: int, bucket_bytes:
                 stop.copies.part(name, box).copy_(source(name, box))  # pyright: ignore[reportOptionalMemberAccess]
     played = [
         Transfer(plan, world, group, stops[src].weight, stops[dst].weight, precision.compute)
-        for src, dst, plan in plans(what.spec, world.size, per_node, bucket_bytes)
+        for src, dst, plan in plans(what.spec, layouts, per_node, bucket_bytes)
     ]
     mean = sum(int(transfer.plan.bytes_by_pair.sum()) for transfer in played) // len(played)
     found = [Times([], [], [], [], []) for _ in played]
@@ -136,10 +145,10 @@ def level_pairs(level: str, ranks: int, per_node: int, total: int) -> torch.Tens
     return pairs * (total // int(pairs.sum()))
 
 
-def plans(spec: ModelSpec, ranks: int, per_node: int, bucket_bytes: int) -> Iterator[tuple[str, str, Plan]]:
+def plans(spec: ModelSpec, layouts: Sequence[str], per_node: int, bucket_bytes: int) -> Iterator[tuple[str, str, Plan]]:
     """(from, to, plan) of all pairs and planners between which something moves."""
     links = assumed(per_node)
-    for src, dst in permutations(LAYOUTS[ranks], 2):
+    for src, dst in permutations(layouts, 2):
         held = placed(spec, Layout.parse(src), "copies")
         wanted = turn_about(held, placed(spec, Layout.parse(dst), "copies"))
         for planner in PLANNERS:
@@ -148,17 +157,17 @@ def plans(spec: ModelSpec, ranks: int, per_node: int, bucket_bytes: int) -> Iter
                 yield src, dst, plan
 
 
-def rows_of(place: Machine, spec: ModelSpec, repeats: int, bucket_bytes: int) -> list[dict]:
+def rows_of(place: Machine, spec: ModelSpec, layouts: Sequence[str], repeats: int, bucket_bytes: int) -> list[dict]:
     kinds = ["plan", "ready", "near", "far"] if place.model else ["plan", "ready", "alike"]
     with place.world() as world:
-        told = {"kinds": kinds} | {
+        told = {"kinds": kinds, "layouts": layouts} | {
             "trial": json.dumps(Trial(spec, ()).to_json()),
             "repeats": repeats,
             "per_node": place.per_node,
             "bucket_bytes": bucket_bytes,
         }
         ranks = world.call("switch_cost:measure", DEADLINE_S, **told)
-    every = list(plans(spec, place.ranks, place.per_node, bucket_bytes))
+    every = list(plans(spec, layouts, place.per_node, bucket_bytes))
     each = sum(int(plan.bytes_by_pair.sum()) for *_, plan in every) // len(every) / place.ranks
     rows = []
     for number, (src, dst, plan) in enumerate(every):
@@ -225,7 +234,8 @@ def main() -> None:
     for description in places:
         with machine(description) as place:
             say(description)
-            rows += rows_of(place, spec, options.repeats, int(options.bucket_mib * 2**20))
+            layouts = FEW if options.quick else LAYOUTS[place.ranks]
+            rows += rows_of(place, spec, layouts, options.repeats, int(options.bucket_mib * 2**20))
     fractions = medians(rows, "fraction_of_bound")
     summary = {"fraction_of_bound_median": {planner: some["all"] for planner, some in fractions.items()}}
     summary |= {"fraction_by_machine": fractions, "ready_share_by_machine": medians(rows, "ready_share")}

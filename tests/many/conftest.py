@@ -10,26 +10,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from forked import DEADLINE_S, Report, Truth, Worlds
+from forked import DEADLINE_S, RenewedWorld, Report, Truth, Worlds
 
 import longshift.trainer.check  # noqa: F401  (forked ranks need what they call to be imported)
 from longshift.dist.fork import ForkedWorld
 from longshift.trainer.check import Trial
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """worlds(size): ranks that stay for the session."""
+    """worlds(size): ranks that stay for many calls."""
     made: dict[int, ForkedWorld] = {}
 
     def world(size: int) -> ForkedWorld:
-        return made.setdefault(size, ForkedWorld(size))
+        return made.setdefault(size, RenewedWorld(size))
 
     yield world
     for world_ in made.values():

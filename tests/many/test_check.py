@@ -49,6 +49,8 @@ def run_check(place, monkeypatch, capsys) -> Callable[..., tuple[dict, str]]:
     monkeypatch.chdir(place)
     monkeypatch.setenv("HOME", str(place))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(check_run, "LONGEST", 32)
+    monkeypatch.setattr(check_run, "PROBES", 2)
 
     def run(*arguments: str) -> tuple[dict, str]:
         monkeypatch.setattr(sys, "argv", ["longshift", "check", "run.yaml", "--json", *arguments])
@@ -134,6 +136,7 @@ def test_a_mistake_of_the_product_fails(place, monkeypatch, capsys, mutant):
     monkeypatch.setattr(sys, "argv", ["longshift", "check", "run.yaml", "--against", MISTAKES[mutant]])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(check_run, "LONGEST", 32)
+    monkeypatch.setattr(check_run, "PROBES", 1)
     with mutants.mistaken(mutant), pytest.raises(SystemExit, match="1"):
         cli.main()
     assert "FAIL: " in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The two benchmarks of hot switching run, and their numbers hang together."""
 
 import pytest
+from common import give_all_back
 from forked import Report
 from hot_ranks import stratified
 from hot_switch import in_papers_family, padded
@@ -8,6 +9,7 @@ from hot_switch import in_papers_family, padded
 
 @pytest.fixture(scope="module")
 def hot(report_of: Report) -> dict:
+    give_all_back()  # what this process has free, ranks that it forks would not be seen to need
     return report_of("hot_switch", "--quick")
 
 

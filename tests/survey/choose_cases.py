@@ -4,15 +4,14 @@
 
 1. A case is needed if it is the cheapest way to reach something: a mutant that it kills, a layout word, a model family, a
    pair of axes, a command, an exit code, a benchmark. Greedy cover, then cases that others make superfluous go again.
-2. More cases are added, most new lines for a second first, until the lines of the package that the choice runs are
-   within `LINES_BELOW` of those that the whole suite runs.
-3. Cases under `CHEAP_S` are all kept: together they take a minute.
+2. Cases under `CHEAP_S` are all kept: together they take less than a minute.
+3. More cases are added, most new lines for a second first, until the choice runs at most `LINES_BELOW` of the package's
+   lines fewer than the whole suite.
 All other cases are `long`. ROWS are files of `case_survey.py` and of `mutant_run.py --search`; a later row of a case adds
 to an earlier one, and its seconds replace the earlier ones.
 """
 
 import argparse
-import ast
 import csv
 import json
 import re
@@ -20,13 +19,14 @@ import sys
 import zlib
 from base64 import b85decode
 from pathlib import Path
+from types import CodeType
 
 import numpy as np
-from line_trace import line_offsets
+from line_trace import PACKAGE, line_offsets
 from mutant_run import targets, words_of
 
 CASES = Path(__file__).parent / "cases.csv"
-LINES_BELOW = 0.008  # of all lines; a point is 0.01
+LINES_BELOW = 0.009  # of the package's lines with code
 CHEAP_S = 0.1
 DEAR_S = 3.0  # a case above it is chosen for what no cheaper case reaches
 DEAREST_S = 10.0  # no case of `make test` costs more
@@ -61,7 +61,7 @@ def charge_fixtures(rows: dict[str, dict]) -> None:
 
 def reached(row: dict) -> set[str]:
     """What a case reaches, as names of things that some case has to reach."""
-    found = {f"mutant {name}" for name in row["kills"]}
+    found = {f"mutant {name}" for name in row["kills"]} | {f"benchmark {name}" for name in row.get("benchmarks", ())}
     if row.get("mutant"):  # a case that makes the mistake itself
         found.add(f"mutant {row['mutant']}")
     for _, layout, family in row.get("calls", ()):
@@ -81,17 +81,6 @@ def reached(row: dict) -> set[str]:
     return found
 
 
-def benchmark_mains(offsets: dict[str, int]) -> dict[str, slice]:
-    """Where the lines of each benchmark's `main` are among all lines, by the benchmark's name."""
-    mains = {}
-    for path, first in offsets.items():
-        if "/benchmarks/" in path:
-            for node in ast.parse(Path(path).read_text()).body:
-                if isinstance(node, ast.FunctionDef) and node.name == "main":
-                    mains[Path(path).stem] = slice(first + node.body[0].lineno, first + (node.end_lineno or 0) + 1)
-    return mains
-
-
 def lines_of(row: dict, total: int) -> np.ndarray:
     """Whether each line ran, bool [total]."""
     if "lines" not in row:
@@ -102,16 +91,13 @@ def lines_of(row: dict, total: int) -> np.ndarray:
 class Choice:
     """A growing set of cases. `reasons`: what each is chosen for, by its name."""
 
-    def __init__(self, rows: dict[str, dict], lines: dict[str, np.ndarray], mains: dict[str, slice]):
+    def __init__(self, rows: dict[str, dict], lines: dict[str, np.ndarray]):
         self.rows = {name: row for name, row in rows.items() if row["outcome"] == "passed" and row["cpu_s"] <= DEAREST_S}
         self.lines, self.reasons = lines, dict[str, str]()
-        self.reached = {
-            name: reached(row) | {f"benchmark {main}" for main, place in mains.items() if lines[name][place].any()}
-            for name, row in self.rows.items()
-        }
+        self.reached = {name: reached(row) for name, row in self.rows.items()}
 
     def seconds(self) -> float:
-        return sum(self.rows[name]["cpu_s"] for name in self.reasons)
+        return sum(self.rows[name]["cpu_s"] for name in self.reasons if name in self.rows)
 
     def add_needed(self, needed: set[str]) -> None:
         """Cover `needed`: of all cases that with the most new things for a second, until nothing is left; then drop superfluous ones."""
@@ -145,11 +131,11 @@ class Choice:
             best = int(np.argmax(gains / cost))
             if gains[best] == 0:
                 break
-            self.reasons[names[best]] = f"{gains[best]} lines"
+            self.reasons[names[best]] = f"{gains[best]} lines{' that no cheaper case runs' if dearest_s > DEAR_S else ''}"
             missing &= ~matrix[best]
 
 
-def needed_things(rows: dict[str, dict], lines: dict[str, np.ndarray], mains: dict[str, slice]) -> set[str]:
+def needed_things(rows: dict[str, dict]) -> set[str]:
     """What some case of `make test` has to reach: all that some case of the suite reaches, and what is listed above."""
     from longshift.layout.layout import _DEGREES, _FLAGS  # pyright: ignore[reportPrivateUsage]
 
@@ -157,17 +143,19 @@ def needed_things(rows: dict[str, dict], lines: dict[str, np.ndarray], mains: di
     things = {thing for row in rows.values() if row["outcome"] == "passed" for thing in reached(row)}
     things = {thing for thing in things if not thing.startswith(("word ", "exit code ")) or thing.removeprefix("word ") in words}
     things |= {f"exit code {code}" for code in EXIT_CODES} | {f"command {name}" for name in COMMANDS}
-    things |= {f"benchmark {name}" for name, place in mains.items() if any(ran[place].any() for ran in lines.values())}
     return things | {f"mutant {target.name}" for target in targets()}
 
 
-def package_lines(offsets: dict[str, int], total: int) -> np.ndarray:
-    """Whether each line is of the package, and not of a benchmark, bool [total]."""
-    is_package = np.zeros(total, dtype=bool)
-    ends = [*sorted(offsets.values())[1:], total]
-    for (path, first), end in zip(sorted(offsets.items(), key=lambda item: item[1]), ends):
-        is_package[first:end] = "/src/longshift/" in path
-    return is_package
+def code_lines(offsets: dict[str, int], total: int) -> np.ndarray:
+    """Whether each line is one of the package with code, bool [total]."""
+    has_code = np.zeros(total, dtype=bool)
+    for path, first in offsets.items():
+        codes = [compile(Path(path).read_text(), path, "exec")]
+        while codes:
+            code = codes.pop()
+            has_code[[first + line for _, _, line in code.co_lines() if line]] = True
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return has_code
 
 
 def write_cases(rows: dict[str, dict], reasons: dict[str, str]) -> None:
@@ -185,26 +173,29 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
 
-    rows, (offsets, total) = read_rows(arguments.rows), line_offsets()
-    lines, mains = {name: lines_of(row, total) for name, row in rows.items()}, benchmark_mains(offsets)
-    choice = Choice(rows, lines, mains)
+    rows, (offsets, total) = read_rows(arguments.rows), line_offsets(PACKAGE)
+    lines = {name: lines_of(row, total) for name, row in rows.items()}
+    choice = Choice(rows, lines)
 
     # 1. Everything that has to be reached, as far as a case that is not too dear reaches it.
-    needed = needed_things(rows, lines, mains)
+    needed = needed_things(rows)
     possible = set().union(*choice.reached.values())
     for thing in sorted(needed - possible):
         print(f"no case up to {DEAREST_S:.0f} s reaches {thing}")
     choice.add_needed(needed & possible)
     print(f"{len(choice.reasons)} cases reach {len(needed & possible)} things in {choice.seconds():.0f} processor seconds")
 
-    # 2. Cheap cases, and lines.
+    # 2. Cheap cases, and those that need what this machine does not have.
     choice.add_cheap()
+    choice.reasons |= {name: "skipped where it was surveyed" for name, row in rows.items() if row["outcome"] == "skipped"}
     print(f"{len(choice.reasons)} with cheap ones, {choice.seconds():.0f} s")
-    every = np.any(list(lines.values()), axis=0) & package_lines(offsets, total)
-    for dearest_s in (DEAR_S, DEAREST_S):
-        choice.add_lines(every, int(LINES_BELOW * every.sum()), dearest_s)
+    has_code = code_lines(offsets, total)
+    every = np.any(list(lines.values()), axis=0) & has_code
+    for dearest_s in (DEAR_S, DEAREST_S):  # 3. Lines.
+        choice.add_lines(every, int(LINES_BELOW * has_code.sum()), dearest_s)
     chosen = every & np.any([lines[name] for name in choice.reasons], axis=0)
-    print(f"{len(choice.reasons)} with more lines, {choice.seconds():.0f} s: {chosen.sum()} of {every.sum()} lines that cases run")
+    print(f"{len(choice.reasons)} with more lines, {choice.seconds():.0f} s")
+    print(f"of {has_code.sum()} lines all cases run {every.sum()}, the chosen ones {chosen.sum()}, beside those of imports")
 
     for name in sorted(choice.reasons, key=lambda name: -rows[name]["cpu_s"]):
         if rows[name]["cpu_s"] > DEAR_S:

@@ -4,23 +4,35 @@ Lines are bytes of a file that all these processes map: a line that runs sets it
 in good order. Python 3.12's `sys.monitoring` reports a line once and then leaves it at full speed, until `restart`.
 """
 
+import ast
 import mmap
 import os
 import sys
 from pathlib import Path
+from types import CodeType
 
 REPOSITORY = Path(__file__).parents[2]
-FOLDERS = (REPOSITORY / "src" / "longshift", REPOSITORY / "benchmarks")
+PACKAGE, BENCHMARKS = REPOSITORY / "src" / "longshift", REPOSITORY / "benchmarks"
 VARIABLE = "LONGSHIFT_LINE_TRACE"  # the path of the mapped file, for processes that are started
 
 
-def line_offsets() -> tuple[dict[str, int], int]:
-    """Where the lines of each module begin, by path, and how many there are in all. Line 1 is the byte after it."""
-    offsets, total = {}, 0
-    for path in sorted(path for folder in FOLDERS for path in folder.rglob("*.py")):
-        offsets[str(path)] = total
-        total += len(path.read_text().splitlines()) + 1
-    return offsets, total
+def line_offsets(folder: Path, begin: int = 0) -> tuple[dict[str, int], int]:
+    """Where the lines of each module of a folder begin, by path, and where they end. Line 1 is the byte after its module's begin."""
+    offsets, end = {}, begin
+    for path in sorted(folder.rglob("*.py")):
+        offsets[str(path)] = end
+        end += len(path.read_text().splitlines()) + 1
+    return offsets, end
+
+
+def benchmark_mains(offsets: dict[str, int]) -> dict[str, slice]:
+    """Where the lines of each benchmark's `main` are, by the benchmark's name."""
+    mains = {}
+    for path, first in offsets.items():
+        for node in ast.parse(Path(path).read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == "main":
+                mains[Path(path).stem] = slice(first + node.body[0].lineno, first + (node.end_lineno or 0) + 1)
+    return mains
 
 
 class LineTrace:
@@ -29,11 +41,13 @@ class LineTrace:
     def __init__(self, path: Path):
         if sys.version_info < (3, 12):
             sys.exit("which lines run is seen by sys.monitoring, which needs Python 3.12 or later")
-        self.offsets, total = line_offsets()
+        package, self.package_end = line_offsets(PACKAGE)
+        benchmarks, end = line_offsets(BENCHMARKS, self.package_end)
+        self.offsets, self.mains = package | benchmarks, benchmark_mains(benchmarks)
         with path.open("ab") as file:
-            file.truncate(total)
+            file.truncate(end)
         with path.open("r+b") as file:
-            self.seen = mmap.mmap(file.fileno(), total)
+            self.seen = mmap.mmap(file.fileno(), end)
         os.environ[VARIABLE] = str(path)
         self._monitoring = sys.monitoring
         self._monitoring.use_tool_id(self._monitoring.COVERAGE_ID, "longshift survey")
@@ -45,7 +59,15 @@ class LineTrace:
         self.seen[:] = bytes(len(self.seen))
         self._monitoring.restart_events()
 
-    def _record(self, code, line: int):
+    def package_lines(self) -> bytes:
+        """A byte for each line of the package, 1 where it ran."""
+        return self.seen[: self.package_end]
+
+    def benchmarks(self) -> list[str]:
+        """The benchmarks whose `main` ran."""
+        return [name for name, place in self.mains.items() if any(self.seen[place])]
+
+    def _record(self, code: CodeType, line: int) -> object:
         offset = self.offsets.get(code.co_filename)
         if offset is None:
             return self._monitoring.DISABLE

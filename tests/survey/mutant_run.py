@@ -178,9 +178,9 @@ def candidates(target: Target, rows: list[dict], lines: dict[str, set[int]], off
 def search(paths: list[Path], output: Path) -> None:
     """Append to `output` a row for each case that kills a mutant."""
     from choose_cases import lines_of, read_rows
-    from line_trace import line_offsets
+    from line_trace import PACKAGE, line_offsets
 
-    offsets, total = line_offsets()
+    offsets, total = line_offsets(PACKAGE)
     rows = [row for row in read_rows(paths).values() if row["outcome"] == "passed" and "lines" in row]
     rows = [row for row in rows if not row.get("mutant") and "test_mutants.py" not in row["case"]]
     lines = {row["case"]: set(lines_of(row, total).nonzero()[0].tolist()) for row in rows}

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from line_trace import VARIABLE, LineTrace  # noqa: E402
+from line_trace import VARIABLE, LineTrace
 
 sys.path.pop(0)
 if VARIABLE in os.environ:
