@@ -34,7 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if path := config.getoption("--survey"):
+    runs_cases = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)  # not what hands them to workers
+    if (path := config.getoption("--survey")) and runs_cases:
         config.pluginmanager.register(Survey(path, with_lines=config.getoption("--survey-lines")))
 
 
