@@ -129,7 +129,7 @@ MISTAKES = {  # a mutant of the product, and a layout that it is in
 }
 
 
-@pytest.mark.parametrize("mutant", [pytest.param(name, marks=[pytest.mark.long] * (number > 1)) for number, name in enumerate(MISTAKES)])
+@pytest.mark.parametrize("mutant", MISTAKES)
 def test_a_mistake_of_the_product_fails(place, monkeypatch, capsys, mutant):
     monkeypatch.chdir(place)
     monkeypatch.setenv("HOME", str(place))

@@ -40,11 +40,7 @@ def worst(worlds: Worlds, truth: Truth) -> Compare:
 
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [
-        pytest.param(case, layout, id=f"{case.mutant.__name__}-{case.family}-{layout}", marks=[pytest.mark.long] * (number > 0))
-        for case in CASES
-        for number, layout in enumerate(case.layouts)
-    ],
+    [pytest.param(case, layout, id=f"{case.mutant.__name__}-{case.family}-{layout}") for case in CASES for layout in case.layouts],
 )
 def test_a_mistake_shows(worst: Compare, record_property: Callable[[str, object], None], case: Case, layout: str):
     assert worst(case, layout, None) <= LIMIT

@@ -226,7 +226,6 @@ def test_a_cut_inside_a_block_rounds_otherwise(worlds: Worlds, truth: Truth):
     assert found[0]["grad"] > 1e3 * LIMIT
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_matrix(worlds: Worlds, truth: Truth, family: str):
     found = {str(layout): differences(worlds, truth, family, str(layout), FEWER) for layout in layouts_of(family)}

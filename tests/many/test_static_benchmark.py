@@ -64,7 +64,6 @@ def ratios_are_to_the_best_like_for_like_peer(report: dict, layouts: set[str]) -
     assert all(ratio["float32"] > 0 for ratio in summary["ratio_to_best_peer"].values())
 
 
-@pytest.mark.long
 def test_another_checkout_is_compared_in_its_own_processes(report_of: Report) -> None:
     root = Path(__file__).parents[2]
     report = report_of("static", "--quick", "--against", str(root), "--layouts", "u2")

@@ -50,9 +50,7 @@ def by(request: pytest.FixtureRequest) -> Elementwise:
     return WRITTEN_OUT if request.param == "written out" else compiled(torch.device("cpu"))
 
 
-# Half a dozen seconds for each kernel that is made.
-BOTH = [("written out", name) for name in CASES]
-BOTH += [pytest.param("compiled", name, marks=pytest.mark.long if name in ("norm of heads", "gelu") else ()) for name in CASES]
+BOTH = [(by, name) for by in ("written out", "compiled") for name in CASES]
 both = pytest.mark.parametrize(("by", "name"), BOTH, indirect=["by"])
 
 

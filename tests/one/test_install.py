@@ -55,7 +55,6 @@ def test_the_wheel_has_the_package_its_types_and_nothing_else(wheel):
     assert {name for name in names if name.endswith(".py")} == sources
 
 
-@pytest.mark.long
 def test_the_wheel_trains_from_another_folder(installed, tmp_path):
     assert run(installed / "longshift", "--version", cwd=tmp_path) == "0.1.0\n"
     where = run(installed / "python", "-c", "import longshift; print(longshift.__file__)", cwd=tmp_path)
