@@ -55,13 +55,15 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CorpusFacts(Reported):
-    """The documents of a config. `skipped`: path and reason of each file that gave none; `quantiles`: lengths in tokens, by name, as in
+    """The documents of a config. `skipped`: path and reason of each file that gave none; `notes`: what the
+    sources hold and no token shows; `quantiles`: lengths in tokens, by name, as in
     p50; `histogram`: between powers of two; `caps`: what each cap on the length would lose; `cache`: where the tokens are. Where a part is
     `learned`: how many tokens, and of a `sample` document runs of text, with whether they are learned."""
 
     documents: int
     tokens: int
     skipped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
     quantiles: Mapping[str, int]
     histogram: tuple[Bin, ...]
     caps: tuple[CapLoss, ...]

@@ -152,14 +152,15 @@ class ModelConfig(Section):
 
 
 class Source(Section):
-    """Where documents come from. `path` is a file, a folder or a pattern. `text` names the field that holds the text; `messages`, the one
+    """Where documents come from. `path` is a file, a folder or a pattern. `text` names the field that holds the text, of
+    records without it 'text'; `messages`, the one
     that holds a conversation; `prompt` and `completion`, two texts, or lists of messages, of which the second is learned. `learn`: the
     turns of a conversation that are targets. `epochs`: how many times the source is read while others are read once; `weight`: its share
     of the tokens, which every source has or none."""
 
     path: PathText | None = None
     corpus: Literal["python"] | None = None
-    text: str = "text"
+    text: str | None = None
     messages: str | None = None
     prompt: str | None = None
     completion: str | None = None
@@ -173,7 +174,7 @@ class Source(Section):
             raise ValueError("name exactly one of path and corpus, as in {path: books/*.parquet, text: text} or {corpus: python}")
         if (self.prompt is None) != (self.completion is None):
             raise ValueError("prompt and completion belong together, as in {path: pairs.jsonl, prompt: prompt, completion: completion}")
-        given = (self.text != "text") + (self.messages is not None) + (self.prompt is not None)
+        given = (self.text is not None) + (self.messages is not None) + (self.prompt is not None)
         if given > (self.corpus is None):
             raise ValueError("name one of text, messages, or prompt with completion, and none of them for a corpus")
         if self.learn != "assistant" and not self.masked:
@@ -189,7 +190,12 @@ class Source(Section):
         """Names of the fields that make a document."""
         if self.prompt is not None and self.completion is not None:
             return self.prompt, self.completion
-        return (self.messages or self.text,)
+        return (self.messages or self.text or "text",)
+
+    @property
+    def names_field(self) -> bool:
+        """Whether the source says which field to read, so that it holds records."""
+        return any(name is not None for name in (self.text, self.messages, self.prompt))
 
     @property
     def masked(self) -> bool:

@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from longshift.config_parts import Source
-from longshift.documents import sources as room
+from longshift.documents import record_reader
 from longshift.documents.sources import Skipped, Text, files, read
 from longshift.documents.tokenizer import END_OF_TEXT, Tokenizer, load, project_tokenizer, train
 from longshift.documents.tokens import TokenCache, build
@@ -89,7 +89,7 @@ def test_a_bad_line_is_named_by_file_line_and_byte(tmp_path, line, at, why):
 
 
 def test_a_line_that_never_ends_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "_LINE_LIMIT_BYTES", 40)
+    monkeypatch.setattr(record_reader, "_LINE_LIMIT_BYTES", 40)
     path = write_jsonl(tmp_path / "a.jsonl", ["short", "x" * 40])
     with pytest.raises(DataError, match="line 2, byte 27: the line is longer than 40 bytes"):
         texts(Source(path=str(path)))

@@ -183,5 +183,5 @@ def test_offsets_that_lead_out_of_an_arrow_file_are_refused_before_they_are_foll
     path = next((tmp_path / "d").glob("*.arrow"))
     with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, pa.schema({"text": pa.string()})) as stream:
         stream.write_batch(pa.record_batch({"text": column}))
-    with pytest.raises(DataError, match=r"d: cannot be read as dataset: "):
+    with pytest.raises(DataError, match=r"\.arrow: cannot be read as an Arrow stream: "):
         documents(tmp_path / "d")

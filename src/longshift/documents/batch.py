@@ -85,7 +85,7 @@ class Batches:
         too_long = bool(cache.lengths[longest] > max_len)
         if too_long and overlong is None:
             raise DataError(_which_policy(cache, longest, max_len))
-        self._cache = cache
+        self.cache = cache
         self._tokens_per_step = tokens_per_step
         self.spans: Spans = spans(cache.lengths, max_len, overlong or "split")
         if held:
@@ -108,7 +108,7 @@ class Batches:
         """The order of sources of which some are read more often than others."""
         if all(source.epochs is None and source.weight is None for source in sources):
             return None
-        of = self._cache.source_of[self.spans.document]
+        of = self.cache.source_of[self.spans.document]
         documents = np.bincount(of, minlength=len(sources))
         tokens = np.bincount(of, weights=self.spans.stop - self.spans.start, minlength=len(sources))
         for source, n in zip(sources, documents):
@@ -120,8 +120,8 @@ class Batches:
     @property
     def learned_share(self) -> float:
         """The share of the corpus's tokens that are targets."""
-        learned = self._cache.learned_tokens
-        return 1.0 if learned is None else learned / int(self._cache.lengths.sum())
+        learned = self.cache.learned_tokens
+        return 1.0 if learned is None else learned / int(self.cache.lengths.sum())
 
     def at(self, cursor: int) -> StepBatch:
         """The step that begins at a global cursor >= 0, which counts documents as cut by the policy. O(1) to seek."""
@@ -139,13 +139,13 @@ class Batches:
         """The document at a cursor, as a person finds it: file, line or row, and its tokens where it is a piece."""
         span = self.order[cursor]
         document, start, stop = (int(a[span]) for a in (self.spans.document, self.spans.start, self.spans.stop))
-        piece = f", tokens {start} to {stop}" if stop - start < self._cache.lengths[document] else ""
-        return self._cache.where(document) + piece
+        piece = f", tokens {start} to {stop}" if stop - start < self.cache.lengths[document] else ""
+        return self.cache.where(document) + piece
 
     def _document(self, span: int) -> Document:
         start, stop = int(self.spans.start[span]), int(self.spans.stop[span])
         piece = int(self.spans.document[span]), start, stop + 1
-        return document_from_ids(self._cache.tokens(*piece), stop - start, self._cache.learned(*piece))
+        return document_from_ids(self.cache.tokens(*piece), stop - start, self.cache.learned(*piece))
 
 
 def _which_policy(cache: "TokenCache", longest: int, max_len: int) -> str:

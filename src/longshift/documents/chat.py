@@ -3,40 +3,58 @@
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [...]}
     {"prompt": "2 + 2 =", "completion": " 4"}       or a list of messages each
 
-`tools` is what the template tells the model of functions that it may call, where a record has it. Arguments of calls may be objects, or
-JSON in a string, as OpenAI writes them: templates get objects. A field that is null, as tables have it, is a field that is not there.
+Beside messages a record may have `tools`, `documents` and `chat_template_kwargs` for the template, and `system`, a first
+message. A message with `weight` 0, or `train`, `training` or `loss` false, is not learned. Content may be a list of text
+parts; messages may have `from` and `value`, as ShareGPT writes them. Arguments of calls may be objects, or JSON in a
+string, as OpenAI writes them: templates get objects. A field of a message that is null is a field that is not there.
+What else a record holds is counted in `RecordNotes`, unless the template writes it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from longshift.config_parts import Learn
-from longshift.documents.template import ChatTemplate, Rendered, UnsoundTemplate, check_unmarked
+from longshift.documents.record_notes import RecordNotes
+from longshift.documents.template import Chat, ChatTemplate, Rendered, UnsoundTemplate, check_unmarked
 from longshift.errors import did_you_mean
 
-TOOLS = "tools"
+OPTIONAL = ("tools", "system", "chat_template_kwargs", "documents")  # fields beside messages that are read where a record has them
+LEARNED = ("weight", "train", "training", "loss")  # fields of a message that say whether it is learned
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 _OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+_SHAREGPT_ROLES = {name: name for name in _ROLES} | _OTHER_ROLES | {"observation": "tool", "chatgpt": "assistant"}
+_OF_RENDERING = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")
 
 
 class BadRecord(Exception):
     """A record that is no conversation; the message says why."""
 
 
-def conversation(messages: object, tools: object, template: ChatTemplate, learn: Learn, day: float) -> Rendered:
-    """The document of a list of messages. Raises BadRecord."""
-    found, tools = _messages(messages), _parsed(_present(tools))
-    if learn != "all" and not any(message["role"] == "assistant" for message in found):
+def conversation(
+    messages: object, extra: Mapping[str, Any], template: ChatTemplate, learn: Learn, day: float, notes: RecordNotes
+) -> Rendered:
+    """The document of a list of messages. `extra`: fields of `OPTIONAL` by name. Raises BadRecord."""
+    chat = _chat(_messages(messages), extra, day)
+    if learn != "all" and not any(message["role"] == "assistant" for message in chat.messages):
         raise BadRecord("no message is of the role assistant, so there is nothing to learn")
-    return _rendered(template, found, tools, learn, day)
+    return _rendered(template, chat, learn, notes)
 
 
-def completed(prompt: object, completion: object, tools: object, template: ChatTemplate | None, learn: Learn, day: float) -> Rendered:
+def completed(
+    prompt: object,
+    completion: object,
+    extra: Mapping[str, Any],
+    template: ChatTemplate | None,
+    learn: Learn,
+    day: float,
+    notes: RecordNotes,
+) -> Rendered:
     """The document of a prompt and its completion, both text or both messages; the completion is learned. Raises BadRecord."""
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise BadRecord("the completion is empty, so there is nothing to learn")
+        notes.add_unread(extra)
         start = 0 if learn == "all" else len(prompt)
         return Rendered(prompt + completion, ((start, len(prompt) + len(completion)),))
     if isinstance(prompt, str) or isinstance(completion, str):
@@ -46,18 +64,65 @@ def completed(prompt: object, completion: object, tools: object, template: ChatT
     before, after = _messages(prompt), _messages(completion)
     if [message["role"] for message in after] != ["assistant"]:
         raise BadRecord("a completion of messages is one message of the role assistant; write longer ones as messages")
-    return _rendered(template, before + after, _parsed(_present(tools)), "all" if learn == "all" else "last", day)
+    return _rendered(template, _chat(before + after, extra, day), "all" if learn == "all" else "last", notes)
 
 
-def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: object, learn: Learn, day: float) -> Rendered:
+def _chat(messages: list[dict[str, Any]], extra: Mapping[str, Any], day: float) -> Chat:
+    """A conversation with what stands beside its messages. Raises BadRecord."""
+    # 1. A system prompt of its own is the first message.
+    system = extra.get("system")
+    if system is not None and not isinstance(system, str):
+        raise BadRecord(f"system is {_kind(system)}, where text is needed")
+    first = messages[0]
+    if system and first["role"] in ("system", "developer") and first["content"] != system:
+        raise BadRecord("there is a field system and a message of the role system, and they differ: leave one out")
+    if system and first["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": system}, *messages]
+
+    # 2. More variables of the template.
+    variables = _parsed(extra.get("chat_template_kwargs", {}))
+    if not isinstance(variables, dict):
+        raise BadRecord(f"chat_template_kwargs is {_kind(variables)}, where an object is needed")
+    if taken := [name for name in variables if name in _OF_RENDERING]:
+        raise BadRecord(f"chat_template_kwargs has {taken[0]}, which the record or the trainer sets")
+    if "documents" in extra:
+        variables = {"documents": _parsed(extra["documents"])} | variables
+
+    # 3. Which messages the record says to learn.
+    learned = [_is_learned(message, number) for number, message in enumerate(messages, 1)]
+    messages = [{name: value for name, value in message.items() if name not in LEARNED} for message in messages]
+    return Chat(messages, _parsed(extra.get("tools")), variables, day, learned)
+
+
+def _is_learned(message: Mapping[str, Any], number: int) -> bool | None:
+    """What a message says of itself: whether it is learned, or None. Raises BadRecord for what cannot be done."""
+    said = {name: message[name] for name in LEARNED if name in message}
+    for name, value in said.items():
+        if value not in (0, 1):
+            raise BadRecord(f"message {number}: {name} is {value!r}, where 0 or 1, true or false is needed")
+    if len({bool(value) for value in said.values()}) > 1:
+        raise BadRecord(f"message {number}: {' and '.join(said)} do not say the same")
+    return next((bool(value) for value in said.values()), None)
+
+
+def _rendered(template: ChatTemplate, chat: Chat, learn: Learn, notes: RecordNotes) -> Rendered:
+    for number, (message, is_learned) in enumerate(zip(chat.messages, chat.learned), 1):
+        if message["role"] != "assistant" and is_learned is (learn != "all"):
+            wish = "is to be learned, and only the assistant's are" if learn != "all" else "is not to be learned, and learn: all learns all"
+            raise BadRecord(f"message {number}, of the role {message['role']}, {wish}: leave {' or '.join(LEARNED)} out of it")
     try:
-        check_unmarked([messages, tools])
-        return template.render(messages, tools, learn, day)
+        check_unmarked([chat.messages, chat.tools, chat.variables])
+        rendered = template.render(chat, learn)
+        notes.add_unwritten(chat, rendered.text)
     except UnsoundTemplate as fault:
         raise BadRecord(str(fault)) from None
+    if not rendered.learned:
+        notes.add_unlearned()
+    return rendered
 
 
 def _messages(value: object) -> list[dict[str, Any]]:
+    value = _parsed(value)
     if not isinstance(value, list) or not value:
         raise BadRecord(f"{_kind(value)}, where a list of messages is needed")
     return [_message(entry, number) for number, entry in enumerate(value, 1)]
@@ -67,26 +132,54 @@ def _message(entry: object, number: int) -> dict[str, Any]:
     which = f"message {number}"
     if not isinstance(entry, dict):
         raise BadRecord(f"{which} is {_kind(entry)}, where an object with role and content is needed")
-    message = _present(entry)
+    message = _renamed(_without_null_fields(entry), which)
     role, content = message.get("role"), message.get("content", "")
-    if "from" in message and role is None:
-        raise BadRecord(f"{which} has from and value, where role and content are needed")
     if role not in _ROLES:
         other = _OTHER_ROLES.get(role) if isinstance(role, str) else None
         hint = f"; write {other}" if other else did_you_mean(str(role), _ROLES)
         raise BadRecord(f"{which} has the role {role!r}{hint}")
-    if not isinstance(content, str):
-        raise BadRecord(f"{which}: content is {_kind(content)}, where text is needed; images and sounds are not for these models")
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise BadRecord(f"{which}: tool_calls is {_kind(calls)}, where a list of objects is needed")
     if "content" not in message and not calls:
         raise BadRecord(f"{which} has no content")
-    return message | {"content": content} | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
+    return message | {"content": _joined(content, which)} | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
+
+
+def _renamed(message: dict[str, Any], which: str) -> dict[str, Any]:
+    """A message with `from` and `value`, as ShareGPT has them, with the names of others."""
+    if "from" not in message or "role" in message:
+        return message
+    speaker = message["from"]
+    role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise BadRecord(f"{which} is from {speaker!r}{did_you_mean(str(speaker), list(_SHAREGPT_ROLES))}")
+    renamed = {"from": "role", "value": "content"}
+    return {renamed.get(name, name): role if name == "from" else value for name, value in message.items()}
+
+
+def _joined(content: object, which: str) -> str:
+    """The text of a content, which may be a list of text parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part for part in parts]
+    if isinstance(content, list) and all(isinstance(text, str) for text in texts):
+        return "".join(map(str, texts))
+    other = next((part.get("type") for part in parts if isinstance(part, dict) and part.get("type", "text") != "text"), None)
+    if other is not None:
+        raise BadRecord(f"{which}: content has a part of the type {other!r}; only parts of text are for these models")
+    raise BadRecord(f"{which}: content is {_kind(content)}, where text or a list of text parts is needed")
+
+
+def _without_null_fields(entry: dict[str, Any]) -> dict[str, Any]:
+    """Without the fields that are null; what is inside arguments stays as it was written."""
+    return {name: value for name, value in entry.items() if value is not None}
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     """A call whose arguments are an object."""
+    call = _without_null_fields(dict(call))
     function = call.get("function")
     if isinstance(function, dict):
         return {**call, "function": _call(function)}
@@ -101,13 +194,6 @@ def _parsed(value: object) -> object:
         return json.loads(value)
     except (ValueError, RecursionError):
         return value
-
-
-def _present(value: object) -> Any:
-    """A value without the fields that are null."""
-    if isinstance(value, dict):
-        return {name: _present(entry) for name, entry in value.items() if entry is not None}
-    return [_present(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _kind(value: object) -> str:

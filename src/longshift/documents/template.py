@@ -7,9 +7,10 @@ A template is a Jinja program that comes with a tokenizer: `chat_template.jinja`
 Jinja's sandbox. What the assistant says is found in one of two ways:
 
 markers    The template marks it: `{% generation %} ... {% endgeneration %}`, as in `transformers`.
-prefixes   The conversation up to a turn of the assistant, with the prompt that asks for it, must begin the conversation with that turn;
-           what comes after it is the turn, to the special token that ends it, such as <|im_end|>. A template that writes a turn otherwise
-           once others follow (it drops earlier thoughts, say) is refused: what would be learned is not what is said.
+prefixes   The conversation up to a turn of the assistant, with the prompt that asks for it, begins the conversation with that turn;
+           what comes after it is the turn, to the special token that ends it, such as <|im_end|>. Where it does not, the turn begins
+           with its content. A template that writes a turn otherwise once others follow (it drops earlier thoughts, say) is refused:
+           what would be learned is not what is said.
 """
 
 import json
@@ -18,10 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -33,7 +34,19 @@ Span = tuple[int, int]  # characters, the end excluded
 Message = Mapping[str, Any]
 
 FILE, CONFIGS = "chat_template.jinja", ("tokenizer_config.json", "special_tokens_map.json")
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"  # code points that Unicode keeps free for a program's own use
+_OPEN, _CLOSE, _OTHER = "\ufdd0", "\ufdd1", "\ufdd2"  # code points that Unicode keeps free for a program's own use
+
+
+class Chat(NamedTuple):
+    """A conversation for a template. `tools`: functions that the model may call; `variables`: more that the template may read, by name;
+    `day`, in seconds since 1970, is what it takes for now, as tokens must not depend on the day that they are made; `learned`: of each
+    message, whether the record says to learn it, or not, or neither (None)."""
+
+    messages: Sequence[Message]
+    tools: Any = None
+    variables: Mapping[str, Any] = {}
+    day: float = 0.0
+    learned: Sequence[bool | None] = ()
 
 
 @dataclass(frozen=True)
@@ -59,49 +72,90 @@ class ChatTemplate:
     special: tuple[str, ...]
 
     @cached_property
-    def _program(self) -> jinja2.Template:
+    def _environment(self) -> jinja2.Environment:
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Marked, "jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
+        return environment
+
+    @cached_property
+    def _program(self) -> jinja2.Template:
         try:
-            return environment.from_string(self.source)
+            return self._environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as fault:
             raise DataError(f"{self.where}, line {fault.lineno}: not a chat template that can be read: {fault.message}") from None
 
-    def render(self, messages: Sequence[Message], tools: object, learn: Learn, day: float) -> Rendered:
-        """The conversation, and what of it is learned: all that the assistant says, its last turn, or everything. `day`, in seconds since
-        1970, is what the template takes for now: tokens must not depend on the day that they are made. Raises UnsoundTemplate, also for
-        what the template itself refuses."""
+    @cached_property
+    def variables(self) -> set[str]:
+        """Names that the program reads and does not set itself."""
+        return meta.find_undeclared_variables(self._environment.parse(self.source))
 
-        def text_of(messages: Sequence[Message], prompt: bool = False) -> str:
-            return self._text(messages, tools, prompt, day)
+    def write(self, chat: Chat) -> str:
+        """The text of a conversation. Raises UnsoundTemplate for what the template refuses."""
+        return _unmarked(self._write(chat))[0]
 
-        text = text_of(messages)
+    def render(self, chat: Chat, learn: Learn) -> Rendered:
+        """The conversation, and what of it is learned: all that the assistant says, its last turn, or everything; without the turns that
+        the record says not to learn. Raises UnsoundTemplate, also for what the template itself refuses."""
+        turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        excluded = {number for number in turns if chat.learned and chat.learned[number] is False}
+        text, marked = _unmarked(self._write(chat))
+        if learn == "all" and not excluded:
+            return Rendered(text, ((0, len(text)),))
+        if learn == "assistant" and not excluded and marked:
+            return Rendered(text, tuple(marked))
+
+        # 1. The spans of each turn that counts.
+        selected = turns[-1:] if learn == "last" else sorted(excluded) if learn == "all" else turns
+        if marked:
+            spans = self._marked_spans(chat, turns, marked)
+        else:
+            spans = {number: [self._turn(text, chat, number)] for number in selected}
+
+        # 2. What is learned: these, or the rest of the text.
         if learn == "all":
-            return Rendered(_unmarked(text)[0], ((0, len(_unmarked(text)[0])),))
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        text, found = _unmarked(text)
-        if not found:
-            found = [self._turn(text, messages, i, text_of) for i in (turns if learn == "assistant" else turns[-1:])]
-        return Rendered(text, tuple(found if learn == "assistant" else found[-1:]))
+            return Rendered(text, _between(sorted(span for number in excluded for span in spans[number]), len(text)))
+        for number in selected:
+            if not spans[number] and number not in excluded:
+                raise UnsoundTemplate(f"the chat template ({self.where}) marks nothing in turn {number + 1}, of the assistant")
+        return Rendered(text, tuple(span for number in selected if number not in excluded for span in spans[number]))
 
-    def _text(self, messages: Sequence[Message], tools: object, prompt: bool, day: float) -> str:
+    def _write(self, chat: Chat, first: int | None = None, prompt: bool = False) -> str:
+        """The text of the `first` messages, all without it, with marks; with `prompt`, and what asks for the assistant's turn."""
+
         def now(form: str) -> str:
-            return time.strftime(form, time.gmtime(day))
+            return time.strftime(form, time.gmtime(chat.day))
 
-        known = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt, "strftime_now": now}
+        variables = dict(self.names) | {"documents": None} | dict(chat.variables)
+        variables |= {"messages": chat.messages[:first], "tools": chat.tools, "add_generation_prompt": prompt, "strftime_now": now}
         try:
-            return self._program.render(**known, **dict(self.names))
+            return self._program.render(**variables)
         except DataError:
             raise
         except Exception as fault:  # a template is a program: it may fail in any way
             raise UnsoundTemplate(f"the chat template ({self.where}) refuses it: {fault}") from None
 
-    def _turn(self, text: str, messages: Sequence[Message], number: int, text_of: Any) -> Span:
+    def _marked_spans(self, chat: Chat, turns: Sequence[int], marked: Sequence[Span]) -> dict[int, list[Span]]:
+        """The marked spans of each turn: those that come with it when the conversation is written turn by turn."""
+        spans, begin = {}, 0
+        for number in turns:
+            end = len(_unmarked(self._write(chat, number + 1))[1])
+            spans[number] = list(marked[begin:end])
+            if end < begin:
+                break
+            begin = end
+        if begin != len(marked) or len(spans) < len(turns):
+            raise UnsoundTemplate(f"the chat template ({self.where}) marks earlier turns otherwise once others follow; mark each turn once")
+        return spans
+
+    def _turn(self, text: str, chat: Chat, number: int) -> Span:
         """Where one turn of the assistant stands in the text."""
-        asked, told = _unmarked(text_of(messages[:number], True))[0], _unmarked(text_of(messages[: number + 1]))[0]
-        said = self._to_its_end(told[len(asked) :])
-        if not told.startswith(asked):
+        asked, told = _unmarked(self._write(chat, number, prompt=True))[0], _unmarked(self._write(chat, number + 1))[0]
+        if told.startswith(asked):
+            said = self._to_its_end(told[len(asked) :])
+        elif content := self._content(told, chat, number):
+            asked, said = told[: content[0]], told[content[0] : content[1]]
+        else:
             raise UnsoundTemplate(
                 f"the chat template ({self.where}) writes messages before turn {number + 1} otherwise once the assistant has answered, so "
                 "what is said cannot be found; use a template that marks it with {% generation %} and {% endgeneration %}"
@@ -115,6 +169,18 @@ class ChatTemplate:
                 "learned with {% generation %} and {% endgeneration %}"
             )
         return len(asked), len(asked) + len(said)
+
+    def _content(self, told: str, chat: Chat, number: int) -> Span | None:
+        """Where the content of a turn stands in the conversation up to it, with the special token that follows it: where another content
+        gives another text. None if nothing of it is written."""
+        if not chat.messages[number]["content"]:
+            return None
+        other = [*chat.messages[:number], {**chat.messages[number], "content": _OTHER}]
+        before, found, after = _unmarked(self._write(chat._replace(messages=other)))[0].partition(_OTHER)
+        if not found or not told.startswith(before) or not told.endswith(after) or len(told) < len(before) + len(after):
+            return None
+        end = next((token for token in self.special if after.lstrip().startswith(token)), "")
+        return len(before), len(told) - len(after) + (after.index(end) + len(end) if end else 0)
 
     def _to_its_end(self, said: str) -> str:
         """A turn to the special token that ends it, the first after which there are only blanks and special tokens; all without one."""
@@ -207,9 +273,17 @@ class _Marked(Extension):
         return _OPEN + caller() + _CLOSE
 
 
-def _to_json(value: object, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False, **_: Any) -> str:
-    """JSON as models were taught it: without the escapes for HTML of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+def _between(spans: Sequence[Span], end: int) -> tuple[Span, ...]:
+    """What is left of a text of `end` characters without some spans."""
+    edges = [0, *(edge for span in spans for edge in span), end]
+    return tuple((first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last)
+
+
+def _to_json(
+    value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
+    """JSON without the escapes for HTML of Jinja's own filter; arguments in the order of `transformers`."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _refuse(why: str) -> None:

@@ -5,8 +5,9 @@
                    learned.bin     uint8: 1 for a token that is a target; not there where all are
                    manifest.json   what it was made from, what it holds, SHA-256 of the files
 
-The key stands for the tokenizer and for path, size and time of every source file, so that changed sources make a new cache and
-never alter one that is in use. The fingerprint stands for the tokens alone: the same on every machine and under any path.
+The key stands for the tokenizer and for path, size, time and some blocks of every source file, so that changed sources
+make a new cache and never alter one that is in use. The fingerprint stands for the tokens alone: the same on every machine
+and under any path.
 
 Every token is compared with the SHA-256 in the manifest before a run uses it: by the process that makes the cache or, where the cache is
 there already, by one rank for each file that ranks see; the others compare the file's identity and the fingerprint.
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from longshift.config_parts import Source
+from longshift.documents.record_notes import RecordNotes
 from longshift.documents.sources import File, Skipped, Text, files, read, unchanged
 from longshift.documents.template import ChatTemplate, read_template
 from longshift.documents.tokenizer import Tokenizer
@@ -34,7 +36,7 @@ from longshift.files import publish
 Progress = Callable[[int, int], None]  # bytes of the sources done, bytes in all
 
 FILES, MASK = ("tokens.bin", "offsets.bin"), "learned.bin"
-_FORMAT = 2
+_FORMAT = 3
 _BATCH_CHARACTERS = 4 << 20
 
 
@@ -53,7 +55,8 @@ class CachedFile:
 class TokenCache:
     """Documents of a corpus as tokens.
 
-    `lengths` int64 [documents], end of text included; `fingerprint` of the tokens; `skipped` (path, reason) of each file that gave none.
+    `lengths` int64 [documents], end of text included; `fingerprint` of the tokens; `skipped` (path, reason) of each file that gave none;
+    `notes`: what of the sources no token shows, a sentence each.
     """
 
     folder: Path
@@ -61,6 +64,7 @@ class TokenCache:
     fingerprint: str
     files: tuple[CachedFile, ...]
     skipped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
     _offsets: np.ndarray
     _tokens: np.ndarray
     _learned: np.ndarray | None
@@ -88,6 +92,7 @@ class TokenCache:
                 CachedFile(f["path"], f["format"], end - n, n, f["source"]) for f, n, end in zip(body["files"], counts, accumulate(counts))
             ),
             skipped=tuple((path, why) for path, why in body["skipped"]),
+            notes=tuple(body["notes"]),
             _offsets=offsets,
             _tokens=np.memmap(folder / "tokens.bin", body["dtype"], "r"),
             _learned=np.memmap(folder / MASK, "u1", "r") if masked else None,
@@ -134,7 +139,9 @@ class TokenCache:
         """The file a document came from, and its line or row there."""
         file = self.files[bisect_right(self.files, document, key=lambda f: f.first) - 1]
         nth = document - file.first
-        return file.path + {"jsonl": f", line {nth + 1}", "parquet": f", row {nth}", "dataset": f", row {nth}"}.get(file.format, "")
+        places = {"jsonl": f", line {nth + 1}", "json": f", entry {nth + 1}", "csv": f", record {nth + 1}", "tsv": f", record {nth + 1}"}
+        tables = dict.fromkeys(("parquet", "arrow", "dataset"), f", row {nth}")
+        return file.path + (places | tables).get(file.format, "")
 
 
 def build(
@@ -185,9 +192,10 @@ def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatT
     lengths: list[int] = []
     counts, skipped = [0] * len(inputs), []
     sources = 1 + max(nth for nth, _ in inputs)
+    notes = [RecordNotes(chat) for _ in range(sources)]
     learned, seen = np.zeros(sources, np.int64), np.zeros(sources, np.int64)
     with open(folder / "tokens.bin", "wb") as out, open(folder / MASK, "wb") as mask_out:
-        for batch in _batches(_texts([file for _, file in inputs], chat, skipped, progress)):
+        for batch in _batches(_texts(inputs, chat, notes, skipped, progress)):
             for (nth, text), (ids, mask) in zip(batch, _encoded(tokenizer, [text for _, text in batch])):
                 if len(ids) == nothing:
                     raise DataError(f"{text.where}: the tokenizer finds no token in this text of {len(text.text)} characters")
@@ -215,6 +223,7 @@ def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatT
         "sha256": {name: _sha256(folder / name) for name in (*FILES, *([MASK] if masked else []))},
         "files": [{**asdict(file), "source": nth, "documents": count} for (nth, file), count in zip(inputs, counts)],
         "skipped": skipped,
+        "notes": [f"{_source_name(inputs, nth)}: {sentence}" for nth, of_source in enumerate(notes) for sentence in of_source.sentences()],
     }
     (folder / "manifest.json").write_text(json.dumps({"sha256": _digest(body), "body": body}, indent=1) + "\n")
 
@@ -239,14 +248,25 @@ def _check_masks(inputs: Sequence[tuple[int, File]], learned: np.ndarray, seen: 
             )
 
 
+def _source_name(inputs: Sequence[tuple[int, File]], source: int) -> str:
+    """The file of a source, or its first of several."""
+    paths = [file.path for nth, file in inputs if nth == source]
+    return paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+
+
 def _texts(
-    inputs: Sequence[File], chat: ChatTemplate | None, skipped: list[tuple[str, str]], progress: Progress
+    inputs: Sequence[tuple[int, File]],
+    chat: ChatTemplate | None,
+    notes: Sequence[RecordNotes],
+    skipped: list[tuple[str, str]],
+    progress: Progress,
 ) -> Iterator[tuple[int, Text]]:
-    """The documents of all files, each with the number of its file; files that give none are added to `skipped`."""
-    total, before = sum(file.size_bytes for file in inputs), 0
-    for nth, file in enumerate(inputs):
+    """The documents of all files, each with the number of its file; files that give none are added to `skipped`, and what of a source no
+    token shows to its `notes`."""
+    total, before = sum(file.size_bytes for _, file in inputs), 0
+    for nth, (source, file) in enumerate(inputs):
         done = 0
-        for item in read(file, chat):
+        for item in read(file, chat, notes[source]):
             if isinstance(item, Skipped):
                 skipped.append((item.where, item.why))
             else:

@@ -6,6 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from longshift.config import Config
 from longshift.config_parts import PROJECT_VOCAB, Source
 from longshift.documents import tokenizer, tokens
@@ -69,6 +71,20 @@ def open_on_ranks(config: Config, world: "World", sources: Sequence[Source] | No
     return found
 
 
+def corpus_notes(config: Config, cache: tokens.TokenCache) -> list[str]:
+    """What the documents hold and training does not learn, a sentence each: fields that no token shows, answers that `overlong: truncate`
+    cuts away whole."""
+    notes, limit = list(cache.notes), config.data.max_len
+    if config.data.overlong == "truncate" and cache.learned_tokens is not None:
+        longer = (cache.learned(int(number), 1, limit + 1) for number in np.flatnonzero(cache.lengths > limit))
+        cut = sum(learned is not None and not learned.any() for learned in longer)
+        if cut:
+            notes.append(
+                f"overlong: truncate cuts all that is learned off {cut:,} documents (raise data.max_len, or drop them: overlong: drop)"
+            )
+    return notes
+
+
 def survey(config: Config, cache: tokens.TokenCache) -> dict[str, Any]:
     """Documents, tokens, lengths, what each cap from a quarter of `data.max_len` to the longest document would lose. Where a part is
     learned: how many tokens, and a document as runs of text that are learned, or not."""
@@ -79,6 +95,7 @@ def survey(config: Config, cache: tokens.TokenCache) -> dict[str, Any]:
         "documents": len(cache),
         "tokens": int(cache.lengths.sum()),
         "skipped": [list(pair) for pair in cache.skipped],
+        "notes": corpus_notes(config, cache),
         "quantiles": {f"p{100 * share:g}": n for share, n in zip(SHARES, quantiles(cache.lengths, SHARES))},
         "histogram": [asdict(bin) for bin in histogram(cache.lengths)],
         "caps": [asdict(cap_loss(cache.lengths, cap)) for cap in caps if cap >= 2],

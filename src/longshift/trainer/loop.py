@@ -29,7 +29,7 @@ from longshift.switch.itinerary import home_layout
 from longshift.switch.links import agreed, links_of
 from longshift.trainer.admission import admit
 from longshift.trainer.ahead import Ahead
-from longshift.trainer.corpus import open_on_ranks
+from longshift.trainer.corpus import corpus_notes, open_on_ranks
 from longshift.trainer.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, changed_moments, expect
 from longshift.trainer.foretold import Foretold
 from longshift.trainer.initial import continued, initial
@@ -119,6 +119,9 @@ def _steps(
     start, state, facts = _begin(stage, world, fingerprints, run, resume)
     if validator:
         validator.remember(run, world, stage.begin, start)
+    if world.rank == 0 and start == stage.begin:
+        for note in corpus_notes(config, batches.cache):
+            print(f"longshift: note: {note}", file=sys.stderr)
     if world.rank == 0 and batches.learned_share < 1:
         print(f"longshift: {batches.learned_share:.1%} of the tokens are learned; longshift data CONFIG shows which", file=sys.stderr)
     if resume and world.rank == 0:

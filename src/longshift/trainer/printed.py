@@ -22,6 +22,8 @@ def show_corpus(found: Mapping[str, Any], max_len: int) -> None:
     print(f"{found['documents']:,} documents, {found['tokens']:,} tokens; length {spread}")
     if reasons:
         print(f"skipped files: {', '.join(f'{n} {why}' for why, n in reasons.items())} (--json names them)")
+    for note in found["notes"]:
+        print(f"note: {note}")
     console = Console(highlight=False)
     console.print(length_table(found["histogram"]), "", cap_table(found["caps"], found["tokens"], max_len))
     if "sample" in found:

@@ -1,0 +1,318 @@
+"""Records of a file, one by one, each with its place: JSON lines and arrays, CSV and TSV, parquet, Arrow, folders of `datasets`.
+
+A fault names the file and, as far as the format has them, line or row and byte. In tables every row has every field, so
+that what is null there was not written: such fields are left out, also inside structs. JSON says null where it means it.
+"""
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from longshift.documents.file_kind import UTF8_MARK, Format, open_unpacked
+from longshift.errors import DataError, nearest, shown
+
+_LINE_LIMIT_BYTES = 1 << 30
+_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which fields of records are read: all of `needed`, and of `optional` those that are there. `nested`: they may hold more
+    than strings."""
+
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+    nested: bool
+
+    def read_from(self, known: Sequence[str], where: str) -> list[str]:
+        """The fields to read of those that are known. Raises DataError where one is not there, or is there twice."""
+        for field in self.needed:
+            if field not in known:
+                raise DataError(f"{where}: {_no_field(field, known)}")
+        selected = [*self.needed, *(field for field in self.optional if field in known)]
+        for field in selected:
+            if list(known).count(field) > 1:
+                raise DataError(f"{where}: {field!r} is the name of {list(known).count(field)} columns")
+        return selected
+
+
+class Record(NamedTuple):
+    """Fields by name; `where`: file and line or row; `byte`: ", byte N" where it is known; `unread`: names of fields that no one reads."""
+
+    fields: dict[str, Any]
+    where: str
+    byte: str
+    unread: tuple[str, ...]
+
+
+def read_records(path: str, form: Format, fields: Fields) -> Iterator[Record]:
+    """The records of a file, in its order. Raises DataError, and what `file_kind.UNREADABLE` lists."""
+    if form == "jsonl":
+        yield from _read_lines(path, fields)
+    elif form == "json":
+        yield from _read_array(path, fields)
+    elif form in ("csv", "tsv"):
+        yield from _read_delimited(path, fields, "," if form == "csv" else "\t")
+    elif form == "parquet":
+        with pq.ParquetFile(path) as table:
+            names = table.schema_arrow.names
+            batches = table.iter_batches(_ROWS, columns=fields.read_from(names, path))
+            yield from _read_batches(path, names, fields, batches)
+    elif form == "arrow":
+        yield from _read_arrow(path, fields)
+    else:
+        yield from _read_dataset(path, fields)
+
+
+# Text
+
+
+def _lines(path: str) -> Iterator[tuple[int, int, bytes]]:
+    """Number, first byte and contents of each line, without a byte order mark."""
+    offset = 0
+    with open_unpacked(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LINE_LIMIT_BYTES + 1), b""), 1):
+            if len(line) > _LINE_LIMIT_BYTES:
+                reason = f"the line is longer than {_LINE_LIMIT_BYTES} bytes; is this a file of JSON lines?"
+                raise DataError(f"{path}, line {number}, byte {offset}: {reason}")
+            yield number, offset, line.removeprefix(UTF8_MARK) if number == 1 else line
+            offset += len(line)
+    if not offset:
+        raise DataError(f"{path}: the file is empty")
+
+
+def _decode(line: bytes, where: str, offset: int) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        at = offset + error.start
+        raise DataError(f"{where}, byte {at}: not UTF-8: {error.reason} (0x{line[error.start]:02x})") from None
+
+
+def _read_lines(path: str, fields: Fields) -> Iterator[Record]:
+    blank, records = None, 0
+    for number, offset, line in _lines(path):
+        where, byte = f"{path}, line {number}", f", byte {offset}"
+        if not line.strip():
+            blank = blank or DataError(f'{where}{byte}: the line is empty; each line is one JSON object such as {{"text": "..."}}')
+            continue
+        if blank:  # an empty line is read over at the end alone: elsewhere a record may be lost
+            raise blank
+        values = _json_object(_decode(line, where, offset), where, offset)
+        yield _record(values, fields, where, byte)
+        records += 1
+    if blank and not records:
+        raise blank
+
+
+def _json_object(line: str, where: str, offset: int) -> dict[str, Any]:
+    try:
+        value = json.loads(line.rstrip("\r\n"))
+    except json.JSONDecodeError as error:
+        at = offset + len(error.doc[: error.pos].encode())
+        raise DataError(f"{where}, byte {at}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}, byte {offset}: not JSON that can be read: {error}") from None
+    return _checked_object(value, f"{where}, byte {offset}", "one object a line")
+
+
+def _checked_object(value: object, place: str, needed: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f'{place}: a JSON {type(value).__name__}, where {needed} is needed, such as {{"text": "..."}}')
+    return value
+
+
+def _record(values: dict[str, Any], fields: Fields, where: str, byte: str = "") -> Record:
+    selected = fields.read_from(list(values), where + byte)
+    return Record(values, where, byte, tuple(name for name in values if name not in selected))
+
+
+def _read_array(path: str, fields: Fields) -> Iterator[Record]:
+    with open_unpacked(path) as file:
+        data = file.read(_LINE_LIMIT_BYTES + 1)
+    if len(data) > _LINE_LIMIT_BYTES:
+        raise DataError(f"{path}: has more than {_LINE_LIMIT_BYTES} bytes; write such an array as JSON lines")
+    text = _decode(data.removeprefix(UTF8_MARK), path, 0)
+    try:
+        entries = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON that can be read: {error}") from None
+    if isinstance(entries, dict):
+        lists = [name for name, value in entries.items() if isinstance(value, list)]
+        hint = f", such as what is in {lists[0]!r}" if lists else ""
+        raise DataError(f"{path}: holds one JSON object; records are an array of objects{hint}, or one object a line")
+    if not isinstance(entries, list) or not entries:
+        raise DataError(
+            f"{path}: holds {'an empty array' if entries == [] else type(entries).__name__}, where an array of objects is needed"
+        )
+    for number, values in enumerate(entries, 1):
+        where = f"{path}, entry {number}"
+        yield _record(_checked_object(values, where, "an object"), fields, where)
+
+
+def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Record]:
+    """Rows of CSV or TSV below a line of names; a quoted field may hold line breaks."""
+    csv.field_size_limit(_LINE_LIMIT_BYTES)
+    lines = (_decode(line, f"{path}, line {number}", offset) for number, offset, line in _lines(path))
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    names, row, begin = None, 0, 0
+    while True:
+        where = f"{path}, line {begin + 1}"
+        try:
+            values = next(rows, None)
+        except csv.Error as error:
+            raise DataError(f"{where}: not {'CSV' if delimiter == ',' else 'TSV'}: {error}") from None
+        if values is None:
+            break
+        begin = rows.line_num
+        if names is None:
+            names = values
+            selected = fields.read_from(names, path)
+            unread = tuple(name for name in names if name not in selected)
+        elif values:
+            if len(values) != len(names):
+                raise DataError(f"{where}: {len(values)} fields, where the first line names {len(names)}")
+            yield Record(dict(zip(names, values)), where, "", unread)
+            row += 1
+    if not row:
+        raise DataError(f"{path}: there are no rows")
+
+
+# Tables
+
+
+def _read_arrow(path: str, fields: Fields) -> Iterator[Record]:
+    """An Arrow file, or a stream as `datasets` keeps it in its cache."""
+    try:
+        with pa.memory_map(path) as data, pa.ipc.open_file(data) as table:
+            batches = (table.get_batch(number) for number in range(table.num_record_batches))
+            names = table.schema.names
+            yield from _read_batches(path, names, fields, _selected(batches, fields.read_from(names, path)))
+            return
+    except pa.ArrowInvalid as error:
+        if "Not an Arrow file" not in str(error):
+            raise
+    yield from _read_streams(path, [Path(path)], fields)
+
+
+def _read_dataset(path: str, fields: Fields) -> Iterator[Record]:
+    """A folder as `datasets` saves it: state.json names Arrow streams, in order."""
+    folder = Path(path)
+    if (folder / "dataset_dict.json").exists():
+        splits = sorted((state.parent.name for state in folder.glob("*/state.json")), key=lambda name: (name != "train", name))
+        name = splits[0] if splits else "train"
+        raise DataError(f"{path}: holds splits ({', '.join(splits)}); name one, as in path: {path}/{name}")
+    yield from _read_streams(path, [folder / name for name in _stream_names(folder / "state.json")], fields)
+
+
+def _stream_names(state: Path) -> list[str]:
+    """The files that a state.json names. Raises DataError for what is no file name."""
+    try:
+        names = [part["filename"] for part in json.loads(state.read_bytes())["_data_files"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{state}: _data_files does not name the files of a dataset: {type(error).__name__}: {error}") from error
+    for name in names:
+        if not isinstance(name, str) or not name or name.startswith(".") or "\0" in name or Path(name).name != name:
+            raise DataError(f"{state}: _data_files: {shown(name)} is no name of a file in the folder")
+    return names
+
+
+def _read_streams(path: str, streams: Sequence[Path], fields: Fields) -> Iterator[Record]:
+    row = 0
+    for stream in streams:
+        try:
+            with pa.memory_map(str(stream)) as data, pa.ipc.open_stream(data) as batches:
+                names = batches.schema.names
+                selected = fields.read_from(names, path)
+                for record in _read_batches(path, names, fields, _selected(batches, selected), row):
+                    yield record
+                    row += 1
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+            raise DataError(f"{stream}: cannot be read as an Arrow stream: {error}") from error
+    if not row:
+        raise DataError(f"{path}: there are no rows")
+
+
+def _selected(batches: Iterable[pa.RecordBatch], names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Some columns of batches, in batches of a limited number of rows."""
+    for batch in batches:
+        columns = batch.select(list(names))
+        for begin in range(0, len(columns), _ROWS):
+            yield columns.slice(begin, _ROWS)
+
+
+def _read_batches(path: str, names: Sequence[str], fields: Fields, batches: Iterable[pa.RecordBatch], row: int = 0) -> Iterator[Record]:
+    """Rows from number `row` on; strings are decoded one by one so that a bad one can be named."""
+    first = row
+    for batch in batches:
+        columns = {name: _values(path, fields, name, batch.column(name), row) for name in batch.schema.names}
+        unread = tuple(name for name in names if name not in columns)
+        for values in zip(*columns.values(), strict=True):
+            where, record = f"{path}, row {row}", dict[str, Any]()
+            for name, value in zip(columns, values):
+                try:
+                    record[name] = value.decode() if isinstance(value, bytes) else _without_nulls(value)
+                except UnicodeDecodeError as error:
+                    raise DataError(f"{where}, byte {error.start} of {name!r}: not UTF-8: {error.reason}") from None
+            yield Record(record, where, "", unread)
+            row += 1
+    if row == first == 0:
+        raise DataError(f"{path}: there are no rows")
+
+
+def _values(path: str, fields: Fields, name: str, column: pa.Array, row: int) -> list[Any]:
+    """The values of a column from a row on; those of a column of strings as bytes."""
+    if isinstance(column, pa.DictionaryArray):
+        column = column.dictionary_decode()
+    if pa.types.is_string_view(column.type):
+        column = column.cast(pa.binary_view())
+        column.validate(full=True)
+        return column.to_pylist()
+    _check_sound(column)
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return column.cast(pa.large_binary()).to_pylist()
+    if not fields.nested:
+        raise DataError(f"{path}, row {row}: {name!r} holds {column.type}, where a string is needed")
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, {name!r} in rows {row} to {row + len(column) - 1}: not UTF-8: {error.reason}") from None
+
+
+def _check_sound(column: pa.Array) -> None:
+    """Raises ArrowInvalid where offsets of a column lead out of it: the file is damaged, and reading on would end the process. Whether
+    strings are UTF-8 is seen later, row by row."""
+    kind = column.type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        column = column.cast(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _no_field(field: str, known: Sequence[str]) -> str:
+    close = nearest(field, known)
+    name = close[0] if close else known[0] if len(known) == 1 else None
+    if {"prompt", "completion"} <= set(known):
+        hint = "; did you mean prompt: prompt, completion: completion?"
+    elif chats := [name for name in known if name in ("messages", "conversation", "conversations", "chat")]:
+        hint = f"; did you mean messages: {chats[0]}?"
+    else:
+        hint = f"; did you mean text: {name}?" if name else ""
+    return f"there is no field {field!r} (data.train), only {', '.join(map(repr, known)) or 'none'}{hint}"
