@@ -58,7 +58,7 @@ def test_a_turn_that_is_marked_as_not_to_learn_is_not_learned(chats, key, value,
     last = [*TURNS[:3], TURNS[3] | {key: value}]
     _, said, _ = chats.show([{"messages": last}], template=template)
     assert said == TURNS[1]["content"] + "<|im_end|>"
-    with pytest.raises(DataError, match="not one of .* tokens would be learned"):
+    with pytest.raises(DataError, match=r"not one of .* tokens would be learned"):
         chats.show([{"messages": last}], template=template, learn="last")
 
 
@@ -221,7 +221,7 @@ def test_answers_that_truncate_cuts_away_whole_are_named(chats, monkeypatch):
     _, cache = chats.build([{"messages": long}, {"messages": TURNS[:2] * 9}, {"messages": TURNS}])
 
     class Cut:
-        class data:  # noqa: N801
+        class data:
             max_len, overlong = 64, "truncate"
 
     (note,) = corpus.corpus_notes(Cut, cache)  # pyright: ignore[reportArgumentType]
