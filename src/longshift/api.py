@@ -127,7 +127,8 @@ def plan(
     lengths: Sequence[int] | str | Path | None = None,
 ) -> LayoutPlan:
     """The best layouts for the documents on a cluster, what a step takes, what else was compared. `on`: as in "64xH100", or a file of
-    `longshift profile -o`; this machine where not given. `fabric`: what a node's network cards carry together, as in "400G". `lengths`: of
+    `longshift profile -o`, of which all devices are used; this machine where not given.
+    `fabric`: what a node's network cards carry together, as in "400G". `lengths`: of
     documents in tokens, or a file of them; those of the config's corpus where not given. Raises LongshiftError."""
     run = _read(config, overrides)
     if lengths is None:
@@ -137,7 +138,7 @@ def plan(
     else:
         given = read_lengths(Path(lengths)) if isinstance(lengths, str | Path) else Lengths.from_array(np.asarray(lengths))
     cluster = cluster_named(on, fabric) if on else this_machine(core_count(), say)
-    return LayoutPlan.read(planned(task_of(run, cluster, given)).to_json())
+    return LayoutPlan.read(planned(task_of(run, cluster, given, all_devices=on is not None)).to_json())
 
 
 def export(run: str | Path, to: str | Path, *, best: bool = False, precision: WeightFormat | None = None, merge: bool = False) -> Exported:

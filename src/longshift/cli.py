@@ -28,8 +28,8 @@ from longshift.dist.parent import call_this_process, end_with_parent
 from longshift.dist.ranks import Seed
 from longshift.errors import LongshiftError, UsageError
 from longshift.files import OF_DISKS, refused
+from longshift.forecast import other_ranks, task_of
 from longshift.forecast import plan as make_plan
-from longshift.forecast import task_of
 from longshift.layout import legal
 from longshift.planner.asked import AutoLayout
 from longshift.spec.formats import WeightFormat
@@ -240,7 +240,9 @@ def plan(
     run, trace = load_config(config, overrides), None if trace is None else writable(trace)
     cluster = named(on, fabric) if on else api.this_machine(core_count(), _say)
     given = read_lengths(lengths) if lengths else Lengths.from_array(_open_corpus(run, verify=False).lengths)
-    found = make_plan(task_of(run, cluster, given), api.silent if json else _say)
+    if on and (note := other_ranks(run, cluster)):
+        _say(note)
+    found = make_plan(task_of(run, cluster, given, all_devices=on is not None), api.silent if json else _say)
     if trace is not None and found.choice.best is not None:
         write_trace(found.choice.best, trace)
     if html is not None:
@@ -458,6 +460,8 @@ def main() -> None:
     except KeyboardInterrupt:
         _say("stopped")
         _end(INTERRUPTED)
+    except Warning as fault:
+        _tell(UsageError(f"{fault} (a warning that PYTHONWARNINGS, or python -W, makes an error)"))
     except Exception as fault:
         if not (isinstance(fault, OSError) and fault.errno in OF_DISKS):
             traceback.print_exc()

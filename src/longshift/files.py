@@ -2,13 +2,18 @@
 
 import errno
 import os
+import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError
 from longshift.temporary import held_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)  # errors that no program makes alone
@@ -61,6 +66,16 @@ def publish(target: Path, fill: Callable[[Path], None]) -> None:
             if not target.is_dir():
                 raise
     sync(target.parent)
+
+
+def save_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file with the permissions of any new file: the library's own has those of a private one."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), path, metadata)
+    path.chmod(mode)
 
 
 def sync(path: Path) -> None:

@@ -74,9 +74,18 @@ def _homes(config: Config, cluster: Cluster) -> tuple[HomeTiers, ...]:
     return tuple(found)
 
 
-def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: float | None = None) -> Task:
-    """What is planned for a config whose layout is chosen on a cluster."""
-    asked = config.layout if isinstance(config.layout, AutoLayout) else AutoLayout(config.world)
+def other_ranks(config: Config, cluster: Cluster) -> str | None:
+    """A sentence where a plan for all devices of a cluster has other ranks than the config's layout; None where it has as many."""
+    ranks = None if isinstance(config.layout, AutoLayout) else config.world
+    if ranks in (None, cluster.devices):
+        return None
+    return f"the config's layout has {ranks} rank{'s' * (ranks != 1)}; this plan is for all {cluster.devices} devices of the cluster"
+
+
+def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: float | None = None, all_devices: bool = False) -> Task:
+    """What is planned for a config whose layout is chosen on a cluster. `all_devices`: for every device, however many ranks the config's
+    own layout has."""
+    asked = config.layout if isinstance(config.layout, AutoLayout) else AutoLayout(None if all_devices else config.world)
     world = asked.ranks or cluster.devices
     return Task(
         spec=config.spec,

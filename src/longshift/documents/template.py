@@ -120,6 +120,15 @@ class ChatTemplate:
                 raise UnsoundTemplate(f"the chat template ({self.where}) marks nothing in turn {number + 1}, of the assistant")
         return Rendered(text, tuple(span for number in selected if number not in excluded for span in spans[number]))
 
+    def turn_end(self) -> str | None:
+        """The special token that ends what is learned of a turn; None where none does, or the template refuses a short conversation."""
+        try:
+            rendered = self.render(Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]), "last")
+        except UnsoundTemplate:
+            return None
+        said = rendered.text[slice(*rendered.learned[-1])].rstrip() if rendered.learned else ""
+        return next((token for token in self.special if said.endswith(token)), None)
+
     def _write(self, chat: Chat, first: int | None = None, prompt: bool = False) -> str:
         """The text of the `first` messages, all without it, with marks; with `prompt`, and what asks for the assistant's turn."""
 

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from longshift.config_parts import Source
+from longshift.documents.added_tokens import add_tokens_beside
 from longshift.documents.sources import Text, files, read
 from longshift.documents.trial import why_not
 from longshift.errors import DataError, shown
@@ -26,7 +27,7 @@ class Tokenizer:
     """A tokenizer that closes every document.
 
     `eos` the end-of-text id; `vocab` the largest id plus one; `file` its `tokenizer.json`; `fingerprint`
-    SHA-256 of `tokenizer.json` and the end-of-text id: tokenizers of equal fingerprint make equal tokens.
+    SHA-256 of `tokenizer.json`, the end-of-text id and tokens beside the file: tokenizers of equal fingerprint make equal tokens.
     """
 
     core: tokenizers.Tokenizer
@@ -97,8 +98,11 @@ def _open(at: Path) -> Tokenizer:
         raise DataError(f"{at}: cannot be read as a tokenizer: {error}") from error
     core.no_truncation()
     core.no_padding()
+    if getattr(core.model, "dropout", None):
+        raise DataError(f"{at}: model.dropout is {core.model.dropout}: tokens are made once and must not be drawn; set it to null")
+    added = add_tokens_beside(core, at)
     eos = _end_of_text(core, at)
-    fingerprint = hashlib.sha256(data + f"\n{eos}".encode()).hexdigest()
+    fingerprint = hashlib.sha256(data + "\n".join(["", str(eos), *added]).encode()).hexdigest()
     return Tokenizer(core, eos, max(core.get_vocab().values()) + 1, at, fingerprint)
 
 

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from longshift.errors import CheckpointError, shown
-from longshift.files import publish, read_small
+from longshift.files import publish, read_small, save_tensors
 from longshift.layout.box import Box
 from longshift.spec.adapters import ALL, adapter_faults, linear_modules
 from longshift.spec.families import to_hugging_face
 from longshift.spec.model import ModelSpec, Param
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TEMPLATE = "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer_config.json",
     "tokenizer.model",
@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    TEMPLATE,
     "generation_config.json",
 )
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -49,12 +49,22 @@ PEFT = "base_model.model."  # before the names of weights that PEFT stores
 
 @dataclass(frozen=True)
 class Carried:
-    """What goes with the weights of a folder. `files`: by the name that they get; `end`: the token that ends a text, as it is written, and
-    its id; `ids`: of special tokens, as a config.json named them."""
+    """What goes with the weights of a folder.
+
+    `files`: by the name that they get.
+    `end`: the token that ends a text, as it is written, and its id.
+    `ids`: of special tokens, as a config.json named them.
+    `stops`: ids of tokens after which generation ends: the end of a text, and of a turn where turns were learned.
+    `config`: keys of the source's config.json that say nothing of the function.
+    `template`: the chat template that was trained with, if there was one.
+    """
 
     files: Mapping[str, Path]
     end: tuple[str, int]
     ids: Mapping[str, Any]
+    stops: tuple[int, ...]
+    config: Mapping[str, Any]
+    template: str | None
 
 
 class WeightFolder:
@@ -191,7 +201,8 @@ def write_folder(
     def fill(scratch: Path) -> None:
         _write_weights(scratch, spec, iter(tensors), dtype, max_shard_bytes)
         ids = _write_tokenizer(scratch, carried)
-        _write_json(scratch / "config.json", {**to_hugging_face(spec), **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
+        kept = carried.config if carried else {}
+        _write_json(scratch / "config.json", {**kept, **to_hugging_face(spec), **ids, "torch_dtype": str(dtype).removeprefix("torch.")})
 
     _write_new(folder, fill)
 
@@ -212,7 +223,7 @@ def write_adapters(
 
     def fill(scratch: Path) -> None:
         named = {PEFT + name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors}
-        save_file(named, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
+        save_tensors(named, scratch / "adapter_model.safetensors", {"format": "pt"})
         _write_json(scratch / "adapter_config.json", config)
         _write_tokenizer(scratch, carried)
 
@@ -235,7 +246,7 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Iterator[tuple[str, T
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(names, file)
-        save_file({name: _next(tensors, spec, name, dtype) for name in names}, folder / file, metadata={"format": "pt"})
+        save_tensors({name: _next(tensors, spec, name, dtype) for name in names}, folder / file, {"format": "pt"})
     if extra := next(tensors, None):
         raise ValueError(f"{extra[0]}: more tensors than the parameter table has")
     if len(shards) > 1:
@@ -274,10 +285,30 @@ def _write_tokenizer(folder: Path, carried: Carried | None) -> dict[str, Any]:
             shutil.copyfile(source, folder / name)
         config = folder / "tokenizer_config.json"
         known = json.loads(config.read_text("utf-8")) if config.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
-        if not known.get("eos_token"):
+        named = known if known.get("eos_token") else {**known, "eos_token": word}
+        if carried.template is not None:  # in one place alone: readers differ in which of two they take
+            named = {key: value for key, value in named.items() if key != "chat_template"}
+            (folder / TEMPLATE).unlink(missing_ok=True)
+            (folder / TEMPLATE).write_text(carried.template, "utf-8")
+        if named != known:
             config.unlink(missing_ok=True)  # a copy of a file that may not be written to
-            _write_json(config, dict(known, eos_token=word))
+            _write_json(config, named)
+        _write_generation(folder / "generation_config.json", ids, carried.stops)
     return ids
+
+
+def _write_generation(path: Path, ids: Mapping[str, Any], stops: Sequence[int]) -> None:
+    """Say after which tokens generation ends; what the source's file says besides stays."""
+    try:
+        known = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        known = {}
+    known = known if isinstance(known, dict) else {}
+    ends = known.get("eos_token_id", ids["eos_token_id"])
+    ends = list(dict.fromkeys([*(ends if isinstance(ends, list) else [ends]), *stops]))
+    named = {key: value for key, value in ids.items() if value is not None}
+    path.unlink(missing_ok=True)
+    _write_json(path, {**named, **known, "eos_token_id": ends[0] if len(ends) == 1 else ends})
 
 
 def _is_plain(name: str) -> bool:
@@ -286,7 +317,9 @@ def _is_plain(name: str) -> bool:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder; every one that the index names must be there."""
+    """The safetensors files of a folder: one, or every one that the index names, which must be there."""
+    if (folder / SINGLE).is_file():  # as `transformers` does, also beside an index
+        return [_inside(folder, folder / SINGLE)]
     if (folder / INDEX).is_file():
         try:
             names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
@@ -302,8 +335,6 @@ def _weight_files(folder: Path) -> list[Path]:
                 f"{folder}: {INDEX} names {len(missing)} of {len(files)} files that are missing: {', '.join(missing[:20])}"
             )
         return [_inside(folder, file) for file in files]
-    if (folder / "model.safetensors").is_file():
-        return [_inside(folder, folder / "model.safetensors")]
     if pickles := sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*")):
         raise CheckpointError(
             f"{folder} holds its weights as pickles ({', '.join(pickles[:3])}), which can run any code and are never opened here; "
@@ -311,7 +342,7 @@ def _weight_files(folder: Path) -> list[Path]:
             f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
             f".save_pretrained('{folder}-safetensors')\""
         )
-    raise CheckpointError(f"{folder} holds neither model.safetensors nor {INDEX}")
+    raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
 
 
 def _inside(folder: Path, file: Path) -> Path:

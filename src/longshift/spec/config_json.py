@@ -30,6 +30,13 @@ _NOT_THE_FUNCTION = frozenset((
 ))
 # fmt: on
 
+# What an export takes from the config.json that a run began with. Other programs read such keys: llama.cpp wants n_ctx of GPT-2.
+# Left out: where weights came from, code that is not copied, and what an export says anew.
+CARRIED = _NOT_THE_FUNCTION - {
+    "_name_or_path", "_commit_hash", "auto_map", "dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id",
+    "pad_token_id", "transformers.js_config", "_attn_implementation_autoset",
+}  # fmt: skip
+
 # Keys of other families: the value that changes nothing, and what any other would need.
 _NEEDS: Mapping[str, tuple[Any, str]] = {
     "quantization_config": ({}, "the weights are quantized and only plain ones can be trained; use the checkpoint that it was made from"),

@@ -1,6 +1,7 @@
 """A run's checkpoint as a Hugging Face folder, or its adapters as a folder of PEFT."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 from longshift.config import Config
 from longshift.dist.world import World
 from longshift.documents.template import FILE as TEMPLATE
+from longshift.documents.template import ChatTemplate, read_template
 from longshift.documents.tokenizer import Tokenizer
 from longshift.errors import CheckpointError, UsageError
 from longshift.layout.box import Box
 from longshift.model.huggingface import TOKEN_IDS, TOKENIZER_FILES, Carried, write_adapters, write_folder
 from longshift.spec.adapters import A, B
+from longshift.spec.config_json import CARRIED
 from longshift.spec.formats import FORMATS, WeightFormat
 from longshift.spec.model import ModelSpec, Param
 from longshift.state.checkpoint import Checkpoint
@@ -45,7 +48,7 @@ def export(config: Config, run: Path, to: Path, precision: WeightFormat | None =
     source = _config_json(Path(config.model.path)) if config.model.path else {}
     kept = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16)}
     named = getattr(torch, FORMATS[precision].compute) if precision else None
-    carried = _carried(config, tokenizer)
+    carried = _carried(config, trained, source, tokenizer)
     weights = _finite(continued(config, saved, Precision.of(config.train.precision).home), saved)
     if spec.lora and not merge:
         if config.model.path is None or config.model.init != "pretrained":
@@ -80,16 +83,30 @@ def _merged(spec: ModelSpec, p: Param, weights: Source) -> torch.Tensor:
     return (found.double() + (added.mT if spec.fused_qkv else added)).to(torch.promote_types(found.dtype, torch.float32))
 
 
-def _carried(config: Config, tokenizer: Tokenizer) -> Carried:
-    """The files beside the tokenizer, the model's settings of generation, and the chat template that was trained with."""
+def _carried(config: Config, trained: Sequence[Config], source: Mapping[str, Any], tokenizer: Tokenizer) -> Carried:
+    """The files beside the tokenizer, the model's settings of generation, and the chat template that was trained with. `trained`:
+    configs of the stages; `source`: the config.json that the run began with."""
     beside = tokenizer.file.parent
     files = {name: beside / name for name in TOKENIZER_FILES if (beside / name).is_file()} | {"tokenizer.json": tokenizer.file}
     if config.model.path and (settings := Path(config.model.path) / "generation_config.json").is_file():
         files[settings.name] = settings
-    if config.data.template:
-        files[TEMPLATE] = Path(config.data.template)
+    template = _template(config, tokenizer)
+    stops = [tokenizer.eos]
+    if template is not None and any(part.masked for stage in trained for part in stage.data.train):
+        end = template.turn_end()
+        stops += [] if end is None else [tokenizer.core.token_to_id(end)]
     ids = {key: value for key, value in _config_json(beside).items() if key in TOKEN_IDS and value is not None}
-    return Carried(files, (tokenizer.end, tokenizer.eos), ids)
+    kept = {key: value for key, value in source.items() if key in CARRIED}
+    return Carried(files, (tokenizer.end, tokenizer.eos), ids, tuple(dict.fromkeys(stops)), kept, template and template.source)
+
+
+def _template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template that conversations are written by; None where there is none, or several that a tokenizer_config.json names."""
+    given = Path(config.data.template) if config.data.template else None
+    beside = _config_json(tokenizer.file.parent / "tokenizer_config.json")
+    if given is None and not (tokenizer.file.parent / TEMPLATE).exists() and not isinstance(beside.get("chat_template"), str):
+        return None
+    return read_template(given, tokenizer.file, tokenizer.special)
 
 
 def _config_json(folder: Path) -> dict[str, Any]:

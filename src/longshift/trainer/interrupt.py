@@ -1,10 +1,15 @@
 """Ctrl-C, and what else should: the first asks the run to stop after the step in hand, the second ends the process."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what schedulers and terminals send before they end a process
+
+
+def not_ignored(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those that whoever started this process does not ignore: `nohup` ignores SIGHUP, and the run goes on when the terminal closes."""
+    return [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def stopping(number: int) -> str:
@@ -19,7 +24,7 @@ class Interrupt:
 
     def __init__(self, *also: signal.Signals, say: Callable[[str], None] = lambda line: None) -> None:
         self._asked, self._say = False, say
-        self._watched = (signal.SIGINT, *also)
+        self._watched = (signal.SIGINT, *not_ignored(also))
         for number in self._watched:
             signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self._watched)

@@ -28,7 +28,7 @@ from longshift.dist.world import allocator, check_gpus, launchers_store
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.files import OF_DISKS, refused
 from longshift.trainer.frozen import watched
-from longshift.trainer.interrupt import ENDING, stopping
+from longshift.trainer.interrupt import ENDING, not_ignored, stopping
 from longshift.trainer.run_folder import Cause, RunFolder, as_error, clear_causes, read_causes, root_cause
 
 HOST = "127.0.0.1"
@@ -52,7 +52,7 @@ class _Interrupts:
         self._ranks: Ranks | None = None
 
     def __enter__(self) -> "_Interrupts":
-        self._before = [(number, signal.signal(number, self._on_signal)) for number in (signal.SIGINT, *ENDING)]
+        self._before = [(number, signal.signal(number, self._on_signal)) for number in (signal.SIGINT, *not_ignored(ENDING))]
         return self
 
     def __exit__(self, *_: object) -> None:
