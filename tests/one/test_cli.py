@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,8 @@ from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.state.manifest import render, sealed
 from longshift.state.moments import DTYPES
 from longshift.trainer import loop
-from longshift.trainer.interrupt import ENDING
+from longshift.trainer.interrupt import ENDING, Interrupt
+from longshift.trainer.launch import _Interrupts
 from longshift.trainer.metrics import Display, MetricsLog, StepMetrics, read_rows
 
 REPOSITORY = Path(__file__).parents[2]
@@ -916,3 +918,30 @@ def test_a_terminal_shows_one_live_line(tmp_path):
 @pytest.mark.parametrize("script", [*sorted((EXAMPLES / "launch").glob("*.s*")), REPOSITORY / ".ci/run"], ids=lambda path: path.name)
 def test_the_scripts_are_valid_shell(script):
     assert subprocess.run(["bash", "-n", script], capture_output=True, check=False).returncode == 0
+
+
+def test_signals_that_are_ignored_stay_ignored():
+    """As after `nohup`, which ignores SIGHUP: the run goes on when the terminal closes."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    try:
+        for ignored in ({signal.SIGHUP}, {signal.SIGHUP, signal.SIGTERM}, set()):
+            for number in ENDING:
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+            with _Interrupts(lambda line: None):
+                assert {number for number in ENDING if signal.getsignal(number) is signal.SIG_IGN} == ignored
+            asked = Interrupt(*ENDING)
+            assert {number for number in ENDING if signal.getsignal(number) is signal.SIG_IGN} == ignored
+            signal.raise_signal(signal.SIGHUP)
+            assert asked() == (signal.SIGHUP not in ignored)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("kind", [UserWarning, DeprecationWarning, RuntimeWarning])
+def test_a_warning_that_is_made_an_error_is_one_line(longshift, monkeypatch, kind):
+    monkeypatch.setattr(cli, "load_config", lambda *given: warnings.warn("it is old", kind, stacklevel=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        code, _, err = longshift("data run.yaml")
+    assert (code, err) == (2, "longshift: it is old (a warning that PYTHONWARNINGS, or python -W, makes an error)\n")

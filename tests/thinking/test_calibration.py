@@ -7,10 +7,11 @@ import pytest
 
 from longshift.cluster import files
 from longshift.cluster.cluster import Calibration, Cluster
+from longshift.cluster.named import cluster as named
 from longshift.cluster.network import collective_s
 from longshift.config_file import parse_config
 from longshift.errors import UsageError
-from longshift.forecast import RunForecast, on_cluster, plan, task_of
+from longshift.forecast import RunForecast, on_cluster, other_ranks, plan, task_of
 from longshift.simulate.calibrate import ERROR, MOST, band_of_errors, by_steps
 from longshift.simulate.closed import BAND
 from longshift.simulate.rates import rates
@@ -160,3 +161,16 @@ def test_a_plan_takes_the_seconds_of_compiled_arithmetic():
         for word in ("false", "true")
     )
     assert 0.5 < compiled / plain < 0.995
+
+
+@pytest.mark.parametrize(
+    ("layout", "asked", "said"), [("dp1", 8, True), ("u4.dp2", 8, False), ("dp16", 8, True), ("{auto: {ranks: 4}}", 4, False)]
+)
+def test_a_named_cluster_is_planned_for_whole(layout: str, asked: int, said: bool):
+    config, eight = parse_config(CONFIG.format(model="tiny-llama", precision="bf16", layout=layout)), named("8xH100")
+    assert task_of(config, eight, Lengths.from_array(np.array([100, 200])), all_devices=True).world == asked
+    assert bool(other_ranks(config, eight)) == said
+    if said:
+        assert other_ranks(config, eight) == (
+            f"the config's layout has {config.world} rank{'s' * (config.world > 1)}; this plan is for all 8 devices of the cluster"
+        )

@@ -96,3 +96,27 @@ def test_what_a_hint_names_is_there():
         for layout in re.findall(r"\b(?:dp|pp|tp|u|ring)\d+(?:\.[a-z0-9-]+)*\b", hint):
             Layout.parse(layout)
     assert all(field in KEYS.get(field.split(".")[1], field) for field in fields)  # a key here hints at nothing but itself elsewhere
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("lama", "did you mean 'llama'"),
+        ("mistrall", "did you mean 'mistral'"),
+        ("qwen_3", "did you mean 'qwen3'"),
+        ("qwen4", "supported: llama"),
+        ("phi4", "supported: llama"),
+        ("gemma", "supported: llama"),
+        ("granite_speech", "supported: llama"),
+        ("exaone", "supported: llama"),
+    ],
+)
+def test_a_family_is_named_only_where_it_is_a_typing_error(name: str, hint: str):
+    with pytest.raises(UsageError, match=f"model_type {name!r} is not a supported model family; {hint}"):
+        from_hugging_face({"model_type": name})
+
+
+@pytest.mark.parametrize(("name", "text"), [("gemma3", "gemma3_text"), ("llava", "llama"), ("mistral3", "mistral")])
+def test_the_text_model_in_a_model_of_images_is_named(name: str, text: str):
+    with pytest.raises(UsageError, match=f"the text model in it, text_config, is of the family {text}, which is supported"):
+        from_hugging_face({"model_type": name, "text_config": {"model_type": text}})

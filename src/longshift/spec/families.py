@@ -5,13 +5,14 @@ A family is an entry of FAMILIES. Keys that are absent from a config mean what t
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from longshift.errors import UsageError, did_you_mean, shown
+from longshift.errors import UsageError, did_you_mean, nearest, shown
 from longshift.files import read_small
 from longshift.other_tools import family_hint, preset_hint
 from longshift.spec.config_json import MOST_BLOCKS, Reader
@@ -119,7 +120,7 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
     """
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        hint = family_hint(str(name)) or did_you_mean(str(name), FAMILIES, otherwise="supported")
+        hint = _text_hint(config) or family_hint(str(name)) or _typing_hint(str(name))
         raise UsageError(f"{file}: model_type {shown(name)} is not a supported model family{hint}")
     reader, family = Reader(config), FAMILIES[name]
     reader.known |= {"model_type", "architectures"}
@@ -136,6 +137,23 @@ def from_hugging_face(config: Mapping[str, Any], file: str = "config.json") -> M
         asked = ", ".join(f"{key} {value}" for key, value in reader.dropout.items())
         warnings.warn(f"{file} asks for dropout ({asked}); training here applies none", stacklevel=2)
     return ModelSpec(family=name, **{**family.always, **values})
+
+
+def _text_hint(config: Mapping[str, Any]) -> str:
+    """Of a model of text and images: which text model is in it."""
+    text = config.get("text_config")
+    name = text.get("model_type") if isinstance(text, Mapping) else None
+    if not isinstance(name, str) or name not in FAMILIES:
+        return ""
+    return f"; the text model in it, text_config, is of the family {name}, which is supported: save it as a folder of its own"
+
+
+def _typing_hint(name: str) -> str:
+    """A family of which the name may be a typing error. Another number is another model: qwen4 is no qwen3."""
+    numbers = re.findall(r"[0-9]+", name)
+    alike = [family for family in FAMILIES if re.findall(r"[0-9]+", family) == numbers]
+    close = nearest(name, alike, least_alike=0.8)
+    return f"; did you mean {close[0]!r}?" if close else f"; supported: {', '.join(FAMILIES)}"
 
 
 def to_hugging_face(spec: ModelSpec) -> dict[str, Any]:
