@@ -26,8 +26,8 @@ from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.dist.parent import call_this_process, end_with_parent
 from longshift.dist.ranks import Seed
-from longshift.errors import LongshiftError, UsageError
-from longshift.files import OF_DISKS, refused
+from longshift.errors import LongshiftError, OutOfMemoryError, UsageError, printable
+from longshift.files import NO_ROOM, OF_DISKS, refused
 from longshift.forecast import other_ranks, task_of
 from longshift.forecast import plan as make_plan
 from longshift.layout import legal
@@ -131,6 +131,8 @@ def train(
             if seed:
                 seed.close()
             stop = Interrupt(*ENDING, say=_say if rank == 0 else api.silent)
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may be killed: its ranks save and end
+                end_with_parent(signal.SIGTERM)
             _run_told(run, folder, rank, resume, json, stop, trace)
     finished = True
     if rank == 0:
@@ -441,7 +443,7 @@ def _per_node(ranks: int) -> int:
 
 def _say(line: str) -> None:
     with read_or_not():
-        print(f"longshift: {line}", file=sys.stderr, flush=True)
+        print(f"longshift: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def words(line: list[str]) -> list[str]:
@@ -455,6 +457,7 @@ def main() -> None:
     try:
         with read_or_not(files=True):
             app(words(sys.argv[1:]), exit_on_error=False, print_error=False)
+            sys.stdout.flush()  # a full device is told while there is somebody to tell
     except (LongshiftError, CycloptsError) as fault:
         _tell(fault)
     except KeyboardInterrupt:
@@ -466,6 +469,9 @@ def main() -> None:
         if not (isinstance(fault, OSError) and fault.errno in OF_DISKS):
             traceback.print_exc()
             _end(1)
+        if fault.errno in NO_ROOM:  # it may be standard output that has none
+            _say(str(refused(fault)))
+            _end(OutOfMemoryError.exit_code)
         _tell(refused(fault))
 
 

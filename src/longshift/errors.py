@@ -47,6 +47,11 @@ class OutOfMemoryError(LongshiftError):
     exit_code = 7
 
 
+def printable(text: str) -> str:
+    """A text for a terminal: control characters, which a name of a file may hold, are written as escapes."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
+
+
 def nearest(word: str, known: Iterable[str], most: int = 1, least_alike: float = 0.6) -> list[str]:
     """The known words that are most like an unknown one, the best first; none where all differ too much."""
     return difflib.get_close_matches(word, list(known), most, least_alike)

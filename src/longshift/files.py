@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,13 @@ def refused(fault: OSError, what: str = "") -> LongshiftError:
     if fault.errno in NO_ROOM:
         return OutOfMemoryError(f"{name} cannot be written: {why}; make room, then go on with --resume=auto")
     return CheckpointError(f"{name} cannot be written: {why}")
+
+
+def is_no_room(fault: Exception) -> bool:
+    """Whether a disk had no room. The library of safetensors says so in words alone."""
+    told = re.search(r"\(os error ([0-9]+)\)", str(fault))
+    number = fault.errno if isinstance(fault, OSError) and fault.errno else int(told[1]) if told else None
+    return number in NO_ROOM
 
 
 @contextmanager

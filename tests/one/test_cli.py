@@ -945,3 +945,86 @@ def test_a_warning_that_is_made_an_error_is_one_line(longshift, monkeypatch, kin
         warnings.simplefilter("error")
         code, _, err = longshift("data run.yaml")
     assert (code, err) == (2, "longshift: it is old (a warning that PYTHONWARNINGS, or python -W, makes an error)\n")
+
+
+@pytest.mark.parametrize("command", ["data run.yaml --json", "data run.yaml", "init"])
+def test_a_command_whose_output_has_no_room_fails(place, longshift, command):
+    assert longshift("data run.yaml")[0] == 0  # tokens are there
+    line = f"{shlex.quote(sys.executable)} -m longshift.cli {command} > /dev/full"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == 7
+    assert done.stderr.endswith("longshift: a file cannot be written: No space left on device; make room, then go on with --resume=auto\n")
+    assert "Traceback" not in done.stderr
+    line = f"set -o pipefail; {shlex.quote(sys.executable)} -m longshift.cli {command} | true"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_a_terminal_of_another_encoding_is_written_to(place, longshift, encoding):
+    assert longshift("data run.yaml")[0] == 0
+    command = [sys.executable, "-m", "longshift.cli", "data", "run.yaml"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"4 documents" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["\x1b[2Jx.yaml", "a\x07b.yaml", "\u202ex.yaml"])
+def test_names_of_files_do_not_control_the_terminal(place, longshift, name):
+    code, _, err = longshift(f"data {shlex.quote(name)}")
+    assert code == 2
+    assert repr(name)[1:-1] in err
+    assert name not in err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "code", "why"),
+    [
+        ("metrics.jsonl", b'{"step": 1}\n{"step\xff": 2}\n{"step": 3}\n', 2, r"metrics\.jsonl:2 is damaged: remove that line"),
+        ("metrics.jsonl", b'{"step": 1}\n[2]\n', 2, r"metrics\.jsonl:2 is damaged: remove that line"),
+        ("metrics.jsonl", b"[" * 100_000 + b"\n", 2, r"metrics\.jsonl:1 is damaged: remove that line"),
+        ("LATEST", b"step-\xff\n", 4, "LATEST cannot be read: 'utf-8' codec can't decode"),
+        ("plan.json", b"null", 4, r"plan\.json cannot be read: it holds NoneType, where an object is needed; remove it"),
+        ("plan.json", b"[" * 100_000, 4, r"plan\.json cannot be read: it is nested too deeply; remove it"),
+        ("plan.json", b"\xff", 4, r"plan\.json cannot be read: 'utf-8' codec can't decode"),
+        ("config.yaml", b"model: \xff", 2, r"config\.yaml cannot be read: 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_one_line(trained, longshift, file, text, code, why):
+    (trained / "run" / file).write_bytes(text)
+    line = (
+        "export run --to out"
+        if file == "config.yaml"
+        else "train run.yaml layout=auto --resume train.steps=4"
+        if file == "plan.json"
+        else ""
+    )
+    found, _, err = longshift(line or "train run.yaml --resume train.steps=4")
+    assert (found, err.count("\n")) == (code, 1)
+    assert re.search(why, err)
+
+
+@pytest.mark.parametrize(
+    ("rows", "missing"),
+    [([], "the rows of 3 of the steps 1 to 3"), ([1, 2], "the row of step 3"), ([2], "the rows of 2 of the steps 1 to 3")],
+)
+def test_metrics_that_lack_steps_are_named(trained, longshift, rows, missing):
+    kept = [line for number, line in enumerate((trained / "run/metrics.jsonl").read_text().splitlines(keepends=True), 1) if number in rows]
+    (trained / "run/metrics.jsonl").write_text("".join(kept))
+    code, _, err = longshift("train run.yaml --resume train.steps=4")
+    assert code == 0
+    assert f"run/metrics.jsonl lacks {missing}: it was cut, or is of another run" in err
+
+
+@pytest.fixture
+def trained(place, longshift) -> Path:
+    """The working directory after a run of three steps."""
+    assert longshift("train run.yaml")[0] == 0
+    return place
+
+
+def test_a_pipe_is_no_folder(place, longshift):
+    os.mkfifo(place / "pipe.txt")
+    code, _, err = longshift("data run.yaml 'data.train=[pipe.txt]'")
+    assert code == 3
+    assert "pipe.txt is no file that can be read: it is a link to nothing, a pipe or a device" in err

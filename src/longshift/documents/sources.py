@@ -145,6 +145,8 @@ def _add_blocks(digest: "hashlib._Hash", path: Path, size: int) -> None:
 
 def _nothing(given: str, pattern: str, matches: Sequence[str]) -> str:
     """Why a path gives no file: it names folders, or something on the way to it does not exist."""
+    if matches and not os.path.isdir(matches[0]):
+        return f"{matches[0]} is no file that can be read: it is a link to nothing, a pipe or a device"
     if matches:
         return f"{given} is a folder, and not one of `datasets`; to read the files in it, write path: {matches[0].rstrip('/')}/**/*"
     parent, rest = Path(pattern), []

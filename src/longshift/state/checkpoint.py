@@ -29,8 +29,8 @@ from torch import Tensor
 
 from longshift.background import Background
 from longshift.dist.world import World
-from longshift.errors import CheckpointError
-from longshift.files import save_tensors, sync
+from longshift.errors import CheckpointError, OutOfMemoryError
+from longshift.files import is_no_room, save_tensors, sync
 from longshift.layout.blocks import scales_of
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec
@@ -219,18 +219,19 @@ class Checkpoint:
 
 
 def _together(world: World, what: str, work: Callable[[], T] | None) -> T:
-    """The result of `work` on this rank; None has nothing to do. A failure on any rank is everyone's CheckpointError, in the words of the
-    lowest that failed."""
-    result, fault = None, ""
+    """The result of `work` on this rank; None has nothing to do. A failure on any rank is everyone's, in the words of the lowest that
+    failed: OutOfMemoryError where its disk has no room, CheckpointError else."""
+    result, fault, is_full = None, "", False
     try:
         result = work() if work is not None else None
     except CheckpointError as error:
         fault = str(error)
     except (OSError, SafetensorError) as error:
-        fault = f"{what}: rank {world.rank}: {error}"
-    faults = [text for text in world.gather_text(fault) if text]
-    if faults:
-        raise CheckpointError(faults[0])
+        fault, is_full = f"{what}: rank {world.rank}: {error}", is_no_room(error)
+    faults = [json.loads(text) for text in world.gather_text(json.dumps([fault, is_full]))]
+    for message, no_room in faults:
+        if message:
+            raise OutOfMemoryError(message) if no_room else CheckpointError(message)
     return result  # pyright: ignore[reportReturnType]
 
 

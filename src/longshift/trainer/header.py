@@ -28,6 +28,7 @@ from rich.text import Text
 
 from longshift.config import Config
 from longshift.config_parts import PROJECT_VOCAB
+from longshift.errors import printable
 from longshift.layout.layout import format_size
 from longshift.spec.formats import EIGHT_BITS
 from longshift.trainer.metrics import LABEL, named_lines
@@ -73,7 +74,7 @@ class Header:
     def _print(self, lines: Iterable[str]) -> None:
         if self.shown:
             for line in lines:
-                self._console.print(Text(line), soft_wrap=True)
+                self._console.print(Text(printable(line)), soft_wrap=True)
 
 
 def model_told(run: Config) -> str:

@@ -34,7 +34,7 @@ from longshift.trainer.facts import ChosenKernel, Facts, Fingerprints, changed_k
 from longshift.trainer.foretold import Foretold
 from longshift.trainer.initial import continued, initial
 from longshift.trainer.measured import profile_here
-from longshift.trainer.metrics import GroupMetrics, HomeMetrics, StepMetrics
+from longshift.trainer.metrics import GroupMetrics, HomeMetrics, StepMetrics, missing_steps
 from longshift.trainer.run_folder import RunFolder, adopt
 from longshift.trainer.stages import Stage, schedule_of, stages_of
 from longshift.trainer.trials import tried
@@ -94,6 +94,10 @@ def _done(run: Path, world: World) -> int:
         newest = f"step-{saved.newer[-1]}"
         there = f"{RunFolder(run).shown}/LATEST names step-{saved.step}, and newer checkpoints are there, up to {newest}"
         print(f"longshift: {there}: the run goes on from step {saved.step} and replaces them as it comes to them", file=sys.stderr)
+    if world.rank == 0:
+        missing = missing_steps(RunFolder(run).metrics, saved.step)
+        if missing:
+            print(f"longshift: {RunFolder(run).shown}/metrics.jsonl lacks {missing}: it was cut, or is of another run", file=sys.stderr)
     return saved.step
 
 

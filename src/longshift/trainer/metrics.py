@@ -1,6 +1,7 @@
 """What a step reports, and where it goes: one live line, `metrics.jsonl`, or JSON on standard output. Needs no torch."""
 
 import errno
+import io
 import json
 import math
 import os
@@ -156,14 +157,26 @@ class MetricsLog:
 def read_rows(path: Path) -> list[dict]:
     """The rows of a `metrics.jsonl`; none where there is no file. A last line cut short by a crash is left out. Raises UsageError for a
     damaged one before it."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            raise UsageError(f"{path}:{number} is damaged: remove that line") from None
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UsageError(f"{path}:{number} is damaged: remove that line")
+        rows.append(row)
     return rows
+
+
+def missing_steps(path: Path, done: int) -> str:
+    """Which of the steps that are done have no row; an empty text where all have."""
+    missing = sorted(set(range(1, done + 1)) - {row["step"] for row in read_rows(path)})
+    if not missing:
+        return ""
+    of_steps = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} of the steps {missing[0]} to {missing[-1]}"
+    return f"the row of {of_steps}" if len(missing) == 1 else f"the rows of {of_steps}"
 
 
 def open_streams() -> None:
@@ -175,16 +188,21 @@ def open_streams() -> None:
                 continue
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):  # a terminal of another encoding shows question marks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 @contextmanager
 def read_or_not(files: bool = False) -> Iterator[None]:
     """Let what is printed inside go on without a reader: a pipe that was closed, as by `head`, a full device or a terminal that is gone
-    becomes /dev/null. `files`: other files are written inside too, and what they refuse is raised."""
+    becomes /dev/null. `files`: other files are written inside too, and what they refuse is raised; so is a full device, since what a
+    command prints is its product."""
     try:
         yield
     except OSError as fault:
-        if fault.errno not in UNREAD or (files and (fault.filename or all(map(_takes, (sys.stdout, sys.stderr))))):
+        told = fault.filename or fault.errno == errno.ENOSPC or all(map(_takes, (sys.stdout, sys.stderr)))
+        if fault.errno not in UNREAD or (files and told):
             raise
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
@@ -270,7 +288,7 @@ class Display:
 
     def _newest(self) -> str | None:
         with suppress(OSError):
-            return self._latest.read_text(encoding="utf-8").strip() if self._latest else None
+            return self._latest.read_text(encoding="utf-8", errors="replace").strip() if self._latest else None
         return None
 
     def _saved_now(self) -> str | None:

@@ -12,6 +12,8 @@ from longshift.errors import CheckpointError
 from longshift.forecast import with_layout
 from longshift.planner.tried import Tried, going_on
 
+AGAIN = "remove it, and layout: auto is chosen again"
+
 
 @dataclass(frozen=True)
 class PlanFile:
@@ -51,7 +53,12 @@ class PlanFile:
     def from_json(cls, text: str) -> "PlanFile":
         """The plan of a file's text. A plan of an earlier version has rates in place of trials, which are dropped: its choice stays, and
         without a choice its ways are tried anew. Raises ValueError, TypeError or KeyError where the text is no plan."""
-        found = json.loads(text)
+        try:
+            found = json.loads(text)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__}, where an object is needed")
         for name in ("rates", "errors"):
             found.pop(name, None)
         trials = (Tried(one["typical_s"], tuple(one["measured_s"]), tuple(one["clock_s"])) for one in found.pop("trials", ()))
@@ -61,6 +68,8 @@ class PlanFile:
             trials=tuple(trials),
             calibration=None if calibration is None else Calibration.from_json(calibration),
         )
+        if plan.chosen is not None and not 0 <= plan.chosen < len(plan.choices):
+            raise ValueError(f"chosen is {plan.chosen}, of {len(plan.choices)} choices")
         if plan.chosen is None and len(plan.facts["tried"]) != len(plan.choices):
             raise ValueError("it does not say what each choice is predicted to take")
         return plan
@@ -75,6 +84,14 @@ def read(run: Path) -> PlanFile | None:
     """The plan of a run folder; None where there is none. Raises CheckpointError where it cannot be read."""
     file = place(run)
     try:
-        return PlanFile.from_json(file.read_text(encoding="utf-8")) if file.exists() else None
-    except (OSError, ValueError, TypeError, KeyError) as fault:
-        raise CheckpointError(f"{file} cannot be read: {fault}; remove it, and layout: auto is chosen again") from None
+        return parse(file.read_text(encoding="utf-8"), file) if file.exists() else None
+    except (OSError, UnicodeDecodeError) as fault:
+        raise CheckpointError(f"{file} cannot be read: {fault}; {AGAIN}") from None
+
+
+def parse(text: str, file: Path) -> PlanFile:
+    """The plan that a file holds as text. Raises CheckpointError."""
+    try:
+        return PlanFile.from_json(text)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as fault:
+        raise CheckpointError(f"{file} cannot be read: {fault}; {AGAIN}") from None

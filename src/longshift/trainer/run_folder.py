@@ -34,7 +34,7 @@ import psutil
 
 from longshift import errors, temporary
 from longshift.config import Config
-from longshift.config_file import parse_config
+from longshift.config_file import load_config
 from longshift.errors import LongshiftError, PeerError, UsageError
 from longshift.files import NO_ROOM, rewrite, written
 from longshift.spec.stretch import beyond
@@ -105,7 +105,7 @@ class RunFolder:
 
     def steps_saved(self) -> int:
         """The step of the newest checkpoint; 0 before the first."""
-        name = self.latest.read_text(encoding="utf-8").strip() if self.latest.exists() else ""
+        name = self.latest.read_text(encoding="utf-8", errors="replace").strip() if self.latest.exists() else ""
         step = name.removeprefix("step-")
         return int(step) if step.isdecimal() else 0
 
@@ -219,7 +219,7 @@ def _written_here(folder: RunFolder) -> bool:
     """Whether a run has left its machine there."""
     try:
         return "packages" in json.loads(folder.env.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 
@@ -256,7 +256,7 @@ def read_asked(path: Path) -> Config:
 def _parsed(path: Path, file: Path) -> Config:
     if not file.is_file():
         raise UsageError(f"{path} is not a run folder: it holds no config.yaml")
-    return parse_config(file.read_text(encoding="utf-8"), name=str(file))
+    return load_config(file)
 
 
 def describe_machine() -> dict[str, object]:
@@ -310,7 +310,12 @@ def write_cause(folder: RunFolder, rank: int, error: BaseException) -> Cause:
 
 
 def read_causes(folder: RunFolder) -> list[Cause]:
-    return [Cause.from_json(file.read_text(encoding="utf-8")) for file in sorted(folder.errors.glob("rank-*.json"))]
+    """Of the ranks that have left one that can be read."""
+    causes = []
+    for file in sorted(folder.errors.glob("rank-*.json")):
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            causes.append(Cause.from_json(file.read_text(encoding="utf-8")))
+    return causes
 
 
 def clear_causes(folder: RunFolder) -> None:

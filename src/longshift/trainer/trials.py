@@ -22,7 +22,7 @@ from longshift.errors import UsageError
 from longshift.files import rewrite, written
 from longshift.trainer.measured import calibrated, clocked, profile_here
 from longshift.trainer.metrics import StepMetrics
-from longshift.trainer.plan_file import PlanFile, place
+from longshift.trainer.plan_file import parse, place
 
 STEPS = 4  # of a trial
 
@@ -32,8 +32,8 @@ PlaySteps = Callable[[Config, bool, int | None], Iterator[StepMetrics]]  # confi
 def tried(config: Config, run: Path, resume: bool, world: World, play: PlaySteps) -> Iterator[StepMetrics]:
     """The steps of a run: of the trials that are left, then of the layout that goes on. Collective; rank 0's file and times count."""
     file = place(run)
-    text = world.gather_text(file.read_text(encoding="utf-8") if world.rank == 0 and file.exists() else "")[0]
-    plan = PlanFile.from_json(text) if text else None
+    text = world.gather_text(file.read_text(encoding="utf-8", errors="replace") if world.rank == 0 and file.exists() else "")[0]
+    plan = parse(text, file) if text else None
     if plan is None or plan.chosen is not None or config.model_dump(mode="json")["layout"] not in plan.choices:
         yield from play(config, resume, None)
         return
