@@ -7,6 +7,8 @@
 2. Cases under `CHEAP_S` are all kept: together they take less than a minute.
 3. More cases are added, most new lines for a second first, until the choice runs at most `LINES_BELOW` of the package's
    lines fewer than the whole suite.
+Rows without lines (a run of `make test` with `--survey` alone, on any Python) renew what cases cost and reach: cases that were
+chosen for their lines before stay chosen, unless they have become too dear, and cases without a row stay as they were.
 All other cases are `long`. ROWS are files of `case_survey.py` and of `mutant_run.py --search`; a later row of a case adds
 to an earlier one, and its seconds replace the earlier ones.
 """
@@ -135,6 +137,12 @@ class Choice:
             missing &= ~matrix[best]
 
 
+def last_choice() -> dict[str, dict[str, str]]:
+    """The rows of `cases.csv`, by case."""
+    with CASES.open(newline="") as file:
+        return {row["case"]: row for row in csv.DictReader(file)}
+
+
 def needed_things(rows: dict[str, dict]) -> set[str]:
     """What some case of `make test` has to reach: all that some case of the suite reaches, and what is listed above."""
     from longshift.layout.layout import _DEGREES, _FLAGS  # pyright: ignore[reportPrivateUsage]
@@ -158,13 +166,16 @@ def code_lines(offsets: dict[str, int], total: int) -> np.ndarray:
     return has_code
 
 
-def write_cases(rows: dict[str, dict], reasons: dict[str, str]) -> None:
+def write_cases(rows: dict[str, dict], reasons: dict[str, str], others: dict[str, dict[str, str]]) -> None:
     with CASES.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["case", "processor_s", "chosen_for", "kills"])
-        for name, row in sorted(rows.items()):
-            kills = "; ".join(sorted(set(row["kills"])))
-            writer.writerow([name, f"{row['cpu_s']:.2f}", reasons.get(name, ""), kills])
+        for name in sorted({*rows, *others}):
+            if name in others:
+                writer.writerow(others[name].values())
+            else:
+                kills = "; ".join(sorted(set(rows[name]["kills"])))
+                writer.writerow([name, f"{rows[name]['cpu_s']:.2f}", reasons.get(name, ""), kills])
 
 
 def main() -> None:
@@ -189,19 +200,32 @@ def main() -> None:
     choice.add_cheap()
     choice.reasons |= {name: "skipped where it was surveyed" for name, row in rows.items() if row["outcome"] == "skipped"}
     print(f"{len(choice.reasons)} with cheap ones, {choice.seconds():.0f} s")
+    if not any(line.any() for line in lines.values()):
+        before = last_choice()
+        for_lines = {name: row["chosen_for"] for name, row in before.items() if re.match(r"\d+ lines", row["chosen_for"])}
+        choice.reasons = {name: reason for name, reason in for_lines.items() if name in choice.rows} | choice.reasons
+        print(f"{len(choice.reasons)} with those chosen for lines before, {choice.seconds():.0f} s")
+        report_and_write(rows, choice, arguments.write, {name: row for name, row in before.items() if name not in rows})
+        return
+
+    # 3. Lines.
     has_code = code_lines(offsets, total)
     every = np.any(list(lines.values()), axis=0) & has_code
-    for dearest_s in (DEAR_S, DEAREST_S):  # 3. Lines.
+    for dearest_s in (DEAR_S, DEAREST_S):
         choice.add_lines(every, int(LINES_BELOW * has_code.sum()), dearest_s)
     chosen = every & np.any([lines[name] for name in choice.reasons], axis=0)
     print(f"{len(choice.reasons)} with more lines, {choice.seconds():.0f} s")
     print(f"of {has_code.sum()} lines all cases run {every.sum()}, the chosen ones {chosen.sum()}, beside those of imports")
+    report_and_write(rows, choice, arguments.write, {})
 
+
+def report_and_write(rows: dict[str, dict], choice: Choice, write: bool, others: dict[str, dict[str, str]]) -> None:
+    """`others`: rows of `cases.csv` that stay as they were."""
     for name in sorted(choice.reasons, key=lambda name: -rows[name]["cpu_s"]):
         if rows[name]["cpu_s"] > DEAR_S:
             print(f"{rows[name]['cpu_s']:6.1f} s  {name}  {choice.reasons[name]}")
-    if arguments.write:
-        write_cases(rows, choice.reasons)
+    if write:
+        write_cases(rows, choice.reasons, others)
 
 
 if __name__ == "__main__":
