@@ -15,7 +15,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.trainer.check import Trial
 
-FEWER = 4
+FEWER, FEWEST = 4, 2
 CASES = (
     ("llama", "dp2.z2", STEPS),
     ("gpt2", "tp2", STEPS),
@@ -228,7 +228,7 @@ def test_a_cut_inside_a_block_rounds_otherwise(worlds: Worlds, truth: Truth):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_whole_matrix(worlds: Worlds, truth: Truth, family: str):
-    found = {str(layout): differences(worlds, truth, family, str(layout), FEWER) for layout in layouts_of(family)}
+    found = {str(layout): differences(worlds, truth, family, str(layout), FEWEST) for layout in layouts_of(family)}
     wrong = {layout: row for layout, row in found.items() if not all(row[kind] <= LIMIT for kind in KINDS)}
     assert len(found) > 30
     assert not wrong
