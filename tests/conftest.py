@@ -13,6 +13,7 @@ from case_survey import COLLECTED, mutant_of, pytest_addoption, pytest_configure
 CASES = Path(__file__).parent / "survey" / "cases.csv"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     with CASES.open(newline="") as file:
         long = {row["case"] for row in csv.DictReader(file) if not row["chosen_for"]}

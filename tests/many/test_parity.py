@@ -187,7 +187,7 @@ def test_groups_with_packs_of_their_own_are_one_process(worlds: Worlds, truth: T
 @pytest.mark.parametrize(("family", "layouts"), STAGED[:5:2] + STAGED[7:8])
 def test_stages_are_one_process(worlds: Worlds, truth: Truth, family: str, layouts: str):
     """Each stage begins with the checkpoint of the one before it, in another layout, with other positions and larger packs."""
-    trial = staged(family, 9)
+    trial = staged(family, 6)
     world = worlds(Layout.parse(layouts.split(" ")[0]).world)
     arguments = {"trial": trial.to_json(), "layout": layouts, "path": truth(trial), "per_node": 2}
     found = world.call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
@@ -259,6 +259,7 @@ def test_the_cases_reach_everything():
 def test_the_benchmark_prints_its_rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """One family and few layouts of it: all of the script but its size."""
     monkeypatch.setattr("parity.FAMILIES", {"llama": FAMILIES["llama"]})
+    monkeypatch.setattr("parity.QUICK_STEPS", 2)
     monkeypatch.setattr("parity.LAYOUTS", ("dp2", "pp2"))
     monkeypatch.setattr("parity.MORE", ())
     monkeypatch.setattr("parity.RECOMPUTED", ())

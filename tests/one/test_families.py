@@ -207,7 +207,7 @@ def test_folders_are_read_or_refused_with_their_path(tmp_path):
     file = tmp_path / "config.json"
     with pytest.raises(UsageError, match="holds no config"):
         read_spec(tmp_path)
-    for text, message in (("{", "is not JSON"), ("[]", "must hold a JSON object"), ('{"model_type": "gpt"}', "did you mean 'gpt2'")):
+    for text, message in (("{", "is not JSON"), ("[]", "must hold a JSON object"), ('{"model_type": "lama"}', "did you mean 'llama'")):
         file.write_text(text)
         with pytest.raises(UsageError, match=message) as caught:
             read_spec(tmp_path)
