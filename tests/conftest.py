@@ -26,5 +26,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: not forks(item))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Where cases of a file are spread over processes, each makes the fixtures again and ranks fill the memory."""
+    if getattr(session.config.option, "loadgroup", False) and session.items and "@" not in session.items[0].nodeid:
+        raise pytest.UsageError("this pytest-xdist does not see the groups of cases: pip install the versions of pyproject.toml")
+
+
 def forks(item: pytest.Item) -> bool:
     return "worlds" in getattr(item, "fixturenames", ())
