@@ -103,6 +103,7 @@ def test_what_is_fixed_is_kept():
         (f"{PLAN} --trace /nowhere/t.json", 2, "name a file in a folder that exists"),
         (f"{PLAN.replace('8x', '2x')} model.preset=llama-3-70b data.max_len=2K", 2, "devices: "),
     ],
+    ids=lambda value: str(value).replace(str(EXAMPLES), "examples"),
 )
 def test_what_cannot_be_planned_is_said(line, code, said):
     done = longshift(line)

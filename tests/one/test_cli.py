@@ -989,6 +989,7 @@ def test_names_of_files_do_not_control_the_terminal(place, longshift, name):
         ("plan.json", b"\xff", 4, r"plan\.json cannot be read: 'utf-8' codec can't decode"),
         ("config.yaml", b"model: \xff", 2, r"config\.yaml cannot be read: 'utf-8' codec can't decode"),
     ],
+    ids=["metrics bytes", "metrics list", "metrics nesting", "LATEST bytes", "plan null", "plan nesting", "plan bytes", "config bytes"],
 )
 def test_a_damaged_file_of_a_run_is_one_line(trained, longshift, file, text, code, why):
     (trained / "run" / file).write_bytes(text)
