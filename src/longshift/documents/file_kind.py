@@ -81,7 +81,7 @@ def format_of(path: str, names_field: bool) -> Format:
         raise DataError(f"{path}: is a tar archive: unpack it and name the files in it")
 
     # 1. Binary tables say so themselves; one that is compressed as a whole cannot be read in pieces.
-    binary = next((form for beginning, form in _BEGINNINGS.items() if head.startswith(beginning)), None)
+    binary: Format | None = next((form for beginning, form in _BEGINNINGS.items() if head.startswith(beginning)), None)
     name = os.path.basename(path).lower()
     while name.endswith(_PACKED_SUFFIXES):
         name = os.path.splitext(name)[0]

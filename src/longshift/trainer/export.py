@@ -93,8 +93,8 @@ def _carried(config: Config, trained: Sequence[Config], source: Mapping[str, Any
     template = _template(config, tokenizer)
     stops = [tokenizer.eos]
     if template is not None and any(part.masked for stage in trained for part in stage.data.train):
-        end = template.turn_end()
-        stops += [] if end is None else [tokenizer.core.token_to_id(end)]
+        end = tokenizer.core.token_to_id(template.turn_end() or tokenizer.end)
+        stops += [] if end is None else [end]
     ids = {key: value for key, value in _config_json(beside).items() if key in TOKEN_IDS and value is not None}
     kept = {key: value for key, value in source.items() if key in CARRIED}
     return Carried(files, (tokenizer.end, tokenizer.eos), ids, tuple(dict.fromkeys(stops)), kept, template and template.source)

@@ -64,7 +64,7 @@ class PlanFile:
         trials = (Tried(one["typical_s"], tuple(one["measured_s"]), tuple(one["clock_s"])) for one in found.pop("trials", ()))
         calibration = found.pop("calibration", None)
         plan = cls(
-            **found | {"choices": tuple(found["choices"])},
+            **found | {"choices": tuple(found["choices"])},  # pyright: ignore[reportArgumentType]
             trials=tuple(trials),
             calibration=None if calibration is None else Calibration.from_json(calibration),
         )
