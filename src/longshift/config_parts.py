@@ -152,11 +152,10 @@ class ModelConfig(Section):
 
 
 class Source(Section):
-    """Where documents come from. `path` is a file, a folder or a pattern. `text` names the field that holds the text, of
-    records without it 'text'; `messages`, the one
-    that holds a conversation; `prompt` and `completion`, two texts, or lists of messages, of which the second is learned. `learn`: the
-    turns of a conversation that are targets. `epochs`: how many times the source is read while others are read once; `weight`: its share
-    of the tokens, which every source has or none."""
+    """Where documents come from. `path` is a file, a folder or a pattern. `text` names the field that holds the text, 'text' where no
+    field is named; `messages`, the one that holds a conversation; `prompt` and `completion`, two texts, or lists of messages, of which the
+    second is learned. `learn`: the turns of a conversation that are targets. `epochs`: how many times the source is read while others are
+    read once; `weight`: its share of the tokens, which every source has or none."""
 
     path: PathText | None = None
     corpus: Literal["python"] | None = None

@@ -5,16 +5,12 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError
 from longshift.temporary import held_folder
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE)  # errors that no program makes alone
@@ -76,13 +72,12 @@ def publish(target: Path, fill: Callable[[Path], None]) -> None:
     sync(target.parent)
 
 
-def save_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file with the permissions of any new file: the library's own has those of a private one."""
-    from safetensors.torch import save_file
-
+@contextmanager
+def usual_mode(path: Path) -> Iterator[None]:
+    """Give a file that is written inside the permissions of any new one: safetensors makes private files."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    save_file(dict(tensors), path, metadata)
+    yield
     path.chmod(mode)
 
 

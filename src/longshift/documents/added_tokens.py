@@ -4,13 +4,13 @@ tokenizer_config.json   added_tokens_decoder: {"320": {"content": "<|im_start|>"
 added_tokens.json       {"<|im_start|>": 320}, in older folders
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from longshift.documents.template import read_json
 from longshift.errors import DataError, shown
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -21,7 +21,8 @@ def add_tokens_beside(core: tokenizers.Tokenizer, at: Path) -> list[str]:
 
     Raises DataError where a token would get another id than the folder says, or a special token has none.
     """
-    configs = {name: _read_object(at.parent / name) for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")}
+    paths = [at.parent / name for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")]
+    configs = {path.name: read_json(path) if path.exists() else {} for path in paths}
     tokens = _tokens_of(configs, at)
     known = {repr(token) for token in core.get_added_tokens_decoder().values()}
     added = []
@@ -67,14 +68,3 @@ def _special_names(configs: Mapping[str, dict[str, Any]]) -> list[str]:
             entries = entries if isinstance(entries, list) else []
             names += [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
     return [name for name in names if isinstance(name, str)]
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; an empty one where there is no file. Raises DataError."""
-    try:
-        found = json.loads(path.read_bytes()) if path.exists() else {}
-    except (ValueError, OSError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: holds {type(found).__name__}, where an object is needed")
-    return found

@@ -122,7 +122,6 @@ def _rendered(template: ChatTemplate, chat: Chat, learn: Learn, notes: RecordNot
 
 
 def _messages(value: object) -> list[dict[str, Any]]:
-    value = _parsed(value)
     if not isinstance(value, list) or not value:
         raise BadRecord(f"{_kind(value)}, where a list of messages is needed")
     return [_message(entry, number) for number, entry in enumerate(value, 1)]

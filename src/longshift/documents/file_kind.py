@@ -23,7 +23,7 @@ Format = Literal["jsonl", "json", "csv", "tsv", "parquet", "arrow", "text", "dat
 
 UTF8_MARK = b"\xef\xbb\xbf"
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error, pa.ArrowException)  # what damaged files raise
-_HEAD_BYTES = 1 << 16  # of an unpacked file: its first line, as a rule
+HEAD_BYTES = 1 << 16  # of an unpacked file: its first line, as a rule
 _COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ\0": "xz"}
 _PACKED_SUFFIXES = (".gz", ".zst", ".zstd", ".bz2", ".xz")
 _BEGINNINGS: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1\0\0": "arrow"}
@@ -71,7 +71,7 @@ def format_of(path: str, names_field: bool) -> Format:
         return "dataset"
     try:
         with open_unpacked(path) as file:
-            head = file.read(_HEAD_BYTES)
+            head = file.read(HEAD_BYTES)
     except UNREADABLE as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
     for beginning, reason in _REFUSED.items():
@@ -113,7 +113,7 @@ def begins_with_record(head: bytes) -> bool:
     line, end, _ = head.partition(b"\n")
     if not line.lstrip().startswith(b"{"):
         return False
-    if not end and len(head) >= _HEAD_BYTES:
+    if not end and len(head) >= HEAD_BYTES:
         return line.lstrip()[1:].lstrip().startswith(b'"')
     try:
         return isinstance(json.loads(line), dict)

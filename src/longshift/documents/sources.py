@@ -16,7 +16,7 @@ from pathlib import Path
 
 from longshift.config_parts import Learn, Source
 from longshift.documents.chat import OPTIONAL, BadRecord, completed, conversation
-from longshift.documents.file_kind import UNREADABLE, UTF8_MARK, Format, begins_with_record, format_of, open_unpacked
+from longshift.documents.file_kind import HEAD_BYTES, UNREADABLE, UTF8_MARK, Format, begins_with_record, format_of, open_unpacked
 from longshift.documents.record_notes import RecordNotes
 from longshift.documents.record_reader import Fields, Record, read_records
 from longshift.documents.template import ChatTemplate, Span
@@ -197,7 +197,7 @@ def _read_text(file: File, notes: RecordNotes) -> Iterator[Text]:
         raise DataError(f"{file.path}, line {line}, byte {error.start}: {why}") from None
     if not text:
         raise DataError(f"{file.path}: the file is empty")
-    if begins_with_record(data[: 1 << 16]):
+    if begins_with_record(data[:HEAD_BYTES]):
         notes.add_text_of_records(os.path.basename(file.path))
     yield Text(text, file.path)
 

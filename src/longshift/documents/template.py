@@ -203,7 +203,7 @@ class ChatTemplate:
 def read_template(given: Path | None, tokenizer: Path, special: Sequence[str]) -> ChatTemplate:
     """The template in file `given`, else the one beside a `tokenizer.json` with these special tokens. Raises DataError where there is
     none."""
-    configs = [(path, _read_json(path)) for path in (tokenizer.parent / name for name in CONFIGS) if path.exists()]
+    configs = [(path, read_json(path)) for path in (tokenizer.parent / name for name in CONFIGS) if path.exists()]
     names = dict[str, str]()
     for _, config in configs:
         for name, token in config.items():
@@ -239,7 +239,8 @@ def _sources(given: Path | None, tokenizer: Path, configs: Sequence[tuple[Path, 
             raise DataError(f"{path}: chat_template holds {type(found).__name__}, where a template is needed")
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """The JSON object of a file. Raises DataError."""
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, OSError, RecursionError) as fault:

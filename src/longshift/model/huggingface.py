@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from longshift.errors import CheckpointError, shown
-from longshift.files import publish, read_small, save_tensors
+from longshift.files import publish, read_small, usual_mode
 from longshift.layout.box import Box
 from longshift.spec.adapters import ALL, adapter_faults, linear_modules
 from longshift.spec.families import to_hugging_face
@@ -223,7 +224,9 @@ def write_adapters(
 
     def fill(scratch: Path) -> None:
         named = {PEFT + name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors}
-        save_tensors(named, scratch / "adapter_model.safetensors", {"format": "pt"})
+        path = scratch / "adapter_model.safetensors"
+        with usual_mode(path):
+            save_file(named, path, {"format": "pt"})
         _write_json(scratch / "adapter_config.json", config)
         _write_tokenizer(scratch, carried)
 
@@ -246,7 +249,8 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Iterator[tuple[str, T
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         weight_map |= dict.fromkeys(names, file)
-        save_tensors({name: _next(tensors, spec, name, dtype) for name in names}, folder / file, {"format": "pt"})
+        with usual_mode(folder / file):
+            save_file({name: _next(tensors, spec, name, dtype) for name in names}, folder / file, {"format": "pt"})
     if extra := next(tensors, None):
         raise ValueError(f"{extra[0]}: more tensors than the parameter table has")
     if len(shards) > 1:

@@ -25,12 +25,13 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from longshift.background import Background
 from longshift.dist.world import World
 from longshift.errors import CheckpointError, OutOfMemoryError
-from longshift.files import is_no_room, save_tensors, sync
+from longshift.files import is_no_room, sync, usual_mode
 from longshift.layout.blocks import scales_of
 from longshift.layout.box import Box
 from longshift.spec.model import ModelSpec
@@ -242,7 +243,8 @@ def _write_tensors(folder: Path, entries: Entries, rank: int) -> list[dict]:
 
     def write() -> None:
         path = folder / f"rank-{rank:05}{f'-{len(files)}' if files else ''}.safetensors"
-        save_tensors(tensors, path)
+        with usual_mode(path):
+            save_file(tensors, path)
         sync(path)
         types = {_kind(key): TYPES[view.dtype] for key, view in tensors.items()}
         row = {"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path), "types": types, "tensors": sorted(tensors)}

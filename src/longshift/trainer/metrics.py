@@ -173,10 +173,9 @@ def read_rows(path: Path) -> list[dict]:
 def missing_steps(path: Path, done: int) -> str:
     """Which of the steps that are done have no row; an empty text where all have."""
     missing = sorted(set(range(1, done + 1)) - {row["step"] for row in read_rows(path)})
-    if not missing:
-        return ""
-    of_steps = f"step {missing[0]}" if len(missing) == 1 else f"{len(missing)} of the steps {missing[0]} to {missing[-1]}"
-    return f"the row of {of_steps}" if len(missing) == 1 else f"the rows of {of_steps}"
+    if len(missing) > 1:
+        return f"the rows of {len(missing)} of the steps {missing[0]} to {missing[-1]}"
+    return f"the row of step {missing[0]}" if missing else ""
 
 
 def open_streams() -> None:
