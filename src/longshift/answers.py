@@ -74,22 +74,26 @@ class CorpusFacts(Reported):
 
 @dataclass(frozen=True)
 class CheckedLayout(Reported):
-    """A layout beside one process: the largest relative differences of losses, gradients and weights. `computed`: the layout made small, as
-    it was computed; `leaked_positions`: of `probed_positions` targets, how many see what they must not."""
+    """A layout beside one process: the largest relative differences of losses, gradients, weights and moments of the optimizer. `stage`: of
+    the run, from 1; `computed`: the layout made small, as it was computed; `leaked_positions`: of `probed_positions` targets, how many see
+    what they must not."""
 
+    stage: int
     layout: str
     computed: str = field(metadata={"key": "as"})
     loss: float
     grad: float
     weight: float
+    optimizer: float
     leaked_positions: int
     probed_positions: int
 
 
 @dataclass(frozen=True)
 class Checked(Reported):
-    """Layouts beside `reference`: the worst of `rows`, and whether all are within `tolerance` and nothing leaks. `documents` and
-    `tokens` of a step, whose loss in the reference is `reference_loss`, in nats."""
+    """Layouts beside `reference`: the worst of `rows`, and whether all are within `tolerance`, nothing leaks and no label is wrong.
+    `documents` and `tokens` of a step of each stage; `reference_loss`: of the reference's last step, in nats. `not_exercised`: what the
+    config has that was not computed, a line each."""
 
     reference: str
     documents: int
@@ -98,8 +102,11 @@ class Checked(Reported):
     loss: float
     grad: float
     weight: float
+    optimizer: float
     leaked_positions: int
+    wrong_labels: int
     tolerance: float
+    not_exercised: tuple[str, ...]
     passed: bool = field(metadata={"key": "pass"})
     rows: tuple[CheckedLayout, ...]
 

@@ -98,16 +98,19 @@ def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
 
 def check(config: Config | str | Path, *overrides: str, against: Layout | str) -> Checked:
     """The same batch under the config's layout, or its groups of lengths, and under another layout, beside one process in float64: losses,
-    gradients, weights, and documents that leak. In processes on this machine, on its GPUs where there are, a rank each. Raises
-    LongshiftError."""
+    gradients, weights, moments, and documents that leak; of each stage of the run. In processes on this machine, on its GPUs where there
+    are, a rank each. Raises LongshiftError."""
     run, other = _read(config, overrides), Layout.parse(against) if isinstance(against, str) else against
-    legal.check(run.spec, other, None, run.data.max_len, float8=run.formats.float8)
-    (edge,) = with_choices(run.model_copy(update={"layout": other}), say).edges
-    run = with_choices(run, say)
+    stages = []
+    for part in run.parts if run.train.stages else (run,):
+        legal.check(part.spec, other, None, part.data.max_len, float8=part.formats.float8)
+        (edge,) = with_choices(part.model_copy(update={"layout": other}), say).edges
+        part = with_choices(part, say)
+        stages.append((part, [[edge.use for edge in part.edges], [edge.use]]))
     from longshift.dist.world import own_device
-    from longshift.trainer.check_run import check as compare
+    from longshift.trainer.check_run import check_stages
 
-    return Checked.read(compare(run, [[edge.use for edge in run.edges], [edge.use]], own_device().type))
+    return Checked.read(check_stages(stages, own_device().type))
 
 
 def explain(config: Config | str | Path, *overrides: str, per_node: int | None = None) -> tuple[Explanation, ...]:

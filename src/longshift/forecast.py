@@ -22,6 +22,7 @@ from longshift.simulate.clock import Clock, StepTime
 from longshift.simulate.closed import BAND, mfu, model_flops
 from longshift.simulate.cost import Cost, habits, sizes
 from longshift.simulate.rates import rates
+from longshift.spec.formats import arithmetic
 from longshift.workload.given import Lengths
 from longshift.workload.lengths import spans
 
@@ -47,10 +48,10 @@ def cut(lengths: Lengths, config: Config) -> Lengths:
     return Lengths(known, np.bincount(where, counts).astype(np.int64))
 
 
-def on_cluster(cluster: Cluster, world: int) -> Cluster:
-    """The cluster as so many ranks reach it: with as many nodes as they need, and by its calibration where there is one. CPU ranks share
-    the machine that was measured."""
-    cluster = cluster.calibrated
+def on_cluster(cluster: Cluster, world: int, precision: str = "bf16") -> Cluster:
+    """The cluster as so many ranks reach it in a run of this precision: with as many nodes as they need, and by its calibration where there
+    is one. CPU ranks share the machine that was measured."""
+    cluster = cluster.calibrated.knowing(arithmetic(precision))
     if cluster.device.kind == "cpu":
         return cluster.shared(-(-world // cluster.nodes))
     per_node = min(world, cluster.devices_per_node)
@@ -89,7 +90,7 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
     world = asked.ranks or cluster.devices
     return Task(
         spec=config.spec,
-        cluster=on_cluster(cluster, world),
+        cluster=on_cluster(cluster, world, config.train.precision),
         lengths=cut(lengths, config),
         tokens_per_step=config.train.tokens_per_step,
         precision=config.train.precision,
@@ -180,7 +181,7 @@ class Planned:
         }
         if best is None:
             return found
-        peak = device.flops_per_s.get("bf16" if task.precision in ("bf16", "fp16", "float8") else "float32", 0.0)
+        peak = device.flops_per_s[arithmetic(task.precision)]
         return found | {
             "best": self._told(best) | {"groups": self.groups(best), "lanes": self.lanes(best)},
             "mfu": {n: float(v) for n, v in mfu({n: np.asarray(f) for n, f in self.flops.items()}, best.seconds, task.world, peak).items()},
@@ -277,7 +278,7 @@ class RunForecast:
     """The steps of a run on a cluster. Mutable: its clock keeps what it has computed. `shape`: of the run's steps, where it is known."""
 
     def __init__(self, config: Config, cluster: Cluster, shape: StepShape | None = None):
-        cluster = on_cluster(cluster, config.world)
+        cluster = on_cluster(cluster, config.world, config.train.precision)
         self.shape = shape or shape_of(config, cluster.devices_per_node, cluster)
         habit = habits(config.train.compile, config.train.precision, cluster.device)
         cost = Cost(sizes(config.spec), rates(cluster, config.train.precision), habit)

@@ -46,7 +46,7 @@ def truth(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Truth:
             (sizes,) = worlds(1).call("parity:sizes", DEADLINE_S, **arguments)
             assert sizes["loss"] > 1, sizes
             assert sizes["grad"] > 1e-4, sizes
-            assert sizes["weight"] > (1e-4 if trial.rule.name == "sgd" else 1e-3), sizes  # SGD moves weights as far as gradients reach
+            assert sizes["weight"] > (5e-5 if trial.rule.name == "sgd" else 1e-3), sizes  # SGD moves weights as far as gradients reach
             assert sizes["optimizer"] > 1e-5, sizes
         return made[trial]
 

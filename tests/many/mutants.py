@@ -20,6 +20,7 @@ from torch import Tensor
 
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
+from longshift.documents import batch as batch_module
 from longshift.documents import micro as micro_module
 from longshift.documents.batch import Document
 from longshift.documents.micro import HostPack
@@ -38,6 +39,7 @@ from longshift.schedule.chunks import Event
 from longshift.schedule.sequence import TokenOrder
 from longshift.schedule.windows import Mask
 from longshift.spec import model
+from longshift.spec.adapters import Lora
 from longshift.spec.model import ModelSpec, Part
 from longshift.state import copies as copies_module
 from longshift.state.copies import AlignedCopies
@@ -655,6 +657,51 @@ def window_one_too_wide(patch: Patch) -> None:
     """Every token sees one token more than its window."""
     right = ModelSpec.window
     patch.setattr(ModelSpec, "window", lambda self, block: (right(self, block) or 0) + 1 or None)
+
+
+def rows_of_the_last_block_lost(patch: Patch) -> None:
+    """Where the loss is computed in blocks of rows, the last block's labels are forgotten."""
+    right = runner_module._rows
+
+    def wrong(head: Head, x: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> tuple[slice, Tensor]:
+        here, labels = right(head, x, micro, ops, number)
+        return here, torch.full_like(labels, IGNORE) if number and here.stop >= len(x) else labels
+
+    patch.setattr(runner_module, "_rows", wrong)
+
+
+def early_updates_kept(patch: Patch) -> None:
+    """What was updated before the norm stays where the norm is clipped, and the clipped update is added."""
+
+    def wrong(self: Optimizer) -> None:
+        for shard in self._of(self._early):
+            shard.take_second_places()
+        self._early = set()
+
+    patch.setattr(Optimizer, "take_back", wrong)
+
+
+def adapter_scaled_by_alpha(patch: Patch) -> None:
+    """Adapters are multiplied with alpha, not with alpha / rank."""
+    patch.setattr(Lora, "scale", property(lambda self: self.alpha))
+
+
+def label_lost_at_a_cut(patch: Patch) -> None:
+    """The last token of a piece of a document that was cut has no label."""
+    right = batch_module.document_from_ids
+
+    def wrong(ids: np.ndarray, max_len: int | None = None, learned: np.ndarray | None = None) -> Document:
+        found = right(ids, max_len, learned)
+        found.labels[-1] = IGNORE
+        return found
+
+    patch.setattr(batch_module, "document_from_ids", wrong)
+
+
+def answers_and_prompts_learned(patch: Patch) -> None:
+    """All tokens of a conversation are learned."""
+    right = batch_module.document_from_ids
+    patch.setattr(batch_module, "document_from_ids", lambda ids, max_len=None, learned=None: right(ids, max_len))
 
 
 def window_in_every_block(patch: Patch) -> None:

@@ -17,9 +17,10 @@ from longshift.dist.fork import SpawnedWorld
 from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError, UsageError
 from longshift.layout.layout import Layout
+from longshift.spec.families import preset, to_hugging_face
 from longshift.trainer import check_run
 from longshift.trainer.check import Trial, build
-from longshift.trainer.check_run import CHUNKS, LEAST, LONGEST, Small, _in_proportion, check, timeline
+from longshift.trainer.check_run import CHUNKS, LEAST, LONGEST, Small, _in_proportion, check, not_exercised, timeline
 from longshift.workload.groups import length_groups
 
 CONFIG = """
@@ -119,27 +120,91 @@ def test_sequences_that_many_ranks_share_are_long_enough(place):
     assert Small.of(run, [[Layout.parse("dp16.pp4")]]).longest < LONGEST // 2
 
 
-MISTAKES = {  # a mutant of the product, and a layout that it is in
-    "stale_fetch": "chunk512.disk",
-    "average_for_sum": "dp2",
-    "never_gathered_again": "dp2.z3",
-    "uniform_attention_to_earlier_chunks": "chunk512.disk",
-    "ring_last_step_dropped": "ring2",
-    "ulysses_keys_for_values": "u2",
+STAGES = "[{steps: 1}, {steps: 1, max_len: 1K, layout: ring2}]"
+
+
+def test_windows_and_blocks_of_rows_are_in_proportion(place):
+    """Documents are longer than the small window where the run's are; a pack has several blocks of rows where the run's has."""
+    run = parse_config(CONFIG.format(place=place, max_len=4096), [f"model={window_model(place)}"])
+    way = [Layout.parse("rows1K")]
+    small = Small.of(run, [way])
+    assert small.spec(run).sliding_window == small.window == 512 * LONGEST // 4096 < LONGEST
+    assert small.layouts(run, way)[0].rows == 2 * LONGEST // CHUNKS
+    assert small.layouts(run, [Layout()])[0].rows > 0, "4,096 rows are in blocks by themselves"
+    short = parse_config(CONFIG.format(place=place, max_len=512), [f"model={window_model(place)}"])
+    assert Small.of(short, [way]).spec(short).sliding_window == 512
+    assert Small.of(short, [way]).layouts(short, way)[0].rows == 0
+    assert not_exercised([(run, [way])]) == ["train.precision: float32 (float64 instead)"]
+    assert not_exercised([(short, [way])])[1:] == [
+        "windows of 512 tokens (documents have 512 at the most)",
+        "rows1024 of rows1K (a pack has no more rows)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("train.precision=bf16", "train.precision: bf16 (float64 instead)"),
+        ("home.moments=bf16", "home.moments: bf16 (kept whole)"),
+        ("wire.gradients=bf16", "wire.gradients: bf16 (sent whole)"),
+        ("wire.weights=float8", "wire.weights: float8 (sent whole)"),
+        ("window.gather=1M", "window: bytes under way (all that the largest block needs)"),
+        ("train.warmup=1", "train.warmup, train.schedule (one learning rate)"),
+        ("data.held_out=0.1", "validation"),
+        ("train.stages=[{steps: 1}, {steps: 1}]", "train.stages: the checkpoint between two stages (each begins with weights of its own)"),
+    ],
+)
+def test_what_is_not_exercised_is_named(place, override, line):
+    staged = ["train.steps=2"] if "stages" in override else []
+    run = parse_config(CONFIG.format(place=place, max_len=512), ["layout=dp2.z1", "train.precision=float64", *staged, override])
+    assert not_exercised([(part, [[Layout()]]) for part in run.parts]) == [line]
+
+
+def window_model(place: Path) -> str:
+    """A model with windows of 512 tokens, as a config has it."""
+    folder = place / "window"
+    folder.mkdir(exist_ok=True)
+    mistral = to_hugging_face(preset("tiny-llama")) | {"model_type": "mistral", "sliding_window": 512}
+    del mistral["architectures"]
+    (folder / "config.json").write_text(json.dumps(mistral))
+    return f"{{path: {folder}, init: scratch}}"
+
+
+MISTAKES = {  # a mutant of the product; a layout that it is in, or what else the config has
+    "stale_fetch": ("chunk512.disk",),
+    "average_for_sum": ("dp2",),
+    "never_gathered_again": ("dp2.z3",),
+    "uniform_attention_to_earlier_chunks": ("chunk512.disk",),
+    "ulysses_keys_for_values": ("u2",),
+    "window_one_too_wide": ("dp1", "model={path: window, init: scratch}", "data.max_len=4K"),
+    "rows_of_the_last_block_lost": ("rows8K", "data.max_len=32K"),
+    "ring_last_step_dropped": ("dp2", f"train.stages={STAGES}", "train.steps=2", "layout=dp2"),
+    "early_updates_kept": ("dp1", "home=disk"),
+    "adapter_scaled_by_alpha": ("dp1", "model.lora={rank: 4, alpha: 8}"),
+    "label_lost_at_a_cut": ("dp1", "data.max_len=64"),
+    "answers_and_prompts_learned": ("dp1", "data.train=[{path: answers.jsonl, prompt: q, completion: a}]"),
+    "clip_by_local_norm": ("dp2.z1",),
 }
 
 
 @pytest.mark.parametrize("mutant", MISTAKES)
 def test_a_mistake_of_the_product_fails(place, monkeypatch, capsys, mutant):
+    """With it `longshift check` ends with exit code 1, and without it with 0."""
+    window_model(place)
+    (place / "answers.jsonl").write_text("".join(json.dumps({"q": f"What is {n}?", "a": f"It is {n}."}) + "\n" for n in range(50)))
     monkeypatch.chdir(place)
     monkeypatch.setenv("HOME", str(place))
-    monkeypatch.setattr(sys, "argv", ["longshift", "check", "run.yaml", "--against", MISTAKES[mutant]])
+    against, *overrides = MISTAKES[mutant]
+    monkeypatch.setattr(sys, "argv", ["longshift", "check", "run.yaml", "--against", against, *overrides])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(check_run, "LONGEST", 32)
     monkeypatch.setattr(check_run, "PROBES", 1)
     with mutants.mistaken(mutant), pytest.raises(SystemExit, match="1"):
         cli.main()
     assert "FAIL: " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    assert "PASS: " in capsys.readouterr().out
 
 
 def test_a_model_without_room_is_refused_before_it_starts(place, monkeypatch):

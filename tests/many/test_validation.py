@@ -173,6 +173,34 @@ def test_a_run_that_is_resumed_remembers_its_best(place, alone, tmp_path):
     assert (tmp_path / "run/BEST").read_text() == (place / "alone/BEST").read_text()
 
 
+def staged(place: Path, run: Path, *validation: str) -> Config:
+    """A run of two stages of three steps, of which the second ruins what the first has learned; validated after each step."""
+    stages = "train.stages=[{steps: 3}, {steps: 3, lr: 0.5, schedule: constant}]"
+    return config_of(place, run, "dp1", stages, f"validation={{{', '.join(('every: 1', 'tokens: 300', *validation))}}}")
+
+
+def test_the_best_checkpoint_is_of_all_stages(place, tmp_path):
+    """In a run that goes through, in one that is left after the fourth step, and in one whose second stage ends early."""
+    found = trained(staged(place, tmp_path / "run"))
+    losses = [metrics.valid_loss for metrics in found]
+    best = 1 + losses.index(min(losses))
+    assert best <= 3 < min(losses[3:])
+    assert (tmp_path / "run/BEST").read_text() == f"step-{best}\n"
+    assert (tmp_path / f"run/checkpoints/step-{best}").is_dir()
+
+    for metrics in ls.train(staged(place, tmp_path / "left")):
+        if metrics.step == 4:
+            break
+    trained(staged(place, tmp_path / "left"), resume=True)
+    assert (tmp_path / "left/BEST").read_text() == f"step-{best}\n"
+
+    early = trained(staged(place, tmp_path / "early", "patience: 1"))
+    second = [metrics.valid_loss for metrics in early[3:]]
+    assert all(metrics.step <= 3 or not metrics.early for metrics in early[:-1])
+    assert second == losses[3 : 3 + len(second)]
+    assert (tmp_path / "early/BEST").read_text() == f"step-{best}\n"
+
+
 def test_what_cannot_be(place, tmp_path):
     for overrides, why in (
         (("data.held_out=null",), "validation needs documents"),

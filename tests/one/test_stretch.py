@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from longshift.errors import UsageError
 from longshift.model.decoder import rotary_table
 from longshift.spec.families import from_hugging_face, preset, to_hugging_face
 from longshift.spec.model import Rope
-from longshift.spec.stretch import beyond, stretched
+from longshift.spec.stretch import beyond, replaced, stretched
 
 SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
@@ -73,10 +74,32 @@ def test_each_way_to_stretch():
     assert yarn is not None
     assert (yarn.factor, yarn.original_positions, yarn.magnitude) == (32.0, 4096, 0.1 * math.log(32) + 1)
     assert stretched(spec, "theta", long, theta=5e6).rope == Rope(5e6)
+    assert replaced(spec, stretched(spec, "yarn", long)) is None
     with pytest.raises(UsageError, match="type: theta needs theta"):
         stretched(spec, "theta", long)
     with pytest.raises(UsageError, match="learned positions"):
         stretched(preset("tiny-gpt2"), "yarn", long)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        Rope(5e5, "llama3", 32.0, original_positions=8192),
+        Rope(1e6, "yarn", 4.0, original_positions=32768, magnitude=1.13),
+        Rope(1e4, "linear", 8.0),
+    ],
+    ids=lambda rope: rope.scaling,
+)
+def test_a_scaling_that_the_model_has_stays_or_is_named(own):
+    """Another base keeps the scaling, as in `transformers`; each other way takes its place and says so."""
+    spec = replace(preset("tiny-llama"), rope=own)
+    assert stretched(spec, "theta", 131072, theta=4e6).rope == replace(own, theta=4e6)
+    assert replaced(spec, stretched(spec, "theta", 131072, theta=4e6)) is None
+    for kind in ("dynamic", "linear", "llama3", "yarn"):
+        note = replaced(spec, stretched(spec, kind, 1 << 21))
+        assert note is not None
+        assert f"({own.scaling} by {own.factor:g}): it is " in note
+        assert ("a base of" in note) == (kind == "dynamic")
 
 
 def test_a_config_stretches_and_an_unstretched_one_warns():

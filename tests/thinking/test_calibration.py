@@ -163,6 +163,16 @@ def test_a_plan_takes_the_seconds_of_compiled_arithmetic():
     assert 0.5 < compiled / plain < 0.995
 
 
+@pytest.mark.parametrize("precision", ["float64", "fp16", "float8"])
+def test_a_plan_is_made_in_formats_that_a_profile_of_a_cpu_lacks(precision):
+    text = CONFIG.format(model="tiny-llama", precision=precision, layout="{auto: {ranks: 2, tp: 1, pp: 1, u: 1, ring: 1}}")
+    lengths, cluster = Lengths.from_array(np.array(LENGTHS[0])), files.preset("cpu")
+    best = plan(task_of(parse_config(text), cluster, lengths)).to_json()["best"]
+    plain = plan(task_of(parse_config(text, ["train.precision=float32"]), cluster, lengths)).to_json()["best"]
+    assert best["seconds"] > 0
+    assert precision != "float64" or 1.5 < best["seconds"] / plain["seconds"] < 2.5
+
+
 @pytest.mark.parametrize(
     ("layout", "asked", "said"), [("dp1", 8, True), ("u4.dp2", 8, False), ("dp16", 8, True), ("{auto: {ranks: 4}}", 4, False)]
 )

@@ -1,6 +1,7 @@
 """Lengths, order, packs, shares: exactly once, deterministic, the same on any machine."""
 
 from collections import Counter
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from longshift.errors import UsageError
 from longshift.spec.model import ModelSpec
 from longshift.workload import order as room
 from longshift.workload.lengths import cap_loss, histogram, quantiles, spans
-from longshift.workload.order import Order
+from longshift.workload.order import Mixture, Order, shares_of
 from longshift.workload.packs import cost, pack, shares
 
 seeds = st.integers(0, 2**63)
@@ -65,6 +66,43 @@ def test_a_far_seek_costs_what_a_near_one_does(monkeypatch):
     for cursor in range(10**17, 10**17 + 200):
         order[cursor]
     assert steps["walk"] / 200 < 4
+
+
+SOURCES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 1000)), min_size=1, max_size=9)
+
+
+@given(SOURCES, seeds, st.integers(1, 400))
+def test_a_mixture_reads_every_document_before_one_again(sources, seed, length):
+    """After any number of documents, counts within a source differ by at most one, and each source has its share of them."""
+    sizes, shares = zip(*sources)
+    mixture = Mixture(sizes, shares, seed)
+    of = np.repeat(np.arange(len(sizes)), sizes)
+    counts = np.bincount([mixture[cursor] for cursor in range(length)], minlength=len(of))
+    for number in range(len(sizes)):
+        assert np.ptp(counts[of == number]) <= 1
+    read = np.bincount(of, weights=counts)
+    assert np.abs(read - length * np.array(shares) / sum(shares)).max() < 1 + len(sizes).bit_length()
+
+
+def test_a_mixture_is_the_same_on_every_machine():
+    mixture = Mixture((3, 1, 2), (3, 1, 4), 7)
+    assert [mixture[cursor] for cursor in range(16)] == [5, 1, 4, 0, 4, 3, 2, 5, 4, 2, 5, 1, 4, 3, 0, 5]
+    far = 10**15
+    assert sorted(Counter(int(mixture[far + n] >= 3) for n in range(8)).values()) == [3, 5]
+    with pytest.raises(IndexError):
+        mixture[-1]
+    with pytest.raises(ValueError, match="at least one each"):
+        Mixture((3, 0), (1, 1), 7)
+
+
+def test_shares_are_not_rounded():
+    """Of tiny sources beside large ones too: shares of documents are whole numbers in the very proportion."""
+    assert shares_of([100, 100], [1, 1000], [0.5, None], [None, None]) == (1, 2000)
+    assert shares_of([100, 100], [1, 1000], [1.4, None], [None, None]) == (7, 5000)
+    tokens, documents, weights = [7, 1_000_000], [1, 1000], [0.3, 0.7]
+    shares = shares_of(tokens, documents, [None, None], weights)
+    read = [Fraction(share * t, n) for share, t, n in zip(shares, tokens, documents)]
+    assert read[0] / sum(read) == Fraction(3, 10)
 
 
 def test_order_refuses_nonsense():

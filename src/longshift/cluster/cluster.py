@@ -135,6 +135,15 @@ class AttentionOf(NamedTuple):
     heads: Heads
 
 
+# What is taken where a format was not measured, and how many times slower it is then. A register holds half as many float64 numbers.
+STAND_INS: Mapping[str, tuple[tuple[str, float], ...]] = {
+    "float64": (("float32", 2.0),),
+    "fp16": (("bf16", 1.0), ("float32", 1.0)),
+    "bf16": (("fp16", 1.0), ("float32", 1.0)),
+    "float32": (),
+}
+
+
 @dataclass(frozen=True)
 class Cluster:
     """`shares`: what part of a constant is reached, by the names in SHARES; 1 where the constants are measured. `sources`: where each
@@ -179,6 +188,26 @@ class Cluster:
             curves[name] = replace(curve, seconds=tuple(one / rate for one in curve.seconds))
         device = replace(self.device, launch_s=self.device.launch_s * constants.get("launch", 1.0))
         return replace(self, shares=shares, curves=curves, device=device)
+
+    def knowing(self, dtype: str) -> "Cluster":
+        """The machine with rates of arithmetic in `dtype`, itself where it has them: a profile of a CPU lacks float64 and fp16. Others are
+        then taken in their place, at the speed that STAND_INS says. Raises UsageError where there is nothing to take."""
+        if dtype in self.device.flops_per_s:
+            return self
+        stand_in, slower = next(((name, times) for name, times in STAND_INS[dtype] if name in self.device.flops_per_s), (None, 1.0))
+        if stand_in is None:
+            raise self._unknown(f"arithmetic in {dtype}")
+        curves = dict(self.curves)
+        for name, curve in self.curves.items():
+            words = name.split()
+            if words[0] in ("matmul", "elementwise", "attention") and stand_in in words:
+                times = 1.0 if words[0] == "elementwise" else slower  # of bytes, which are as slow in any format
+                curves[" ".join(dtype if word == stand_in else word for word in words)] = replace(
+                    curve, seconds=tuple(times * seconds for seconds in curve.seconds)
+                )
+        rates = {**self.device.flops_per_s, dtype: self.device.flops_per_s[stand_in] / slower}
+        backends = tuple(replace(backend, dtype=dtype) for backend in self.backends if backend.dtype == stand_in)
+        return replace(self, device=replace(self.device, flops_per_s=rates), curves=curves, backends=(*self.backends, *backends))
 
     def shared(self, ranks: int) -> "Cluster":
         """The machine with `ranks` on each node. CPU ranks share the node's memory and cores: what fewer ranks have measured takes longer

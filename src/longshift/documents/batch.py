@@ -17,7 +17,7 @@ import numpy as np
 from longshift.errors import DataError, UsageError
 from longshift.model.loss import IGNORE
 from longshift.workload.lengths import Overlong, Spans, cap_loss, spans
-from longshift.workload.order import Mixture, Order, held_out, reads_of
+from longshift.workload.order import Mixture, Order, held_out, shares_of
 
 if TYPE_CHECKING:  # tensors of a pack need no file formats, and no config
     from longshift.config import Config
@@ -114,8 +114,13 @@ class Batches:
         for source, n in zip(sources, documents):
             if not n:
                 raise DataError(f"data.train: {source.path or source.corpus} gives no document, so it cannot be mixed with others")
-        reads = reads_of(tokens.tolist(), documents.tolist(), [s.epochs for s in sources], [s.weight for s in sources])
-        return Mixture(tuple(documents.tolist()), reads, seed)
+        shares = shares_of(
+            tokens=tokens.astype(int).tolist(),
+            documents=documents.tolist(),
+            epochs=[source.epochs for source in sources],
+            weights=[source.weight for source in sources],
+        )
+        return Mixture(tuple(documents.tolist()), shares, seed)
 
     @property
     def learned_share(self) -> float:
@@ -127,7 +132,7 @@ class Batches:
         """The step that begins at a global cursor >= 0, which counts documents as cut by the policy. O(1) to seek."""
         documents, tokens, targets, after = [], 0, 0, cursor
         while tokens < self._tokens_per_step or not targets:
-            documents.append(self._document(self.order[after]))
+            documents.append(self.document(self.order[after]))
             tokens += len(documents[-1].ids)
             targets += int((documents[-1].labels != IGNORE).sum())
             after += 1
@@ -142,7 +147,8 @@ class Batches:
         piece = f", tokens {start} to {stop}" if stop - start < self.cache.lengths[document] else ""
         return self.cache.where(document) + piece
 
-    def _document(self, span: int) -> Document:
+    def document(self, span: int) -> Document:
+        """The document of one of `spans`."""
         start, stop = int(self.spans.start[span]), int(self.spans.stop[span])
         piece = int(self.spans.document[span]), start, stop + 1
         return document_from_ids(self.cache.tokens(*piece), stop - start, self.cache.learned(*piece))

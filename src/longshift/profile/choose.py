@@ -66,8 +66,9 @@ def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster |
     longest = min(edge.upto, config.data.max_len)
     fault = "this machine was not measured; longshift profile does"
     if cluster is not None:
-        machine = Machine(cluster, arithmetic(config.train.precision), device.type == "cpu", FREE_SHARE * _memory(config, device))
+        dtype = arithmetic(config.train.precision)
         try:
+            machine = Machine(cluster.knowing(dtype), dtype, device.type == "cpu", FREE_SHARE * _memory(config, device))
             return choose(config.spec, edge.use, longest, machine, partial(_of_chunk, config, edge, device), config.stream.ahead, edge.pack)
         except UsageError as unknown:
             fault = str(unknown)
@@ -85,9 +86,8 @@ def _memory(config: Config, device: torch.device) -> int:
 def _activations(config: Config, edge: Edge, device: torch.device, cluster: Cluster | None) -> tuple[Layout, str]:
     """What blocks of a group keep, and why. A machine that was not measured is taken for the preset of a CPU or an H100."""
     spec, free, cpu = config.spec, FREE_SHARE * _memory(config, device), device.type == "cpu"
-    known = cluster or preset("cpu" if cpu else "h100")
     dtype = arithmetic(config.train.precision)
-    dtype = dtype if dtype in known.device.flops_per_s else "float32"
+    known = (cluster or preset("cpu" if cpu else "h100")).knowing(dtype)
     cost = Cost(sizes(spec), rates(known, dtype), habits(config.train.compile, config.train.precision, known.device))
     pack = tuple(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
 

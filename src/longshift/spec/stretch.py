@@ -1,9 +1,12 @@
 """A model made ready for documents longer than it was trained on, by another rotary embedding; nothing is trained by this alone.
 
-theta     the base of the angles is set to `theta`: what long-context models were trained on with (Llama 3, arXiv 2407.21783)
+theta     the base of the angles is set to `theta`: what long-context models were trained on with (Llama 3, arXiv 2407.21783); the scaling
+          that the model has stays
 dynamic   the base is multiplied so that the slowest channel turns as far over `max_len` as it did over the trained positions
           (NTK-aware, arXiv 2309.00071, section 3.1); the base of one length, the run's, and written as such
 linear, llama3, yarn    as of `spec.model.Rope`, by `factor`
+
+All but theta take the place of a scaling that the model has, which `replaced` says.
 """
 
 from dataclasses import replace
@@ -29,7 +32,7 @@ def stretched(
     if kind == "theta":
         if factor is not None:
             raise UsageError("factor is not for type: theta; leave it out")
-        return replace(spec, rope=Rope(float(theta or 0)))
+        return replace(spec, rope=replace(rope, theta=float(theta or 0)))
     positions = trained or (rope.original_positions if rope.scaling in ("llama3", "yarn") else spec.max_positions)
     factor = max(1.0, max_len / positions) if factor is None else factor
     if kind == "dynamic":
@@ -43,6 +46,15 @@ def stretched(
     elif kind == "yarn":
         made = replace(made, original_positions=positions, magnitude=yarn_magnitude(factor))
     return replace(spec, rope=made)
+
+
+def replaced(before: ModelSpec, after: ModelSpec) -> str | None:
+    """A sentence where stretching took the scaling of the model's own rotary embedding away, else None."""
+    was, now = before.rope, after.rope
+    if was is None or now is None or was.scaling is None or replace(was, theta=now.theta) == now:
+        return None
+    instead = f"{now.scaling} by {now.factor:g}" if now.scaling else f"a base of {now.theta:g}"
+    return f"model.rope takes the place of the scaling that the model has ({was.scaling} by {was.factor:g}): it is {instead} now"
 
 
 def beyond(spec: ModelSpec, max_len: int) -> str | None:

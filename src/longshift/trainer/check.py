@@ -1,7 +1,8 @@
 """Is a layout the same training as one process? The parity harness behind `longshift check`, the tests and `benchmarks/parity.py`.
 
-The reference is plain PyTorch: the decoder in one process, one document at a time, torch's clip and its unfused optimizer. Four things are
-compared: the loss of every step, every weight's gradient (first and last step), the weights, and the optimizer's moments.
+The reference is plain PyTorch: the decoder in one process, one document at a time, with attention, adapters and the loss by their
+definitions, torch's clip and its unfused optimizer. Four things are compared: the loss of every step, every weight's gradient (first and
+last step), the weights, and the optimizer's moments.
 """
 
 import math
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.func import functional_call
 
 from longshift.dist.world import World
 from longshift.documents.batch import Document, StepBatch
@@ -23,7 +26,8 @@ from longshift.documents.micro import micro_batch
 from longshift.layout.box import Box
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
-from longshift.model.decoder import Decoder, Ops
+from longshift.model.decoder import Decoder, MicroBatch, Ops
+from longshift.model.functions import Elementwise
 from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
 from longshift.program.operations import Op
@@ -62,7 +66,8 @@ class Trial:
     of which turns are learned in part, and one document of each step not at all. `stages`: those after the first. `home`: where the
     training state is; on disk, in `stream_folder`. `packed`: the format of moments between updates; `gradients`, `weights`:
     of these on the wire. `compile`: whether layouts, and not the reference, compile their arithmetic. `float8`: whether matmuls of blocks
-    take factors of eight bits, whatever the precision."""
+    take factors of eight bits, whatever the precision. `clips`: the largest norm in each step, `clip` in all where not given. `early`:
+    whether units on disk may be updated before the norm."""
 
     spec: ModelSpec
     lengths: tuple[tuple[int, ...], ...]
@@ -90,6 +95,12 @@ class Trial:
     weights: WeightWire = "compute"
     compile: bool = False
     float8: bool = False
+    clips: tuple[float | None, ...] = ()
+    early: bool = True
+
+    def clip_at(self, step: int) -> float | None:
+        """The largest global norm of the gradient in a step, counted from 0."""
+        return self.clips[step] if self.clips else self.clip
 
     @property
     def formats(self) -> Precision:
@@ -167,7 +178,7 @@ class Trial:
         spec["lora"] = Lora(**spec["lora"] | {"targets": tuple(spec["lora"]["targets"])}) if spec["lora"] else None
         rest = {k: v for k, v in value.items() if k != "spec"}
         rest["stages"] = tuple(Later(**later | {"rope": Rope(**later["rope"]) if later["rope"] else None}) for later in value["stages"])
-        rest |= {"lengths": tuple(map(tuple, value["lengths"]))} | {name: tuple(value[name]) for name in ("edges", "packs")}
+        rest |= {"lengths": tuple(map(tuple, value["lengths"]))} | {name: tuple(value[name]) for name in ("edges", "packs", "clips")}
         rest["rule"] = Rule(**value["rule"] | {"betas": tuple(value["rule"]["betas"])})
         return cls(ModelSpec(**spec), **rest)
 
@@ -199,7 +210,43 @@ class Differences:
         return float(ratio.max().sqrt())
 
 
-def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | None = None) -> dict[str, Tensor]:
+class Definition(Ops):
+    """Attention and the loss in torch's plain operations, so that the reference has no kernel, window or mask of the product. It is for one
+    document at a time."""
+
+    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, micro: MicroBatch, window: int | None = None) -> Tensor:
+        """Causal attention: [T, N, H]. To all tokens before, or where the block has a window to the model's last `sliding_window` tokens, a
+        token's own included."""
+        window = None if window is None else self.spec.sliding_window
+        queries_a_key = q_TNH.shape[1] // k_TKH.shape[1]
+        k_TNH, v_TNH = (x.repeat_interleave(queries_a_key, dim=1) for x in (k_TKH, v_TKH))
+        scores_NTT = torch.einsum("qnh,knh->nqk", q_TNH, k_TNH) * self.spec.score_scale
+        if self.spec.score_cap:
+            scores_NTT = self.spec.score_cap * torch.tanh(scores_NTT / self.spec.score_cap)
+        tokens = torch.arange(len(q_TNH))
+        before_TT = tokens[:, None] - tokens[None, :]
+        seen_TT = (before_TT >= 0) & (before_TT < (window or len(q_TNH)))
+        return torch.einsum("nqk,knh->qnh", scores_NTT.masked_fill(~seen_TT, -math.inf).softmax(dim=-1), v_TNH)
+
+    def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
+        return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
+
+
+def with_adapters(model: Decoder) -> dict[str, Tensor]:
+    """The weights that a model computes with, by the names of their parameters: W + alpha / rank B A where a weight has an adapter."""
+    lora, weights = model.spec.lora, dict[str, Tensor]()
+    for number, unit in enumerate(model.units):
+        for p in unit.table:  # pyright: ignore[reportGeneralTypeIssues]
+            weight = getattr(unit, p.role)
+            a, b = (getattr(unit, f"{p.role}_lora_{which}", None) for which in "ab")
+            if lora and a is not None and b is not None:
+                adapter = lora.alpha / lora.rank * (b @ a)
+                weight = weight + (adapter.mT if unit.input_major else adapter)
+            weights[f"units.{number}.{p.role}"] = weight
+    return {name: weight for name, weight in weights.items() if not name.endswith(("_lora_a", "_lora_b"))}
+
+
+def reference(trial: Trial) -> dict[str, Tensor]:
     """The truth, in one process: "loss" [steps], and "KIND/NAME" for the kinds above."""
     spec, dtype, float8, device = trial.spec, trial.formats.home, trial.formats.float8, torch.device("cpu")
     source = trial.source()
@@ -212,19 +259,22 @@ def reference(trial: Trial, forget: Callable[[dict[str, Tensor], int], None] | N
     for step, batch in enumerate(batches):
         if step in stages:
             spec = stages[step].spec
-            ops, model = Ops(spec), Decoder(spec, float8).load(model.weights())
+            ops, model = Definition(spec), Decoder(spec, float8).load(model.weights())
+            merges = spec.lora is not None and not float8  # what is rounded to eight bits is the weight alone
+            plain = Decoder(spec.base) if merges else model
         optimizer.zero_grad()
         total = 0.0
         for document in batch.documents:
-            loss = model(micro_batch(spec, [document], alone, 0, dtype, device), ops)
+            micro = micro_batch(spec, [document], alone, 0, dtype, device)
+            loss = functional_call(plain, with_adapters(model), (micro, ops)) if merges else model(micro, ops)
             (loss / batch.target_tokens).backward()
             total += float(loss.detach())
         losses.append(total / batch.target_tokens)
         for kind, when in (("grad-first", 0), ("grad-last", len(batches) - 1)):
             if step == when:
                 out |= {f"{kind}/{name}": w.grad.clone() for name, w in weights.items() if w.grad is not None}
-        if trial.clip:
-            torch.nn.utils.clip_grad_norm_(weights.values(), trial.clip)
+        if clip := trial.clip_at(step):
+            torch.nn.utils.clip_grad_norm_(weights.values(), clip)
         for group in optimizer.param_groups:
             group["lr"] = schedule.at(step)
         optimizer.step()
@@ -252,10 +302,19 @@ def build(
     home_cut = home_cut or home_layout(edges)
     source = source or trial.source()
     home = Home.made(
-        trial.spec, home_cut, world, precision, source, HomeTiers.parse(trial.home), trial.stream_folder, trial.rule, trial.packed
+        trial.spec,
+        home_cut,
+        world,
+        precision,
+        source,
+        HomeTiers.parse(trial.home),
+        trial.stream_folder,
+        trial.rule,
+        trial.packed,
+        trial.early,
     )
     optimizer = Optimizer(home, trial.rule)
-    state = State(trial.spec, home, optimizer, trial.schedule, trial.clip, LossScale() if precision.scaled else None)
+    state = State(trial.spec, home, optimizer, trial.schedule, trial.clip_at(0), LossScale() if precision.scaled else None)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
     stream = StreamOptions(trial.stream_folder or tempfile.gettempdir(), trial.ahead, checked=True)
     return state, Player(trial.spec, edges, world, home, precision, options, stream, home_cut, compile=trial.compile)
@@ -291,7 +350,7 @@ def compare(
         if step in (0, len(batches) - 1):
             player.after = None
             scores.append(score(batch.documents, player) / batch.target_tokens - truth["loss"][step])
-        player.after = after
+        player.after, state.clip = after, what.clip_at(step)
         losses.append(train_step(state, batch, player, leave=step + 1 not in stages).loss)
     player.after = None
     player.finish()

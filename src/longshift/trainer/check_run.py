@@ -1,8 +1,12 @@
 """`longshift check`: a run's own model and documents under some layouts, against one process, in float64; and whether documents leak.
 
-The run is made small, all of it in proportion: the longest document, the edges of its groups, their packs and chunks. Then every part of
-every layout has work: every group, every replica several packs, every stage several micro-batches, every chunked layout documents of
-several chunks.
+The run is made small, all of it in proportion: the longest document, the edges of its groups, their packs, chunks, windows and blocks of
+rows. Then every part of every layout has work: every group, every replica several packs, every stage several micro-batches, every chunked
+layout documents of several chunks, every window documents that are longer. The norm is clipped in every second step; of a home on disk
+that is updated before the norm, such updates are kept in one step and taken back in another. What a config has beyond that is named.
+
+Each stage of `train.stages` is checked by itself. Labels of the run's first documents, and of pieces of documents, are compared with the
+tokens that they were cut from.
 
 A leak is a loss that depends on what it must not see. For some target positions, every token after the position and every token of every
 other document is replaced; the loss at the position must stay as it was.
@@ -26,9 +30,11 @@ from longshift.documents.batch import Batches, Document
 from longshift.errors import OutOfMemoryError
 from longshift.files import temporary_folder
 from longshift.layout.layout import Layout
+from longshift.layout.loss_rows import loss_blocks
 from longshift.model.loss import IGNORE
 from longshift.program.needs import StepShape, most, needs
 from longshift.spec.formats import EIGHT_BITS, FORMATS
+from longshift.spec.model import ModelSpec
 from longshift.step.player import Player
 from longshift.step.timeline import Timeline, predicted, rank_of, verdict
 from longshift.step.update import train_step
@@ -43,7 +49,11 @@ MOST_TOKENS = 8192  # of a group, where its documents need not be longer
 LONGEST = 128  # tokens of the longest document, at the most, and LEAST for each rank that shares its sequence
 LEAST = 8
 CHUNKS = 4  # of the longest document, at the least
-STEPS = 2  # in the second one, what was not brought up to date after the first shows
+NORMS = 1e9, 1e-3  # largest norms of steps in turn: what is not clipped, what is. In a second step shows what was not brought up to date
+STEPS = 2
+EARLY_STEPS = 4  # updates before the norm follow a step that was not clipped: taken back in the second step, kept in the fourth
+EARLY_NORMS = 1e9, 1e-3, 1e9, 1e9
+PIECES = 64  # of cut documents, whose labels are compared
 MOST_READ = 64  # steps of the run from which documents are taken, at the most
 TOLERANCE = 1e-9  # relative: float64 rounds at 1e-16, and sums of a deep model's many terms differ by their order
 PROBES = 6
@@ -55,13 +65,14 @@ DEADLINE_S = 600.0
 @dataclass(frozen=True)
 class Small:
     """A run made small. `longest`: tokens of its longest document; `edges`, `packs`: of its groups, from short documents to long;
-    `replicas` of a layout, and `micros` of each, at the most."""
+    `replicas` of a layout, and `micros` of each, at the most; `window` of its blocks."""
 
     longest: int
     edges: tuple[int, ...]
     packs: tuple[int, ...]
     replicas: int
     micros: int
+    window: int | None = None
 
     @classmethod
     def of(cls, config: Config, ways: Sequence[Sequence[Layout]]) -> "Small":
@@ -77,14 +88,25 @@ class Small:
             edges.append(max(math.ceil(edge.upto * share), edges[-1] + 1))
             packs.append(max(math.ceil(edge.pack * share), edges[-1]))
         longest = max(longest, edges[-1] + 1)
-        return cls(longest, (*edges[1:], longest), (*packs, 2 * longest), replicas, micros)
+        window = config.spec.sliding_window
+        if window is not None and window < config.data.max_len:
+            window = min(math.ceil(window * share), longest - 1)
+        return cls(longest, (*edges[1:], longest), (*packs, 2 * longest), replicas, micros, window)
+
+    def spec(self, config: Config) -> ModelSpec:
+        """The run's model, with its windows in proportion."""
+        return replace(config.spec, sliding_window=self.window)
 
     def layouts(self, config: Config, way: Sequence[Layout]) -> list[Layout]:
         """The layouts of a way with chunks that cut the longest documents of their groups as often as the run's own, CHUNKS times at the
-        least. A single layout computes all groups."""
-        ends = self.edges if len(way) > 1 else self.edges[-1:]
-        longest = [edge.upto for edge in config.edges] if len(way) > 1 else [config.data.max_len]
-        return [_in_proportion(layout, end, own) for layout, end, own in zip(way, ends, longest)]
+        least, and the loss in blocks of rows where the run's is. A single layout computes all groups."""
+        several = len(way) > 1
+        ends, packs = (self.edges, self.packs) if several else (self.edges[-1:], self.packs[-1:])
+        longest = [edge.upto for edge in config.edges] if several else [config.data.max_len]
+        found = [_in_proportion(layout, end, own) for layout, end, own in zip(way, ends, longest)]
+        full = [edge.pack for edge in config.edges] if several else [config.edges[-1].pack]
+        rows = zip(way, full, found, packs)
+        return [replace(small, rows=_small_rows(config.spec, layout, pack, small, own)) for layout, pack, small, own in rows]
 
     def lengths(self) -> list[int]:
         """Lengths of documents that give every replica `micros` packs of every group, the longest there may be among them."""
@@ -98,19 +120,54 @@ class Small:
 
 
 def check(config: Config, ways: Sequence[Sequence[Layout]], device: str = "cpu") -> dict:
-    """Worst relative differences to one process, and leaked positions, over the ways to compute and for each: a layout, or those of the
-    config's groups; and whether all are within TOLERANCE. Works on documents of the run's first steps, made small (`Small`), in processes
-    on this machine: the reference on its CPU, the ways on devices of this type. What waits on disk does so in stream.folder, where that
-    is given. Raises LongshiftError, OutOfMemoryError where there is no room for it."""
+    """`check_stages` of a run with one stage."""
+    return check_stages([(config, ways)], device)
+
+
+def check_stages(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]], device: str = "cpu") -> dict:
+    """Worst relative differences to one process, leaked positions and wrong labels, over the stages of a run and the ways to compute each:
+    a layout, or those of the stage's groups; and whether all are within TOLERANCE. Works on documents of each stage's first steps, made
+    small (`Small`), in processes on this machine: the reference on its CPU, the ways on devices of this type. What waits on disk does so in
+    stream.folder, where that is given. Raises LongshiftError, OutOfMemoryError where there is no room for it."""
+    rows, lost, counts, losses = [], 0, [0, 0], []
+    for config, ways in stages:
+        _make_room(config, Small.of(config, ways), ways, device)
+    for number, (config, ways) in enumerate(stages, 1):
+        found, trial, loss, wrong = _check_stage(config, ways, device)
+        rows += [{"stage": number, **row} for row in found]
+        lost += wrong
+        losses.append(loss)
+        counts = [counts[0] + len(trial["given"][0]), counts[1] + sum(len(ids) for ids, _ in trial["given"][0])]
+    kinds = ("loss", "grad", "weight", "optimizer")
+    worst = {kind: max((row[kind] for row in rows), key=lambda value: (math.isnan(value), value)) for kind in kinds}
+    leaked = sum(row["leaked_positions"] for row in rows)
+    run = stages[0][0]
+    return {
+        "reference": "one process, float64" + f"; {EIGHT_BITS}" * run.formats.float8,
+        "documents": counts[0],
+        "tokens": counts[1],
+        "reference_loss": losses[-1],
+        **worst,
+        "leaked_positions": leaked,
+        "wrong_labels": lost,
+        "tolerance": TOLERANCE,
+        "pass": all(value <= TOLERANCE for value in worst.values()) and not leaked and not lost,
+        "not_exercised": not_exercised(stages),
+        "rows": rows,
+    }
+
+
+def _check_stage(config: Config, ways: Sequence[Sequence[Layout]], device: str) -> tuple[list[dict], dict, float, int]:
+    """A row for each way, what was trained, the loss of the reference, and how many labels of the stage's documents are wrong."""
     small = Small.of(config, ways)
     texts = [" > ".join(map(str, small.layouts(config, way))) for way in ways]
-    _make_room(config, small, ways, device)
     worlds = [_ranks(layouts[0].world, device, device) for layouts in ways]
     with temporary_folder() as scratch:
         path = str(scratch / "truth.safetensors")
         with _ranks(1, "cpu", device) as alone:
-            told = {"config": config.to_yaml(), "scratch": str(scratch), "small": asdict(small)}
-            (trial,) = alone.call("longshift.trainer.check_run:trial_of", DEADLINE_S, **told)
+            here = {"config": config.to_yaml(), "scratch": str(scratch), "small": asdict(small)}
+            (trial,) = alone.call("longshift.trainer.check_run:trial_of", DEADLINE_S, **here)
+            (wrong,) = alone.call("longshift.trainer.check_run:wrong_labels", DEADLINE_S, config=config.to_yaml())
             (loss,) = alone.call("longshift.trainer.check:write_reference", DEADLINE_S, trial=trial, path=path)
         rows = []
         for layouts, text, there in zip(ways, texts, worlds):
@@ -121,22 +178,61 @@ def check(config: Config, ways: Sequence[Sequence[Layout]], device: str = "cpu")
                     for layout in dict.fromkeys(text.split(" > "))
                 ]
             row = {"layout": " > ".join(map(str, layouts)), "as": text}
-            row |= {kind: max(answer[kind] for answer in found) for kind in ("loss", "grad", "weight")}
+            row |= {kind: max(answer[kind] for answer in found) for kind in ("loss", "grad", "weight", "optimizer")}
             rows.append(row | {what: sum(leak[what] for leak in leaks) for what in leaks[0]})
-    worst = {kind: max((row[kind] for row in rows), key=lambda value: (math.isnan(value), value)) for kind in ("loss", "grad", "weight")}
-    leaked = sum(row["leaked_positions"] for row in rows)
-    documents = trial["given"][0]
-    return {
-        "reference": "one process, float64" + f"; {EIGHT_BITS}" * config.formats.float8,
-        "documents": len(documents),
-        "tokens": sum(len(ids) for ids, _ in documents),
-        "reference_loss": loss,
-        **worst,
-        "leaked_positions": leaked,
-        "tolerance": TOLERANCE,
-        "pass": all(value <= TOLERANCE for value in worst.values()) and not leaked,
-        "rows": rows,
-    }
+    return rows, trial, loss, wrong
+
+
+def not_exercised(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]]) -> list[str]:
+    """What a run has that its check does not compute, with the reason where it is not plain, a line each."""
+    run = stages[0][0]
+    train, home = run.train, run.home
+    lines = [
+        (train.precision not in ("float64", "float8"), f"train.precision: {train.precision} (float64 instead)"),
+        (train.precision == "float8", "train.precision: float8's bf16 (float64 instead, with factors of eight bits)"),
+        (home.moments != "float32", f"home.moments: {home.moments} (kept whole)"),
+        (run.wire.gradients != "float32", f"wire.gradients: {run.wire.gradients} (sent whole)"),
+        (run.wire.weights != "compute", f"wire.weights: {run.wire.weights} (sent whole)"),
+        (run.window != type(run.window)(), "window: bytes under way (all that the largest block needs)"),
+        (len(stages) > 1, "train.stages: the checkpoint between two stages (each begins with weights of its own)"),
+        (bool(train.warmup), "train.warmup, train.schedule (one learning rate)"),
+        (bool(run.model.lora and run.model.lora.init_from), "model.lora.init_from (adapters are drawn)"),
+        (run.data.valid is not None or run.data.held_out is not None, "validation"),
+        (run.save.background, "save.background"),
+    ]
+    found = [line for there, line in lines if there]
+    for number, (config, ways) in enumerate(stages, 1):
+        where = f"stage {number}: " if len(stages) > 1 else ""
+        window = config.spec.sliding_window
+        if window is not None and window >= config.data.max_len:
+            found.append(f"{where}windows of {window} tokens (documents have {config.data.max_len} at the most)")
+        small = Small.of(config, ways)
+        for way in ways:
+            for full, made in zip(way, small.layouts(config, way)):
+                if full.rows and not made.rows:
+                    found.append(f"{where}rows{full.rows} of {full} (a pack has no more rows)")
+    return list(dict.fromkeys(found))
+
+
+def wrong_labels(world: World, config: str) -> int:
+    """How many tokens and labels of a run's first documents, and of its first pieces of cut ones, are not what the tokens on disk say: a
+    label is the token that follows in the whole document, where that is learned."""
+    run = parse_config(config)
+    _, cache = open_corpus(run)
+    batches = Batches.of(run, cache)
+    cuts = batches.spans
+    pieces = np.flatnonzero(cuts.stop - cuts.start < cache.lengths[cuts.document])[:PIECES]
+    first = batches.at(0)
+    wrong = 0
+    for span in {*pieces.tolist(), *(batches.order[cursor] for cursor in range(first.cursor, first.next_cursor))}:
+        number, start, stop = (int(of[span]) for of in (cuts.document, cuts.start, cuts.stop))
+        whole, learned, found = cache.tokens(number), cache.learned(number), batches.document(span)
+        labels = np.append(whole[1:], IGNORE).astype(np.int64)
+        if learned is not None:
+            labels[:-1][learned[1:] == 0] = IGNORE
+        pairs = ((found.ids, whole[start:stop]), (found.labels, labels[start:stop]))
+        wrong += sum(int((ours != truth).sum()) if len(ours) == len(truth) else len(truth) for ours, truth in pairs)
+    return wrong
 
 
 def _ranks(size: int, here: str, device: str) -> ForkedWorld:
@@ -152,6 +248,12 @@ def _in_proportion(layout: Layout, longest: int, of_run: int) -> Layout:
     return replace(layout, chunk=max(layout.sequence, chunk))
 
 
+def _small_rows(spec: ModelSpec, layout: Layout, pack: int, small: Layout, small_pack: int) -> int:
+    """Rows that have logits at one time in a small layout: a few blocks of a pack's or chunk's rows where the run's layout has several."""
+    rows, own = ((way.chunk or tokens) // way.sequence for way, tokens in ((layout, pack), (small, small_pack)))
+    return max(1, own // CHUNKS) if loss_blocks(spec, layout, rows) > 1 else 0
+
+
 def _make_room(config: Config, small: Small, ways: Sequence[Sequence[Layout]], device: str) -> None:
     """Raises OutOfMemoryError where this machine's memory does not hold the reference, or what the ranks of a way have together."""
     asked: list[tuple[str, Sequence[Layout], int]] = [("one process", [Layout()], 1)]
@@ -162,7 +264,7 @@ def _make_room(config: Config, small: Small, ways: Sequence[Sequence[Layout]], d
         ends, packs = (small.edges, small.packs) if len(layouts) > 1 else (small.edges[-1:], small.packs[-1:])
         edges = tuple(Edge(*each) for each in zip(ends, layouts, packs))
         links = Links(ranks, 1.0, 1.0)
-        way = Itinerary(config.spec, edges, links, 8, 8, SwitchOptions())
+        way = Itinerary(small.spec(config), edges, links, 8, 8, SwitchOptions())
         formats = replace(FORMATS["float64"], float8=config.formats.float8)
         shape = StepShape(way, edges, formats, sum(small.lengths()), small.longest)
         need = ranks * most(needs(shape, edges, "gloo", True)).device.total
@@ -199,12 +301,14 @@ def recorded(world: World, config: str, scratch: str) -> dict:
 
 
 def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
-    """STEPS steps of a run made small, as a Trial in JSON: their documents are pieces of the run's first ones. `scratch`: where the disk
+    """Steps of a run made small, as a Trial in JSON: their documents are pieces of the run's first ones. `scratch`: where the disk
     tier is, unless the run names a folder."""
     run, size = parse_config(config), Small(**small)
+    is_early = "disk" in run.home.at.named and run.home.early and run.train.clip is not None
+    norms, steps = (EARLY_NORMS, EARLY_STEPS) if is_early else (NORMS, STEPS)
     _, cache = open_corpus(run)
     batches = Batches.of(run, cache)
-    lengths, batch = size.lengths() * STEPS, batches.at(0)
+    lengths, batch = size.lengths() * steps, batches.at(0)
     ids, labels = [document.ids for document in batch.documents], [document.labels for document in batch.documents]
     for _ in range(MOST_READ - 1):
         if sum(map(len, ids)) >= sum(lengths):
@@ -220,14 +324,18 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
         if (own == IGNORE).all():  # a piece of a prompt: any label will do
             own[:-1] = all_ids[end - length + 1 : end]
         documents.append((tuple(all_ids[end - length : end].tolist()), tuple(own.tolist())))
-    count = len(documents) // STEPS
+    count = len(documents) // steps
     return Trial(
-        run.spec,
+        size.spec(run),
         (),
-        given=tuple(tuple(documents[step * count : (step + 1) * count]) for step in range(STEPS)),
+        given=tuple(tuple(documents[step * count : (step + 1) * count]) for step in range(steps)),
         capacity=size.packs[-1],
         seed=run.train.seed,
         warmup=0,
+        clips=norms if run.train.clip is not None else (None,) * steps,
+        rule=run.train.rule,
+        ahead=run.stream.ahead,
+        early=run.home.early,
         folder=run.model.path if run.model.init == "pretrained" else None,
         edges=tuple(size.edges[:-1]),
         packs=tuple(size.packs[:-1]),

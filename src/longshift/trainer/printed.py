@@ -14,6 +14,8 @@ from longshift.layout.layout import format_size
 from longshift.trainer.metrics import read_rows
 from longshift.trainer.run_folder import RunFolder
 
+CHECKED = {"loss": "loss", "grad": "gradients", "weight": "weights", "optimizer": "moments"}
+
 
 def show_corpus(found: Mapping[str, Any], max_len: int) -> None:
     """Print what `survey` found."""
@@ -36,13 +38,18 @@ def show_corpus(found: Mapping[str, Any], max_len: int) -> None:
 def show_check(found: Mapping[str, Any]) -> None:
     """Print how layouts that computed the same batches differ, and the verdict."""
     print(f"{found['documents']} documents, {found['tokens']:,} tokens; loss {found['reference_loss']:.4f} in {found['reference']}")
-    table = Table(*found["rows"][0], box=None)
+    staged = len({row["stage"] for row in found["rows"]}) > 1
+    table = Table(*["stage"] * staged, "layout", "as", *CHECKED.values(), "leaked", box=None)
     for row in found["rows"]:
-        table.add_row(*(f"{value:.1e}" if isinstance(value, float) else str(value) for value in row.values()))
+        stage = [str(row["stage"])] * staged
+        differences = (f"{row[kind]:.1e}" for kind in CHECKED)
+        table.add_row(*stage, row["layout"], row["as"], *differences, f"{row['leaked_positions']} of {row['probed_positions']}")
     Console(highlight=False).print(table)
-    worst = f"loss {found['loss']:.1e}, gradients {found['grad']:.1e}, weights {found['weight']:.1e}"
-    leaked = f"{found['leaked_positions']} leaked positions"
-    print(f"{'PASS' if found['pass'] else 'FAIL'}: {worst}, {leaked}; the tolerance of float64 is {found['tolerance']:.0e}")
+    for line in found["not_exercised"]:
+        print(f"not exercised: {line}")
+    worst = ", ".join(f"{name} {found[kind]:.1e}" for kind, name in CHECKED.items())
+    faults = f"{found['leaked_positions']} leaked positions, {found['wrong_labels']} wrong labels"
+    print(f"{'PASS' if found['pass'] else 'FAIL'}: {worst}, {faults}; the tolerance of float64 is {found['tolerance']:.0e}")
 
 
 def length_table(bins: Sequence[Mapping[str, int]]) -> Table:

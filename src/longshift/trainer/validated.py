@@ -18,11 +18,13 @@ from longshift.trainer.run_folder import RunFolder
 
 
 class Validator:
-    """The validations of a stage. Mutable: `losses` so far, by step, the same on all ranks."""
+    """The validations of a stage. Mutable: `losses` so far, by step, of all stages, the same on all ranks; `begin`: the run's steps before
+    the stage."""
 
     def __init__(self, config: Config, documents: ValidSet):
         self.documents, self.how, self.last = documents, config.validation or ValidationConfig(), config.train.steps
         self.losses: dict[int, float] = {}
+        self.begin = 0
 
     @classmethod
     def of(cls, config: Config, world: World) -> "Validator | None":
@@ -35,15 +37,25 @@ class Validator:
         return cls(config, ValidSet.of(cache, data.max_len, data.overlong, tokens, config.train.tokens_per_step, data.held_out or 0.0))
 
     def remember(self, run: Path, world: World, begin: int, done: int) -> None:
-        """Take the losses of steps after `begin`, of the stage, up to `done` from the run's metrics; collective: rank 0's count."""
+        """Take the losses of the run's steps up to `done` from its metrics, for a stage that follows step `begin`; collective: rank 0's
+        count."""
         rows = read_rows(RunFolder(run).metrics) if world.rank == 0 else []
-        told = [(row["step"], row["valid_loss"]) for row in rows if begin < row["step"] <= done and row.get("valid_loss") is not None]
-        self.losses = dict(json.loads(world.gather_text(json.dumps(told))[0]))
+        losses = [(row["step"], row["valid_loss"]) for row in rows if row["step"] <= done and row.get("valid_loss") is not None]
+        self.losses = dict(json.loads(world.gather_text(json.dumps(losses))[0]))
+        self.begin = begin
 
     @property
     def best(self) -> int | None:
-        """The step with the lowest loss, the first of equals; None before the first validation."""
+        """The step with the lowest loss of the run, the first of equals; None before the first validation."""
         return min(self.losses, key=self.losses.__getitem__, default=None)
+
+    @property
+    def patience_is_over(self) -> bool:
+        """Whether the stage's newest losses, as many as validation.patience, are all above its lowest. Another stage's losses do not count:
+        they are of documents that are cut otherwise."""
+        losses = {step: loss for step, loss in self.losses.items() if step > self.begin}
+        lowest = min(losses, key=losses.__getitem__)
+        return self.how.patience is not None and sum(step > lowest for step in losses) >= self.how.patience
 
     def after(self, metrics: StepMetrics, player: Player) -> StepMetrics:
         """A step with the validation that follows it, if one does; collective. Raises NonFiniteError."""
@@ -55,6 +67,5 @@ class Validator:
         if not math.isfinite(loss):
             raise NonFiniteError(f"step {metrics.step}: the loss of the validation is {loss}; a lower train.lr is the usual cure")
         self.losses[metrics.step] = loss
-        since = sum(step > (self.best or 0) for step in self.losses)
-        early = self.how.patience is not None and since >= self.how.patience
-        return replace(metrics, valid_loss=loss, valid=parts, valid_seconds=player.world.now() - began, early=early)
+        seconds = player.world.now() - began
+        return replace(metrics, valid_loss=loss, valid=parts, valid_seconds=seconds, early=self.patience_is_over)

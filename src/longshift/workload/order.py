@@ -7,11 +7,12 @@ four steps). So a seek to any cursor costs O(1), nothing has to be saved but the
 
 import hashlib
 import struct
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
+from math import gcd, lcm
 
 import numpy as np
 
@@ -49,18 +50,23 @@ class Order:
 class Mixture:
     """Endless shuffled order of several sources, whose documents are numbered one source after the other.
 
-    `sizes`: documents of each source; `reads`: how many documents of each are read in a pass, at least 1. A pass shuffles which source is
-    read when; each source has its own endless `Order`, which goes on from pass to pass. So every document of a source is read before one
-    is read again, and `mixture[cursor]` costs O(log sources).
+    `sizes`: documents of each source, at least 1; `shares`: whole numbers in the proportion in which documents of the sources are read.
+    The sources alternate as evenly as their shares allow, from a place that the seed chooses. Each source has its own endless `Order`,
+    which goes on as its documents are read. So every document of a source is read before one is read again.
+
+        shares 3, 1    a a b a  a a b a  ...    documents of a: 2 0 1 | 1 2 0 | ...
+
+    `mixture[cursor]` costs O(log sources): a tree of pairs of sources, and in each pair an even rounding (Bresenham's line). Raises
+    ValueError for a source that has no document or no share.
     """
 
     sizes: tuple[int, ...]
-    reads: tuple[int, ...]
+    shares: tuple[int, ...]
     seed: int
 
     def __post_init__(self) -> None:
-        if min(self.reads, default=0) < 1 or len(self.reads) != len(self.sizes):
-            raise ValueError(f"a mixture of {self.sizes} documents, of which {self.reads} are read: at least one each is needed")
+        if min((*self.sizes, *self.shares), default=0) < 1 or len(self.shares) != len(self.sizes):
+            raise ValueError(f"a mixture of {self.sizes} documents in shares of {self.shares}: at least one each is needed")
 
     @cached_property
     def _orders(self) -> tuple[Order, ...]:
@@ -68,17 +74,30 @@ class Mixture:
         return tuple(Order(n, seed) for n, seed in zip(self.sizes, seeds))
 
     @cached_property
-    def _ends(self) -> tuple[list[int], list[int], Order]:
-        """Where sources end among the documents and among the reads of a pass, and the order of reads."""
-        reads = list(accumulate(self.reads))
-        return list(accumulate(self.sizes)), reads, Order(reads[-1], self.seed)
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """Documents and shares of the sources before each, and of all."""
+        return [0, *accumulate(self.sizes)], [0, *accumulate(self.shares)]
+
+    @cached_property
+    def _offset(self) -> int:
+        """Where in their pattern the sources begin."""
+        return _keys(self.seed, 0)[0]
 
     def __getitem__(self, cursor: int) -> int:
-        documents, reads, order = self._ends
-        read = order[cursor]
-        source = bisect_right(reads, read)
-        nth = cursor // order.n * self.reads[source] + read - (reads[source] - self.reads[source])
-        return documents[source] - self.sizes[source] + self._orders[source][nth]
+        if cursor < 0:
+            raise IndexError(f"cursor {cursor} is negative")
+        documents, shares = self._ends
+        first, last, nth = 0, len(self.sizes), cursor
+        while last - first > 1:
+            middle = (first + last) // 2
+            left, both = shares[middle] - shares[first], shares[last] - shares[first]
+            offset = self._offset % both
+            before, after = ((at * left + offset) // both for at in (nth, nth + 1))
+            if after > before:
+                last, nth = middle, before
+            else:
+                first, nth = middle, nth - before
+        return documents[first] + self._orders[first][nth]
 
 
 def held_out(documents: np.ndarray, share: float) -> np.ndarray:
@@ -89,16 +108,17 @@ def held_out(documents: np.ndarray, share: float) -> np.ndarray:
     return word < share * 2.0**64
 
 
-def reads_of(
+def shares_of(
     tokens: Sequence[int], documents: Sequence[int], epochs: Sequence[float | None], weights: Sequence[float | None]
 ) -> tuple[int, ...]:
-    """How many documents of each source are read in a pass, at least 1: by `epochs`, 1 where None; or so that the tokens of the sources
-    are as `weights`, in a pass that reads each source at least once."""
-    times = [1.0 if each is None else each for each in epochs]
+    """Whole numbers in the proportion in which documents of the sources are read. A source is read `epochs` times while others are read
+    once (None: 1); or, where all have `weights`, so often that the tokens of the sources are in their proportion. Nothing is rounded."""
+    times = [Fraction(1) if each is None else Fraction(str(each)) for each in epochs]
     if all(weight is not None for weight in weights):
-        times = [float(weight or 0) / count for weight, count in zip(weights, tokens)]
-        times = [each / min(times) for each in times]
-    return tuple(max(1, round(each * n)) for each, n in zip(times, documents))
+        times = [Fraction(str(weight)) / count for weight, count in zip(weights, tokens)]
+    reads = [each * n for each, n in zip(times, documents)]
+    whole = [int(each * lcm(*(read.denominator for read in reads))) for each in reads]
+    return tuple(each // gcd(*whole) for each in whole)
 
 
 def _keys(seed: int, epoch: int) -> tuple[int, ...]:
