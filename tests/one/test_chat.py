@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,7 @@ def test_a_mutant_of_the_mask_is_seen(plain, tmp_path, monkeypatch):
     folder = folder_of(family, family.plain(), plain, tmp_path / "model")
     path = write(tmp_path / "chats.jsonl", [{"messages": TURNS}])
     right = learned_of(load(folder), path, tmp_path / "a")
+    monkeypatch.setattr("longshift.documents.tokens.TemplateProcess", nullcontext)  # the mistake is of this process
     monkeypatch.setattr("longshift.documents.template.ChatTemplate._to_its_end", lambda self, said: said)
     assert learned_of(load(folder), path, tmp_path / "b") != right
 

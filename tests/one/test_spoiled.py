@@ -49,6 +49,8 @@ def test_a_link_out_of_a_model_folder_is_refused_and_the_cache_of_the_hub_is_not
     shard.symlink_to(outside)
     with pytest.raises(CheckpointError, match=r"model-00001-of-.*\.safetensors is a link out of its folder, to .*elsewhere"):
         WeightFolder(model, SPEC)
+    with pytest.raises(CheckpointError, match="start from a folder that holds both"):
+        WeightFolder(model, SPEC)
     shard.unlink()
     hub = tmp_path / "hub" / "snapshots" / "0123"
     hub.parent.mkdir(parents=True)
@@ -57,6 +59,25 @@ def test_a_link_out_of_a_model_folder_is_refused_and_the_cache_of_the_hub_is_not
     outside.rename(tmp_path / "hub" / "blobs" / "abc")
     (hub / shard.name).symlink_to("../../blobs/abc")
     assert len(WeightFolder(hub, SPEC).files) == count
+
+
+@pytest.mark.parametrize("store", [".git/annex/objects/Zx/09", ".dvc/cache/files/md5/ab", "store", "m/objects"])
+def test_links_that_stay_below_the_working_folder_are_followed(model, tmp_path, monkeypatch, store):
+    """Those of git-annex, of dvc, of a store beside the model, of a folder inside it; in two steps too. Not from another working folder."""
+    (tmp_path / store).mkdir(parents=True, exist_ok=True)
+    for number, file in enumerate(sorted(model.glob("*.safetensors"))):
+        file.rename(tmp_path / store / f"{number}")
+        (tmp_path / f"{number}.link").symlink_to(tmp_path / store / f"{number}")
+        file.symlink_to(tmp_path / f"{number}.link")
+    monkeypatch.chdir(tmp_path)
+    assert WeightFolder(model, SPEC).files
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    if store.startswith("m/"):
+        assert WeightFolder(model, SPEC).files
+    else:
+        with pytest.raises(CheckpointError, match="is a link out of its folder"):
+            WeightFolder(model, SPEC)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from typing import Any
 
 from longshift.config_parts import Learn
 from longshift.documents.record_notes import RecordNotes
-from longshift.documents.template import Chat, ChatTemplate, Rendered, UnsoundTemplate, check_unmarked
+from longshift.documents.template import Chat, Rendered, UnsoundTemplate, check_unmarked
+from longshift.documents.template_process import TemplateProcess
 from longshift.errors import did_you_mean
 
 OPTIONAL = ("tools", "system", "chat_template_kwargs", "documents")  # fields beside messages that are read where a record has them
@@ -32,7 +33,7 @@ class BadRecord(Exception):
 
 
 def conversation(
-    messages: object, extra: Mapping[str, Any], template: ChatTemplate, learn: Learn, day: float, notes: RecordNotes
+    messages: object, extra: Mapping[str, Any], template: TemplateProcess, learn: Learn, day: float, notes: RecordNotes
 ) -> Rendered:
     """The document of a list of messages. `extra`: fields of `OPTIONAL` by name. Raises BadRecord."""
     chat = _chat(_messages(messages), extra, day)
@@ -45,7 +46,7 @@ def completed(
     prompt: object,
     completion: object,
     extra: Mapping[str, Any],
-    template: ChatTemplate | None,
+    template: TemplateProcess | None,
     learn: Learn,
     day: float,
     notes: RecordNotes,
@@ -105,7 +106,7 @@ def _is_learned(message: Mapping[str, Any], number: int) -> bool | None:
     return next((bool(value) for value in said.values()), None)
 
 
-def _rendered(template: ChatTemplate, chat: Chat, learn: Learn, notes: RecordNotes) -> Rendered:
+def _rendered(template: TemplateProcess, chat: Chat, learn: Learn, notes: RecordNotes) -> Rendered:
     for number, (message, is_learned) in enumerate(zip(chat.messages, chat.learned), 1):
         if message["role"] != "assistant" and is_learned is (learn != "all"):
             wish = "is to be learned, and only the assistant's are" if learn != "all" else "is not to be learned, and learn: all learns all"

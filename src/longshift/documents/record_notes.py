@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from longshift.documents.template import Chat, ChatTemplate, UnsoundTemplate
+from longshift.documents.template import Chat, UnsoundTemplate
+from longshift.documents.template_process import TemplateProcess
 
 UNREAD, UNWRITTEN = "not read", "not written by the chat template"
 _LONG = 12  # characters without blanks: a text of so many does not stand elsewhere by chance
@@ -30,7 +31,7 @@ class Leaf(NamedTuple):
 class RecordNotes:
     """Counts for one source, and what is known of its template. Mutable."""
 
-    def __init__(self, template: ChatTemplate | None):
+    def __init__(self, template: TemplateProcess | None):
         self.template = template
         self.counts: Counter[tuple[str, str]] = Counter()
         self._is_written: dict[str, bool] = {}

@@ -19,7 +19,8 @@ from longshift.documents.chat import OPTIONAL, BadRecord, completed, conversatio
 from longshift.documents.file_kind import HEAD_BYTES, UNREADABLE, UTF8_MARK, Format, begins_with_record, format_of, open_unpacked
 from longshift.documents.record_notes import RecordNotes
 from longshift.documents.record_reader import Fields, Record, read_records
-from longshift.documents.template import ChatTemplate, Span
+from longshift.documents.template import Span
+from longshift.documents.template_process import TemplateProcess
 from longshift.errors import DataError, nearest
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
@@ -83,7 +84,7 @@ def files(source: Source) -> tuple[File, ...]:
     return tuple(_file(path, format_of(path, source.names_field), source.fields, learn) for path in found)
 
 
-def read(file: File, template: ChatTemplate | None = None, notes: RecordNotes | None = None) -> Iterator[Text | Skipped]:
+def read(file: File, template: TemplateProcess | None = None, notes: RecordNotes | None = None) -> Iterator[Text | Skipped]:
     """The documents of a file, in its order; `template` is for conversations.
 
     Counts in `notes` what no token shows. Raises DataError at the first document that is bad: nothing after it is read.
@@ -166,7 +167,7 @@ def _nothing(given: str, pattern: str, matches: Sequence[str]) -> str:
 # Documents
 
 
-def _document(file: File, record: Record, template: ChatTemplate | None, notes: RecordNotes) -> Text:
+def _document(file: File, record: Record, template: TemplateProcess | None, notes: RecordNotes) -> Text:
     """The document of a record. Raises DataError for one that is none."""
     first, *second = (record.fields[field] for field in file.fields)
     if file.learn is None:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 from jinja2 import meta, nodes
@@ -27,8 +27,10 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from longshift.config_parts import Learn
 from longshift.errors import DataError
+
+if TYPE_CHECKING:  # the process of a template starts quickly
+    from longshift.config_parts import Learn
 
 Span = tuple[int, int]  # characters, the end excluded
 Message = Mapping[str, Any]
@@ -94,7 +96,7 @@ class ChatTemplate:
         """The text of a conversation. Raises UnsoundTemplate for what the template refuses."""
         return _unmarked(self._write(chat))[0]
 
-    def render(self, chat: Chat, learn: Learn) -> Rendered:
+    def render(self, chat: Chat, learn: "Learn") -> Rendered:
         """The conversation, and what of it is learned: all that the assistant says, its last turn, or everything; without the turns that
         the record says not to learn. Raises UnsoundTemplate, also for what the template itself refuses."""
         turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
@@ -139,7 +141,7 @@ class ChatTemplate:
         variables |= {"messages": chat.messages[:first], "tools": chat.tools, "add_generation_prompt": prompt, "strftime_now": now}
         try:
             return self._program.render(**variables)
-        except DataError:
+        except (DataError, MemoryError):
             raise
         except Exception as fault:  # a template is a program: it may fail in any way
             raise UnsoundTemplate(f"the chat template ({self.where}) refuses it: {fault}") from None

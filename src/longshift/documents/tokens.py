@@ -18,6 +18,7 @@ import json
 import platform
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -29,6 +30,7 @@ from longshift.config_parts import Source
 from longshift.documents.record_notes import RecordNotes
 from longshift.documents.sources import File, Skipped, Text, files, read, unchanged
 from longshift.documents.template import ChatTemplate, read_template
+from longshift.documents.template_process import TemplateProcess
 from longshift.documents.tokenizer import Tokenizer
 from longshift.errors import DataError
 from longshift.files import publish
@@ -192,10 +194,12 @@ def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatT
     lengths: list[int] = []
     counts, skipped = [0] * len(inputs), []
     sources = 1 + max(nth for nth, _ in inputs)
-    notes = [RecordNotes(chat) for _ in range(sources)]
     learned, seen = np.zeros(sources, np.int64), np.zeros(sources, np.int64)
-    with open(folder / "tokens.bin", "wb") as out, open(folder / MASK, "wb") as mask_out:
-        for batch in _batches(_texts(inputs, chat, notes, skipped, progress)):
+    with ExitStack() as stack:
+        out, mask_out = (stack.enter_context(open(folder / name, "wb")) for name in ("tokens.bin", MASK))
+        template = stack.enter_context(TemplateProcess(chat)) if chat else None
+        notes = [RecordNotes(template) for _ in range(sources)]
+        for batch in _batches(_texts(inputs, template, notes, skipped, progress)):
             for (nth, text), (ids, mask) in zip(batch, _encoded(tokenizer, [text for _, text in batch])):
                 if len(ids) == nothing:
                     raise DataError(f"{text.where}: the tokenizer finds no token in this text of {len(text.text)} characters")
@@ -256,7 +260,7 @@ def _source_name(inputs: Sequence[tuple[int, File]], source: int) -> str:
 
 def _texts(
     inputs: Sequence[tuple[int, File]],
-    chat: ChatTemplate | None,
+    chat: TemplateProcess | None,
     notes: Sequence[RecordNotes],
     skipped: list[tuple[str, str]],
     progress: Progress,

@@ -350,11 +350,15 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _inside(folder: Path, file: Path) -> Path:
-    """The file, where it lies in the folder, or where the cache of the Hugging Face hub keeps what its snapshots link to. Raises
-    CheckpointError for a link to elsewhere."""
+    """The file, where it lies in the folder, where the cache of the Hugging Face hub keeps what its snapshots link to, or below the working
+    folder, as stores of dvc and git-annex do. Raises CheckpointError for a link to elsewhere."""
     target, home = file.resolve(), folder.resolve()
-    if target.parent not in (home, home.parent.parent / "blobs"):
-        raise CheckpointError(f"{file} is a link out of its folder, to {target}: copy the file there, or name the folder that holds it")
+    blobs = home.parent.parent / "blobs"
+    if not any(target.is_relative_to(allowed) for allowed in (home, blobs, Path.cwd())):
+        raise CheckpointError(
+            f"{file} is a link out of its folder, to {target}: copy the file there, name the folder that holds it, or start from a "
+            "folder that holds both"
+        )
     return file
 
 

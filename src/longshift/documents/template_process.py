@@ -1,0 +1,151 @@
+"""A chat template in a process of its own, with a deadline and a limit of memory: a template is a program that came with a model, and a few
+words of it may loop for hours or fill the machine.
+
+    parent  {"chat": [...], "learn": "assistant"}  ->  child: Jinja, at most DEADLINE_S of a processor and MOST_BYTES
+            {"text": "...", "learned": [[3, 9]]}   <-  or what the template refuses; or the child is gone, and the conversation is refused
+
+A line of JSON each way. The child ends with the process that asked.
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+from longshift.dist.parent import end_with_parent
+from longshift.documents.template import Chat, ChatTemplate, Rendered, UnsoundTemplate
+from longshift.errors import DataError
+
+if TYPE_CHECKING:  # the process of a template starts quickly
+    from longshift.config_parts import Learn
+
+DEADLINE_S = 20.0  # of a processor, for one conversation
+MOST_BYTES = 4 << 30
+_CODE = "import sys; from longshift.documents.template_process import serve; serve(*sys.argv[1:])"
+
+
+class TemplateProcess:
+    """Renders with `template` in a child, which is started at the first conversation. Mutable: the child. Not for several threads."""
+
+    def __init__(self, template: ChatTemplate, deadline_s: float = DEADLINE_S, most_bytes: int = MOST_BYTES):
+        self.template = template
+        self._limits = deadline_s, most_bytes
+        self._child: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child:
+            self._child.kill()
+            self._child.communicate()
+            self._child = None
+
+    @cached_property
+    def variables(self) -> set[str]:
+        """`ChatTemplate.variables`."""
+        return set(self._ask({"what": "variables"})["variables"])
+
+    def write(self, chat: Chat) -> str:
+        """`ChatTemplate.write`. Raises UnsoundTemplate, also where it takes too long or too much memory."""
+        return self._ask({"what": "write", "chat": chat})["text"]
+
+    def render(self, chat: Chat, learn: "Learn") -> Rendered:
+        """`ChatTemplate.render`. Raises UnsoundTemplate, also where it takes too long or too much memory."""
+        answer = self._ask({"what": "render", "chat": chat, "learn": learn})
+        return Rendered(answer["text"], tuple((first, last) for first, last in answer["learned"]))
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        self._child = self._child or self._started()
+        assert self._child.stdin
+        assert self._child.stdout
+        try:
+            self._child.stdin.write(json.dumps(question, default=str) + "\n")
+            self._child.stdin.flush()
+            answer = json.loads(self._child.stdout.readline())
+        except (BrokenPipeError, ValueError):
+            raise UnsoundTemplate(self._why_gone()) from None
+        if "unsound" in answer:
+            raise UnsoundTemplate(answer["unsound"])
+        if "fault" in answer:
+            raise DataError(answer["fault"])
+        return answer
+
+    def _started(self) -> subprocess.Popen[str]:
+        command = [
+            sys.executable,
+            "-P",
+            "-X",
+            "utf8",
+            "-c",
+            _CODE,
+            json.dumps(asdict(self.template)),
+            *map(str, self._limits),
+            str(os.getpid()),
+        ]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8")
+
+    def _why_gone(self) -> str:
+        """Ends what is left of the child."""
+        assert self._child
+        child, self._child = self._child, None
+        said = child.communicate()[1].strip().splitlines()
+        deadline_s, most_bytes = self._limits
+        where = f"the chat template ({self.template.where})"
+        if child.returncode == -signal.SIGPROF:
+            return f"{where} computes for more than {deadline_s:g} s: look for loops in loops"
+        if child.returncode == -signal.SIGKILL or "MemoryError" in said[-1:]:
+            return f"{where} takes more than {most_bytes / 2**30:.3g} GiB of memory: look for texts that grow in a loop"
+        return f"{where} ended its process with {child.returncode}: {' '.join(said[-1:])[:300]}"
+
+
+def serve(template: str, deadline_s: str, most_bytes: str, parent: str) -> None:
+    """Answer conversations from standard input until it ends. The process ends by SIGPROF where one takes too long."""
+    end_with_parent(signal.SIGKILL, int(parent))
+    resource.setrlimit(resource.RLIMIT_DATA, (int(most_bytes), int(most_bytes)))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    program = _template_of(json.loads(template))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        with _deadline(float(deadline_s)):
+            answer = _answer(program, asked)
+        print(json.dumps(answer), flush=True)
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_PROF, 0.0)
+
+
+def _template_of(fields: Mapping[str, Any]) -> ChatTemplate:
+    names = tuple((name, token) for name, token in fields["names"])
+    return ChatTemplate(fields["source"], fields["where"], names, tuple(fields["special"]))
+
+
+def _answer(program: ChatTemplate, asked: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        if asked["what"] == "variables":
+            return {"variables": sorted(program.variables)}
+        chat = Chat(*asked["chat"])
+        if asked["what"] == "write":
+            return {"text": program.write(chat)}
+        rendered = program.render(chat, asked["learn"])
+        return {"text": rendered.text, "learned": rendered.learned}
+    except UnsoundTemplate as fault:
+        return {"unsound": str(fault)}
+    except DataError as fault:
+        return {"fault": str(fault)}
