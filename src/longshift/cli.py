@@ -3,13 +3,19 @@
 Imports of what needs torch stand inside the commands: see [Note: imports inside functions] in `api.py`.
 """
 
+import signal
+from contextlib import contextmanager, nullcontext, suppress
+
+BEFORE = signal.getsignal(signal.SIGINT)
+if BEFORE is signal.default_int_handler:  # Ctrl-C while the rest is imported ends the command without a traceback
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import json as jsonlib
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -24,6 +30,7 @@ from longshift.cluster.host import core_count, forks_ranks
 from longshift.cluster.named import cluster as named
 from longshift.config import Config
 from longshift.config_file import load_config
+from longshift.dist.memory import address_space, lacks_memory
 from longshift.dist.parent import call_this_process, end_with_parent
 from longshift.dist.ranks import Seed
 from longshift.errors import LongshiftError, OutOfMemoryError, UsageError, printable
@@ -47,6 +54,10 @@ from longshift.workload.given import Lengths, read_lengths
 
 if TYPE_CHECKING:
     from longshift.documents.tokens import TokenCache
+
+if BEFORE is signal.default_int_handler:
+    with suppress(ValueError):
+        signal.signal(signal.SIGINT, BEFORE)
 
 INTERRUPTED = 130
 
@@ -117,8 +128,9 @@ def train(
                 print(jsonlib.dumps(found.to_json()) if json else found)
             return
         trace = None if trace is None else writable(trace)
-        for edge in run.edges if world is not None else ():
-            legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack, run.formats.float8)
+        with _by_the_environment(world if world != run.world else None):
+            for edge in run.edges if world is not None else ():
+                legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack, run.formats.float8)
         folder = prepare(run, resume, rank, alone=world is None)
         if rank == 0:
             keep(plan, folder.path, resume)
@@ -390,7 +402,8 @@ def _work(words: Sequence[str]) -> None:
 def _planned(run: Config) -> tuple[Config, PlanFile | None]:
     """With `layout: auto` chosen for this machine and the run's corpus, and the plan."""
     if isinstance(run.layout, AutoLayout) and _place()[1] is not None:
-        raise UsageError("layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE")
+        with _by_the_environment(_place()[1]):
+            raise UsageError("layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE")
     return chosen(run, lambda ranks: api.this_machine(ranks, _say), lambda: Lengths.from_array(_open_corpus(run).lengths), _say)
 
 
@@ -428,9 +441,26 @@ def _leave(code: int) -> NoReturn:
 
 def _place() -> tuple[int, int | None]:
     """Rank and world size that a launcher put into the environment; (0, None) where there is none."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    rank, world = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    if rank is None or world is None:
         return 0, None
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise UsageError(f"RANK is {rank!r} and WORLD_SIZE {world!r} in the environment: a rank is a number below the number of ranks")
+    return int(rank), int(world)
+
+
+@contextmanager
+def _by_the_environment(world: int | None) -> Iterator[None]:
+    """A layout that is refused for its number of ranks, `world`, is refused with the variables that say the number."""
+    try:
+        yield
+    except UsageError as fault:
+        if world is None:
+            raise
+        raise UsageError(
+            f"{fault}\nThe environment says so: RANK is {os.environ['RANK']} and WORLD_SIZE {world}, as a launcher sets them, and a job of "
+            "one pod too. To start all ranks from here, leave them out: env -u RANK -u WORLD_SIZE longshift ..."
+        ) from None
 
 
 def _per_node(ranks: int) -> int:
@@ -466,6 +496,8 @@ def main() -> None:
     except Warning as fault:
         _tell(UsageError(f"{fault} (a warning that PYTHONWARNINGS, or python -W, makes an error)"))
     except Exception as fault:
+        if lacks_memory(fault):
+            _tell(OutOfMemoryError(f"this process gets no more memory ({str(fault) or 'MemoryError'}){address_space()}"))
         if not (isinstance(fault, OSError) and fault.errno in OF_DISKS):
             traceback.print_exc()
             _end(1)

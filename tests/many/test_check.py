@@ -187,24 +187,39 @@ MISTAKES = {  # a mutant of the product; a layout that it is in, or what else th
 }
 
 
-@pytest.mark.parametrize("mutant", MISTAKES)
-def test_a_mistake_of_the_product_fails(place, monkeypatch, capsys, mutant):
-    """With it `longshift check` ends with exit code 1, and without it with 0."""
+@pytest.fixture
+def checked(place, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+    """checked(layout, *overrides): the exit code of `longshift check --against` that layout, and what it prints."""
     window_model(place)
     (place / "answers.jsonl").write_text("".join(json.dumps({"q": f"What is {n}?", "a": f"It is {n}."}) + "\n" for n in range(50)))
     monkeypatch.chdir(place)
     monkeypatch.setenv("HOME", str(place))
-    against, *overrides = MISTAKES[mutant]
-    monkeypatch.setattr(sys, "argv", ["longshift", "check", "run.yaml", "--against", against, *overrides])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(check_run, "LONGEST", 32)
     monkeypatch.setattr(check_run, "PROBES", 1)
-    with mutants.mistaken(mutant), pytest.raises(SystemExit, match="1"):
-        cli.main()
-    assert "FAIL: " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="0"):
-        cli.main()
-    assert "PASS: " in capsys.readouterr().out
+
+    def run(against: str, *overrides: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["longshift", "check", "run.yaml", "--against", against, *overrides])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return int(end.value.code or 0), capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("mutant", MISTAKES)
+def test_a_mistake_of_the_product_fails(checked, mutant):
+    with mutants.mistaken(mutant):
+        code, said = checked(*MISTAKES[mutant])
+    assert code == 1
+    assert "FAIL: " in said
+
+
+@pytest.mark.parametrize("how", dict.fromkeys(MISTAKES.values()), ids=" ".join)
+def test_without_a_mistake_it_passes(checked, how):
+    code, said = checked(*how)
+    assert code == 0
+    assert "PASS: " in said
 
 
 def test_a_model_without_room_is_refused_before_it_starts(place, monkeypatch):

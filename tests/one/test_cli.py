@@ -336,6 +336,62 @@ def test_under_a_launcher_the_world_must_fit_the_layout(place, longshift, monkey
     code, _, err = longshift("train run.yaml layout=dp2")
     assert code == 2
     assert "dp2 needs 2 ranks, 3 are here: try dp3" in err
+    assert "RANK is 0 and WORLD_SIZE 3, as a launcher sets them, and a job of one pod too" in err
+
+
+@pytest.mark.parametrize(("layout", "why"), [("dp2", "dp2 needs 2 ranks, 1 is here"), ("auto", "chosen before ranks start")])
+def test_variables_of_a_job_of_one_pod_are_named_where_they_decide(place, longshift, monkeypatch, layout, why):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    code, _, err = longshift(f"train run.yaml layout={layout}")
+    assert code == 2
+    assert why in err
+    assert "WORLD_SIZE 1" in err
+    assert "env -u RANK -u WORLD_SIZE longshift" in err
+
+
+@pytest.mark.parametrize(("rank", "world"), [("1", "1"), ("x", "2"), ("0", "two"), ("-1", "2")])
+def test_variables_that_are_no_place_are_refused(place, longshift, monkeypatch, rank, world):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    code, _, err = longshift("train run.yaml")
+    assert code == 2
+    assert f"RANK is {rank!r} and WORLD_SIZE {world!r} in the environment" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("kib", [200_000, 450_000, 600_000])
+def test_a_process_that_gets_no_more_memory_says_so(place, kib):
+    """Where libraries are loaded, where they begin, where a step computes."""
+    command = f"ulimit -v {kib}; exec {sys.executable} -m longshift.cli train run.yaml"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=place, check=False)
+    assert done.returncode == 7, done.stderr
+    assert "gets no more memory" in done.stderr
+    assert "ulimit -v allows" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_too_few_open_files_are_refused_before_ranks_start(place):
+    command = f"ulimit -n 40; exec {sys.executable} -m longshift.cli train run.yaml layout=dp4 train.crowded=true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=place, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "4 ranks have up to 84 files and sockets open each, and 40 are allowed here: write ulimit -n 84" in done.stderr
+    command = command.replace("ulimit -n 40", "ulimit -Sn 40").replace("layout=dp4", "layout=dp2")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=place, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["longshift.errors", "longshift.config", "longshift.forecast"])
+def test_ctrl_c_before_imports_end_leaves_no_traceback(place, module):
+    """As soon as a module is imported, of which the interpreter writes a line."""
+    command = [sys.executable, "-X", "importtime", "-c", "from longshift.cli import main; main()", "data", "run.yaml"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=place) as child:
+        assert child.stderr
+        assert any(line.split("|")[-1].strip() == module for line in child.stderr)
+        child.send_signal(signal.SIGINT)
+        rest = child.stderr.read()
+    assert child.returncode in (-signal.SIGINT, 130)
+    assert "Traceback" not in rest
 
 
 def test_errors_in_json_are_json(place, longshift):
@@ -1015,6 +1071,15 @@ def test_metrics_that_lack_steps_are_named(trained, longshift, rows, missing):
     code, _, err = longshift("train run.yaml --resume train.steps=4")
     assert code == 0
     assert f"run/metrics.jsonl lacks {missing}: it was cut, or is of another run" in err
+
+
+@pytest.mark.parametrize("change", ["train.seed=1", "train.lr=5e-4", "data.max_len=48"])
+def test_metrics_of_another_run_are_named(trained, longshift, change):
+    assert longshift(f"train run.yaml save.dir=other {change}")[0] == 0
+    shutil.copy(trained / "other/metrics.jsonl", trained / "run/metrics.jsonl")
+    code, _, err = longshift("train run.yaml --resume train.steps=4")
+    assert code == 0
+    assert re.search(r"run/metrics\.jsonl is of another run: it has loss \S+ for step 3, and the checkpoint has ", err)
 
 
 @pytest.fixture

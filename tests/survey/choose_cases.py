@@ -7,10 +7,11 @@
 2. Cases under `CHEAP_S` are all kept: together they take less than a minute.
 3. More cases are added, most new lines for a second first, until the choice runs at most `LINES_BELOW` of the package's
    lines fewer than the whole suite.
-Rows without lines (a run of `make test` with `--survey` alone, on any Python) renew what cases cost and reach: cases that were
-chosen for their lines before stay chosen, unless they have become too dear, and cases without a row stay as they were.
+Cases of the files in KEPT are all chosen: what they hold has no mutant and no line of its own that says so.
+Rows without lines (a run of `make test-all` or `make test` with `--survey` alone, on any Python) renew what cases cost and
+reach: mutants that a case has killed, and lines or a benchmark that it was chosen for, stay; cases without a row stay as they were.
 All other cases are `long`. ROWS are files of `case_survey.py` and of `mutant_run.py --search`; a later row of a case adds
-to an earlier one, and its seconds replace the earlier ones.
+to an earlier one. Of its seconds the lowest count: other work on a machine only adds to them.
 """
 
 import argparse
@@ -33,7 +34,15 @@ CHEAP_S = 0.1
 DEAR_S = 3.0  # a case above it is chosen for what no cheaper case reaches
 DEAREST_S = 10.0  # no case of `make test` costs more
 OVERHEAD_S = 0.05  # a case's share of what pytest does
+LINES_A_SECOND = 10  # of a case that has become dear and stays
 LONGEST_NAME = 2000  # letters
+KEPT = {  # files, and why all their cases are chosen
+    "tests/thinking/test_architecture.py": "rule of the rooms",
+    "tests/one/test_exported_folder.py": "new kinds of records, files and exports",
+    "tests/one/test_file_kinds.py": "new kinds of records, files and exports",
+    "tests/one/test_record_fields.py": "new kinds of records, files and exports",
+    "tests/one/test_template_process.py": "limits of a template",
+}
 AXES = ("dp", "tp", "u", "ring", "pp")
 COMMANDS = ("init", "data", "train", "check", "plan", "profile", "calibrate", "report", "export")
 EXIT_CODES = (0, 2, 3, 4, 5, 6, 7, 130)
@@ -48,7 +57,8 @@ def read_rows(paths: list[Path]) -> dict[str, dict]:
             if len(row["case"]) > LONGEST_NAME:  # a text of a megabyte as a parameter; such cases are cheap, and run as unknown ones
                 continue
             known = rows.setdefault(row["case"], {"case": row["case"], "kills": []})
-            known |= {key: value for key, value in row.items() if key != "kills"}
+            seconds = [each["cpu_s"] for each in (known, row) if "cpu_s" in each]
+            known |= {key: value for key, value in row.items() if key != "kills"} | ({"cpu_s": min(seconds)} if seconds else {})
             known["kills"] += row.get("kills", [])
     charge_fixtures(rows)
     return rows
@@ -120,6 +130,11 @@ class Choice:
             others = set().union(*(self.reached[other] for other in self.reasons if other != name))
             self.reasons[name] = "; ".join(sorted(self.reached[name] & needed - others))
 
+    def add_kept(self) -> None:
+        for name in self.rows:
+            if why := KEPT.get(name.split("::")[0]):
+                self.reasons.setdefault(name, why)
+
     def add_cheap(self) -> None:
         for name, row in self.rows.items():
             if row["cpu_s"] < CHEAP_S:
@@ -144,6 +159,15 @@ def last_choice() -> dict[str, dict[str, str]]:
     """The rows of `cases.csv`, by case."""
     with CASES.open(newline="") as file:
         return {row["case"]: row for row in csv.DictReader(file)}
+
+
+def kept_reason(reason: str, seconds: float) -> str | None:
+    """Why a case stays chosen that was chosen for lines or a benchmark, and costs so much now; None where it does not: where it has become
+    dear, and runs few lines a second of which nobody knows whether a cheaper case runs them."""
+    lines = re.match(r"(\d+) lines$", reason)
+    if lines and seconds > DEAR_S:
+        return f"{reason} when it was cheaper" if int(lines[1]) >= LINES_A_SECOND * seconds else None
+    return reason if re.search(r"\d+ lines|benchmark", reason) else None
 
 
 def needed_things(rows: dict[str, dict]) -> set[str]:
@@ -187,7 +211,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
 
-    rows, (offsets, total) = read_rows(arguments.rows), line_offsets(PACKAGE)
+    rows, (offsets, total), before = read_rows(arguments.rows), line_offsets(PACKAGE), last_choice()
+    if not any("lines" in row for row in rows.values()):
+        for name in rows.keys() & before.keys():
+            rows[name]["kills"] += filter(None, before[name]["kills"].split("; "))
     lines = {name: lines_of(row, total) for name, row in rows.items()}
     choice = Choice(rows, lines)
 
@@ -199,15 +226,16 @@ def main() -> None:
     choice.add_needed(needed & possible)
     print(f"{len(choice.reasons)} cases reach {len(needed & possible)} things in {choice.seconds():.0f} processor seconds")
 
-    # 2. Cheap cases, and those that need what this machine does not have.
+    # 2. Files that are kept, cheap cases, and those that need what this machine does not have.
+    choice.add_kept()
     choice.add_cheap()
     choice.reasons |= {name: "skipped where it was surveyed" for name, row in rows.items() if row["outcome"] == "skipped"}
     print(f"{len(choice.reasons)} with cheap ones, {choice.seconds():.0f} s")
     if not any(line.any() for line in lines.values()):
-        before = last_choice()
-        for_lines = {name: row["chosen_for"] for name, row in before.items() if re.match(r"\d+ lines", row["chosen_for"])}
-        choice.reasons = {name: reason for name, reason in for_lines.items() if name in choice.rows} | choice.reasons
-        print(f"{len(choice.reasons)} with those chosen for lines before, {choice.seconds():.0f} s")
+        for name in choice.rows.keys() & before.keys():
+            if reason := kept_reason(before[name]["chosen_for"], choice.rows[name]["cpu_s"]):
+                choice.reasons.setdefault(name, reason)
+        print(f"{len(choice.reasons)} with those chosen for lines and benchmarks before, {choice.seconds():.0f} s")
         report_and_write(rows, choice, arguments.write, {name: row for name, row in before.items() if name not in rows})
         return
 

@@ -1,15 +1,44 @@
-"""How much memory the machine of this rank gives."""
+"""How much memory the machine of this rank gives, and how many files a process may open."""
 
+import resource
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from longshift.errors import UsageError
+
+FILES, FILES_A_RANK = 48, 12  # that a rank has open, and with each other one: four ranks have 70 under a switched layout
+_REFUSED = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to map segment")
+
+
+def lacks_memory(fault: BaseException) -> bool:
+    """Whether a process was refused memory: by Python, an allocator, or what loads a library."""
+    return isinstance(fault, MemoryError) or any(words in str(fault) for words in _REFUSED)
+
+
+def address_space() -> str:
+    """The end of a sentence about memory that was refused: what `ulimit -v` allows; nothing where it allows all."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return "" if most == resource.RLIM_INFINITY else f"; ulimit -v allows {most / 2**30:.3g} GiB"
+
+
+def allow_files(ranks: int) -> None:
+    """Let a rank among so many open the files that it needs, as far as `ulimit -Hn` allows. Raises UsageError where it does not."""
+    need, (soft, hard) = FILES + FILES_A_RANK * (ranks - 1), resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < need:
+        raise UsageError(f"{ranks} ranks have up to {need} files and sockets open each, and {hard} are allowed here: write ulimit -n {need}")
+    if soft != resource.RLIM_INFINITY and soft < need:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
+
 
 def host_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
     """Bytes of this machine's memory, and of that what can still be taken; both no more than the process's control groups allow, of either
-    version."""
+    version, and its `ulimit -v`."""
     total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most != resource.RLIM_INFINITY:
+        total, free = min(total, most), min(free, most - psutil.Process().memory_info().vms)
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):

@@ -88,7 +88,8 @@ class Fingerprints(Part):
 
 class Facts(Part):
     """Where the data goes on, how many updates were made, and of which model, in which format, from what and by which kernel the state is.
-    `attention` is None in checkpoints from before it was kept; `base`: of `state.home.fingerprint`, None where all weights are trained."""
+    `attention` is None in checkpoints from before it was kept, and so is `loss`, of the last step; `base`: of `state.home.fingerprint`,
+    None where all weights are trained."""
 
     cursor: Count
     updates: Count
@@ -99,10 +100,11 @@ class Facts(Part):
     fingerprints: Fingerprints
     attention: ChosenKernel | None = None
     base: int | None = None
+    loss: float | None = None
     torch: str
 
     @classmethod
-    def now(cls, config: Config, state: State, fingerprints: Fingerprints, attention: ChosenKernel) -> "Facts":
+    def now(cls, config: Config, state: State, fingerprints: Fingerprints, attention: ChosenKernel, loss: float) -> "Facts":
         return cls(
             cursor=state.cursor,
             updates=state.optimizer.steps,
@@ -113,6 +115,7 @@ class Facts(Part):
             fingerprints=fingerprints,
             attention=attention,
             base=state.base,
+            loss=loss,
             torch=torch.__version__,
         )
 

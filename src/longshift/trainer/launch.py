@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from longshift.cluster.host import core_count
-from longshift.dist.memory import host_memory
+from longshift.dist.memory import allow_files, host_memory, lacks_memory
 from longshift.dist.ranks import Ranks, Seed, Started
 from longshift.dist.sealed import SealedStore, new_secret
 from longshift.dist.world import allocator, check_gpus, launchers_store
@@ -94,6 +94,7 @@ def launch(
     failed first; KeyboardInterrupt when the ranks were ended before they could save."""
     check_gpus(world)
     _check_room(world, crowded)
+    allow_files(world)
     clear_causes(folder)
     listener, secret = socket.create_server((HOST, 0)), new_secret()
     with listener, _Interrupts(say) as interrupts:
@@ -183,8 +184,7 @@ def rank_error(error: Exception, rank: int) -> Exception:
         return error
     if isinstance(error, OSError) and error.errno in OF_DISKS:
         return refused(error)
-    lacking = any(words in text for words in ("can't allocate memory", "out of memory"))
-    if lacking or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if lacks_memory(error) or isinstance(error, torch.OutOfMemoryError):
         return OutOfMemoryError(f"rank {rank}: {text}; in the layout, recompute-full, u2 or ring2, or a higher z takes less")
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "NCCL"))):
         return PeerError(f"rank {rank} lost its peers: {text}")

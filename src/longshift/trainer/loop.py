@@ -34,7 +34,7 @@ from longshift.trainer.facts import ChosenKernel, Facts, Fingerprints, changed_k
 from longshift.trainer.foretold import Foretold
 from longshift.trainer.initial import continued, initial
 from longshift.trainer.measured import profile_here
-from longshift.trainer.metrics import GroupMetrics, HomeMetrics, StepMetrics, missing_steps
+from longshift.trainer.metrics import GroupMetrics, HomeMetrics, StepMetrics, faults_of_rows
 from longshift.trainer.run_folder import RunFolder, adopt
 from longshift.trainer.stages import Stage, schedule_of, stages_of
 from longshift.trainer.trials import tried
@@ -95,9 +95,9 @@ def _done(run: Path, world: World) -> int:
         there = f"{RunFolder(run).shown}/LATEST names step-{saved.step}, and newer checkpoints are there, up to {newest}"
         print(f"longshift: {there}: the run goes on from step {saved.step} and replaces them as it comes to them", file=sys.stderr)
     if world.rank == 0:
-        missing = missing_steps(RunFolder(run).metrics, saved.step)
-        if missing:
-            print(f"longshift: {RunFolder(run).shown}/metrics.jsonl lacks {missing}: it was cut, or is of another run", file=sys.stderr)
+        faults = faults_of_rows(RunFolder(run).metrics, saved.step, Facts.of(saved).loss)
+        if faults:
+            print(f"longshift: {RunFolder(run).shown}/metrics.jsonl {faults}", file=sys.stderr)
     return saved.step
 
 
@@ -183,7 +183,7 @@ def _steps(
                         f"step {step}: the {wrong} is not finite after an update with lr {metrics.lr:.3g}. Nothing is saved: the "
                         "checkpoint before it stays the newest. A lower train.lr or more train.warmup are the usual cures."
                     )
-                kept = Facts.now(config, state, fingerprints, attention).model_dump()
+                kept = Facts.now(config, state, fingerprints, attention, metrics.loss).model_dump()
                 saver.save(step, state.optimizer, kept, best, last=stopping or metrics.early or step == last)
             elif not saving:
                 saver.finish()

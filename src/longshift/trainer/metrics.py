@@ -170,12 +170,17 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def missing_steps(path: Path, done: int) -> str:
-    """Which of the steps that are done have no row; an empty text where all have."""
-    missing = sorted(set(range(1, done + 1)) - {row["step"] for row in read_rows(path)})
-    if len(missing) > 1:
-        return f"the rows of {len(missing)} of the steps {missing[0]} to {missing[-1]}"
-    return f"the row of step {missing[0]}" if missing else ""
+def faults_of_rows(path: Path, done: int, loss: float | None) -> str:
+    """What is wrong with the rows of the steps that are done, the last of which had this loss (None: not known): rows that are missing, or
+    are of another run. An empty text where nothing is."""
+    losses = {row["step"]: row.get("loss") for row in read_rows(path)}
+    missing = sorted(set(range(1, done + 1)) - losses.keys())
+    if missing:
+        several = f"the rows of {len(missing)} of the steps {missing[0]} to {missing[-1]}"
+        return f"lacks {several if len(missing) > 1 else f'the row of step {missing[0]}'}: it was cut, or is of another run"
+    if loss is not None and done and losses[done] != loss:
+        return f"is of another run: it has loss {losses[done]} for step {done}, and the checkpoint has {loss}"
+    return ""
 
 
 def open_streams() -> None:
