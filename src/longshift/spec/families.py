@@ -285,7 +285,10 @@ def _rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rope:
         key, found = f"{key}.{blocks}", found[blocks]
     inner = Reader(found, f"{key}.")
     kinds = ("default", "linear", "llama3", "yarn")
-    why = f"supported: {', '.join(kinds)}; set {key} to null to train without it"
+    why = f"supported: {', '.join(kinds)}"
+    if "dynamic" in (found.get("rope_type"), found.get("type")):
+        positions = read.config.get("max_position_embeddings")
+        why += f"; documents of at most {positions} tokens have the same angles without it: for these, set {key} to null"
     names = [name for name in ("rope_type", "type") if found.get(name) is not None] or ["rope_type"]
     asked = [inner.value(name, "default", lambda v: isinstance(v, str) and v in kinds, why) for name in names]
     if inner.faults:
