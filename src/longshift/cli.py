@@ -144,7 +144,7 @@ def train(
                 seed.close()
             stop = Interrupt(*ENDING, say=_say if rank == 0 else api.silent)
             if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may be killed: its ranks save and end
-                end_with_parent(signal.SIGTERM)
+                stop.end_with_launcher()
             _run_told(run, folder, rank, resume, json, stop, trace)
     finished = True
     if rank == 0:

@@ -289,8 +289,9 @@ def test_twice_stops_at_once(folder, number):
     assert not list(folder.path.glob("saved-*"))
 
 
-def test_under_torchrun_sigterm_saves(tmp_path):
-    """As a scheduler sends it, to torchrun, which passes it on."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_under_torchrun_ranks_save_and_end(tmp_path, number):
+    """SIGTERM, as a scheduler sends it to torchrun, which passes it on; SIGKILL of torchrun, which can pass nothing on."""
     (tmp_path / "text.txt").write_text(Path(json.__file__).read_text())
     train_tokenizer(iter([Path(json.__file__).read_text()]), 300).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "run.yaml").write_text(CONFIG.format(place=tmp_path, steps=5000, layout="dp2"))
@@ -300,11 +301,15 @@ def test_under_torchrun_sigterm_saves(tmp_path):
         deadline = time.monotonic() + 100
         while len(read_rows(tmp_path / "run/metrics.jsonl")) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        child.send_signal(signal.SIGTERM)
-        _, said = child.communicate(timeout=100)
+        ranks = psutil.Process(child.pid).children(recursive=True)
+        child.send_signal(number)
+        _, said = child.communicate(timeout=100)  # until the ranks have closed it too
+    assert not psutil.wait_procs(ranks, timeout=20)[1], said
+    assert (tmp_path / "run/LATEST").exists(), said
     done = read_rows(tmp_path / "run/metrics.jsonl")[-1]["step"]
     assert (tmp_path / "run/LATEST").read_text() == f"step-{done}\n", said
-    assert "finishing this step, then saving; SIGTERM again stops at once" in said
+    why = "SIGTERM again stops at once" if number == signal.SIGTERM else "the launcher is gone: finishing this step, then saving"
+    assert why in said
 
 
 def free_port() -> int:

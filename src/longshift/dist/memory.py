@@ -13,8 +13,13 @@ _REFUSED = ("can't allocate memory", "cannot allocate memory", "out of memory", 
 
 
 def lacks_memory(fault: BaseException) -> bool:
-    """Whether a process was refused memory: by Python, an allocator, or what loads a library."""
-    return isinstance(fault, MemoryError) or any(words in str(fault) for words in _REFUSED)
+    """Whether a process was refused memory: by Python, an allocator, or what loads a library; or while it looked after such a fault."""
+    known: BaseException | None = fault
+    while known is not None:
+        if isinstance(known, MemoryError) or any(words in str(known) for words in _REFUSED):
+            return True
+        known = known.__cause__ or known.__context__
+    return False
 
 
 def address_space() -> str:

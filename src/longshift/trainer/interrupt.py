@@ -4,6 +4,9 @@ import signal
 from collections.abc import Callable, Iterable
 from types import FrameType
 
+from longshift.dist.parent import end_with_parent
+
+LAUNCHER_GONE = signal.SIGUSR2
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # what schedulers and terminals send before they end a process
 
 
@@ -31,6 +34,17 @@ class Interrupt:
 
     def __call__(self) -> bool:
         return self._asked
+
+    def end_with_launcher(self) -> None:
+        """Stop the run, too, when the process that has started this one is gone. Its threads end one by one, and each sends a signal: that
+        is one of its own, which may come again while the run saves."""
+        signal.signal(LAUNCHER_GONE, self._on_launchers_end)
+        end_with_parent(LAUNCHER_GONE)
+
+    def _on_launchers_end(self, number: int, frame: FrameType | None) -> None:
+        if not self._asked:
+            self._say("the launcher is gone: finishing this step, then saving")
+        self._asked = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
