@@ -1,28 +1,35 @@
 """What Longshift reads, surface by surface: how a good one is written, spoiled, and read."""
 
+import bz2
+import gzip
 import json
+import lzma
 import random
 import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import spoiled_runs
 import torch
-from fuzz import ODD_TEXT, Case, odd_json, spoil_bytes, spoil_mapping
+from fuzz import ODD_TEXT, Case, Silent, odd_json, spoil_bytes, spoil_mapping
 
 from longshift.config_file import parse_config
 from longshift.config_parts import Source
 from longshift.documents import tokenizer, tokens
+from longshift.documents.template_process import TemplateProcess
 from longshift.documents.tokenizer import Tokenizer
 from longshift.layout.box import Box
 from longshift.model.huggingface import INDEX, WeightFolder, write_folder
 from longshift.spec.families import PRESETS, read_spec, to_hugging_face
+from longshift.trainer import plan_file
+from longshift.trainer.metrics import faults_of_rows
 
 CONFIG = {
     "model": {"preset": "tiny-llama"},
@@ -216,6 +223,102 @@ def weight_index(random_: random.Random, place: Path) -> None:
         assert found.read(param.name, Box.whole(param.shape)).shape == param.shape
 
 
+def tables(random_: random.Random, place: Path) -> None:
+    """CSV, TSV, arrays, Arrow files and lines, packed or not, under a name that may say something else."""
+    rows = [{"text": f"row {n}, with a comma", "n": n} for n in range(random_.randint(0, 20))]
+    made = {
+        ".csv": lambda: "text,n\n" + "".join(f'"{row["text"]}",{row["n"]}\n' for row in rows),
+        ".tsv": lambda: "text\tn\n" + "".join(f"{row['text']}\t{row['n']}\n" for row in rows),
+        ".json": lambda: json.dumps([*rows, *([odd_json(random_)] if random_.random() < 0.2 else [])]),
+        ".jsonlines": lambda: "".join(json.dumps(row) + "\n" for row in rows),
+        ".txt": lambda: "\ufeffsome words\n" * len(rows),
+    }
+    suffix = random_.choice([*made, ".arrow"])
+    if suffix == ".arrow":
+        column = random_.choice((pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string()), pa.int64()))
+        values = [row["n"] if column == pa.int64() else row["text"] for row in rows]
+        table = pa.table({"text": pa.array(values, pa.int64() if column == pa.int64() else pa.string()).cast(column)})
+        with pa.OSFile(str(place / "a"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        data = (place / "a").read_bytes()
+    else:
+        data = made[suffix]().encode(errors="replace")
+    data = spoil_bytes(random_, data) if random_.random() < 0.4 else data
+    pack = random_.choice((None, None, gzip.compress, bz2.compress, lzma.compress, lambda raw: pa.compress(raw, "zstd", asbytes=True)))
+    if pack:
+        data = pack(data)
+        data = spoil_bytes(random_, data) if random_.random() < 0.4 else data
+    path = (
+        place / f"a{suffix if random_.random() < 0.8 else random_.choice([*made, '.arrow', '.parquet', ''])}{random_.choice(('', '.gz'))}"
+    )
+    path.write_bytes(data)
+    how = random_.choice(({}, {}, {"text": "text"}, {"text": random_.choice(("n", "none", ""))}))
+    tokens.build([Source(path=str(path), **how)], _good(), place / "cache")
+
+
+def record_fields(random_: random.Random, place: Path) -> None:
+    """Fields of records and of messages that other trainers know."""
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": "Bob"},
+        {"role": "assistant", "content": "Hello", "weight": 1, "reasoning_content": "a thought of some length", "train": True},
+        {"from": "human", "value": "What?"},
+        {"role": "assistant", "content": "That.", "loss": False},
+    ]
+    record = {
+        "messages": [spoil_mapping(random_, message) if random_.random() < 0.3 else message for message in said],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": None}}}],
+        **{"system": "Be kind.", "documents": [{"title": "a", "text": "b"}], "chat_template_kwargs": {"enable_thinking": False}, "id": 7},
+    }
+    lines = [json.dumps(spoil_mapping(random_, record) if random_.random() < 0.6 else record) for _ in range(random_.randint(1, 3))]
+    (place / "a.jsonl").write_text("\n".join(lines) + "\n")
+    how = {"messages": "messages", "learn": random_.choice(["assistant", "last", "all"])}
+    notes = tokens.build([Source(path=str(place / "a.jsonl"), **how)], _good(), place / "cache").notes
+    if any('"id"' in line for line in lines) and not any("id" in note for note in notes):
+        raise Silent("a field that no token shows is not named")
+
+
+PIECES = (
+    *("{{ m.content }}", "{{ m.role }}", "{% for m in messages %}", "{% endfor %}", "{% if add_generation_prompt %}", "{% endif %}"),
+    *("{% generation %}", "{% endgeneration %}", "{{ messages[0]['content'] * 99999999 }}", "{{ range(99999) | list }}", "<|end|>"),
+    *("{% set n = namespace(x='ab') %}", "{% for i in range(64) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "{{ ''.__class__ }}"),
+    *(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ raise_exception('no') }}",
+        "{{ tools | tojson }}",
+    ),
+    *("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "{{ 2 ** 999999999 }}", "{{ cycler }}", "{{ lipsum() }}", "{{ x.y.z }}"),
+)
+
+
+def templates(random_: random.Random, place: Path) -> None:
+    """Chat templates, hostile ones among them."""
+    text = TEMPLATE
+    for _ in range(random_.randint(0, 4)):
+        at = random_.randrange(len(text) + 1)
+        text = text[:at] + random_.choice(PIECES) + text[at:]
+    if random_.random() < 0.3:
+        text = spoil_bytes(random_, text.encode()).decode(errors="replace")
+    _tokenizer(place, _small(), text if random_.random() < 0.9 else odd_json(random_))
+    (place / "a.jsonl").write_text(json.dumps({"messages": CHAT, "tools": [{"name": "f"}]}) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "TemplateProcess", partial(TemplateProcess, deadline_s=1.0, most_bytes=1 << 29))
+        tokens.build([Source(path=str(place / "a.jsonl"), messages="messages")], tokenizer.load(place), place / "cache")
+
+
+def diaries(random_: random.Random, place: Path) -> None:
+    """`metrics.jsonl` and `plan.json` of a run."""
+    rows = [{"step": step, "loss": 1.0 / step, "tokens": 96, "valid_loss": None} for step in range(1, random_.randint(2, 6))]
+    lines = [json.dumps(spoil_mapping(random_, row) if random_.random() < 0.2 else row) for row in rows]
+    data = ("\n".join(lines) + random_.choice(("", "\n"))).encode()
+    (place / "metrics.jsonl").write_bytes(spoil_bytes(random_, data) if random_.random() < 0.5 else data)
+    plan = {"asked": {}, "choices": ["dp1"], "facts": {"tried": [{"seconds": 1.0}]}, "trials": [], "chosen": 0, "home": None}
+    text = json.dumps(spoil_mapping(random_, plan) if random_.random() < 0.7 else odd_json(random_))
+    (place / "plan.json").write_bytes(spoil_bytes(random_, text.encode()) if random_.random() < 0.3 else text.encode())
+    first, second = (lambda: faults_of_rows(place / "metrics.jsonl", 3, 1.0 / 3)), (lambda: plan_file.read(place))
+    for read in random_.sample((first, second), 2):
+        read()
+
+
 SURFACES: Mapping[str, tuple[Case, tuple[str, ...]]] = {
     "config": (config, ()),
     "overrides": (overrides, ("command line",)),
@@ -226,4 +329,8 @@ SURFACES: Mapping[str, tuple[Case, tuple[str, ...]]] = {
     "dataset": (dataset_folder, ()),
     "weight index": (weight_index, ()),
     "checkpoint": (spoiled_runs.case, ()),
+    "tables": (tables, ()),
+    "record fields": (record_fields, ()),
+    "templates": (templates, ()),
+    "diaries": (diaries, ()),
 }

@@ -20,9 +20,9 @@ from longshift.state import manifest
 
 # Cases of each surface: as many seconds of each here, and in the campaign.
 QUICK = {"config": 120, "overrides": 120, "model folder": 120, "tokenizer": 40, "json lines": 120, "parquet": 80, "dataset": 24}
-QUICK |= {"weight index": 60, "checkpoint": 150}
+QUICK |= {"weight index": 60, "checkpoint": 150, "tables": 120, "record fields": 60, "templates": 40, "diaries": 150}
 CAMPAIGN = {"config": 2500, "overrides": 2500, "model folder": 1200, "tokenizer": 400, "json lines": 8000, "parquet": 2000, "dataset": 400}
-CAMPAIGN |= {"weight index": 1000, "checkpoint": 4000}
+CAMPAIGN |= {"weight index": 1000, "checkpoint": 4000, "tables": 2500, "record fields": 1500, "templates": 400, "diaries": 4000}
 
 
 @pytest.fixture(scope="session", autouse=True)
