@@ -129,13 +129,13 @@ def check_stages(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]], de
     a layout, or those of the stage's groups; and whether all are within TOLERANCE. Works on documents of each stage's first steps, made
     small (`Small`), in processes on this machine: the reference on its CPU, the ways on devices of this type. What waits on disk does so in
     stream.folder, where that is given. Raises LongshiftError, OutOfMemoryError where there is no room for it."""
-    rows, lost, counts, losses = [], 0, [0, 0], []
+    rows, mislabelled, counts, losses = [], 0, [0, 0], []
     for config, ways in stages:
         _make_room(config, Small.of(config, ways), ways, device)
     for number, (config, ways) in enumerate(stages, 1):
         found, trial, loss, wrong = _check_stage(config, ways, device)
         rows += [{"stage": number, **row} for row in found]
-        lost += wrong
+        mislabelled += wrong
         losses.append(loss)
         counts = [counts[0] + len(trial["given"][0]), counts[1] + sum(len(ids) for ids, _ in trial["given"][0])]
     kinds = ("loss", "grad", "weight", "optimizer")
@@ -149,9 +149,9 @@ def check_stages(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]], de
         "reference_loss": losses[-1],
         **worst,
         "leaked_positions": leaked,
-        "wrong_labels": lost,
+        "wrong_labels": mislabelled,
         "tolerance": TOLERANCE,
-        "pass": all(value <= TOLERANCE for value in worst.values()) and not leaked and not lost,
+        "pass": all(value <= TOLERANCE for value in worst.values()) and not leaked and not mislabelled,
         "not_exercised": not_exercised(stages),
         "rows": rows,
     }
