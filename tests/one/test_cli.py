@@ -1,5 +1,6 @@
 """The command line as a person meets it: real commands, on a corpus small enough that a whole run takes a second."""
 
+import errno
 import hashlib
 import io
 import json
@@ -29,6 +30,7 @@ from transformers import AutoTokenizer
 import longshift as ls
 from longshift import cli
 from longshift.config_file import load_config, parse_config
+from longshift.dist.memory import lacks_memory
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import PeerError, UsageError
 from longshift.explained import shape_of
@@ -371,11 +373,30 @@ def test_a_process_that_gets_no_more_memory_says_so(place, kib):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("fault", "lacks"),
+    [
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("can't start new thread"), True),
+        (ImportError("libgomp.so.1: cannot allocate memory in static TLS block"), False),
+        (ValueError("x"), False),
+    ],
+    ids=str,
+)
+def test_what_is_a_lack_of_memory(fault, lacks):
+    assert lacks_memory(fault) == lacks
+    fault.__cause__ = fault
+    assert lacks_memory(fault) == lacks
+    consequence = SystemError("compile returned NULL")
+    consequence.__context__ = fault
+    assert lacks_memory(consequence) == lacks
+
+
 def test_too_few_open_files_are_refused_before_ranks_start(place):
     command = f"ulimit -n 40; exec {sys.executable} -m longshift.cli train run.yaml layout=dp4 train.crowded=true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=place, check=False)
     assert done.returncode == 2, done.stderr
-    assert "4 ranks have up to 84 files and sockets open each, and 40 are allowed here: write ulimit -n 84" in done.stderr
+    assert "4 ranks have up to 84 files and sockets open each, and 40 are allowed here: write ulimit -n 84 in a new shell" in done.stderr
     command = command.replace("ulimit -n 40", "ulimit -Sn 40").replace("layout=dp4", "layout=dp2")
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=place, check=False)
     assert done.returncode == 0, done.stderr

@@ -77,6 +77,16 @@ def test_a_template_that_takes_too_much_is_refused(started, source, why):
     assert len(str(caught.value)) < 400
 
 
+def test_a_deadline_is_of_each_rendering(started):
+    """Of a conversation of many turns, which is rendered twice for each, and of the sample that says where a turn ends."""
+    loop = "{% for a in range(99999) %}{% endfor %}{% for a in range(99999) %}{% endfor %}{% for a in range(99999) %}{% endfor %}"
+    started.append(process := TemplateProcess(of(loop + PLAIN), deadline_s=0.5))
+    assert len(process.render(Chat(SAID * 60), "assistant").learned) == 60
+    assert process.turn_end() == of(PLAIN).turn_end() == "<end>"
+    started.append(endless := TemplateProcess(of("{% for a in range(99999) %}" + loop + "{% endfor %}" + PLAIN), deadline_s=0.5))
+    assert endless.turn_end() is None
+
+
 def test_after_a_refusal_the_next_conversation_has_a_process_again(started):
     template = of("{% if messages|length > 2 %}{{ 'x' * 10000000000 }}{% endif %}" + PLAIN)
     started.append(process := TemplateProcess(template, most_bytes=512 << 20))

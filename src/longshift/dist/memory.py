@@ -1,5 +1,6 @@
 """How much memory the machine of this rank gives, and how many files a process may open."""
 
+import errno
 import resource
 from contextlib import suppress
 from pathlib import Path
@@ -9,15 +10,19 @@ import psutil
 from longshift.errors import UsageError
 
 FILES, FILES_A_RANK = 48, 12  # that a rank has open, and with each other one: four ranks have 70 under a switched layout
-_REFUSED = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to map segment")
+_REFUSED = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to map segment", "can't start new thread")
 
 
 def lacks_memory(fault: BaseException) -> bool:
     """Whether a process was refused memory: by Python, an allocator, or what loads a library; or while it looked after such a fault."""
-    known: BaseException | None = fault
-    while known is not None:
-        if isinstance(known, MemoryError) or any(words in str(known) for words in _REFUSED):
+    known, seen = fault, set[int]()
+    while known is not None and id(known) not in seen:
+        text = str(known).lower()
+        if isinstance(known, MemoryError) or getattr(known, "errno", None) == errno.ENOMEM:
             return True
+        if any(words in text for words in _REFUSED) and "static tls" not in text:  # that is short of another thing
+            return True
+        seen.add(id(known))
         known = known.__cause__ or known.__context__
     return False
 
@@ -32,18 +37,18 @@ def allow_files(ranks: int) -> None:
     """Let a rank among so many open the files that it needs, as far as `ulimit -Hn` allows. Raises UsageError where it does not."""
     need, (soft, hard) = FILES + FILES_A_RANK * (ranks - 1), resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < need:
-        raise UsageError(f"{ranks} ranks have up to {need} files and sockets open each, and {hard} are allowed here: write ulimit -n {need}")
+        raise UsageError(
+            f"{ranks} ranks have up to {need} files and sockets open each, and {hard} are allowed here: write ulimit -n {need} in a new "
+            f"shell; where that is refused, whoever runs the machine can raise ulimit -Hn"
+        )
     if soft != resource.RLIM_INFINITY and soft < need:
         resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
 def host_memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
     """Bytes of this machine's memory, and of that what can still be taken; both no more than the process's control groups allow, of either
-    version, and its `ulimit -v`."""
+    version."""
     total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
-    most = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if most != resource.RLIM_INFINITY:
-        total, free = min(total, most), min(free, most - psutil.Process().memory_info().vms)
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):

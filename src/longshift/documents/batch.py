@@ -94,7 +94,7 @@ class Batches:
             raise DataError(f"data.overlong: drop leaves nothing: all {len(cache)} documents are longer than max_len: {max_len}")
         self.order = self._mixed(seed, sources) or Order(len(self.spans), seed)
         cut = f"{overlong} {max_len}" if too_long else ""
-        mixed = f" {self.order}" if isinstance(self.order, Mixture) else ""
+        mixed = f" {self.order.sizes} {[hex(share) for share in self.order.shares]}" if isinstance(self.order, Mixture) else ""
         mixed += f" without {held}" if held else ""
         self.fingerprint = hashlib.sha256(f"{cache.fingerprint} {seed} {cut}{mixed}".encode()).hexdigest()
 

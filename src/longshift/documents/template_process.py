@@ -1,7 +1,7 @@
 """A chat template in a process of its own, with a deadline and a limit of memory: a template is a program that came with a model, and a few
 words of it may loop for hours or fill the machine.
 
-    parent  {"chat": [...], "learn": "assistant"}  ->  child: Jinja, at most DEADLINE_S of a processor and MOST_BYTES
+    parent  {"chat": [...], "learn": "assistant"}  ->  child: Jinja, at most DEADLINE_S a rendering and MOST_BYTES
             {"text": "...", "learned": [[3, 9]]}   <-  or what the template refuses; or the child is gone, and the conversation is refused
 
 A line of JSON each way. The child ends with the process that asked.
@@ -26,7 +26,7 @@ from longshift.errors import DataError
 if TYPE_CHECKING:  # the process of a template starts quickly
     from longshift.config_parts import Learn
 
-DEADLINE_S = 20.0  # of a processor, for one conversation
+DEADLINE_S = 20.0  # of a processor, for one rendering: a long conversation is rendered twice for each turn of the assistant
 MOST_BYTES = 4 << 30
 _CODE = "import sys; from longshift.documents.template_process import serve; serve(*sys.argv[1:])"
 
@@ -65,6 +65,13 @@ class TemplateProcess:
         """`ChatTemplate.render`. Raises UnsoundTemplate, also where it takes too long or too much memory."""
         answer = self._ask({"what": "render", "chat": chat, "learn": learn})
         return Rendered(answer["text"], tuple((first, last) for first, last in answer["learned"]))
+
+    def turn_end(self) -> str | None:
+        """`ChatTemplate.turn_end`; None, too, where it takes too long or too much memory."""
+        try:
+            return self._ask({"what": "turn_end"})["token"]
+        except UnsoundTemplate:
+            return None
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         self._child = self._child or self._started()
@@ -106,22 +113,25 @@ class TemplateProcess:
         where = f"the chat template ({self.template.where})"
         if child.returncode == -signal.SIGPROF:
             return f"{where} computes for more than {deadline_s:g} s: look for loops in loops"
-        if child.returncode == -signal.SIGKILL or "MemoryError" in said[-1:]:
+        if "MemoryError" in said[-1:]:
             return f"{where} takes more than {most_bytes / 2**30:.3g} GiB of memory: look for texts that grow in a loop"
+        if child.returncode == -signal.SIGKILL:
+            return f"{where} was killed while it rendered: the machine may lack memory for it"
         return f"{where} ended its process with {child.returncode}: {' '.join(said[-1:])[:300]}"
 
 
 def serve(template: str, deadline_s: str, most_bytes: str, parent: str) -> None:
     """Answer conversations from standard input until it ends. The process ends by SIGPROF where one takes too long."""
     end_with_parent(signal.SIGKILL, int(parent))
-    resource.setrlimit(resource.RLIMIT_DATA, (int(most_bytes), int(most_bytes)))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = int(most_bytes) if hard == resource.RLIM_INFINITY else min(int(most_bytes), hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    program = _template_of(json.loads(template))
+    program = _limited(json.loads(template), float(deadline_s))
     for line in sys.stdin:
-        asked = json.loads(line)
         with _deadline(float(deadline_s)):
-            answer = _answer(program, asked)
-        print(json.dumps(answer), flush=True)
+            asked = json.loads(line)
+        print(json.dumps(_answer(program, asked)), flush=True)
 
 
 @contextmanager
@@ -131,15 +141,29 @@ def _deadline(seconds: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
-def _template_of(fields: Mapping[str, Any]) -> ChatTemplate:
+def _limited(fields: Mapping[str, Any], seconds: float) -> ChatTemplate:
+    """The template, of which each rendering, and what it reads, has a deadline."""
+
+    class Limited(ChatTemplate):
+        def _write(self, *how: Any, **more: Any) -> str:
+            with _deadline(seconds):
+                return super()._write(*how, **more)
+
+        @property
+        def variables(self) -> set[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+            with _deadline(seconds):
+                return super().variables
+
     names = tuple((name, token) for name, token in fields["names"])
-    return ChatTemplate(fields["source"], fields["where"], names, tuple(fields["special"]))
+    return Limited(fields["source"], fields["where"], names, tuple(fields["special"]))
 
 
 def _answer(program: ChatTemplate, asked: Mapping[str, Any]) -> dict[str, Any]:
     try:
         if asked["what"] == "variables":
             return {"variables": sorted(program.variables)}
+        if asked["what"] == "turn_end":
+            return {"token": program.turn_end()}
         chat = Chat(*asked["chat"])
         if asked["what"] == "write":
             return {"text": program.write(chat)}

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -353,8 +353,10 @@ def _inside(folder: Path, file: Path) -> Path:
     """The file, where it lies in the folder, where the cache of the Hugging Face hub keeps what its snapshots link to, or below the working
     folder, as stores of dvc and git-annex do. Raises CheckpointError for a link to elsewhere."""
     target, home = file.resolve(), folder.resolve()
-    blobs = home.parent.parent / "blobs"
-    if not any(target.is_relative_to(allowed) for allowed in (home, blobs, Path.cwd())):
+    allowed = [home, home.parent.parent / "blobs"]
+    with suppress(FileNotFoundError):  # the working folder may be gone
+        allowed += [folder for folder in [Path.cwd()] if folder != folder.parent]  # all files are below /
+    if not any(target.is_relative_to(place) for place in allowed):
         raise CheckpointError(
             f"{file} is a link out of its folder, to {target}: copy the file there, name the folder that holds it, or start from a "
             "folder that holds both"

@@ -195,7 +195,7 @@ def not_exercised(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]]) -
         (run.wire.weights != "compute", f"wire.weights: {run.wire.weights} (sent whole)"),
         (run.window != type(run.window)(), "window: bytes under way (all that the largest block needs)"),
         (len(stages) > 1, "train.stages: the checkpoint between two stages (each begins with weights of its own)"),
-        (bool(train.warmup), "train.warmup, train.schedule (one learning rate)"),
+        (True, "train.lr, train.warmup, train.schedule (a short cosine of its own)"),
         (bool(run.model.lora and run.model.lora.init_from), "model.lora.init_from (adapters are drawn)"),
         (run.data.valid is not None or run.data.held_out is not None, "validation"),
         (run.save.background, "save.background"),

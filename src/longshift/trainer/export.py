@@ -12,6 +12,7 @@ from longshift.config import Config
 from longshift.dist.world import World
 from longshift.documents.template import FILE as TEMPLATE
 from longshift.documents.template import ChatTemplate, read_template
+from longshift.documents.template_process import TemplateProcess
 from longshift.documents.tokenizer import Tokenizer
 from longshift.errors import CheckpointError, UsageError
 from longshift.layout.box import Box
@@ -93,7 +94,8 @@ def _carried(config: Config, trained: Sequence[Config], source: Mapping[str, Any
     template = _template(config, tokenizer)
     stops = [tokenizer.eos]
     if template is not None and any(part.masked for stage in trained for part in stage.data.train):
-        end = tokenizer.core.token_to_id(template.turn_end() or tokenizer.end)
+        with TemplateProcess(template) as process:
+            end = tokenizer.core.token_to_id(process.turn_end() or tokenizer.end)
         stops += [] if end is None else [end]
     ids = {key: value for key, value in _config_json(beside).items() if key in TOKEN_IDS and value is not None}
     kept = {key: value for key, value in source.items() if key in CARRIED}

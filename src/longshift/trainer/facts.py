@@ -1,6 +1,7 @@
 """What a checkpoint says of the run that wrote it, and whether a config can go on from there."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -24,7 +25,8 @@ from longshift.step.update import State
 Count = Annotated[int, Field(ge=0)]
 MENDS = {
     "tokenizer": "put the old tokenizer back, or start a new run from an export of this one",
-    "data": "put back data.train, data.max_len, data.overlong and train.seed, or start a new run from an export of this one",
+    "data": "put back data.train, data.max_len, data.overlong and train.seed, or start a new run from an export of this one; a mixture "
+    "that began before 29 November 2026 had another order, and can only be exported",
 }
 
 
@@ -115,7 +117,7 @@ class Facts(Part):
             fingerprints=fingerprints,
             attention=attention,
             base=state.base,
-            loss=loss,
+            loss=loss if math.isfinite(loss) else None,  # of a step that fp16 has skipped
             torch=torch.__version__,
         )
 
@@ -167,7 +169,7 @@ def expect(facts: Facts, config: Config, fingerprints: Fingerprints, run: Path, 
     for field, was, now in changed_model(facts.model, config.spec):
         raise CheckpointError(
             f"the model changed since {saved.folder} was written: {field} was {was} and is {now}; "
-            "put the old model back, or start a new run"
+            "put the old model back, or start a new run from an export of this one"
         )
     was, precision = facts.config.train.precision, config.train.precision
     if Precision.of(was).home != Precision.of(precision).home:

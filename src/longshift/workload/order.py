@@ -91,7 +91,7 @@ class Mixture:
         while last - first > 1:
             middle = (first + last) // 2
             left, both = shares[middle] - shares[first], shares[last] - shares[first]
-            offset = self._offset % both
+            offset = self._offset * both >> 64
             before, after = ((at * left + offset) // both for at in (nth, nth + 1))
             if after > before:
                 last, nth = middle, before
