@@ -1,6 +1,5 @@
 """Ctrl-C, and what else should: the first asks the run to stop after the step in hand, the second ends the process."""
 
-import os
 import signal
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -39,14 +38,12 @@ class Interrupt:
     def end_with_launcher(self) -> None:
         """Stop the run, too, when the process that has started this one is gone. Its threads end one by one, and each sends a signal: that
         is one of its own, which may come again while the run saves."""
-        self._launcher = os.getppid()
         signal.signal(LAUNCHER_GONE, self._on_launchers_end)
         end_with_parent(LAUNCHER_GONE)
 
     def _on_launchers_end(self, number: int, frame: FrameType | None) -> None:
         if not self._asked:
-            why = "SIGUSR2" if os.getppid() == self._launcher else "the launcher is gone"
-            self._say(f"{why}: finishing this step, then saving")
+            self._say("the launcher is gone, or SIGUSR2 was sent: finishing this step, then saving")
         self._asked = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
