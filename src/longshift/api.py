@@ -102,15 +102,15 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
     are, a rank each. Raises LongshiftError."""
     run, other = _read(config, overrides), Layout.parse(against) if isinstance(against, str) else against
     stages = []
-    for part in run.parts if run.train.stages else (run,):
+    for part in run.parts:
         legal.check(part.spec, other, None, part.data.max_len, float8=part.formats.float8)
         (edge,) = with_choices(part.model_copy(update={"layout": other}), say).edges
         part = with_choices(part, say)
         stages.append((part, [[edge.use for edge in part.edges], [edge.use]]))
     from longshift.dist.world import own_device
-    from longshift.trainer.check_run import check_stages
+    from longshift.trainer.check_run import check as compare
 
-    return Checked.read(check_stages(stages, own_device().type))
+    return Checked.read(compare(stages, own_device().type))
 
 
 def explain(config: Config | str | Path, *overrides: str, per_node: int | None = None) -> tuple[Explanation, ...]:

@@ -4,10 +4,10 @@ Imports of what needs torch stand inside the commands: see [Note: imports inside
 """
 
 import signal
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 
-BEFORE = signal.getsignal(signal.SIGINT)
-if BEFORE is signal.default_int_handler:  # Ctrl-C while the rest is imported ends the command without a traceback
+FIRST_HANDLER = signal.getsignal(signal.SIGINT)
+if FIRST_HANDLER is signal.default_int_handler:  # Ctrl-C while the rest is imported ends the command without a traceback
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -15,7 +15,7 @@ import json as jsonlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -55,9 +55,9 @@ from longshift.workload.given import Lengths, read_lengths
 if TYPE_CHECKING:
     from longshift.documents.tokens import TokenCache
 
-if BEFORE is signal.default_int_handler:
+if FIRST_HANDLER is signal.default_int_handler:
     with suppress(ValueError):
-        signal.signal(signal.SIGINT, BEFORE)
+        signal.signal(signal.SIGINT, FIRST_HANDLER)
 
 INTERRUPTED = 130
 
@@ -128,9 +128,8 @@ def train(
                 print(jsonlib.dumps(found.to_json()) if json else found)
             return
         trace = None if trace is None else writable(trace)
-        with _by_the_environment(world if world != run.world else None):
-            for edge in run.edges if world is not None else ():
-                legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack, run.formats.float8)
+        if world is not None:
+            _check_under_launcher(run, world)
         folder = prepare(run, resume, rank, alone=world is None)
         if rank == 0:
             keep(plan, folder.path, resume)
@@ -402,8 +401,8 @@ def _work(words: Sequence[str]) -> None:
 def _planned(run: Config) -> tuple[Config, PlanFile | None]:
     """With `layout: auto` chosen for this machine and the run's corpus, and the plan."""
     if isinstance(run.layout, AutoLayout) and _place()[1] is not None:
-        with _by_the_environment(_place()[1]):
-            raise UsageError("layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE")
+        why = "layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE"
+        raise UsageError(f"{why}\n{_place_in_words()}")
     return chosen(run, lambda ranks: api.this_machine(ranks, _say), lambda: Lengths.from_array(_open_corpus(run).lengths), _say)
 
 
@@ -449,18 +448,24 @@ def _place() -> tuple[int, int | None]:
     return int(rank), int(world)
 
 
-@contextmanager
-def _by_the_environment(world: int | None) -> Iterator[None]:
-    """A layout that is refused for its number of ranks, `world`, is refused with the variables that say the number."""
+def _place_in_words() -> str:
+    """Which variables say how many ranks there are."""
+    rank, world = (os.environ[name] for name in ("RANK", "WORLD_SIZE"))
+    return (
+        f"The environment says so: RANK is {rank} and WORLD_SIZE {world}, as a launcher sets them, and a job of one pod too. "
+        "To start all ranks from here, leave them out: env -u RANK -u WORLD_SIZE longshift ..."
+    )
+
+
+def _check_under_launcher(run: Config, world: int) -> None:
+    """Raises UsageError where the layouts are not possible with the launcher's number of ranks."""
     try:
-        yield
+        for edge in run.edges:
+            legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack, run.formats.float8)
     except UsageError as fault:
-        if world is None:
+        if world == run.world:
             raise
-        raise UsageError(
-            f"{fault}\nThe environment says so: RANK is {os.environ['RANK']} and WORLD_SIZE {world}, as a launcher sets them, and a job of "
-            "one pod too. To start all ranks from here, leave them out: env -u RANK -u WORLD_SIZE longshift ..."
-        ) from None
+        raise UsageError(f"{fault}\n{_place_in_words()}") from None
 
 
 def _per_node(ranks: int) -> int:

@@ -51,7 +51,7 @@ def cut(lengths: Lengths, config: Config) -> Lengths:
 def on_cluster(cluster: Cluster, world: int, precision: str = "bf16") -> Cluster:
     """The cluster as so many ranks reach it in a run of this precision: with as many nodes as they need, and by its calibration where there
     is one. CPU ranks share the machine that was measured."""
-    cluster = cluster.calibrated.knowing(arithmetic(precision))
+    cluster = cluster.calibrated.with_arithmetic(arithmetic(precision))
     if cluster.device.kind == "cpu":
         return cluster.shared(-(-world // cluster.nodes))
     per_node = min(world, cluster.devices_per_node)

@@ -228,7 +228,7 @@ def test_a_model_without_room_is_refused_before_it_starts(place, monkeypatch):
     config = CONFIG.format(place=place, max_len=512).replace("tiny-llama", "llama-3-70b")
     monkeypatch.setattr(check_run, "ForkedWorld", None)
     with pytest.raises(OutOfMemoryError, match=r"one process needs \d{4}\.\d GiB for tensors, and "):
-        check(parse_config(config), [[Layout.parse("tp2")]])
+        check([(parse_config(config), [[Layout.parse("tp2")]])])
 
 
 @pytest.mark.parametrize("layout", ["dp2.tp2.z3", "pp2.chunk128.disk"])
@@ -271,7 +271,7 @@ def test_with_a_gpu_ranks_are_spawned_and_the_reference_is_not_on_it(place, monk
     asked.clear()
     monkeypatch.setattr(check_run, "SpawnedWorld", OnCpu)
     monkeypatch.setattr(check_run, "ForkedWorld", None)
-    found = check(parse_config(CONFIG.format(place=place, max_len=32)), [[Layout.parse("dp2")]], "cuda")
+    found = check([(parse_config(CONFIG.format(place=place, max_len=32)), [[Layout.parse("dp2")]])], "cuda")
     assert sorted(asked) == [(1, "cpu"), (2, "cuda")]
     assert (found["loss"] < 1e-12, found["grad"] < 1e-12, found["leaked_positions"], found["pass"]) == (True, True, 0, True)
 
@@ -286,5 +286,5 @@ def test_a_spawned_rank_tells_its_fault_and_ends_with_its_world():
 def test_more_ranks_than_gpus_are_refused_before_anything_starts(place, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UsageError, match=r"^2 ranks need a GPU each, and this machine has 1: name a layout of fewer ranks, or "):
-        check(parse_config(CONFIG.format(place=place, max_len=32)), [[Layout()], [Layout.parse("dp2")]], "cuda")
+        check([(parse_config(CONFIG.format(place=place, max_len=32)), [[Layout()], [Layout.parse("dp2")]])], "cuda")
     assert not (place / "cache").exists()

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from longshift.documents.batch import Document
 from longshift.documents.micro import micro_batch
@@ -103,7 +103,7 @@ def theirs(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
             if family.gemma:
                 embedding = getattr(module, f"{family.architecture.removesuffix('ForCausalLM')}TextScaledWordEmbedding")
                 patches.enter_context(patch.object(embedding, "forward", gemma_embedding_with_an_exact_scale))
-        if read_spec(folder).score_cap is None:
+        if getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None) is None:
             return _theirs(folder, dtype, docs, "sdpa")
         patches.enter_context(patch.object(F, "softmax", lambda x, dim, dtype: x.softmax(dim)))  # the eager one's is in float32
         return _theirs(folder, dtype, docs, "eager")

@@ -9,27 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from against_transformers import LENGTHS, random_model, read_all
+from against_transformers import LENGTHS, difference, documents, ours, random_model, theirs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, GPT2Config, LlamaConfig, Qwen3Config
 
-from longshift.documents.batch import Document
-from longshift.documents.micro import micro_batch
 from longshift.errors import CheckpointError, LongshiftError, UsageError
-from longshift.layout.layout import Layout
-from longshift.model.decoder import Decoder, Ops
 from longshift.model.huggingface import WeightFolder
-from longshift.model.loss import IGNORE
 from longshift.spec.families import FAMILIES, read_spec
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 257, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "max_position_embeddings": 64},
 }
+NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
-    "gpt2": GPT2Config(vocab_size=257, n_embd=48, n_layer=2, n_head=4, n_positions=64, n_inner=40, tie_word_embeddings=True),
+    "gpt2": GPT2Config(vocab_size=257, n_embd=48, n_layer=2, n_head=4, n_positions=64, n_inner=40, tie_word_embeddings=True, **NO_DROPOUT),
 }
 IDS = torch.randint(0, 257, (max(LENGTHS),), generator=torch.Generator().manual_seed(1))
 
@@ -41,18 +37,14 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return tmp_path / "model"
 
 
-def theirs(folder: Path) -> torch.Tensor:
-    """Logits [T, V] by transformers, of one document."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        return model(IDS[None]).logits[0]
+def truth_of(folder: Path) -> torch.Tensor:
+    """Logits [T, V] by transformers in float64, of documents end to end."""
+    return theirs(folder, torch.float64, documents()).logits
 
 
-def ours(folder: Path) -> torch.Tensor:
-    spec, tensors = read_all(folder, torch.float32)
-    document = Document(IDS.numpy(), torch.cat((IDS[1:], torch.tensor([IGNORE]))).numpy())
-    with torch.no_grad():
-        return Decoder(spec).load(tensors).logits(micro_batch(spec, [document], Layout(), 0, torch.float32, torch.device("cpu")), Ops(spec))
+def same(folder: Path, truth: torch.Tensor) -> bool:
+    """Whether the folder's function is the same, read by Longshift."""
+    return difference(ours(folder, torch.float64, documents()).logits, truth) < 1e-10
 
 
 def refusal(folder: Path) -> str:
@@ -67,10 +59,6 @@ def edit(folder: Path, **keys: Any) -> None:
     (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
-def same(folder: Path, truth: torch.Tensor) -> bool:
-    return bool((ours(folder) - truth).norm() < 2e-5 * truth.norm())
-
-
 @pytest.mark.parametrize("folder", ["qwen3", "gpt2", "llama"], indirect=True)
 def test_a_tied_head_that_differs(folder):
     """`set "tie_word_embeddings": false in config.json to train both`."""
@@ -78,7 +66,7 @@ def test_a_tied_head_that_differs(folder):
     embedding = next(name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
     save_file({**tensors, "lm_head.weight": tensors[embedding] * 2 + 1}, folder / "model.safetensors", {"format": "pt"})
     edit(folder, tie_word_embeddings=True)
-    truth = theirs(folder)
+    truth = truth_of(folder)
     assert 'set "tie_word_embeddings": false in config.json' in refusal(folder)
     edit(folder, tie_word_embeddings=False)
     assert same(folder, truth)
@@ -87,7 +75,7 @@ def test_a_tied_head_that_differs(folder):
 @pytest.mark.parametrize("folder", CONFIGS, indirect=True)
 def test_weights_that_are_pickles(folder):
     """The command of the message is run as it stands."""
-    truth = theirs(folder)
+    truth = truth_of(folder)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
@@ -102,7 +90,7 @@ def test_weights_that_are_pickles(folder):
 def test_a_key_that_is_not_understood(folder, value):
     """`if it does not change what the model computes, delete it`: transformers does not know it either."""
     edit(folder, made_by_somebody=value)
-    truth = theirs(folder)
+    truth = truth_of(folder)
     assert "made_by_somebody" in (said := refusal(folder))
     assert "delete it from config.json" in said
     edit(folder, made_by_somebody=None)
@@ -113,10 +101,12 @@ def test_a_key_that_is_not_understood(folder, value):
 @pytest.mark.parametrize("factor", [2.0, 8.0])
 def test_dynamic_scaling_of_documents_that_are_no_longer_than_it_says(folder, factor):
     """`documents of at most 64 tokens have the same angles without it: for these, set rope_scaling to null`."""
-    edit(folder, rope_parameters=None, rope_theta=10000.0, rope_scaling={"rope_type": "dynamic", "factor": factor})
-    truth = theirs(folder)
-    assert "documents of at most 64 tokens have the same angles without it: for these, set rope_scaling to null" in refusal(folder)
-    assert len(IDS) <= 64
+    edit(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling={"rope_type": "dynamic", "factor": factor})
+    truth = truth_of(folder)
+    said = refusal(folder)
+    assert "documents of at most 64 tokens have the same angles without it: for these, set rope_scaling to null" in said
+    assert "rope_theta" not in said, "it is a key that counts"
+    assert max(LENGTHS) <= 64
     edit(folder, rope_scaling=None)
     assert same(folder, truth)
 
@@ -161,13 +151,13 @@ def test_the_text_model_in_a_model_of_text_and_images(tmp_path):
     model.save_pretrained(tmp_path / "own")
     with torch.no_grad():
         assert (model.eval()(IDS[None] % 200).logits[0] - truth).norm() < 1e-5 * truth.norm()
-    assert same(tmp_path / "own", theirs(tmp_path / "own"))
+    assert same(tmp_path / "own", truth_of(tmp_path / "own"))
 
 
 @pytest.mark.parametrize("folder", ["llama", "qwen3", "gpt2"], indirect=True)
 def test_a_link_out_of_the_folder(folder, tmp_path_factory):
     """`copy the file there`."""
-    truth, outside = theirs(folder), tmp_path_factory.mktemp("elsewhere") / "x.safetensors"
+    truth, outside = truth_of(folder), tmp_path_factory.mktemp("elsewhere") / "x.safetensors"
     shutil.move(folder / "model.safetensors", outside)
     (folder / "model.safetensors").symlink_to(outside)
     with pytest.raises(CheckpointError, match="copy the file there"):

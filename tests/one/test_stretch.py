@@ -14,7 +14,7 @@ from longshift.errors import UsageError
 from longshift.model.decoder import rotary_table
 from longshift.spec.families import from_hugging_face, preset, to_hugging_face
 from longshift.spec.model import Rope
-from longshift.spec.stretch import beyond, replaced, stretched
+from longshift.spec.stretch import beyond, replaced_scaling, stretched
 
 SIZES = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
@@ -74,7 +74,7 @@ def test_each_way_to_stretch():
     assert yarn is not None
     assert (yarn.factor, yarn.original_positions, yarn.magnitude) == (32.0, 4096, 0.1 * math.log(32) + 1)
     assert stretched(spec, "theta", long, theta=5e6).rope == Rope(5e6)
-    assert replaced(spec, stretched(spec, "yarn", long)) is None
+    assert replaced_scaling(spec, stretched(spec, "yarn", long)) is None
     with pytest.raises(UsageError, match="type: theta needs theta"):
         stretched(spec, "theta", long)
     with pytest.raises(UsageError, match="learned positions"):
@@ -94,9 +94,9 @@ def test_a_scaling_that_the_model_has_stays_or_is_named(own):
     """Another base keeps the scaling, as in `transformers`; each other way takes its place and says so."""
     spec = replace(preset("tiny-llama"), rope=own)
     assert stretched(spec, "theta", 131072, theta=4e6).rope == replace(own, theta=4e6)
-    assert replaced(spec, stretched(spec, "theta", 131072, theta=4e6)) is None
+    assert replaced_scaling(spec, stretched(spec, "theta", 131072, theta=4e6)) is None
     for kind in ("dynamic", "linear", "llama3", "yarn"):
-        note = replaced(spec, stretched(spec, kind, 1 << 21))
+        note = replaced_scaling(spec, stretched(spec, kind, 1 << 21))
         assert note is not None
         assert f"({own.scaling} by {own.factor:g}): it is " in note
         assert ("a base of" in note) == (kind == "dynamic")

@@ -231,18 +231,18 @@ def test_formats_that_were_not_measured_take_the_rates_of_others(dtype, stand_in
     cpu = files.preset("cpu")
     kept = {stand_in: cpu.device.flops_per_s["float32"]}
     curves = {name: curve for name, curve in cpu.curves.items() if dtype not in name.split()}
-    machine = replace(cpu, device=replace(cpu.device, flops_per_s=kept), curves=curves).knowing(dtype)
+    machine = replace(cpu, device=replace(cpu.device, flops_per_s=kept), curves=curves).with_arithmetic(dtype)
     both = [float(machine.matmul_s(256, 512, 128, name, beyond=True)) for name in (dtype, stand_in)]
     assert both[0] == pytest.approx(slower * both[1], rel=0.01)
     assert float(machine.elementwise_s(1 << 20, dtype, beyond=True)) == float(machine.elementwise_s(1 << 20, stand_in, beyond=True))
-    assert machine.knowing(dtype) is machine
-    assert replace(cpu, device=replace(cpu.device, flops_per_s=kept)).knowing(stand_in).device.flops_per_s == kept
+    assert machine.with_arithmetic(dtype) is machine
+    assert replace(cpu, device=replace(cpu.device, flops_per_s=kept)).with_arithmetic(stand_in).device.flops_per_s == kept
 
 
 def test_a_machine_without_any_rate_is_refused():
     cpu = files.preset("cpu")
     with pytest.raises(UsageError, match="arithmetic in float32"):
-        replace(cpu, device=replace(cpu.device, flops_per_s={"bf16": 1e12})).knowing("float32")
+        replace(cpu, device=replace(cpu.device, flops_per_s={"bf16": 1e12})).with_arithmetic("float32")
 
 
 def test_a_file_gives_back_what_was_saved(tmp_path):

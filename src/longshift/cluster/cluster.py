@@ -189,7 +189,7 @@ class Cluster:
         device = replace(self.device, launch_s=self.device.launch_s * constants.get("launch", 1.0))
         return replace(self, shares=shares, curves=curves, device=device)
 
-    def knowing(self, dtype: str) -> "Cluster":
+    def with_arithmetic(self, dtype: str) -> "Cluster":
         """The machine with rates of arithmetic in `dtype`, itself where it has them: a profile of a CPU lacks float64 and fp16. Others are
         then taken in their place, at the speed that STAND_INS says. Raises UsageError where there is nothing to take."""
         if dtype in self.device.flops_per_s:

@@ -9,7 +9,8 @@ import psutil
 
 from longshift.errors import UsageError
 
-FILES, FILES_A_RANK = 48, 12  # that a rank has open, and with each other one: four ranks have 70 under a switched layout
+FILES = 48  # that a rank has open by itself
+FILES_A_RANK = 12  # and with each other rank; four ranks had 70 each under a switched layout
 _REFUSED = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to map segment", "can't start new thread")
 
 

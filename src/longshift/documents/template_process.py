@@ -90,17 +90,8 @@ class TemplateProcess:
         return answer
 
     def _started(self) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-P",
-            "-X",
-            "utf8",
-            "-c",
-            _CODE,
-            json.dumps(asdict(self.template)),
-            *map(str, self._limits),
-            str(os.getpid()),
-        ]
+        arguments = [json.dumps(asdict(self.template)), *map(str, self._limits), str(os.getpid())]
+        command = [sys.executable, "-P", "-X", "utf8", "-c", _CODE, *arguments]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8")
 
@@ -127,11 +118,10 @@ def serve(template: str, deadline_s: str, most_bytes: str, parent: str) -> None:
     most = int(most_bytes) if hard == resource.RLIM_INFINITY else min(int(most_bytes), hard)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    program = _limited(json.loads(template), float(deadline_s))
+    seconds = float(deadline_s)
+    program = _with_deadline(json.loads(template), seconds)
     for line in sys.stdin:
-        with _deadline(float(deadline_s)):
-            asked = json.loads(line)
-        print(json.dumps(_answer(program, asked)), flush=True)
+        print(json.dumps(_answer(program, json.loads(line), seconds)), flush=True)
 
 
 @contextmanager
@@ -141,27 +131,23 @@ def _deadline(seconds: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
-def _limited(fields: Mapping[str, Any], seconds: float) -> ChatTemplate:
-    """The template, of which each rendering, and what it reads, has a deadline."""
+def _with_deadline(fields: Mapping[str, Any], seconds: float) -> ChatTemplate:
+    """The template that has these fields; each of its renderings has a deadline."""
 
     class Limited(ChatTemplate):
-        def _write(self, *how: Any, **more: Any) -> str:
+        def _write(self, *arguments: Any, **options: Any) -> str:
             with _deadline(seconds):
-                return super()._write(*how, **more)
-
-        @property
-        def variables(self) -> set[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-            with _deadline(seconds):
-                return super().variables
+                return super()._write(*arguments, **options)
 
     names = tuple((name, token) for name, token in fields["names"])
     return Limited(fields["source"], fields["where"], names, tuple(fields["special"]))
 
 
-def _answer(program: ChatTemplate, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(program: ChatTemplate, asked: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     try:
         if asked["what"] == "variables":
-            return {"variables": sorted(program.variables)}
+            with _deadline(seconds):
+                return {"variables": sorted(program.variables)}
         if asked["what"] == "turn_end":
             return {"token": program.turn_end()}
         chat = Chat(*asked["chat"])

@@ -18,7 +18,7 @@ import json
 import platform
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -195,9 +195,8 @@ def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatT
     counts, skipped = [0] * len(inputs), []
     sources = 1 + max(nth for nth, _ in inputs)
     learned, seen = np.zeros(sources, np.int64), np.zeros(sources, np.int64)
-    with ExitStack() as stack:
-        out, mask_out = (stack.enter_context(open(folder / name, "wb")) for name in ("tokens.bin", MASK))
-        template = stack.enter_context(TemplateProcess(chat)) if chat else None
+    renders = TemplateProcess(chat) if chat else nullcontext()
+    with open(folder / "tokens.bin", "wb") as out, open(folder / MASK, "wb") as mask_out, renders as template:
         notes = [RecordNotes(template) for _ in range(sources)]
         for batch in _batches(_texts(inputs, template, notes, skipped, progress)):
             for (nth, text), (ids, mask) in zip(batch, _encoded(tokenizer, [text for _, text in batch])):

@@ -355,7 +355,8 @@ def _inside(folder: Path, file: Path) -> Path:
     target, home = file.resolve(), folder.resolve()
     allowed = [home, home.parent.parent / "blobs"]
     with suppress(FileNotFoundError):  # the working folder may be gone
-        allowed += [folder for folder in [Path.cwd()] if folder != folder.parent]  # all files are below /
+        working = Path.cwd()
+        allowed += [working] if working != working.parent else []  # everything is below the root
     if not any(target.is_relative_to(place) for place in allowed):
         raise CheckpointError(
             f"{file} is a link out of its folder, to {target}: copy the file there, name the folder that holds it, or start from a "

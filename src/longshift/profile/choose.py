@@ -68,7 +68,7 @@ def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster |
     if cluster is not None:
         dtype = arithmetic(config.train.precision)
         try:
-            machine = Machine(cluster.knowing(dtype), dtype, device.type == "cpu", FREE_SHARE * _memory(config, device))
+            machine = Machine(cluster.with_arithmetic(dtype), dtype, device.type == "cpu", FREE_SHARE * _memory(config, device))
             return choose(config.spec, edge.use, longest, machine, partial(_of_chunk, config, edge, device), config.stream.ahead, edge.pack)
         except UsageError as unknown:
             fault = str(unknown)
@@ -87,7 +87,7 @@ def _activations(config: Config, edge: Edge, device: torch.device, cluster: Clus
     """What blocks of a group keep, and why. A machine that was not measured is taken for the preset of a CPU or an H100."""
     spec, free, cpu = config.spec, FREE_SHARE * _memory(config, device), device.type == "cpu"
     dtype = arithmetic(config.train.precision)
-    known = (cluster or preset("cpu" if cpu else "h100")).knowing(dtype)
+    known = (cluster or preset("cpu" if cpu else "h100")).with_arithmetic(dtype)
     cost = Cost(sizes(spec), rates(known, dtype), habits(config.train.compile, config.train.precision, known.device))
     pack = tuple(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
 

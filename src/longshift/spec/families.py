@@ -291,12 +291,12 @@ def _rope(read: Reader, theta: float, blocks: str = "full_attention") -> Rope:
         why += f"; documents of at most {positions} tokens have the same angles without it: for these, set {key} to null"
     names = [name for name in ("rope_type", "type") if found.get(name) is not None] or ["rope_type"]
     asked = [inner.value(name, "default", lambda v: isinstance(v, str) and v in kinds, why) for name in names]
+    outer = read.number("rope_theta", theta)  # it is read whatever the kind is
     if inner.faults:
         read.faults += inner.faults
         return Rope()
     if len(set(asked)) > 1:
         inner.fault("type", asked[1], f"but rope_type says {asked[0]!r}")
-    outer = read.number("rope_theta", theta)
     own = inner.number("rope_theta", outer)
     if own != outer and read.config.get("rope_theta") is not None:
         inner.fault("rope_theta", own, f"but rope_theta says {outer!r}")

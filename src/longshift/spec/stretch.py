@@ -6,7 +6,7 @@ dynamic   the base is multiplied so that the slowest channel turns as far over `
           (NTK-aware, arXiv 2309.00071, section 3.1); the base of one length, the run's, and written as such
 linear, llama3, yarn    as of `spec.model.Rope`, by `factor`
 
-All but theta take the place of a scaling that the model has, which `replaced` says.
+All but theta take the place of a scaling that the model has, which `replaced_scaling` says.
 """
 
 from dataclasses import replace
@@ -48,7 +48,7 @@ def stretched(
     return replace(spec, rope=made)
 
 
-def replaced(before: ModelSpec, after: ModelSpec) -> str | None:
+def replaced_scaling(before: ModelSpec, after: ModelSpec) -> str | None:
     """A sentence where stretching took the scaling of the model's own rotary embedding away, else None."""
     was, now = before.rope, after.rope
     if was is None or now is None or was.scaling is None or replace(was, theta=now.theta) == now:

@@ -229,21 +229,22 @@ class Definition(Ops):
         return torch.einsum("nqk,knh->qnh", scores_NTT.masked_fill(~seen_TT, -math.inf).softmax(dim=-1), v_TNH)
 
     def loss(self, logits_TV: Tensor, labels_T: Tensor, by: Elementwise) -> Tensor:
+        """The sum of the cross-entropies of the target tokens, in nats."""
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE, reduction="sum")
 
 
 def with_adapters(model: Decoder) -> dict[str, Tensor]:
     """The weights that a model computes with, by the names of their parameters: W + alpha / rank B A where a weight has an adapter."""
-    lora, weights = model.spec.lora, dict[str, Tensor]()
+    lora, base, weights = model.spec.lora, model.spec.base, dict[str, Tensor]()
     for number, unit in enumerate(model.units):
-        for p in unit.table:  # pyright: ignore[reportGeneralTypeIssues]
+        for p in base.of_unit(number):
             weight = getattr(unit, p.role)
             a, b = (getattr(unit, f"{p.role}_lora_{which}", None) for which in "ab")
             if lora and a is not None and b is not None:
                 adapter = lora.alpha / lora.rank * (b @ a)
                 weight = weight + (adapter.mT if unit.input_major else adapter)
             weights[f"units.{number}.{p.role}"] = weight
-    return {name: weight for name, weight in weights.items() if not name.endswith(("_lora_a", "_lora_b"))}
+    return weights
 
 
 def reference(trial: Trial) -> dict[str, Tensor]:

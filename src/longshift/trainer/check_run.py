@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,13 +50,16 @@ MOST_TOKENS = 8192  # of a group, where its documents need not be longer
 LONGEST = 128  # tokens of the longest document, at the most, and LEAST for each rank that shares its sequence
 LEAST = 8
 CHUNKS = 4  # of the longest document, at the least
-NORMS = 1e9, 1e-3  # largest norms of steps in turn: what is not clipped, what is. In a second step shows what was not brought up to date
-STEPS = 2
-EARLY_STEPS = 4  # updates before the norm follow a step that was not clipped: taken back in the second step, kept in the fourth
-EARLY_NORMS = 1e9, 1e-3, 1e9, 1e9
+NORMS = 1e9, 1e-3  # largest norm of each step: the first is not clipped, the second is, and shows what was not brought up to date
+EARLY_NORMS = (
+    *NORMS,
+    1e9,
+    1e9,
+)  # an update before the norm follows a step that was not clipped: taken back in the second, kept in the fourth
 PIECES = 64  # of cut documents, whose labels are compared
 MOST_READ = 64  # steps of the run from which documents are taken, at the most
 TOLERANCE = 1e-9  # relative: float64 rounds at 1e-16, and sums of a deep model's many terms differ by their order
+KINDS = ("loss", "grad", "weight", "optimizer")  # that are compared
 PROBES = 6
 PROBED_TOKENS = 512
 ROWS = 8  # of differences that are shown
@@ -100,13 +104,15 @@ class Small:
     def layouts(self, config: Config, way: Sequence[Layout]) -> list[Layout]:
         """The layouts of a way with chunks that cut the longest documents of their groups as often as the run's own, CHUNKS times at the
         least, and the loss in blocks of rows where the run's is. A single layout computes all groups."""
-        several = len(way) > 1
-        ends, packs = (self.edges, self.packs) if several else (self.edges[-1:], self.packs[-1:])
-        longest = [edge.upto for edge in config.edges] if several else [config.data.max_len]
-        found = [_in_proportion(layout, end, own) for layout, end, own in zip(way, ends, longest)]
-        full = [edge.pack for edge in config.edges] if several else [config.edges[-1].pack]
-        rows = zip(way, full, found, packs)
-        return [replace(small, rows=_small_rows(config.spec, layout, pack, small, own)) for layout, pack, small, own in rows]
+        longest = [edge.upto for edge in config.edges] if len(way) > 1 else [config.data.max_len]
+        first = len(config.edges) - len(way)  # of the groups: a single layout has the last one's edge and pack
+        layouts = list[Layout]()
+        for layout, edge, small_edge, small_pack, tokens in zip(
+            way, config.edges[first:], self.edges[first:], self.packs[first:], longest, strict=True
+        ):
+            small = _in_proportion(layout, small_edge, tokens)
+            layouts.append(replace(small, rows=_small_rows(config.spec, layout, edge.pack, small, small_pack)))
+        return layouts
 
     def lengths(self) -> list[int]:
         """Lengths of documents that give every replica `micros` packs of every group, the longest there may be among them."""
@@ -119,46 +125,46 @@ class Small:
         return found
 
 
-def check(config: Config, ways: Sequence[Sequence[Layout]], device: str = "cpu") -> dict:
-    """`check_stages` of a run with one stage."""
-    return check_stages([(config, ways)], device)
+class StageCheck(NamedTuple):
+    """What is known of a stage: a row for each way, the documents and tokens of its first step, the loss of the reference's last step, and
+    how many labels of the stage's own documents are wrong."""
+
+    rows: list[dict]
+    documents: int
+    tokens: int
+    loss: float
+    wrong_labels: int
 
 
-def check_stages(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]], device: str = "cpu") -> dict:
+def check(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]], device: str = "cpu") -> dict:
     """Worst relative differences to one process, leaked positions and wrong labels, over the stages of a run and the ways to compute each:
     a layout, or those of the stage's groups; and whether all are within TOLERANCE. Works on documents of each stage's first steps, made
     small (`Small`), in processes on this machine: the reference on its CPU, the ways on devices of this type. What waits on disk does so in
     stream.folder, where that is given. Raises LongshiftError, OutOfMemoryError where there is no room for it."""
-    rows, mislabelled, counts, losses = [], 0, [0, 0], []
     for config, ways in stages:
         _make_room(config, Small.of(config, ways), ways, device)
-    for number, (config, ways) in enumerate(stages, 1):
-        found, trial, loss, wrong = _check_stage(config, ways, device)
-        rows += [{"stage": number, **row} for row in found]
-        mislabelled += wrong
-        losses.append(loss)
-        counts = [counts[0] + len(trial["given"][0]), counts[1] + sum(len(ids) for ids, _ in trial["given"][0])]
-    kinds = ("loss", "grad", "weight", "optimizer")
-    worst = {kind: max((row[kind] for row in rows), key=lambda value: (math.isnan(value), value)) for kind in kinds}
+    results = [_check_stage(config, ways, device) for config, ways in stages]
+    rows = [{"stage": number, **row} for number, result in enumerate(results, 1) for row in result.rows]
+    worst = {kind: max((row[kind] for row in rows), key=lambda value: (math.isnan(value), value)) for kind in KINDS}
     leaked = sum(row["leaked_positions"] for row in rows)
+    wrong = sum(result.wrong_labels for result in results)
     run = stages[0][0]
     return {
         "reference": "one process, float64" + f"; {EIGHT_BITS}" * run.formats.float8,
-        "documents": counts[0],
-        "tokens": counts[1],
-        "reference_loss": losses[-1],
+        "documents": sum(result.documents for result in results),
+        "tokens": sum(result.tokens for result in results),
+        "reference_loss": results[-1].loss,
         **worst,
         "leaked_positions": leaked,
-        "wrong_labels": mislabelled,
+        "wrong_labels": wrong,
         "tolerance": TOLERANCE,
-        "pass": all(value <= TOLERANCE for value in worst.values()) and not leaked and not mislabelled,
+        "pass": all(value <= TOLERANCE for value in worst.values()) and not leaked and not wrong,
         "not_exercised": not_exercised(stages),
         "rows": rows,
     }
 
 
-def _check_stage(config: Config, ways: Sequence[Sequence[Layout]], device: str) -> tuple[list[dict], dict, float, int]:
-    """A row for each way, what was trained, the loss of the reference, and how many labels of the stage's documents are wrong."""
+def _check_stage(config: Config, ways: Sequence[Sequence[Layout]], device: str) -> StageCheck:
     small = Small.of(config, ways)
     texts = [" > ".join(map(str, small.layouts(config, way))) for way in ways]
     worlds = [_ranks(layouts[0].world, device, device) for layouts in ways]
@@ -178,9 +184,10 @@ def _check_stage(config: Config, ways: Sequence[Sequence[Layout]], device: str) 
                     for layout in dict.fromkeys(text.split(" > "))
                 ]
             row = {"layout": " > ".join(map(str, layouts)), "as": text}
-            row |= {kind: max(answer[kind] for answer in found) for kind in ("loss", "grad", "weight", "optimizer")}
+            row |= {kind: max(answer[kind] for answer in found) for kind in KINDS}
             rows.append(row | {what: sum(leak[what] for leak in leaks) for what in leaks[0]})
-    return rows, trial, loss, wrong
+    documents = trial["given"][0]
+    return StageCheck(rows, len(documents), sum(len(ids) for ids, _ in documents), loss, wrong)
 
 
 def not_exercised(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]]) -> list[str]:
@@ -305,7 +312,8 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
     tier is, unless the run names a folder."""
     run, size = parse_config(config), Small(**small)
     is_early = "disk" in run.home.at.named and run.home.early and run.train.clip is not None
-    norms, steps = (EARLY_NORMS, EARLY_STEPS) if is_early else (NORMS, STEPS)
+    norms = EARLY_NORMS if is_early else NORMS
+    steps = len(norms)
     _, cache = open_corpus(run)
     batches = Batches.of(run, cache)
     lengths, batch = size.lengths() * steps, batches.at(0)

@@ -25,8 +25,8 @@ from longshift.step.update import State
 Count = Annotated[int, Field(ge=0)]
 MENDS = {
     "tokenizer": "put the old tokenizer back, or start a new run from an export of this one",
-    "data": "put back data.train, data.max_len, data.overlong and train.seed, or start a new run from an export of this one; a mixture "
-    "that began before 29 November 2026 had another order, and can only be exported",
+    "data": "put back data.train, data.max_len, data.overlong and train.seed, or start a new run from an export of this one; "
+    "mixtures of earlier versions had another order",
 }
 
 

@@ -95,7 +95,7 @@ def _done(run: Path, world: World) -> int:
         there = f"{RunFolder(run).shown}/LATEST names step-{saved.step}, and newer checkpoints are there, up to {newest}"
         print(f"longshift: {there}: the run goes on from step {saved.step} and replaces them as it comes to them", file=sys.stderr)
     if world.rank == 0:
-        faults = faults_of_rows(RunFolder(run).metrics, saved.step, Facts.of(saved).loss)
+        faults = faults_of_rows(RunFolder(run).metrics, saved.step, saved.facts.get("loss"))
         if faults:
             print(f"longshift: {RunFolder(run).shown}/metrics.jsonl {faults}", file=sys.stderr)
     return saved.step

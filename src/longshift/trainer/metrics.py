@@ -171,8 +171,8 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def faults_of_rows(path: Path, done: int, loss: float | None) -> str:
-    """What is wrong with the rows of the steps that are done, the last of which had this loss (None: not known): rows that are missing, or
-    are of another run. An empty text where nothing is."""
+    """What is wrong with the rows of the steps that are done, the last of which had this loss in nats (None: not known): rows are missing,
+    or are of another run. An empty text where nothing is."""
     losses = {row["step"]: row.get("loss") for row in read_rows(path)}
     missing = sorted(set(range(1, done + 1)) - losses.keys())
     if missing:

@@ -37,7 +37,7 @@ from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.errors import LongshiftError, PeerError, UsageError
 from longshift.files import NO_ROOM, rewrite, written
-from longshift.spec.stretch import beyond, replaced
+from longshift.spec.stretch import beyond, replaced_scaling
 from longshift.trainer.metrics import read_rows
 from longshift.trainer.trackers import expect
 
@@ -159,7 +159,7 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
     if not resume:
         adopt(folder, config)
     if rank == 0:
-        notes = [replaced(part.model.spec, part.spec) for part in config.parts]
+        notes = [replaced_scaling(part.model.spec, part.spec) for part in config.parts]
         notes += [beyond(part.spec, part.data.max_len) for part in config.parts]
         for note in dict.fromkeys(filter(None, notes)):
             print(f"longshift: {note}", file=sys.stderr, flush=True)

@@ -80,7 +80,7 @@ class Mixture:
 
     @cached_property
     def _offset(self) -> int:
-        """Where in their pattern the sources begin."""
+        """Where in their pattern the sources begin, in parts of 2^64 of it."""
         return _keys(self.seed, 0)[0]
 
     def __getitem__(self, cursor: int) -> int:
@@ -117,8 +117,10 @@ def shares_of(
     if all(weight is not None for weight in weights):
         times = [Fraction(str(weight)) / count for weight, count in zip(weights, tokens)]
     reads = [each * n for each, n in zip(times, documents)]
-    whole = [int(each * lcm(*(read.denominator for read in reads))) for each in reads]
-    return tuple(each // gcd(*whole) for each in whole)
+    common = lcm(*(each.denominator for each in reads))
+    whole = [int(each * common) for each in reads]
+    divisor = gcd(*whole)
+    return tuple(each // divisor for each in whole)
 
 
 def _keys(seed: int, epoch: int) -> tuple[int, ...]:
