@@ -405,7 +405,8 @@ def test_too_few_open_files_are_refused_before_ranks_start(place):
 @pytest.mark.parametrize("module", ["longshift.errors", "longshift.config", "longshift.forecast"])
 def test_ctrl_c_before_imports_end_leaves_no_traceback(place, module):
     """As soon as a module is imported, of which the interpreter writes a line."""
-    command = [sys.executable, "-X", "importtime", "-c", "from longshift.cli import main; main()", "data", "run.yaml"]
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell in the background ignores it
+    command = [sys.executable, "-X", "importtime", "-c", f"{heeds}; from longshift.cli import main; main()", "data", "run.yaml"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=place) as child:
         assert child.stderr
         assert any(line.split("|")[-1].strip() == module for line in child.stderr)
