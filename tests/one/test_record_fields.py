@@ -10,6 +10,7 @@ from chat_templates import FAMILIES, THINKING
 from test_chat import CALLS, SYSTEM, TOOLS, TURNS, folder_of, plain, write  # noqa: F401  (plain: a fixture)
 
 from longshift.config_parts import Source
+from longshift.documents.template_process import TemplateProcess
 from longshift.documents.tokenizer import Tokenizer, load
 from longshift.documents.tokens import TokenCache, build
 from longshift.errors import DataError
@@ -228,3 +229,22 @@ def test_answers_that_truncate_cuts_away_whole_are_named(chats, monkeypatch):
     assert note.startswith("overlong: truncate cuts all that is learned off 1 documents")
     Cut.data.max_len = 1000
     assert corpus.corpus_notes(Cut, cache) == []  # pyright: ignore[reportArgumentType]
+
+
+def test_a_template_is_asked_of_so_many_fields_only(chats, monkeypatch):
+    """Each asks for a rendering of the conversation: thousands of names would take minutes."""
+    renderings = 0
+    native = TemplateProcess.write
+
+    def write_counted(*given):
+        nonlocal renderings
+        renderings += 1
+        return native(*given)
+
+    monkeypatch.setattr(TemplateProcess, "write", write_counted)
+    turns = [TURNS[0], TURNS[1] | {f"field{number}": number for number in range(3000)}]
+    notes = chats.show([{"messages": turns}])[2]
+    assert renderings < 220
+    assert "field0 of assistant messages (1)" in notes
+    assert "field199 of assistant messages (1)" in notes
+    assert "as there are too many names to ask it of each: fields of assistant messages (1)" in notes
