@@ -11,7 +11,7 @@ RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 # Files go to two processes in order, so that cases which fork ranks come before those that start threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: setup browser quickstart test test-all test-mutants test-survey test-faults lint docs bench
+.PHONY: setup browser quickstart test test-all test-mutants test-survey test-faults count lint docs bench
 
 setup: $(READY)
 
@@ -57,6 +57,11 @@ test-survey: setup
 # keeps the figures.
 test-faults: setup
 	JSON=$(JSON) $(PYTEST) tests/faults
+
+# Sizes by room, keys of a config, words of a layout; WORDS=words.py: a script that counts what is hard to read.
+count: setup
+	@$(BIN)/python benchmarks/count.py
+	@$(if $(WORDS),$(BIN)/python $(WORDS) src/longshift)
 
 lint: setup
 	$(BIN)/ruff check

@@ -32,7 +32,6 @@ from longshift.layout.layout import Layout
 from longshift.planner.replay import Replay, Task, in_visiting_order
 from longshift.planner.search import search
 from longshift.planner.shortlist import shortlist
-from longshift.program.needs import StepShape
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.closed import Candidates, closed_form, model_flops, stalled_s
 from longshift.simulate.cost import FLASH3, LONGSHIFT, RECOMPUTE, Cost, Mesh, sizes
@@ -42,6 +41,7 @@ from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
+from longshift.weigh.needs import StepShape
 from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
 

@@ -27,14 +27,13 @@ from longshift.layout.blocks import scales_of
 from longshift.layout.box import Box
 from longshift.layout.home_tiers import StateBytes
 from longshift.layout.placement import buckets_of
-from longshift.program.held_home import PIECE, THREADS
 from longshift.program.operations import Op
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source
 from longshift.state.moments import SCALE
 from longshift.state.optimizer import torch_optimizer
 from longshift.state.precision import Precision
-from longshift.state.records import Extent, Records, Vector
+from longshift.state.records import PIECE, THREADS, Extent, Records, Vector
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.switch.itinerary import home_layout

@@ -2,7 +2,7 @@
 second of two equal steps, measured and predicted, for every word of layouts and for steps that switch between several.
 
     measured    storages that torch's operations return, each from when it is made until it is gone (`longshift.dist.held`)
-    predicted   the step's program played on bytes (`longshift.program.ledger`); scalars have an allowance of 16 KiB
+    predicted   the step's program played on bytes (`longshift.weigh.ledger`); scalars have an allowance of 16 KiB
     fake        one rank at the width of Llama 3 8B on a device that is not there (`gpu/fake_device.py`), its collectives NCCL's by size
 
 The ratio of the two is at least 0.98 and never above 1, and all bytes sent are equal: exit code 1 otherwise. `admission_s`: seconds of one
@@ -24,12 +24,12 @@ from ledger_ranks import from_few, predict, row_of
 import longshift.trainer.check  # noqa: F401  (what the forked ranks call is imported before they fork)
 from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout, Tier
-from longshift.program.ledger import Weighed
 from longshift.spec.adapters import Lora
 from longshift.spec.formats import MomentFormat, PrecisionName, Wire
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
 from longshift.trainer.check import Trial, parse_layouts
+from longshift.weigh.ledger import Weighed
 
 LOW, HIGH = 0.98, 1.0
 DEADLINE_S = 300.0

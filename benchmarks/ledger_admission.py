@@ -1,5 +1,5 @@
-"""Seconds of one core until it is known what every kind of rank of a large run needs, by name; each in a fresh process, after imports,
-which take no torch. `ledger_admission.py NAME` does one of them; `--quick` the first."""
+"""Seconds of one core until it is known what every kind of rank of a large run needs, by name; each in a fresh process, after
+imports. `ledger_admission.py NAME` does one of them; `--quick` the first."""
 
 import json
 import subprocess
@@ -8,11 +8,11 @@ import time
 from dataclasses import replace
 
 from longshift.layout.layout import Layout
-from longshift.program.needs import StepShape, most, needs
 from longshift.spec.families import preset
 from longshift.spec.formats import FORMATS
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
+from longshift.weigh.needs import StepShape, most, needs
 from longshift.workload.groups import Edge
 
 _70B = preset("llama-3-70b")

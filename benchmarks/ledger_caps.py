@@ -25,8 +25,8 @@ from common import publish
 from longshift.explained import shape_of
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
-from longshift.program.needs import most, needs
 from longshift.spec.families import preset
+from longshift.weigh.needs import most, needs
 
 ROOMY, TIGHT = 1.10, 0.95
 TOKENS = 8192  # of a pack

@@ -15,14 +15,14 @@ from longshift.dist.held import HeldBytes, prompt_release
 from longshift.dist.world import World
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
-from longshift.program.ledger import Weighed
-from longshift.program.needs import StepShape
-from longshift.schedule.inside_rank import Transport
 from longshift.spec.formats import formats_of
 from longshift.step.update import train_step
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
 from longshift.trainer.check import Trial, build, parse_layouts
+from longshift.weigh.ledger import Weighed
+from longshift.weigh.needs import StepShape
+from longshift.weigh.recorder import Transport
 from longshift.workload.groups import length_groups
 
 

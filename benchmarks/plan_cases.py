@@ -1,4 +1,4 @@
-"""One search of a plan in a process of its own, which imports no torch: `plan_cases.py NAME` prints what it took as one line of JSON."""
+"""One search of a plan in a process of its own: `plan_cases.py NAME` prints what it took as one line of JSON."""
 
 import json
 import sys
@@ -10,11 +10,18 @@ import numpy as np  # noqa: E402
 from switch_cases import peak_mib  # noqa: E402
 
 from longshift.cluster.named import cluster  # noqa: E402
+from longshift.layout.layout import Layout  # noqa: E402
 from longshift.planner.shortlist import shortlist  # noqa: E402
+from longshift.schedule.sequence import token_order  # noqa: E402
 from longshift.spec.families import preset  # noqa: E402
 from longshift.spec.model import ModelSpec, Rope  # noqa: E402
+from longshift.weigh.turn_profile import RankSetup, unit_turn  # noqa: E402
 
 IMPORT_S = time.process_time() - BEGAN
+
+_SETUP = RankSetup(ModelSpec("llama", 61, 64, 1, 4, 2, 16, 97, 64), Layout.parse("dp1"), Layout.parse("dp1").coord(0), 2, "nccl")
+unit_turn(_SETUP, token_order((8,), 1, 1), "block", "forward")
+FIRST_TURN_S = time.process_time() - BEGAN - IMPORT_S  # torch imports what its kernels without storage need
 
 LLAMA_405B = ModelSpec("llama", 128256, 16384, 126, 128, 8, 128, 53248, 1 << 17, rope=Rope())  # arXiv 2407.21783, table 3
 # Lengths of the HotSPa paper's GitHub, as fitted to its table 3: lognormal(6.5, 1.65).
@@ -54,6 +61,7 @@ def row(name: str) -> dict:
         "refused": dict(found.refused),
         "peak_mib": peak_mib(),
         "import_s": IMPORT_S,
+        "first_turn_s": FIRST_TURN_S,
         "torch": "torch" in sys.modules,
         **best,
         **single,

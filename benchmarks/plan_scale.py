@@ -1,6 +1,6 @@
 """How long a plan's search takes, on one core: 8B on 8 GPUs, 70B on 512, 405B on 16,384, and a million lengths.
 
-Every search is made in a process of its own (`plan_cases.py`), which imports no torch: `seconds` and `import_s` are processor seconds, the
+Every search is made in a process of its own (`plan_cases.py`): `seconds` and `import_s` are processor seconds, the
 second of importing the thinking half, `peak_mib` the largest resident size, interpreter and numpy included. `--quick`: 8B only.
 """
 
@@ -31,8 +31,7 @@ def main() -> None:
     over = [f"{row['case']}: {row['seconds']:.2f} s" for row in rows if row["seconds"] > BOUNDS.get(row["case"], float("inf"))]
     over += [f"{row['case']}: {row['peak_mib']:.0f} MiB" for row in rows if row["peak_mib"] > PEAK_MIB]
     summary = {
-        "import_s": min(row["import_s"] for row in rows),
-        "torch": any(row["torch"] for row in rows),
+        **{name: min(row[name] for row in rows) for name in ("import_s", "first_turn_s")},
         "cases": {row["case"]: {key: row[key] for key in ("seconds", "candidates", "refused", "peak_mib")} for row in rows},
         "above_their_bounds": over + ([f"import: {IMPORT_S} s"] if min(row["import_s"] for row in rows) > IMPORT_S else []),
     }

@@ -31,8 +31,6 @@ from longshift.documents.batch import Document, StepBatch
 from longshift.layout.box import Box
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, Tier
-from longshift.program.ledger import Weighed
-from longshift.program.needs import StepShape
 from longshift.program.turns import visit_of
 from longshift.schedule import chunks
 from longshift.schedule.chunks import StreamOptions
@@ -52,6 +50,8 @@ from longshift.step.update import State, train_step
 from longshift.stream import tiers
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
+from longshift.weigh.ledger import Weighed
+from longshift.weigh.needs import StepShape
 from longshift.workload.groups import Edge
 
 K = 1024

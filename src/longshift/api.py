@@ -30,14 +30,10 @@ from longshift.cluster.named import cluster as cluster_named
 from longshift.config import Config, TrackerName
 from longshift.config_file import load_config
 from longshift.errors import LongshiftError, UsageError
-from longshift.explained import Explanation
-from longshift.explained import explain as explain_part
 from longshift.files import temporary_folder, written
-from longshift.forecast import plan as planned
-from longshift.forecast import task_of
 from longshift.layout import legal
+from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout
-from longshift.planner.asked import AutoLayout
 from longshift.spec.formats import WeightFormat
 from longshift.trainer.metrics import MetricsLog, StepMetrics
 from longshift.trainer.resumed import going_on, named
@@ -46,6 +42,7 @@ from longshift.trainer.trackers import Tracker, Trackers
 from longshift.workload.given import Lengths, read_lengths
 
 if TYPE_CHECKING:
+    from longshift.explained import Explanation
     from longshift.reports.read import RunReport
 
 Say = Callable[[str], None]
@@ -113,10 +110,12 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
     return Checked.read(compare(stages, own_device().type))
 
 
-def explain(config: Config | str | Path, *overrides: str, per_node: int | None = None) -> tuple[Explanation, ...]:
+def explain(config: Config | str | Path, *overrides: str, per_node: int | None = None) -> "tuple[Explanation, ...]":
     """What a step inserts, prunes, moves and needs, for each stage of the run, one where it has no stages. `per_node`: ranks on each
     machine, all where not given. Raises LongshiftError."""
     run = with_choices(_read(config, overrides), say)
+    from longshift.explained import explain as explain_part
+
     ranks = per_node or run.world
     links = profile_of_host(ranks, -(-run.world // ranks))
     return tuple(explain_part(part, ranks, links, has_gpu()) for part in run.parts)
@@ -141,6 +140,9 @@ def plan(
     else:
         given = read_lengths(Path(lengths)) if isinstance(lengths, str | Path) else Lengths.from_array(np.asarray(lengths))
     cluster = cluster_named(on, fabric) if on else this_machine(core_count(), say)
+    from longshift.forecast import plan as planned
+    from longshift.forecast import task_of
+
     return LayoutPlan.read(planned(task_of(run, cluster, given, all_devices=on is not None)).to_json())
 
 

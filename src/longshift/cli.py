@@ -35,18 +35,15 @@ from longshift.dist.parent import call_this_process, end_with_parent
 from longshift.dist.ranks import Seed
 from longshift.errors import LongshiftError, OutOfMemoryError, UsageError, printable
 from longshift.files import NO_ROOM, OF_DISKS, refused
-from longshift.forecast import other_ranks, task_of
-from longshift.forecast import plan as make_plan
 from longshift.layout import legal
-from longshift.planner.asked import AutoLayout
+from longshift.layout.auto_layout import AutoLayout
 from longshift.spec.formats import WeightFormat
 from longshift.starter import notes, starter, write_new
 from longshift.stream.trace import writable
 from longshift.trainer.header import Header
 from longshift.trainer.interrupt import ENDING, Interrupt
 from longshift.trainer.metrics import Display, open_streams, read_or_not
-from longshift.trainer.plan_file import PlanFile
-from longshift.trainer.planned import chosen, keep, show, write_config, write_trace
+from longshift.trainer.plan_file import PlanFile, keep
 from longshift.trainer.printed import farewell, peaks_and_differences, show_check, show_corpus
 from longshift.trainer.resumed import going_on
 from longshift.trainer.run_folder import RunFolder, prepare, read_asked, read_config, write_cause
@@ -251,6 +248,10 @@ def plan(
     Exit code 2 where nothing fits, with the smallest change after which something would.
     """
     run, trace = load_config(config, overrides), None if trace is None else writable(trace)
+    from longshift.forecast import other_ranks, task_of
+    from longshift.forecast import plan as make_plan
+    from longshift.trainer.planned import show, write_config, write_trace
+
     cluster = named(on, fabric) if on else api.this_machine(core_count(), _say)
     given = read_lengths(lengths) if lengths else Lengths.from_array(_open_corpus(run, verify=False).lengths)
     if on and (note := other_ranks(run, cluster)):
@@ -403,6 +404,10 @@ def _planned(run: Config) -> tuple[Config, PlanFile | None]:
     if isinstance(run.layout, AutoLayout) and _place()[1] is not None:
         why = "layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE"
         raise UsageError(f"{why}\n{_place_in_words()}")
+    if not isinstance(run.layout, AutoLayout):
+        return run, None
+    from longshift.trainer.planned import chosen
+
     return chosen(run, lambda ranks: api.this_machine(ranks, _say), lambda: Lengths.from_array(_open_corpus(run).lengths), _say)
 
 

@@ -13,7 +13,7 @@ import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -43,9 +43,9 @@ from longshift.config_parts import (
     some_sources,
 )
 from longshift.errors import UsageError
+from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import TIERS, HomeTiers
 from longshift.layout.layout import AUTO, UNITS, Layout, format_size
-from longshift.planner.asked import AutoLayout
 from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.formats import Format, GradientWire, MomentFormat, PrecisionName, WeightWire, Wire, formats_of
@@ -452,6 +452,13 @@ class Config(Section):
         """Seconds after which a collective fails, where ranks compute on devices of this type."""
         derived = waits.timeout_s(self.spec, self.edges, self.data.max_len, self.train.tokens_per_step, waits.SLOW_FLOPS[device])
         return self.train.timeout or derived
+
+    def with_layout(self, layout: Any, home: Any = None) -> "Config":
+        """The same with a layout, and a home if one is given, in the config's form."""
+        values: dict[str, Any] = self.model_dump(mode="json")
+        if home is not None:
+            values["home"]["at"] = home
+        return Config.model_validate({**values, "layout": layout})
 
     def to_yaml(self) -> str:
         """The resolved config; `parse_config` of it gives an equal one."""

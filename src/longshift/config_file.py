@@ -11,9 +11,9 @@ from longshift.config_parts import Section
 from longshift.errors import UsageError, did_you_mean, shown
 from longshift.files import read_small
 from longshift.layout import legal
+from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout, format_size
 from longshift.other_tools import key_hint
-from longshift.planner.asked import AutoLayout
 from longshift.written import MOST_BYTES, not_text, read_yaml
 
 MOST_FAULTS = 50  # that are listed

@@ -17,9 +17,9 @@ from pydantic import (
 
 from longshift.errors import UsageError
 from longshift.files import absolute
+from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import MOST_SIZE, Layout, parse_size
-from longshift.planner.asked import AutoLayout
 from longshift.spec.adapters import Lora, partly_trained
 from longshift.spec.families import preset, read_spec
 from longshift.spec.model import ModelSpec

@@ -10,13 +10,13 @@ from longshift.cluster.cluster import Cluster
 from longshift.config import Config
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.placement import buckets
-from longshift.program.needs import Need, StepShape, most, needs
-from longshift.schedule.inside_rank import Transport
 from longshift.spec.formats import EIGHT_BITS, Format
 from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, links_of
 from longshift.switch.plan import Plan
 from longshift.switch.traffic import Traffic, traffic
+from longshift.weigh.needs import Need, StepShape, most, needs
+from longshift.weigh.recorder import Transport
 
 INSERTED = {  # what a layout adds to a model, by communicator
     "tp": "tensor: all-gather and reduce-scatter of tokens",

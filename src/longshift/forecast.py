@@ -1,6 +1,6 @@
 """What `longshift plan` says: the best layouts for a run's documents on a cluster, what a step takes, and why not another way."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -12,17 +12,17 @@ from longshift.cluster.cluster import Cluster
 from longshift.config import Config
 from longshift.errors import UsageError
 from longshift.explained import shape_of
+from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import format_size
-from longshift.planner.asked import AutoLayout
 from longshift.planner.replay import Task, Way, in_visiting_order
 from longshift.planner.search import Choice, search
-from longshift.program.needs import StepShape
 from longshift.simulate.clock import Clock, StepTime
 from longshift.simulate.closed import BAND, mfu, model_flops
 from longshift.simulate.cost import Cost, habits, sizes
 from longshift.simulate.rates import rates
 from longshift.spec.formats import arithmetic
+from longshift.weigh.needs import StepShape
 from longshift.workload.given import Lengths
 from longshift.workload.lengths import spans
 
@@ -294,10 +294,3 @@ def layout_text(layout: Any) -> str:
     if isinstance(layout, str):
         return layout
     return " > ".join(f"{group['use']} <= {group['upto']}" + (f" in {group['pack']}" if "pack" in group else "") for group in layout)
-
-
-def with_layout(config: Config, layout: Any, home: Any = None) -> Config:
-    """The config with a layout, and a home if one is given, in the config's form."""
-    written: Mapping[str, Any] = config.model_dump(mode="json")
-    at = {} if home is None else {"home": written["home"] | {"at": home}}
-    return Config.model_validate({**written, "layout": layout, **at})

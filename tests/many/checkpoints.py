@@ -30,7 +30,6 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.model.kernels import FLASH
-from longshift.program.held_home import saved_bytes
 from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
 from longshift.state import checkpoint
@@ -45,6 +44,7 @@ from longshift.step.update import State, train_step
 from longshift.trainer import corpus, loop
 from longshift.trainer.check import Trial, build, parse_layouts
 from longshift.trainer.stages import stages_of
+from longshift.weigh.held_home import saved_bytes
 
 SPEC = ModelSpec("llama", vocab=37, width=12, layers=3, heads=4, kv_heads=2, head_width=4, ffn=14, max_positions=64, init_std=0.1)
 TRIAL = Trial(SPEC, ((5, 9, 1, 7), (11, 3, 8), (6, 6, 2)), precision="float32", capacity=16)

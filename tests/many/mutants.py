@@ -50,7 +50,7 @@ from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
 from longshift.step import chunked as chunked_module
 from longshift.step import runner as runner_module
-from longshift.step.chunked import ChunkedPacks, _Play
+from longshift.step.chunked import ChunkedPacks, ChunkPlayer
 from longshift.step.compose import LayoutOps
 from longshift.step.player import Player, Ready
 from longshift.step.runner import Runner, WholePacks
@@ -589,10 +589,10 @@ def ring_keys_for_values(patch: Patch) -> None:
 # ---- streaming
 
 
-def _streamed_pairs(patch: Patch, change: Callable[[_Play, int, int, Sequence[ring.Pair]], Sequence[ring.Pair]]) -> None:
+def _streamed_pairs(patch: Patch, change: Callable[[ChunkPlayer, int, int, Sequence[ring.Pair]], Sequence[ring.Pair]]) -> None:
     """`change` sees queries of chunk c, keys of chunk j, and what they do."""
-    right = _Play._pairs
-    patch.setattr(_Play, "_pairs", lambda self, c, j: lambda sender: change(self, c, j, right(self, c, j)(sender)))
+    right = ChunkPlayer._pairs
+    patch.setattr(ChunkPlayer, "_pairs", lambda self, c, j: lambda sender: change(self, c, j, right(self, c, j)(sender)))
 
 
 def _reach(patch: Patch, change: Callable[[int, int], int]) -> None:
@@ -642,15 +642,15 @@ def nearest_pair_dropped(patch: Patch) -> None:
 
 def pair_without_backward(patch: Patch) -> None:
     """The farthest pair of a chunk is left out of the backward."""
-    back = _Play.attend_back
+    back = ChunkPlayer.attend_back
 
-    def wrong(self: _Play, event: Event) -> None:
+    def wrong(self: ChunkPlayer, event: Event) -> None:
         with pytest.MonkeyPatch.context() as inner:
             if event.keys == self.sees[event.chunk] < event.chunk:
-                inner.setattr(_Play, "_pairs", lambda self, c, j: lambda sender: [])
+                inner.setattr(ChunkPlayer, "_pairs", lambda self, c, j: lambda sender: [])
             back(self, event)
 
-    patch.setattr(_Play, "attend_back", wrong)
+    patch.setattr(ChunkPlayer, "attend_back", wrong)
 
 
 def window_one_too_wide(patch: Patch) -> None:
@@ -739,8 +739,8 @@ def norms_multiply_with_what_is_stored(patch: Patch) -> None:
 
 def gradients_of_keys_through_bf16(patch: Patch) -> None:
     """What all queries add to dK and dV is kept in bfloat16 between pairs."""
-    back = _Play.attend_back
-    patch.setattr(_Play, "attend_back", lambda self, event: (back(self, event), _through_bf16(self._one("dkv", event.keys))))
+    back = ChunkPlayer.attend_back
+    patch.setattr(ChunkPlayer, "attend_back", lambda self, event: (back(self, event), _through_bf16(self._one("dkv", event.keys))))
 
 
 def positions_start_again_with_a_chunk(patch: Patch) -> None:
@@ -777,15 +777,15 @@ def stale_fetch(patch: Patch) -> None:
 
 def replayed_with_the_next_blocks_weights(patch: Patch) -> None:
     """The forward that is played again before a backward is that of the block after."""
-    init, passed = _Play.__init__, set[int]()
+    init, passed = ChunkPlayer.__init__, set[int]()
 
-    def wrong(self: _Play, runner: ChunkedPacks, op: Op) -> None:
+    def wrong(self: ChunkPlayer, runner: ChunkedPacks, op: Op) -> None:
         init(self, runner, op)
         passed.update({op.unit} if op.turn.startswith("pass") else ())
         if op.turn == "forward" and op.unit + 1 in passed:
             self.module = runner.modules[op.unit + 1]
 
-    patch.setattr(_Play, "__init__", wrong)
+    patch.setattr(ChunkPlayer, "__init__", wrong)
 
 
 def output_of_another_micro_batch(patch: Patch) -> None:

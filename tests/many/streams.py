@@ -10,11 +10,11 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.program.ledger import Ledger
 from longshift.program.operations import Op
 from longshift.step.player import Player
 from longshift.step.update import train_step
 from longshift.trainer.check import Trial, build
+from longshift.weigh.ledger import Ledger
 
 
 def foreseen(player: Player, trial: Trial, lengths: list[int]) -> dict[str, int]:

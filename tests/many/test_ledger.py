@@ -7,10 +7,10 @@ import pytest
 from forked import DEADLINE_S, Worlds
 from ledger import QUICK, Case, rows_of, wrong
 
-from longshift.program.book import Account
-from longshift.program.held_packs import HeldPacks
-from longshift.program.ledger import Ledger
-from longshift.schedule import inside_rank
+from longshift.weigh.book import Account
+from longshift.weigh.held_packs import HeldPacks
+from longshift.weigh.ledger import Ledger
+from longshift.weigh.recorder import RecordedGroup
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def nothing_inside(patch: pytest.MonkeyPatch) -> None:
 
 
 def attention_sends_twice(patch: pytest.MonkeyPatch) -> None:
-    count = inside_rank.SizedGroup.count
-    patch.setattr(inside_rank.SizedGroup, "count", lambda group, sent: count(group, 2 * sent))
+    send = RecordedGroup._send
+    patch.setattr(RecordedGroup, "_send", lambda group, elements, x: send(group, 2 * elements, x))
 
 
 MUTANTS = {

@@ -63,8 +63,8 @@ def folder(tmp_path: Path) -> Path:
 PLAN = f"plan {EXAMPLES}/auto.yaml --on 8xH100 --lengths {EXAMPLES}/lengths/github.csv train.tokens_per_step=256K"
 
 
-def test_plan_says_and_writes_what_is_best_without_torch(tmp_path):
-    done = longshift(f"{PLAN} --json --trace {tmp_path}/trace.json --emit {tmp_path}/best.yaml", torch=False)
+def test_plan_says_and_writes_what_is_best(tmp_path):
+    done = longshift(f"{PLAN} --json --trace {tmp_path}/trace.json --emit {tmp_path}/best.yaml")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     best = found["best"]

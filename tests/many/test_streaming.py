@@ -23,7 +23,7 @@ from longshift.schedule.chunk_times import dependencies
 from longshift.schedule.chunks import Event
 from longshift.spec.formats import PrecisionName
 from longshift.state.home import Home
-from longshift.step.chunked import ChunkedPacks, _Play
+from longshift.step.chunked import ChunkedPacks, ChunkPlayer
 from longshift.step.player import Player
 from longshift.step.runner import Runner
 from longshift.step.update import State, train_step
@@ -182,17 +182,17 @@ def played(world: World, trial: dict, layout: str) -> dict:
     tier = Recorder()
     use(runner, tier)
     assert isinstance(runner, ChunkedPacks)
-    plays: list[tuple[tuple[Event, ...], list[Event], list[float], _Play]] = []
-    run = _Play.run
+    plays: list[tuple[tuple[Event, ...], list[Event], list[float], ChunkPlayer]] = []
+    run = ChunkPlayer.run
 
-    def recorded(self: _Play, events: tuple[Event, ...]) -> None:
+    def recorded(self: ChunkPlayer, events: tuple[Event, ...]) -> None:
         plays.append((events, [], [], self))
         run(self, events)
 
     def began(name: str):
-        right = getattr(_Play, name)
+        right = getattr(ChunkPlayer, name)
 
-        def wrapped(self: _Play, event: Event) -> None:
+        def wrapped(self: ChunkPlayer, event: Event) -> None:
             plays[-1][2][-1] = time.perf_counter()
             right(self, event)
 
@@ -206,8 +206,8 @@ def played(world: World, trial: dict, layout: str) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         operations = ("qkv", "to_heads", "attend", "to_tokens", "tail", "tail_back", "to_tokens_back", "attend_back")
         for name in (*operations, "to_heads_back", "qkv_back", "embed", "embed_back", "loss"):
-            patch.setattr(_Play, name, began(name))
-        patch.setattr(_Play, "run", recorded)
+            patch.setattr(ChunkPlayer, name, began(name))
+        patch.setattr(ChunkPlayer, "run", recorded)
         once(state, player, batch)
     disordered = sum(list(events) != seen for events, seen, _, _ in plays)
     early = checked = 0

@@ -34,9 +34,9 @@ from longshift.dist.memory import lacks_memory
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import PeerError, UsageError
 from longshift.explained import shape_of
+from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
-from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.state.manifest import render, sealed
 from longshift.state.moments import DTYPES
@@ -402,7 +402,7 @@ def test_too_few_open_files_are_refused_before_ranks_start(place):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["longshift.errors", "longshift.config", "longshift.forecast"])
+@pytest.mark.parametrize("module", ["longshift.errors", "longshift.config", "longshift.api"])
 def test_ctrl_c_before_imports_end_leaves_no_traceback(place, module):
     """As soon as a module is imported, of which the interpreter writes a line."""
     heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell in the background ignores it

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.program.held_packs import BOUNCES
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.update import train_step
 from longshift.stream import tiers
-from longshift.stream.tiers import BouncedTier, DeviceTier, HostTier, tier_of
+from longshift.stream.tiers import BOUNCES, BouncedTier, DeviceTier, HostTier, tier_of
 from longshift.trainer.check import Trial, build
 
 TRIAL = Trial(

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longshift.program.held_home import ALIGN
 from longshift.state import records as module
-from longshift.state.records import Records
+from longshift.state.records import ALIGN, Records
 
 SIZES = (1, 1023, 1024, 1025, 2048, 5000, 3 * 2048 + 7, 0, 1)
 

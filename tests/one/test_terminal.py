@@ -26,7 +26,6 @@ from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import OutOfMemoryError
 from longshift.explained import shape_of
 from longshift.planner.tried import Tried
-from longshift.program.needs import most, needs
 from longshift.spec.formats import EIGHT_BITS
 from longshift.trainer import admission
 from longshift.trainer.admission import admit
@@ -35,6 +34,7 @@ from longshift.trainer.loop import build_state
 from longshift.trainer.metrics import Display, GroupMetrics, StepMetrics, describe, fitted
 from longshift.trainer.plan_file import PlanFile
 from longshift.trainer.run_folder import RunFolder
+from longshift.weigh.needs import most, needs
 
 CONFIG = """\
 model: {{preset: tiny-llama}}

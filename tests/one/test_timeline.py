@@ -10,10 +10,10 @@ from longshift.dist.world import World
 from longshift.program.operations import Op, Program
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.player import Player
-from longshift.step.timeline import Predicted, Timeline, predicted, verdict, write
 from longshift.step.update import train_step
 from longshift.stream.trace import Recorder
 from longshift.trainer.check import Trial, build, parse_layouts
+from longshift.weigh.timeline import Predicted, Timeline, predicted, verdict, write
 
 SPEC = ModelSpec("llama", 61, 64, 3, 4, 2, 16, 96, 4096, rope=Rope())
 TRIAL = Trial(SPEC, ((700, 333, 900, 2),), "float32", capacity=1100)

@@ -10,7 +10,6 @@ import pytest
 from longshift.cluster.files import preset as machine_preset
 from longshift.layout.layout import Layout
 from longshift.planner.activations import choose
-from longshift.program.needs import StepShape, most, needs
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import Cost, sizes
 from longshift.simulate.rates import rates
@@ -18,6 +17,7 @@ from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
+from longshift.weigh.needs import StepShape, most, needs
 from longshift.workload.groups import Edge
 
 BLOCKS, TOKENS = 6, 16 << 10

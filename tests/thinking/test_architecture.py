@@ -32,15 +32,15 @@ THINKING = (
         "switch",
         "program",
     ),
-    *("simulate", "planner"),
-    *("config_parts", "config", "config_file", "explained", "forecast", "starter", "answers"),
+    *("config_parts", "config", "config_file", "starter"),
 )
-DOING = ("model", "dist", "documents", "parallel", "stream", "state", "step", "trainer", "profile", "reports", "api")
+DOING = ("model", "dist", "documents", "parallel", "stream", "state", "step", "weigh", "simulate", "planner", "explained", "forecast")
+DOING += ("answers", "trainer", "profile", "reports", "api")
 FRONT = ("longshift", "cli")  # the package itself, then the command line
 ROOMS = (*THINKING, *DOING, *FRONT)
 
 NUMPY = {"numpy"}  # what a thinking room may import from outside; below, those that may import more
-OUTSIDE = {"written": {"yaml"}, "config": {"pydantic", "yaml"}, "planner": {"numpy", "scipy"}}
+OUTSIDE = {"written": {"yaml"}, "config": {"pydantic", "yaml"}}
 OUTSIDE |= {key: {"pydantic"} for key in ("config_parts", "config_file", "starter")}
 LAZY = {"longshift.api", "longshift.cli"}  # the front door answers --help and config errors before torch is imported
 ENVIRONMENT = {"longshift.cli", "longshift.dist.world", "longshift.dist.ranks"}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from longshift.config import Config
 from longshift.config_file import load_config, parse_config
 from longshift.errors import UsageError
+from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import UNITS, Layout, format_size, parse_size
-from longshift.planner.asked import AutoLayout
 from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.spec.formats import Wire
 from longshift.starter import starter

@@ -12,10 +12,10 @@ from longshift.config_file import parse_config
 from longshift.errors import UsageError
 from longshift.explained import explain, itinerary
 from longshift.layout.layout import Layout
-from longshift.program.needs import Need
 from longshift.spec.families import preset
 from longshift.spec.formats import EIGHT_BITS
 from longshift.switch.traffic import traffic
+from longshift.weigh.needs import Need
 
 BASE = """\
 model: {preset: tiny-llama}

@@ -8,13 +8,13 @@ from longshift.errors import UsageError
 from longshift.layout.home_tiers import LATE, HomeTiers, StateBytes, Tier, early_units, tiers_of, trained_elements
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of
-from longshift.program.ledger import Ledger
 from longshift.program.operations import Op
 from longshift.program.step import Steps, Windows
 from longshift.program.turns import visit_of
 from longshift.spec.families import preset
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import Links
+from longshift.weigh.ledger import Ledger
 from longshift.workload.groups import Edge
 
 SPEC = replace(preset("tiny-llama"), layers=6)

@@ -3,20 +3,24 @@
 import random
 from dataclasses import replace
 
+import caches
 import pytest
+import torch
+from torch import Tensor
 
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
-from longshift.program import held_packs
-from longshift.program import ledger as ledgers
-from longshift.program.held_home import saved_bytes
-from longshift.program.many_chunks import full_pack
-from longshift.program.needs import StepShape, kinds_of_rank, largest_step, most, needs
-from longshift.schedule.inside_rank import LONG
+from longshift.model.decoder import Block, Ops
+from longshift.schedule.kernel_calls import LONG
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
+from longshift.weigh import held_packs
+from longshift.weigh import ledger as ledgers
+from longshift.weigh.held_home import saved_bytes
+from longshift.weigh.many_chunks import full_pack
+from longshift.weigh.needs import StepShape, kinds_of_rank, largest_step, most, needs
 from longshift.workload.groups import Edge
 
 SPEC = ModelSpec("llama", 1009, 64, 5, 6, 3, 16, 176, 1 << 16, rope=Rope())
@@ -175,3 +179,21 @@ def test_the_copy_for_checkpoints_is_counted_where_it_lies(text: str, cpu: bool)
         assert size > 0
         assert after.device.total == before.device.total + (size if cpu else 0)
         assert after.of("host") == before.of("host") + (0 if cpu else size)
+
+
+def test_a_new_primitive_of_the_model_is_weighed_without_a_word(monkeypatch: pytest.MonkeyPatch):
+    """Each block also adds tanh(x xᵀ) x: twice 2 T² D FLOPs forward and four times backward, and T² saved numbers of two bytes."""
+    run, layers, tokens, width = shape("dp1"), SPEC.layers, 2048, SPEC.width
+    before = run.of_one_pack(run.edges[0], 0, "gloo", True)
+    native = Block.mlp
+
+    def mlp(block: Block, x_TD: Tensor, ops: Ops) -> Tensor:
+        return native(block, x_TD, ops) + torch.tanh(x_TD @ x_TD.mT) @ x_TD
+
+    monkeypatch.setattr(Block, "mlp", mlp)
+    caches.clear()
+    after = run.of_one_pack(run.edges[0], 0, "gloo", True)
+    caches.clear()
+    assert after.flops["matmul"] - before.flops["matmul"] == layers * 6 * 2 * tokens**2 * width
+    assert after.flops["attention"] == before.flops["attention"]
+    assert after.device - before.device >= layers * 2 * tokens**2

@@ -10,8 +10,8 @@ from longshift.cluster.named import cluster
 from longshift.config import Config
 from longshift.forecast import layout_text
 from longshift.layout.home_tiers import HomeTiers
-from longshift.trainer.plan_file import PlanFile
-from longshift.trainer.planned import chosen, keep
+from longshift.trainer.plan_file import PlanFile, keep
+from longshift.trainer.planned import chosen
 from longshift.trainer.resumed import going_on, named
 from longshift.trainer.run_folder import RunFolder
 from longshift.workload.given import Lengths

@@ -15,7 +15,6 @@ from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, Tier
 from longshift.planner.enumerated import Meshes
 from longshift.planner.loads import candidates, dealt_seconds
-from longshift.program.needs import StepShape
 from longshift.program.turns import visit_of
 from longshift.schedule import pipeline
 from longshift.simulate.clock import HOST_BYTES_PER_S, Clock, GroupPacks, StepTime, _weigh
@@ -28,6 +27,7 @@ from longshift.spec.formats import Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed, links_of
+from longshift.weigh.needs import StepShape
 from longshift.workload.groups import Edge
 
 

@@ -65,8 +65,8 @@ class Group:
             return pending
         if self.direct:
             copies = x.expand(self.size, *x.shape).contiguous()
-            return Pending([dist.all_to_all_single(out.view_as(copies), copies, group=self.handle, async_op=True)], (copies, out))
-        return Pending([_all_gather(out.view(-1), x.view(-1), group=self.handle, async_op=True)], (x, out))
+            return Pending([self._native_all_to_all(out.view_as(copies), copies)], (copies, out))
+        return Pending([self._native_all_gather(out.view(-1), x.view(-1))], (x, out))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         """out [...] = sum over ranks of their x [P, ...] at this rank's index. Valid after `wait`."""
@@ -79,9 +79,9 @@ class Group:
             pending.finish = lambda: torch.add(parts[self.index], theirs, out=out)
             return pending
         if not self.direct:
-            return Pending([_reduce_scatter(out.view(-1), x.view(-1), group=self.handle, async_op=True)], (x, out))
+            return Pending([self._native_reduce_scatter(out.view(-1), x.view(-1))], (x, out))
         parts = torch.empty_like(x).view(self.size, *out.shape)
-        work = dist.all_to_all_single(parts, x.view_as(parts), group=self.handle, async_op=True)
+        work = self._native_all_to_all(parts, x.view_as(parts))
         wide = torch.promote_types(x.dtype, torch.float32)
         return Pending([work], (parts, x), lambda: out.copy_(torch.sum(parts, 0, dtype=wide)))
 
@@ -90,7 +90,7 @@ class Group:
         if self.handle is None:
             out.copy_(x)
             return Pending()
-        return Pending([dist.all_to_all_single(out, x, group=self.handle, async_op=True)], (x, out))
+        return Pending([self._native_all_to_all(out, x)], (x, out))
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """In place, for small tensors, the same bits on every rank; returns x."""
@@ -99,7 +99,7 @@ class Group:
             self.all_gather(rows, x).wait()
             return x.copy_(LOCALLY[op](rows, 0))
         if self.handle is not None:
-            dist.all_reduce(x, op, group=self.handle)
+            self._native_all_reduce(x, op)
         return x
 
     def start_all_reduce(self, x: Tensor) -> Pending:
@@ -110,7 +110,7 @@ class Group:
             pending = self._swap(theirs, x)
             pending.finish = lambda: x.add_(theirs)
             return pending
-        return Pending([dist.all_reduce(x, group=self.handle, async_op=True)] if self.handle is not None else (), (x,))
+        return Pending([self._native_all_reduce(x, later=True)] if self.handle is not None else (), (x,))
 
     def exchange(self, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[Pending, list[Tensor]]:
         """Send `sends[i]` to the i-th rank and receive a tensor of `shapes[i]` from it; all of one dtype, empty ones included. Returns
@@ -128,7 +128,21 @@ class Group:
         """out [sum(out_sizes)] = what each rank has for this one, by rank; x [sum(in_sizes)] goes out likewise. Valid after `wait`."""
         if self.handle is None:
             return Pending()
-        return Pending([dist.all_to_all_single(out, x, out_sizes, in_sizes, group=self.handle, async_op=True)], (x, out))
+        return Pending([self._native_all_to_all(out, x, out_sizes, in_sizes)], (x, out))
+
+    # torch's collectives, each in one place: a recorder has others (`weigh.recorder`)
+
+    def _native_all_to_all(self, out: Tensor, x: Tensor, *sizes: list[int]) -> dist.Work | None:
+        return dist.all_to_all_single(out, x, *sizes, group=self.handle, async_op=True)
+
+    def _native_all_gather(self, out: Tensor, x: Tensor) -> dist.Work | None:
+        return _all_gather(out, x, group=self.handle, async_op=True)
+
+    def _native_reduce_scatter(self, out: Tensor, x: Tensor) -> dist.Work | None:
+        return _reduce_scatter(out, x, group=self.handle, async_op=True)
+
+    def _native_all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, later: bool = False) -> dist.Work | None:
+        return dist.all_reduce(x, op, group=self.handle, async_op=later)
 
     def _swap(self, theirs: Tensor, mine: Tensor) -> Pending:
         """theirs = the other rank's `mine`, of a pair. Valid after `wait`."""

@@ -116,7 +116,7 @@ def _replaced(value: Any, path: tuple[str | int, ...], leaf: Any) -> Any:
     """A copy, as far as it must be one, with another leaf at a path."""
     if not path:
         return leaf
-    copied = dict(value) if isinstance(value, dict) else list(value)
+    copied: Any = dict(value) if isinstance(value, dict) else list(value)
     copied[path[0]] = _replaced(value[path[0]], path[1:], leaf)
     return copied
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from longshift.layout.heads import matched_heads
 from longshift.model.kernels import Kernel, add_up, copy_each, merge
 from longshift.model.packed import Packed, ends_of
-from longshift.schedule.inside_rank import LONG
-from longshift.schedule.kernel_calls import banded, calls
+from longshift.schedule.kernel_calls import LONG, banded, calls
 from longshift.schedule.windows import Mask, pieces
 
 

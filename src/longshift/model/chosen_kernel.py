@@ -14,7 +14,7 @@ from longshift.model import packed
 from longshift.model.cut import cut
 from longshift.model.kernels import BY_SIZE, CUDNN, FLASH, VARLEN, Kernel, asked, reference, reference_backward
 from longshift.model.packed import ends_of
-from longshift.schedule.inside_rank import EVEN, LONG
+from longshift.schedule.kernel_calls import EVEN, LONG
 
 HEADS = Heads(8, 2, 64)
 TOKENS = 256

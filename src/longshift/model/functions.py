@@ -2,7 +2,7 @@
 
 Composed of torch's operations, each of these saves several float32 copies of its input, a different number on every kind of device. Here
 the operations are written out, few and in place where nothing else sees the tensor, so that memory is the same on every device and known
-before (`schedule.inside` mirrors them, line by line).
+before.
 
     rms_norm   y = x r w,  r = 1 / sqrt(mean(x^2) + eps)         saves x, r    dx = r (g w - x r^2 mean(g w x))    dw = sum_t g x r
                means over x, or over the slices of several ranks: [T] numbers travel

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from longshift.model import tiled
 from longshift.model.packed import Packed
-from longshift.schedule.inside_rank import MOST_SCORES
 
 aten = torch.ops.aten
+MOST_SCORES = 2**26  # that the definition of attention holds at one time
 TILED_TOKENS = {False: 2048, True: 4096}  # of queries and of keys, where the mask is not causal, and is: half a tile on its edge is in vain
 
 Forward = Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, causal, scale) -> (out, lse)
@@ -97,8 +97,8 @@ def flat(t: Tensor) -> Tensor:
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """On a GPU 16-bit numbers only have a fused kernel; others go by the definition, which is slow."""
     if q.device.type == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*batched(q, k, v), 0.0, causal, scale=scale)
-    elif q.dtype in (torch.float16, torch.bfloat16):
+        return flash_on_cpu(q, k, v, causal, scale)
+    if q.dtype in (torch.float16, torch.bfloat16):
         out, lse = aten._scaled_dot_product_flash_attention(*batched(q, k, v), 0.0, causal, False, scale=scale)[:2]
     else:
         return reference(q, k, v, causal, scale)
@@ -108,13 +108,25 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[
 def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
     if q.device.type != "cpu" and q.dtype not in (torch.float16, torch.bfloat16):
         return reference_backward(grad, q, k, v, out, lse, causal, scale)
-    *given, lse = batched(grad, q, k, v, out, lse)
     if q.device.type == "cpu":
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
-    else:
-        seed = torch.empty(0, dtype=torch.uint64, device=q.device)
-        none = (None, None, q.shape[0], k.shape[0], 0.0)  # no lengths
-        grads = aten._scaled_dot_product_flash_attention_backward(*given, lse.contiguous(), *none, causal, seed, seed, scale=scale)
+        return flash_on_cpu_backward(grad, q, k, v, out, lse, causal, scale)
+    *given, lse = batched(grad, q, k, v, out, lse)
+    seed = torch.empty(0, dtype=torch.uint64, device=q.device)
+    none = (None, None, q.shape[0], k.shape[0], 0.0)  # no lengths
+    grads = aten._scaled_dot_product_flash_attention_backward(*given, lse.contiguous(), *none, causal, seed, seed, scale=scale)
+    return [flat(g) for g in grads[:3]]
+
+
+def flash_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*batched(q, k, v), 0.0, causal, scale=scale)
+    return flat(out), flat(lse)
+
+
+def flash_on_cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> list[Tensor]:
+    *given, lse = batched(grad, q, k, v, out, lse)
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
     return [flat(g) for g in grads[:3]]
 
 
@@ -226,6 +238,7 @@ def _large(q: Tensor, k: Tensor, causal: bool) -> bool:
 
 
 FLASH = Kernel("flash", flash, flash_backward, repeats="asked")  # atomic additions to dq, one order where asked
+FLASH_ON_CPU = Kernel("flash", flash_on_cpu, flash_on_cpu_backward)  # for tensors whose device does not tell
 TILED = Kernel("tiled", tiled.forward, tiled.backward, tiled.fold, tiled.add)
 BY_SIZE = replace(TILED, name="tiled or flash", rest=FLASH, takes=_large)
 CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward, repeats="never")  # torch asks it for nothing

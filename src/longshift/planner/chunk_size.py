@@ -2,7 +2,7 @@
 
     transfers hide        the lists of a block, played by the simulator (`chunk_times.timeline`), take little longer than without transfers
     kernels are efficient attention of a chunk to a chunk reaches nearly the best rate of any chunk
-    it fits               on the device: what the ledger says of a whole step (`program.needs`)
+    it fits               on the device: what the ledger says of a whole step (`weigh.needs`)
 
 A long document is simulated by its first MOST_CHUNKS chunks. Attention is shorter in them than later and hides less, so that the chunk is
 no smaller than is needed.

@@ -7,7 +7,7 @@
     kept       of the packs in flight, what each block keeps for its backward, T' tokens a rank
     turn       what the backward of one block, or the loss of some rows, needs beside these
 
-No bound is above what the ledger says of the same step (`program.needs`); tests compare. What only the ledger knows is left out: norms'
+No bound is above what the ledger says of the same step (`weigh.needs`); tests compare. What only the ledger knows is left out: norms'
 statistics, rounding of shares, messages, what operations of a block need one after another.
 
 Letters: T tokens of a rank in linear layers, T' = T / tp, D model width, A query heads * head width, B key/value heads * head width,
@@ -23,11 +23,11 @@ import numpy as np
 from longshift.cluster.cluster import Cluster
 from longshift.layout.loss_rows import LEAST_ROWS
 from longshift.planner.enumerated import ORDERS, Meshes
-from longshift.program.needs import micros_of
 from longshift.simulate.cost import RECOMPUTE
 from longshift.spec.formats import Format
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import home_layout
+from longshift.weigh.needs import micros_of
 from longshift.workload.groups import Edge
 
 # Assumed, not measured: what the driver's context and NCCL's buffers take, and the share of memory that an allocator leaves no holes in.

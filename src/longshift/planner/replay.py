@@ -15,7 +15,6 @@ from longshift.layout.legal import faults
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device, least_of_way
 from longshift.planner.siblings import first_of_meshes, lower, siblings, smaller
 from longshift.planner.uneven import evened
-from longshift.program.needs import StepShape, most, needs
 from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
 from longshift.simulate.cost import Cost, Habits, habits, sizes
@@ -24,6 +23,7 @@ from longshift.spec.formats import MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
+from longshift.weigh.needs import StepShape, most, needs
 from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge, length_groups
 

@@ -25,14 +25,14 @@ from longshift.planner.remedies import binding, remedies, too_large
 from longshift.planner.siblings import meshes
 from longshift.planner.streaming import Streamed, streamed
 from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_static, capacities, compared, families, survivors, take_shared
-from longshift.program.needs import StepShape
-from longshift.schedule.inside_rank import LONG
+from longshift.schedule.kernel_calls import LONG
 from longshift.simulate.cost import LONGSHIFT, Cost, Habits, sizes
 from longshift.simulate.rates import rates
 from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
+from longshift.weigh.needs import StepShape
 from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
 

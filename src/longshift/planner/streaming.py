@@ -16,10 +16,10 @@ from longshift.layout.layout import Layout
 from longshift.planner.enumerated import Meshes
 from longshift.planner.least_bytes import beyond_device, reserved
 from longshift.planner.survive import Problem
-from longshift.program.needs import StepShape
 from longshift.simulate.cost import RECOMPUTE
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
+from longshift.weigh.needs import StepShape
 from longshift.workload.groups import Edge
 
 MOST_MESHES = 3  # that are weighed, fastest first

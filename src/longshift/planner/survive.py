@@ -56,7 +56,7 @@ class Problem:
         return found
 
     def micros(self, at: Meshes, capacity: np.ndarray | float) -> np.ndarray:
-        """Packs of a replica in that step, as `program.needs` takes them."""
+        """Packs of a replica in that step, as `weigh.needs` takes them."""
         full = np.maximum(1, np.ceil(self.tokens_per_step / (np.asarray(capacity) * at.dp)))
         return np.where(at.order == 0, np.minimum(full, 2 * at.pp * at.virtual + 1), full).astype(np.int64)
 

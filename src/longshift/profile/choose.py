@@ -21,13 +21,13 @@ from longshift.layout.loss_rows import loss_rows
 from longshift.planner.activations import choose as choose_activations
 from longshift.planner.chunk_size import Machine, choose, powers
 from longshift.profile.run import kept
-from longshift.program.many_chunks import full_pack
-from longshift.program.needs import StepShape, most, needs
 from longshift.schedule.sequence import token_order
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import Cost, habits, sizes
 from longshift.simulate.rates import rates
 from longshift.spec.formats import arithmetic
+from longshift.weigh.many_chunks import full_pack
+from longshift.weigh.needs import StepShape, most, needs
 from longshift.workload.groups import Edge
 
 DEFAULTS = {"cpu": 4 << 10, "cuda": 64 << 10}  # tokens, where nothing was measured

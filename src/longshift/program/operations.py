@@ -1,7 +1,7 @@
 """The operations that a training step is made of.
 
 A step of one rank is a `Program`: the `Op`s in the order in which the rank begins them. `program.step` makes it; a player on tensors and
-one on bytes (`program.ledger`) play it. What happens in a step happens in one of these operations.
+one on bytes (`weigh.ledger`) play it. What happens in a step happens in one of these operations.
 
     kind                 what it does                                                             resource
     enter, leave         begins and ends a length group: what is measured by group                -
@@ -91,3 +91,4 @@ class Op(NamedTuple):
 
 
 Program = tuple[Op, ...]
+START = Op("enter")  # before the first operation of a step

@@ -27,8 +27,6 @@ import numpy as np
 
 from longshift.cluster.cluster import Cluster
 from longshift.layout.layout import Coord, Layout, Tier
-from longshift.program.ledger import Ledger
-from longshift.program.needs import StepShape
 from longshift.program.operations import AWAITED, LANES, Op
 from longshift.program.turns import Visit, visit_of
 from longshift.schedule import chunks
@@ -39,6 +37,8 @@ from longshift.simulate.cost import Cost, Mesh, UnitKind, recompute_code
 from longshift.simulate.lanes import Begin, End, Timed, play
 from longshift.spec.formats import FORMATS, arithmetic
 from longshift.switch.traffic import seconds_by_exchange
+from longshift.weigh.ledger import Ledger
+from longshift.weigh.needs import StepShape
 
 LEAST_PLAYED = 16  # micro-batches of a visit, and of a pipeline at least FILLS times its stages' chunks
 FILLS = 3

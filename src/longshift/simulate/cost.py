@@ -20,11 +20,11 @@ import numpy as np
 from longshift.cluster.cluster import Device, Number
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
-from longshift.program.coding import gradient_passes, weight_passes
-from longshift.schedule.inside_rank import EVEN, LONG
+from longshift.schedule.kernel_calls import EVEN, LONG
 from longshift.simulate.rates import Rates
 from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
+from longshift.weigh.coding import gradient_passes, weight_passes
 
 Seam = Literal["qkv", "tail", "qkv_back", "tail_back"]
 Half = Literal["attention half", "mlp half"]

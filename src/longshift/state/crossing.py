@@ -15,15 +15,18 @@ waits for all copies out, before the host reads a sum.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longshift.program.held_home import SLOT_BYTES, SLOTS
+from longshift.layout.layout import Tier
+from longshift.layout.placement import Bucket
 from longshift.stream.tiers import Arena
+
+SLOTS, SLOT_BYTES = 4, 32 << 20  # pinned slots each way, at least, between a GPU and a home outside it. A row of a weight fits into one
 
 
 @dataclass
@@ -53,7 +56,7 @@ class Crossing:
     """Copies between home and one GPU. Mutable: what is under way."""
 
     def __init__(self, device: torch.device, slots: int):
-        """`slots`: on the way in, see `program.held_home`."""
+        """`slots`: on the way in, see `slots_in`."""
         self.device = device
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._leaving, self._coming = (deque(Slot(Arena(SLOT_BYTES)) for _ in range(count)) for count in (slots, SLOTS))
@@ -131,3 +134,14 @@ def runs(x: Tensor) -> Iterator[slice]:
 def crossing_of(device: torch.device, slots: int) -> Crossing | None:
     """The crossing of a GPU; a CPU needs none."""
     return Crossing(device, slots) if device.type == "cuda" else None
+
+
+def slots_in(tiers: Mapping[int, Tier], mine: Iterable[Bucket], rank: int, weight_bytes: int) -> int:
+    """Number of pinned slots for weights on their way to a GPU: enough for two units of the size of the largest one that lies outside the
+    GPU. 0 where all units lie on it. `mine`: the rank's buckets; `weight_bytes`: of a weight in the compute format."""
+    outside = dict.fromkeys((unit for unit, tier in tiers.items() if tier != "device"), 0)
+    for bucket in mine:
+        if bucket.unit in outside:
+            outside[bucket.unit] += bucket.kept(rank) * weight_bytes
+    most = max(outside.values(), default=0)
+    return max(SLOTS, -(-2 * most // SLOT_BYTES)) if most else 0

@@ -34,11 +34,10 @@ from longshift.layout.home_tiers import HomeTiers, StateBytes, early_units, tier
 from longshift.layout.layout import Layout
 from longshift.layout.placement import Bucket
 from longshift.layout.placement import buckets as buckets_of
-from longshift.program.held_home import slots_in
 from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
-from longshift.state.crossing import Crossing, crossing_of
+from longshift.state.crossing import Crossing, crossing_of, slots_in
 from longshift.state.moments import ROOTS, SCALE, PackedMoment, saved_moments
 from longshift.state.precision import Precision
 from longshift.state.records import Records, Vector

@@ -31,8 +31,11 @@ from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
 from longshift.files import NO_ROOM
-from longshift.program.held_home import ALIGN, PIECE, THREADS
 from longshift.state.resized import Resized
+
+ALIGN = 4096  # bytes: a page, where vectors of a file begin
+THREADS = 2  # that read a file, and that write it
+PIECE = 8 << 20  # bytes that a thread reads or writes at one time
 
 
 @dataclass

@@ -62,7 +62,7 @@ class ChunkedPacks(Runner):
 
     def compute(self, op: Op) -> None:
         """Play one turn of a unit: from what is in the tier on one side of it to what is on the other."""
-        play = _Play(self, op)
+        play = ChunkPlayer(self, op.unit, op.micro)
         with torch.no_grad():  # what has gradients says so
             play.run(self.lists(self.loaded[op.micro], op.unit).of[op.turn])  # pyright: ignore[reportArgumentType]
 
@@ -105,14 +105,14 @@ def _segment(function: Callable[..., Any], *inputs: Tensor) -> Segment:
     return Segment(leaves, found if isinstance(found, tuple) else (found,))
 
 
-class _Play:
+class ChunkPlayer:
     """A list of events, played on one unit. Mutable. `live`: buffers by (name, chunk), as tuples of tensors or a Segment."""
 
-    def __init__(self, runner: ChunkedPacks, op: Op):
-        self.runner, self.unit, self.number = runner, op.unit, op.micro
-        self.module, self.pack = runner.modules[op.unit], runner.loaded[op.micro]
-        self.ops, self.tier, made = runner.ops, runner.tier, runner.lists(self.pack, op.unit)
-        self.orders, self.sees, self.window = made.orders, made.sees, runner.spec.window(op.unit)
+    def __init__(self, runner: ChunkedPacks, unit: int, micro: int):
+        self.runner, self.unit, self.number = runner, unit, micro
+        self.module, self.pack = runner.modules[unit], runner.loaded[micro]
+        self.ops, self.tier, made = runner.ops, runner.tier, runner.lists(self.pack, unit)
+        self.orders, self.sees, self.window = made.orders, made.sees, runner.spec.window(unit)
         self.live: dict[chunks.Buffer, Any] = {}
         self.fetched: dict[chunks.Buffer, bool] = {}  # whether it has been waited for
 

@@ -31,13 +31,15 @@ import torch
 from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
-from longshift.program.held_packs import BOUNCE_BYTES, BOUNCES, IN_FLIGHT_BYTES, UNDER_WAY, UNDER_WAY_BYTES, WRITES
 
 Key = Hashable
 Tensors = tuple[Tensor, ...]
 
 THREADS = 2  # for each direction
 ALIGN = 4096  # bytes: a page
+WRITES, UNDER_WAY = 2, 4  # puts of a disk tier, and of a GPU's host tier, that keep what they send
+IN_FLIGHT_BYTES, UNDER_WAY_BYTES = 256 << 20, 512 << 20  # that these puts may have together, but for one alone
+BOUNCES, BOUNCE_BYTES = 4, 8 << 20  # pinned pieces that a GPU's disk tier copies through
 
 
 @dataclass

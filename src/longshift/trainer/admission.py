@@ -16,9 +16,9 @@ from longshift.dist.world import World
 from longshift.errors import OutOfMemoryError
 from longshift.explained import shape_of
 from longshift.layout.home_tiers import HomeTiers
-from longshift.program.held_home import saved_bytes
-from longshift.program.needs import Need, StepShape, most, needs
-from longshift.schedule.inside_rank import Transport
+from longshift.weigh.held_home import saved_bytes
+from longshift.weigh.needs import Need, StepShape, most, needs
+from longshift.weigh.recorder import Transport
 
 COPY = "copy for checkpoints"
 CONTROL_GROUPS = Path("/proc/self/cgroup")

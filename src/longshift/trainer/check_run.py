@@ -33,17 +33,17 @@ from longshift.files import temporary_folder
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.model.loss import IGNORE
-from longshift.program.needs import StepShape, most, needs
 from longshift.spec.formats import EIGHT_BITS, FORMATS
 from longshift.spec.model import ModelSpec
 from longshift.step.player import Player
-from longshift.step.timeline import Timeline, predicted, rank_of, verdict
 from longshift.step.update import train_step
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import Links
 from longshift.trainer.check import Trial, build
 from longshift.trainer.corpus import open_corpus
 from longshift.trainer.loop import build_player, build_state, open_data
+from longshift.weigh.needs import StepShape, most, needs
+from longshift.weigh.timeline import Timeline, predicted, rank_of, verdict
 from longshift.workload.groups import Edge, LengthGroup
 
 MOST_TOKENS = 8192  # of a group, where its documents need not be longer
@@ -294,7 +294,7 @@ def timeline(config: Config, device: str = "cpu") -> dict:
 
 
 def recorded(world: World, config: str, scratch: str) -> dict:
-    """What `step.timeline.verdict` says of a run's first step on this rank."""
+    """What `weigh.timeline.verdict` says of a run's first step on this rank."""
     run = parse_config(config)
     with Timeline(world.device) as seen:
         state = build_state(run, world, Path(scratch))

@@ -21,7 +21,6 @@ from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.state.saver import Saver
 from longshift.step.player import Player
-from longshift.step.timeline import Timeline, predicted, write
 from longshift.step.update import Outcome, State, not_finite, train_step
 from longshift.stream.tiers import Moved
 from longshift.stream.trace import Recorder
@@ -39,6 +38,7 @@ from longshift.trainer.run_folder import RunFolder, adopt
 from longshift.trainer.stages import Stage, schedule_of, stages_of
 from longshift.trainer.trials import tried
 from longshift.trainer.validated import Validator
+from longshift.weigh.timeline import Timeline, predicted, write
 
 
 def train(

@@ -15,7 +15,7 @@ from longshift.config import Config
 from longshift.dist.world import World
 from longshift.documents.batch import Batches
 from longshift.errors import UsageError
-from longshift.forecast import RunForecast, layout_text, with_layout
+from longshift.forecast import RunForecast, layout_text
 from longshift.simulate.calibrate import StepFit, band_of_errors, by_steps
 from longshift.trainer.corpus import open_corpus
 from longshift.trainer.metrics import read_rows
@@ -108,7 +108,7 @@ class Calibrated:
 def calibrated(run: Path, config: Config, profile: Cluster) -> Calibrated:
     """What the steps of a run folder say of the cluster that they ran on. Raises UsageError where they are too few."""
     steps, profile = measured(run, config), replace(profile, calibration=None)
-    layouts = {layout_text(one.layout): with_layout(config, one.layout) for one in steps}
+    layouts = {layout_text(one.layout): config.with_layout(one.layout) for one in steps}
 
     def play(constants: Mapping[str, float]) -> np.ndarray:
         forecasts = {name: RunForecast(own, profile.moved(constants)) for name, own in layouts.items()}

@@ -9,7 +9,7 @@ from typing import Any
 from longshift.cluster.cluster import Calibration
 from longshift.config import Config
 from longshift.errors import CheckpointError
-from longshift.forecast import with_layout
+from longshift.files import rewrite, written
 from longshift.planner.tried import Tried, going_on
 
 AGAIN = "remove it, and layout: auto is chosen again"
@@ -44,7 +44,7 @@ class PlanFile:
 
     def config(self, config: Config) -> Config:
         """The config with the layout of the next step, and its home."""
-        return with_layout(config, self.layout, self.home)
+        return config.with_layout(self.layout, self.home)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
@@ -95,3 +95,12 @@ def parse(text: str, file: Path) -> PlanFile:
         return PlanFile.from_json(text)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as fault:
         raise CheckpointError(f"{file} cannot be read: {fault}; {AGAIN}") from None
+
+
+def keep(file: PlanFile | None, run: Path, resume: bool) -> None:
+    """Write a plan into a run's folder; a run that begins without one takes away what another has left there."""
+    with written(str(place(run))):
+        if file is not None:
+            rewrite(place(run), file.to_json())
+        elif not resume:
+            place(run).unlink(missing_ok=True)

@@ -10,10 +10,9 @@ from longshift.cluster.cluster import Cluster
 from longshift.cluster.host import core_count
 from longshift.config import Config
 from longshift.errors import OutOfMemoryError, UsageError
-from longshift.files import rewrite, written
-from longshift.forecast import LANES, Planned, layout_text, plan, task_of, with_layout
+from longshift.forecast import LANES, Planned, layout_text, plan, task_of
+from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import format_size
-from longshift.planner.asked import AutoLayout
 from longshift.planner.replay import Way
 from longshift.stream.trace import Span, events_of, save
 from longshift.trainer.plan_file import PlanFile, place, read
@@ -46,15 +45,6 @@ def chosen(config: Config, cluster: Callable[[int], Cluster], lengths: Callable[
     return file.config(config), file
 
 
-def keep(file: PlanFile | None, run: Path, resume: bool) -> None:
-    """Write a plan into a run's folder; a run that begins without one takes away what another has left there."""
-    with written(str(place(run))):
-        if file is not None:
-            rewrite(place(run), file.to_json())
-        elif not resume:
-            place(run).unlink(missing_ok=True)
-
-
 def show(found: Planned, console: Console) -> None:
     """Print a plan for a person."""
     best, task = found.choice.best, found.task
@@ -77,7 +67,7 @@ def write_config(config: Config, found: Planned, path: Path) -> None:
         raise UsageError("--emit: nothing fits, so there is no layout to write")
     try:
         home = found.task.home.to_json() if config.home.at.auto else None
-        path.write_text(with_layout(config, found.layout(found.choice.best), home).to_yaml(), encoding="utf-8")
+        path.write_text(config.with_layout(found.layout(found.choice.best), home).to_yaml(), encoding="utf-8")
     except OSError as fault:
         raise UsageError(f"{path} cannot be written: {fault.strerror}") from None
 

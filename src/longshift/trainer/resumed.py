@@ -15,8 +15,8 @@ from typing import Any
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.errors import shown
+from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import AUTO
-from longshift.planner.asked import AutoLayout
 from longshift.trainer.plan_file import read
 from longshift.trainer.run_folder import RunFolder
 from longshift.workload.groups import Edge

@@ -11,16 +11,17 @@ from dataclasses import dataclass, replace
 from longshift.layout.heads import own_heads
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Coord
-from longshift.program.book import Peak
-from longshift.program.ledger import Ledger, Weighed
-from longshift.program.many_chunks import Pack, extended, full_pack, moments_of, small_packs
 from longshift.program.step import Steps, Windows
 from longshift.program.turns import Visit, visit_of
-from longshift.schedule.inside import inside
-from longshift.schedule.inside_rank import LONG, Place, Transport
+from longshift.schedule.kernel_calls import LONG
 from longshift.schedule.sequence import token_order
 from longshift.spec.formats import Format
 from longshift.switch.itinerary import Itinerary
+from longshift.weigh.book import Peak
+from longshift.weigh.ledger import Ledger, Weighed
+from longshift.weigh.many_chunks import Pack, extended, full_pack, moments_of, small_packs
+from longshift.weigh.recorder import Transport
+from longshift.weigh.turn_profile import RankSetup, unit_turn
 from longshift.workload.groups import Edge
 
 
@@ -57,11 +58,12 @@ class StepShape:
         full = full_pack(edge.pack, longest)
         if transport != "nccl" or layout.chunk or longest < LONG:
             return full
-        place = Place(self.itinerary.spec, layout, layout.coord(rank), self.formats.compute_bytes, transport, self.formats.float8)
+        formats = self.formats
+        setup = RankSetup(self.itinerary.spec, layout, layout.coord(rank), formats.compute_bytes, transport, formats.float8)
 
         def held(pack: Pack) -> int:
             order = token_order(pack, layout.ring, layout.ulysses * layout.tp)
-            return inside(place, order, "attention half", "backward").peak
+            return unit_turn(setup, order, "attention half", "backward").peak
 
         return max((full, full_pack(edge.pack, longest - 1), full_pack(edge.pack, LONG - 1)), key=held)
 

@@ -20,12 +20,12 @@ from itertools import product
 import numpy as np
 
 from longshift.layout.layout import Layout
-from longshift.program.book import Mark, Moment, Peak
-from longshift.program.ledger import Ledger, Weighed
 from longshift.program.operations import Op
 from longshift.program.turns import Visit
 from longshift.schedule import chunks
 from longshift.spec.model import ModelSpec
+from longshift.weigh.book import Mark, Moment, Peak
+from longshift.weigh.ledger import Ledger, Weighed
 
 DOCUMENTS, CHUNKS, REST = (3, 4), (9, 12, 15), (5, 8)  # of small packs
 Pack = tuple[int, ...]

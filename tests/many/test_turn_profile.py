@@ -1,26 +1,29 @@
-"""Bytes that operations hold, leave and send, as `schedule.inside` says, against those of torch's own tensors in ranks."""
+"""What profiles say that turns hold, leave and send, against torch's own tensors in ranks and on a fake device."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import caches
 import pytest
 from forked import DEADLINE_S, Worlds
-from inside_measured import LENGTHS, PARTS, SPECS, TURNS
+from torch import Tensor
+from turns_measured import LENGTHS, PARTS, SPECS, TURNS
 
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
-from longshift.schedule import inside, inside_attention, inside_chunk, inside_rank
-from longshift.schedule.abstract import Tensor, recorded
+from longshift.model import attention
+from longshift.model.functions import Gated
 from longshift.schedule.chunks import Buffer, cut
-from longshift.schedule.inside_rank import EVEN, LONG, Inside, Place, Transport
+from longshift.schedule.kernel_calls import EVEN, LONG
 from longshift.schedule.sequence import token_order
 from longshift.schedule.streamed import lists
+from longshift.weigh import turn_profile
+from longshift.weigh.chunk_profile import event_turn
+from longshift.weigh.recorder import RecordedGroup, Transport, TurnProfile, TurnRecorder
+from longshift.weigh.turn_profile import RankSetup, loss_turn, unit_turn
 
 LAYOUTS = ("dp1", "tp2", "u2", "ring2", "u2.tp2", "ring2.tp2", "tp3", "u3", "ring3")
 CHUNKED = ("chunk600", "chunk600.kv-offload.fpdt", "tp2.chunk800.keep-input", "u2.chunk600", "u2.chunk500.fpdt", "ring2.chunk600")
@@ -41,7 +44,7 @@ FAKE = [
             ("llama biases", "float8"),
         )
     )
-    for layout in (LAYOUTS if number == 0 else LAYOUTS[number % 3 :: 3])
+    for layout in (LAYOUTS[::2] if number == 0 else LAYOUTS[number % 5 :: 5])
 ]
 FAKE += [
     {"spec": spec, "layout": layout, "rank": 0, "dtype": "bfloat16", "even": even, "long": long}
@@ -52,16 +55,16 @@ FAKE += [
 ]
 
 
-def predicted(spec: str, layout: str, rank: int, dtype: str, transport: Transport = "gloo") -> dict[str, Inside]:
+def predicted(spec: str, layout: str, rank: int, dtype: str, transport: Transport = "gloo") -> dict[str, TurnProfile]:
     parsed = Layout.parse(layout)
-    place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], transport, dtype == "float8")
+    setup = RankSetup(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], transport, dtype == "float8")
     order = token_order(LENGTHS, parsed.ring, parsed.ulysses * parsed.tp)
-    found = {f"{part} {turn}": inside.inside(place, order, part, turn) for part in PARTS for turn in TURNS}
+    found = {f"{part} {turn}": unit_turn(setup, order, part, turn) for part in PARTS for turn in TURNS}
     blocks = range(loss_blocks(SPECS[spec], parsed, order.local_tokens // (parsed.ulysses * parsed.tp)))
-    return found | {f"loss {number}": inside.loss_of_rows(place, order, number) for number in blocks}
+    return found | {f"loss {number}": loss_turn(setup, order, number) for number in blocks}
 
 
-def faults(measured: dict[str, dict], told: dict[str, Inside]) -> Iterator[str]:
+def faults(measured: dict[str, dict], told: dict[str, TurnProfile]) -> Iterator[str]:
     """Peaks within [0.98, 1] of the prediction; what is kept and sent, exactly."""
     assert measured.keys() == told.keys(), sorted(measured)
     for name, found in measured.items():
@@ -77,19 +80,24 @@ def agree(worlds: Worlds, what: str, faults_of: Callable[..., Iterator[str]], sp
     only is no fault."""
     wrong: list[str] = []
     for _ in range(3):
-        answers = worlds(Layout.parse(layout).world).call(f"inside_measured:{what}", DEADLINE_S, spec=spec, layout=layout, dtype=dtype)
+        answers = worlds(Layout.parse(layout).world).call(f"turns_measured:{what}", DEADLINE_S, spec=spec, layout=layout, dtype=dtype)
         wrong = [f"rank {rank}: {fault}" for rank, found in enumerate(answers) for fault in faults_of(found, rank)]
         if not wrong:
             return
     raise AssertionError("\n".join(wrong))
 
 
-def cases(specs: Iterable[str], layouts: Iterable[str]) -> list[Any]:
-    """All combinations with a format."""
-    return list(product(specs, layouts, BYTES))
+def cases(specs: Sequence[str], layouts: Sequence[str], each: int) -> list[tuple[str, str, str]]:
+    """Each model under some layouts, each layout with some models, formats in turn: profiles are played by the code that they are of."""
+    formats, found = list(BYTES), []
+    for number, spec in enumerate(specs):
+        for turn in range(each):
+            layout = layouts[(number + turn * (len(layouts) // each + 1)) % len(layouts)]
+            found.append((spec, layout, formats[(number + turn) % len(formats)]))
+    return found
 
 
-@pytest.mark.parametrize(("spec", "layout", "dtype"), cases(SPECS, LAYOUTS))
+@pytest.mark.parametrize(("spec", "layout", "dtype"), cases(list(SPECS), LAYOUTS, 1))
 def test_operations_hold_leave_and_send_what_is_said(worlds: Worlds, spec: str, layout: str, dtype: str):
     agree(worlds, "operations", lambda found, rank: faults(found, predicted(spec, layout, rank, dtype)), spec, layout, dtype)
 
@@ -97,7 +105,7 @@ def test_operations_hold_leave_and_send_what_is_said(worlds: Worlds, spec: str, 
 @pytest.fixture(scope="module")
 def on_fake_device() -> list[dict]:
     """What a process with a device that is not there measured, by case; one for all, as the device stays known to its process."""
-    program = Path(__file__).with_name("inside_measured.py")
+    program = Path(__file__).with_name("turns_measured.py")
     done = subprocess.run([sys.executable, program, json.dumps(FAKE)], capture_output=True, text=True, timeout=5 * DEADLINE_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -106,9 +114,10 @@ def on_fake_device() -> list[dict]:
 @pytest.mark.parametrize("number", range(len(FAKE)), ids=lambda number: " ".join(map(str, FAKE[number].values())))
 def test_operations_on_a_fake_device_do_as_is_said(number: int, on_fake_device: list[dict], monkeypatch: pytest.MonkeyPatch):
     case = dict(FAKE[number])
-    monkeypatch.setattr(inside_rank, "LONG", case.pop("long", LONG))
-    for name, tokens in (("EVEN", case.pop("even", EVEN)), ("LONG", inside_rank.LONG)):
-        monkeypatch.setattr(inside_attention, name, tokens)
+    monkeypatch.setattr(turn_profile, "EVEN", case.pop("even", EVEN))
+    for module in (turn_profile, attention):
+        monkeypatch.setattr(module, "LONG", case.get("long", LONG))
+    case.pop("long", None)
     caches.clear()
     wrong = list(faults(on_fake_device[number], predicted(**case, transport="nccl")))
     caches.clear()
@@ -118,9 +127,9 @@ def test_operations_on_a_fake_device_do_as_is_said(number: int, on_fake_device: 
 def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype: str) -> Iterator[str]:
     """Of every event of a chunked pack: peak within [0.98, 1], bytes left, sent and freed exactly as the buffers' sizes say."""
     parsed = Layout.parse(layout)
-    place = Place(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], float8=dtype == "float8")
+    setup = RankSetup(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], float8=dtype == "float8")
     chunks = cut(LENGTHS, parsed.chunk)
-    made = lists(SPECS[spec], parsed, place.at, chunks, BYTES[dtype], 1, SPECS[spec].window(1))
+    made = lists(SPECS[spec], parsed, setup.coord, chunks, BYTES[dtype], 1, SPECS[spec].window(1))
     known: dict[Buffer, int] = {}
     gradients = 0
     owed = 0  # by consecutive frees: graph and exchange share storages
@@ -139,7 +148,7 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
         elif event.kind == "free":
             owed += found["left"] + known.pop(event.object)
         elif event.kind in ("compute", "send"):
-            told = inside_chunk.of_event(place, made, chunks, event)
+            told = event_turn(setup, made, chunks, event)
             before = dict(known)
             numbers = dict((*event.reads, *event.writes))
             known |= {(name, numbers[name]): size for name, size in told.buffers.items()}
@@ -154,7 +163,7 @@ def event_faults(measured: list[dict], spec: str, layout: str, rank: int, dtype:
 
 
 @pytest.mark.parametrize(
-    ("spec", "layout", "dtype"), cases(("llama grouped", "qwen3", "gpt2", "olmo2", "granite", "smollm3", "phi3"), CHUNKED)
+    ("spec", "layout", "dtype"), cases(("llama grouped", "qwen3", "gpt2", "olmo2", "granite", "smollm3", "phi3"), CHUNKED, 1)
 )
 def test_events_of_chunks_hold_leave_and_send_what_is_said(worlds: Worlds, spec: str, layout: str, dtype: str):
     agree(worlds, "events", lambda found, rank: event_faults(found, spec, layout, rank, dtype), spec, layout, dtype)
@@ -162,35 +171,42 @@ def test_events_of_chunks_hold_leave_and_send_what_is_said(worlds: Worlds, spec:
 
 def forgotten_gate(patch: pytest.MonkeyPatch) -> None:
     """The gated activation saves one of its inputs only."""
+    native = Gated.forward
 
-    def gated(self: inside.SizedBlock, gate: Tensor, up: Tensor) -> Tensor:
-        return recorded(gate.new(), (gate, up), lambda grad, up: [grad.new(), grad.new()], (up,))
+    def forward(ctx, gate: Tensor, up: Tensor, *how) -> Tensor:
+        y = native(ctx, gate, up, *how)
+        ctx.save_for_backward(gate, gate)
+        return y
 
-    patch.setattr(inside.SizedBlock, "gated", gated)
+    patch.setattr(Gated, "forward", staticmethod(forward))
 
 
 def own_share_sent(patch: pytest.MonkeyPatch) -> None:
     """What a rank gathers from others counts as sent to itself, too."""
-    count = inside_rank.SizedGroup.count
-    patch.setattr(inside_rank.SizedGroup, "count", lambda group, sent: count(group, sent * group.size // (group.size - 1)))
+    send = RecordedGroup._send
+    patch.setattr(RecordedGroup, "_send", lambda group, elements, x: send(group, elements * group.size // (group.size - 1), x))
 
 
 def copies_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Sums over a pair of ranks need no room for what the other one sends."""
-
-    def scatter_tokens(self: inside_rank.SizedGroup, x: Tensor) -> Tensor:
-        self.count(x.bytes // self.size * (self.size - 1))
-        return x.new((x.shape[0] // self.size, *x.shape[1:]))
-
-    patch.setattr(inside_rank.SizedGroup, "scatter_tokens", scatter_tokens)
+    patch.setattr(RecordedGroup, "swaps", property(lambda group: False, lambda group, value: None), raising=False)
+    patch.setattr(RecordedGroup, "direct", property(lambda group: False, lambda group, value: None), raising=False)
 
 
-@pytest.mark.parametrize("mutant", [forgotten_gate, own_share_sent, copies_forgotten])
-def test_a_wrong_prediction_is_noticed(worlds: Worlds, mutant: Callable, monkeypatch: pytest.MonkeyPatch):
-    answers = worlds(2).call("inside_measured:operations", DEADLINE_S, spec="llama", layout="tp2", dtype="float32")
+def late_release(patch: pytest.MonkeyPatch) -> None:
+    """Storages count until the next turn."""
+    patch.setattr(TurnRecorder, "_drop", lambda recorder, address: None)
+
+
+@pytest.mark.parametrize("mutant", [forgotten_gate, own_share_sent, copies_forgotten, late_release])
+def test_a_wrong_profile_is_noticed(worlds: Worlds, mutant: Callable, monkeypatch: pytest.MonkeyPatch):
+    answers = worlds(2).call("turns_measured:operations", DEADLINE_S, spec="llama", layout="tp2", dtype="float32")
     caches.clear()
     mutant(monkeypatch)
-    wrong = list(faults(answers[0], predicted("llama", "tp2", 0, "float32")))
+    try:
+        wrong = list(faults(answers[0], predicted("llama", "tp2", 0, "float32")))
+    except (ValueError, RuntimeError) as fault:
+        wrong = [str(fault)]
     monkeypatch.undo()
     caches.clear()
     assert wrong

@@ -1,24 +1,24 @@
 """The ledger: a program played on bytes. Which tensors are alive when, where they lie, and how much that is at the most.
 
 The ledger keeps what the player keeps (`step.player`, `step.runner`, `state.copies`), under names instead of with numbers, and lets it go
-when the player does. What operations need inside themselves is `schedule.inside`'s. Bytes of tensors: an allocator's rounding and holes,
-and the process itself, come on top.
+when the player does. What operations need inside themselves is in their profiles (`weigh.turn_profile`). Bytes of tensors: an
+allocator's rounding and holes, and the process itself, come on top.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from longshift.layout.layout import Layout
-from longshift.program.book import Account, Held, Peak
-from longshift.program.held_copies import Exchanged, HeldCopies, exchanged
-from longshift.program.held_home import HeldHome
-from longshift.program.held_packs import HeldChunked, HeldPacks, HeldWhole
 from longshift.program.operations import Op
 from longshift.program.step import Steps
 from longshift.program.turns import Visit
-from longshift.schedule.inside_rank import Transport
 from longshift.switch.itinerary import Cut
 from longshift.switch.plan import Plan
+from longshift.weigh.book import Account, Held, Peak
+from longshift.weigh.held_copies import Exchanged, HeldCopies, exchanged
+from longshift.weigh.held_home import HeldHome
+from longshift.weigh.held_packs import HeldChunked, HeldPacks, HeldWhole
+from longshift.weigh.recorder import Transport
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the working copies of a cut, their gradients on the way home and switches take on a rank, in bytes: see `program.ledger`."""
+"""What the working copies of a cut, their gradients on the way home and switches take on a rank, in bytes: see `weigh.ledger`."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from functools import lru_cache
 import numpy as np
 
 from longshift.layout.placement import buckets_of, units_on
-from longshift.program.book import Account, Held
-from longshift.program.coding import Coding, gradients_of, weights_of
 from longshift.program.turns import RankLayout
 from longshift.switch.plan import Plan
+from longshift.weigh.book import Account, Held
+from longshift.weigh.coding import Coding, gradients_of, weights_of
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,25 @@
-"""What the runners of `step` keep of packs, on bytes: see `program.ledger`."""
+"""What the runners of `step` keep of packs, on bytes: see `weigh.ledger`."""
 
 from collections import deque
 from collections.abc import Sequence
 
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_rows
-from longshift.program.book import Account, Held, Place
-from longshift.program.held_copies import HeldCopies
 from longshift.program.operations import Op
 from longshift.program.turns import RankLayout
 from longshift.schedule import chunks
 from longshift.schedule.chunks import Buffer
-from longshift.schedule.inside import inside, loaded, loss_of_rows
-from longshift.schedule.inside_chunk import of_event
-from longshift.schedule.inside_rank import END_BYTES, INDEX_BYTES, Inside
-from longshift.schedule.inside_rank import Place as Rank
 from longshift.schedule.sequence import TokenOrder, token_order
 from longshift.schedule.streamed import Lists, lists, tier_key
+from longshift.stream.tiers import BOUNCE_BYTES, BOUNCES, IN_FLIGHT_BYTES, UNDER_WAY, UNDER_WAY_BYTES, WRITES
+from longshift.weigh.book import Account, Held, Place
+from longshift.weigh.chunk_profile import event_turn
+from longshift.weigh.held_copies import HeldCopies
+from longshift.weigh.recorder import TurnProfile
+from longshift.weigh.turn_profile import RankSetup, load_turn, loss_turn, unit_turn
 
-WRITES, UNDER_WAY = 2, 4  # puts of a disk tier, and of a GPU's host tier, that keep what they send (`stream.tiers`)
-BOUNCES, BOUNCE_BYTES = 4, 8 << 20  # pinned pieces that a GPU's disk tier copies through
-IN_FLIGHT_BYTES, UNDER_WAY_BYTES = 256 << 20, 512 << 20  # that these puts may have together, but for one alone
 ENDS = 3  # chunks at either end of a document that are told apart
-UNKNOWN = Inside(0, 0, 0, 0, {}, 0, 0)  # of an operation that is not looked into
+UNKNOWN = TurnProfile(peak=0)  # of an operation that is not looked into
 NAMES = {"kv": "keys and values", "dkv": "gradients of keys and values", "o": "output of attention"}
 
 
@@ -114,7 +111,7 @@ class HeldPacks:
     def __init__(self, account: Account, view: RankLayout, copies: HeldCopies):
         self.account, self.view, self.spec, self.layout, self.copies = account, view, view.spec, view.layout, copies
         self.compute_bytes = account.weight_bytes
-        self.rank = Rank(self.spec, self.layout, view.at, self.compute_bytes, account.transport, account.float8)
+        self.rank = RankSetup(self.spec, self.layout, view.at, self.compute_bytes, account.transport, account.float8)
         self.grads: dict[int, list[Held]] = {}
         self.receiving: dict[int, Held] = {}
         self.sending: dict[int, Held] = {}
@@ -124,7 +121,7 @@ class HeldPacks:
         """The storage of x or its gradient, [T', D]."""
         return self.account.held(name, tokens * self.spec.width * self.compute_bytes)
 
-    def happen(self, found: Inside) -> None:
+    def happen(self, found: TurnProfile) -> None:
         """Write down what an operation needs inside, what it computes, and what it sends."""
         self.account.book.inside(found.peak)
         self.account.flops["matmul"] += found.matmul_flops
@@ -169,7 +166,7 @@ class HeldWhole(HeldPacks):
     def __init__(self, account: Account, view: RankLayout, copies: HeldCopies):
         super().__init__(account, view, copies)
         self.orders: dict[int, TokenOrder] = {}
-        self.insides: dict[int, dict[tuple, Inside]] = {}  # what its operations need, by micro-batch
+        self.insides: dict[int, dict[tuple, TurnProfile]] = {}  # what its operations need, by micro-batch
         self.micros: dict[int, Held] = {}
         self.x: dict[int, Held] = {}
         self.g: dict[int, Held] = {}
@@ -181,7 +178,7 @@ class HeldWhole(HeldPacks):
     def load(self, micro: int, lengths: Sequence[int]) -> None:
         order = token_order(list(lengths) or [1], self.layout.ring, self.layout.ulysses * self.layout.tp)
         self.orders[micro], self.insides[micro] = order, {}
-        found = loaded(self.rank, order) if self.account.inside else UNKNOWN
+        found = load_turn(self.rank, order) if self.account.inside else UNKNOWN
         self.happen(found)
         self.micros[micro] = self.account.held("token ids, labels, rotary angles", found.output)
 
@@ -202,12 +199,12 @@ class HeldWhole(HeldPacks):
     def compute(self, op: Op) -> None:
         self.turns[op.turn](op)
 
-    def _inside(self, op: Op) -> Inside:
+    def _inside(self, op: Op) -> TurnProfile:
         if not self.account.inside and not (op.turn == "pass" and self.layout.keep_output):  # whose output of attention may go to a tier
             return UNKNOWN
         known, key = self.insides[op.micro], (op.part, op.turn if op.turn != "again" else "forward", self.spec.like(op.unit))
         if key not in known:
-            known[key] = inside(self.rank, self.orders[op.micro], *key)  # pyright: ignore[reportArgumentType]
+            known[key] = unit_turn(self.rank, self.orders[op.micro], *key)  # pyright: ignore[reportArgumentType]
         self.happen(known[key])
         return known[key]
 
@@ -246,7 +243,7 @@ class HeldWhole(HeldPacks):
         if op.number == 0:
             self.g[op.micro] = self.residual(self.tokens(op.micro), "gradient of the residual stream")
         rows = self.tokens(op.micro)
-        self.happen(loss_of_rows(self.rank, self.orders[op.micro], op.number) if self.account.inside else UNKNOWN)
+        self.happen(loss_turn(self.rank, self.orders[op.micro], op.number) if self.account.inside else UNKNOWN)
         self.leave(op.unit)
         if (op.number + 1) * loss_rows(self.spec, self.layout, rows) >= rows:
             del self.x[op.micro]
@@ -279,14 +276,13 @@ class HeldChunked(HeldPacks):
         self.crossing: dict[tuple, Held] = {}
         self.known: dict[tuple, Lists] = {}
         self.made: dict[int, dict[int | None, Lists]] = {}  # of each micro-batch, by window
-        self.insides: dict[tuple[int, int, str], dict[int, Inside]] = {}  # what events need, by lists, block and turn
+        self.insides: dict[tuple[int, int, str], dict[int, TurnProfile]] = {}  # what events need, by lists, block and turn
 
     def load(self, micro: int, lengths: Sequence[int]) -> None:
         self.cuts[micro], self.made[micro] = chunks.cut(list(lengths) or [1], self.layout.chunk), {}
         orders = chunks.orders(self.cuts[micro], self.layout)
-        tokens = sum(order.local_tokens for order in orders) // self.layout.ulysses
-        ends = sum(1 + len(order.runs[self.view.at.ring]) for order in orders)
-        self.micros[micro] = self.account.held("token ids, labels, positions", 3 * INDEX_BYTES * tokens + END_BYTES * ends)
+        size = sum(load_turn(self.rank, order, has_angles=False).output for order in orders)
+        self.micros[micro] = self.account.held("token ids, labels, positions", size)
 
     def unload(self, micro: int) -> None:
         del self.cuts[micro], self.micros[micro], self.made[micro]
@@ -346,7 +342,7 @@ class HeldChunked(HeldPacks):
                 if event.name in chunks.MULTIPLYING_BACK:
                     self.copies.expect(op.unit)
                 if number not in insides:
-                    insides[number] = of_event(self.rank, made, cut, event, block)
+                    insides[number] = event_turn(self.rank, made, cut, event, block)
                 found = insides[number]
                 self.happen(found)
                 for name, size in found.buffers.items():

@@ -1,4 +1,4 @@
-"""What forked ranks, and a process with a device that is not there, do for test_inside.py: the operations of a rank, measured."""
+"""What forked ranks, and a process with a device that is not there, do for test_turn_profile.py: the turns of a rank, measured."""
 
 import json
 import sys
@@ -35,14 +35,13 @@ from longshift.model.decoder import Block, Head, Unit, build_unit
 from longshift.model.functions import WRITTEN_OUT, add_product
 from longshift.model.kernels import FLASH
 from longshift.program.operations import Op
-from longshift.schedule import inside_rank
 from longshift.schedule.chunks import Event
-from longshift.schedule.inside_rank import EVEN, LONG
+from longshift.schedule.kernel_calls import EVEN, LONG
 from longshift.spec.adapters import Lora
 from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.precision import Precision
-from longshift.step.chunked import ChunkedPacks, _Play
+from longshift.step.chunked import ChunkedPacks, ChunkPlayer
 from longshift.step.compose import LayoutOps, prepare
 from longshift.step.runner import loss_of_rows
 
@@ -89,22 +88,22 @@ TURNS_OF_CHUNKS: tuple[Any, ...] = ("embed", "forward", "loss", "backward", "emb
 PARTS = ("embed", "block", "attention half", "mlp half")
 
 
-def operations(world: World, spec: str, layout: str, dtype: str) -> dict[str, dict]:
-    """By "part turn": what was measured, in the terms of `schedule.inside.Inside`."""
+def operations(world: World, spec: str, layout: str, dtype: str, even: int = EVEN, long: int = LONG) -> dict[str, dict]:
+    """By "part turn": what was measured, in the terms of `weigh.recorder.TurnProfile`. `even`, `long`: of kernels that are cut."""
     held, device = HeldBytes(), world.device
     with prompt_release(), held:
-        return dict(_operations(world, SPECS[spec], Layout.parse(layout), precision_of(dtype), held, device))
+        return dict(_operations(world, SPECS[spec], Layout.parse(layout), precision_of(dtype), held, device, even, long))
 
 
 def _operations(
-    world: World, spec: ModelSpec, layout: Layout, precision: Precision, held: HeldBytes, device: torch.device
+    world: World, spec: ModelSpec, layout: Layout, precision: Precision, held: HeldBytes, device: torch.device, even: int, long: int
 ) -> Iterator[tuple[str, dict]]:
     dtype = precision.compute
     if world.everyone.handle is not None:
         prepare(world, spec, layout)
     kernel = FLASH if device.type == "cpu" else kernels(torch.device("cuda"), dtype)[0]
     if device.type != "cpu" and dtype.itemsize == 2:
-        kernel = cut(kernel, FLASH, inside_rank.EVEN, inside_rank.LONG)
+        kernel = cut(kernel, FLASH, even, long)
     ops = LayoutOps(spec, layout, world, kernel)
     documents = [Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]
     micro = micro_batch(spec, documents, layout, world.rank, dtype, device)
@@ -169,9 +168,9 @@ def _events(world: World, spec: ModelSpec, layout: Layout, precision: Precision,
     units |= runner.modules
     watch = Watch(held, device, {"tp": runner.ops.tp, "ulysses": runner.ops.ulysses, "ring": runner.ops.ring})
     runner.load(0, runner.on_host([Document(np.arange(n) % spec.vocab, np.arange(n) % spec.vocab) for n in LENGTHS]))
-    native, found = _Play._play, []
+    native, found = ChunkPlayer._play, []
 
-    def played(play: _Play, event: Event) -> None:
+    def played(play: ChunkPlayer, event: Event) -> None:
         for buffer in event.reads:
             play._here(buffer)
         with watch.counting() as seen:
@@ -179,7 +178,7 @@ def _events(world: World, spec: ModelSpec, layout: Layout, precision: Precision,
         found.append({"turn": turn, "number": len([one for one in found if one["turn"] == turn]), **seen})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Play, "_play", played)
+        patch.setattr(ChunkPlayer, "_play", played)
         for unit, turn in zip((0, 1, 2, 1, 0), TURNS_OF_CHUNKS):
             runner.compute(Op("compute", unit=unit, micro=0, turn=turn))
     return found
@@ -286,8 +285,8 @@ def on_fake_device(spec: str, layout: str, dtype: str, rank: int, even: int = EV
     size = Layout.parse(layout).world
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with fake_device() as (device, _), patch.multiple(inside_rank, EVEN=even, LONG=long), patch.object(attention, "LONG", long):
-            return operations(World(rank, size, device), spec, layout, dtype)
+        with fake_device() as (device, _), patch.object(attention, "LONG", long):
+            return operations(World(rank, size, device), spec, layout, dtype, even, long)
     finally:
         dist.destroy_process_group()
 

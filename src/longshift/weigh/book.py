@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from longshift.layout.layout import Layout, Tier
-from longshift.program.operations import Op
-from longshift.schedule.inside_rank import Transport
+from longshift.program.operations import START, Op
 from longshift.spec.formats import Wire, adds_inside
+from longshift.weigh.recorder import Transport
 
 Place = Tier
 
@@ -67,7 +67,7 @@ class Book:
         self.peaks: dict[str, Peak] = {}
         self.moments: dict[Moment, dict[str, Mark]] | None = None
         self.told: Callable[[Op], str] = str
-        self.number, self.op = 0, Op("enter")
+        self.number, self.op = 0, START
 
     def watch(self) -> dict[Moment, dict[str, Mark]]:
         """Moments, which are written down from now on."""

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from longshift.dist.held import HeldBytes, prompt_release
-from longshift.program.ledger import Ledger
 from longshift.program.operations import AWAITED, LANES, Op
 from longshift.step.player import Player
 from longshift.stream.trace import Recorder, Span, counter_events, events_of, origin, save
+from longshift.weigh.ledger import Ledger
 
 LEAST, MOST = 0.98, 1.0  # recorded peak over predicted peak
 SHOWN = ("compute", "gather", "reduce", "switch", "messages", "tier out", "tier in", "link")  # from the top

@@ -1,31 +1,15 @@
-"""What the training state takes on a rank, in bytes, as `state.home` and `state.records` keep it: see `program.ledger`."""
+"""What the training state takes on a rank, in bytes, as `state.home` and `state.records` keep it: see `weigh.ledger`."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
 
 from longshift.layout.blocks import cut_blocks, elements_at_once
-from longshift.layout.layout import Tier
-from longshift.layout.placement import Bucket
-from longshift.program.book import Account, Held
 from longshift.program.operations import Op
 from longshift.program.step import Steps
+from longshift.state.crossing import SLOT_BYTES, SLOTS, slots_in
+from longshift.state.records import ALIGN, PIECE, THREADS
+from longshift.weigh.book import Account, Held
 
-ALIGN = 4096  # bytes: a page, where vectors of a file begin
-THREADS = 2  # that read a file, and that write it
-PIECE = 8 << 20  # bytes that a thread reads or writes at one time
-SLOTS, SLOT_BYTES = 4, 32 << 20  # pinned slots each way, at least, between a GPU and a home outside it. A row of a weight fits into one
 SMALL = 16 << 10  # scalars: losses, counters of updates, norms of runs of gradients
-
-
-def slots_in(tiers: Mapping[int, Tier], mine: Iterable[Bucket], rank: int, weight_bytes: int) -> int:
-    """Number of pinned slots for weights on their way to a GPU: enough for two units of the size of the largest one that lies outside the
-    GPU. 0 where all units lie on it. `mine`: the rank's buckets; `weight_bytes`: of a weight in the compute format."""
-    outside = dict.fromkeys((unit for unit, tier in tiers.items() if tier != "device"), 0)
-    for bucket in mine:
-        if bucket.unit in outside:
-            outside[bucket.unit] += bucket.kept(rank) * weight_bytes
-    most = max(outside.values(), default=0)
-    return max(SLOTS, -(-2 * most // SLOT_BYTES)) if most else 0
 
 
 def saved_bytes(steps: Steps) -> int:

@@ -1,0 +1,329 @@
+"""Plays torch code on tensors of the `meta` device, which have shapes and no storage, and writes down what it does.
+
+A storage counts from the operation that made it until Python drops it, as it does on a real
+device, so that the code under the recorder has the peak that it has in a run. Under the mode
+autograd adds two gradients that meet into a new tensor, where without it may add in place: what
+is counted is never less than what is. Of what a kernel needs inside itself only the workspace of
+FlashAttention's backward on a GPU is counted.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longshift.dist.collectives import Group
+from longshift.model.attention import Attention
+from longshift.model.kernels import Kernel
+from longshift.spec.model import attended
+
+Transport = Literal["gloo", "nccl"]
+
+META = torch.device("meta")
+FORWARD, BACKWARD = 4, 10  # FLOPs of attention, a pair of tokens and channel of a query head
+MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # which argument is the left factor
+# Elementwise operations whose results are true or false.
+OF_TRUTHS = {"eq", "ne", "lt", "le", "gt", "ge", "isinf", "isnan", "isfinite", "isposinf", "isneginf", "signbit", "bitwise_not"}
+SCALARS = {"alpha", "approximate"}  # keyword arguments that change no shape or format
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TurnProfile:
+    """What one turn does on one rank.
+
+    `peak`: most bytes above those alive when the turn began, its results included. `output`: bytes
+    of the tensors that it returns. `graph`: bytes that a forward keeps for its backward, or a pass
+    for another forward, besides input and output. `grads`: bytes of the weights' gradients that it
+    leaves. `sent`: bytes out of this rank to others, by axis. `buffers`: bytes by buffer, of an
+    event of a chunk (`weigh.chunk_profile`)."""
+
+    peak: int
+    output: int = 0
+    graph: int = 0
+    grads: int = 0
+    sent: dict[str, int] = field(default_factory=dict)
+    matmul_flops: int = 0
+    attention_flops: int = 0
+    buffers: dict[str, int] = field(default_factory=dict)
+
+
+class TurnRecorder(TorchDispatchMode):
+    """Counts bytes, FLOPs and messages of meta tensors. Mutable. `transport`: NCCL stands for GPUs, gloo for CPUs."""
+
+    def __init__(self, transport: Transport):
+        super().__init__()
+        self.transport: Transport = transport
+        self.now = self.peak = 0
+        self.sizes: dict[int, int] = {}  # of storages that are alive, by address
+        self.sent: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
+        self.in_attention = False
+        self.pieces: dict[tuple, tuple[int, int]] = {}  # of attention, played before: peak and FLOPs
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to skip the compiler would import it, which takes a second."""
+        return False
+
+    @contextmanager
+    def recording(self) -> Iterator["TurnRecording"]:
+        """Record one turn: yields what is known when it has ended."""
+        turn = TurnRecording(self, self.now)
+        self.peak, self.sent, self.flops = self.now, Counter(), Counter()
+        with self, torch.enable_grad():
+            yield turn
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        out = self._call(func, args, kwargs)
+        if isinstance(out, Tensor):
+            self._see(out)
+        elif isinstance(out, tuple | list):
+            for x in out:
+                if isinstance(x, Tensor):
+                    self._see(x)
+        if not func.is_view:
+            self._count(func._opname, args, out)
+        return out
+
+    def _call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        written = _written(func)
+        if written == "self":
+            return args[0]
+        if written and kwargs[written].numel():
+            return kwargs[written]
+        if written is None and _is_elementwise(func) and kwargs.keys() <= SCALARS and _is_like_first(args):
+            return torch.empty_like(args[0])
+        out = func(*args, **kwargs)
+        if func is aten.native_layer_norm.default and self.transport == "gloo":  # a CPU keeps statistics in x's format
+            return out[0], *(x.to(out[0].dtype) for x in out[1:])
+        return out
+
+    def _see(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        address = storage._cdata
+        if address not in self.sizes:
+            self.sizes[address] = size = storage.nbytes()
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._drop, address)
+
+    def _drop(self, address: int) -> None:
+        self.now -= self.sizes.pop(address)
+
+    def _count(self, name: str, args: tuple, out: Any) -> None:
+        left = MATMULS.get(name.rstrip("_"))
+        if left is not None and not self.in_attention:
+            self.flops["matmul"] += 2 * out.numel() * args[left].shape[-1]
+        if "flash_attention_backward" in name and self.transport == "nccl":
+            self._flash_workspace(*args[1:3])
+
+    def _flash_workspace(self, q: Tensor, k: Tensor) -> None:
+        """Hold for a moment what FlashAttention-2 holds in its backward (`mha_bwd` of its flash_api.cpp): gradients of queries
+        in float32, a float32 for every query and head, and where query heads share keys, gradients of keys and values for
+        every query head. Heads are the second dim of [1, N, T, H] and of [T, N, H]."""
+        size = 4 * (q.numel() + q.numel() // q.shape[-1])
+        if q.shape[1] != k.shape[1]:
+            size += 2 * k.itemsize * (k.numel() // k.shape[1]) * q.shape[1]
+        self.peak = max(self.peak, self.now + size)
+
+    # Attention: FLOPs are of pairs of tokens, which shapes alone do not tell
+
+    def attention(self, of: Attention) -> Attention:
+        """The attention, whose calls are counted, and whose equal pieces are played once."""
+        return RecordedAttention(self.counted(of.kernel), of.scale, of.again, of.kept, self)
+
+    def play_piece(self, key: tuple, piece: Callable[[], None]) -> None:
+        """Play a piece that leaves nothing behind, or count again what an equal one did."""
+        if key not in self.pieces:
+            peak, flops, self.peak = self.peak, self.flops["attention"], self.now
+            piece()
+            self.pieces[key] = self.peak - self.now, self.flops["attention"] - flops
+            self.peak = max(self.peak, peak)
+            return
+        peak, flops = self.pieces[key]
+        self.peak = max(self.peak, self.now + peak)
+        self.flops["attention"] += flops
+
+    def counted(self, kernel: Kernel) -> Kernel:
+        """The kernel, whose calls are counted."""
+        counted = replace(
+            kernel,
+            forward=self._counted(kernel.forward, lambda q, k, v, causal, scale: _flops(FORWARD, q, k, causal)),
+            backward=self._counted(kernel.backward, lambda grad, q, k, v, out, lse, causal, scale: _flops(BACKWARD, q, k, causal)),
+        )
+        if kernel.fold:
+            counted = replace(
+                counted,
+                fold=self._counted(kernel.fold, lambda out, lse, q, k, v, causal, scale, first: _flops(FORWARD, q, k, causal)),
+            )
+        if kernel.add:
+            counted = replace(
+                counted,
+                add=self._counted(kernel.add, lambda dq, dk, dv, grad, q, k, v, out, lse, causal, scale: _flops(BACKWARD, q, k, causal)),
+            )
+        if kernel.rest:
+            counted = replace(counted, rest=self.counted(kernel.rest))
+        if packed := kernel.packed:
+            forward = self._counted(
+                packed.forward, lambda q, k, v, ends, lengths, window, scale: _packed_flops(FORWARD, q, lengths, window)
+            )
+            backward = self._counted(
+                packed.backward,
+                lambda grad, q, k, v, out, lse, ends, lengths, window, scale: _packed_flops(BACKWARD, q, lengths, window),
+            )
+            counted = replace(counted, packed=replace(packed, forward=forward, backward=backward))
+        return counted
+
+    def _counted(self, function: Callable[..., Any], flops: Callable[..., int]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.flops["attention"] += flops(*args)
+            self.in_attention = True
+            try:
+                return function(*args)
+            finally:
+                self.in_attention = False
+
+        self.pieces: dict[tuple, tuple[int, int]] = {}  # of attention, played before: peak and FLOPs
+
+        return call
+
+
+# [Note: meta kernels] Torch's are Python for many operations, and take up to a millisecond where a dispatch takes ten
+# microseconds. What the operation's schema tells is not computed: the tensor that is written in place or given as `out`,
+# and the shape of an elementwise result.
+
+
+@cache
+def _written(func: Any) -> str | None:
+    """Where an operation writes its one result: "self", or the name of the argument; None where it makes a tensor."""
+    names = [argument.name for argument in func._schema.arguments if argument.is_write]
+    if len(names) != 1 or func.is_view or func._opname in ("resize_", "set_"):
+        return None
+    return "self" if func._schema.arguments[0].name == names[0] else names[0]
+
+
+@cache
+def _is_elementwise(func: Any) -> bool:
+    """Whether the result has the format of the arguments, and their common shape."""
+    return (
+        torch.Tag.pointwise in func.tags
+        and func._opname not in OF_TRUTHS
+        and not func._opname.startswith("logical_")
+        and len(func._schema.returns) == 1
+    )
+
+
+def _is_like_first(args: tuple) -> bool:
+    """Whether the result of an elementwise operation is like its first argument: others are of its format, and no larger."""
+    first = args[0]
+    if not isinstance(first, Tensor) or not first.is_floating_point():
+        return False
+    for x in args[1:]:
+        if isinstance(x, Tensor):
+            dims = zip(reversed(x.shape), reversed(first.shape))
+            if x.dtype != first.dtype or x.ndim > first.ndim or any(n not in (1, whole) for n, whole in dims):
+                return False
+    return True
+
+
+def _flops(times: int, q: Tensor, k: Tensor, causal: bool) -> int:
+    """Of attention of q [T, N, H] to k [S, K, H]; causal scores are counted once."""
+    return times * q.numel() * len(k) // (2 if causal else 1)
+
+
+def _packed_flops(times: int, q: Tensor, lengths: Sequence[int], window: int | None) -> int:
+    return int(times * q.shape[1] * q.shape[2] * sum(attended(length, window) for length in lengths))
+
+
+class TurnRecording:
+    """A turn that is recorded: the counts of the recorder since it began. Mutable."""
+
+    def __init__(self, recorder: TurnRecorder, before: int):
+        self.recorder, self.before = recorder, before
+
+    @property
+    def left(self) -> int:
+        """Bytes now above those alive when it began."""
+        return self.recorder.now - self.before
+
+    def profile(self, **sizes: Any) -> TurnProfile:
+        """What was recorded up to now; `sizes`: fields that only the caller knows."""
+        recorder = self.recorder
+        sent = {axis: size for axis, size in recorder.sent.items() if size}
+        return TurnProfile(
+            peak=recorder.peak - self.before,
+            sent=sent,
+            matmul_flops=recorder.flops["matmul"],
+            attention_flops=recorder.flops["attention"],
+            **sizes,
+        )
+
+
+@dataclass(frozen=True)
+class RecordedAttention(Attention):
+    """Attention of which a ring, a window or a chunk adds many equal pieces to sums, in place."""
+
+    recorder: TurnRecorder | None = None
+
+    def fold(self, *given: Any, **how: Any) -> None:
+        assert self.recorder
+        self.recorder.play_piece(_likeness("fold", given, how), lambda: Attention.fold(self, *given, **how))
+
+    def add(self, *given: Any, **how: Any) -> None:
+        assert self.recorder
+        self.recorder.play_piece(_likeness("add", given, how), lambda: Attention.add(self, *given, **how))
+
+
+def _likeness(name: str, given: Sequence[Any], how: dict[str, Any]) -> tuple:
+    """What equal pieces have in common: shapes and strides of tensors, and all other arguments."""
+    flat = [x for group in given for x in (group if isinstance(group, tuple) else (group,))]
+    tensors = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in flat]
+    return name, *tensors, *sorted(how.items())
+
+
+class RecordedGroup(Group):
+    """A group of ranks of which only this one is played: bytes that leave it are counted, nothing arrives."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, axis: str, recorder: TurnRecorder):
+        self.ranks, self.axis, self.recorder = ranks, axis, recorder
+        self.size, self.index = len(ranks), ranks.index(rank)
+        self.handle: Any = recorder if self.size > 1 else None
+        self.direct = self.size > 1 and recorder.transport == "gloo"
+        self.swaps = self.direct and self.size == 2
+
+    def _send(self, elements: int, x: Tensor) -> None:
+        self.recorder.sent[self.axis] += elements * x.itemsize
+
+    def _native_all_to_all(self, out: Tensor, x: Tensor, *sizes: list[int]) -> None:
+        self._send(sum(sizes[1]) if sizes else x.numel() * (self.size - 1) // self.size, x)
+
+    def _native_all_gather(self, out: Tensor, x: Tensor) -> None:
+        self._send(x.numel() * (self.size - 1), x)
+
+    def _native_reduce_scatter(self, out: Tensor, x: Tensor) -> None:
+        self._send(x.numel() * (self.size - 1) // self.size, x)
+
+    def _native_all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, later: bool = False) -> None:
+        self._send(2 * x.numel() * (self.size - 1) // self.size, x)
+
+
+class RecordedWorld:
+    """One rank of a world whose others are not there."""
+
+    device = META
+
+    def __init__(self, rank: int, recorder: TurnRecorder):
+        self.rank, self.recorder = rank, recorder
+
+    def group(self, ranks: tuple[int, ...], purpose: str = "") -> RecordedGroup:
+        return RecordedGroup(ranks, self.rank, purpose, self.recorder)

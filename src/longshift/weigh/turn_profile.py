@@ -1,0 +1,216 @@
+"""Profiles of the turns of a unit on a whole pack: what each holds, keeps, sends and computes.
+
+A turn is what the program calls `compute`. The modules, seams and runner functions that train are
+played once, on one rank, on tensors without storage (`weigh.recorder`):
+
+    pass       forward that keeps nothing                         begins with x               leaves y
+               or, of "block with output", attention's result     begins with x               leaves y, o and log-sum-exp
+    forward    forward that keeps its graph                       begins with x               leaves y, graph
+               or, of "block with output", the second one         begins with x, o and lse    leaves y, graph
+    backward   of a kept graph                                    begins with x, y, dy, graph leaves dx, grads; graph is gone
+    loss       head and cross-entropy of some rows, both ways     begins with x, dx           leaves grads
+
+What a turn begins with stays for as long as it runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from longshift.layout.layout import Coord, Layout
+from longshift.layout.loss_rows import loss_rows
+from longshift.layout.placement import local_boxes, local_shape
+from longshift.model.chosen_kernel import kernels
+from longshift.model.cut import cut
+from longshift.model.decoder import Head, MicroBatch, Unit, build_unit, rotary_table
+from longshift.model.functions import add_product
+from longshift.model.kernels import FLASH, FLASH_ON_CPU, Kernel
+from longshift.schedule.kernel_calls import EVEN, LONG
+from longshift.schedule.sequence import TokenOrder
+from longshift.spec.formats import adds_inside
+from longshift.spec.model import ModelSpec, Rope
+from longshift.step.compose import LayoutOps
+from longshift.step.runner import loss_of_rows
+from longshift.weigh.recorder import META, RecordedWorld, Transport, TurnProfile, TurnRecorder
+
+Part = Literal["embed", "block", "block with output", "attention half", "mlp half"]
+Phase = Literal["pass", "forward", "backward"]
+
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """A rank, and how it computes. `compute_bytes`: of an element of the compute format; `transport`: gloo with CPUs, NCCL with GPUs;
+    `float8`: whether matmuls of blocks take factors of eight bits."""
+
+    spec: ModelSpec
+    layout: Layout
+    coord: Coord
+    compute_bytes: int
+    transport: Transport = "gloo"
+    float8: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.compute_bytes]
+
+    def rows(self, order: TokenOrder) -> int:
+        """T': tokens of the residual stream on this rank, of a pack in this order."""
+        return order.local_tokens // (self.layout.ulysses * self.layout.tp)
+
+
+def unit_turn(setup: RankSetup, order: TokenOrder, part: Part, phase: Phase, block: int = 1) -> TurnProfile:
+    """Profile of one phase of a unit, or of half a block, on a pack in this order. `block`: the unit of one that computes so."""
+    profiles = _unit_turns(setup, order, part, block, phase == "pass")
+    return profiles[phase]
+
+
+@lru_cache(maxsize=2048)
+def _unit_turns(setup: RankSetup, order: TokenOrder, part: Part, block: int, is_pass: bool) -> dict[Phase, TurnProfile]:
+    player = rank_player(setup, order)
+    return {"pass": player.play_pass(part, block)} if is_pass else player.play(part, block)
+
+
+@lru_cache(maxsize=1024)
+def load_turn(setup: RankSetup, order: TokenOrder, has_angles: bool = True) -> TurnProfile:
+    """Profile of making a pack's tokens, labels, positions and tables of angles; of a chunk, whose angles are made later, without these."""
+    return RankPlayer(setup, order, setup.spec.ropes if has_angles else ()).loaded
+
+
+def loss_turn(setup: RankSetup, order: TokenOrder, number: int) -> TurnProfile:
+    """Profile of the head and loss on the `number`-th block of rows of a pack or a chunk in this order."""
+    total = setup.rows(order)
+    rows = loss_rows(setup.spec, setup.layout, total)
+    is_last = (number + 1) * rows >= total  # the last one may be shorter
+    return _loss_turn(setup, order, (total - 1) // rows if is_last else 0)
+
+
+@lru_cache(maxsize=1024)
+def _loss_turn(setup: RankSetup, order: TokenOrder, number: int) -> TurnProfile:
+    return rank_player(setup, order).play_loss(number)
+
+
+@lru_cache(maxsize=64)
+def rank_player(setup: RankSetup, order: TokenOrder) -> "RankPlayer":
+    return RankPlayer(setup, order, setup.spec.ropes)
+
+
+class RankPlayer:
+    """A rank with one pack. Mutable: its recorder. `loaded`: the profile of making the pack's tensors."""
+
+    def __init__(self, setup: RankSetup, order: TokenOrder, ropes: Sequence[Rope]):
+        self.setup, self.order = setup, order
+        rank = setup.layout.rank(setup.coord)
+        self.recorder = TurnRecorder(setup.transport)
+        self.ops = LayoutOps(setup.spec, setup.layout, RecordedWorld(rank, self.recorder), self._kernel())  # pyright: ignore[reportArgumentType]
+        self.ops.attention = self.recorder.attention(self.ops.attention)
+        with self.recorder.recording() as turn:
+            self.micro = self._micro_batch(ropes)
+        self.loaded = turn.profile(output=turn.left)
+
+    def _kernel(self) -> Kernel:
+        """What a run on this device takes, or what needs no less memory."""
+        setup = self.setup
+        if setup.transport == "gloo":
+            return FLASH_ON_CPU
+        kernel = kernels(torch.device("cuda"), setup.dtype)[0]
+        return cut(kernel, FLASH, EVEN, LONG) if setup.compute_bytes == 2 else kernel
+
+    def _micro_batch(self, ropes: Sequence[Rope]) -> MicroBatch:
+        setup, order = self.setup, self.order
+        tokens = order.local_tokens // setup.layout.ulysses
+        tokens_T, labels_T, positions_T = (torch.empty(tokens, dtype=torch.int64, device=META) for _ in range(3))
+        ends = torch.empty(1 + len(order.runs[setup.coord.ring]), dtype=torch.int32, device=META)
+        rotary = {rope: rotary_table(rope, setup.spec.rotary_width, positions_T, setup.dtype) for rope in ropes}
+        positions = positions_T[: tokens // setup.layout.tp]
+        return MicroBatch(tokens_T, labels_T, positions_T, positions, rotary, order, ends)
+
+    def stream(self) -> Tensor:
+        """This rank's share [T', D] of the residual stream."""
+        return self.empty(self.setup.rows(self.order), self.setup.spec.width)
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        with self.recorder:
+            return torch.empty(shape, dtype=dtype or self.setup.dtype, device=META)
+
+    def unit(self, unit: int) -> Unit:
+        """The module of a unit with weights of this rank's shapes, and sums where matmuls add to them."""
+        setup, spec = self.setup, self.setup.spec
+        module = build_unit(spec, unit, float8=setup.float8)
+        wide = torch.promote_types(setup.dtype, torch.float32)
+        adds = adds_inside(setup.compute_bytes, wide.itemsize, setup.transport == "nccl")
+        summed = spec.multiplied[unit] if adds else ()
+        for param in module.table:
+            shape = local_shape(param, local_boxes(param, setup.layout, setup.coord.tp))
+            weight = self.empty(*shape)
+            setattr(module, param.role, nn.Parameter(weight, not param.frozen))
+            if param.name in summed:
+                total = self.empty(1, *shape, dtype=wide)
+                module.adds[param.role] = partial(add_product, total, first=False)
+        return module
+
+    def play_pass(self, part: Part, block: int) -> TurnProfile:
+        """Play the forward of a unit that keeps no graph."""
+        function, x = self._function(part, block), self._input(part)
+        ops = self.ops.keeping([]) if part == "block with output" else self.ops
+        with self.recorder.recording() as turn, torch.no_grad():
+            y = function(x, self.micro, ops)
+        return turn.profile(output=_bytes(y), graph=turn.left - _bytes(y))
+
+    def play(self, part: Part, block: int) -> dict[Phase, TurnProfile]:
+        """Play a forward of a unit that keeps its graph, the first or another one, and the backward."""
+        function, x = self._function(part, block), self._input(part)
+        ops = self.ops.keeping(self._attention_output(block)) if part == "block with output" else self.ops
+
+        # 1. Forward.
+        with self.recorder.recording() as turn:
+            y = function(x, self.micro, ops)
+        forward = turn.profile(output=_bytes(y), graph=turn.left - _bytes(y))
+
+        # 2. Backward. The list of what attention kept lives as long as its graph.
+        dy = self.stream()
+        with self.recorder.recording() as turn:
+            if y.requires_grad:
+                torch.autograd.backward(y, dy)
+        dx_bytes = 0 if x is None else _bytes(x.grad)
+        unit: Any = getattr(function, "__self__", function)  # of a half
+        return {"forward": forward, "backward": turn.profile(output=dx_bytes, grads=gradient_bytes(unit))}
+
+    def _function(self, part: Part, block: int) -> Callable[..., Tensor]:
+        module = self.unit(0 if part == "embed" else block)
+        halves = {"attention half": "attention_half", "mlp half": "mlp_half"}
+        return getattr(module, halves[part]) if part in halves else module
+
+    def _input(self, part: Part) -> Tensor | None:
+        return None if part == "embed" else self.stream().requires_grad_()
+
+    def _attention_output(self, block: int) -> list[Tensor]:
+        """Output and log-sum-exp of attention, as a pass has left them."""
+        kept = list[Tensor]()
+        function, x = self._function("attention half", block), self._input("attention half")
+        with self.recorder, torch.no_grad():
+            function(x, self.micro, self.ops.keeping(kept))
+        return kept
+
+    def play_loss(self, number: int) -> TurnProfile:
+        """Play the head and the loss on the `number`-th block of rows."""
+        head = self.unit(self.setup.spec.layers + 1)
+        assert isinstance(head, Head)
+        x, dx = self.stream(), self.stream()
+        with self.recorder.recording() as turn:
+            loss_of_rows(head, x, dx, self.micro, self.ops, number, seed=1.0)
+        return turn.profile(grads=gradient_bytes(head))
+
+
+def gradient_bytes(module: nn.Module) -> int:
+    """Bytes of the gradients on a module's weights."""
+    return sum(_bytes(p.grad) for p in module.parameters())
+
+
+def _bytes(x: Tensor | None) -> int:
+    return 0 if x is None else x.untyped_storage().nbytes()
