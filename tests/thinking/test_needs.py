@@ -11,7 +11,7 @@ from torch import Tensor
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Block, Ops
-from longshift.schedule.kernel_calls import LONG
+from longshift.model.kernel_calls import LONG
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions

@@ -19,8 +19,8 @@ from longshift.cluster.cluster import SHARES, Cluster, Heads, Link, Operation
 from longshift.cluster.curves import Axis, Curve
 from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
+from longshift.model.kernel_calls import EVEN, LONG
 from longshift.program.turns import parts_of
-from longshift.schedule.kernel_calls import EVEN, LONG
 from longshift.schedule.pipeline import events
 from longshift.simulate.calibrate import Correction, calibrate, fit, moved
 from longshift.simulate.closed import PARTS, Candidates, closed_form, mfu, model_flops, stalled_s

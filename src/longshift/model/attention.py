@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from longshift.layout.heads import matched_heads
+from longshift.model.kernel_calls import LONG, banded, calls
 from longshift.model.kernels import Kernel, add_up, copy_each, merge
 from longshift.model.packed import Packed, ends_of
-from longshift.schedule.kernel_calls import LONG, banded, calls
 from longshift.schedule.windows import Mask, pieces
 
 

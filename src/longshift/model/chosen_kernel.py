@@ -12,9 +12,9 @@ from longshift.cluster.cluster import Backend, Heads
 from longshift.errors import UsageError
 from longshift.model import packed
 from longshift.model.cut import cut
+from longshift.model.kernel_calls import EVEN, LONG
 from longshift.model.kernels import BY_SIZE, CUDNN, FLASH, VARLEN, Kernel, asked, reference, reference_backward
 from longshift.model.packed import ends_of
-from longshift.schedule.kernel_calls import EVEN, LONG
 
 HEADS = Heads(8, 2, 64)
 TOKENS = 256

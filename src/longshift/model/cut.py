@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from longshift.model.kernel_calls import cut_parts
 from longshift.model.kernels import Kernel, add_up, merge
-from longshift.schedule.kernel_calls import cut_parts
 
 
 @dataclass(frozen=True)

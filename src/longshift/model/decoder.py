@@ -1,7 +1,6 @@
 """The decoder: all families of `spec.families` as one readable model that knows no rank.
 
-A block's composition is `schedule.seams`; here are its primitives. What a parallel layout changes goes through `Ops`, whose methods here
-are those of one process.
+What a parallel layout changes goes through `Ops`, whose methods here are those of one process.
 
 Letters: T tokens, D model width, N query heads, K key/value heads, H head width, R channels of it that turn, F feed-forward width, V
 vocabulary.
@@ -35,7 +34,6 @@ from longshift.model.functions import (
 )
 from longshift.model.kernels import FLASH, Kernel, capped
 from longshift.model.loss import CrossEntropySum
-from longshift.schedule.seams import BlockSeams, scaled
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.model import ModelSpec, Rope
 
@@ -109,6 +107,10 @@ class Ops:
         return CrossEntropySum.apply(logits_TV, labels_T, 0, alone, alone, by)  # pyright: ignore[reportReturnType]
 
 
+def scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
+
+
 class Unit(nn.Module):
     """A piece of the model whose weights move together. Weights are registered by role; state decides what storage they have. `float8`:
     whether its matmuls take factors of eight bits."""
@@ -174,13 +176,84 @@ def embed_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
     return math.ldexp(round(mantissa / step) * step, exponent)
 
 
-class Block(BlockSeams, Unit):
-    """One transformer block: `BlockSeams` over torch."""
+class Block(Unit):
+    """One transformer block. Four seams, each callable on any run of tokens: `qkv`, `attend`, `out`, `mlp`. What a parallel layout changes
+    goes through `ops`:
+
+        x ─ norm ─ enter ─ q,k,v ─ attend ─ o ─ leave ─ + ─ norm ─ enter ─ up ─ act ─ down ─ leave ─ + ─
+            token shard │     all tokens        │ token shard     │        all tokens      │
+
+    Where norms stand after attention and MLP, they come after `leave` and before `+`, and so does the scale of what is added. Calls are
+    nested where a tensor is not needed again, so that a forward without a graph holds few at one time."""
 
     @property
     def input_major(self) -> bool:
         """GPT-2."""
         return self.spec.fused_qkv
+
+    def qkv(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.projected(ops.enter(self.before(x_TD, "norm1")), ops)
+        if self.spec.qk_norm:
+            q = self.norm_of(q, "q_norm")
+            k = self.norm_of(k, "k_norm")
+        if self.spec.rope_of(self.unit):
+            q = self.rotate(q, micro)
+            k = self.rotate(k, micro)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
+        return ops.attend(q, k, v, micro, self.spec.window(self.unit))
+
+    def out(self, x_TD: Tensor, o_TNH: Tensor, ops: Ops) -> Tensor:
+        return x_TD + self.after(self.row_linear(o_TNH.flatten(1), "o", ops), "post1")
+
+    def mlp(self, x_TD: Tensor, ops: Ops) -> Tensor:
+        return x_TD + self.after(self.row_linear(self.hidden(ops.enter(self.before(x_TD, "norm2"))), "down", ops), "post2")
+
+    def before(self, x_TD: Tensor, role: str) -> Tensor:
+        """What attention or MLP takes of the residual stream."""
+        return x_TD if self.spec.norm_place == "after" else self.norm_of(x_TD, role)
+
+    def after(self, y_TD: Tensor, role: str) -> Tensor:
+        """What is added to the residual stream of what attention or MLP gives."""
+        if self.spec.norm_place != "before":
+            y_TD = self.norm_of(y_TD, role)
+        return scaled(y_TD, self.spec.residual_scale)
+
+    def projected(self, h: Tensor, ops: Ops) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, N, H], keys and values [T, K, H] of the normalized residual stream."""
+        width = self.spec.head_width
+        if self.spec.fused_qkv or self.spec.fused:
+            sizes = [len(heads) * width for heads in (ops.heads, ops.kv_heads, ops.kv_heads)]
+            q, k, v = self.linear(h, "fused").split(sizes, -1)
+        else:
+            q, k, v = self.linear(h, "q"), self.linear(h, "k"), self.linear(h, "v")
+        if self.spec.qk_norm_whole:
+            q = self.norm_of_heads(q, "q_norm", self.spec.heads, ops)
+            k = self.norm_of_heads(k, "k_norm", self.spec.kv_heads, ops)
+        return q.unflatten(-1, (-1, width)), k.unflatten(-1, (-1, width)), v.unflatten(-1, (-1, width))
+
+    def hidden(self, h: Tensor) -> Tensor:
+        """The activations [T, F] that `down` takes."""
+        if self.spec.fused:
+            both = self.linear(h, "gate_up")
+            return self.gated(*both.split([both.shape[-1] // 2] * 2, -1))
+        return self.gated(self.linear(h, "gate"), self.linear(h, "up")) if self.spec.gated else self.activation(self.linear(h, "up"))
+
+    def row_linear(self, x: Tensor, role: str, ops: Ops) -> Tensor:
+        """As `linear`, for a weight whose input dim may be sliced over ranks: summed by `leave`, the bias added once, after it."""
+        return self.plus_bias(ops.leave(self.linear(x, role, bias=False)), role)
+
+    def attention_half(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
+        return self.out(x_TD, self.attend(*self.qkv(x_TD, micro, ops), micro, ops), ops)
+
+    def mlp_half(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
+        return self.mlp(x_TD, ops)
+
+    def forward(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
+        return self.mlp_half(self.attention_half(x_TD, micro, ops), micro, ops)
+
+    # Primitives
 
     def rotate(self, x_TNH: Tensor, micro: MicroBatch) -> Tensor:
         rope = self.spec.rope_of(self.unit)

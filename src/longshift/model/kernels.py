@@ -98,18 +98,17 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[
     """On a GPU 16-bit numbers only have a fused kernel; others go by the definition, which is slow."""
     if q.device.type == "cpu":
         return flash_on_cpu(q, k, v, causal, scale)
-    if q.dtype in (torch.float16, torch.bfloat16):
-        out, lse = aten._scaled_dot_product_flash_attention(*batched(q, k, v), 0.0, causal, False, scale=scale)[:2]
-    else:
+    if q.dtype not in (torch.float16, torch.bfloat16):
         return reference(q, k, v, causal, scale)
+    out, lse = aten._scaled_dot_product_flash_attention(*batched(q, k, v), 0.0, causal, False, scale=scale)[:2]
     return flat(out), flat(lse)
 
 
 def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> list[Tensor]:
-    if q.device.type != "cpu" and q.dtype not in (torch.float16, torch.bfloat16):
-        return reference_backward(grad, q, k, v, out, lse, causal, scale)
     if q.device.type == "cpu":
         return flash_on_cpu_backward(grad, q, k, v, out, lse, causal, scale)
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return reference_backward(grad, q, k, v, out, lse, causal, scale)
     *given, lse = batched(grad, q, k, v, out, lse)
     seed = torch.empty(0, dtype=torch.uint64, device=q.device)
     none = (None, None, q.shape[0], k.shape[0], 0.0)  # no lengths

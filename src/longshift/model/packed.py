@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from longshift.schedule.kernel_calls import banded
+from longshift.model.kernel_calls import banded
 
 aten = torch.ops.aten
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from longshift.cluster.cluster import Cluster
 from longshift.layout.home_tiers import HomeTiers
+from longshift.model.kernel_calls import LONG
 from longshift.planner.assign import assignments, cut_at, tally
 from longshift.planner.chosen import Answer, Chosen, Rival, Shortlist
 from longshift.planner.enumerated import Fixed, Meshes, enumerate_layouts
@@ -25,7 +26,6 @@ from longshift.planner.remedies import binding, remedies, too_large
 from longshift.planner.siblings import meshes
 from longshift.planner.streaming import Streamed, streamed
 from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_static, capacities, compared, families, survivors, take_shared
-from longshift.schedule.kernel_calls import LONG
 from longshift.simulate.cost import LONGSHIFT, Cost, Habits, sizes
 from longshift.simulate.rates import rates
 from longshift.spec.formats import Format, MomentFormat, Wire, formats_of

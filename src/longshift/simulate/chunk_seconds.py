@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from longshift.cluster.cluster import Cluster, Heads
 from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
+from longshift.model.kernel_calls import EVEN, LONG
 from longshift.schedule import chunk_times
 from longshift.schedule.chunks import Event
-from longshift.schedule.kernel_calls import EVEN, LONG
 from longshift.schedule.streamed import Lists, Turn
 from longshift.simulate.cost import Cost, Mesh
 from longshift.simulate.rates import CUDNN_BACKEND

@@ -20,7 +20,7 @@ import numpy as np
 from longshift.cluster.cluster import Device, Number
 from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import Layout
-from longshift.schedule.kernel_calls import EVEN, LONG
+from longshift.model.kernel_calls import EVEN, LONG
 from longshift.simulate.rates import Rates
 from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from longshift.layout.heads import own_heads
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Coord
+from longshift.model.kernel_calls import LONG
 from longshift.program.step import Steps, Windows
 from longshift.program.turns import Visit, visit_of
-from longshift.schedule.kernel_calls import LONG
 from longshift.schedule.sequence import token_order
 from longshift.spec.formats import Format
 from longshift.switch.itinerary import Itinerary
@@ -53,7 +53,7 @@ class StepShape:
 
     def heaviest_pack(self, edge: Edge, rank: int, transport: Transport) -> Pack:
         """Lengths of the documents of a group's full pack with which a rank needs most: the longest; or on a GPU those just below, which
-        attention's kernel is cut for (`model.cut`), or the longest of which a whole pack is one call (`schedule.kernel_calls`)."""
+        attention's kernel is cut for (`model.cut`), or the longest of which a whole pack is one call (`model.kernel_calls`)."""
         longest, layout = min(edge.upto, self.longest), edge.use
         full = full_pack(edge.pack, longest)
         if transport != "nccl" or layout.chunk or longest < LONG:

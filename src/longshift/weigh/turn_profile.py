@@ -28,8 +28,8 @@ from longshift.model.chosen_kernel import kernels
 from longshift.model.cut import cut
 from longshift.model.decoder import Head, MicroBatch, Unit, build_unit, rotary_table
 from longshift.model.functions import add_product
+from longshift.model.kernel_calls import EVEN, LONG
 from longshift.model.kernels import FLASH, FLASH_ON_CPU, Kernel
-from longshift.schedule.kernel_calls import EVEN, LONG
 from longshift.schedule.sequence import TokenOrder
 from longshift.spec.formats import adds_inside
 from longshift.spec.model import ModelSpec, Rope

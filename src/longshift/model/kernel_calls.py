@@ -1,4 +1,4 @@
-"""Which calls of attention kernels compute a pack, and how a piece is cut between two kernels: one rule for the model and the ledger."""
+"""Which calls of attention kernels compute a pack, and how a piece is cut between two kernels."""
 
 from collections.abc import Sequence
 
