@@ -401,11 +401,11 @@ def _work(words: Sequence[str]) -> None:
 
 def _planned(run: Config) -> tuple[Config, PlanFile | None]:
     """With `layout: auto` chosen for this machine and the run's corpus, and the plan."""
-    if isinstance(run.layout, AutoLayout) and _place()[1] is not None:
-        why = "layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE"
-        raise UsageError(f"{why}\n{_place_in_words()}")
     if not isinstance(run.layout, AutoLayout):
         return run, None
+    if _place()[1] is not None:
+        why = "layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE"
+        raise UsageError(f"{why}\n{_place_in_words()}")
     from longshift.trainer.planned import chosen
 
     return chosen(run, lambda ranks: api.this_machine(ranks, _say), lambda: Lengths.from_array(_open_corpus(run).lengths), _say)

@@ -57,18 +57,9 @@ class HeldBytes(TorchDispatchMode):
             if isinstance(x, Tensor):
                 self._see(x, new=x.untyped_storage()._cdata not in before)  # else a view, or changed in place
         if "flash_attention_backward" in func._opname and args[1].device.type != "cpu":
-            self._inside_backward(*args[1:3])
+            device = args[1].device.type
+            self.most[device] = max(self.most[device], self.now[device] + flash_backward_bytes(*args[1:3]))
         return out
-
-    def _inside_backward(self, q: Tensor, k: Tensor) -> None:
-        """Hold for a moment what FlashAttention-2 holds in its backward (`mha_bwd` of its flash_api.cpp): gradients of queries in float32,
-        a float32 for every query and head, and where query heads share keys, gradients of keys and values for every query head. Heads are
-        the second dim of [1, N, T, H] and of [T, N, H]."""
-        expanded = [*k.shape[:1], q.shape[1], *k.shape[2:]]
-        inside = [q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:-1], dtype=torch.float32)]
-        inside += [k.new_empty(expanded) for _ in range(2 * (q.shape[1] != k.shape[1]))]
-        for tensor in inside:
-            self._see(tensor, new=True)
 
     @property
     def now(self) -> Counter[str]:
@@ -129,6 +120,15 @@ class HeldBytes(TorchDispatchMode):
             return tensor
 
         return from_numpy
+
+
+def flash_backward_bytes(q: Tensor, k: Tensor) -> int:
+    """Bytes that FlashAttention-2 holds inside its backward (`mha_bwd` of its flash_api.cpp): gradients of queries in float32, a float32 for
+    every query and head, and where query heads share keys, gradients of keys and values for every query head. Heads are the second dim of
+    [1, N, T, H] and of [T, N, H]."""
+    queries = 4 * (q.numel() + q.numel() // q.shape[-1])
+    expanded = 2 * k.itemsize * (k.numel() // k.shape[1]) * q.shape[1] if q.shape[1] != k.shape[1] else 0
+    return queries + expanded
 
 
 @dataclass(eq=False)

@@ -59,7 +59,6 @@ _FLAGS = {
     "chunk-auto": ("chunk", AUTO),
     "rows-auto": ("rows", AUTO),
 }
-WORDS = (*_DEGREES, *_FLAGS, "chunk", "rows")  # a number follows a degree, a chunk or rows
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_RANKS = 1 << 20  # ten times the largest cluster
 MOST_SIZE = 1 << 40  # tokens, bytes or steps that a person writes: more than any corpus, memory or run has, and exact as a float

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longshift.dist.collectives import Group
+from longshift.dist.held import flash_backward_bytes
 from longshift.model.attention import Attention
 from longshift.model.kernels import Kernel
 from longshift.spec.model import attended
@@ -125,16 +126,7 @@ class TurnRecorder(TorchDispatchMode):
         if left is not None and not self.in_attention:
             self.flops["matmul"] += 2 * out.numel() * args[left].shape[-1]
         if "flash_attention_backward" in name and self.transport == "nccl":
-            self._flash_workspace(*args[1:3])
-
-    def _flash_workspace(self, q: Tensor, k: Tensor) -> None:
-        """Hold for a moment what FlashAttention-2 holds in its backward (`mha_bwd` of its flash_api.cpp): gradients of queries
-        in float32, a float32 for every query and head, and where query heads share keys, gradients of keys and values for
-        every query head. Heads are the second dim of [1, N, T, H] and of [T, N, H]."""
-        size = 4 * (q.numel() + q.numel() // q.shape[-1])
-        if q.shape[1] != k.shape[1]:
-            size += 2 * k.itemsize * (k.numel() // k.shape[1]) * q.shape[1]
-        self.peak = max(self.peak, self.now + size)
+            self.peak = max(self.peak, self.now + flash_backward_bytes(*args[1:3]))
 
     # Attention: FLOPs are of pairs of tokens, which shapes alone do not tell
 
@@ -192,8 +184,6 @@ class TurnRecorder(TorchDispatchMode):
                 return function(*args)
             finally:
                 self.in_attention = False
-
-        self.pieces: dict[tuple, tuple[int, int]] = {}  # of attention, played before: peak and FLOPs
 
         return call
 
@@ -319,8 +309,6 @@ class RecordedGroup(Group):
 
 class RecordedWorld:
     """One rank of a world whose others are not there."""
-
-    device = META
 
     def __init__(self, rank: int, recorder: TurnRecorder):
         self.rank, self.recorder = rank, recorder
