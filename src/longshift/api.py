@@ -57,7 +57,7 @@ def silent(line: str) -> None:
     """No line."""
 
 
-def train(config: Config | str | Path, *overrides: str, resume: bool = False) -> Iterator[StepMetrics]:
+def train(config: Config | str | Path, *overrides: str, resume: bool = False, crowded: bool = False) -> Iterator[StepMetrics]:
     """Run a config, or a config file with `overrides` such as "train.lr=2e-5", and yield each step's metrics; checkpoints and the run
     folder are looked after.
 
@@ -65,7 +65,8 @@ def train(config: Config | str | Path, *overrides: str, resume: bool = False) ->
     processes; leaving the loop early lets them finish the step and save.
 
     `resume`: go on from the newest checkpoint. Of a config file, the run's settings stay but for the overrides, and what the file has
-    otherwise is told on standard error; a Config is meant as it is, and what it changes is told. Raises LongshiftError."""
+    otherwise is told on standard error; a Config is meant as it is, and what it changes is told. `crowded`: start more ranks than this
+    machine's cores and memory are made for. Raises LongshiftError."""
     from longshift.dist.world import launched, own_rank
 
     tell = say if own_rank() == 0 else silent
@@ -75,13 +76,13 @@ def train(config: Config | str | Path, *overrides: str, resume: bool = False) ->
     elif resume:
         config = going_on(config, Path(str(file)), overrides, tell)
     if isinstance(config.layout, AutoLayout):
-        yield from _run_workers(config, resume)
+        yield from _run_workers(config, resume, crowded)
         return
     config = with_choices(config, tell)
     if config.world == 1 or launched():
         yield from run_rank(config, prepare(config, resume, own_rank(), alone=not launched()), resume)
     else:
-        yield from _run_workers(config, resume)
+        yield from _run_workers(config, resume, crowded)
 
 
 def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
@@ -252,13 +253,13 @@ def _tracker(name: TrackerName, config: Config, folder: RunFolder) -> Tracker:
     return Log(folder.path, config.save.project)
 
 
-def _run_workers(config: Config, resume: bool) -> Iterator[StepMetrics]:
+def _run_workers(config: Config, resume: bool, crowded: bool) -> Iterator[StepMetrics]:
     """The steps of `longshift train` in a process of its own, whose JSON lines are read back."""
     with temporary_folder() as place:
         file = place / "config.yaml"
         with written(str(file)):
             file.write_text(config.to_yaml(), encoding="utf-8")
-        command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json"]
+        command = [sys.executable, "-m", "longshift.cli", "train", str(file), "--json", *["--crowded"] * crowded]
         command += [*named(config, silent), "--resume"] if resume else []
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         assert child.stdout is not None

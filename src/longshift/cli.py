@@ -107,6 +107,7 @@ def train(
     resume_auto: Annotated[bool, Parameter(show=False)] = False,
     explain: Annotated[bool, Parameter(help="say what a step will insert, prune, move and need, and stop")] = False,
     trace: Annotated[Path | None, Parameter(help="a file for what rank 0 plays in its first step, to open in ui.perfetto.dev")] = None,
+    crowded: Annotated[bool, Parameter(negative="", help="start more ranks than this machine's cores and memory are made for")] = False,
     json: Json = False,
 ) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment."""
@@ -134,7 +135,7 @@ def train(
             header.data(run, _open_corpus(run, verify=False).lengths)  # the ranks verify
         header.run(run, plan, folder, resume)
         if world is None and run.world > 1:
-            _launch(run, folder, resume, json, trace, seed)
+            _launch(run, folder, resume, json, trace, seed, crowded)
         else:
             if seed:
                 seed.close()
@@ -375,13 +376,13 @@ def _open_corpus(run: Config, verify: bool = True) -> "TokenCache":
         return open_corpus(run, lambda done, total: progress.update(task, completed=done, total=total), verify)[1]
 
 
-def _launch(run: Config, folder: RunFolder, resume: bool, json: bool, trace: Path | None, seed: Seed | None) -> None:
+def _launch(run: Config, folder: RunFolder, resume: bool, json: bool, trace: Path | None, seed: Seed | None, crowded: bool) -> None:
     """Train in ranks of this machine, forked from `seed` where there is one."""
     from longshift.trainer.launch import launch
 
     words = ["worker", str(folder.path), *["--resume"] * resume, *["--json"] * json, *(["--trace", str(trace)] if trace else [])]
     command = words if seed else [sys.executable, "-m", "longshift.cli", *words]
-    launch(command, run.world, folder, say=_say, frozen_s=run.train.frozen, crowded=run.train.crowded, held=True, seed=seed)
+    launch(command, run.world, folder, say=_say, stall_timeout_s=run.train.stall_timeout, crowded=crowded, held=True, seed=seed)
 
 
 def _load() -> None:

@@ -106,9 +106,8 @@ class StageConfig(Section):
 class TrainConfig(Section):
     """Steps and the optimizer. A step takes whole documents until `tokens_per_step` is reached, whatever the layout. `deterministic`: equal
     runs on equal devices give equal bits, where faster kernels would not. `compile`: see `model.compiled`. `timeout`: seconds after which a
-    collective fails because a rank does not answer; `workload.waits` derives it from the longest document where it is not given; `frozen`:
-    seconds that a local rank may be stopped before the launcher ends the run; `crowded`: whether more ranks may start than this machine is
-    made for."""
+    collective fails because a rank does not answer; `workload.waits` derives it from the longest document where it is not given;
+    `stall_timeout`: seconds that a local rank may be stopped before the launcher ends the run."""
 
     tokens_per_step: Size
     pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
@@ -131,8 +130,7 @@ class TrainConfig(Section):
         False, description="compile norms, rotary embedding, gated activations and the loss: faster from the second step on"
     )
     timeout: Seconds | None = Field(None, description="seconds; derived from the step where it is not given")
-    frozen: Seconds = Field(60.0, description="seconds that a rank may be stopped (SIGSTOP) before the run ends")
-    crowded: bool = Field(False, description="start more ranks than this machine's cores and memory are made for")
+    stall_timeout: Seconds = Field(60.0, description="seconds that a rank may be stopped (SIGSTOP) before the run ends")
 
     @model_validator(mode="before")
     @classmethod

@@ -1,6 +1,6 @@
 """Config files: a text, and `key=value` overrides, to a valid config, or to every fault with its line."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from longshift.files import read_small
 from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout, format_size
+from longshift.old_keys import hint, translate
 from longshift.other_tools import key_hint
 from longshift.written import MOST_BYTES, not_text, read_yaml
 
@@ -20,8 +21,9 @@ MOST_FAULTS = 50  # that are listed
 SHORT = {"home": "at"}  # sections that a word may stand for, and which key of theirs it is
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. Raises UsageError that lists every fault."""
+def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda line: None) -> Config:
+    """Read a config file and apply `key=value` overrides, such as `train.lr=2e-5`. The config of a run may be of an earlier version; `say`
+    gets a line for each of its settings that is no more. Raises UsageError that lists every fault."""
     path = Path(path)
     try:
         text = read_small(path, MOST_BYTES)
@@ -29,15 +31,19 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise UsageError(f"config {path} does not exist; write one with: longshift init --to {path}") from None
     except (OSError, ValueError) as fault:
         raise UsageError(f"config {str(path)[:300]} cannot be read: {fault}") from None
-    return parse_config(text, overrides, name=str(path))
+    is_of_run = path.name == "config.yaml" and path.with_name("env.json").is_file()
+    return parse_config(text, overrides, name=str(path), say=say if is_of_run else None)
 
 
-def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config") -> Config:
-    """As `load_config`, of text; `name` stands for the file in faults."""
+def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config", say: Callable[[str], None] | None = None) -> Config:
+    """As `load_config`, of text; `name` stands for the file in faults; `say`: given where the text is the config of a run."""
     written = read_yaml(text, name)
     values = written.value
     if not isinstance(values, dict):
         raise UsageError(f"{name}: a config is a mapping with the keys {', '.join(Config.model_fields)}; see longshift init")
+    if say is not None:
+        for line in translate(values):
+            say(line)
     places = {key: f"{name}:{line}" for key, line in written.lines.items()}
     faults = [f"{name}:{line}: {'.'.join(map(str, key))}: given twice" for key, line in written.twice]
     for override in overrides:
@@ -114,7 +120,7 @@ def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     place = next((places[at[:n]] for n in range(len(at), -1, -1) if at[:n] in places), name)
     key = ".".join(str(part)[:80] for part in at) or "config"
     if error["type"] == "extra_forbidden":
-        here = key_hint(str(at[-1])) or did_you_mean(str(at[-1]), _fields(at[:-1]))
+        here = hint(at) or key_hint(str(at[-1])) or did_you_mean(str(at[-1]), _fields(at[:-1]))
         return f"{place}: {key}: no such key{here}"
     if error["type"] == "missing":
         return f"{place}: {key}: must be given"

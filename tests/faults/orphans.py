@@ -82,7 +82,7 @@ def frozen(place: Path, rank: int, allowed_s: float) -> tuple[Ended, int]:
     name = f"frozen-{rank}"
     config, mark, metrics = place / f"{name}.yaml", f"{os.getpid()}-{name}", place / "run" / name / "metrics.jsonl"
     config.write_text(CONFIG.format(place=place, layout="dp2", name=name, steps=10**6, background="false"))
-    command = [sys.executable, "-m", "longshift.cli", "train", str(config), f"train.frozen={allowed_s}"]
+    command = [sys.executable, "-m", "longshift.cli", "train", str(config), f"train.stall_timeout={allowed_s}"]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | {MARK: mark}, start_new_session=True
     ) as child:

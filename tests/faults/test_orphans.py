@@ -21,7 +21,7 @@ def test_nothing_is_left_of_a_launcher(place: Path, after_s: float, number: int)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_frozen_while_it_trains_is_named(place: Path, rank: int):
-    """All are gone soon after `train.frozen` seconds, not after the ten minutes of a collective."""
+    """All are gone soon after `train.stall_timeout` seconds, not after the ten minutes of a collective."""
     found, pid = frozen(place, rank, 3.0)
     assert not found.left
     assert found.code == 6

@@ -537,7 +537,7 @@ def test_a_rank_that_stands_still_is_named_and_ends_the_run(folder):
     command = [sys.executable, "-c", PRELUDE + WAITING, str(folder.path)]
     began = time.monotonic()
     with stopped_when_there(folder, 1), pytest.raises(PeerError, match=r"rank 1 \(process \d+\) has been stopped for \d+ s, and was ended"):
-        launch(command, 3, folder, print, frozen_s=2.0)
+        launch(command, 3, folder, print, stall_timeout_s=2.0)
     assert 2.0 < time.monotonic() - began < 50.0
     pids = [int(file.read_text()) for file in folder.path.glob("*.pid")]
     assert len(pids) == 3
@@ -547,5 +547,5 @@ def test_a_rank_that_stands_still_is_named_and_ends_the_run(folder):
 def test_a_rank_that_goes_on_in_time_is_left_alone(folder):
     body = PRELUDE + WAITING.replace("60", "4")
     with stopped_when_there(folder, 2, then=signal.SIGCONT):
-        launch([sys.executable, "-c", body, str(folder.path)], 3, folder, print, frozen_s=15.0)
+        launch([sys.executable, "-c", body, str(folder.path)], 3, folder, print, stall_timeout_s=15.0)
     assert not read_causes(folder)

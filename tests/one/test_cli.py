@@ -393,7 +393,7 @@ def test_what_is_a_lack_of_memory(fault, lacks):
 
 
 def test_too_few_open_files_are_refused_before_ranks_start(place):
-    command = f"ulimit -n 40; exec {sys.executable} -m longshift.cli train run.yaml layout=dp4 train.crowded=true"
+    command = f"ulimit -n 40; exec {sys.executable} -m longshift.cli train run.yaml layout=dp4 --crowded"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=place, check=False)
     assert done.returncode == 2, done.stderr
     assert "4 ranks have up to 84 files and sockets open each, and 40 are allowed here: write ulimit -n 84 in a new shell" in done.stderr

@@ -116,7 +116,7 @@ def test_whether_a_layout_is_possible_costs_no_loop_over_ranks(text):
         ("train.steps=" + "1" + "0" * 30, "train.steps: input should be less than or equal to"),
         ("data.max_len=1e300", "data.max_len: input should be less than or equal to"),
         ("train.timeout=1e300", "train.timeout: input should be less than or equal to"),
-        ("train.frozen=1e9", "train.frozen: input should be less than or equal to"),
+        ("train.stall_timeout=1e9", "train.stall_timeout: input should be less than or equal to"),
         ("train.lr=1e30", "train.lr: input should be less than or equal to"),
         ("switch.bucket=8", "switch.bucket: input should be greater than or equal to 4096"),
         ("stream.ahead=1" + "0" * 30, "stream.ahead: "),

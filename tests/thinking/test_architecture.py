@@ -32,7 +32,7 @@ THINKING = (
         "switch",
         "program",
     ),
-    *("config_parts", "config", "config_file", "starter"),
+    *("config_parts", "config", "old_keys", "config_file", "starter"),
 )
 DOING = ("model", "dist", "documents", "parallel", "stream", "state", "step", "weigh", "simulate", "planner", "explained", "forecast")
 DOING += ("answers", "trainer", "profile", "reports", "api")

@@ -42,7 +42,7 @@ def _watch(ranks: Mapping[int, int], folder: RunFolder, allowed_s: float, tell: 
                 since.pop(rank, None)
             elif now - since.setdefault(rank, now) >= allowed_s:
                 told = f"rank {rank} (process {pid}) has been stopped for {now - since.pop(rank):.0f} s, and was ended"
-                tell(write_cause(folder, rank, PeerError(f"{told}; a run that may be suspended needs a larger train.frozen")))
+                tell(write_cause(folder, rank, PeerError(f"{told}; a run that may be suspended needs a larger train.stall_timeout")))
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 

@@ -79,7 +79,7 @@ def launch(
     world: int,
     folder: RunFolder,
     say: Callable[[str], None],
-    frozen_s: float = 60.0,
+    stall_timeout_s: float = 60.0,
     crowded: bool = False,
     held: bool = False,
     seed: Seed | None = None,
@@ -87,9 +87,9 @@ def launch(
     """Run `command` once per local rank, until all have ended well or one has failed; then the rest are ended too.
 
     The first Ctrl-C, SIGTERM, SIGHUP or SIGQUIT goes on to the ranks, which finish their step and save; the second ends them. `say` shows a
-    line to the person; `frozen_s`: how long a rank may be stopped; `crowded`: whether more ranks may start than the machine is made for;
-    `held`: ranks find SIGINT blocked, so that none is lost before their `Interrupt` lets it through; `seed`: is forked for each rank, and
-    `command` is its arguments.
+    line to the person; `stall_timeout_s`: how long a rank may be stopped; `crowded`: whether more ranks may start than the machine is made
+    for; `held`: ranks find SIGINT blocked, so that none is lost before their `Interrupt` lets it through; `seed`: is forked for each rank,
+    and `command` is its arguments.
     Raises UsageError where there are fewer GPUs than ranks, or too few cores or too little memory; the LongshiftError of the rank that
     failed first; KeyboardInterrupt when the ranks were ended before they could save."""
     check_gpus(world)
@@ -103,7 +103,7 @@ def launch(
             environments = [_environment(listener.getsockname()[1], secret, parent, rank, world) for rank in range(world)]
             store = SealedStore(_store(listener), secret)
             ranks = (Started if seed is None else seed.start)(command, environments, held)
-            told = _watch(ranks, folder, frozen_s, interrupts)
+            told = _watch(ranks, folder, stall_timeout_s, interrupts)
         except _AtOnce:
             raise KeyboardInterrupt from None
     failed = {rank: code for rank, code in ranks.codes().items() if code}
@@ -113,12 +113,12 @@ def launch(
         raise as_error(root_cause(_causes(store, world, folder, told), failed))
 
 
-def _watch(ranks: Ranks, folder: RunFolder, frozen_s: float, interrupts: _Interrupts) -> list[Cause]:
+def _watch(ranks: Ranks, folder: RunFolder, stall_timeout_s: float, interrupts: _Interrupts) -> list[Cause]:
     """Wait until all ranks have ended, or one has failed and the others were made to. Why some were ended."""
     told: list[Cause] = []
     try:
         interrupts.reach(ranks)
-        with watched(ranks.pids, folder, frozen_s, told.append):
+        with watched(ranks.pids, folder, stall_timeout_s, told.append):
             while len(codes := ranks.codes()) < len(ranks.pids) and not any(codes.values()):
                 ranks.wait(POLL_S)
     finally:
@@ -145,7 +145,7 @@ def _check_room(world: int, crowded: bool) -> None:
     cores, free = core_count(), host_memory()[1]
     if crowded or torch.cuda.is_available():
         return
-    instead = "take a layout of fewer ranks, or write train.crowded=true"
+    instead = "take a layout of fewer ranks, or start them all the same with --crowded"
     if world > RANKS_A_CORE * cores:
         raise UsageError(f"{world} ranks on {cores} cores, and at most {RANKS_A_CORE * cores} are started here: {instead}")
     if world * RANK_BYTES > free:

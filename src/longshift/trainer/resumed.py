@@ -36,7 +36,7 @@ def going_on(given: Config, file: Path, overrides: Sequence[str], say: Say) -> C
     plan = read(folder.path)
     if plan is not None and plan.home is not None:  # `auto` is what the plan says, with the layout that the run has
         overrides = [f"home.at={json.dumps(plan.home)}" if one in ("home=auto", "home.at=auto") else one for one in overrides]
-    run = load_config(folder.config, [*overrides, f"save.dir={json.dumps(given.save.dir)}"])
+    run = load_config(folder.config, [*overrides, f"save.dir={json.dumps(given.save.dir)}"], say)
     given, run = with_its_plan(given, run, folder.path)
     if different := changes(run, given):
         say(f"{file} is not what the run in {folder.shown} has; the run's settings stay, where the command line names no other:")
@@ -50,7 +50,7 @@ def named(now: Config, say: Say) -> list[str]:
     folder = RunFolder(Path(now.save.dir))
     if not (folder.latest.exists() and folder.config.is_file()):
         return []
-    now, was = with_its_plan(now, load_config(folder.config, [f"save.dir={json.dumps(now.save.dir)}"]), folder.path)
+    now, was = with_its_plan(now, load_config(folder.config, [f"save.dir={json.dumps(now.save.dir)}"], say), folder.path)
     different = changes(was, now)
     for key, (before, after) in different.items():
         say(f"{key} was {_told(before)} in {folder.shown}, and is {_told(after)} now")

@@ -1,0 +1,50 @@
+"""Keys that configs of earlier versions had: what an error says of them, and how the config of an older run reads today.
+
+run/config.yaml of an older version    train: {frozen: 45.0, crowded: false}    switch: {planner: algorithm1, bucket: 32M}
+as it is read                          train: {stall_timeout: 45.0}             switch: {bucket: 32M}
+what is said                           switch.planner was 'algorithm1' in the run: fan_out always plans
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+RENAMED = {"train.frozen": "train.stall_timeout"}
+
+
+class RemovedKey(NamedTuple):
+    """`defaults`: values with which a run does today what it did; `instead`: what does it now, or why nothing has to."""
+
+    defaults: tuple[Any, ...]
+    instead: str
+
+
+REMOVED = {
+    "train.crowded": RemovedKey((False,), "it is a flag of the command line now: longshift train CONFIG --crowded"),
+}
+
+
+def hint(path: tuple[str | int, ...]) -> str:
+    """The end of a sentence about an unknown key: what it is now; empty where no version had it."""
+    key = ".".join(name for name in path if isinstance(name, str))
+    if key in RENAMED:
+        return f"; it is {RENAMED[key]} now"
+    return f"; {REMOVED[key].instead}" if key in REMOVED else ""
+
+
+def translate(values: dict[str, Any]) -> Iterator[str]:
+    """Give the config of an older run today's keys, in place. Yields a sentence for each setting that is no more."""
+    for key, now in RENAMED.items():
+        for value in _take(values, key):
+            section, name = now.split(".")
+            values[section][name] = value
+    for key, removed in REMOVED.items():
+        for value in _take(values, key):
+            if value not in removed.defaults:
+                yield f"{key} was {value!r} in the run: {removed.instead}"
+
+
+def _take(values: dict[str, Any], key: str) -> Iterator[Any]:
+    """Remove a key. Yields its value, where it is there."""
+    section, name = key.split(".")
+    if isinstance(values.get(section), dict) and name in values[section]:
+        yield values[section].pop(name)

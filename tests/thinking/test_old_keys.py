@@ -1,0 +1,35 @@
+"""Keys of earlier versions: who writes one is told what it is now, and the config of an older run reads as what it means today."""
+
+from pathlib import Path
+
+import pytest
+
+from longshift.config_file import load_config, parse_config
+from longshift.errors import UsageError
+from longshift.old_keys import REMOVED, RENAMED
+
+GOOD = """\
+model: {preset: tiny-llama}
+data: {train: [{corpus: python}], max_len: 1K, overlong: split}
+train: {tokens_per_step: 4K, steps: 4, lr: 1e-3}
+save: {dir: runs/demo}
+"""
+
+
+@pytest.mark.parametrize("key", [*RENAMED, *REMOVED])
+def test_an_old_key_is_refused_with_its_successor(key: str):
+    successor = f"it is {RENAMED[key]} now" if key in RENAMED else REMOVED[key].instead
+    with pytest.raises(UsageError) as caught:
+        parse_config(GOOD, [f"{key}=1"])
+    assert f"command line: {key}: no such key; {successor}" in str(caught.value)
+
+
+def test_the_config_of_an_older_run_is_translated(tmp_path: Path):
+    said: list[str] = []
+    file = tmp_path / "config.yaml"
+    file.write_text(GOOD.replace("lr: 1e-3", "lr: 1e-3, frozen: 45, crowded: true"))
+    with pytest.raises(UsageError, match="2 faults"):
+        load_config(file)
+    (tmp_path / "env.json").write_text("{}")
+    assert load_config(file, say=said.append).train.stall_timeout == 45
+    assert said == [f"train.crowded was True in the run: {REMOVED['train.crowded'].instead}"]
