@@ -46,14 +46,12 @@ from longshift.errors import UsageError
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import TIERS, HomeTiers
 from longshift.layout.layout import AUTO, UNITS, Layout, format_size
-from longshift.program.step import Windows
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.formats import Format, GradientWire, MomentFormat, PrecisionName, WeightWire, Wire, formats_of
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import OptimizerName, Rule
 from longshift.spec.stretch import stretched
 from longshift.switch.itinerary import SwitchOptions, home_layout
-from longshift.switch.planners import Planner
 from longshift.workload import waits
 from longshift.workload.groups import Edge
 from longshift.workload.lengths import Overlong
@@ -204,38 +202,21 @@ class SwitchConfig(Section):
     """How weights move where the layout changes inside a step. `bucket`: the most that a rank sends, or receives, at one time; `ahead`: how
     much of the next layout's weights may come while the one before still computes."""
 
-    planner: Planner = "fan_out"
     bucket: Annotated[Size, Field(ge=LEAST_BUCKET)] = 32 * UNITS["M"]
     ahead: Count = 256 * UNITS["M"]
 
     @property
     def options(self) -> SwitchOptions:
-        return SwitchOptions(self.planner, self.bucket, self.ahead)
-
-
-class WindowConfig(Section):
-    """How many bytes may be under way on a rank. `gather`: weights that come and are not used yet; `reduce`: gradient sums that are not
-    home yet. One of each may always be under way. Where a number is not given, it is the largest block's."""
-
-    gather: Size | None = None
-    reduce: Size | None = None
-
-    @property
-    def options(self) -> Windows:
-        return Windows(self.gather, self.reduce)
+        return SwitchOptions(bucket_bytes=self.bucket, ahead_bytes=self.ahead)
 
 
 class StreamConfig(Section):
-    """Of layouts in chunks, of those that offload, and of a home on disk. `folder`: where `disk` and `home: disk` keep their files, the
-    run's own where not given; `ahead`: how many operations before its use an object is fetched; `checked`: what comes back from a
-    layout's disk is compared with what went out."""
+    """Of layouts that offload to disk, and of a home there. `folder`: where they keep their files, the run's own where not given."""
 
     folder: PathText | None = None
-    ahead: int = Field(default=1, ge=0, le=1 << 20)
-    checked: bool = False
 
     def options(self, run: Path) -> StreamOptions:
-        return StreamOptions(self.folder or str(run), self.ahead, self.checked)
+        return StreamOptions(self.folder or str(run))
 
 
 class WireConfig(Section):
@@ -261,9 +242,6 @@ class HomeConfig(Section):
     moments: MomentFormat = Field(
         default="float32", description="format of moments between updates: float32 (that of masters), bf16 or float8"
     )
-    early: bool = Field(
-        default=True, description="whether units on disk are updated before the norm, under the backward, where memory and disk have room"
-    )
 
     @model_validator(mode="before")
     @classmethod
@@ -288,7 +266,6 @@ class Config(Section):
     validation: ValidationConfig | None = None
     switch: SwitchConfig = SwitchConfig()
     stream: StreamConfig = StreamConfig()
-    window: WindowConfig = WindowConfig()
     wire: WireConfig = WireConfig()
 
     @model_validator(mode="after")

@@ -118,10 +118,15 @@ def itinerary(config: Config, per_node: int | None = None, cluster: Cluster | No
 
 def shape_of(config: Config, per_node: int | None = None, cluster: Cluster | None = None) -> StepShape:
     """The shape of a run's steps."""
-    train = config.train
-    way, formats = itinerary(config, per_node, cluster), config.formats
-    sizes = train.tokens_per_step, config.data.max_len, config.stream.ahead
-    return StepShape(way, config.edges, formats, *sizes, config.window.options, config.home.at, config.save.background, config.home.early)
+    return StepShape(
+        itinerary(config, per_node, cluster),
+        config.edges,
+        config.formats,
+        config.train.tokens_per_step,
+        config.data.max_len,
+        home_in=config.home.at,
+        copied=config.save.background,
+    )
 
 
 def explain(config: Config, per_node: int | None = None, cluster: Cluster | None = None, gpus: bool = True) -> Explanation:

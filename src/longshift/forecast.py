@@ -97,9 +97,7 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         world=world,
         fixed=dict(asked.fixed) | _coded_stages(config, asked, world),
         memory_bytes=memory_bytes,
-        windows=config.window.options,
         switch=config.switch.options,
-        ahead=config.stream.ahead,
         copied=config.save.background,
         moments=config.formats.moments,
         packed=config.formats.packed,
@@ -107,7 +105,6 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         compile=config.train.compile,
         home=HomeTiers() if config.home.at.auto else config.home.at,
         homes=_homes(config, cluster) if config.home.at.auto else (),
-        early=config.home.early,
     )
 
 
@@ -224,7 +221,7 @@ class Planned:
             if size := best.bytes[place]:
                 room = task.limits[place]
                 yield f"{where} a rank keeps {_gib(size)}" + (f": {_gib(room - size)} left" if room < float("inf") else "")
-        if task.early and "disk" in task.home.named and not best.shape.early:
+        if "disk" in task.home.named and not best.shape.early:
             yield "updates before the norm have no room there: all are made under the next forward"
         for other in self.others:
             seconds = other.choice.seconds

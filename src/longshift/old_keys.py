@@ -20,6 +20,11 @@ class RemovedKey(NamedTuple):
 
 REMOVED = {
     "train.crowded": RemovedKey((False,), "it is a flag of the command line now: longshift train CONFIG --crowded"),
+    "home.early": RemovedKey((True,), "units on disk are updated before the norm wherever memory and disk have room: leave it out"),
+    "stream.ahead": RemovedKey((1,), "an object is always fetched one operation ahead: leave it out"),
+    "stream.checked": RemovedKey((False,), "longshift check compares what comes back from disk, and a run does not: leave it out"),
+    "switch.planner": RemovedKey(("fan_out",), "fan_out always plans: leave it out"),
+    "window": RemovedKey(({"gather": None, "reduce": None},), "as many bytes as the largest block's are always under way: leave it out"),
 }
 
 
@@ -45,6 +50,7 @@ def translate(values: dict[str, Any]) -> Iterator[str]:
 
 def _take(values: dict[str, Any], key: str) -> Iterator[Any]:
     """Remove a key. Yields its value, where it is there."""
-    section, name = key.split(".")
-    if isinstance(values.get(section), dict) and name in values[section]:
-        yield values[section].pop(name)
+    section, _, name = key.rpartition(".")
+    keys = values.get(section) if section else values
+    if isinstance(keys, dict) and name in keys:
+        yield keys.pop(name)

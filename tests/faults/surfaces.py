@@ -84,7 +84,7 @@ def overrides(random_: random.Random, place: Path) -> None:
         "save.dir",
         "switch.bucket",
         "stream.folder",
-        "window.gather",
+        "switch.ahead",
         "validation",
     ]
     given = [f"{random_.choice([*keys, *ODD_TEXT[:8]])}={random_.choice(ODD_TEXT)}" for _ in range(random_.randint(1, 3))]

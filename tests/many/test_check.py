@@ -151,7 +151,6 @@ OWN = "train.lr, train.warmup, train.schedule (a short cosine of its own)"
         ("home.moments=bf16", "home.moments: bf16 (kept whole)"),
         ("wire.gradients=bf16", "wire.gradients: bf16 (sent whole)"),
         ("wire.weights=float8", "wire.weights: float8 (sent whole)"),
-        ("window.gather=1M", "window: bytes under way (all that the largest block needs)"),
         ("data.held_out=0.1", "validation"),
         ("train.stages=[{steps: 1}, {steps: 1}]", "train.stages: the checkpoint between two stages (each begins with weights of its own)"),
     ],

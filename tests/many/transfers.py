@@ -12,7 +12,7 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets, moving_unit
 from longshift.program.operations import Op, Program
-from longshift.program.step import Steps, Windows
+from longshift.program.step import Steps
 from longshift.program.turns import Visit
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home
@@ -47,7 +47,7 @@ def go_round(
     options = SwitchOptions(planner, bucket_bytes, ahead_bytes=0)  # pyright: ignore[reportArgumentType]
     edges = [Edge(number + 1, Layout.parse(text)) for number, text in enumerate(stops)]
     way = Itinerary(spec, edges, Links(per_node, 8.0, 1.0), how.compute.itemsize, how.home.itemsize, options, cut)
-    switches, steps = Switches(way, here, world, everyone, how), Steps(way, world.rank, how.compute.itemsize, how.home.itemsize, Windows())
+    switches, steps = Switches(way, here, world, everyone, how), Steps(way, world.rank, how.compute.itemsize, how.home.itemsize)
     seen = {"arrived": 0, "returned": 0, "exchanges": 0}
     before, made = None, {}
     for number, text in enumerate(stops):

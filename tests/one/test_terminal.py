@@ -233,11 +233,11 @@ def test_where_memory_is_short_no_unit_is_updated_before_the_norm(place):
     for room in (early, early - 1, late):
         with patch.object(admission, "_room", return_value=(room, 0)):
             found.append(admit(run, world, place))
-    assert [one.config.home.early for one in found] == [True, False, False]
+    assert [one.early for one in found] == [True, False, False]
     assert ["updates before the norm have no room" in one.told for one in found] == [False, True, True]
     with patch.object(admission, "_room", return_value=(late - 1, 0)), pytest.raises(OutOfMemoryError, match="needs"):
         admit(run, world, place)
-    homes = [build_state(one.config, world, place).home for one in found[:2]]
+    homes = [build_state(run, world, place, early=one.early).home for one in found[:2]]
     assert [(home.doubled, home.no_room) for home in homes] == [(True, False), (False, False)]
     for home in homes:
         home.close()

@@ -219,7 +219,6 @@ sve: {dir: x}
         ("layout=[{upto: 1K, use: dp4}]", "the last group, dp4, ends at 1K tokens and data.max_len is 4K; write its upto: 4K"),
         ("layout=[{upto: 1K, use: dp4}, {upto: 4K, use: tp2}]", "the same number of ranks: dp4 has 4, tp2 has 2"),
         ("layout=[{upto: 1K, use: dp4}, {upto: 4K, use: pp4.v2}]", "layout (upto 4K): pp4.v2 makes 4 x 2 = 8 stages"),
-        ("switch.planner=fanout", "'fanout' is not one of fan_out, algorithm1, first_owner; did you mean 'fan_out'?"),
         ("switch.bucket=0", "switch.bucket: input should be greater than or equal to 1"),
         ("layout=pp8", "pp8 makes 8 stages of at least one block, the model has 4: at most pp4"),
         ("train=3", "must be a section with the keys tokens_per_step"),

@@ -9,7 +9,7 @@ from longshift.layout.home_tiers import LATE, HomeTiers, StateBytes, Tier, early
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets_of
 from longshift.program.operations import Op
-from longshift.program.step import Steps, Windows
+from longshift.program.step import Steps
 from longshift.program.turns import visit_of
 from longshift.spec.families import preset
 from longshift.switch.itinerary import Itinerary, SwitchOptions
@@ -77,7 +77,7 @@ def test_the_forward_has_the_first_unit_and_a_part_of_the_others(home_in: HomeTi
 def test_a_forward_moves_a_quarter_of_the_bytes():
     """A forward reads all masters, and moves the record of every fifth block both ways: bytes until the first loss, by the ledger."""
     spec, layout = replace(SPEC, layers=32, vocab=8), Layout.parse("dp1.vertical.recompute-full")
-    steps = Steps(Itinerary(spec, [Edge(64, layout)], Links(1, 1.0, 1.0), 4, 4, SwitchOptions()), 0, 4, 4, Windows(), HomeTiers("disk"))
+    steps = Steps(Itinerary(spec, [Edge(64, layout)], Links(1, 1.0, 1.0), 4, 4, SwitchOptions()), 0, 4, 4, HomeTiers("disk"))
     ledger, early = Ledger(steps, "gloo", True, True, 1), list[int]()
 
     def after(op: Op) -> None:

@@ -1,5 +1,5 @@
 """The programs of all ranks together: one order on every communicator, no deadlock even where everything blocks, and each program sound in
-itself. Random models, layouts, groups, packs and windows."""
+itself. Random models, layouts, groups and packs."""
 
 import random
 from collections import Counter, defaultdict
@@ -17,7 +17,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.layout.placement import Bucket, buckets, moving_unit
 from longshift.program.operations import Op, Program
-from longshift.program.step import Steps, Windows
+from longshift.program.step import Steps
 from longshift.program.turns import RankLayout, Visit
 from longshift.schedule.pipeline import events
 from longshift.spec.model import ModelSpec, Rope
@@ -26,7 +26,7 @@ from longshift.switch.links import Links
 from longshift.switch.plan import Plan
 from longshift.workload.groups import Edge
 
-MODELS, EACH = 400, 5  # random models with layouts; random packs and windows of each
+MODELS, EACH = 400, 5  # random models with layouts; random packs of each
 WEIGHT_BYTES, SUM_BYTES = 2, 4
 AXES = ("tp", "ulysses", "ring")
 ADDS = ("loss", "backward", "backward from x", "embed_back")  # turns of a chunked layout whose events accumulate
@@ -76,7 +76,7 @@ class Case:
         layouts = ", ".join(f"{visit.layout} x {visit.micros}" for visit in self.visits[0])
         spec, steps = self.itinerary.spec, self.steps[0]
         home = f"home in {steps.home_in}, left {self.left}, early {self.early}"
-        return f"{spec.layers} layers, tied {spec.tied}, {layouts}, {steps.windows}, {home}"
+        return f"{spec.layers} layers, tied {spec.tied}, {layouts}, {home}"
 
 
 @cache
@@ -122,11 +122,10 @@ def cases(seed: int, models: int, each: int) -> Iterator[Case]:
         links = Links(draw.choice([n for n in range(1, world + 1) if world % n == 0]), 8.0, 1.0)
         itinerary = Itinerary(spec, edges, links, WEIGHT_BYTES, SUM_BYTES, options)
         for _ in range(each):
-            windows = Windows(*(draw.choice((None, 0, 500, 2000, 1 << 20)) for _ in range(2)))
             split = HomeTiers("disk", (("device", draw.choice((3000, 10000, 50000))),))
             home_in = draw.choice((HomeTiers(), HomeTiers("host"), HomeTiers("disk"), split, split))
             moments = 2, draw.choice(("float32", "float32", "bf16", "float8"))
-            how = WEIGHT_BYTES, SUM_BYTES, windows, home_in, *moments
+            how = WEIGHT_BYTES, SUM_BYTES, home_in, *moments
             steps = tuple(Steps(itinerary, rank, *how, doubled=draw.random() < 0.7) for rank in range(world))
             visits = random_visits(draw, world, draw.sample(layouts, draw.randint(1, len(layouts))))
             before = draw.choice(("nothing", "all", "all", "rest", "rest"))
@@ -345,12 +344,12 @@ class Follow:
         """Those whose weights the operation's unit computes with."""
         return [(self.cut, unit) for unit in sorted({moving_unit(self.spec, param) for param in self.spec.of_unit(self.op.unit)})]
 
-    def within(self, kind: str, itemsize: int, window: int | None) -> None:
+    def within(self, kind: str, itemsize: int) -> None:
         def size(unit: int) -> int:
             own = [param for param in self.spec.params if moving_unit(self.spec, param) == unit]
             return itemsize * sum(p.elements if p.dim is None else -(-p.elements // self.layout.tp) for p in own)
 
-        most = window if window is not None else max(size(unit) for unit in range(1, self.spec.layers + 1))
+        most = max(size(unit) for unit in range(1, self.spec.layers + 1))
         flying = self.under_way[kind]
         self.need(len(flying) < 2 or sum(map(size, flying)) <= most, f"{flying} under way, window {most}")
 
@@ -436,7 +435,7 @@ class Follow:
         self.need(self.cut.at_home or self.cut in self.brought, "its rows are not here")
         self.need((self.cut, self.op.unit) not in self.present and self.op.unit not in self.under_way["gather"], "it is here or coming")
         self.under_way["gather"].append(self.op.unit)
-        self.within("gather", WEIGHT_BYTES, self.case.steps[0].windows.gather)
+        self.within("gather", WEIGHT_BYTES)
 
     def await_gather(self) -> None:
         self.need(self.op.unit in self.under_way["gather"], "it is not coming")
@@ -465,7 +464,7 @@ class Follow:
         self.need((self.cut, self.op.unit) in self.added and self.view.collective, "nothing was added up")
         self.added.remove((self.cut, self.op.unit))
         self.under_way["reduce"].append(self.op.unit)
-        self.within("reduce", SUM_BYTES, self.case.steps[0].windows.reduce)
+        self.within("reduce", SUM_BYTES)
 
     def await_reduce(self) -> None:
         self.need(self.op.unit in self.under_way["reduce"], "it is not under way")
@@ -717,7 +716,7 @@ def test_exchanges_in_the_middle_of_a_backward_that_others_wait_for_are_noticed(
     itinerary = Itinerary(spec, edges, Links(2, 8.0, 1.0), WEIGHT_BYTES, SUM_BYTES, SwitchOptions("fan_out", 200, 1 << 20))
 
     def fault() -> str:
-        steps = tuple(Steps(itinerary, rank, WEIGHT_BYTES, SUM_BYTES, Windows()) for rank in range(2))
+        steps = tuple(Steps(itinerary, rank, WEIGHT_BYTES, SUM_BYTES) for rank in range(2))
         case = Case(steps, ((Visit(layouts[0], 3, (1, 1, 1)), Visit(layouts[1], 1, (1,))),) * 2)
         return wrong(case, case.programs())
 

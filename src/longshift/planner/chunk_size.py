@@ -58,7 +58,7 @@ class Machine:
 
 
 def choose(
-    spec: ModelSpec, layout: Layout, longest: int, machine: Machine, bytes_of: Callable[[int], int], ahead: int = 1, pack_tokens: int = 0
+    spec: ModelSpec, layout: Layout, longest: int, machine: Machine, bytes_of: Callable[[int], int], pack_tokens: int = 0
 ) -> tuple[int, str]:
     """A chunk for documents of up to `longest` tokens, and why. `bytes_of(tokens)`: what a rank needs on its device with such chunks;
     `pack_tokens`: capacity of a pack, one such document where not given. Raises UsageError for what the machine's profile does not know."""
@@ -67,7 +67,7 @@ def choose(
     rates = [_rate(spec, layout, tokens, machine) for tokens in sizes]
     fitting: list[Candidate] = []
     for tokens, rate in zip(sizes, rates):
-        one = Candidate(tokens, _hidden(spec, layout, tokens, longest, machine, ahead), rate / max(rates), bytes_of(tokens))
+        one = Candidate(tokens, _hidden(spec, layout, tokens, longest, machine), rate / max(rates), bytes_of(tokens))
         if one.bytes > machine.free_bytes:  # larger ones need more
             break
         fitting.append(one)
@@ -93,11 +93,12 @@ def _reason(one: Candidate, machine: Machine, why: str) -> str:
     return f"{why}: {one.hidden:.0%} of a block's time is computing, attention at {one.efficient:.0%} of its best rate, {room}"
 
 
-def _hidden(spec: ModelSpec, layout: Layout, tokens: int, longest: int, machine: Machine, ahead: int) -> float:
+def _hidden(spec: ModelSpec, layout: Layout, tokens: int, longest: int, machine: Machine) -> float:
     """Seconds without transfers over seconds with them, on rank 0, which has no fewer heads than another."""
     cut = chunks.cut([min(longest, MOST_CHUNKS * tokens)], tokens)
     made = {
-        window: lists(spec, layout, layout.coord(0), cut, FORMATS[machine.dtype].compute_bytes, ahead, window) for window in spec.windows
+        window: lists(spec, layout, layout.coord(0), cut, FORMATS[machine.dtype].compute_bytes, chunks.AHEAD, window)
+        for window in spec.windows
     }
 
     cost = Cost(sizes(spec), rates(machine.cluster, machine.dtype))

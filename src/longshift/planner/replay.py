@@ -15,7 +15,6 @@ from longshift.layout.legal import faults
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device, least_of_way
 from longshift.planner.siblings import first_of_meshes, lower, siblings, smaller
 from longshift.planner.uneven import evened
-from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
 from longshift.simulate.cost import Cost, Habits, habits, sizes
 from longshift.simulate.rates import rates
@@ -39,8 +38,7 @@ class Task:
     """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
     it may have; `memory_bytes`: of a device; `copied`: whether checkpoints are written from a copy of the state;
     `moments`: how many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels; `compile`: of
-    `train.compile`; `home`: where the training state lies; `homes`: those that are compared, none where it is given; `early`: whether units
-    on disk may be updated before the norm."""
+    `train.compile`; `home`: where the training state lies; `homes`: those that are compared, none where it is given."""
 
     spec: ModelSpec
     cluster: Cluster
@@ -50,9 +48,7 @@ class Task:
     world: int
     fixed: Mapping[str, Sequence[int]] = field(default_factory=dict)
     memory_bytes: float | None = None
-    windows: Windows = Windows()  # noqa: RUF009  (frozen)
     switch: SwitchOptions = SwitchOptions()  # noqa: RUF009  (frozen)
-    ahead: int = 1
     copied: bool = False
     moments: int = 2
     packed: MomentFormat = "float32"
@@ -60,7 +56,6 @@ class Task:
     compile: bool = False
     home: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
     homes: tuple[HomeTiers, ...] = ()
-    early: bool = True
 
     @property
     def longest(self) -> int:
@@ -140,8 +135,16 @@ class Replay:
     def shape(self, edges: tuple[Edge, ...]) -> StepShape:
         task, formats = self.task, self.formats
         way = Itinerary(task.spec, edges, self.links, formats.compute_bytes, formats.home_bytes, task.switch)
-        sizes = task.tokens_per_step, task.longest, task.ahead
-        return StepShape(way, edges, formats, *sizes, task.windows, task.home, task.copied, task.early and edges not in self.late)
+        return StepShape(
+            way,
+            edges,
+            formats,
+            task.tokens_per_step,
+            task.longest,
+            home_in=task.home,
+            copied=task.copied,
+            early=edges not in self.late,
+        )
 
     def weigh(self, edges: tuple[Edge, ...]) -> tuple[Mapping[str, int], str]:
         """Bytes that a rank needs at most, by place, and after which operation the device's peak is. Where updates before the norm have no
@@ -149,7 +152,7 @@ class Replay:
         if edges not in self.weighed:
             self._say_how_far()
             self.weighed[edges] = self._weigh(edges)
-            if self.task.early and "disk" in self.task.home.named and not self.fits(edges):
+            if "disk" in self.task.home.named and not self.fits(edges):
                 self.late.add(edges)
                 self.weighed[edges] = self._weigh(edges)
         return self.weighed[edges]

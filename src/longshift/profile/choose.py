@@ -69,7 +69,7 @@ def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster |
         dtype = arithmetic(config.train.precision)
         try:
             machine = Machine(cluster.with_arithmetic(dtype), dtype, device.type == "cpu", FREE_SHARE * _memory(config, device))
-            return choose(config.spec, edge.use, longest, machine, partial(_of_chunk, config, edge, device), config.stream.ahead, edge.pack)
+            return choose(config.spec, edge.use, longest, machine, partial(_of_chunk, config, edge, device), edge.pack)
         except UsageError as unknown:
             fault = str(unknown)
     least = least_chunk(longest, edge.pack)

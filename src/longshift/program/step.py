@@ -8,9 +8,9 @@ replica has, and of the rank's place; never of what has already arrived.
 ZeRO (arXiv 1910.02054) is when units are gathered, reduced and released: stage 3 gathers a unit for each use and releases it after, stages
 0 to 2 gather it once a group; stages 2 and 3 reduce after every backward, stages 0 and 1 after the last.
 
-[Note: windows] What is under way is bounded in bytes: gathers that are not yet used, reductions that are not yet home. One of each may
-always be under way, however large. Bytes are nominal (a unit's elements over `tp`), the same number on every rank, so that all decide
-alike.
+[Note: windows] Gathers that are not yet used, and reductions that are not yet home, may have as many bytes as those of the largest block.
+One of each may always be under way, however large. Bytes are nominal (a unit's elements over `tp`), the same number on every rank, so that
+all decide alike.
 
 [Note: late updates] A home outside the device is updated under the forward of the next step. The norm, and so the clip, is known since the
 end of the step before, and a unit is updated before the first gather, or exchange, that reads its master: nothing is stale. Ranks update in
@@ -53,14 +53,6 @@ READ_AHEAD = 3  # how far ahead the disk is read: masters in units, where a forw
 
 
 @dataclass(frozen=True)
-class Windows:
-    """How many bytes of gathers, and of reductions, may be under way; None: as many as the largest block's."""
-
-    gather: int | None = None
-    reduce: int | None = None
-
-
-@dataclass(frozen=True)
 class Exchanges:
     """A switch as the program needs it. `opens[i]`: the units that need storage before exchange i; `closes[i]`: the units of the layout
     that is left which nothing reads after exchange i is posted; `ahead`: how many exchanges may go ahead; `spans`: by unit the first
@@ -82,7 +74,6 @@ class Steps:
         rank: int,
         weight_bytes: int,
         sum_bytes: int,
-        windows: Windows,
         home_in: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
         moments: int = 2,
         packed: MomentFormat = "float32",
@@ -91,7 +82,7 @@ class Steps:
     ):
         """`home_in`: where the training state lies; `moments`: how many the optimizer keeps, `packed` into this format between updates;
         `wire`: formats of gathers and reductions; `doubled`: whether a home on disk has second places."""
-        self.itinerary, self.rank, self.windows, self.home_in, self.wire = itinerary, rank, windows, home_in, wire
+        self.itinerary, self.rank, self.home_in, self.wire = itinerary, rank, home_in, wire
         self.moments = moments
         self.packed: MomentFormat = packed if moments else "float32"
         self.late = home_in.late
@@ -577,8 +568,7 @@ class _Window(deque[int]):
         itemsize = steps.bytes[kind == "reduce"]
         elements = view.elements if kind == "gather" else view.learned_elements
         self.size = {unit: elements * itemsize for unit, elements in elements.items()}
-        given = steps.windows.gather if kind == "gather" else steps.windows.reduce
-        self.most = max(self.size[unit] for unit in range(1, view.spec.layers + 1)) if given is None else given
+        self.most = max(self.size[unit] for unit in range(1, view.spec.layers + 1))
 
     def fits(self, unit: int) -> bool:
         return not self or sum(self.size[u] for u in self) + self.size[unit] <= self.most

@@ -40,13 +40,15 @@ MULTIPLYING_BACK = ("loss", "tail_back", "qkv_back")  # events that form gradien
 Buffer = tuple[str, int]  # an object's name, its chunk
 Sizes = Mapping[str, Sequence[int]]  # bytes of each chunk, by name
 
+AHEAD = 1  # operations before its first reader, at which an object's fetch begins
+
 
 @dataclass(frozen=True)
 class StreamOptions:
     """`folder`: where the disk tier keeps its file; `ahead`: see Policy; `checked`: what comes back from disk is compared."""
 
     folder: str = "."
-    ahead: int = 1
+    ahead: int = AHEAD
     checked: bool = False
 
 
@@ -78,7 +80,7 @@ class Policy:
     schedule: Schedule = "stream"
     keep: Keep = "output"
     kv: Where = "device"
-    ahead: int = 1
+    ahead: int = AHEAD
     sent: float = 0.0
 
 

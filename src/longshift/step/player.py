@@ -24,7 +24,7 @@ from longshift.model.chosen_kernel import choose, kernels
 from longshift.model.compiled import compiled
 from longshift.model.functions import WRITTEN_OUT
 from longshift.program.operations import Op, Program
-from longshift.program.step import Steps, Windows
+from longshift.program.step import Steps
 from longshift.program.turns import Visit
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.model import ModelSpec
@@ -89,7 +89,6 @@ class Player:
         stream: StreamOptions,
         home_cut: Layout | None = None,
         links: Links | None = None,
-        windows: Windows = Windows(),  # noqa: B008  (frozen)
         compile: bool = False,
     ):
         """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`. `links`: equal on all ranks
@@ -99,7 +98,7 @@ class Player:
         sizes = precision.compute.itemsize, precision.home.itemsize
         self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), *sizes, switch, home_cut)
         formats = len(home.moments), home.packed, precision.wire
-        self.steps = Steps(self.itinerary, world.rank, *sizes, windows, home.home_in, *formats, home.doubled)
+        self.steps = Steps(self.itinerary, world.rank, *sizes, home.home_in, *formats, home.doubled)
         heads = Heads(spec.heads, spec.kv_heads, spec.head_width)
         slowest = partial(world.everyone.all_reduce, op=dist.ReduceOp.MAX)
         self.kernel, self.why_kernel = choose(kernels(world.device, precision.compute), heads, precision.compute, world.device, slowest)

@@ -26,35 +26,36 @@ CONTROL_GROUPS = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Admitted:
-    """`told`: what the rank that needs most needs, and what there is for it, in a sentence; `config`: what has room."""
+    """`told`: what the rank that needs most needs, and what there is for it, in a sentence; `early`: whether units on disk may be updated
+    before the norm."""
 
     told: str
-    config: Config
+    early: bool
 
 
 def admit(config: Config, world: World, run: Path) -> Admitted:
     """Refuse a run whose largest step cannot have room on some rank, on the device or where it waits; collective, and one decision of all.
-    Where a run has room only if no unit is updated before the norm, its config is changed to that (`home.early`). Raises OutOfMemoryError
-    with the arithmetic."""
+    Where a run has room only if no unit is updated before the norm, none is. Raises OutOfMemoryError with the arithmetic."""
     room, process = _room(world)
     cpu = world.device.type == "cpu"
     transport: Transport = "gloo" if cpu else "nccl"
 
-    def weighed(config: Config) -> tuple[tuple[Need, ...], str | None]:
-        shape = shape_of(config, world.per_node)
+    def weighed(early: bool) -> tuple[tuple[Need, ...], str | None]:
+        shape = replace(shape_of(config, world.per_node), early=early)
         whole = needs(shape, config.edges, transport, cpu)
         return whole, next(_lacking(config, world, run, room, process, shape, whole), None)
 
-    (whole, fault), late = weighed(config), False
-    if config.home.early and "disk" in config.home.at.named and any(world.gather_text(fault or "")):
-        config, late = config.model_copy(update={"home": config.home.model_copy(update={"early": False})}), True
-        whole, fault = weighed(config)
+    early = True
+    whole, fault = weighed(early)
+    if "disk" in config.home.at.named and any(world.gather_text(fault or "")):
+        early = False
+        whole, fault = weighed(early)
     world.agree(OutOfMemoryError(fault) if fault else None)
     need, wait = most(whole), {"host": "in host memory", "disk": "on disk"}
     told = f"at most {_gib(need.device.total)} of tensors, on rank {need.rank}, and {_gib(process)} of the process"
     waiting = {place: most(whole, place).of(place) for place in wait}
     told += f"; a rank may have {_gib(room)}" + "".join(f"; {_gib(size)} lie {wait[place]}" for place, size in waiting.items() if size)
-    return Admitted(told + "; updates before the norm have no room" * late, config)
+    return Admitted(told + "; updates before the norm have no room" * (not early), early)
 
 
 def _gib(size: int) -> str:

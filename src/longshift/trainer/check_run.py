@@ -200,7 +200,6 @@ def not_exercised(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]]) -
         (home.moments != "float32", f"home.moments: {home.moments} (kept whole)"),
         (run.wire.gradients != "float32", f"wire.gradients: {run.wire.gradients} (sent whole)"),
         (run.wire.weights != "compute", f"wire.weights: {run.wire.weights} (sent whole)"),
-        (run.window != type(run.window)(), "window: bytes under way (all that the largest block needs)"),
         (len(stages) > 1, "train.stages: the checkpoint between two stages (each begins with weights of its own)"),
         (True, "train.lr, train.warmup, train.schedule (a short cosine of its own)"),
         (bool(run.model.lora and run.model.lora.init_from), "model.lora.init_from (adapters are drawn)"),
@@ -311,7 +310,7 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
     """Steps of a run made small, as a Trial in JSON: their documents are pieces of the run's first ones. `scratch`: where the disk
     tier is, unless the run names a folder."""
     run, size = parse_config(config), Small(**small)
-    is_early = "disk" in run.home.at.named and run.home.early and run.train.clip is not None
+    is_early = "disk" in run.home.at.named and run.train.clip is not None
     norms = EARLY_NORMS if is_early else NORMS
     steps = len(norms)
     _, cache = open_corpus(run)
@@ -342,12 +341,9 @@ def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
         warmup=0,
         clips=norms if run.train.clip is not None else (None,) * steps,
         rule=run.train.rule,
-        ahead=run.stream.ahead,
-        early=run.home.early,
         folder=run.model.path if run.model.init == "pretrained" else None,
         edges=tuple(size.edges[:-1]),
         packs=tuple(size.packs[:-1]),
-        planner=run.switch.planner,
         bucket_bytes=run.switch.bucket,
         ahead_bytes=run.switch.ahead,
         stream_folder=run.stream.folder or scratch,

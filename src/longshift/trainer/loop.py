@@ -115,12 +115,11 @@ def _steps(
 ) -> Iterator[StepMetrics]:
     """The steps of a stage that are left, at most so many. `timeline`: records the first step, for `trace`, and is closed after it."""
     admitted = admit(stage.config, world, run)
-    stage = replace(stage, config=admitted.config)
     tell(admitted.told)
     config = stage.config
     batches, fingerprints = open_data(config, world)
     validator = Validator.of(config, world)
-    start, state, facts = _begin(stage, world, fingerprints, run, resume)
+    start, state, facts = _begin(stage, world, fingerprints, run, resume, admitted.early)
     if validator:
         validator.remember(run, world, stage.begin, start)
     if world.rank == 0 and start == stage.begin:
@@ -191,11 +190,11 @@ def _steps(
                 return
 
 
-def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path, resume: bool) -> tuple[int, State, Facts | None]:
+def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path, resume: bool, early: bool) -> tuple[int, State, Facts | None]:
     """Steps done, the state after them and what is known of it: of the newest checkpoint of `run` where the run is resumed. Its files are
     closed again. What the stage before has left is another model's, of other data, as far as stages differ."""
     if not resume:
-        state = build_state(stage.config, world, run)
+        state = build_state(stage.config, world, run, early=early)
         state.schedule = stage.schedule
         return 0, state, None
     saved = Checkpoint.latest(run, world)
@@ -203,7 +202,7 @@ def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path, re
     left = stage.before if saved.step == stage.begin else None
     data = facts.fingerprints.data if left else fingerprints.data
     expect(facts, left or stage.config, fingerprints.model_copy(update={"data": data}), run, saved)
-    state = build_state(stage.config, world, run, saved, facts)
+    state = build_state(stage.config, world, run, saved, facts, early)
     if wrong := not_finite(state, world):
         raise CheckpointError(f"{saved.folder}: the {wrong} is not finite. {saved.older}")
     state.schedule = stage.schedule
@@ -215,12 +214,14 @@ def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path, re
 UNDOUBLED = "the disk has no room for second places of masters and moments: none is updated before the norm (docs/home.md)"
 
 
-def build_state(config: Config, world: World, folder: Path, saved: Checkpoint | None = None, facts: Facts | None = None) -> State:
+def build_state(
+    config: Config, world: World, folder: Path, saved: Checkpoint | None = None, facts: Facts | None = None, early: bool = True
+) -> State:
     """Home, optimizer and cursor: from a checkpoint and its facts, a model folder or the seed. `folder`: of a home on disk, unless the
-    config names one."""
+    config names one; `early`: whether its units may be updated before the norm."""
     spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
     source = continued(config, saved, precision.home) if saved else initial(config, precision.home)
-    where = config.home.at, config.stream.folder or folder, train.rule, config.home.moments, config.home.early
+    where = config.home.at, config.stream.folder or folder, train.rule, config.home.moments, early
     home = Home.made(spec, home_layout(config.edges), world, precision, source, *where)
     optimizer = Optimizer(home, train.rule)
     state = State(spec, home, optimizer, schedule_of(config), train.clip, LossScale() if precision.scaled else None)
@@ -251,7 +252,6 @@ def build_player(config: Config, world: World, state: State, run: Path) -> Playe
         config.switch.options,
         config.stream.options(run),
         links=agreed(links, world.gather_text),
-        windows=config.window.options,
         compile=config.train.compile,
     )
 

@@ -12,7 +12,7 @@ from longshift.layout.heads import own_heads
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Coord
 from longshift.model.kernel_calls import LONG
-from longshift.program.step import Steps, Windows
+from longshift.program.step import Steps
 from longshift.program.turns import Visit, visit_of
 from longshift.schedule.sequence import token_order
 from longshift.spec.formats import Format
@@ -37,14 +37,13 @@ class StepShape:
     tokens: int
     longest: int
     ahead: int = 1
-    windows: Windows = Windows()  # noqa: RUF009  (frozen)
     home_in: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
     copied: bool = False
     early: bool = True
 
     def steps(self, rank: int) -> Steps:
         formats = self.formats
-        how = formats.compute_bytes, formats.home_bytes, self.windows, self.home_in, formats.moments, formats.packed, formats.wire
+        how = formats.compute_bytes, formats.home_bytes, self.home_in, formats.moments, formats.packed, formats.wire
         return Steps(self.itinerary, rank, *how, doubled=self.early and not formats.scaled)
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool, inside: bool = True) -> Ledger:
