@@ -167,14 +167,12 @@ TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 class SaveConfig(Section):
-    """The run folder; a checkpoint every `every` steps and at the end, of which the newest `keep` stay. `background`: whether training goes
-    on while a checkpoint is written, from a copy of the state in host memory. `trackers`: where the rows of metrics.jsonl go too, under the
-    name `project`."""
+    """The run folder; a checkpoint every `every` steps and at the end, of which the newest `keep` stay. `trackers`: where the rows of
+    metrics.jsonl go too, under the name `project`."""
 
     dir: PathText
     every: Size = 100
     keep: Size = 3
-    background: bool = False
     trackers: tuple[TrackerName, ...] = ()
     project: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "longshift"
 
@@ -311,8 +309,6 @@ class Config(Section):
             raise ValueError("home: auto is chosen with layout: auto; write home: device, host or disk")
         if self.home.moments != "float32" and not self.train.rule.moments:
             raise ValueError(f"home.moments is a format of moments, and {self.train.rule} keeps none: leave it out")
-        if "disk" in self.home.at.named and self.save.background:
-            raise ValueError("save.background copies the training state into memory, and home: disk keeps it out of memory; leave one out")
         return self
 
     @model_validator(mode="after")

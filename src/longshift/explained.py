@@ -125,7 +125,6 @@ def shape_of(config: Config, per_node: int | None = None, cluster: Cluster | Non
         config.train.tokens_per_step,
         config.data.max_len,
         home_in=config.home.at,
-        copied=config.save.background,
     )
 
 

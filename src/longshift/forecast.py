@@ -66,11 +66,11 @@ def _coded_stages(config: Config, asked: AutoLayout, world: int) -> dict[str, tu
 
 
 def _homes(config: Config, cluster: Cluster) -> tuple[HomeTiers, ...]:
-    """Homes that a plan may choose from. On a CPU the host is the device; of what is on disk there is no copy for checkpoints."""
+    """Homes that a plan may choose from. On a CPU the host is the device."""
     found = [HomeTiers()]
     if cluster.device.kind != "cpu":
         found.append(HomeTiers("host"))
-    if cluster.disk is not None and not config.save.background:
+    if cluster.disk is not None:
         found.append(HomeTiers("disk"))
     return tuple(found)
 
@@ -98,7 +98,6 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         fixed=dict(asked.fixed) | _coded_stages(config, asked, world),
         memory_bytes=memory_bytes,
         switch=config.switch.options,
-        copied=config.save.background,
         moments=config.formats.moments,
         packed=config.formats.packed,
         wire=config.formats.wire,

@@ -21,6 +21,7 @@ class RemovedKey(NamedTuple):
 REMOVED = {
     "train.crowded": RemovedKey((False,), "it is a flag of the command line now: longshift train CONFIG --crowded"),
     "home.early": RemovedKey((True,), "units on disk are updated before the norm wherever memory and disk have room: leave it out"),
+    "save.background": RemovedKey((False, True), "checkpoints are written while training goes on wherever memory has room: leave it out"),
     "stream.ahead": RemovedKey((1,), "an object is always fetched one operation ahead: leave it out"),
     "stream.checked": RemovedKey((False,), "longshift check compares what comes back from disk, and a run does not: leave it out"),
     "switch.planner": RemovedKey(("fan_out",), "fan_out always plans: leave it out"),

@@ -33,7 +33,7 @@ data:
   cache: {place}/run/cache-{name}
 train: {{tokens_per_step: 128, steps: {steps}, lr: 1e-3, precision: float32}}
 layout: {layout}
-save: {{dir: {place}/run/{name}, every: 2, keep: 2, background: {background}}}
+save: {{dir: {place}/run/{name}, every: 2, keep: 2}}
 """
 KILL = 0  # in the place of an errno
 CODES = (2, 3, 4, 7)  # the run folder cannot be written at all; the token cache; the run folder later; no room
@@ -75,11 +75,12 @@ class Disk:
         self._count += folder is None
         run = folder or self.place / "run" / f"{self.layout}-{'background-' * self.background}{self._count}"
         file, state, log = (self.place / f"case.{kind}" for kind in ("yaml", "state", "log"))
-        config = CONFIG.format(place=self.place, layout=self.layout, name=run.name, steps=STEPS, background=str(self.background).lower())
+        config = CONFIG.format(place=self.place, layout=self.layout, name=run.name, steps=STEPS)
         file.write_text(config)
         state.write_bytes(bytes(16))
         log.unlink(missing_ok=True)
         names = {"UNDER": self.place / "run", "STATE": state, "LOG": log, "AT": at, "HOW": how}
+        names |= {} if self.background else {"AT_ONCE": 1}
         ended = self.launches.run(["train", str(file), "--resume=auto"], {f"FAULTS_{name}": str(value) for name, value in names.items()})
         rows = [line.split(" ", 3) for line in log.read_text().splitlines()]
         return run, ended, [Operation(row[2], row[3]) for row in rows]

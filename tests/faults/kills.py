@@ -106,7 +106,7 @@ class Killed:
 
     def _start(self, run: Path, meanwhile: Callable[[], object] = lambda: None) -> Ended:
         file = self.place / f"{run.name}.yaml"
-        file.write_text(CONFIG.format(place=self.place, layout=LAYOUTS[self.name], name=run.name, steps=STEPS, background="false"))
+        file.write_text(CONFIG.format(place=self.place, layout=LAYOUTS[self.name], name=run.name, steps=STEPS))
         return self.launches.run(["train", str(file), "--resume=auto"], {}, DEADLINE_S, meanwhile)
 
     def _folder(self, name: str) -> Path:

@@ -33,7 +33,7 @@ class Ended:
 def launched(place: Path, name: str, after_s: float, number: int, layout: str = "dp2") -> Ended:
     """`longshift train` in a run folder of this name, sent signal `number` after so many seconds."""
     config, mark = place / f"{name}.yaml", f"{os.getpid()}-{name}"
-    config.write_text(CONFIG.format(place=place, layout=layout, name=name, steps=10**6, background="false"))
+    config.write_text(CONFIG.format(place=place, layout=layout, name=name, steps=10**6))
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has started this in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with (place / f"{name}.err").open("w+") as err:
@@ -81,7 +81,7 @@ def frozen(place: Path, rank: int, allowed_s: float) -> tuple[Ended, int]:
     """`longshift train` whose rank `rank` is stopped (SIGSTOP) after two steps; and that rank's process id."""
     name = f"frozen-{rank}"
     config, mark, metrics = place / f"{name}.yaml", f"{os.getpid()}-{name}", place / "run" / name / "metrics.jsonl"
-    config.write_text(CONFIG.format(place=place, layout="dp2", name=name, steps=10**6, background="false"))
+    config.write_text(CONFIG.format(place=place, layout="dp2", name=name, steps=10**6))
     command = [sys.executable, "-m", "longshift.cli", "train", str(config), f"train.stall_timeout={allowed_s}"]
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | {MARK: mark}, start_new_session=True

@@ -25,7 +25,7 @@ from longshift.config_file import parse_config
 from longshift.dist.world import World
 from longshift.documents import tokens
 from longshift.documents.tokenizer import train as train_tokenizer
-from longshift.errors import CheckpointError, LongshiftError, NonFiniteError
+from longshift.errors import CheckpointError, LongshiftError, NonFiniteError, OutOfMemoryError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
@@ -33,6 +33,7 @@ from longshift.model.kernels import FLASH
 from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
 from longshift.state import checkpoint
+from longshift.state import saver as saver_module
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Home, fill
 from longshift.state.optimizer import Optimizer
@@ -337,6 +338,15 @@ def copied(world: World, layout: str) -> list[int]:
     """Bytes of this rank's copy of a state, and what the ledger says of it."""
     state, player = build(TRIAL, parse_layouts(layout), world)
     return [StateCopy(state.optimizer).nbytes, saved_bytes(player.steps)]
+
+
+def save_without_a_copy(world: World, run: str, rank: int) -> list[bool]:
+    """Save when only one rank gets no memory for a copy. Whether the checkpoint is whole at once, and whether the saver tries again."""
+    state, _ = build(TRIAL, [Layout.parse("dp2.z1")], world)
+    saver = Saver(Path(run), world, 3, background=True)
+    with patch.object(saver_module, "StateCopy", side_effect=OutOfMemoryError("no memory") if world.rank == rank else StateCopy):
+        saver.save(1, state.optimizer, {}, None, last=False)
+    return [Path(run, "LATEST").exists(), saver.background]
 
 
 def run_in_the_background(world: World, config: str, limit_bytes: int | None = None, bad_step: int | None = None) -> dict[str, Any]:

@@ -651,7 +651,7 @@ def test_the_copy_has_the_bytes_that_the_ledger_counts(call, layout):
 def test_training_goes_on_while_checkpoints_are_written(call, place, tmp_path, layout, precision):
     text = {name: config(place, tmp_path / name, layout, precision, steps=7, every=3) for name in ("at-once", "meanwhile")}
     train(call, text["at-once"])
-    meanwhile = text["meanwhile"].replace("every: 3", "every: 3, background: true")
+    meanwhile = text["meanwhile"]
     answers = call(Layout.parse(layout).world, "run_in_the_background", config=meanwhile)
     assert all(answer["told"] == list(range(1, 8)) and not answer["fault"] for answer in answers)
     assert all({4, 7} <= set(answer["under_way"]) for answer in answers)  # a save had not been waited for when these ended
@@ -659,8 +659,12 @@ def test_training_goes_on_while_checkpoints_are_written(call, place, tmp_path, l
     assert hidden(tmp_path / "meanwhile") == []
 
 
+def test_without_memory_for_a_copy_on_one_rank_all_save_at_once(call, tmp_path):
+    assert call(2, "save_without_a_copy", run=str(tmp_path), rank=1) == [[True, False]] * 2
+
+
 def test_a_disk_that_is_full_ends_the_run_as_it_would_at_once(call, place, tmp_path):
-    text = config(place, tmp_path / "run", "dp2.z3", steps=7, every=3).replace("every: 3", "every: 3, background: true")
+    text = config(place, tmp_path / "run", "dp2.z3", steps=7, every=3)
     for answer in call(2, "run_in_the_background", config=text, limit_bytes=4096):
         assert answer["fault"].startswith(
             f"CheckpointError: checkpoint {tmp_path}/run/checkpoints/step-3 cannot be written; the ones before"
@@ -672,7 +676,7 @@ def test_a_disk_that_is_full_ends_the_run_as_it_would_at_once(call, place, tmp_p
 
 
 def test_a_loss_that_is_not_finite_leaves_the_checkpoint_that_was_under_way(call, place, tmp_path):
-    text = config(place, tmp_path / "run", "dp2.z3", steps=7, every=3).replace("every: 3", "every: 3, background: true")
+    text = config(place, tmp_path / "run", "dp2.z3", steps=7, every=3)
     for answer in call(2, "run_in_the_background", config=text, bad_step=4):
         assert answer["fault"].startswith("NonFiniteError: step 4: loss nan")
         assert answer["told"] == [1, 2, 3]

@@ -546,7 +546,7 @@ def test_packed_moments_are_saved_resumed_and_converted_with_a_word(place, longs
     kinds = {"master", "exp_avg", "exp_avg_sq"} | ({"exp_avg.scale", "exp_avg_sq.scale"} if format == "float8" else set())
     assert {key.split("|")[0] for key in whole} == kinds
     assert {value.dtype for key, value in whole.items() if key.startswith("exp_avg|")} == {DTYPES[format]}
-    assert longshift(f"train run.yaml {packed} save.background=true")[0] == 0
+    assert longshift(f"train run.yaml {packed}")[0] == 0
     (place / "run/LATEST").write_text("step-1\n")
     code, _, err = longshift("train run/config.yaml --resume")
     assert (code, "moments were" in err) == (0, False)

@@ -34,6 +34,7 @@ from longshift.trainer.loop import build_state
 from longshift.trainer.metrics import Display, GroupMetrics, StepMetrics, describe, fitted
 from longshift.trainer.plan_file import PlanFile
 from longshift.trainer.run_folder import RunFolder
+from longshift.weigh.held_home import saved_bytes
 from longshift.weigh.needs import most, needs
 
 CONFIG = """\
@@ -241,6 +242,22 @@ def test_where_memory_is_short_no_unit_is_updated_before_the_norm(place):
     assert [(home.doubled, home.no_room) for home in homes] == [(True, False), (False, False)]
     for home in homes:
         home.close()
+
+
+def test_checkpoints_are_written_in_the_background_where_memory_has_room_for_two_copies(place):
+    """Both in what a rank may have and in what is free; a run without that room is admitted all the same."""
+    run, world = parse_config(CONFIG.format(place=place, layout="dp1")), World.alone()
+    shape = shape_of(run)
+    need, copy = most(needs(shape, run.edges, "gloo", True)).of("device"), saved_bytes(shape.steps(0))
+    assert copy == 12 * run.spec.parameters
+    enough, large = need + 2 * copy, 1 << 60
+    for room, free, background in ((enough, enough, True), (enough - 1, large, False), (large, enough - 1, False), (need, large, False)):
+        with patch.object(admission, "_room", return_value=(room, 0)), patch.object(admission, "host_memory", return_value=(large, free)):
+            admitted = admit(run, world, place)
+        assert admitted.background == background
+        assert ("has no room, so training waits while a checkpoint is written" in admitted.told) != background
+    on_disk = admit(parse_config(CONFIG.format(place=place, layout="dp1"), ["home=disk"]), world, place)
+    assert (on_disk.background, "no room" in on_disk.told) == (False, False)
 
 
 def test_no_terminal_has_lines_and_json_alone(place, capsys):

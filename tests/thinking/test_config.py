@@ -249,12 +249,10 @@ def test_groups_of_lengths_read_back():
         (["home={device: 8G}"], "home.at: say where the rest lies, as in host: rest"),
         (["home={device: rest, host: 8G}"], "home.at: the rest goes to the last of device, host: write host: rest"),
         (["home={device: much, host: rest}"], "home.at: device: 'much' is not a whole number"),
-        (["home={device: 8G, disk: rest}", "save.background=true"], "save.background copies the training state into memory"),
         (["layout=auto", "home={device: 8G, host: auto}"], "home.at: say where the rest lies, as in disk: rest"),
         (["home=auto"], "home: auto is chosen with layout: auto; write home: device, host or disk"),
         (["home.at=disk", "home.moments=int8"], "home.moments: 'int8' is not one of float32, bf16, float8"),
         (["home.moments=float8", "train.optimizer=sgd", "train.momentum=0"], "home.moments is a format of moments, and SGD keeps none"),
-        (["home=disk", "save.background=true"], "save.background copies the training state into memory"),
     ],
 )
 def test_where_the_training_state_cannot_lie(changes, fault):

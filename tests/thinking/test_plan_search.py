@@ -416,7 +416,8 @@ def test_plan_makes_all_updates_late_where_early_ones_have_no_room():
     machine = replace(cluster("1xh100"), disk=Disk(1e12, 2e9, 2e9))
     asked = Task(preset("llama-3-8b"), machine, lengths, 1 << 15, "bf16", 1, home=HomeTiers("disk"))
     edges = (Edge(4096, Layout.parse("vertical.recompute-full")),)
-    early, late = (Replay(replace(asked, early=early)) for early in (True, False))
+    early, late = Replay(asked), Replay(asked)
+    late.late.add(edges)
     needs = [one.weigh(edges)[0]["disk"] for one in (early, late)]
     assert needs[1] < needs[0]
     tight = Replay(replace(asked, cluster=replace(asked.cluster, disk=Disk(sum(needs) / 2, 2e9, 2e9))))

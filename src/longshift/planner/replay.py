@@ -36,7 +36,7 @@ PACE_S = 5.0  # between two reports of progress
 @dataclass(frozen=True)
 class Task:
     """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
-    it may have; `memory_bytes`: of a device; `copied`: whether checkpoints are written from a copy of the state;
+    it may have; `memory_bytes`: of a device;
     `moments`: how many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels; `compile`: of
     `train.compile`; `home`: where the training state lies; `homes`: those that are compared, none where it is given."""
 
@@ -49,7 +49,6 @@ class Task:
     fixed: Mapping[str, Sequence[int]] = field(default_factory=dict)
     memory_bytes: float | None = None
     switch: SwitchOptions = SwitchOptions()  # noqa: RUF009  (frozen)
-    copied: bool = False
     moments: int = 2
     packed: MomentFormat = "float32"
     wire: Wire = Wire()  # noqa: RUF009  (frozen)
@@ -142,7 +141,6 @@ class Replay:
             task.tokens_per_step,
             task.longest,
             home_in=task.home,
-            copied=task.copied,
             early=edges not in self.late,
         )
 

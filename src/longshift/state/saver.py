@@ -1,4 +1,4 @@
-"""When the checkpoints of a run are written: at once, or in the background from a copy of the state.
+"""When the checkpoints of a run are written: in the background from a copy of the state where memory has room for one, else at once.
 
     this thread   │ step 2 │ copy │ step 3        │ step 4 │ finish 2, copy │ step 5 ...
     another                       │ files of step 2 │                       │ files of step 4
@@ -18,8 +18,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from longshift.dist.memory import lacks_memory
 from longshift.dist.world import World
-from longshift.errors import CheckpointError, NonFiniteError
+from longshift.errors import CheckpointError, NonFiniteError, OutOfMemoryError
 from longshift.layout.box import Box
 from longshift.state.checkpoint import Unfinished, save
 from longshift.state.optimizer import Optimizer
@@ -76,12 +77,25 @@ class Saver:
         """Save `step`, when the checkpoint before it is whole; at once where it is the last. The arguments, and what is raised, are those
         of `checkpoint.save`."""
         self.finish()
-        if last or not self.background:
+        if not last and self.background and self._copy is None:
+            self._copy = self._allocate(optimizer)
+            self.background = self._copy is not None
+        if last or self._copy is None:
             save(self.run, step, optimizer.state(), facts, self.world, self.keep, best)
             return
-        self._copy = self._copy or StateCopy(optimizer)
         self._under_way = Unfinished(self.run, step, facts, self.world, self.keep, best)
         self._under_way.write(self._copy.filled())
+
+    def _allocate(self, optimizer: Optimizer) -> StateCopy | None:
+        """Memory for a copy of the state; None where some rank gets none."""
+        copy, fault = None, ""
+        try:
+            copy = StateCopy(optimizer)
+        except (OutOfMemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not lacks_memory(error):
+                raise
+            fault = str(error)
+        return None if any(self.world.gather_text(fault)) else copy
 
     def finish(self) -> None:
         """Have the checkpoint that is being written take its place, if there is one. Raises CheckpointError where a rank could not

@@ -20,17 +20,19 @@ from longshift.weigh.held_home import saved_bytes
 from longshift.weigh.needs import Need, StepShape, most, needs
 from longshift.weigh.recorder import Transport
 
-COPY = "copy for checkpoints"
+COPY_ROOM = 2  # copies of the state that must have room where one is made: as much again stays free for other programs and cached files
 CONTROL_GROUPS = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True)
 class Admitted:
     """`told`: what the rank that needs most needs, and what there is for it, in a sentence; `early`: whether units on disk may be updated
-    before the norm."""
+    before the norm; `background`: whether memory has room for a copy of the state, from which checkpoints are written while training goes
+    on."""
 
     told: str
     early: bool
+    background: bool
 
 
 def admit(config: Config, world: World, run: Path) -> Admitted:
@@ -40,60 +42,68 @@ def admit(config: Config, world: World, run: Path) -> Admitted:
     cpu = world.device.type == "cpu"
     transport: Transport = "gloo" if cpu else "nccl"
 
-    def weighed(early: bool) -> tuple[tuple[Need, ...], str | None]:
-        shape = replace(shape_of(config, world.per_node), early=early)
+    def weighed(shape: StepShape) -> tuple[tuple[Need, ...], dict[str, dict[str, int]], str | None]:
         whole = needs(shape, config.edges, transport, cpu)
-        return whole, next(_lacking(config, world, run, room, process, shape, whole), None)
+        waiting = _waiting(config, shape, whole, transport, cpu)
+        return whole, waiting, next(_lacking(config, world, run, room, process, whole, waiting), None)
 
-    early = True
-    whole, fault = weighed(early)
-    if "disk" in config.home.at.named and any(world.gather_text(fault or "")):
-        early = False
-        whole, fault = weighed(early)
+    shape, is_on_disk = shape_of(config, world.per_node), "disk" in config.home.at.named
+    whole, waiting, fault = weighed(shape)
+    if is_on_disk and any(world.gather_text(fault or "")):
+        shape = replace(shape, early=False)
+        whole, waiting, fault = weighed(shape)
     world.agree(OutOfMemoryError(fault) if fault else None)
+
+    copy_bytes = max(saved_bytes(shape.steps(need.rank)) for need in whole)
+    host_bytes = COPY_ROOM * copy_bytes + (most(whole).device.total if cpu else sum(waiting["host"].values()))
+    lacks_room = host_bytes * world.per_node > host_memory()[1] or (cpu and host_bytes + process > room)
+    background = not is_on_disk and not any(world.gather_text("lacks room" * lacks_room))
+
     need, wait = most(whole), {"host": "in host memory", "disk": "on disk"}
     told = f"at most {_gib(need.device.total)} of tensors, on rank {need.rank}, and {_gib(process)} of the process"
-    waiting = {place: most(whole, place).of(place) for place in wait}
-    told += f"; a rank may have {_gib(room)}" + "".join(f"; {_gib(size)} lie {wait[place]}" for place, size in waiting.items() if size)
-    return Admitted(told + "; updates before the norm have no room" * (not early), early)
+    peaks = {place: most(whole, place).of(place) for place in wait}
+    told += f"; a rank may have {_gib(room)}" + "".join(f"; {_gib(size)} lie {wait[place]}" for place, size in peaks.items() if size)
+    if not background and not is_on_disk:
+        told += f"; a copy of the state, {_gib(copy_bytes)}, has no room, so training waits while a checkpoint is written"
+    return Admitted(told + "; updates before the norm have no room" * (not shape.early), shape.early, background)
 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def _lacking(config: Config, world: World, run: Path, room: int, process: int, shape: StepShape, whole: Sequence[Need]) -> Iterator[str]:
-    """What has no room on this rank, place by place, with the arithmetic. `whole`: the needs of the largest step of this shape."""
-    cpu = world.device.type == "cpu"
-    transport: Transport = "gloo" if cpu else "nccl"
+def _lacking(
+    config: Config, world: World, run: Path, room: int, process: int, whole: Sequence[Need], waiting: dict[str, dict[str, int]]
+) -> Iterator[str]:
+    """What has no room on this rank, place by place, with the arithmetic. `whole`: the needs of the largest step."""
     need = most(whole)
     if need.device.total + process > room:
         alive = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in need.device.alive[:6])
         yield (
             f"rank {need.rank} needs {need.device.total / 2**30:.2f} GiB for tensors, in {need.device.op} ({alive}), besides "
             f"{process / 2**30:.2f} GiB that the process has, and there are {room / 2**30:.2f} GiB for it; "
-            f"{'save.background=false, ' if shape.copied and cpu else ''}recompute-full, more tp, u or ring, z3, chunks, a smaller upto, "
-            "pack or train.pack_tokens take less"
+            "recompute-full, more tp, u or ring, z3, chunks, a smaller upto, pack or train.pack_tokens take less"
         )
-    waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
-    copy = max(saved_bytes(shape.steps(need.rank)) for need in whole) if shape.copied and not cpu else 0
-    copies = {"host": copy, "disk": 0}
-    alone = replace(shape, home_in=HomeTiers(), copied=False)
-    for edge in config.edges:
-        place = edge.use.offload
-        if place == "disk" or (place == "host" and not cpu):
-            same = len(config.edges) == 1 and config.home.at == HomeTiers() and not shape.copied
-            waiting[place][str(edge.use)] = most(whole if same else needs(alone, [edge], transport, cpu), place).of(place)
-    for place, known in waiting.items():
-        if state := max(0, most(whole, place).of(place) - copies[place] - max(known.values(), default=0)):
-            known["the training state"] = state
-        if copies[place]:
-            known[COPY] = copies[place]
     if waiting["disk"]:
         folder = config.stream.options(run).folder
         yield from _crowded(waiting["disk"], world.per_node, shutil.disk_usage(folder).free, f"{folder} has", "another stream.folder")
     if waiting["host"]:
-        yield from _crowded(waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk, save.background=false")
+        yield from _crowded(waiting["host"], world.per_node, host_memory()[1], "this machine's memory has", "disk")
+
+
+def _waiting(config: Config, shape: StepShape, whole: Sequence[Need], transport: Transport, cpu: bool) -> dict[str, dict[str, int]]:
+    """Bytes that a rank keeps in host memory and on disk, by layout; each group's tier is kept while others run."""
+    waiting: dict[str, dict[str, int]] = {"host": {}, "disk": {}}
+    alone = replace(shape, home_in=HomeTiers())
+    for edge in config.edges:
+        place = edge.use.offload
+        if place == "disk" or (place == "host" and not cpu):
+            same = len(config.edges) == 1 and config.home.at == HomeTiers()
+            waiting[place][str(edge.use)] = most(whole if same else needs(alone, [edge], transport, cpu), place).of(place)
+    for place, known in waiting.items():
+        if state := max(0, most(whole, place).of(place) - max(known.values(), default=0)):
+            known["the training state"] = state
+    return waiting
 
 
 def _crowded(waiting: dict[str, int], ranks: int, free: int, where: str, instead: str) -> Iterator[str]:

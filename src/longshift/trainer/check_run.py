@@ -204,7 +204,6 @@ def not_exercised(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]]) -
         (True, "train.lr, train.warmup, train.schedule (a short cosine of its own)"),
         (bool(run.model.lora and run.model.lora.init_from), "model.lora.init_from (adapters are drawn)"),
         (run.data.valid is not None or run.data.held_out is not None, "validation"),
-        (run.save.background, "save.background"),
     ]
     found = [line for there, line in lines if there]
     for number, (config, ways) in enumerate(stages, 1):

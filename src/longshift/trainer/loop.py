@@ -141,7 +141,7 @@ def _steps(
         player.record(recorder)
         timeline.watch(player)
     last = config.train.steps if most is None else min(config.train.steps, start + most)
-    saver = Saver(run, world, config.save.keep, config.save.background)
+    saver = Saver(run, world, config.save.keep, admitted.background)
     with closing(state.home), closing(Ahead(batches, player)) as ahead, saver:
         for step in range(start + 1, last + 1):
             began = world.now()

@@ -20,11 +20,11 @@ def saved_bytes(steps: Steps) -> int:
 
 
 class HeldHome:
-    """The training state of a rank. Mutable. `copied`: whether checkpoints are written from a copy; `shards`, `frozen`: unit and elements
+    """The training state of a rank. Mutable. `shards`, `frozen`: unit and elements
     of each bucket that is trained, and that is not; `packed`: bytes of the moments of each that is trained, as they are between updates;
     by unit `scales`, their bytes, and `at_once`, how many elements are packed at one time."""
 
-    def __init__(self, account: Account, steps: Steps, copied: bool):
+    def __init__(self, account: Account, steps: Steps):
         self.account, self.steps = account, steps
         (self.weight_bytes, self.sum_bytes), self.moments = steps.bytes, steps.moments
         mine, each = steps.buckets, steps.state_bytes
@@ -61,8 +61,6 @@ class HeldHome:
         slots = 0 if account.host_is_device else slots_in(steps.home_tiers, mine, steps.rank, self.weight_bytes)
         if slots:
             self.state.append(account.held("pinned slots", (slots + SLOTS) * SLOT_BYTES, "host"))
-        if copied:
-            self.state.append(account.held("copy for checkpoints", saved_bytes(steps), account.host))
         self.here: dict[tuple[str, int], list[Held]] = {}  # parts of units on disk that are in memory too
 
     def total(self, op: Op) -> None:

@@ -37,8 +37,7 @@ class Weighed:
 
 
 class Ledger:
-    """Plays programs of one rank on bytes. The arguments are those of `Account`; `copied`: whether checkpoints are written from a copy.
-    Mutable."""
+    """Plays programs of one rank on bytes. The arguments are those of `Account`. Mutable."""
 
     def __init__(
         self,
@@ -47,7 +46,6 @@ class Ledger:
         same_format: bool,
         host_is_device: bool,
         ahead: int = 1,
-        copied: bool = False,
         float8: bool = False,
         inside: bool = True,
     ):
@@ -55,7 +53,7 @@ class Ledger:
         how = transport, same_format, host_is_device, ahead, steps.home_tiers
         self.account = Account(steps.rank, home, *steps.bytes, *how, wire=steps.wire, float8=float8, inside=inside)
         self.book = self.account.book
-        self.home = HeldHome(self.account, steps, copied)
+        self.home = HeldHome(self.account, steps)
         self.copies: dict[Cut, HeldCopies] = {}
         self.runners: dict[Layout, HeldPacks] = {}
         for layout, view in steps.views.items():

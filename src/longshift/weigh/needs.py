@@ -28,7 +28,7 @@ from longshift.workload.groups import Edge
 @dataclass(frozen=True, eq=False)
 class StepShape:
     """What of a run decides how large its steps are. `tokens`: of a step, at least; `longest`: document, in tokens; `ahead`: of streams;
-    `home_in`: where the training state lies; `copied`: whether checkpoints are written from a copy of it; `early`: whether units on disk
+    `home_in`: where the training state lies; `early`: whether units on disk
     may be updated before the norm."""
 
     itinerary: Itinerary
@@ -38,7 +38,6 @@ class StepShape:
     longest: int
     ahead: int = 1
     home_in: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
-    copied: bool = False
     early: bool = True
 
     def steps(self, rank: int) -> Steps:
@@ -48,7 +47,7 @@ class StepShape:
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool, inside: bool = True) -> Ledger:
         same = self.formats.compute == self.formats.home
-        return Ledger(self.steps(rank), transport, same, host_is_device, self.ahead, self.copied, self.formats.float8, inside)
+        return Ledger(self.steps(rank), transport, same, host_is_device, self.ahead, self.formats.float8, inside)
 
     def heaviest_pack(self, edge: Edge, rank: int, transport: Transport) -> Pack:
         """Lengths of the documents of a group's full pack with which a rank needs most: the longest; or on a GPU those just below, which
