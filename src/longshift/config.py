@@ -38,7 +38,7 @@ from longshift.config_parts import (
     Seconds,
     Section,
     Size,
-    Source,
+    TrainSource,
     layout_out,
     some_sources,
 )
@@ -67,7 +67,7 @@ class StageConfig(Section):
 
     steps: Size
     max_len: Annotated[Size, Field(ge=2)] | None = None
-    data: Annotated[tuple[Source, ...], BeforeValidator(some_sources)] | None = None
+    data: Annotated[tuple[TrainSource, ...], BeforeValidator(some_sources)] | None = None
     overlong: Overlong | None = None
     tokens_per_step: Size | None = None
     pack_tokens: Size | None = None

@@ -1,6 +1,7 @@
 """The parts of a config that say what is trained on what: values as they are written, the model, the data."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -151,55 +152,76 @@ class ModelConfig(Section):
         return partly_trained(base, self.lora.adapters if self.lora else None, self.freeze)
 
 
+@dataclass(frozen=True)
+class DocumentFormat:
+    """What makes a document: a `text`; a conversation, in `messages`; or a `prompt` and its completion, two texts or two lists of messages.
+    `fields`: names of the fields of a record that hold it. A text may have none: it is the field `text` of a record, or a whole file."""
+
+    kind: Literal["text", "messages", "prompt"] = "text"
+    fields: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, value: object) -> "DocumentFormat":
+        """The format that a config names, by a word or by its fields. Raises ValueError."""
+        if isinstance(value, DocumentFormat):
+            return value
+        if value == "text":
+            return cls()
+        if value == "messages":
+            return cls("messages", ("messages",))
+        given = value if isinstance(value, Mapping) and all(name and isinstance(name, str) for name in value.values()) else {}
+        for keys in (("text",), ("messages",), ("prompt", "completion")):
+            if given.keys() == set(keys):
+                return cls(keys[0], tuple(given[key] for key in keys))
+        if given.keys() in ({"prompt"}, {"completion"}):
+            raise ValueError("prompt and completion belong together, as in {prompt: question, completion: answer}")
+        raise ValueError("text or messages, or names of fields: {text: body}, {messages: chat} or {prompt: question, completion: answer}")
+
+    def to_json(self) -> str | dict[str, str]:
+        keys = (self.kind, "completion") if self.kind == "prompt" else (self.kind,)
+        return dict(zip(keys, self.fields)) if self.fields else self.kind
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens are no targets."""
+        return self.kind != "text"
+
+
 class Source(Section):
-    """Where documents come from. `path` is a file, a folder or a pattern. `text` names the field that holds the text, 'text' where no
-    field is named; `messages`, the one that holds a conversation; `prompt` and `completion`, two texts, or lists of messages, of which the
-    second is learned. `learn`: the turns of a conversation that are targets. `epochs`: how many times the source is read while others are
-    read once; `weight`: its share of the tokens, which every source has or none."""
+    """Where documents come from. `path` is a file, a folder or a pattern. `format`: what makes a document, `text` where it is not given,
+    `messages`, or names of fields, as in {text: body} or {prompt: question, completion: answer}. `learn`: the turns of a conversation that
+    are targets."""
 
     path: PathText | None = None
     corpus: Literal["python"] | None = None
-    text: str | None = None
-    messages: str | None = None
-    prompt: str | None = None
-    completion: str | None = None
+    format: Annotated[DocumentFormat, PlainValidator(DocumentFormat.parse), PlainSerializer(DocumentFormat.to_json)] = DocumentFormat()
     learn: Learn = "assistant"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Source":
+        if (self.path is None) == (self.corpus is None):
+            raise ValueError("name exactly one of path and corpus, as in {path: books/*.parquet} or {corpus: python}")
+        if self.corpus is not None and self.format != DocumentFormat():
+            raise ValueError("format is of files that path names: leave it out for a corpus")
+        if self.learn != "assistant" and not self.format.is_masked:
+            raise ValueError("learn is for messages, or prompt and completion; every token of a text is learned")
+        if self.learn == "last" and self.format.kind == "prompt":
+            raise ValueError("learn: last is for messages; of prompt and completion, the completion is learned")
+        return self
+
+
+class TrainSource(Source):
+    """A source that is trained on. `epochs`: how many times it is read while others are read once; `weight`: its share of the tokens, which
+    every source has or none."""
+
     epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
     weight: Annotated[Number, Field(gt=0, le=1e6)] | None = None
 
     @model_validator(mode="after")
-    def _one_of(self) -> "Source":
-        if (self.path is None) == (self.corpus is None):
-            raise ValueError("name exactly one of path and corpus, as in {path: books/*.parquet, text: text} or {corpus: python}")
-        if (self.prompt is None) != (self.completion is None):
-            raise ValueError("prompt and completion belong together, as in {path: pairs.jsonl, prompt: prompt, completion: completion}")
-        given = (self.text is not None) + (self.messages is not None) + (self.prompt is not None)
-        if given > (self.corpus is None):
-            raise ValueError("name one of text, messages, or prompt with completion, and none of them for a corpus")
-        if self.learn != "assistant" and not self.masked:
-            raise ValueError("learn is for messages, or prompt and completion; every token of a text is learned")
-        if self.learn == "last" and self.prompt is not None:
-            raise ValueError("learn: last is for messages; of prompt and completion, the completion is learned")
+    def _epochs_or_weight(self) -> "TrainSource":
         if self.epochs is not None and self.weight is not None:
             raise ValueError("name one of epochs and weight")
         return self
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of the fields that make a document."""
-        if self.prompt is not None and self.completion is not None:
-            return self.prompt, self.completion
-        return (self.messages or self.text or "text",)
-
-    @property
-    def names_field(self) -> bool:
-        """Whether the source says which field to read, so that it holds records."""
-        return any(name is not None for name in (self.text, self.messages, self.prompt))
-
-    @property
-    def masked(self) -> bool:
-        """Whether some tokens are no targets."""
-        return self.messages is not None or self.prompt is not None
 
 
 class DataConfig(Section):
@@ -207,7 +229,7 @@ class DataConfig(Section):
     must be given as soon as there is one. `template`: a chat template, the tokenizer's own where not given. `cache` is where tokens and the
     project's tokenizer are kept."""
 
-    train: Annotated[tuple[Source, ...], BeforeValidator(some_sources)]
+    train: Annotated[tuple[TrainSource, ...], BeforeValidator(some_sources)]
     tokenizer: PathText | None = None
     template: PathText | None = None
     valid: Annotated[tuple[Source, ...], BeforeValidator(some_sources)] | None = None

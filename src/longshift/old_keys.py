@@ -5,7 +5,7 @@ as it is read                          train: {stall_timeout: 45.0}             
 what is said                           switch.planner was 'algorithm1' in the run: fan_out always plans
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 RENAMED = {"train.frozen": "train.stall_timeout"}
@@ -20,12 +20,21 @@ class RemovedKey(NamedTuple):
 
 REMOVED = {
     "train.crowded": RemovedKey((False,), "it is a flag of the command line now: longshift train CONFIG --crowded"),
+    "data.valid.epochs": RemovedKey((None,), "what is validated on is read once: leave it out"),
+    "data.valid.weight": RemovedKey((None,), "what is validated on is read once: leave it out"),
     "home.early": RemovedKey((True,), "units on disk are updated before the norm wherever memory and disk have room: leave it out"),
     "save.background": RemovedKey((False, True), "checkpoints are written while training goes on wherever memory has room: leave it out"),
     "stream.ahead": RemovedKey((1,), "an object is always fetched one operation ahead: leave it out"),
     "stream.checked": RemovedKey((False,), "longshift check compares what comes back from disk, and a run does not: leave it out"),
     "switch.planner": RemovedKey(("fan_out",), "fan_out always plans: leave it out"),
     "window": RemovedKey(({"gather": None, "reduce": None},), "as many bytes as the largest block's are always under way: leave it out"),
+}
+SOURCES = "data.train", "data.valid", "train.stages.data"
+FORMATS = {  # keys that a source had, which named fields, and its format now
+    "text": "text: body",
+    "messages": "messages: chat",
+    "prompt": "prompt: question, completion: answer",
+    "completion": "prompt: question, completion: answer",
 }
 
 
@@ -34,7 +43,10 @@ def hint(path: tuple[str | int, ...]) -> str:
     key = ".".join(name for name in path if isinstance(name, str))
     if key in RENAMED:
         return f"; it is {RENAMED[key]} now"
-    return f"; {REMOVED[key].instead}" if key in REMOVED else ""
+    if key in REMOVED:
+        return f"; {REMOVED[key].instead}"
+    above, _, name = key.rpartition(".")
+    return f"; it is format now, as in format: {{{FORMATS[name]}}}" if above in SOURCES and name in FORMATS else ""
 
 
 def translate(values: dict[str, Any]) -> Iterator[str]:
@@ -47,11 +59,28 @@ def translate(values: dict[str, Any]) -> Iterator[str]:
         for value in _take(values, key):
             if value not in removed.defaults:
                 yield f"{key} was {value!r} in the run: {removed.instead}"
+    for path in SOURCES:
+        for source in _mappings(values, path.split(".")):
+            fields = {name: source.pop(name) for name in FORMATS if name in source}
+            if fields := {name: field for name, field in fields.items() if field is not None}:
+                source["format"] = fields
 
 
 def _take(values: dict[str, Any], key: str) -> Iterator[Any]:
-    """Remove a key. Yields its value, where it is there."""
-    section, _, name = key.rpartition(".")
-    keys = values.get(section) if section else values
-    if isinstance(keys, dict) and name in keys:
-        yield keys.pop(name)
+    """Remove a key. Yields its value, wherever it is there."""
+    *path, name = key.split(".")
+    for section in _mappings(values, path):
+        if name in section:
+            yield section.pop(name)
+
+
+def _mappings(value: Any, path: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The mapping under a path of keys; each of a list of them."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _mappings(item, path)
+    elif isinstance(value, dict):
+        if path:
+            yield from _mappings(value.get(path[0]), path[1:])
+        else:
+            yield value

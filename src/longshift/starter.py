@@ -21,7 +21,7 @@ TEMPLATE = """\
 
 data:
   train:{sources}
-  # - {{path: "books/*.jsonl", text: text}}  files (jsonl, parquet, txt; books/**/*: all under a folder), or a saved Hugging Face dataset
+  # - {{path: "books/*.jsonl"}}              files (jsonl, parquet, txt; books/**/*: all under a folder), or a saved Hugging Face dataset
   # - {{corpus: python}}                   the sources of the installed standard library
   {tokenizer}
   max_len: {max_len}                            # longest document, in tokens

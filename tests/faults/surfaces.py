@@ -21,7 +21,7 @@ import torch
 from fuzz import ODD_TEXT, Case, Silent, odd_json, spoil_bytes, spoil_mapping
 
 from longshift.config_file import parse_config
-from longshift.config_parts import Source
+from longshift.config_parts import DocumentFormat, Source
 from longshift.documents import tokenizer, tokens
 from longshift.documents.template_process import TemplateProcess
 from longshift.documents.tokenizer import Tokenizer
@@ -149,7 +149,7 @@ def tokenizer_folder(random_: random.Random, place: Path) -> None:
     found = tokenizer.load(place)
     found.encode(["def f(x):\n    return x", "漢字 🙂", " "])
     (place / "a.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
-    tokens.build([Source(path=str(place / "a.jsonl"), messages="messages")], found, place / "cache")
+    tokens.build([Source(path=str(place / "a.jsonl"), format=DocumentFormat("messages", ("messages",)))], found, place / "cache")
 
 
 def json_lines(random_: random.Random, place: Path) -> None:
@@ -164,7 +164,7 @@ def json_lines(random_: random.Random, place: Path) -> None:
         lines.append(json.dumps(spoil_mapping(random_, record)))
     data = ("\n".join(lines) + "\n").encode()
     (place / "a.jsonl").write_bytes(spoil_bytes(random_, data) if random_.random() < 0.4 else data)
-    how = {"messages": "messages", "learn": random_.choice(["assistant", "last", "all"])} if chat else {}
+    how = {"format": "messages", "learn": random_.choice(["assistant", "last", "all"])} if chat else {}
     tokens.build([Source(path=str(place / "a.jsonl"), **how)], _good(), place / "cache")
 
 
@@ -252,7 +252,7 @@ def tables(random_: random.Random, place: Path) -> None:
         place / f"a{suffix if random_.random() < 0.8 else random_.choice([*made, '.arrow', '.parquet', ''])}{random_.choice(('', '.gz'))}"
     )
     path.write_bytes(data)
-    how = random_.choice(({}, {}, {"text": "text"}, {"text": random_.choice(("n", "none", ""))}))
+    how = random_.choice(({}, {}, {"format": {"text": "text"}}, {"format": {"text": random_.choice(("n", "none", "txt"))}}))
     tokens.build([Source(path=str(path), **how)], _good(), place / "cache")
 
 
@@ -271,7 +271,7 @@ def record_fields(random_: random.Random, place: Path) -> None:
     }
     lines = [json.dumps(spoil_mapping(random_, record) if random_.random() < 0.6 else record) for _ in range(random_.randint(1, 3))]
     (place / "a.jsonl").write_text("\n".join(lines) + "\n")
-    how = {"messages": "messages", "learn": random_.choice(["assistant", "last", "all"])}
+    how = {"format": "messages", "learn": random_.choice(["assistant", "last", "all"])}
     notes = tokens.build([Source(path=str(place / "a.jsonl"), **how)], _good(), place / "cache").notes
     if any('"id"' in line for line in lines) and not any("id" in note for note in notes):
         raise Silent("a field that no token shows is not named")
@@ -302,7 +302,9 @@ def templates(random_: random.Random, place: Path) -> None:
     (place / "a.jsonl").write_text(json.dumps({"messages": CHAT, "tools": [{"name": "f"}]}) + "\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "TemplateProcess", partial(TemplateProcess, deadline_s=1.0, most_bytes=1 << 29))
-        tokens.build([Source(path=str(place / "a.jsonl"), messages="messages")], tokenizer.load(place), place / "cache")
+        tokens.build(
+            [Source(path=str(place / "a.jsonl"), format=DocumentFormat("messages", ("messages",)))], tokenizer.load(place), place / "cache"
+        )
 
 
 def diaries(random_: random.Random, place: Path) -> None:

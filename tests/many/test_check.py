@@ -183,7 +183,7 @@ MISTAKES = {  # a mutant of the product; a layout that it is in, or what else th
     "early_updates_kept": ("dp1", "home=disk"),
     "adapter_scaled_by_alpha": ("dp1", "model.lora={rank: 4, alpha: 8}"),
     "label_lost_at_a_cut": ("dp1", "data.max_len=64"),
-    "answers_and_prompts_learned": ("dp1", "data.train=[{path: answers.jsonl, prompt: q, completion: a}]"),
+    "answers_and_prompts_learned": ("dp1", "data.train=[{path: answers.jsonl, format: {prompt: q, completion: a}}]"),
     "clip_by_local_norm": ("dp2.z1",),
 }
 

@@ -14,7 +14,7 @@ from chat_templates import FAMILIES, THINKING, Family
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from longshift.config_parts import DataConfig, Source
+from longshift.config_parts import DataConfig, DocumentFormat, Source, TrainSource
 from longshift.documents.batch import Batches
 from longshift.documents.tokenizer import Tokenizer, load, train
 from longshift.documents.tokens import build
@@ -67,7 +67,7 @@ def write(path: Path, records) -> Path:
 
 def learned_of(tokenizer: Tokenizer, path: Path, cache: Path, **how) -> list[tuple[list[int], list[bool]]]:
     """Ids and masks of the documents in a file."""
-    made = build([Source(path=str(path), **({"messages": "messages"} | how))], tokenizer, cache)
+    made = build([Source(path=str(path), **({"format": "messages"} | how))], tokenizer, cache)
     masks = [made.learned(d) for d in range(len(made))]
     return [(made.tokens(d).tolist(), mask.astype(bool).tolist()) for d, mask in enumerate(masks) if mask is not None]
 
@@ -124,7 +124,7 @@ def test_labels_are_the_tokens_that_are_learned(plain, tmp_path):
     family = FAMILIES["qwen"]
     tokenizer = load(folder_of(family, family.plain(), plain, tmp_path / "model"))
     path = write(tmp_path / "chats.jsonl", [{"messages": TURNS}])
-    cache = build([Source(path=str(path), messages="messages")], tokenizer, tmp_path / "cache")
+    cache = build([Source(path=str(path), format=DocumentFormat("messages", ("messages",)))], tokenizer, tmp_path / "cache")
     whole = Batches(cache, 0, 1, 1000).at(0)
     (document,) = whole.documents
     said = tokenizer.core.decode([t for t in document.labels if t != IGNORE], skip_special_tokens=False)
@@ -156,7 +156,7 @@ def test_the_last_turn_alone_and_everything(plain, tmp_path):
 def test_prompts_and_completions(plain, tmp_path):
     family = FAMILIES["llama3"]
     tokenizer = load(folder_of(family, family.plain(), plain, tmp_path / "model"))
-    pairs = {"prompt": "prompt", "completion": "completion", "messages": None}
+    pairs = {"format": {"prompt": "prompt", "completion": "completion"}}
     path = write(tmp_path / "a.jsonl", [{"prompt": "2 + 2 =", "completion": " four"}])
     ((ids, mask),) = learned_of(tokenizer, path, tmp_path / "cache", **pairs)
     assert tokenizer.core.decode([t for t, learned in zip(ids, mask) if learned], skip_special_tokens=False) == " four<|eos|>"
@@ -255,7 +255,7 @@ def test_sources_are_mixed_by_epochs_and_weights(plain, tmp_path):
         write(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i:03}"} for i in range(n)])
 
     def batches(*how: dict, seed: int = 3) -> Batches:
-        sources = [Source(path=str(tmp_path / f"{name}.jsonl"), **given) for name, given in zip("ab", how)]
+        sources = [TrainSource(path=str(tmp_path / f"{name}.jsonl"), **given) for name, given in zip("ab", how)]
         return Batches(build(sources, tokenizer, tmp_path / "cache"), seed, 1, 100, None, sources)
 
     def documents(found: Batches, n: int) -> list[str]:
@@ -273,23 +273,25 @@ def test_sources_are_mixed_by_epochs_and_weights(plain, tmp_path):
 
 def test_keys_that_do_not_go_together():
     for keys, why in (
-        ({"path": "a", "messages": "m", "text": "t"}, "name one of text, messages"),
-        ({"path": "a", "prompt": "p"}, "prompt and completion belong together"),
+        ({"path": "a", "format": {"messages": "m", "text": "t"}}, "text or messages, or names of fields"),
+        ({"path": "a", "format": {"text": ""}}, "text or messages, or names of fields"),
+        ({"path": "a", "format": "chat"}, "text or messages, or names of fields"),
+        ({"path": "a", "format": {"prompt": "p"}}, "prompt and completion belong together"),
         ({"path": "a", "learn": "all"}, "learn is for messages"),
-        ({"path": "a", "prompt": "p", "completion": "c", "learn": "last"}, "learn: last is for messages"),
+        ({"path": "a", "format": {"prompt": "p", "completion": "c"}, "learn": "last"}, "learn: last is for messages"),
         ({"path": "a", "epochs": 2, "weight": 1}, "name one of epochs and weight"),
-        ({"corpus": "python", "messages": "m"}, "none of them for a corpus"),
+        ({"corpus": "python", "format": "messages"}, "leave it out for a corpus"),
     ):
         with pytest.raises(ValidationError, match=why):
-            Source(**keys)
+            TrainSource(**keys)
     with pytest.raises(ValidationError, match="every source of several needs one, or none"):
-        DataConfig(train=(Source(path="a", weight=1), Source(path="b")), max_len=8)
+        DataConfig(train=(TrainSource(path="a", weight=1), TrainSource(path="b")), max_len=8)
 
 
 def test_masks_are_verified_with_the_tokens(plain, tmp_path):
     family = FAMILIES["chatml"]
     tokenizer = load(folder_of(family, family.plain(), plain, tmp_path / "model"))
-    source = Source(path=str(write(tmp_path / "a.jsonl", [{"messages": TURNS}])), messages="messages")
+    source = Source(path=str(write(tmp_path / "a.jsonl", [{"messages": TURNS}])), format=DocumentFormat("messages", ("messages",)))
     made = build([source], tokenizer, tmp_path / "cache")
     mask = np.fromfile(made.folder / "learned.bin", "u1")
     (1 - mask).astype("u1").tofile(made.folder / "learned.bin")

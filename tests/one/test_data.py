@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from longshift.config_parts import Source
+from longshift.config_parts import DocumentFormat, Source
 from longshift.documents import record_reader
 from longshift.documents.sources import Skipped, Text, files, read
 from longshift.documents.tokenizer import END_OF_TEXT, Tokenizer, load, project_tokenizer, train
@@ -58,7 +58,7 @@ def test_fields_and_globs(tmp_path):
     for name in ("b/2.jsonl", "a/1.jsonl", "c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_jsonl(tmp_path / name, [name], "body")
-    assert texts(Source(path=str(tmp_path / "**/*.jsonl"), text="body")) == ["a/1.jsonl", "b/2.jsonl"]
+    assert texts(Source(path=str(tmp_path / "**/*.jsonl"), format=DocumentFormat("text", ("body",)))) == ["a/1.jsonl", "b/2.jsonl"]
     (tmp_path / "[x].txt").write_text("brackets")
     assert texts(Source(path=str(tmp_path / "[x].txt"))) == ["brackets"]
 
@@ -70,7 +70,7 @@ BAD_LINES = [
     (b"\n", 0, "line is empty"),
     (b"   \n", 0, "line is empty"),
     (b'["text"]\n', 0, "a JSON list, where one object"),
-    (b'{"txt": "a", "n": 1}\n', 0, r"no field 'text' \(data.train\), only 'txt', 'n'; did you mean text: txt\?"),
+    (b'{"txt": "a", "n": 1}\n', 0, r"no field 'text' \(data.train\), only 'txt', 'n'; did you mean format: {text: txt}\?"),
     (b'{"text": null}\n', 0, "'text' holds NoneType, where a string"),
     (b'{"text": 3}\n', 0, "'text' holds int, where a string"),
     (b'{"text": ""}\n', 0, "'text' is empty"),
@@ -111,7 +111,7 @@ def test_bad_tables_are_named_by_file_and_row(tmp_path):
     refused(pa.table({"text": ["a", None]}), "row 1: 'text' holds NoneType")
     refused(pa.table({"text": ["a", "b", ""]}), "row 2: 'text' is empty")
     refused(pa.table({"text": [1, 2]}), "row 0: 'text' holds int64")
-    refused(pa.table({"content": ["a"]}), r"no field 'text' .* did you mean text: content\?")
+    refused(pa.table({"content": ["a"]}), r"no field 'text' .* did you mean format: {text: content}\?")
     refused(pa.table({"text": pa.array([], pa.string())}), "no rows")
     not_utf8 = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 1, 3], np.int32)), pa.py_buffer(b"ab\xff"))
     refused(pa.table({"text": not_utf8}), "row 1, byte 1 of 'text': not UTF-8")
@@ -129,7 +129,7 @@ def test_bad_dataset_folders_are_refused(tmp_path):
     with pytest.raises(DataError, match="one, row 1: 'text' holds NoneType"):
         texts(Source(path=str(tmp_path / "one")))
     with pytest.raises(DataError, match="no field 'body'"):
-        texts(Source(path=str(tmp_path / "one"), text="body"))
+        texts(Source(path=str(tmp_path / "one"), format=DocumentFormat("text", ("body",))))
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "splits")
     with pytest.raises(DataError, match=r"holds splits \(train, test\); name one, as in path: .*splits/train"):
         texts(Source(path=str(tmp_path / "splits")))

@@ -32,7 +32,7 @@ from longshift.spec.families import read_spec
 CHAT = [{"role": "user", "content": "Ping?"}, {"role": "assistant", "content": "Pong."}]
 RUN = """
 model: {model}
-data: {{train: [{{path: {place}/chats.jsonl, messages: messages}}], tokenizer: {place}/tokenizer, max_len: 128, cache: {place}/cache}}
+data: {{train: [{{path: {place}/chats.jsonl, format: messages}}], tokenizer: {place}/tokenizer, max_len: 128, cache: {place}/cache}}
 train: {{tokens_per_step: 128, steps: {steps}, lr: 1e-2, precision: float32}}
 save: {{dir: {place}/run}}
 """
@@ -75,7 +75,9 @@ def test_a_model_that_has_learned_an_answer_stops_after_it(plain, tmp_path):  # 
 
 def test_texts_end_with_the_end_of_text_alone(plain, tmp_path):  # noqa: F811
     chat_folder(plain, tmp_path, "qwen")
-    config = parse_config(RUN.format(place=tmp_path, steps=1, model="{preset: tiny-llama}").replace(", messages: messages", ", text: text"))
+    config = parse_config(
+        RUN.format(place=tmp_path, steps=1, model="{preset: tiny-llama}").replace(", format: messages", ", format: {text: text}")
+    )
     (tmp_path / "chats.jsonl").write_text('{"text": "Ping"}\n')
     list(ls.train(config))
     ls.export(tmp_path / "run", tmp_path / "out")

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_data import TEXTS, small, texts  # noqa: F401  (small: a fixture)
 
-from longshift.config_parts import Source
+from longshift.config_parts import DocumentFormat, Source
 from longshift.documents.sources import files
 from longshift.documents.tokens import build
 from longshift.errors import DataError
@@ -39,7 +39,7 @@ def test_compressed_files_are_read(tmp_path, name):
     packed = PACKERS[name](LINES)
     for file in (f"a.jsonl.{name}", "a.jsonl", f"a.{name}"):  # whatever the name says
         (tmp_path / file).write_bytes(packed)
-        assert texts(Source(path=str(tmp_path / file), text="text")) == TEXTS
+        assert texts(Source(path=str(tmp_path / file), format=DocumentFormat("text", ("text",)))) == TEXTS
     (tmp_path / f"b.txt.{name}").write_bytes(PACKERS[name](b"one\ntwo\n"))
     assert texts(Source(path=str(tmp_path / f"b.txt.{name}"))) == ["one\ntwo\n"]
     (tmp_path / f"c.jsonl.{name}").write_bytes(packed + packed)  # as `cat` joins them
@@ -52,7 +52,7 @@ def test_compressed_files_are_read(tmp_path, name):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonlines", "a.JSONL", "a.json", "part-0", "a.txt", "a.data"])
 def test_json_lines_have_many_names(tmp_path, name):
     (tmp_path / name).write_bytes(LINES)
-    assert texts(Source(path=str(tmp_path / name), text="text")) == TEXTS
+    assert texts(Source(path=str(tmp_path / name), format=DocumentFormat("text", ("text",)))) == TEXTS
     if name not in ("a.txt", "a.data"):
         assert texts(Source(path=str(tmp_path / name))) == TEXTS
 
@@ -61,7 +61,7 @@ def test_json_lines_have_many_names(tmp_path, name):
 def test_an_array_is_its_objects(tmp_path, indent):
     for name in ("a.json", "a.txt"):
         (tmp_path / name).write_text(json.dumps([{"text": text} for text in TEXTS], indent=indent))
-        assert texts(Source(path=str(tmp_path / name), text="text")) == TEXTS
+        assert texts(Source(path=str(tmp_path / name), format=DocumentFormat("text", ("text",)))) == TEXTS
     for written, why in (
         ('{"data": [{"text": "a"}],\n "n": 1}', "one JSON object; records are an array of objects, such as what is in 'data'"),
         ('[{"text": "a"}, 3]', "entry 2: a JSON int, where an object"),
@@ -76,9 +76,9 @@ def test_an_array_is_its_objects(tmp_path, indent):
 
 def test_tables_of_text_are_rows(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfid,body\r\n1,"a, ""b""\r\nand c"\r\n2,\xc3\xa9\r\n')
-    assert texts(Source(path=str(tmp_path / "a.csv"), text="body")) == ['a, "b"\r\nand c', "é"]
+    assert texts(Source(path=str(tmp_path / "a.csv"), format=DocumentFormat("text", ("body",)))) == ['a, "b"\r\nand c', "é"]
     (tmp_path / "a.tsv").write_text("body\tid\none two\t1\nthree\t2")
-    assert texts(Source(path=str(tmp_path / "a.tsv"), text="body")) == ["one two", "three"]
+    assert texts(Source(path=str(tmp_path / "a.tsv"), format=DocumentFormat("text", ("body",)))) == ["one two", "three"]
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text\nx\n\ny\n"))
     assert texts(Source(path=str(tmp_path / "a.csv.gz"))) == ["x", "y"]
     for written, why in (
@@ -92,7 +92,7 @@ def test_tables_of_text_are_rows(tmp_path):
     ):
         (tmp_path / "b.csv").write_bytes(written.encode(errors="surrogateescape"))
         with pytest.raises(DataError, match=why):
-            texts(Source(path=str(tmp_path / "b.csv"), text="body"))
+            texts(Source(path=str(tmp_path / "b.csv"), format=DocumentFormat("text", ("body",))))
 
 
 STRINGS = {
@@ -131,9 +131,9 @@ def test_a_mark_at_the_beginning_and_blank_lines_at_the_end_are_no_text(tmp_path
 
 def test_a_field_that_does_not_apply_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("one text")
-    for source in ({"text": "body"}, {"text": "text"}, {"messages": "m"}, {"prompt": "p", "completion": "c"}):
+    for fields in ({"text": "body"}, {"text": "text"}, {"messages": "m"}, {"prompt": "p", "completion": "c"}):
         with pytest.raises(DataError, match=r"a\.txt is read as one text, and the source names a field of records"):
-            files(Source(path=str(tmp_path / "a.txt"), **source))
+            files(Source(path=str(tmp_path / "a.txt"), format=DocumentFormat.parse(fields)))
 
 
 def test_a_text_whose_first_line_is_a_record_is_named(small, tmp_path):  # noqa: F811

@@ -9,7 +9,7 @@ import pytest
 from chat_templates import FAMILIES, THINKING
 from test_chat import CALLS, SYSTEM, TOOLS, TURNS, folder_of, plain, write  # noqa: F401  (plain: a fixture)
 
-from longshift.config_parts import Source
+from longshift.config_parts import DocumentFormat, Source
 from longshift.documents.template_process import TemplateProcess
 from longshift.documents.tokenizer import Tokenizer, load
 from longshift.documents.tokens import TokenCache, build
@@ -28,7 +28,7 @@ class Chats:
         model = folder_of(FAMILIES[family], template or FAMILIES[family].plain(), self.plain, self.folder / f"model{self.number}")
         path = write(self.folder / f"chats{self.number}.jsonl", records)
         tokenizer = load(model)
-        given = {"path": str(path)} | ({"messages": "messages"} | source)
+        given = {"path": str(path)} | ({"format": "messages"} | source)
         return tokenizer, build([Source(**given)], tokenizer, self.folder / "cache")
 
     def show(self, *how, **more) -> tuple[str, str, str]:
@@ -147,7 +147,7 @@ def test_tools_that_a_template_leaves_out_are_named_and_what_it_writes_is_not(ch
 def test_fields_beside_a_text_or_messages_that_no_one_reads_are_named(chats, tmp_path, plain):  # noqa: F811
     _, _, notes = chats.show([{"messages": TURNS, "source": "web", "score": 3}, {"messages": TURNS, "source": "book"}])
     assert notes.endswith("not read: score (1), source (2)")
-    pairs = {"messages": None, "prompt": "prompt", "completion": "completion"}
+    pairs = {"format": {"prompt": "prompt", "completion": "completion"}}
     _, _, notes = chats.show([{"prompt": "2 + 2 =", "completion": " 4", "system": "Count.", "id": 1}], **pairs)
     assert notes.endswith("not read: id (1), system (1)")
     pq.write_table(pa.table({"text": ["one", "two"], "url": ["a", "b"]}), tmp_path / "t.parquet")
@@ -168,7 +168,9 @@ def test_nulls_inside_arguments_are_written_and_those_of_tables_are_not_there(ch
     assert not notes
     pq.write_table(pa.table({"messages": [calls({"a": "x", "b": None})], "tools": [None]}), tmp_path / "t.parquet")
     tokenizer, _ = chats.build([{"messages": TURNS}])
-    cache = build([Source(path=str(tmp_path / "t.parquet"), messages="messages")], tokenizer, tmp_path / "cache")
+    cache = build(
+        [Source(path=str(tmp_path / "t.parquet"), format=DocumentFormat("messages", ("messages",)))], tokenizer, tmp_path / "cache"
+    )
     assert '{"a": "x"}' in tokenizer.core.decode(cache.tokens(0).tolist())
 
 
@@ -189,9 +191,11 @@ def test_text_parts_are_one_text(chats, content, text):
 def test_conversations_of_sharegpt_are_read(chats):
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     other = [{"from": names[message["role"]], "value": message["content"]} for message in [SYSTEM, *TURNS]]
-    assert chats.show([{"conversations": other}], messages="conversations")[:2] == chats.show([{"messages": [SYSTEM, *TURNS]}])[:2]
+    assert (
+        chats.show([{"conversations": other}], format={"messages": "conversations"})[:2] == chats.show([{"messages": [SYSTEM, *TURNS]}])[:2]
+    )
     ends = [*other[:2], {"from": "gpt", "value": "x", "weight": 0}, *other[3:]]
-    assert chats.show([{"conversations": ends}], messages="conversations")[1] == TURNS[3]["content"] + "<|im_end|>"
+    assert chats.show([{"conversations": ends}], format={"messages": "conversations"})[1] == TURNS[3]["content"] + "<|im_end|>"
 
 
 def test_a_template_that_writes_more_at_the_end_is_read(chats):

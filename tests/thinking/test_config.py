@@ -21,7 +21,7 @@ from longshift.starter import starter
 GOOD = """\
 model: {preset: tiny-llama}
 data:
-  train: [{corpus: python}, {path: "books/*.parquet", text: body}]
+  train: [{corpus: python}, {path: "books/*.parquet", format: {text: body}}]
   max_len: 4K
   overlong: split
 train: {tokens_per_step: 16K, steps: 100, lr: 3e-4}
@@ -176,7 +176,7 @@ sve: {dir: x}
         "run.yaml:10: train.lr: given twice",
         "run.yaml:1: model: preset 'tiny-lama' does not exist; did you mean 'tiny-llama'?",
         "run.yaml:3: data.train.0.pth: no such key; did you mean 'path'?",
-        "run.yaml:3: data.train.1: must be a section with the keys path, corpus, text, messages, prompt, completion, learn, epochs, weight",
+        "run.yaml:3: data.train.1: must be a section with the keys path, corpus, format, learn, epochs, weight",
         "run.yaml:4: data.overlong: 'splitt' is not one of split, truncate, drop; did you mean 'split'?",
         "run.yaml:5: data.max_len: input should be greater than or equal to 1, not 0",
         "run.yaml:8: train.tokens_per_step: input should be a valid integer, not 1.5",

@@ -6,7 +6,7 @@ import pytest
 
 from longshift.config_file import load_config, parse_config
 from longshift.errors import UsageError
-from longshift.old_keys import REMOVED, RENAMED
+from longshift.old_keys import FORMATS, REMOVED, RENAMED
 
 GOOD = """\
 model: {preset: tiny-llama}
@@ -21,7 +21,16 @@ def test_an_old_key_is_refused_with_its_successor(key: str):
     successor = f"it is {RENAMED[key]} now" if key in RENAMED else REMOVED[key].instead
     with pytest.raises(UsageError) as caught:
         parse_config(GOOD, [f"{key}=1"])
-    assert f"command line: {key}: no such key; {successor}" in str(caught.value)
+    place = key.replace("data.valid", "data.valid.0")
+    assert f"command line: {place}: no such key; {successor}" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", FORMATS)
+@pytest.mark.parametrize("sources", ["train", "valid"])
+def test_a_field_of_a_source_is_part_of_its_format(sources: str, key: str):
+    with pytest.raises(UsageError) as caught:
+        parse_config(GOOD, [f"data.{sources}=[{{path: a.jsonl, {key}: body}}]"])
+    assert f"data.{sources}.0.{key}: no such key; it is format now, as in format: {{{FORMATS[key]}}}" in str(caught.value)
 
 
 def test_the_config_of_an_older_run_is_translated(tmp_path: Path):

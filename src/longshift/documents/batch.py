@@ -21,7 +21,7 @@ from longshift.workload.order import Mixture, Order, held_out, shares_of
 
 if TYPE_CHECKING:  # tensors of a pack need no file formats, and no config
     from longshift.config import Config
-    from longshift.config_parts import Source
+    from longshift.config_parts import TrainSource
     from longshift.documents.tokens import TokenCache
 
 
@@ -72,7 +72,7 @@ class Batches:
         tokens_per_step: int,
         max_len: int,
         overlong: Overlong | None = None,
-        sources: "Sequence[Source]" = (),
+        sources: "Sequence[TrainSource]" = (),
         held: float = 0.0,
     ) -> None:
         """Documents of at most `max_len` tokens; `overlong` says what becomes of longer ones and may be None when there are none;
@@ -104,7 +104,7 @@ class Batches:
         data, train = config.data, config.train
         return cls(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, data.train, data.held_out or 0.0)
 
-    def _mixed(self, seed: int, sources: "Sequence[Source]") -> Mixture | None:
+    def _mixed(self, seed: int, sources: "Sequence[TrainSource]") -> Mixture | None:
         """The order of sources of which some are read more often than others."""
         if all(source.epochs is None and source.weight is None for source in sources):
             return None

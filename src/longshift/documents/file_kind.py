@@ -103,7 +103,7 @@ def format_of(path: str, names_field: bool) -> Format:
     if names_field:
         raise DataError(
             f"{path} is read as one text, and the source names a field of records: JSON lines or an array, CSV, TSV, parquet, or a "
-            "folder of `datasets`; leave text:, messages: or prompt: out to learn the file as it is"
+            "folder of `datasets`; leave format out to learn the file as it is"
         )
     return "text"
 

@@ -310,9 +310,9 @@ def _no_field(field: str, known: Sequence[str]) -> str:
     close = nearest(field, known)
     name = close[0] if close else known[0] if len(known) == 1 else None
     if {"prompt", "completion"} <= set(known):
-        hint = "; did you mean prompt: prompt, completion: completion?"
+        hint = "; did you mean format: {prompt: prompt, completion: completion}?"
     elif chats := [name for name in known if name in ("messages", "conversation", "conversations", "chat")]:
-        hint = f"; did you mean messages: {chats[0]}?"
+        hint = f"; did you mean format: {{messages: {chats[0]}}}?"
     else:
-        hint = f"; did you mean text: {name}?" if name else ""
+        hint = f"; did you mean format: {{text: {name}}}?" if name else ""
     return f"there is no field {field!r} (data.train), only {', '.join(map(repr, known)) or 'none'}{hint}"

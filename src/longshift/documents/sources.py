@@ -80,8 +80,8 @@ def files(source: Source) -> tuple[File, ...]:
         if "**" not in pattern:
             inside = f"{source.path.rstrip('*')}**/*"
             raise DataError(f"{path} is a folder; to read what is in it, write path: {inside}, else one that leaves it out")
-    learn = source.learn if source.masked else None
-    return tuple(_file(path, format_of(path, source.names_field), source.fields, learn) for path in found)
+    learn, fields = source.learn if source.format.is_masked else None, source.format.fields
+    return tuple(_file(path, format_of(path, bool(fields)), fields or ("text",), learn) for path in found)
 
 
 def read(file: File, template: TemplateProcess | None = None, notes: RecordNotes | None = None) -> Iterator[Text | Skipped]:

@@ -178,12 +178,12 @@ def build(
 
 def _template(sources: Sequence[Source], tokenizer: Tokenizer, given: Path | None) -> ChatTemplate | None:
     """The chat template where a source needs one, or may need it."""
-    if not any(source.masked for source in sources):
+    if not any(source.format.is_masked for source in sources):
         return None
     try:
         return read_template(given, tokenizer.file, tokenizer.special)
     except DataError:
-        if given is None and all(source.messages is None for source in sources):
+        if given is None and all(source.format.kind != "messages" for source in sources):
             return None  # prompts and completions may be plain text
         raise
 

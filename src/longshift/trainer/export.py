@@ -93,7 +93,7 @@ def _carried(config: Config, trained: Sequence[Config], source: Mapping[str, Any
         files[settings.name] = settings
     template = _template(config, tokenizer)
     stops = [tokenizer.eos]
-    if template is not None and any(part.masked for stage in trained for part in stage.data.train):
+    if template is not None and any(part.format.is_masked for stage in trained for part in stage.data.train):
         with TemplateProcess(template) as process:
             end = tokenizer.core.token_to_id(process.turn_end() or tokenizer.end)
         stops += [] if end is None else [end]
