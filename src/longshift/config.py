@@ -13,16 +13,19 @@ import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Required
 
 import yaml
 from pydantic import (
-    BeforeValidator,
+    AfterValidator,
+    ConfigDict,
     Field,
     ValidationError,
     field_validator,
     model_validator,
+    with_config,
 )
+from typing_extensions import TypedDict
 
 from longshift.config_parts import (
     Count,
@@ -30,6 +33,7 @@ from longshift.config_parts import (
     Decay,
     HomeAt,
     Layouts,
+    LongestDocument,
     ModelConfig,
     Number,
     PathText,
@@ -38,14 +42,12 @@ from longshift.config_parts import (
     Seconds,
     Section,
     Size,
-    TrainSource,
-    layout_out,
-    some_sources,
+    TrainSources,
 )
 from longshift.errors import UsageError
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import TIERS, HomeTiers
-from longshift.layout.layout import AUTO, UNITS, Layout, format_size
+from longshift.layout.layout import AUTO, UNITS, Layout, format_size, parse_size
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.formats import Format, GradientWire, MomentFormat, PrecisionName, WeightWire, Wire, formats_of
 from longshift.spec.model import ModelSpec
@@ -56,49 +58,45 @@ from longshift.workload import waits
 from longshift.workload.groups import Edge
 from longshift.workload.lengths import Overlong
 
+LEAST_LR = 0.1  # of lr, where min_lr is not given
+PositiveRate = Annotated[Rate, Field(gt=0)]
+SmallestRate = Annotated[Number, Field(ge=0)]
 LEAST_BUCKET = 4 * UNITS["K"]  # below, starting a message takes longer than its bytes
 MOST_BUCKETS = 1 << 17  # of a model: a plan lists the moves of each
 
 
-class StageConfig(Section):
-    """A part of a run that trains otherwise than the run's own sections say, in what is given: data.max_len, data.train, data.overlong,
-    train.tokens_per_step, train.pack_tokens, layout, model.rope. With `lr`, a stage has a schedule of its own, over its own steps; without
-    it, the run's goes on."""
+StageConfig = TypedDict(
+    "StageConfig",
+    {
+        "steps": Required[Size],
+        "data.max_len": LongestDocument,
+        "data.train": TrainSources,
+        "data.overlong": Overlong,
+        "train.tokens_per_step": Size,
+        "train.pack_tokens": Size,
+        "layout": Layouts,
+        "model.rope": RopeConfig,
+        "train.lr": PositiveRate,
+        "train.min_lr": SmallestRate,
+        "train.warmup": Count,
+        "train.schedule": Decay,
+    },
+    total=False,
+)
+"""A part of a run: its steps, and the run's keys that have another value in it. With `train.lr`, a stage has a schedule of its own, over
+its own steps; without it, the run's goes on."""
+with_config(ConfigDict(extra="forbid", allow_inf_nan=False))(StageConfig)
 
-    steps: Size
-    max_len: Annotated[Size, Field(ge=2)] | None = None
-    data: Annotated[tuple[TrainSource, ...], BeforeValidator(some_sources)] | None = None
-    overlong: Overlong | None = None
-    tokens_per_step: Size | None = None
-    pack_tokens: Size | None = None
-    layout: Layouts | None = None
-    rope: RopeConfig | None = None
-    lr: Annotated[Rate, Field(gt=0)] | None = None
-    min_lr: Annotated[Number, Field(ge=0)] | None = None
-    warmup: Count | None = None
-    schedule: Decay | None = None
 
-    @model_validator(mode="after")
-    def _schedule_whole(self) -> "StageConfig":
-        if self.lr is None and any(value is not None for value in (self.min_lr, self.warmup, self.schedule)):
-            raise ValueError("min_lr, warmup and schedule are of a stage that has lr; without lr the run's schedule goes on")
-        if isinstance(self.layout, AutoLayout):
-            raise ValueError("layout: auto is chosen for a whole run; name the layout of a stage (longshift plan finds it)")
-        return self
+def _check_stage(stage: StageConfig) -> StageConfig:
+    if "train.lr" not in stage and any(f"train.{name}" in stage for name in ("min_lr", "warmup", "schedule")):
+        raise ValueError("train.min_lr, warmup and schedule are of a stage that has train.lr; without it the run's schedule goes on")
+    if isinstance(stage.get("layout"), AutoLayout):
+        raise ValueError("layout: auto is chosen for a whole run; name the layout of a stage (longshift plan finds it)")
+    return stage
 
-    @property
-    def changes(self) -> dict[tuple[str, str], object]:
-        """The run's keys that the stage sets, as a config has them."""
-        given = self.model_dump(mode="json", exclude_none=True)
-        keys = {"max_len": "data", "overlong": "data", "tokens_per_step": "train", "pack_tokens": "train", "rope": "model"}
-        changed: dict[tuple[str, str], object] = {(keys[name], name): given[name] for name in keys if name in given}
-        if self.data is not None:
-            changed["data", "train"] = given["data"]
-        if self.lr is not None:
-            rates = {"lr": self.lr, "min_lr": 0.1 * self.lr if self.min_lr is None else self.min_lr, "warmup": self.warmup or 0}
-            changed |= {("train", name): value for name, value in rates.items()}
-            changed |= {("train", "schedule"): self.schedule} if self.schedule else {}
-        return changed
+
+Stages = tuple[Annotated[StageConfig, AfterValidator(_check_stage)], ...]
 
 
 class TrainConfig(Section):
@@ -109,10 +107,10 @@ class TrainConfig(Section):
 
     tokens_per_step: Size
     pack_tokens: Size | None = Field(None, description="capacity of a pack; data.max_len where it is not given")
-    stages: tuple[StageConfig, ...] = Field((), description="parts of the run, in order, whose steps add up to steps")
+    stages: Stages = Field((), description="parts of the run, in order, whose steps add up to steps")
     steps: Size
-    lr: Rate = Field(gt=0)
-    min_lr: Number = Field(default_factory=lambda data: 0.1 * data.get("lr", 0.0), ge=0)
+    lr: PositiveRate
+    min_lr: SmallestRate = Field(default_factory=lambda data: LEAST_LR * data.get("lr", 0.0))
     warmup: Count = 0
     schedule: Decay = "cosine"
     clip: Annotated[Number, Field(gt=0)] | None = Field(1.0, description="largest global gradient norm; null leaves it alone")
@@ -137,14 +135,14 @@ class TrainConfig(Section):
         stages = values.get("stages") if isinstance(values, dict) else None
         if isinstance(values, dict) and isinstance(stages, list | tuple) and stages and "steps" not in values:
             try:
-                return values | {"steps": sum(StageConfig.model_validate(stage).steps for stage in stages)}
-            except ValidationError:
+                return values | {"steps": sum(parse_size(stage["steps"]) for stage in stages)}  # pyright: ignore[reportArgumentType, reportCallIssue]
+            except (KeyError, TypeError, ValueError):  # a stage's own fault is told
                 return values
         return values
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainConfig":
-        if self.stages and self.steps != (total := sum(stage.steps for stage in self.stages)):
+        if self.stages and self.steps != (total := sum(stage["steps"] for stage in self.stages)):
             raise ValueError(f"steps is {self.steps} and the stages have {total} together; leave steps out, or change a stage's")
         if self.optimizer == "adamw" and self.momentum is not None:
             raise ValueError("momentum is of train.optimizer=sgd; adamw has train.betas: leave momentum out")
@@ -368,23 +366,23 @@ class Config(Section):
         Raises ValueError that names the stage."""
         if not self.train.stages:
             return (self,)
-        plain, found, end = self.model_dump(mode="json"), list[Config](), 0
-        for number, stage in enumerate(self.train.stages):
-            end += stage.steps
-            values = copy.deepcopy(plain)
-            values["train"] |= {"stages": [], "steps": end}
-            for (section, key), value in stage.changes.items():
-                values[section][key] = value
-            values["train"]["warmup"] = min(values["train"]["warmup"], end)
-            if stage.layout is not None:
-                values["layout"] = layout_out(stage.layout)
+        run, parts, end = self.model_dump(mode="json"), list[Config](), 0
+        for number, stage in enumerate(run["train"]["stages"]):
+            end += stage.pop("steps")
+            values = copy.deepcopy(run)
+            if "train.lr" in stage:
+                values["train"] |= {"min_lr": LEAST_LR * stage["train.lr"], "warmup": 0}
+            for key, value in stage.items():
+                section, _, name = key.rpartition(".")
+                (values[section] if section else values)[name] = value
+            values["train"] |= {"stages": [], "steps": end, "warmup": min(values["train"]["warmup"], end)}
             try:
-                found.append(Config.model_validate(values))
+                parts.append(Config.model_validate(values))
             except ValidationError as fault:
                 first = fault.errors(include_url=False)[0]
                 why = first.get("ctx", {}).get("error", first["msg"])
                 raise ValueError(f"train.stages.{number}: {'.'.join(map(str, first['loc'])) or 'config'}: {why}") from None
-        return tuple(found)
+        return tuple(parts)
 
     @model_validator(mode="after")
     def _rope_stretches(self) -> "Config":

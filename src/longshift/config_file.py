@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from longshift.config import Config
+from longshift.config import Config, StageConfig
 from longshift.config_parts import Section
 from longshift.errors import UsageError, did_you_mean, shown
 from longshift.files import read_small
@@ -102,6 +102,10 @@ def _put(values: dict[str, Any], keys: tuple[str, ...], value: object) -> bool:
 
 def _fields(at: tuple) -> dict[str, Any]:
     """The known keys of the section at a key path; empty where that is no section."""
+    if at[:2] == ("train", "stages") and len(at) > 2:
+        if len(at) == 3:
+            return StageConfig.__annotations__
+        at = (*at[3].split("."), *at[4:])
     section: Any = Config
     for key in at:
         if isinstance(key, int):
@@ -114,13 +118,20 @@ def _fields(at: tuple) -> dict[str, Any]:
     return section.model_fields
 
 
+def _stage_hint(at: tuple) -> str:
+    """The end of a sentence about a key of the run that a stage cannot change; empty for others."""
+    if _fields(at[:-1]) != StageConfig.__annotations__ or not ("." in at[-1] or at[-1] in Config.model_fields):
+        return ""
+    return f"; a stage has {', '.join(StageConfig.__annotations__)}, and all else is the run's"
+
+
 def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
     """One fault as `file:line: key: what is wrong and what mends it`."""
     at = tuple(error["loc"])
     place = next((places[at[:n]] for n in range(len(at), -1, -1) if at[:n] in places), name)
     key = ".".join(str(part)[:80] for part in at) or "config"
     if error["type"] == "extra_forbidden":
-        here = hint(at) or key_hint(str(at[-1])) or did_you_mean(str(at[-1]), _fields(at[:-1]))
+        here = hint(at) or _stage_hint(at) or key_hint(str(at[-1])) or did_you_mean(str(at[-1]), _fields(at[:-1]))
         return f"{place}: {key}: no such key{here}"
     if error["type"] == "missing":
         return f"{place}: {key}: must be given"
@@ -130,7 +141,7 @@ def _describe(error: Any, places: dict[tuple, str], name: str) -> str:
         word = error["input"]
         known = [w.strip(" '") for w in error["ctx"]["expected"].replace(" or ", ",").split(",")]
         return f"{place}: {key}: {shown(word)} is not one of {', '.join(known)}{did_you_mean(str(word), known, otherwise='')}"
-    if error["type"] in ("model_type", "model_attributes_type"):
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{place}: {key}: must be a section with the keys {', '.join(_fields(at))}"
     message = error["msg"][0].lower() + error["msg"][1:]
     return f"{place}: {key}: {message}, not {shown(error['input'])}"

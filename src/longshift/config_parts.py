@@ -170,9 +170,12 @@ class DocumentFormat:
         if value == "messages":
             return cls("messages", ("messages",))
         given = value if isinstance(value, Mapping) and all(name and isinstance(name, str) for name in value.values()) else {}
-        for keys in (("text",), ("messages",), ("prompt", "completion")):
-            if given.keys() == set(keys):
-                return cls(keys[0], tuple(given[key] for key in keys))
+        if given.keys() == {"text"}:
+            return cls("text", (given["text"],))
+        if given.keys() == {"messages"}:
+            return cls("messages", (given["messages"],))
+        if given.keys() == {"prompt", "completion"}:
+            return cls("prompt", (given["prompt"], given["completion"]))
         if given.keys() in ({"prompt"}, {"completion"}):
             raise ValueError("prompt and completion belong together, as in {prompt: question, completion: answer}")
         raise ValueError("text or messages, or names of fields: {text: body}, {messages: chat} or {prompt: question, completion: answer}")
@@ -224,17 +227,21 @@ class TrainSource(Source):
         return self
 
 
+LongestDocument = Annotated[Size, Field(ge=2)]
+TrainSources = Annotated[tuple[TrainSource, ...], BeforeValidator(some_sources)]
+
+
 class DataConfig(Section):
     """Documents and how they become tokens. `max_len` is the longest document in tokens; `overlong`, what happens to a longer one,
     must be given as soon as there is one. `template`: a chat template, the tokenizer's own where not given. `cache` is where tokens and the
     project's tokenizer are kept."""
 
-    train: Annotated[tuple[TrainSource, ...], BeforeValidator(some_sources)]
+    train: TrainSources
     tokenizer: PathText | None = None
     template: PathText | None = None
     valid: Annotated[tuple[Source, ...], BeforeValidator(some_sources)] | None = None
     held_out: Annotated[Number, Field(gt=0, le=0.5)] | None = Field(None, description="share of the documents of train to validate on")
-    max_len: Annotated[Size, Field(ge=2)]
+    max_len: LongestDocument
     overlong: Overlong | None = None
     cache: PathText = Field("~/.cache/longshift", validate_default=True)
 

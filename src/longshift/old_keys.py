@@ -29,7 +29,19 @@ REMOVED = {
     "switch.planner": RemovedKey(("fan_out",), "fan_out always plans: leave it out"),
     "window": RemovedKey(({"gather": None, "reduce": None},), "as many bytes as the largest block's are always under way: leave it out"),
 }
-SOURCES = "data.train", "data.valid", "train.stages.data"
+STAGE = {
+    "max_len": "data.max_len",
+    "data": "data.train",
+    "overlong": "data.overlong",
+    "tokens_per_step": "train.tokens_per_step",
+    "pack_tokens": "train.pack_tokens",
+    "rope": "model.rope",
+    "lr": "train.lr",
+    "min_lr": "train.min_lr",
+    "warmup": "train.warmup",
+    "schedule": "train.schedule",
+}
+SOURCES = "data.train", "data.valid"
 FORMATS = {  # keys that a source had, which named fields, and its format now
     "text": "text: body",
     "messages": "messages: chat",
@@ -46,7 +58,10 @@ def hint(path: tuple[str | int, ...]) -> str:
     if key in REMOVED:
         return f"; {REMOVED[key].instead}"
     above, _, name = key.rpartition(".")
-    return f"; it is format now, as in format: {{{FORMATS[name]}}}" if above in SOURCES and name in FORMATS else ""
+    if above == "train.stages" and name in STAGE:
+        return f"; it is {STAGE[name]} now"
+    is_source = above in SOURCES or above.startswith("train.stages.data")
+    return f"; it is format now, as in format: {{{FORMATS[name]}}}" if is_source and name in FORMATS else ""
 
 
 def translate(values: dict[str, Any]) -> Iterator[str]:
@@ -59,8 +74,12 @@ def translate(values: dict[str, Any]) -> Iterator[str]:
         for value in _take(values, key):
             if value not in removed.defaults:
                 yield f"{key} was {value!r} in the run: {removed.instead}"
-    for path in SOURCES:
-        for source in _mappings(values, path.split(".")):
+    for stage in _mappings(values, ["train", "stages"]):
+        given = {STAGE.get(key, key): value for key, value in stage.items() if value is not None}
+        stage.clear()
+        stage.update(given)
+    for path in (*(path.split(".") for path in SOURCES), ["train", "stages", "data.train"]):
+        for source in _mappings(values, path):
             fields = {name: source.pop(name) for name in FORMATS if name in source}
             if fields := {name: field for name, field in fields.items() if field is not None}:
                 source["format"] = fields

@@ -34,7 +34,7 @@ from longshift.trainer.metrics import faults_of_rows
 CONFIG = {
     "model": {"preset": "tiny-llama"},
     "data": {"train": [{"path": "a.txt"}], "max_len": "1K", "overlong": "split", "cache": "cache"},
-    "train": {"tokens_per_step": "4K", "steps": 10, "lr": 1e-3, "stages": [{"steps": 10, "max_len": "2K"}]},
+    "train": {"tokens_per_step": "4K", "steps": 10, "lr": 1e-3, "stages": [{"steps": 10, "data.max_len": "2K"}]},
     "layout": [{"upto": "256", "use": "dp2.z1"}, {"upto": "2K", "use": "tp2.chunk512.disk"}],
     "save": {"dir": "run", "every": 5},
     "switch": {"bucket": "1M"},

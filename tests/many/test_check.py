@@ -120,7 +120,7 @@ def test_sequences_that_many_ranks_share_are_long_enough(place):
     assert Small.of(run, [[Layout.parse("dp16.pp4")]]).longest < LONGEST // 2
 
 
-STAGES = "[{steps: 1}, {steps: 1, max_len: 1K, layout: ring2}]"
+STAGES = "[{steps: 1}, {steps: 1, data.max_len: 1K, layout: ring2}]"
 
 
 def test_windows_and_blocks_of_rows_are_in_proportion(place):

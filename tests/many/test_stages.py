@@ -29,9 +29,9 @@ train:
   warmup: 2
   stages:
     - {{steps: 3}}
-    - {{steps: 2, tokens_per_step: 64, layout: {second}}}
-    - {{steps: 3, max_len: 64, rope: {{type: theta, theta: 5e5}}, lr: 5e-4, warmup: 1, layout: {third}}}
-    - {{steps: 2, max_len: 64, data: [{{path: {place}/b.txt}}], lr: 2e-4, schedule: constant}}
+    - {{steps: 2, train.tokens_per_step: 64, layout: {second}}}
+    - {{steps: 3, data.max_len: 64, model.rope: {{type: theta, theta: 5e5}}, train.lr: 5e-4, train.warmup: 1, layout: {third}}}
+    - {{steps: 2, data.max_len: 64, data.train: [{{path: {place}/b.txt}}], train.lr: 2e-4, train.schedule: constant}}
 layout: {first}
 save: {{dir: {run}, every: 2}}
 """
@@ -145,7 +145,7 @@ def test_a_stage_that_is_under_way_keeps_its_data(place, tmp_path):
             break
     with pytest.raises(CheckpointError, match="the data changed"):
         list(ls.train(parse_config(config_of(place, tmp_path / "run").replace("b.txt", "a.txt")), resume=True))
-    longer = parse_config(config_of(place, tmp_path / "run").replace("{steps: 2, max_len", "{steps: 3, max_len"))
+    longer = parse_config(config_of(place, tmp_path / "run").replace("{steps: 2, data.max_len", "{steps: 3, data.max_len"))
     assert [step.step for step in ls.train(longer, resume=True)] == [10, 11]
 
 
@@ -153,13 +153,25 @@ def test_a_stage_that_is_under_way_keeps_its_data(place, tmp_path):
     ("stages", "why"),
     [
         ("[{steps: 3, layout: dp4}]", r"train.stages.0: its layout has 4 ranks and the run's has 1; all need the same number"),
-        ("[{steps: 3}, {steps: 3, warmup: 2}]", "train.stages.1: min_lr, warmup and schedule are of a stage that has lr"),
-        ("[{steps: 3, max_len: 64, pack_tokens: 32}]", r"train.stages.0: config: train.pack_tokens 32 is less than data.max_len 64"),
+        ("[{steps: 3}, {steps: 3, train.warmup: 2}]", "train.stages.1: train.min_lr, warmup and schedule are of a stage that has train.lr"),
+        (
+            "[{steps: 3, data.max_len: 64, train.pack_tokens: 32}]",
+            r"train.stages.0: config: train.pack_tokens 32 is less than data.max_len 64",
+        ),
         ("[{steps: 3, layout: auto}]", "layout: auto is chosen for a whole run"),
         ("[{steps: 3, layout: chunk-auto}]", "chunk-auto is chosen for runs without stages"),
+        (
+            "[{steps: 3, train.seed: 1}]",
+            "train.stages.0.train.seed: no such key; a stage has steps, data.max_len, .* and all else is the run's",
+        ),
+        ("[{steps: 3, train: {lr: 1e-3}}]", "train.stages.0.train: no such key; a stage has steps, data.max_len"),
+        ("[{steps: 3, max_len: 64}]", "train.stages.0.max_len: no such key; it is data.max_len now"),
+        ("[{steps: 3, data.max_len: many}]", "train.stages.0.data.max_len: .*'many'"),
+        ("[{steps: 3, data.train: [{pth: a.txt}]}]", r"train.stages.0.data.train.0.pth: no such key; did you mean 'path'\?"),
+        ("[5]", "train.stages.0: must be a section with the keys steps, data.max_len"),
         ("[{step: 3}]", r"train.stages.0.step: no such key; did you mean 'steps'\?"),
-        ("[{steps: 3, max_len: 64, layout: [{upto: 32, use: dp1}]}]", "the last group, dp1, ends at 32 tokens"),
-        ("[{steps: 3, rope: {type: theta}}]", "type: theta needs theta"),
+        ("[{steps: 3, data.max_len: 64, layout: [{upto: 32, use: dp1}]}]", "the last group, dp1, ends at 32 tokens"),
+        ("[{steps: 3, model.rope: {type: theta}}]", "type: theta needs theta"),
         ("[]", "train.steps: must be given"),
     ],
 )

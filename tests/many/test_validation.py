@@ -175,7 +175,7 @@ def test_a_run_that_is_resumed_remembers_its_best(place, alone, tmp_path):
 
 def staged(place: Path, run: Path, *validation: str) -> Config:
     """A run of two stages of three steps, of which the second ruins what the first has learned; validated after each step."""
-    stages = "train.stages=[{steps: 3}, {steps: 3, lr: 0.5, schedule: constant}]"
+    stages = "train.stages=[{steps: 3}, {steps: 3, train.lr: 0.5, train.schedule: constant}]"
     return config_of(place, run, "dp1", stages, f"validation={{{', '.join(('every: 1', 'tokens: 300', *validation))}}}")
 
 

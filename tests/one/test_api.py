@@ -72,7 +72,7 @@ def test_explain_is_what_the_command_prints(place, config):
     (found,) = ls.explain(str(place / "run.yaml"), "layout=dp2.z1")
     assert same(found, printed(place, "train", "run.yaml", "layout=dp2.z1", "--explain"))
     assert found.groups[0].layout == "dp2.z1"
-    assert len(ls.explain(place / "run.yaml", "train.stages=[{steps: 1}, {steps: 1, tokens_per_step: 128}]")) == 2
+    assert len(ls.explain(place / "run.yaml", "train.stages=[{steps: 1}, {steps: 1, train.tokens_per_step: 128}]")) == 2
     assert ls.explain(config)[0].groups[0].layout == "dp1"
 
 

@@ -40,7 +40,7 @@ FRONT = ("longshift", "cli")  # the package itself, then the command line
 ROOMS = (*THINKING, *DOING, *FRONT)
 
 NUMPY = {"numpy"}  # what a thinking room may import from outside; below, those that may import more
-OUTSIDE = {"written": {"yaml"}, "config": {"pydantic", "yaml"}}
+OUTSIDE = {"written": {"yaml"}, "config": {"pydantic", "typing_extensions", "yaml"}}
 OUTSIDE |= {key: {"pydantic"} for key in ("config_parts", "config_file", "starter")}
 LAZY = {"longshift.api", "longshift.cli"}  # the front door answers --help and config errors before torch is imported
 ENVIRONMENT = {"longshift.cli", "longshift.dist.world", "longshift.dist.ranks"}

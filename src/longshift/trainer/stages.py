@@ -1,6 +1,6 @@
 """Stages: a run whose documents, lengths, layout, positions or learning rate change after so many steps, as in training from 8K to 128K.
 
-    train.stages   {steps: 300}    {steps: 200, max_len: 32K, ...}    {steps: 100, max_len: 128K, rope: {type: yarn}, ...}
+    train.stages   {steps: 300}    {steps: 200, data.max_len: 32K}    {steps: 100, data.max_len: 128K, layout: u4, ...}
     steps          1 ... 300     | 301 ... 500                      | 501 ... 600         a checkpoint at each bar
 
 Each stage is trained under a config of its own (`Config.parts`) and begins with the checkpoint that the one before it left: weights,
@@ -44,7 +44,7 @@ def stages_of(config: Config) -> Iterator[Stage]:
     begin, before = 0, None
     whole = schedule_of(config)
     for number, part in enumerate(config.parts):
-        own = bool(config.train.stages) and config.train.stages[number].lr is not None
+        own = bool(config.train.stages) and "train.lr" in config.train.stages[number]
         yield Stage(config, part, begin, schedule_of(part, begin) if own else whole, before)
         begin, before = part.train.steps, part
 
