@@ -827,7 +827,7 @@ def test_a_chat_model_is_trained_exported_and_trained_again(place, longshift):
     (place / "chat.jinja").write_text(turns + "{% if add_generation_prompt %}assistant: {% endif %}")
     chat = [{"role": "user", "content": "Ping"}, {"role": "assistant", "content": "Pong"}]
     (place / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 4)
-    given = f"'data.train=[{{path: {place}/chats.jsonl, messages: messages}}]'"
+    given = f"'data.train=[{{path: {place}/chats.jsonl, format: messages}}]'"
     code, out, _ = longshift(f"data run.yaml {given} data.template=chat.jinja")
     assert code == 0
     assert "user: Ping<|end|>assistant: [[Pong<|end|>]]" in out
