@@ -4,8 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from longshift.answers import Checked, CheckedLayout, CorpusFacts, Exported, LayoutPlan, PlannedGroup, PlannedWay
-    from longshift.api import check, data, explain, export, plan, report, train
+    from longshift.api import calibrate, check, check_memory, data, explain, export, plan, report, train
+    from longshift.command_results import (
+        CalibrationResult,
+        Checked,
+        CheckedLayout,
+        CorpusFacts,
+        Exported,
+        LayoutPlan,
+        MemoryCheck,
+        PlannedGroup,
+        PlannedWay,
+    )
     from longshift.config import Config
     from longshift.config_file import load_config
     from longshift.errors import LongshiftError
@@ -18,6 +28,7 @@ if TYPE_CHECKING:
     from longshift.trainer.metrics import StepMetrics
 
 __all__ = [
+    "CalibrationResult",
     "Checked",
     "CheckedLayout",
     "Config",
@@ -28,10 +39,13 @@ __all__ = [
     "LayoutPlan",
     "Links",
     "LongshiftError",
+    "MemoryCheck",
     "PlannedGroup",
     "PlannedWay",
     "StepMetrics",
+    "calibrate",
     "check",
+    "check_memory",
     "data",
     "explain",
     "export",
@@ -46,8 +60,18 @@ __all__ = [
 
 # Where each name is. A name is imported when it is asked for: a search for a plan needs no config, and starts in less than half the time.
 _FROM = {
-    "longshift.answers": ("Checked", "CheckedLayout", "CorpusFacts", "Exported", "LayoutPlan", "PlannedGroup", "PlannedWay"),
-    "longshift.api": ("check", "data", "explain", "export", "plan", "report", "train"),
+    "longshift.api": ("calibrate", "check", "check_memory", "data", "explain", "export", "plan", "report", "train"),
+    "longshift.command_results": (
+        "CalibrationResult",
+        "Checked",
+        "CheckedLayout",
+        "CorpusFacts",
+        "Exported",
+        "LayoutPlan",
+        "MemoryCheck",
+        "PlannedGroup",
+        "PlannedWay",
+    ),
     "longshift.config": ("Config",),
     "longshift.config_file": ("load_config",),
     "longshift.errors": ("LongshiftError",),

@@ -21,12 +21,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress
 
 from longshift import errors
-from longshift.answers import Checked, CorpusFacts, Exported, LayoutPlan
 from longshift.cluster.cluster import Cluster
+from longshift.cluster.files import save as save_cluster
 from longshift.cluster.host import core_count, has_gpu, profile_of_host
 from longshift.cluster.named import cluster as cluster_named
+from longshift.command_results import CalibrationResult, Checked, CorpusFacts, Exported, LayoutPlan, MemoryCheck
 from longshift.config import Config, TrackerName
 from longshift.config_file import load_config
 from longshift.errors import LongshiftError, UsageError
@@ -42,7 +45,9 @@ from longshift.trainer.trackers import Tracker, Trackers
 from longshift.workload.given import Lengths, read_lengths
 
 if TYPE_CHECKING:
+    from longshift.documents.tokens import TokenCache
     from longshift.explained import Explanation
+    from longshift.forecast import Planned
     from longshift.reports.read import RunReport
 
 Say = Callable[[str], None]
@@ -89,9 +94,9 @@ def data(config: Config | str | Path, *overrides: str) -> CorpusFacts:
     """The documents of a config: how many, how long, what caps would lose. Their tokens are made where they are not there. Raises
     LongshiftError."""
     run = _read(config, overrides)
-    from longshift.trainer.corpus import open_corpus, survey
+    from longshift.trainer.corpus import survey
 
-    return CorpusFacts.read(survey(run, open_corpus(run)[1]))
+    return survey(run, open_tokens(run))
 
 
 def check(config: Config | str | Path, *overrides: str, against: Layout | str) -> Checked:
@@ -108,7 +113,23 @@ def check(config: Config | str | Path, *overrides: str, against: Layout | str) -
     from longshift.dist.world import own_device
     from longshift.trainer.check_run import check as compare
 
-    return Checked.read(compare(stages, own_device().type))
+    return compare(stages, own_device().type)
+
+
+def check_memory(config: Config | str | Path, *overrides: str) -> MemoryCheck:
+    """The first step of a run, recorded on this machine beside what was predicted of its memory: peaks by rank, and the operations after
+    which bytes differ most. Raises LongshiftError."""
+    run = _read(config, overrides)
+    if run.train.compile:
+        say("recorded with train.compile=false: torch does not tell what compiled kernels hold")
+        run = run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})
+    run = with_choices(run, say)
+    check_layouts(run, None)
+    open_tokens(run, verify=False)
+    from longshift.dist.world import own_device
+    from longshift.trainer.check_run import timeline
+
+    return timeline(run, own_device().type)
 
 
 def explain(config: Config | str | Path, *overrides: str, per_node: int | None = None) -> "tuple[Explanation, ...]":
@@ -133,18 +154,37 @@ def plan(
     `longshift profile -o`, of which all devices are used; this machine where not given.
     `fabric`: what a node's network cards carry together, as in "400G". `lengths`: of
     documents in tokens, or a file of them; those of the config's corpus where not given. Raises LongshiftError."""
-    run = _read(config, overrides)
-    if lengths is None:
-        from longshift.trainer.corpus import open_corpus
+    return make_plan(_read(config, overrides), on, fabric, lengths, say, silent).result()
 
-        given = Lengths.from_array(open_corpus(run, verify=False)[1].lengths)
+
+def make_plan(
+    run: Config, on: str | None, fabric: str | None, lengths: Sequence[int] | str | Path | None, tell: Say, progress: Say
+) -> "Planned":
+    """What `plan` returns the result of. `tell`: what a person should know; `progress`: what is being done."""
+    from longshift.forecast import other_ranks, task_of
+    from longshift.forecast import plan as search
+
+    cluster = cluster_named(on, fabric) if on else this_machine(core_count(), tell)
+    if isinstance(lengths, str | Path):
+        given = read_lengths(Path(lengths))
     else:
-        given = read_lengths(Path(lengths)) if isinstance(lengths, str | Path) else Lengths.from_array(np.asarray(lengths))
-    cluster = cluster_named(on, fabric) if on else this_machine(core_count(), say)
-    from longshift.forecast import plan as planned
-    from longshift.forecast import task_of
+        given = Lengths.from_array(open_tokens(run, verify=False).lengths if lengths is None else np.asarray(lengths))
+    if on and (note := other_ranks(run, cluster)):
+        tell(note)
+    return search(task_of(run, cluster, given, all_devices=on is not None), progress)
 
-    return LayoutPlan.read(planned(task_of(run, cluster, given, all_devices=on is not None)).to_json())
+
+def calibrate(run: str | Path, *, on: str | None = None, to: str | Path | None = None) -> CalibrationResult:
+    """Fit what is known of a cluster to the steps of a run folder, finished or not, and write it into a file, `cluster.json` of the folder
+    where `to` is not given. `on`: what it trained on, as in "8xH100", or a file of `longshift profile -o`; this machine where not given.
+    Raises LongshiftError."""
+    folder = Path(run)
+    config, file = read_config(folder), Path(to) if to else folder / "cluster.json"
+    from longshift.trainer.measured import calibrated
+
+    found = calibrated(folder, config, cluster_named(on) if on else this_machine(config.world, say))
+    save_cluster(found.cluster, file)
+    return found.result(file)
 
 
 def export(run: str | Path, to: str | Path, *, best: bool = False, precision: WeightFormat | None = None, merge: bool = False) -> Exported:
@@ -157,7 +197,7 @@ def export(run: str | Path, to: str | Path, *, best: bool = False, precision: We
     from longshift.trainer.export import export as write
 
     write(config, run, to, precision, best, merge)
-    return Exported(to, tuple(sorted(file.name for file in to.iterdir())))
+    return Exported(run=run, folder=to, files=tuple(sorted(file.name for file in to.iterdir())))
 
 
 def report(*runs: str | Path, to: str | Path | None = None) -> "tuple[RunReport, ...]":
@@ -181,9 +221,24 @@ def _read(config: Config | str | Path, overrides: Sequence[str]) -> Config:
     if overrides:
         raise UsageError("overrides are of a config file, as in ls.train('run.yaml', 'train.lr=2e-5')")
     for part in () if isinstance(config.layout, AutoLayout) else config.parts:
-        for edge in part.edges:
-            legal.check(part.spec, edge.use, None, min(edge.upto, part.data.max_len), edge.pack, part.formats.float8)
+        check_layouts(part, None)
     return config
+
+
+def check_layouts(config: Config, world: int | None) -> None:
+    """Raises UsageError where a layout of the config is not possible, with `world` ranks where that is given."""
+    for edge in config.edges:
+        legal.check(config.spec, edge.use, world, min(edge.upto, config.data.max_len), edge.pack, config.formats.float8)
+
+
+def open_tokens(config: Config, verify: bool = True) -> "TokenCache":
+    """The tokens of a config, with a progress bar on a terminal while they are made; `verify` as in `TokenCache.open`."""
+    from longshift.trainer.corpus import open_corpus
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("tokens", total=None)
+        return open_corpus(config, lambda done, total: progress.update(task, completed=done, total=total), verify)[1]
 
 
 def with_choices(config: Config, tell: Say) -> Config:

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
-from rich.progress import Progress
 
 from longshift import api
 from longshift.cluster import files
-from longshift.cluster.host import core_count, forks_ranks
-from longshift.cluster.named import cluster as named
+from longshift.cluster.host import forks_ranks
+from longshift.command_results import print_result
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.dist.memory import address_space, lacks_memory
@@ -35,7 +34,6 @@ from longshift.dist.parent import call_this_process, end_with_parent
 from longshift.dist.ranks import Seed
 from longshift.errors import LongshiftError, OutOfMemoryError, UsageError, printable
 from longshift.files import NO_ROOM, OF_DISKS, refused
-from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.spec.formats import WeightFormat
 from longshift.starter import notes, starter, write_new
@@ -44,13 +42,12 @@ from longshift.trainer.header import Header
 from longshift.trainer.interrupt import ENDING, Interrupt
 from longshift.trainer.metrics import Display, open_streams, read_or_not
 from longshift.trainer.plan_file import PlanFile, keep
-from longshift.trainer.printed import farewell, peaks_and_differences, show_check, show_corpus
 from longshift.trainer.resumed import going_on
-from longshift.trainer.run_folder import RunFolder, prepare, read_asked, read_config, write_cause
-from longshift.workload.given import Lengths, read_lengths
+from longshift.trainer.run_folder import RunFolder, prepare, read_asked, summarize_run, write_cause
+from longshift.workload.given import Lengths
 
 if TYPE_CHECKING:
-    from longshift.documents.tokens import TokenCache
+    pass
 
 if FIRST_HANDLER is signal.default_int_handler:
     with suppress(ValueError):
@@ -122,8 +119,8 @@ def train(
         run, plan = _planned(run)
         run = api.with_choices(run, _say)
         if explain:
-            for found in api.explain(run, per_node=_per_node(run.world)):
-                print(jsonlib.dumps(found.to_json()) if json else found)
+            for explanation in api.explain(run, per_node=_per_node(run.world)):
+                print_result(explanation, json)
             return
         trace = None if trace is None else writable(trace)
         if world is not None:
@@ -132,7 +129,7 @@ def train(
         if rank == 0:
             keep(plan, folder.path, resume)
         if world is None and (header.shown or run.world > 1):
-            header.data(run, _open_corpus(run, verify=False).lengths)  # the ranks verify
+            header.data(run, api.open_tokens(run, verify=False).lengths)  # the ranks verify
         header.run(run, plan, folder, resume)
         if world is None and run.world > 1:
             _launch(run, folder, resume, json, trace, seed, crowded)
@@ -146,7 +143,9 @@ def train(
     finished = True
     if rank == 0:
         with read_or_not():
-            finished = farewell(run, folder, json)
+            summary = summarize_run(run, folder)
+            finished = summary.finished
+            print_result(summary, json)
     if world is not None:
         _leave(0)
     if not finished:
@@ -175,13 +174,7 @@ def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, jso
 @app.command
 def data(config: File, /, *overrides: Overrides, json: Json = False) -> None:
     """Show documents, tokens, a length histogram and what each cap would lose."""
-    run = load_config(config, overrides)
-    _open_corpus(run)  # with a bar
-    found = api.data(run)
-    if json:
-        print(jsonlib.dumps(found.to_json()))
-    else:
-        show_corpus(found.to_json(), run.data.max_len)
+    print_result(api.data(config, *overrides), json)
 
 
 @app.command
@@ -200,35 +193,13 @@ def check(
     """
     if timeline == (against is not None):
         raise UsageError("check needs --against LAYOUT or --timeline, one of them")
-    run = load_config(config, overrides)
     if against is None:
-        if run.train.compile:
-            _say("recorded with train.compile=false: torch does not tell what compiled kernels hold")
-            run = load_config(config, (*overrides, "train.compile=false"))
-        _check_timeline(api.with_choices(run, _say), json)
-        return
-    found = api.check(run, against=against)
-    if json:
-        print(jsonlib.dumps(found.to_json()))
-    else:
-        show_check(found.to_json())
-    sys.exit(0 if found.passed else 1)
-
-
-def _check_timeline(run: Config, json: bool) -> None:
-    """Exits with code 1 where what was recorded is not what was predicted."""
-    for edge in run.edges:
-        legal.check(run.spec, edge.use, None, min(edge.upto, run.data.max_len), edge.pack, run.formats.float8)
-    _open_corpus(run, verify=False)
-    from longshift.dist.world import own_device
-    from longshift.trainer.check_run import timeline as played
-
-    found = played(run, own_device().type)
-    if json:
-        print(jsonlib.dumps(found))
-    else:
-        Console(highlight=False).print(*peaks_and_differences(found))
-    sys.exit(0 if found["within"] else 1)
+        memory = api.check_memory(config, *overrides)
+        print_result(memory, json)
+        sys.exit(0 if memory.within else 1)
+    parity = api.check(config, *overrides, against=against)
+    print_result(parity, json)
+    sys.exit(0 if parity.passed else 1)
 
 
 @app.command
@@ -249,15 +220,9 @@ def plan(
     Exit code 2 where nothing fits, with the smallest change after which something would.
     """
     run, trace = load_config(config, overrides), None if trace is None else writable(trace)
-    from longshift.forecast import other_ranks, task_of
-    from longshift.forecast import plan as make_plan
-    from longshift.trainer.planned import show, write_config, write_trace
+    from longshift.trainer.planned import write_config, write_trace
 
-    cluster = named(on, fabric) if on else api.this_machine(core_count(), _say)
-    given = read_lengths(lengths) if lengths else Lengths.from_array(_open_corpus(run, verify=False).lengths)
-    if on and (note := other_ranks(run, cluster)):
-        _say(note)
-    found = make_plan(task_of(run, cluster, given, all_devices=on is not None), api.silent if json else _say)
+    found = api.make_plan(run, on, fabric, lengths, _say, api.silent if json else _say)
     if trace is not None and found.choice.best is not None:
         write_trace(found.choice.best, trace)
     if html is not None:
@@ -268,10 +233,7 @@ def plan(
         write_html(found, html)
     if emit is not None:
         write_config(run, found, emit)
-    if json:
-        print(jsonlib.dumps(found.to_json()))
-    else:
-        show(found, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+    print_result(found.result(), json)
     if found.choice.best is None:
         sys.exit(UsageError.exit_code)
 
@@ -286,15 +248,7 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Fit what is known of a cluster to the steps of a run, finished or not, and write it for longshift plan --on."""
-    from longshift.trainer.measured import calibrated
-
-    config, output = read_config(run), output or run / "cluster.json"
-    found = calibrated(run, config, named(on) if on else api.this_machine(config.world, _say))
-    files.save(found.cluster, output)
-    if json:
-        print(jsonlib.dumps(found.to_json() | {"file": str(output)}))
-    else:
-        print(*found.lines(), f"wrote {output}; plan by it with: longshift plan CONFIG --on {output}", sep="\n")
+    print_result(api.calibrate(run, on=on, to=output), json)
 
 
 @app.command
@@ -309,11 +263,7 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer; adapters alone as a folder of PEFT."""
-    found = api.export(run, to, best=best, precision=precision, merge=merge)
-    if json:
-        print(jsonlib.dumps(found.to_json()))
-    else:
-        print(f"exported {run} to {to}")
+    print_result(api.export(run, to, best=best, precision=precision, merge=merge), json)
 
 
 @app.command
@@ -366,16 +316,6 @@ def profile(
         show_profile(found, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
 
 
-def _open_corpus(run: Config, verify: bool = True) -> "TokenCache":
-    """The tokens of a run, with a progress bar on standard error while they are made; `verify` as in `TokenCache.open`."""
-    from longshift.trainer.corpus import open_corpus
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("tokens", total=None)
-        return open_corpus(run, lambda done, total: progress.update(task, completed=done, total=total), verify)[1]
-
-
 def _launch(run: Config, folder: RunFolder, resume: bool, json: bool, trace: Path | None, seed: Seed | None, crowded: bool) -> None:
     """Train in ranks of this machine, forked from `seed` where there is one."""
     from longshift.trainer.launch import launch
@@ -409,7 +349,7 @@ def _planned(run: Config) -> tuple[Config, PlanFile | None]:
         raise UsageError(f"{why}\n{_place_in_words()}")
     from longshift.trainer.planned import chosen
 
-    return chosen(run, lambda ranks: api.this_machine(ranks, _say), lambda: Lengths.from_array(_open_corpus(run).lengths), _say)
+    return chosen(run, lambda ranks: api.this_machine(ranks, _say), lambda: Lengths.from_array(api.open_tokens(run).lengths), _say)
 
 
 def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None) -> None:
@@ -466,8 +406,7 @@ def _place_in_words() -> str:
 def _check_under_launcher(run: Config, world: int) -> None:
     """Raises UsageError where the layouts are not possible with the launcher's number of ranks."""
     try:
-        for edge in run.edges:
-            legal.check(run.spec, edge.use, world, min(edge.upto, run.data.max_len), edge.pack, run.formats.float8)
+        api.check_layouts(run, world)
     except UsageError as fault:
         if world == run.world:
             raise

@@ -4,9 +4,13 @@ another layout has done it already, in which order layouts are visited, and what
 HotSPa (SOSP 2024) calls this graph compilation: insert casts, communication and accumulation; prune what another graph does.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import RenderableType
 
 from longshift.cluster.cluster import Cluster
+from longshift.command_results import CommandResult
 from longshift.config import Config
 from longshift.layout.layout import Layout, format_size
 from longshift.layout.placement import buckets
@@ -28,8 +32,7 @@ INSERTED = {  # what a layout adds to a model, by communicator
 MOST_NAMES = 4  # of what is alive at a peak
 
 
-@dataclass(frozen=True)
-class Explained:
+class Explained(CommandResult):
     """One group of lengths. `upto`: its longest document, `pack`: the capacity of its packs, in tokens. `weights` and `gradients` say how
     copies come and sums go; the traffic is that of a switch, None where fused collectives do it; `pruned` what is not done because it is
     done. `need`: of the rank that needs most memory in a step of this group alone; for one full pack `sent`: bytes out of that rank, by
@@ -48,8 +51,7 @@ class Explained:
     need: Need
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(CommandResult):
     """A step that has documents of all lengths. `groups` in visiting order; `need`: of the rank that needs most memory in it;
     `home`: the layout that home is cut by, `home_in`: where it lies; `optimizer`: what updates it, and what becomes of its moments;
     `early`: whether units on disk are updated before the norm; `matmuls`: what becomes of their factors, where they are not taken as they
@@ -64,13 +66,17 @@ class Explanation:
     early: bool = False
     matmuls: str | None = None
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         """The explanation as JSON, without seconds of a switch where links are assumed."""
-        found = asdict(self)
+        found = super().to_json()
         for group in found["groups"] if self.links.origin == "assumed" else ():
             for moved in filter(None, (group["weights_traffic"], group["gradients_traffic"])):
                 del moved["bound_s"], moved["overlapped_s"], moved["in_order_s"]
         return found
+
+    def parts(self) -> Iterator[RenderableType]:
+        """The step in lines."""
+        yield str(self)
 
     def __str__(self) -> str:
         lies = f", in {self.home_in}" * (self.home_in != "device")
@@ -149,11 +155,31 @@ def explain(config: Config, per_node: int | None = None, cluster: Cluster | None
             pruned += ["no update: one at the end, at home", "no hand-over of gradients from layout to layout: each goes home once"]
         need = most(needs(shape, [edge], *where))
         pack = shape.of_one_pack(edge, need.rank, *where)
-        told_of = weights, coming, pack.sent, pack.moved, gradients, going, tuple(pruned), need
-        groups.append(Explained(str(edge.use), edge.upto, edge.pack, *told_of))
+        explained = Explained(
+            layout=str(edge.use),
+            upto=edge.upto,
+            pack=edge.pack,
+            weights=weights,
+            weights_traffic=coming,
+            sent=pack.sent,
+            moved=pack.moved,
+            gradients=gradients,
+            gradients_traffic=going,
+            pruned=tuple(pruned),
+            need=need,
+        )
+        groups.append(explained)
     whole = most(needs(shape, edges, *where)) if len(edges) > 1 else groups[0].need
-    how = _updating(config), bool(shape.steps(whole.rank).early), EIGHT_BITS if formats.float8 else None
-    return Explanation(str(way.home), str(shape.home_in), way.links, tuple(groups), whole, *how)
+    return Explanation(
+        home=str(way.home),
+        home_in=str(shape.home_in),
+        links=way.links,
+        groups=tuple(groups),
+        need=whole,
+        optimizer=_updating(config),
+        early=bool(shape.steps(whole.rank).early),
+        matmuls=EIGHT_BITS if formats.float8 else None,
+    )
 
 
 def _updating(config: Config) -> str:

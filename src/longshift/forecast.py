@@ -1,5 +1,7 @@
 """What `longshift plan` says: the best layouts for a run's documents on a cluster, what a step takes, and why not another way."""
 
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from longshift.cluster.cluster import Cluster
+from longshift.command_results import LayoutPlan, PlannedCluster, PlannedGroup, PlannedHome, PlannedWay, Short
 from longshift.config import Config
 from longshift.errors import UsageError
 from longshift.explained import shape_of
@@ -128,24 +131,32 @@ class Planned:
             return str(last.use)
         return [edge.told() for edge in way.edges]
 
-    def groups(self, way: Way) -> list[dict[str, Any]]:
+    def groups(self, way: Way) -> tuple[PlannedGroup, ...]:
         """What each group of a way has and takes, of the mean step, in the order of lengths."""
-        rows: dict[Any, dict[str, Any]] = {}
-        for edge in way.edges:
-            row = {"upto": edge.upto, "layout": str(edge.use), "pack": edge.pack, "documents": 0.0, "tokens": 0.0, "seconds": 0.0}
-            rows[edge.upto] = row
-        low = [0, *(edge.upto for edge in way.edges)]
+        documents, tokens, seconds = Counter[int](), Counter[int](), defaultdict[int, float](float)  # by a group's longest document
+        ends = [edge.upto for edge in way.edges]
         for step, lengths in way.steps:
-            for first, edge in zip(low, way.edges):
-                own = [n for n in lengths if first < n <= edge.upto]
-                rows[edge.upto]["documents"] += len(own) / len(way.steps)
-                rows[edge.upto]["tokens"] += sum(own) / len(way.steps)
+            for length in lengths:
+                end = ends[bisect_left(ends, length)]
+                documents[end] += 1
+                tokens[end] += length
             visited = in_visiting_order(way.shape, lengths)
             for group, start, stop in zip(visited, [0.0, *step.starts[1:]], [*step.starts[1:], step.seconds]):
                 longest = max(max(pack, default=1) for replica in group.replicas for pack in replica)
-                edge = next(edge for edge in way.edges if longest <= edge.upto)
-                rows[edge.upto]["seconds"] += (stop - start) / len(way.steps)
-        return [row | {"tokens_per_s": row["tokens"] / row["seconds"] if row["seconds"] else 0.0} for row in rows.values()]
+                seconds[ends[bisect_left(ends, longest)]] += stop - start
+        steps = len(way.steps)
+        return tuple(
+            PlannedGroup(
+                upto=edge.upto,
+                layout=str(edge.use),
+                pack=edge.pack,
+                documents=documents[edge.upto] / steps,
+                tokens=tokens[edge.upto] / steps,
+                seconds=seconds[edge.upto] / steps,
+                tokens_per_s=tokens[edge.upto] / seconds[edge.upto] if seconds[edge.upto] else 0.0,
+            )
+            for edge in way.edges
+        )
 
     @cached_property
     def flops(self) -> dict[str, float]:
@@ -156,40 +167,50 @@ class Planned:
         found = model_flops(sizes(task.spec), task.tokens_per_step, scale * float(lengths**2 @ counts) / 2, task.spec.parameters)
         return {name: float(value) for name, value in found.items()}
 
-    def to_json(self) -> dict[str, Any]:
-        """All that is told, for machines."""
-        task, best = self.task, self.choice.best
-        device = task.cluster.device
-        found: dict[str, Any] = {
-            "cluster": {"name": task.cluster.name, "nodes": task.cluster.nodes, "devices_per_node": task.cluster.devices_per_node},
-            "ranks": task.world,
-            "home": task.home.to_json(),
-            "homes": [{"home": one.task.home.to_json(), "seconds": one.choice.seconds} for one in (self, *self.others)],
-            "tokens_per_step": task.tokens_per_step,
-            "documents": task.lengths.documents,
-            "longest": task.longest,
-            "candidates": self.choice.shortlist.candidates,
-            "refused": dict(self.choice.shortlist.refused),
-            "budget_bytes": int(task.budget_bytes),
-            "fits": best is not None,
-            "changes": list(self.choice.shortlist.changes),
-            "short": [{"way": self.layout(way), "bytes": lack, "place": place} for way, lack, place in self.choice.short[:RIVALS]],
-        }
+    def result(self) -> LayoutPlan:
+        """What is said of the plan, to a person and to programs."""
+        task, choice, best = self.task, self.choice, self.choice.best
+        plan = LayoutPlan(
+            cluster=PlannedCluster(name=task.cluster.name, nodes=task.cluster.nodes, devices_per_node=task.cluster.devices_per_node),
+            ranks=task.world,
+            home=task.home.to_json(),
+            homes=tuple(PlannedHome(home=plan.task.home.to_json(), seconds=plan.choice.seconds) for plan in (self, *self.others)),
+            tokens_per_step=task.tokens_per_step,
+            documents=task.lengths.documents,
+            longest=task.longest,
+            candidates=choice.shortlist.candidates,
+            refused=choice.shortlist.refused,
+            budget_bytes=int(task.budget_bytes),
+            fits=best is not None,
+            changes=tuple(choice.shortlist.changes),
+            short=tuple(Short(way=self.layout(way), bytes=lack, place=place) for way, lack, place in choice.short[:RIVALS]),
+            notes=tuple(self.lines()),
+        )
         if best is None:
-            return found
-        peak = device.flops_per_s[arithmetic(task.precision)]
-        return found | {
-            "best": self._told(best) | {"groups": self.groups(best), "lanes": self.lanes(best)},
-            "mfu": {n: float(v) for n, v in mfu({n: np.asarray(f) for n, f in self.flops.items()}, best.seconds, task.world, peak).items()},
-            "single": self._told(self.choice.single) if self.choice.single else None,
-            "context_parallel": self._told(self.choice.context_parallel) if self.choice.context_parallel else None,
-            "tried": [self._told(way) for way in self.choice.worth_trying()],
-            "rivals": [self._told(way) | {"times": way.seconds / best.seconds} for way in self.choice.ways[1 : 1 + RIVALS]],
-        }
+            return plan
+        peak = task.cluster.device.flops_per_s[arithmetic(task.precision)]
+        shares = mfu({name: np.asarray(flops) for name, flops in self.flops.items()}, best.seconds, task.world, peak)
+        return plan.model_copy(
+            update={
+                "best": self._way(best, groups=self.groups(best), lanes=self.lanes(best)),
+                "mfu": {name: float(share) for name, share in shares.items()},
+                "single": self._way(choice.single) if choice.single else None,
+                "context_parallel": self._way(choice.context_parallel) if choice.context_parallel else None,
+                "tried": tuple(self._way(way) for way in choice.worth_trying()),
+                "rivals": tuple(self._way(way, times=way.seconds / best.seconds) for way in choice.ways[1 : 1 + RIVALS]),
+            }
+        )
 
-    def _told(self, way: Way) -> dict[str, Any]:
-        seconds = {"seconds": way.seconds, "least_s": way.seconds * (1 - self.band), "most_s": way.seconds * (1 + self.band)}
-        return {"layout": self.layout(way), **seconds, "bytes": dict(way.bytes), "peak": way.peak}
+    def _way(self, way: Way, **more: Any) -> PlannedWay:
+        return PlannedWay(
+            layout=self.layout(way),
+            seconds=way.seconds,
+            least_s=way.seconds * (1 - self.band),
+            most_s=way.seconds * (1 + self.band),
+            bytes=way.bytes,
+            peak=way.peak,
+            **more,
+        )
 
     def lanes(self, way: Way) -> dict[str, float]:
         """Seconds in which each lane of the busiest stage does something, of the mean step."""

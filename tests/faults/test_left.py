@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from longshift.command_results import print_result
 from longshift.config_file import parse_config
 from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError, UsageError
 from longshift.files import refused, rewrite, written
 from longshift.trainer import run_folder
-from longshift.trainer.printed import farewell
-from longshift.trainer.run_folder import RunFolder, prepare
+from longshift.trainer.run_folder import RunFolder, prepare, summarize_run
 
 CONFIG = """
 model: {{preset: tiny-llama}}
@@ -94,7 +94,9 @@ def test_a_run_whose_last_row_is_lost_is_finished(config, tmp_path, capsys, rows
     folder.path.mkdir()
     folder.metrics.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, rows + 1)))
     folder.latest.write_text(f"step-{saved}\n")
-    assert farewell(config, folder, False) is finished
+    summary = summarize_run(config, folder)
+    print_result(summary, as_json=False)
+    assert summary.finished is finished
     assert f"{'finished' if finished else 'stopped'} at step {max(rows, saved)} of 4" in capsys.readouterr().out
 
 

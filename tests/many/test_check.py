@@ -244,9 +244,9 @@ def test_bytes_that_nobody_predicted_are_told(place, monkeypatch):
     kept, native = [], check_run.build_player
     monkeypatch.setattr(check_run, "build_player", lambda *how: kept.append(torch.empty(1 << 26, dtype=torch.uint8)) or native(*how))
     found = timeline(parse_config(CONFIG.format(place=place, max_len=512)))
-    assert not found["within"]
-    assert found["ranks"][0]["ratio"] > 1
-    assert found["differences"][0]["difference"] > 1 << 25
+    assert not found.within
+    assert found.ranks[0].ratio > 1
+    assert found.differences[0].difference > 1 << 25
 
 
 def test_documents_are_cut_in_as_many_chunks_as_the_runs():
@@ -272,7 +272,7 @@ def test_with_a_gpu_ranks_are_spawned_and_the_reference_is_not_on_it(place, monk
     monkeypatch.setattr(check_run, "ForkedWorld", None)
     found = check([(parse_config(CONFIG.format(place=place, max_len=32)), [[Layout.parse("dp2")]])], "cuda")
     assert sorted(asked) == [(1, "cpu"), (2, "cuda")]
-    assert (found["loss"] < 1e-12, found["grad"] < 1e-12, found["leaked_positions"], found["pass"]) == (True, True, 0, True)
+    assert (found.loss < 1e-12, found.grad < 1e-12, found.leaked_positions, found.passed) == (True, True, 0, True)
 
 
 def test_a_spawned_rank_tells_its_fault_and_ends_with_its_world():

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import longshift as ls
-from longshift import cli
+from longshift import api, cli
 from longshift.config_file import load_config, parse_config
 from longshift.dist.memory import lacks_memory
 from longshift.documents.tokenizer import train as train_tokenizer
@@ -1018,7 +1018,7 @@ def test_signals_that_are_ignored_stay_ignored():
 
 @pytest.mark.parametrize("kind", [UserWarning, DeprecationWarning, RuntimeWarning])
 def test_a_warning_that_is_made_an_error_is_one_line(longshift, monkeypatch, kind):
-    monkeypatch.setattr(cli, "load_config", lambda *given: warnings.warn("it is old", kind, stacklevel=1))
+    monkeypatch.setattr(api, "load_config", lambda *given: warnings.warn("it is old", kind, stacklevel=1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         code, _, err = longshift("data run.yaml")

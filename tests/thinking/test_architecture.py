@@ -34,8 +34,8 @@ THINKING = (
     ),
     *("config_parts", "config", "old_keys", "config_file", "starter"),
 )
-DOING = ("model", "dist", "documents", "parallel", "stream", "state", "step", "weigh", "simulate", "planner", "explained", "forecast")
-DOING += ("answers", "trainer", "profile", "reports", "api")
+DOING = ("model", "dist", "documents", "parallel", "stream", "state", "step", "weigh", "simulate", "planner", "command_results")
+DOING += ("explained", "forecast", "trainer", "profile", "reports", "api")
 FRONT = ("longshift", "cli")  # the package itself, then the command line
 ROOMS = (*THINKING, *DOING, *FRONT)
 

@@ -9,6 +9,8 @@ from longshift.cluster import files
 from longshift.cluster.cluster import Calibration, Cluster
 from longshift.cluster.named import cluster as named
 from longshift.cluster.network import collective_s
+from longshift.command_results import PlannedWay
+from longshift.config import Config
 from longshift.config_file import parse_config
 from longshift.errors import UsageError
 from longshift.forecast import RunForecast, on_cluster, other_ranks, plan, task_of
@@ -145,16 +147,23 @@ def test_a_calibration_that_is_not_the_files_own_is_refused(tmp_path, wrong, rea
 def test_a_plan_takes_the_seconds_and_the_band_of_a_calibrated_cluster():
     config = parse_config(CONFIG.format(model="tiny-llama", precision="float32", layout="{auto: {ranks: 2, tp: 1, pp: 1, u: 1, ring: 1}}"))
     lengths = Lengths.from_array(np.array(LENGTHS[0]))
-    told = [plan(task_of(config, cluster, lengths)).to_json()["best"] for cluster in (files.preset("cpu"), calibrated(matmul=0.5))]
-    assert [one["most_s"] / one["seconds"] - 1 for one in told] == pytest.approx([BAND, 0.07])
-    assert told[1]["seconds"] > 1.2 * told[0]["seconds"]
+    plain, slow = (best_way(config, cluster, lengths) for cluster in (files.preset("cpu"), calibrated(matmul=0.5)))
+    assert [way.most_s / way.seconds - 1 for way in (plain, slow)] == pytest.approx([BAND, 0.07])
+    assert slow.seconds > 1.2 * plain.seconds
+
+
+def best_way(config: Config, cluster: Cluster, lengths: Lengths) -> PlannedWay:
+    """The best way that a plan finds."""
+    best = plan(task_of(config, cluster, lengths)).result().best
+    assert best is not None
+    return best
 
 
 def test_a_plan_takes_the_seconds_of_compiled_arithmetic():
     text = CONFIG.format(model="tiny-llama", precision="float32", layout="{auto: {ranks: 2, tp: 1, pp: 1, u: 1, ring: 1}}")
     configs = [parse_config(text, [f"train.compile={word}"]) for word in ("false", "true")]
     lengths, cluster = Lengths.from_array(np.array(LENGTHS[0])), files.preset("cpu")
-    plain, compiled = (plan(task_of(config, cluster, lengths)).to_json()["best"]["seconds"] for config in configs)
+    plain, compiled = (best_way(config, cluster, lengths).seconds for config in configs)
     assert 0.5 < compiled / plain < 0.995
     plain, compiled = (
         RunForecast(parse_config(text, ["layout=dp2", f"train.compile={word}"]), cluster).step(LENGTHS[0]).seconds
@@ -167,10 +176,10 @@ def test_a_plan_takes_the_seconds_of_compiled_arithmetic():
 def test_a_plan_is_made_in_formats_that_a_profile_of_a_cpu_lacks(precision):
     text = CONFIG.format(model="tiny-llama", precision=precision, layout="{auto: {ranks: 2, tp: 1, pp: 1, u: 1, ring: 1}}")
     lengths, cluster = Lengths.from_array(np.array(LENGTHS[0])), files.preset("cpu")
-    best = plan(task_of(parse_config(text), cluster, lengths)).to_json()["best"]
-    plain = plan(task_of(parse_config(text, ["train.precision=float32"]), cluster, lengths)).to_json()["best"]
-    assert best["seconds"] > 0
-    assert precision != "float64" or 1.5 < best["seconds"] / plain["seconds"] < 2.5
+    best = best_way(parse_config(text), cluster, lengths)
+    plain = best_way(parse_config(text, ["train.precision=float32"]), cluster, lengths)
+    assert best.seconds > 0
+    assert precision != "float64" or 1.5 < best.seconds / plain.seconds < 2.5
 
 
 @pytest.mark.parametrize(

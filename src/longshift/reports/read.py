@@ -3,11 +3,11 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from longshift.cluster.host import has_gpu
+from longshift.command_results import CommandResult
 from longshift.config import Config
 from longshift.errors import UsageError
 from longshift.explained import explain
@@ -21,8 +21,7 @@ SUMS += ("intra_node_bytes", "inter_node_bytes", "put_bytes", "fetched_bytes", "
 ENDS = 5  # steps at either end of a run whose mean loss is told
 
 
-@dataclass(frozen=True)
-class GroupSums:
+class GroupSums(CommandResult):
     """What documents of a range of lengths took in a run under one layout: sums over its steps; `tier_peak_bytes`: the most of a rank."""
 
     upto: int
@@ -41,8 +40,7 @@ class GroupSums:
     tier_peak_bytes: int
 
 
-@dataclass(frozen=True)
-class RunReport:
+class RunReport(CommandResult):
     """A run. `facts`: what it is and how it went, in words and numbers; `config`: its settings by dotted key; `series`: a number for each
     of `steps`, None where one is not finite; `predicted`: step, seconds, predicted seconds, relative half-width of the band; `valid`: step,
     loss, and loss by longest document; `memory`: the ledger's peak by place, and what is alive then, in bytes."""
@@ -56,9 +54,6 @@ class RunReport:
     predicted: list[dict[str, Any]]
     valid: list[dict[str, Any]]
     memory: dict[str, dict[str, Any]]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_run(path: Path) -> RunReport:
@@ -82,17 +77,16 @@ def read_run(path: Path) -> RunReport:
         for row in rows
         if row.valid_loss is not None
     ]
-    facts = _facts(config, folder, rows)
     return RunReport(
-        str(path),
-        facts,
-        dict(_flat(config.model_dump(mode="json"))),
-        sorted(found),
-        series,
-        _groups(rows),
-        predicted,
-        valid,
-        _memory(config),
+        name=str(path),
+        facts=_facts(config, folder, rows),
+        config=dict(_flat(config.model_dump(mode="json"))),
+        steps=sorted(found),
+        series=series,
+        groups=_groups(rows),
+        predicted=predicted,
+        valid=valid,
+        memory=_memory(config),
     )
 
 
@@ -150,10 +144,13 @@ def _groups(rows: Sequence[StepMetrics]) -> list[GroupSums]:
             sums.setdefault((group.upto, group.layout), []).append(group)
     return [
         GroupSums(
-            upto, layout, len(some), **{name: sum(getattr(group, name) or 0 for group in some) for name in SUMS}, tier_peak_bytes=most
+            upto=upto,
+            layout=layout,
+            steps=len(visits),
+            **{name: sum(getattr(group, name) or 0 for group in visits) for name in SUMS},
+            tier_peak_bytes=max(group.tier_peak_bytes for group in visits),
         )
-        for (upto, layout), some in sorted(sums.items())
-        for most in [max(group.tier_peak_bytes for group in some)]
+        for (upto, layout), visits in sorted(sums.items())
     ]
 
 

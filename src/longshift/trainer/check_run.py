@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from longshift.command_results import Checked, CheckedLayout, MemoryCheck, MemoryDifference, RankPeak
 from longshift.config import Config
 from longshift.config_file import parse_config
 from longshift.dist.fork import ForkedWorld, SpawnedWorld
@@ -136,7 +137,7 @@ class StageCheck(NamedTuple):
     wrong_labels: int
 
 
-def check(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]], device: str = "cpu") -> dict:
+def check(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]], device: str = "cpu") -> Checked:
     """Worst relative differences to one process, leaked positions and wrong labels, over the stages of a run and the ways to compute each:
     a layout, or those of the stage's groups; and whether all are within TOLERANCE. Works on documents of each stage's first steps, made
     small (`Small`), in processes on this machine: the reference on its CPU, the ways on devices of this type. What waits on disk does so in
@@ -144,24 +145,24 @@ def check(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]], device: s
     for config, ways in stages:
         _make_room(config, Small.of(config, ways), ways, device)
     results = [_check_stage(config, ways, device) for config, ways in stages]
-    rows = [{"stage": number, **row} for number, result in enumerate(results, 1) for row in result.rows]
-    worst = {kind: max((row[kind] for row in rows), key=lambda value: (math.isnan(value), value)) for kind in KINDS}
-    leaked = sum(row["leaked_positions"] for row in rows)
+    rows = [CheckedLayout(stage=number, **row) for number, result in enumerate(results, 1) for row in result.rows]
+    worst = {kind: max((getattr(row, kind) for row in rows), key=lambda value: (math.isnan(value), value)) for kind in KINDS}
+    leaked = sum(row.leaked_positions for row in rows)
     wrong = sum(result.wrong_labels for result in results)
     run = stages[0][0]
-    return {
-        "reference": "one process, float64" + f"; {EIGHT_BITS}" * run.formats.float8,
-        "documents": sum(result.documents for result in results),
-        "tokens": sum(result.tokens for result in results),
-        "reference_loss": results[-1].loss,
+    return Checked(
+        reference="one process, float64" + f"; {EIGHT_BITS}" * run.formats.float8,
+        documents=sum(result.documents for result in results),
+        tokens=sum(result.tokens for result in results),
+        reference_loss=results[-1].loss,
         **worst,
-        "leaked_positions": leaked,
-        "wrong_labels": wrong,
-        "tolerance": TOLERANCE,
-        "pass": all(value <= TOLERANCE for value in worst.values()) and not leaked and not wrong,
-        "not_exercised": not_exercised(stages),
-        "rows": rows,
-    }
+        leaked_positions=leaked,
+        wrong_labels=wrong,
+        tolerance=TOLERANCE,
+        passed=all(value <= TOLERANCE for value in worst.values()) and not leaked and not wrong,
+        not_exercised=tuple(not_exercised(stages)),
+        rows=tuple(rows),
+    )
 
 
 def _check_stage(config: Config, ways: Sequence[Sequence[Layout]], device: str) -> StageCheck:
@@ -183,7 +184,7 @@ def _check_stage(config: Config, ways: Sequence[Sequence[Layout]], device: str) 
                     world.call("longshift.trainer.check_run:leaks", DEADLINE_S, trial=trial, layout=layout)[0]
                     for layout in dict.fromkeys(text.split(" > "))
                 ]
-            row = {"layout": " > ".join(map(str, layouts)), "as": text}
+            row = {"layout": " > ".join(map(str, layouts)), "computed": text}
             row |= {kind: max(answer[kind] for answer in found) for kind in KINDS}
             rows.append(row | {what: sum(leak[what] for leak in leaks) for what in leaks[0]})
     documents = trial["given"][0]
@@ -280,15 +281,17 @@ def _make_room(config: Config, small: Small, ways: Sequence[Sequence[Layout]], d
             )
 
 
-def timeline(config: Config, device: str = "cpu") -> dict:
+def timeline(config: Config, device: str = "cpu") -> MemoryCheck:
     """The first step of a run, played on devices of this type and recorded beside what the ledger predicts: peaks of every rank, and the
     largest differences in bytes after an operation. Raises LongshiftError."""
     with temporary_folder() as scratch, _ranks(config.world, device, device) as world:
         found = world.call("longshift.trainer.check_run:recorded", DEADLINE_S, config=config.to_yaml(), scratch=str(scratch))
-    rows = [{"rank": rank, **row} for rank, answer in enumerate(found) for row in answer.pop("differences")]
-    rows.sort(key=rank_of)
-    ranks = [{"rank": rank, **answer} for rank, answer in enumerate(found)]
-    return {"within": all(answer["within"] for answer in found), "ranks": ranks, "differences": rows[:ROWS]}
+    differences = [{"rank": rank, **row} for rank, answer in enumerate(found) for row in answer.pop("differences")]
+    return MemoryCheck(
+        within=all(answer["within"] for answer in found),
+        ranks=tuple(RankPeak(rank=rank, **answer) for rank, answer in enumerate(found)),
+        differences=tuple(MemoryDifference(**row) for row in sorted(differences, key=rank_of)[:ROWS]),
+    )
 
 
 def recorded(world: World, config: str, scratch: str) -> dict:

@@ -1,13 +1,13 @@
 """The documents that a config asks for, as tokens, and what is in them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from longshift.command_results import CorpusFacts
 from longshift.config import Config
 from longshift.config_parts import PROJECT_VOCAB, Source
 from longshift.documents import tokenizer, tokens
@@ -85,22 +85,26 @@ def corpus_notes(config: Config, cache: tokens.TokenCache) -> list[str]:
     return notes
 
 
-def survey(config: Config, cache: tokens.TokenCache) -> dict[str, Any]:
+def survey(config: Config, cache: tokens.TokenCache) -> CorpusFacts:
     """Documents, tokens, lengths, what each cap from a quarter of `data.max_len` to the longest document would lose. Where a part is
     learned: how many tokens, and a document as runs of text that are learned, or not."""
     max_len = config.data.max_len
     longest = int(cache.lengths.max())
     caps = sorted({max_len} | {2**n for n in range(max(1, (max_len // 4).bit_length() - 1), longest.bit_length())})
-    return {
-        "documents": len(cache),
-        "tokens": int(cache.lengths.sum()),
-        "skipped": [list(pair) for pair in cache.skipped],
-        "notes": corpus_notes(config, cache),
-        "quantiles": {f"p{100 * share:g}": n for share, n in zip(SHARES, quantiles(cache.lengths, SHARES))},
-        "histogram": [asdict(bin) for bin in histogram(cache.lengths)],
-        "caps": [asdict(cap_loss(cache.lengths, cap)) for cap in caps if cap >= 2],
-        "cache": str(cache.folder),
-    } | ({} if cache.learned_tokens is None else {"learned": cache.learned_tokens, "sample": _sample(config, cache)})
+    is_all_learned = cache.learned_tokens is None
+    return CorpusFacts(
+        documents=len(cache),
+        tokens=int(cache.lengths.sum()),
+        skipped=tuple(cache.skipped),
+        notes=tuple(corpus_notes(config, cache)),
+        quantiles={f"p{100 * share:g}": n for share, n in zip(SHARES, quantiles(cache.lengths, SHARES))},
+        histogram=histogram(cache.lengths),
+        caps=tuple(cap_loss(cache.lengths, cap) for cap in caps if cap >= 2),
+        max_len=max_len,
+        cache=cache.folder,
+        learned=cache.learned_tokens,
+        sample=None if is_all_learned else tuple(_sample(config, cache)),
+    )
 
 
 def _sample(config: Config, cache: tokens.TokenCache) -> list[tuple[str, bool]]:

@@ -1,7 +1,7 @@
 """What the steps of a run took, and what that says of the cluster: `longshift calibrate`, and `layout: auto` after its trials."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 from longshift.cluster.cluster import Calibration, Cluster
 from longshift.cluster.files import figures
 from longshift.cluster.host import profile_of_host
+from longshift.command_results import CalibrationResult, CalibrationStep
 from longshift.config import Config
 from longshift.dist.world import World
 from longshift.documents.batch import Batches
@@ -86,23 +87,23 @@ class Calibrated:
         """Mean absolute relative errors: by the cluster as it stood, and of steps that were held back."""
         return {"before": mean(map(abs, self.fit.before.tolist())), "held_back": mean(map(abs, self.fit.held_back.tolist()))}
 
-    def lines(self) -> Iterator[str]:
-        """Sentences about what was found."""
-        told = self.calibration
-        yield f"{told.steps} steps, {self.steps[0].step} to {self.steps[-1].step}, under {', '.join(told.layouts)}, on {self.cluster.name}"
-        for name, value in told.constants.items():
-            yield f"  {name:<10} {value:.2f} times the " + ("seconds that it takes" if name == "launch" else "rate") + " alone"
-        yield f"a step is off by {self.errors['before']:.1%} without these, by {self.errors['held_back']:.1%} with those of the other steps"
-        yield f"band: {told.band:.1%} either way"
-
-    def to_json(self) -> dict[str, Any]:
-        """Constants, band, errors, and of each step what was measured and how far it was off."""
-        fit = self.fit
+    def result(self, file: Path) -> CalibrationResult:
+        """What was found, where the cluster was written into a file."""
         rows = [
-            {"step": one.step, "layout": one.layout, "seconds": one.seconds, "before": float(before), "held_back": float(held)}
-            for one, before, held in zip(self.steps, fit.before, fit.held_back)
+            CalibrationStep(step=step.step, layout=step.layout, seconds=step.seconds, before=float(before), held_back=float(held_back))
+            for step, before, held_back in zip(self.steps, self.fit.before, self.fit.held_back)
         ]
-        return {"cluster": self.cluster.name, **asdict(self.calibration), "errors": self.errors, "rows": rows}
+        calibration = self.calibration
+        return CalibrationResult(
+            cluster=self.cluster.name,
+            constants=calibration.constants,
+            band=calibration.band,
+            fingerprint=calibration.fingerprint,
+            layouts=calibration.layouts,
+            errors=self.errors,
+            rows=tuple(rows),
+            file=file,
+        )
 
 
 def calibrated(run: Path, config: Config, profile: Cluster) -> Calibrated:

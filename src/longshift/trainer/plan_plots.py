@@ -22,9 +22,9 @@ def write_html(found: Planned, file: Path) -> None:
         for lane, seconds in found.lanes(best).items():
             figure.add_trace(go.Bar(x=[seconds], y=["step"], orientation="h", name=lane), row=1, col=1)
         rows = found.groups(best)
-        names = [f"up to {format_size(row['upto'])}: {row['layout']}, packs of {format_size(row['pack'])}" for row in rows]
-        figure.add_trace(go.Bar(x=names, y=[row["seconds"] for row in rows], name="seconds"), row=2, col=1)
-        tokens = go.Scatter(x=names, y=[row["tokens"] for row in rows], mode="markers", name="tokens", marker={"size": 12})
+        names = [f"up to {format_size(row.upto)}: {row.layout}, packs of {format_size(row.pack)}" for row in rows]
+        figure.add_trace(go.Bar(x=names, y=[row.seconds for row in rows], name="seconds"), row=2, col=1)
+        tokens = go.Scatter(x=names, y=[row.tokens for row in rows], mode="markers", name="tokens", marker={"size": 12})
         figure.add_trace(tokens, row=2, col=1, secondary_y=True)
     for name, ways in (
         ("single layouts", [w for w in choice.ways if len(w.edges) == 1]),

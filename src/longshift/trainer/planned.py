@@ -1,10 +1,7 @@
-"""How `layout: auto` becomes layouts before the ranks start, and what `longshift plan` shows. Needs no torch."""
+"""How `layout: auto` becomes layouts before the ranks start, and what `longshift plan` writes. Needs no torch."""
 
 from collections.abc import Callable
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from longshift.cluster.cluster import Cluster
 from longshift.cluster.host import core_count
@@ -12,7 +9,6 @@ from longshift.config import Config
 from longshift.errors import OutOfMemoryError, UsageError
 from longshift.forecast import LANES, Planned, layout_text, plan, task_of
 from longshift.layout.auto_layout import AutoLayout
-from longshift.layout.layout import format_size
 from longshift.planner.replay import Way
 from longshift.stream.trace import Span, events_of, save
 from longshift.trainer.plan_file import PlanFile, place, read
@@ -37,28 +33,12 @@ def chosen(config: Config, cluster: Callable[[int], Cluster], lengths: Callable[
     ways = found.choice.worth_trying()
     choices = tuple(found.layout(way) for way in ways)
     home = found.task.home.to_json() if config.home.at.auto else None
-    file = PlanFile(asked.to_json(), choices, found.to_json(), chosen=None if len(choices) > 1 else 0, home=home)
+    file = PlanFile(asked.to_json(), choices, found.result().to_json(), chosen=None if len(choices) > 1 else 0, home=home)
     if home is not None:
         tell(f"home: auto: {found.task.home}")
     for number, (choice, way) in enumerate(zip(choices, ways)):
         tell(f"layout: auto: {'first' if number == 0 else 'then'} {layout_text(choice)}, {way.seconds:.3g} s a step")
     return file.config(config), file
-
-
-def show(found: Planned, console: Console) -> None:
-    """Print a plan for a person."""
-    best, task = found.choice.best, found.task
-    where = f"{task.cluster.nodes} x {task.cluster.devices_per_node} {task.cluster.name}"
-    console.print(f"{task.lengths.documents:,} documents of up to {format_size(task.longest)} tokens on {where}")
-    if best is not None:
-        table = Table("up to", "layout", "pack", "documents", "tokens", "seconds", "tokens/s", box=None)
-        for row in found.groups(best):
-            shares = f"{row['documents']:.1f}", f"{row['tokens']:,.0f}"
-            rates = f"{row['seconds']:.3g}", f"{row['tokens_per_s']:,.0f}"
-            table.add_row(format_size(row["upto"]), row["layout"], format_size(row["pack"]), *shares, *rates)
-        console.print(table)
-    for line in found.lines():
-        console.print(line, soft_wrap=True)
 
 
 def write_config(config: Config, found: Planned, path: Path) -> None:

@@ -33,6 +33,7 @@ from typing import IO
 import psutil
 
 from longshift import errors, temporary
+from longshift.command_results import RunSummary
 from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.errors import LongshiftError, PeerError, UsageError
@@ -259,6 +260,31 @@ def _parsed(path: Path, file: Path) -> Config:
     if not file.is_file():
         raise UsageError(f"{path} is not a run folder: it holds no config.yaml")
     return load_config(file)
+
+
+def summarize_run(run: Config, folder: RunFolder) -> RunSummary:
+    """Where the run is, and what can be done with it."""
+    rows = read_rows(folder.metrics)
+    steps = max(rows[-1]["step"] if rows else 0, folder.steps_saved())  # after a loss of power there may be no row of the checkpoint
+    is_early = bool(rows) and rows[-1].get("early", False)
+    is_finished = steps >= run.train.steps or is_early
+    can_be_longer = is_finished and not is_early and not run.train.stages
+    losses = {row["step"]: row["valid_loss"] for row in rows if row.get("valid_loss") is not None}
+    best_step = min(losses, key=losses.__getitem__, default=None)
+    return RunSummary(
+        run=folder.path,
+        shown=folder.shown,
+        steps=steps,
+        planned_steps=run.train.steps,
+        finished=is_finished,
+        early=is_early,
+        first_loss=rows[0]["loss"] if rows else None,
+        last_loss=rows[-1]["loss"] if rows else None,
+        export=folder.export_command,
+        resume=folder.resume_command + f" train.steps={2 * steps}" * can_be_longer,
+        best_step=best_step,
+        best_loss=None if best_step is None else losses[best_step],
+    )
 
 
 def describe_machine() -> dict[str, object]:

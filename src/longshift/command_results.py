@@ -1,0 +1,390 @@
+"""What commands compute, as frozen values: the Python API returns them, and `print_result` prints them, as JSON or for a person."""
+
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from longshift.layout.layout import format_size
+from longshift.workload.lengths import Bin, CapLoss
+
+BAR_COLUMNS = 40  # of a bar that stands for all tokens
+PIPE_COLUMNS = 160  # where standard output is no terminal
+
+
+class CommandResult(BaseModel):
+    """A result of a command, or a part of one. `model_validate` reads what `to_json` gives."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, validate_by_name=True)
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()  # keys that are left out of JSON where they have no value
+
+    def to_json(self) -> dict[str, Any]:
+        """What the command prints with --json."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def parts(self) -> Iterator[RenderableType]:
+        """Lines and tables for a person."""
+        raise NotImplementedError
+
+    @model_serializer(mode="wrap")
+    def _without_optional(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in serialize(self).items() if value is not None or key not in self.OPTIONAL}
+
+
+def print_result(result: CommandResult, as_json: bool) -> None:
+    """Print a result: as one line of JSON, or as lines and tables for a person."""
+    if as_json:
+        print(json.dumps(result.to_json()), flush=True)
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    for part in result.parts():
+        # Text is printed as it stands: no markup, and lines as long as they are.
+        console.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str | Text))
+
+
+class CorpusFacts(CommandResult):
+    """The documents of a config. `skipped`: path and reason of each file that gave none; `notes`: what the sources hold and no token shows;
+    `quantiles`: lengths in tokens, by name, as in p50; `histogram`: between powers of two; `caps`: what each cap on the length would lose;
+    `max_len`: the config's cap; `cache`: where the tokens are. Where a part is `learned`: how many tokens, and of a `sample` document runs
+    of text, with whether they are learned."""
+
+    OPTIONAL = ("learned", "sample")
+
+    documents: int
+    tokens: int
+    skipped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    quantiles: Mapping[str, int]
+    histogram: tuple[Bin, ...]
+    caps: tuple[CapLoss, ...]
+    max_len: int
+    cache: Path
+    learned: int | None = None
+    sample: tuple[tuple[str, bool], ...] | None = None
+
+    def parts(self) -> Iterator[RenderableType]:
+        """Sentences, the share of each range of lengths, the cost of each cap, and what is learned of a sample."""
+        spread = ", ".join(f"{name} {tokens:,}" for name, tokens in self.quantiles.items())
+        yield f"{self.documents:,} documents, {self.tokens:,} tokens; length {spread}"
+        if self.skipped:
+            reasons = Counter(reason for _, reason in self.skipped)
+            yield f"skipped files: {', '.join(f'{count} {reason}' for reason, count in reasons.items())} (--json names them)"
+        for note in self.notes:
+            yield f"note: {note}"
+        yield self._length_table()
+        yield ""
+        yield self._cap_table()
+        if self.sample is not None and self.learned is not None:
+            is_terminal = Console().is_terminal
+            begin, end = ("", "") if is_terminal else ("[[", "]]")
+            how = "in green" if is_terminal else "in [[ ]]"
+            yield f"\n{self.learned:,} tokens are learned ({self.learned / self.tokens:.1%}), here {how}:\n"
+            yield Text.assemble(*((begin + text + end, "green") if learned else (text, "dim") for text, learned in self.sample))
+
+    def _length_table(self) -> Table:
+        table = Table("length", "documents", "tokens", "share of tokens", box=None)
+        for bin in self.histogram:
+            share = bin.tokens / self.tokens
+            bar = "█" * round(BAR_COLUMNS * share)
+            table.add_row(f"to {format_size(bin.high)}", f"{bin.documents / self.documents:.1%}", f"{share:.1%}", bar)
+        return table
+
+    def _cap_table(self) -> Table:
+        table = Table("max_len", "longer documents", "split: pieces", "truncate: lost", "drop: lost", box=None)
+        for loss in self.caps:
+            mark = " (this config)" if loss.cap == self.max_len else ""
+            table.add_row(
+                format_size(loss.cap) + mark,
+                f"{loss.documents:,}",
+                f"{loss.split_pieces:,}",
+                f"{loss.truncate_tokens / self.tokens:.1%}",
+                f"{loss.drop_tokens / self.tokens:.1%}",
+            )
+        return table
+
+
+class CheckedLayout(CommandResult):
+    """A layout beside one process: the largest relative differences of losses, gradients, weights and moments of the optimizer. `stage`: of
+    the run, from 1; `computed`: the layout made small, as it was computed; `leaked_positions`: of `probed_positions` targets, how many see
+    what they must not."""
+
+    stage: int
+    layout: str
+    computed: str = Field(validation_alias="as", serialization_alias="as")
+    loss: float
+    grad: float
+    weight: float
+    optimizer: float
+    leaked_positions: int
+    probed_positions: int
+
+
+class Checked(CommandResult):
+    """Layouts beside `reference`: the worst of `rows`, and whether all are within `tolerance`, nothing leaks and no label is wrong.
+    `documents` and `tokens` of a step of each stage; `reference_loss`: of the reference's last step, in nats. `not_exercised`: what the
+    config has that was not computed, a line each."""
+
+    reference: str
+    documents: int
+    tokens: int
+    reference_loss: float
+    loss: float
+    grad: float
+    weight: float
+    optimizer: float
+    leaked_positions: int
+    wrong_labels: int
+    tolerance: float
+    passed: bool = Field(validation_alias="pass", serialization_alias="pass")
+    not_exercised: tuple[str, ...]
+    rows: tuple[CheckedLayout, ...]
+
+    def parts(self) -> Iterator[RenderableType]:
+        """A row for each layout, and the verdict."""
+        yield f"{self.documents} documents, {self.tokens:,} tokens; loss {self.reference_loss:.4f} in {self.reference}"
+        has_stages = len({row.stage for row in self.rows}) > 1
+        table = Table(*["stage"] * has_stages, "layout", "as", "loss", "gradients", "weights", "moments", "leaked", box=None)
+        for row in self.rows:
+            differences = (f"{difference:.1e}" for difference in (row.loss, row.grad, row.weight, row.optimizer))
+            leaked = f"{row.leaked_positions} of {row.probed_positions}"
+            table.add_row(*[str(row.stage)] * has_stages, row.layout, row.computed, *differences, leaked)
+        yield table
+        for line in self.not_exercised:
+            yield f"not exercised: {line}"
+        worst = f"loss {self.loss:.1e}, gradients {self.grad:.1e}, weights {self.weight:.1e}, moments {self.optimizer:.1e}"
+        faults = f"{self.leaked_positions} leaked positions, {self.wrong_labels} wrong labels"
+        yield f"{'PASS' if self.passed else 'FAIL'}: {worst}, {faults}; the tolerance of float64 is {self.tolerance:.0e}"
+
+
+class RankPeak(CommandResult):
+    """The peak of a rank's bytes in a step of so many operations, and whether it is near enough to the predicted one."""
+
+    rank: int
+    operations: int
+    recorded: int
+    predicted: int
+    ratio: float
+    within: bool
+
+
+class MemoryDifference(CommandResult):
+    """Bytes of a rank after an operation, recorded and predicted; None where it was not played, or not predicted. `same`: whether it is the
+    predicted operation; `alike`: how many differ by as much."""
+
+    rank: int
+    number: int
+    op: str
+    recorded: int | None
+    predicted: int | None
+    same: bool
+    difference: int
+    alike: int
+
+
+class MemoryCheck(CommandResult):
+    """A recorded step beside the predicted one: peaks by rank, and the operations after which bytes differ most. `within`: whether all are
+    near enough."""
+
+    within: bool
+    ranks: tuple[RankPeak, ...]
+    differences: tuple[MemoryDifference, ...]
+
+    def parts(self) -> Iterator[RenderableType]:
+        """Two tables."""
+        peaks = Table("rank", "operations", "peak recorded", "predicted", "ratio", box=None)
+        for row in self.ranks:
+            ratio = f"{row.ratio:.4f}" + "  differs" * (not row.within)
+            peaks.add_row(str(row.rank), f"{row.operations:,}", f"{row.recorded:,}", f"{row.predicted:,}", ratio)
+        yield peaks
+        yield ""
+        differences = Table("rank", "no.", "bytes after", "recorded", "predicted", "difference", "alike", box=None)
+        for row in self.differences:
+            sizes = (f"{size:,}" for size in (row.recorded or 0, row.predicted or 0, row.difference, row.alike))
+            differences.add_row(str(row.rank), str(row.number), row.op, *sizes)
+        yield differences
+
+
+class Exported(CommandResult):
+    """A Hugging Face folder that was written of a run, and the names of its files."""
+
+    run: Path
+    folder: Path
+    files: tuple[str, ...]
+
+    def parts(self) -> Iterator[RenderableType]:
+        """One line."""
+        yield f"exported {self.run} to {self.folder}"
+
+
+class PlannedGroup(CommandResult):
+    """The documents of up to `upto` tokens in a mean step: how many, their tokens, the layout and packs that compute them, in seconds."""
+
+    upto: int
+    layout: str
+    pack: int
+    documents: float
+    tokens: float
+    seconds: float
+    tokens_per_s: float
+
+
+class PlannedWay(CommandResult):
+    """A way to compute: `layout` as a config's `layout` has it. `seconds` of a mean step, between `least_s` and `most_s`; `bytes` by place,
+    of the rank that needs most, at `peak`. Of a rival, `times` as long as the best; of the best, its `groups` and the seconds by lane."""
+
+    OPTIONAL = ("groups", "lanes", "times")
+
+    layout: Any
+    seconds: float
+    least_s: float
+    most_s: float
+    bytes: Mapping[str, int]
+    peak: str
+    groups: tuple[PlannedGroup, ...] | None = None
+    lanes: Mapping[str, float] | None = None
+    times: float | None = None
+
+
+class PlannedCluster(CommandResult):
+    name: str
+    nodes: int
+    devices_per_node: int
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.devices_per_node} {self.name}"
+
+
+class Short(CommandResult):
+    """A way for which `bytes` are lacking at a `place`: the device, or a rank's part of the host's memory or of the disk."""
+
+    way: Any
+    bytes: int
+    place: str
+
+
+class PlannedHome(CommandResult):
+    """Where the training state may lie, and the seconds of a step then; None where nothing fits."""
+
+    home: Any
+    seconds: float | None
+
+
+class LayoutPlan(CommandResult):
+    """The best layouts for documents on a cluster. `home`: where the training state lies, of the `homes` that were compared. `fits`:
+    whether there is a layout; where there is none, `changes` after which there would be, and which ways are `short` of memory. `best`, the
+    best `single` layout, the best with `context_parallel` alone, and `rivals`; `tried`: those that `layout: auto` trains some steps
+    each, in their order. `candidates` were compared, and `refused` by reason. `mfu` by convention. `notes`: the choice in sentences."""
+
+    OPTIONAL = ("best", "mfu")
+
+    cluster: PlannedCluster
+    ranks: int
+    home: Any
+    homes: tuple[PlannedHome, ...]
+    tokens_per_step: int
+    documents: int
+    longest: int
+    candidates: int
+    refused: Mapping[str, int]
+    budget_bytes: int
+    fits: bool
+    changes: tuple[str, ...]
+    short: tuple[Short, ...]
+    best: PlannedWay | None = None
+    mfu: Mapping[str, float] | None = None
+    single: PlannedWay | None = None
+    context_parallel: PlannedWay | None = None
+    tried: tuple[PlannedWay, ...] = ()
+    rivals: tuple[PlannedWay, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def parts(self) -> Iterator[RenderableType]:
+        """What was asked, a row for each group of the best way, and the notes."""
+        yield f"{self.documents:,} documents of up to {format_size(self.longest)} tokens on {self.cluster}"
+        if self.best is not None:
+            table = Table("up to", "layout", "pack", "documents", "tokens", "seconds", "tokens/s", box=None)
+            for group in self.best.groups or ():
+                table.add_row(
+                    format_size(group.upto),
+                    group.layout,
+                    format_size(group.pack),
+                    f"{group.documents:.1f}",
+                    f"{group.tokens:,.0f}",
+                    f"{group.seconds:.3g}",
+                    f"{group.tokens_per_s:,.0f}",
+                )
+            yield table
+        yield from self.notes
+
+
+class CalibrationStep(CommandResult):
+    """A step of a run: what it took, and how far off it was predicted, `before` and by the constants of the other steps (`held_back`)."""
+
+    step: int
+    layout: Any
+    seconds: float
+    before: float
+    held_back: float
+
+
+class CalibrationResult(CommandResult):
+    """What the steps of a run showed of a cluster, and `file`, which holds the cluster with it: `constants` and `band` as in
+    `cluster.Calibration`; `errors`: mean absolute ones, `before` and of steps that were `held_back`."""
+
+    cluster: str
+    constants: Mapping[str, float]
+    band: float
+    fingerprint: str
+    layouts: tuple[str, ...]
+    errors: Mapping[str, float]
+    rows: tuple[CalibrationStep, ...]
+    file: Path
+
+    def parts(self) -> Iterator[RenderableType]:
+        """Sentences."""
+        first, last = self.rows[0].step, self.rows[-1].step
+        yield f"{len(self.rows)} steps, {first} to {last}, under {', '.join(self.layouts)}, on {self.cluster}"
+        for name, value in self.constants.items():
+            yield f"  {name:<10} {value:.2f} times the " + ("seconds that it takes" if name == "launch" else "rate") + " alone"
+        before, held_back = self.errors["before"], self.errors["held_back"]
+        yield f"a step is off by {before:.1%} without these, by {held_back:.1%} with those of the other steps"
+        yield f"band: {self.band:.1%} either way"
+        yield f"wrote {self.file}; plan by it with: longshift plan CONFIG --on {self.file}"
+
+
+class RunSummary(CommandResult):
+    """Where a run is after its last step, and the commands that go on from there. `early`: whether validation ended it; `first_loss`,
+    `last_loss`: of its steps, in nats, None where that is not finite; of the lowest validation, its step and loss."""
+
+    OPTIONAL = ("best_step", "best_loss")
+
+    run: Path
+    shown: str
+    steps: int
+    planned_steps: int
+    finished: bool
+    early: bool
+    first_loss: float | None
+    last_loss: float | None
+    export: str
+    resume: str
+    best_step: int | None = None
+    best_loss: float | None = None
+
+    def parts(self) -> Iterator[RenderableType]:
+        """Lines under names, as the header has them."""
+        how = "ended early, for validation becomes no better," if self.early else "finished" if self.finished else "stopped"
+        first, last = (math.nan if loss is None else loss for loss in (self.first_loss, self.last_loss))
+        yield f"run     {self.shown}: {how} at step {self.steps} of {self.planned_steps}, loss {first:.3f} -> {last:.3f}"
+        if self.best_step is not None:
+            yield f"valid   loss {self.best_loss:.4f} after step {self.best_step} is the lowest; export that step with --best"
+        yield f"export  {self.export}"
+        yield f"resume  {self.resume}"
