@@ -11,11 +11,14 @@ they leave there (`dist.sealed`) with a secret, which they get by a pipe or find
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -27,14 +30,15 @@ from longshift.dist.sealed import SealedStore, new_secret
 from longshift.dist.world import allocator, check_gpus, launchers_store
 from longshift.errors import LongshiftError, OutOfMemoryError, PeerError, UsageError
 from longshift.files import OF_DISKS, refused
-from longshift.trainer.frozen import watched
 from longshift.trainer.interrupt import ENDING, not_ignored, stopping
-from longshift.trainer.run_folder import Cause, RunFolder, as_error, clear_causes, read_causes, root_cause
+from longshift.trainer.run_folder import Cause, RunFolder, as_error, clear_causes, read_causes, root_cause, write_cause
 
 HOST = "127.0.0.1"
 RANKS_A_CORE = 8  # of ranks that compute on cores: enough to try a layout, not to lose the machine
 TOLD, TELLING = "longshift-cause", timedelta(seconds=5)
 POLL_S = 0.5
+STOPPED_POLL_S = 1.0
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 RANK_BYTES = 300 << 20  # of a rank that has joined and holds nothing
 
 
@@ -118,12 +122,52 @@ def _watch(ranks: Ranks, folder: RunFolder, stall_timeout_s: float, interrupts: 
     told: list[Cause] = []
     try:
         interrupts.reach(ranks)
-        with watched(ranks.pids, folder, stall_timeout_s, told.append):
+        with _watch_for_stopped(ranks.pids, folder, stall_timeout_s, told.append):
             while len(codes := ranks.codes()) < len(ranks.pids) and not any(codes.values()):
                 ranks.wait(POLL_S)
     finally:
         ranks.end()
     return told
+
+
+@contextmanager
+def _watch_for_stopped(ranks: Mapping[int, int], folder: RunFolder, allowed_s: float, tell: Callable[[Cause], None]) -> Iterator[None]:
+    """Watch meanwhile for ranks that stand still: stopped by SIGSTOP, by a debugger or by a batch system that suspends single processes.
+
+    Their peers wait in a collective until it fails, which may be many minutes, and then name each other. So a rank that stays stopped for
+    longer than the run allows is named as the cause and ended, and with it the run. `ranks`: the process of each; `tell`: called with why
+    one was ended."""
+    over = threading.Event()
+    thread = threading.Thread(target=_end_stopped, args=(ranks, folder, allowed_s, tell, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _end_stopped(
+    ranks: Mapping[int, int], folder: RunFolder, allowed_s: float, tell: Callable[[Cause], None], over: threading.Event
+) -> None:
+    since: dict[int, float] = {}
+    while not over.wait(min(STOPPED_POLL_S, allowed_s / 4)):
+        now = time.monotonic()
+        for rank, pid in ranks.items():
+            if not _is_stopped(pid):
+                since.pop(rank, None)
+            elif now - since.setdefault(rank, now) >= allowed_s:
+                told = f"rank {rank} (process {pid}) has been stopped for {now - since.pop(rank):.0f} s, and was ended"
+                tell(write_cause(folder, rank, PeerError(f"{told}; a run that may be suspended needs a larger train.stall_timeout")))
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() in STOPPED
+    except psutil.Error:  # it has ended
+        return False
 
 
 def tell(cause: Cause) -> None:
