@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
@@ -32,7 +33,6 @@ from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
 from longshift.program.operations import Op
 from longshift.schedule.chunks import StreamOptions
-from longshift.spec.adapters import Lora
 from longshift.spec.formats import GradientWire, MomentFormat, PrecisionName, WeightWire, Wire
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
@@ -172,15 +172,7 @@ class Trial:
 
     @classmethod
     def from_json(cls, value: dict) -> "Trial":
-        spec = dict(value["spec"])
-        spec |= {name: Rope(**spec[name]) if spec[name] else None for name in ("rope", "window_rope")}
-        spec |= {name: tuple(spec[name]) for name in ("full_blocks", "freeze")}
-        spec["lora"] = Lora(**spec["lora"] | {"targets": tuple(spec["lora"]["targets"])}) if spec["lora"] else None
-        rest = {k: v for k, v in value.items() if k != "spec"}
-        rest["stages"] = tuple(Later(**later | {"rope": Rope(**later["rope"]) if later["rope"] else None}) for later in value["stages"])
-        rest |= {"lengths": tuple(map(tuple, value["lengths"]))} | {name: tuple(value[name]) for name in ("edges", "packs", "clips")}
-        rest["rule"] = Rule(**value["rule"] | {"betas": tuple(value["rule"]["betas"])})
-        return cls(ModelSpec(**spec), **rest)
+        return TypeAdapter(cls).validate_python(value)
 
 
 def _in_turns(document: Document, number: int, generator: torch.Generator) -> Document:
