@@ -26,7 +26,7 @@ from longshift.state.saver import Saver
 from longshift.step.player import Player
 from longshift.step.update import State, not_finite, train_step
 from longshift.trainer.ahead import Ahead
-from longshift.trainer.loop import build_player, build_state, open_data
+from longshift.trainer.build_run import build_player, build_state, open_data
 
 EVERY = 2
 SCHEMES = {  # when batches are drawn, when checkpoints are written

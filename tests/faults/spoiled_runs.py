@@ -28,10 +28,12 @@ from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.state import checkpoint
 from longshift.state.manifest import render, sealed
 from longshift.trainer import loop
+from longshift.trainer.build_run import resume_or_build
 from longshift.trainer.facts import Facts, Fingerprints
 from longshift.trainer.resumed import going_on
 from longshift.trainer.run_folder import RunFolder, adopt
 from longshift.trainer.stages import stages_of
+from longshift.trainer.step_trace import StepTrace
 
 STEPS, FILE_BYTES = 3, 20_000
 MODEL = {"vocab_size": 300, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -92,7 +94,9 @@ def _make(place: Path) -> None:
         config = load_config(file, [])
         (place / name).mkdir()
         adopt(RunFolder(place / name), config)
-        assert len(list(loop._steps(next(stages_of(config)), place / name, False, lambda: False, World.alone()))) == STEPS
+        world = World.alone()
+        context = loop.RunContext(place / name, world, StepTrace(None, world))
+        assert len(list(loop.train_stage(next(stages_of(config)), context, resume=False))) == STEPS
 
 
 def case(random_: random.Random, place: Path) -> None:
@@ -111,7 +115,7 @@ def read(run: Path, compare: bool = True) -> int:
     file = made().place / "run.yaml"
     config = going_on(load_config(file, [f"save.dir={run}"]), file, [], lambda line: None)
     fingerprints = Fingerprints.model_validate(made().truth[1][0]["fingerprints"])
-    step, state, facts = loop._begin(next(stages_of(config)), World.alone(), fingerprints, run, resume=True)
+    step, state, facts = resume_or_build(next(stages_of(config)), World.alone(), fingerprints, run, resume=True)
     assert facts
     if compare:
         found = {f"{kind}|{name}|{box}": _bits(view) for name, box, _, views in state.optimizer.state() for kind, view in views.items()}

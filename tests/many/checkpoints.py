@@ -45,6 +45,7 @@ from longshift.step.update import State, train_step
 from longshift.trainer import corpus, loop
 from longshift.trainer.check import Trial, build, parse_layouts
 from longshift.trainer.stages import stages_of
+from longshift.trainer.step_trace import StepTrace
 from longshift.weigh.held_home import saved_bytes
 
 SPEC = ModelSpec("llama", vocab=37, width=12, layers=3, heads=4, kv_heads=2, head_width=4, ffn=14, max_positions=64, init_std=0.1)
@@ -322,7 +323,8 @@ def run_loop(world: World, config: str, resume: bool = False, stop_after: int | 
     rows = []
     try:
         stop = (lambda: len(rows) + 1 == stop_after) if world.rank == world.size - 1 else (lambda: False)
-        for step in loop._steps(next(stages_of(parsed)), Path(parsed.save.dir), resume, stop, world):
+        context = loop.RunContext(Path(parsed.save.dir), world, StepTrace(None, world), stop)
+        for step in loop.train_stage(next(stages_of(parsed)), context, resume):
             rows.append([step.step, float(step.loss).hex(), float(step.grad_norm).hex(), float(step.lr).hex(), step.cursor, step.skipped])
     except LongshiftError as fault:
         return {"fault": f"{type(fault).__name__}: {fault}"}
@@ -377,7 +379,8 @@ def run_in_the_background(world: World, config: str, limit_bytes: int | None = N
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
             stack.callback(resource.setrlimit, resource.RLIMIT_FSIZE, before)
         try:
-            for done in loop._steps(next(stages_of(parsed)), Path(parsed.save.dir), False, lambda: False, world):
+            context = loop.RunContext(Path(parsed.save.dir), world, StepTrace(None, world))
+            for done in loop.train_stage(next(stages_of(parsed)), context, resume=False):
                 told.append(done.step)
         except LongshiftError as fault:
             return {"told": told, "under_way": under_way, "fault": f"{type(fault).__name__}: {fault}"}

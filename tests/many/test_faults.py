@@ -141,8 +141,8 @@ def fail_alone(world: World) -> str:
     with (
         patch.object(World, "from_environment", lambda *_: world),
         patch.object(World, "close", together),
-        patch.object(loop, "_steps", steps),
-        patch.object(loop, "tried", lambda config, run, resume, world, play: play(config, resume, None)),  # ranks ask for a plan together
+        patch.object(loop, "train_stage", steps),
+        patch.object(loop, "train_trials", lambda config, run, resume, world, play: play(config, resume, None)),  # ranks ask together
     ):
         try:
             list(loop.train(parse_config(SMALL_RUN), Mock(), False))

@@ -31,6 +31,7 @@ from longshift.trainer.launch import launch, rank_error
 from longshift.trainer.metrics import read_rows
 from longshift.trainer.run_folder import Cause, RunFolder, as_error, read_causes, root_cause, write_cause
 from longshift.trainer.stages import stages_of
+from longshift.trainer.step_trace import StepTrace
 
 CONFIG = """
 model: {{preset: tiny-llama}}
@@ -395,7 +396,8 @@ def test_python_trains_in_local_workers_and_resumes_under_another_layout(place):
 def steps_of(world: World, config: str) -> list[dict]:
     """What the training loop says of each step."""
     parsed = parse_config(config)
-    return [asdict(step) for step in loop._steps(next(stages_of(parsed)), Path(parsed.save.dir), False, lambda: False, world)]
+    context = loop.RunContext(Path(parsed.save.dir), world, StepTrace(None, world))
+    return [asdict(step) for step in loop.train_stage(next(stages_of(parsed)), context, resume=False)]
 
 
 def test_a_rank_killed_in_a_switch_ends_the_run_with_one_cause_and_it_resumes_bit_exactly(worlds, tmp_path):

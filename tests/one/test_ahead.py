@@ -19,7 +19,7 @@ from longshift.documents.tokens import TokenCache
 from longshift.errors import DataError
 from longshift.step.player import Player
 from longshift.step.update import train_step
-from longshift.trainer.loop import build_player, build_state, open_data
+from longshift.trainer.build_run import build_player, build_state, open_data
 from longshift.trainer.metrics import StepMetrics
 
 CONFIG = """

@@ -26,9 +26,9 @@ from longshift.model.loss import IGNORE
 from longshift.spec.adapters import Lora, partly_trained
 from longshift.spec.families import read_spec
 from longshift.state.checkpoint import Checkpoint
+from longshift.trainer.build_run import build_state
 from longshift.trainer.corpus import open_corpus
 from longshift.trainer.export import export
-from longshift.trainer.loop import build_state
 from longshift.trainer.metrics import read_rows
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}

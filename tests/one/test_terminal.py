@@ -25,15 +25,15 @@ from longshift.dist.world import World
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import OutOfMemoryError
 from longshift.explained import shape_of
-from longshift.planner.tried import Tried
 from longshift.spec.formats import EIGHT_BITS
 from longshift.trainer import admission
 from longshift.trainer.admission import admit
+from longshift.trainer.build_run import build_state
 from longshift.trainer.header import Header, data_told, layout_told, length_rows, model_told
-from longshift.trainer.loop import build_state
 from longshift.trainer.metrics import Display, GroupMetrics, StepMetrics, describe, fitted
 from longshift.trainer.plan_file import PlanFile
 from longshift.trainer.run_folder import RunFolder
+from longshift.trainer.trial_ranking import TrialResult
 from longshift.weigh.held_home import saved_bytes
 from longshift.weigh.needs import most, needs
 
@@ -204,7 +204,7 @@ def test_what_the_header_says(place):
     plan = PlanFile("auto", ("dp2", "tp2"), facts)
     told = "layout: auto compared 1,234 and predicts {} s a step, and {} to {} s with the others that are tried; 2 choices are trained"
     assert told.format(0.3, 0.363, 0.363) in layout_told(run, plan)
-    assert told.format(0.363, 0.3, 0.3) in layout_told(run, replace(plan, trials=(Tried(0.3, (), ()),)))
+    assert told.format(0.363, 0.3, 0.3) in layout_told(run, replace(plan, trials=(TrialResult(0.3, (), ()),)))
     assert "trained 2 choices a few steps each, and goes on with this one" in layout_told(run, replace(plan, chosen=1))
 
 

@@ -40,9 +40,9 @@ from longshift.step.player import Player
 from longshift.step.update import train_step
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import Links
+from longshift.trainer.build_run import build_player, build_state, open_data
 from longshift.trainer.check import Trial, build
 from longshift.trainer.corpus import open_corpus
-from longshift.trainer.loop import build_player, build_state, open_data
 from longshift.weigh.needs import StepShape, most, needs
 from longshift.weigh.timeline import Timeline, predicted, rank_of, verdict
 from longshift.workload.groups import Edge, LengthGroup

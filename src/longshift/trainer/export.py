@@ -24,9 +24,9 @@ from longshift.spec.model import ModelSpec, Param
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Source
 from longshift.state.precision import Precision
+from longshift.trainer.build_run import continued
 from longshift.trainer.corpus import open_tokenizer
 from longshift.trainer.facts import Facts
-from longshift.trainer.initial import continued
 from longshift.trainer.stages import stages_of
 
 

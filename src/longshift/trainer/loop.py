@@ -1,44 +1,65 @@
-"""The run on one rank: a generator of steps. Checkpoints are its business; what a person sees is its caller's."""
+"""The training loop of one rank: a generator of steps, stage by stage.
 
-import resource
+    train               joins the other ranks; for each stage:
+      trials.train_trials trains a few steps under each candidate layout, then under the best:
+        train_stage         opens the stage and trains its steps
+          StageRun.train      one step: batch, update, metrics
+          StageRun.save       a checkpoint, at once or in the background
+
+The loop trains and saves. What a person sees is its caller's.
+"""
+
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
-from dataclasses import replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from longshift.config import Config
 from longshift.dist.cores import stay_near
 from longshift.dist.world import World, be_deterministic, own_device
 from longshift.documents.batch import Batches, StepBatch
-from longshift.errors import CheckpointError, NonFiniteError
+from longshift.errors import NonFiniteError
 from longshift.state.checkpoint import Checkpoint
-from longshift.state.home import Home, fingerprint
-from longshift.state.optimizer import Optimizer
-from longshift.state.precision import LossScale, Precision
 from longshift.state.saver import Saver
-from longshift.step.player import Player
+from longshift.step.player import Player, Ready
 from longshift.step.update import Outcome, State, not_finite, train_step
-from longshift.stream.tiers import Moved
-from longshift.stream.trace import Recorder
-from longshift.switch.itinerary import home_layout
-from longshift.switch.links import agreed, links_of
 from longshift.trainer.admission import admit
 from longshift.trainer.ahead import Ahead
-from longshift.trainer.corpus import corpus_notes, open_on_ranks
-from longshift.trainer.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, changed_moments, expect
+from longshift.trainer.build_run import build_player, open_data, resume_or_build
+from longshift.trainer.corpus import corpus_notes
+from longshift.trainer.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, changed_moments
 from longshift.trainer.foretold import Foretold
-from longshift.trainer.initial import continued, initial
-from longshift.trainer.measured import profile_here
-from longshift.trainer.metrics import GroupMetrics, HomeMetrics, StepMetrics, faults_of_rows
+from longshift.trainer.gather_metrics import (
+    RankStatus,
+    gather_group_metrics,
+    gather_home_metrics,
+    gather_status,
+    make_step_metrics,
+)
+from longshift.trainer.metrics import StepMetrics, faults_of_rows
 from longshift.trainer.run_folder import RunFolder, adopt
-from longshift.trainer.stages import Stage, schedule_of, stages_of
-from longshift.trainer.trials import tried
+from longshift.trainer.stages import Stage, stages_of
+from longshift.trainer.step_trace import StepTrace
+from longshift.trainer.trials import train_trials
 from longshift.trainer.validated import Validator
-from longshift.weigh.timeline import Timeline, predicted, write
+
+NO_EARLY_UPDATES = "the disk has no room for second places of masters and moments: none is updated before the norm (docs/home.md)"
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What all stages of a run share. `folder`: the run's; the callbacks are those of `train`."""
+
+    folder: Path
+    world: World
+    trace: StepTrace
+    stop: Callable[[], bool] = lambda: False
+    record: Callable[[StepMetrics], None] = lambda metrics: None
+    tell: Callable[[str], None] = lambda line: None
 
 
 def train(
@@ -47,307 +68,275 @@ def train(
     resume: bool,
     stop: Callable[[], bool] = lambda: False,
     trace: Path | None = None,
-    record: Callable[[StepMetrics], None] = lambda step: None,
+    record: Callable[[StepMetrics], None] = lambda metrics: None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Iterator[StepMetrics]:
-    """Train as the rank that the environment says this process is, saving into `run`. `stop` is asked after each step; a yes on any
-    rank saves and ends the run on all. `trace`: a file for what rank 0 plays in its first step, and what was predicted of it. `record`:
-    called by rank 0 with each step before it is yielded; what it raises ends the run, and the step is not saved. `tell`: is told what
-    memory is needed and what there is, before the first step under a layout. Raises LongshiftError."""
+    """Train as the rank that the environment says this process is. Yields each step's metrics.
+
+    `run`: the folder that checkpoints are saved into.
+    `resume`: whether to continue from the newest checkpoint there.
+    `stop`: is asked after each step. A yes on any rank saves and ends the run on all ranks.
+    `trace`: a file for a trace of the first step (`trainer.step_trace`).
+    `record`: rank 0 calls it with each step before the step is yielded. What it raises ends the
+        run, and the step is not saved.
+    `tell`: is called with the memory that is needed and available, before the first step under a
+        layout.
+
+    Raises LongshiftError.
+    """
     if config.train.deterministic:
         be_deterministic()
     stages = list(stages_of(config))
-    world = World.from_environment(max(stage.config.timeout_s(own_device().type) for stage in stages))
+    timeout_s = max(stage.config.timeout_s(own_device().type) for stage in stages)
+    world = World.from_environment(timeout_s)
     stay_near(world.device)
-    for stage in stages[1:]:  # nothing that can be known before is found out after hours
+
+    # What can be known of later stages is checked now, not after hours of training.
+    for stage in stages[1:]:
         admit(stage.config, world, run)
         open_data(stage.config, world)
         Validator.of(stage.config, world)
-    done = _done(run, world) if resume else 0
-    with Timeline(world.device) if trace and world.rank == 0 else nullcontext() as timeline:
-        traced = [(timeline, trace)]  # the first step of all
+
+    last_step = _resumed_step(run, world) if resume else 0
+    with StepTrace(trace, world) as step_trace:
+        context = RunContext(run, world, step_trace, stop, record, tell)
         for number, stage in enumerate(stages, 1):
-            if done >= stage.end and stage is not stages[-1]:
+            if last_step >= stage.end and stage is not stages[-1]:
                 continue
-            if len(stages) > 1 and world.rank == 0:
-                print(f"longshift: stage {number} of {len(stages)}, {stage}", file=sys.stderr)
+            if len(stages) > 1:
+                _print_on_rank0(world, f"stage {number} of {len(stages)}, {stage}")
 
-            def play(config: Config, resume: bool, most: int | None, stage: Stage = stage) -> Iterator[StepMetrics]:
-                own = replace(stage, config=config, run=stage.run if len(stages) > 1 else config)
-                return _steps(own, run, resume, stop, world, most, *(traced.pop() if traced else (None, None)), record, tell)
-
-            for metrics in tried(stage.config, run, resume, world, play):
-                done = metrics.step
+            train_with = partial(_train_with, context, stage, len(stages) == 1)
+            for metrics in train_trials(stage.config, run, resume, world, train_with):
+                last_step = metrics.step
                 yield metrics
-            if done < stage.end:  # stopped
+            if last_step < stage.end:  # the run was stopped
                 break
-            resume = True
-    world.everyone.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves while another still needs it
+            resume = True  # the next stage continues from this one's checkpoint
+
+    # Nobody leaves while another rank still needs it.
+    world.everyone.all_reduce(torch.zeros(1, device=world.device))
     world.close()
 
 
-def _done(run: Path, world: World) -> int:
-    """The step that a run goes on from; collective. Where newer checkpoints are there, by a person who went back or a kill before LATEST
-    moved, rank 0 says so."""
+def _resumed_step(run: Path, world: World) -> int:
+    """The step that a run continues from; collective.
+
+    Says so if newer checkpoints exist, as after a kill before LATEST moved, or if a person went
+    back; and if the metrics are not those of its steps.
+    """
     saved = Checkpoint.latest(run, world)
-    if saved.newer and world.rank == 0:
-        newest = f"step-{saved.newer[-1]}"
-        there = f"{RunFolder(run).shown}/LATEST names step-{saved.step}, and newer checkpoints are there, up to {newest}"
-        print(f"longshift: {there}: the run goes on from step {saved.step} and replaces them as it comes to them", file=sys.stderr)
+    shown = RunFolder(run).shown
+    if saved.newer:
+        _print_on_rank0(
+            world,
+            f"{shown}/LATEST names step-{saved.step}, and newer checkpoints are "
+            f"there, up to step-{saved.newer[-1]}: the run goes on from step {saved.step} and "
+            "replaces them as it comes to them",
+        )
     if world.rank == 0:
-        faults = faults_of_rows(RunFolder(run).metrics, saved.step, saved.facts.get("loss"))
-        if faults:
-            print(f"longshift: {RunFolder(run).shown}/metrics.jsonl {faults}", file=sys.stderr)
+        loss = saved.facts.get("loss")
+        if faults := faults_of_rows(RunFolder(run).metrics, saved.step, loss):
+            _print_on_rank0(world, f"{shown}/metrics.jsonl {faults}")
     return saved.step
 
 
-def _steps(
+def _train_with(
+    context: RunContext,
     stage: Stage,
-    run: Path,
+    is_only_stage: bool,
+    config: Config,
     resume: bool,
-    stop: Callable[[], bool],
-    world: World,
-    most: int | None = None,
-    timeline: Timeline | None = None,
-    trace: Path | None = None,
-    record: Callable[[StepMetrics], None] = lambda step: None,
-    tell: Callable[[str], None] = lambda line: None,
+    max_steps: int | None,
 ) -> Iterator[StepMetrics]:
-    """The steps of a stage that are left, at most so many. `timeline`: records the first step, for `trace`, and is closed after it."""
-    admitted = admit(stage.config, world, run)
-    tell(admitted.told)
-    config = stage.config
-    batches, fingerprints = open_data(config, world)
-    validator = Validator.of(config, world)
-    start, state, facts = _begin(stage, world, fingerprints, run, resume, admitted.early)
-    if validator:
-        validator.remember(run, world, stage.begin, start)
-    if world.rank == 0 and start == stage.begin:
-        for note in corpus_notes(config, batches.cache):
-            print(f"longshift: note: {note}", file=sys.stderr)
-    if world.rank == 0 and batches.learned_share < 1:
-        print(f"longshift: {batches.learned_share:.1%} of the tokens are learned; longshift data CONFIG shows which", file=sys.stderr)
-    if resume and world.rank == 0:
-        adopt(RunFolder(run), stage.run)
-    player = build_player(config, world, state, run)
-    if world.rank == 0 and world.device.type != "cpu":
-        print(f"longshift: attention by {player.kernel.name}: {player.why_kernel}", file=sys.stderr)
-    attention = ChosenKernel.of(player.kernel, world.device)
-    for warning in (changed_kernel(facts, attention), changed_moments(facts, config), UNDOUBLED * state.home.no_room):
-        if world.rank == 0 and warning:
-            print(f"longshift: {warning}", file=sys.stderr)
-    foretold, recorder = Foretold.of(run, config, world), Recorder()
-    if timeline:
-        player.record(recorder)
-        timeline.watch(player)
-    last = config.train.steps if most is None else min(config.train.steps, start + most)
-    saver = Saver(run, world, config.save.keep, admitted.background)
-    with closing(state.home), closing(Ahead(batches, player)) as ahead, saver:
-        for step in range(start + 1, last + 1):
-            began = world.now()
-            batch, ready = ahead.take(state.cursor, step < last)
-            waited = world.now() - began
-            if foretold:
-                foretold.predict(ready.lengths)
-            began = world.now() - waited
-            try:
-                outcome = train_step(state, batch, player, ready, leave=True)
-            except NonFiniteError as fault:
-                raise NonFiniteError(f"step {step}: {fault}\n  first document: {batches.where(batch.cursor)}") from None
-            seconds = world.now() - began
-            if timeline and trace:
-                player.record(None)
-                player.after = None
-                timeline.close()
-                write(trace, world.rank, timeline.played, predicted(player), recorder)
-                timeline = None
-            memory_bytes, stopping, saving = _most(world, _memory_bytes(world), stop(), saver.busy)
-            metrics = _metrics(config, step, batch, outcome, seconds, memory_bytes, _groups(player))
-            metrics = replace(metrics, first=step == start + 1, home=_moved(state.home, world))
-            metrics = foretold.beside(metrics) if foretold else metrics
-            metrics = validator.after(metrics, player) if validator else metrics
-            if world.rank == 0:
-                record(metrics)
+    """Train a stage under the layout of `config`, which a trial may have chosen."""
+    run_config = config if is_only_stage else stage.run
+    stage = replace(stage, config=config, run=run_config)
+    return train_stage(stage, context, resume, max_steps)
+
+
+def train_stage(stage: Stage, context: RunContext, resume: bool, max_steps: int | None = None) -> Iterator[StepMetrics]:
+    """Train the steps of a stage that are left, at most `max_steps`. Yields each step's metrics."""
+    with open_stage(stage, context, resume, max_steps) as stage_run:
+        for step in stage_run.remaining_steps:
+            metrics, status = stage_run.train(step)
+            is_ending = status.stop_requested or metrics.early
             try:
                 yield metrics
-            except GeneratorExit:  # the caller leaves; among others it would wait for them here
-                if world.size > 1:
+            except GeneratorExit:
+                # The caller leaves the loop. Alone, this rank saves first; among others it would
+                # wait for them here.
+                if context.world.size > 1:
                     raise
-                stopping = True
-            best = validator.best if validator else None
-            if stopping or step in (last, best) or step % config.save.every == 0 or metrics.early:
-                player.finish()
-                if wrong := not_finite(state, world):
-                    raise NonFiniteError(
-                        f"step {step}: the {wrong} is not finite after an update with lr {metrics.lr:.3g}. Nothing is saved: the "
-                        "checkpoint before it stays the newest. A lower train.lr or more train.warmup are the usual cures."
-                    )
-                kept = Facts.now(config, state, fingerprints, attention, metrics.loss).model_dump()
-                saver.save(step, state.optimizer, kept, best, last=stopping or metrics.early or step == last)
-            elif not saving:
-                saver.finish()
-            if stopping or metrics.early:
+                is_ending = True
+
+            if is_ending or stage_run.is_save_due(step):
+                stage_run.save(step, metrics, is_last=is_ending or step == stage_run.last_step)
+            elif not status.is_saving:
+                stage_run.saver.finish()
+            if is_ending:
                 return
 
 
-def _begin(stage: Stage, world: World, fingerprints: Fingerprints, run: Path, resume: bool, early: bool) -> tuple[int, State, Facts | None]:
-    """Steps done, the state after them and what is known of it: of the newest checkpoint of `run` where the run is resumed. Its files are
-    closed again. What the stage before has left is another model's, of other data, as far as stages differ."""
-    if not resume:
-        state = build_state(stage.config, world, run, early=early)
-        state.schedule = stage.schedule
-        return 0, state, None
-    saved = Checkpoint.latest(run, world)
-    facts = Facts.of(saved)
-    left = stage.before if saved.step == stage.begin else None
-    data = facts.fingerprints.data if left else fingerprints.data
-    expect(facts, left or stage.config, fingerprints.model_copy(update={"data": data}), run, saved)
-    state = build_state(stage.config, world, run, saved, facts, early)
-    if wrong := not_finite(state, world):
-        raise CheckpointError(f"{saved.folder}: the {wrong} is not finite. {saved.older}")
-    state.schedule = stage.schedule
-    if left and facts.fingerprints.data != fingerprints.data:
-        state.cursor = 0
-    return saved.step, state, facts
+@contextmanager
+def open_stage(stage: Stage, context: RunContext, resume: bool, max_steps: int | None = None) -> Iterator["StageRun"]:
+    """Build or load what the steps of a stage need, and close it at the end; collective."""
+    run, world = context.folder, context.world
 
+    # 1. Refuse a stage whose largest step does not fit, before anything is built.
+    admitted = admit(stage.config, world, run)
+    config = stage.config
+    context.tell(admitted.told)
 
-UNDOUBLED = "the disk has no room for second places of masters and moments: none is updated before the norm (docs/home.md)"
+    # 2. Open the data; build the state, or load it from the newest checkpoint.
+    batches, fingerprints = open_data(config, world)
+    validator = Validator.of(config, world)
+    start = resume_or_build(stage, world, fingerprints, run, resume, admitted.early)
+    if validator:
+        validator.remember(run, world, stage.begin, start.step)
+    if world.rank == 0 and start.step == stage.begin:
+        for note in corpus_notes(config, batches.cache):
+            _print_on_rank0(world, f"note: {note}")
+    if world.rank == 0 and batches.learned_share < 1:
+        share = f"{batches.learned_share:.1%} of the tokens are learned"
+        _print_on_rank0(world, f"{share}; longshift data CONFIG shows which")
+    if resume and world.rank == 0:
+        adopt(RunFolder(run), stage.run)
 
+    # 3. Build the player, which computes the steps.
+    player = build_player(config, world, start.state, run)
+    kernel = ChosenKernel.of(player.kernel, world.device)
+    if world.device.type != "cpu":
+        _print_on_rank0(world, f"attention by {player.kernel.name}: {player.why_kernel}")
+    for warning in (changed_kernel(start.facts, kernel), changed_moments(start.facts, config)):
+        if warning:
+            _print_on_rank0(world, warning)
+    if start.state.home.no_room:
+        _print_on_rank0(world, NO_EARLY_UPDATES)
 
-def build_state(
-    config: Config, world: World, folder: Path, saved: Checkpoint | None = None, facts: Facts | None = None, early: bool = True
-) -> State:
-    """Home, optimizer and cursor: from a checkpoint and its facts, a model folder or the seed. `folder`: of a home on disk, unless the
-    config names one; `early`: whether its units may be updated before the norm."""
-    spec, train, precision = config.spec, config.train, Precision.of(config.train.precision)
-    source = continued(config, saved, precision.home) if saved else initial(config, precision.home)
-    where = config.home.at, config.stream.folder or folder, train.rule, config.home.moments, early
-    home = Home.made(spec, home_layout(config.edges), world, precision, source, *where)
-    optimizer = Optimizer(home, train.rule)
-    state = State(spec, home, optimizer, schedule_of(config), train.clip, LossScale() if precision.scaled else None)
-    state.base = fingerprint(home, world)
-    if saved and facts:
-        if state.base != facts.base:
-            raise CheckpointError(
-                f"the weights that are not trained are others than {saved.folder} was trained beside: put the old model folder back, and "
-                f"the train.precision and train.seed that it began with"
-            )
-        optimizer.restore(saved.read, facts.config.home.moments)
-        optimizer.resume(facts.updates)
-        state.cursor = facts.cursor
-        if state.scale and facts.loss_scale:
-            state.scale.scale, state.scale.good_steps = facts.loss_scale
-    return state
+    # 4. Build what accompanies the steps: predictions, the trace, batches ahead, checkpoints.
+    predictor = Foretold.of(run, config, world)
+    context.trace.watch(player)
+    prefetcher = Ahead(batches, player)
+    saver = Saver(run, world, config.save.keep, admitted.background)
+    last_step = config.train.steps
+    if max_steps is not None:
+        last_step = min(last_step, start.step + max_steps)
 
-
-def build_player(config: Config, world: World, state: State, run: Path) -> Player:
-    """The player of a run's steps. `run`: the run's folder, for what waits on disk. Collective: ranks agree on links."""
-    links = links_of(profile_here(world), world.per_node, -(-world.size // world.per_node))
-    return Player(
-        config.spec,
-        config.edges,
-        world,
-        state.home,
-        Precision.of(config.train.precision, config.formats.wire),
-        config.switch.options,
-        config.stream.options(run),
-        links=agreed(links, world.gather_text),
-        compile=config.train.compile,
-    )
-
-
-def open_data(config: Config, world: World) -> tuple[Batches, Fingerprints]:
-    tokenizer, cache = open_on_ranks(config, world)
-    batches = Batches.of(config, cache)
-    return batches, Fingerprints(tokenizer=tokenizer.fingerprint, data=batches.fingerprint)
-
-
-def _groups(player: Player) -> tuple[GroupMetrics, ...]:
-    """Metrics of the last step's groups, with the times of the slowest rank; none for a single layout that neither streams nor offloads."""
-    if len(player.edges) == 1 and all(runner.tier is None for runner in player.runners.values()):
-        return ()
-    everyone, own = player.world.everyone, list[tuple[float, ...]]()
-    for visit in player.visited:
-        moved = visit.moved or Moved()
-        copies = moved.waited_s, moved.copying_s, moved.put_bytes, moved.fetched_bytes, moved.peak_bytes
-        own.append((visit.seconds, visit.exposed_s, visit.hidden_s, *copies))
-    sums = torch.tensor(own, dtype=torch.float64, device=player.world.device)
-    most = everyone.all_reduce(sums.clone(), dist.ReduceOp.MAX).tolist()
-    found = []
-    for visit, slowest, total in zip(player.visited, most, everyone.all_reduce(sums).tolist()):
-        seconds, exposed_s, hidden_s, waited_most_s, *_, peak_bytes = slowest
-        waited_s, copying_s, put_bytes, fetched_bytes = total[3:-1]
-        group, tier = visit.group, player.runners[visit.group.layout].tier
-        timed = tier is not None and tier.timed
-        found.append(
-            GroupMetrics(
-                layout=str(group.layout),
-                upto=group.hi,
-                documents=len(group.documents),
-                packs=len(group.packs),
-                tokens=visit.tokens,
-                balance=group.balance,
-                seconds=seconds,
-                tokens_per_s=visit.tokens / seconds,
-                switch_exposed_s=exposed_s,
-                switch_hidden_s=hidden_s,
-                intra_node_bytes=visit.intra_node_bytes,
-                inter_node_bytes=visit.inter_node_bytes,
-                put_bytes=int(put_bytes),
-                fetched_bytes=int(fetched_bytes),
-                waited_s=waited_most_s if timed else None,
-                hidden_share=max(0.0, 1 - waited_s / copying_s) if timed and copying_s else None,
-                tier_peak_bytes=int(peak_bytes),
-            )
+    with closing(start.state.home), closing(prefetcher), saver:
+        yield StageRun(
+            config=config,
+            context=context,
+            state=start.state,
+            player=player,
+            batches=batches,
+            prefetcher=prefetcher,
+            saver=saver,
+            validator=validator,
+            predictor=predictor,
+            fingerprints=fingerprints,
+            kernel=kernel,
+            first_step=start.step + 1,
+            last_step=last_step,
         )
-    return tuple(found)
 
 
-def _moved(home: Home, world: World) -> HomeMetrics | None:
-    """Metrics of the last step's home, where that is on disk; collective then."""
-    records = home.records
-    if records is None:
-        return None
-    own = torch.tensor([records.read_bytes, records.written_bytes, records.waited_s], dtype=torch.float64, device=world.device)
-    records.restart()
-    waited_s = float(world.everyone.all_reduce(own[2].clone(), dist.ReduceOp.MAX))
-    read, written, _ = world.everyone.all_reduce(own).tolist()
-    return HomeMetrics(int(read), int(written), waited_s)
+@dataclass
+class StageRun:
+    """A stage that is being trained on this rank. Made by `open_stage`. Mutable: its parts are.
+
+    All methods are collective.
+    """
+
+    config: Config
+    context: RunContext
+    state: State
+    player: Player
+    batches: Batches
+    prefetcher: Ahead
+    saver: Saver
+    validator: Validator | None
+    predictor: Foretold | None
+    fingerprints: Fingerprints
+    kernel: ChosenKernel
+    first_step: int
+    last_step: int
+
+    @property
+    def remaining_steps(self) -> range:
+        return range(self.first_step, self.last_step + 1)
+
+    def train(self, step: int) -> tuple[StepMetrics, RankStatus]:
+        """Train one step. Returns its metrics, and what ranks tell each other at its end."""
+        world = self.context.world
+
+        # 1. Take the batch. The next one is prepared while this step computes.
+        begin_s = world.now()
+        batch, ready = self.prefetcher.take(self.state.cursor, more=step < self.last_step)
+        data_s = world.now() - begin_s
+
+        # 2. Predict the step. This takes time on rank 0 that is no part of the step's seconds.
+        if self.predictor:
+            self.predictor.predict(ready.lengths)
+
+        # 3. Compute gradients and update the weights.
+        begin_s = world.now()
+        outcome = self._update(step, batch, ready)
+        seconds = data_s + (world.now() - begin_s)
+        self.context.trace.write(self.player)
+
+        # 4. Gather the metrics of all ranks.
+        status = gather_status(world, self.context.stop(), self.saver.busy)
+        metrics = replace(
+            make_step_metrics(self.config, step, batch, outcome, seconds, status.memory_bytes),
+            groups=gather_group_metrics(self.player),
+            home=gather_home_metrics(self.state.home, world),
+            first=step == self.first_step,
+        )
+        if self.predictor:
+            metrics = self.predictor.beside(metrics)
+
+        # 5. Validate, if this step is one to validate after.
+        if self.validator:
+            metrics = self.validator.after(metrics, self.player)
+
+        if world.rank == 0:
+            self.context.record(metrics)
+        return metrics, status
+
+    def _update(self, step: int, batch: StepBatch, ready: Ready) -> Outcome:
+        """Make the update of a step, and say which documents it had if it is not finite."""
+        try:
+            return train_step(self.state, batch, self.player, ready, leave=True)
+        except NonFiniteError as fault:
+            document = self.batches.where(batch.cursor)
+            message = f"step {step}: {fault}\n  first document: {document}"
+            raise NonFiniteError(message) from None
+
+    @property
+    def best_step(self) -> int | None:
+        """The step with the lowest validation loss; None without a validation."""
+        return self.validator.best if self.validator else None
+
+    def is_save_due(self, step: int) -> bool:
+        """Whether a checkpoint of this step is saved, though the run goes on."""
+        return step in (self.last_step, self.best_step) or step % self.config.save.every == 0
+
+    def save(self, step: int, metrics: StepMetrics, is_last: bool) -> None:
+        """Save a checkpoint: at once if it is the last, else as the config says."""
+        # Some updates may be left to the next step. The checkpoint needs them.
+        self.player.finish()
+        if fault := not_finite(self.state, self.context.world):
+            raise NonFiniteError(
+                f"step {step}: the {fault} is not finite after an update with lr {metrics.lr:.3g}. "
+                "Nothing is saved: the checkpoint before it stays the newest. A lower train.lr or "
+                "more train.warmup are the usual cures."
+            )
+        facts = Facts.now(self.config, self.state, self.fingerprints, self.kernel, metrics.loss)
+        self.saver.save(step, self.state.optimizer, facts.model_dump(), self.best_step, last=is_last)
 
 
-def _metrics(
-    config: Config, step: int, batch: StepBatch, outcome: Outcome, seconds: float, memory_bytes: int, groups: tuple[GroupMetrics, ...]
-) -> StepMetrics:
-    tokens = batch.tokens
-    context = sum(float(config.spec.attended(len(d.ids))) for d in batch.documents) / tokens
-    return StepMetrics(
-        step=step,
-        loss=outcome.loss,
-        grad_norm=outcome.grad_norm,
-        lr=outcome.lr,
-        tokens=tokens,
-        target_tokens=batch.target_tokens,
-        documents=len(batch.documents),
-        seconds=seconds,
-        tokens_per_s=tokens / seconds,
-        model_flops_per_s=tokens * config.spec.flops_per_token(context) / seconds,
-        memory_bytes=memory_bytes,
-        cursor=batch.next_cursor,
-        skipped=outcome.skipped,
-        groups=groups,
-        layout=config.model_dump(mode="json")["layout"],
-    )
-
-
-def _most(world: World, memory_bytes: int, stopping: bool, saving: bool) -> tuple[int, bool, bool]:
-    """The largest memory of any rank, whether any wants to stop, and whether any still writes a checkpoint."""
-    own = torch.tensor([memory_bytes, int(stopping), int(saving)], device=world.device)
-    memory, stop, busy = world.everyone.all_reduce(own, dist.ReduceOp.MAX).tolist()
-    return memory, bool(stop), bool(busy)
-
-
-def _memory_bytes(world: World) -> int:
-    """Peak so far: allocated on the GPU, resident on a CPU machine."""
-    if world.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(world.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def _print_on_rank0(world: World, line: str) -> None:
+    """Print a line for the person at the terminal, on rank 0 alone."""
+    if world.rank == 0:
+        print(f"longshift: {line}", file=sys.stderr)

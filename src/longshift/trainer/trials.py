@@ -4,9 +4,9 @@
     steps       1 2 3 4 │ 5 6 7 8 │ 9 10 11 12 │ 13 ...
     layout         0    │    1    │     2      │ one of them; a checkpoint at each bar, which any layout loads
 
-Steps have different documents, so each is compared with what the clock has for its own (`planner.tried` says which choice goes on). The
-first step of a trial, in which memory is allocated and kernels are chosen, is not counted. The others are steps of known layouts: they
-calibrate what is known of the machine, by which the steps that follow are predicted (`train.foretold`).
+Steps have different documents, so each is compared with what the clock has for its own (`trainer.trial_ranking` says which choice goes
+on). The first step of a trial, in which memory is allocated and kernels are chosen, is not counted. The others are steps of known layouts:
+they calibrate what is known of the machine, by which the steps that follow are predicted (`trainer.foretold`).
 """
 
 import json
@@ -29,7 +29,7 @@ STEPS = 4  # of a trial
 PlaySteps = Callable[[Config, bool, int | None], Iterator[StepMetrics]]  # config, whether to resume, after how many steps to save and end
 
 
-def tried(config: Config, run: Path, resume: bool, world: World, play: PlaySteps) -> Iterator[StepMetrics]:
+def train_trials(config: Config, run: Path, resume: bool, world: World, play: PlaySteps) -> Iterator[StepMetrics]:
     """The steps of a run: of the trials that are left, then of the layout that goes on. Collective; rank 0's file and times count."""
     file = place(run)
     text = world.gather_text(file.read_text(encoding="utf-8", errors="replace") if world.rank == 0 and file.exists() else "")[0]

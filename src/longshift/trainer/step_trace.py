@@ -1,0 +1,58 @@
+"""A trace of the first step of a run: what rank 0 played, beside what was predicted of it."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from longshift.dist.world import World
+from longshift.step.player import Player
+from longshift.stream.trace import Recorder
+from longshift.weigh.timeline import Timeline, predicted
+from longshift.weigh.timeline import write as write_timeline
+
+
+class StepTrace:
+    """Traces one step into a file, or nothing without a file and on other ranks than 0.
+
+    A context that is entered before the state is built, so that it sees all memory. Mutable: it is
+    done after the first step.
+    """
+
+    def __init__(self, path: Path | None, world: World):
+        self._path = path
+        self._rank = world.rank
+        self._recorder = Recorder()
+        self._timeline: Timeline | None = None
+        if path is not None and world.rank == 0:
+            self._timeline = Timeline(world.device)
+
+    def __enter__(self) -> Self:
+        if self._timeline is not None:
+            self._timeline.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._timeline is not None:
+            self._timeline.__exit__(kind, error, trace)
+
+    def watch(self, player: Player) -> None:
+        """Record the next step of a player, unless a step has been recorded before."""
+        if self._timeline is not None:
+            player.record(self._recorder)
+            self._timeline.watch(player)
+
+    def write(self, player: Player) -> None:
+        """Write the step that was played, if it was recorded, and leave the player alone."""
+        if self._timeline is None or self._path is None:
+            return
+        player.record(None)
+        player.after = None
+        self._timeline.close()
+        played = self._timeline.played
+        write_timeline(self._path, self._rank, played, predicted(player), self._recorder)
+        self._timeline = None
