@@ -29,10 +29,10 @@ import other_trainer
 from longshift.cluster.named import cluster
 from longshift.forecast import on_cluster
 from longshift.layout.layout import Layout
-from longshift.planner.replay import Replay, Task, in_visiting_order
+from longshift.planner.replay import Replay, Task
 from longshift.planner.search import search
 from longshift.planner.shortlist import shortlist
-from longshift.simulate.clock import Clock, GroupPacks
+from longshift.simulate.clock import Clock, GroupPacks, in_visiting_order
 from longshift.simulate.closed import Candidates, closed_form, model_flops, stalled_s
 from longshift.simulate.cost import FLASH3, LONGSHIFT, RECOMPUTE, Cost, Mesh, sizes
 from longshift.simulate.rates import rates

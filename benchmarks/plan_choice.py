@@ -15,7 +15,7 @@ memory    Peak of the fullest rank beyond what it began with in two first steps,
           the C library's heap decide nothing; packs of the second are as large as packs get (`fullest`). And the ledger's bytes with what
           the three calibrating ways had besides.
 budgets   The ways that the planner would try for a budget, its best single layout and its best by context parallelism alone are
-          trained. Even rounds say which of them goes on, as trials do in a run (`planner.tried`), and which single layout was the fastest
+          trained. Even rounds say which of them goes on, as in a run (`trainer.trial_ranking`), and which single layout was the fastest
           of all that are trained and whose tensors fit. Odd rounds say the ratios: `auto_over_best_static`, seconds of that single layout
           over those of that way, and `auto_over_context_parallel`; and the most that `auto_over_best_static` could be, `at_most`: seconds
           of that single layout over those of the fastest way of all, whatever memory it takes. `--judge REPORT` judges the rounds of an
@@ -43,15 +43,15 @@ from longshift.dist.fork import ForkedWorld
 from longshift.forecast import on_cluster
 from longshift.layout.layout import Layout
 from longshift.planner.least_bytes import FILLED
-from longshift.planner.replay import Replay, Task, in_visiting_order
+from longshift.planner.replay import Replay, Task
 from longshift.planner.search import TRIED, search
-from longshift.planner.tried import Tried, going_on
 from longshift.simulate.calibrate import by_steps
-from longshift.simulate.clock import Clock
+from longshift.simulate.clock import Clock, in_visiting_order
 from longshift.spec import families
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
 from longshift.trainer.check import Trial
+from longshift.trainer.trial_ranking import TrialResult, fastest_trial
 from longshift.workload.given import Lengths, read_lengths
 from longshift.workload.groups import Edge
 
@@ -323,7 +323,7 @@ class Chosen:
 def judged(budget: Mapping, rows: Sequence[dict]) -> dict:
     """A budget with which of its ways goes on, and what that gains."""
     ways = {row["way"]: row for row in rows if row["corpus"] == budget["corpus"]}
-    auto = budget["tried"][going_on([as_tried(ways[name]) for name in budget["tried"]])]
+    auto = budget["tried"][fastest_trial([as_tried(ways[name]) for name in budget["tried"]])]
 
     def over(name: str | None, other: str) -> float | None:
         return None if name is None else odd_s(ways[name]) / odd_s(ways[other])
@@ -338,9 +338,9 @@ def judged(budget: Mapping, rows: Sequence[dict]) -> dict:
     }
 
 
-def as_tried(row: Mapping) -> Tried:
+def as_tried(row: Mapping) -> TrialResult:
     """A way as its even rounds show it."""
-    return Tried(sum(row["clock_s"][::2]), tuple(row["rounds_s"][::2]), tuple(row["clock_s"][::2]))
+    return TrialResult(sum(row["clock_s"][::2]), tuple(row["rounds_s"][::2]), tuple(row["clock_s"][::2]))
 
 
 def even_s(row: Mapping) -> float:
@@ -412,7 +412,7 @@ def summary(case: Case, rows: Sequence[dict], budgets: Sequence[dict]) -> dict:
     for name in corpora:
         known = [row for row in rows if row["corpus"] == name][: len(case.single) + len(case.groups)]
         few = sorted(known, key=lambda row: sum(row["clock_s"]))[:TRIED]
-        regrets.append([odd_s(row) / odd_s(min(known, key=even_s)) - 1 for row in (few[0], few[going_on(list(map(as_tried, few)))])])
+        regrets.append([odd_s(row) / odd_s(min(known, key=even_s)) - 1 for row in (few[0], few[fastest_trial(list(map(as_tried, few)))])])
     return {
         "median_raw": statistics.median(abs(row["raw"]) for row in rows),
         "median_calibrated": statistics.median(abs(row["calibrated"]) for row in held_back),

@@ -47,8 +47,8 @@ from longshift.workload.given import Lengths, read_lengths
 if TYPE_CHECKING:
     from longshift.documents.tokens import TokenCache
     from longshift.explained import Explanation
-    from longshift.forecast import Planned
     from longshift.reports.read import RunReport
+    from longshift.trainer.auto_plan import Planned
 
 Say = Callable[[str], None]
 
@@ -161,8 +161,8 @@ def make_plan(
     run: Config, on: str | None, fabric: str | None, lengths: Sequence[int] | str | Path | None, tell: Say, progress: Say
 ) -> "Planned":
     """What `plan` returns the result of. `tell`: what a person should know; `progress`: what is being done."""
-    from longshift.forecast import other_ranks, task_of
-    from longshift.forecast import plan as search
+    from longshift.trainer.auto_plan import other_ranks, task_of
+    from longshift.trainer.auto_plan import plan as search
 
     cluster = cluster_named(on, fabric) if on else this_machine(core_count(), tell)
     if isinstance(lengths, str | Path):

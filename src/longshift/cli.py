@@ -220,7 +220,7 @@ def plan(
     Exit code 2 where nothing fits, with the smallest change after which something would.
     """
     run, trace = load_config(config, overrides), None if trace is None else writable(trace)
-    from longshift.trainer.planned import write_config, write_trace
+    from longshift.trainer.auto_plan import write_config, write_trace
 
     found = api.make_plan(run, on, fabric, lengths, _say, api.silent if json else _say)
     if trace is not None and found.choice.best is not None:
@@ -347,9 +347,9 @@ def _planned(run: Config) -> tuple[Config, PlanFile | None]:
     if _place()[1] is not None:
         why = "layout: auto is chosen before ranks start: write it down with longshift plan CONFIG --emit FILE"
         raise UsageError(f"{why}\n{_place_in_words()}")
-    from longshift.trainer.planned import chosen
+    from longshift.trainer.auto_plan import resolve_layout
 
-    return chosen(run, lambda ranks: api.this_machine(ranks, _say), lambda: Lengths.from_array(api.open_tokens(run).lengths), _say)
+    return resolve_layout(run, lambda ranks: api.this_machine(ranks, _say), lambda: Lengths.from_array(api.open_tokens(run).lengths), _say)
 
 
 def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None) -> None:

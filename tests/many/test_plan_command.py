@@ -13,12 +13,12 @@ from longshift.config_file import load_config
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.layout.layout import Layout
 from longshift.planner.search import NEAR, TRIED
-from longshift.planner.tried import going_on as which_goes_on
 from longshift.simulate.calibrate import ERROR, band_of_errors
 from longshift.simulate.closed import BAND
 from longshift.trainer.foretold import RECENT
 from longshift.trainer.metrics import read_rows
 from longshift.trainer.plan_file import PlanFile, place
+from longshift.trainer.trial_ranking import fastest_trial
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = """\
@@ -119,7 +119,7 @@ def test_auto_trains_the_best_few_and_goes_on_with_one(folder):
     plan = PlanFile.from_json(place(folder / "run").read_text())
     assert plan.asked == {"auto": {"ranks": 2}}
     assert len(plan.trials) == len(plan.choices)
-    assert plan.chosen == which_goes_on(plan.trials)
+    assert plan.chosen == fastest_trial(plan.trials)
     assert all(len(trial.measured_s) == len(trial.clock_s) == 3 for trial in plan.trials)
     rows = read_rows(folder / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 28))

@@ -365,6 +365,24 @@ def test_what_the_rules_allow():
     assert [violation for rule in RULES for violation in rule(sources)] == []
 
 
+def import_closure(sources: Sources, module: str) -> set[str]:
+    """The modules that an import of `module` imports."""
+    closure, waiting = set[str](), [module]
+    while waiting:
+        targets = {target for _, target in imports(sources, waiting.pop()) if target in sources}
+        waiting += targets - closure
+        closure |= targets
+    return closure
+
+
+def test_the_training_loop_needs_no_planner(package):
+    """What chooses layouts is done before the loop begins."""
+    closure = import_closure(package, "longshift.trainer.loop")
+    assert "longshift.step.player" in closure
+    assert {module for module in closure if room(module) == "planner"} == set()
+    assert "longshift.planner.search" in import_closure(package, "longshift.trainer.auto_plan")
+
+
 def test_thinking_and_the_front_door_leave_torch_out(package):
     modules = [module for module in package if room(module) in THINKING or module == "longshift" or module in LAZY]
     code = f"import sys, importlib\nfor m in {modules}: importlib.import_module(m)\nprint('torch' in sys.modules)"

@@ -13,10 +13,11 @@ from longshift.command_results import PlannedWay
 from longshift.config import Config
 from longshift.config_file import parse_config
 from longshift.errors import UsageError
-from longshift.forecast import RunForecast, on_cluster, other_ranks, plan, task_of
+from longshift.forecast import RunForecast, on_cluster
 from longshift.simulate.calibrate import ERROR, MOST, band_of_errors, by_steps
 from longshift.simulate.closed import BAND
 from longshift.simulate.rates import rates
+from longshift.trainer.auto_plan import other_ranks, plan, task_of
 from longshift.workload.given import Lengths
 
 LENGTHS = ((300, 900, 1500, 400) * 6, (2000,) * 9, (64, 128, 200, 32) * 40, (1000, 50, 70, 2000) * 5)

@@ -10,8 +10,8 @@ from longshift.cluster.named import cluster
 from longshift.config import Config
 from longshift.forecast import layout_text
 from longshift.layout.home_tiers import HomeTiers
+from longshift.trainer.auto_plan import resolve_layout
 from longshift.trainer.plan_file import PlanFile, keep
-from longshift.trainer.planned import chosen
 from longshift.trainer.resumed import going_on, named
 from longshift.trainer.run_folder import RunFolder
 from longshift.workload.given import Lengths
@@ -44,7 +44,7 @@ def test_a_chosen_home_is_kept_with_the_layouts(tmp_path: Path):
 
     def ask(config: Config) -> tuple[Config, PlanFile]:
         said.clear()
-        found, file = chosen(config, lambda ranks: cluster("1xh100"), lambda: lengths, said.append)
+        found, file = resolve_layout(config, lambda ranks: cluster("1xh100"), lambda: lengths, said.append)
         assert file is not None
         keep(file, tmp_path, resume=False)
         return found, file

@@ -19,7 +19,6 @@ import pytest
 from longshift.cluster.cluster import Disk
 from longshift.cluster.named import cluster
 from longshift.errors import UsageError
-from longshift.forecast import plan
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
@@ -42,6 +41,7 @@ from longshift.spec.formats import FORMATS, Format, Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
+from longshift.trainer.auto_plan import plan
 from longshift.weigh.ledger import Weighed
 from longshift.weigh.needs import StepShape, most, needs
 from longshift.workload.given import Lengths, read_lengths

@@ -15,7 +15,8 @@ from longshift.layout.legal import faults
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device, least_of_way
 from longshift.planner.siblings import first_of_meshes, lower, siblings, smaller
 from longshift.planner.uneven import evened
-from longshift.simulate.clock import Clock, GroupPacks, StepTime
+from longshift.program.step import Windows
+from longshift.simulate.clock import Clock, StepTime, in_visiting_order
 from longshift.simulate.cost import Cost, Habits, habits, sizes
 from longshift.simulate.rates import rates
 from longshift.spec.formats import MomentFormat, Wire, formats_of
@@ -24,7 +25,7 @@ from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import links_of
 from longshift.weigh.needs import StepShape, most, needs
 from longshift.workload.given import Lengths
-from longshift.workload.groups import Edge, length_groups
+from longshift.workload.groups import Edge
 
 STEPS = 4  # that finalists are played on; one more, typical by itself, says which ways are finalists
 FINALISTS = 4  # sets of meshes
@@ -273,14 +274,3 @@ def _of_kinds(ways: Sequence[tuple[Edge, ...]], counts: Sequence[int]) -> list[t
 def one_cut(edges: Sequence[Edge]) -> bool:
     """Whether the layouts differ in Ulysses, ring and replicas alone: what context parallelism alone can choose."""
     return len({(edge.use.tp, edge.use.pp, edge.use.virtual) for edge in edges}) == 1
-
-
-def in_visiting_order(shape: StepShape, lengths: Sequence[int]) -> list[GroupPacks]:
-    """The groups of a step of documents of these lengths, dealt and packed, as they are visited."""
-    groups = length_groups(lengths, shape.edges, shape.itinerary.spec)
-    found = []
-    for index in shape.itinerary.order(tuple(group.layout for group in groups)):
-        group = groups[index]
-        packs = [tuple(lengths[d] for d in pack) for pack in group.packs]
-        found.append(GroupPacks(group.layout, tuple(tuple(packs[p] for p in share) for share in group.shares)))
-    return found

@@ -58,7 +58,7 @@ class Choice:
         return None if self.best is None else self.best.seconds
 
     def worth_trying(self) -> list[Way]:
-        """The ways to try; their steps and the clock say which goes on (`planner.tried`). A run begins with the plainest of those that the
+        """The ways to try; their steps and the clock say which goes on (`trainer.trial_ranking`). A run begins with the plainest that the
         clock has CLOSE to the fastest. After it come the fastest, the best single layout where neither is one, and the fastest of other
         meshes that are NEAR, single layouts first: what the clock gets wrong of one way, it gets wrong of all that compute alike. Siblings
         that are CLOSE fill what TRIED leaves, single layouts first."""

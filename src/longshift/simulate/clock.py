@@ -39,6 +39,7 @@ from longshift.spec.formats import FORMATS, arithmetic
 from longshift.switch.traffic import seconds_by_exchange
 from longshift.weigh.ledger import Ledger
 from longshift.weigh.needs import StepShape
+from longshift.workload.groups import length_groups
 
 LEAST_PLAYED = 16  # micro-batches of a visit, and of a pipeline at least FILLS times its stages' chunks
 FILLS = 3
@@ -423,3 +424,14 @@ class _Stage:
     def crowds(self, links: tuple[str, ...]) -> tuple[str, ...]:
         """Resources that a piece of work crowds: a collective of GPUs takes some of their multiprocessors and memory."""
         return ("cores",) if not self.clock.on_cpu and links in (("node",), ("network",)) else ()
+
+
+def in_visiting_order(shape: StepShape, lengths: Sequence[int]) -> list[GroupPacks]:
+    """The groups of a step of documents of these lengths, dealt and packed, as they are visited."""
+    groups = length_groups(lengths, shape.edges, shape.itinerary.spec)
+    visited = []
+    for index in shape.itinerary.order(tuple(group.layout for group in groups)):
+        group = groups[index]
+        packs = [tuple(lengths[d] for d in pack) for pack in group.packs]
+        visited.append(GroupPacks(group.layout, tuple(tuple(packs[p] for p in share) for share in group.shares)))
+    return visited

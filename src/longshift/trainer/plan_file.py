@@ -10,7 +10,7 @@ from longshift.cluster.cluster import Calibration
 from longshift.config import Config
 from longshift.errors import CheckpointError
 from longshift.files import rewrite, written
-from longshift.planner.tried import Tried, going_on
+from longshift.trainer.trial_ranking import TrialResult, fastest_trial
 
 AGAIN = "remove it, and layout: auto is chosen again"
 
@@ -25,7 +25,7 @@ class PlanFile:
     asked: Any
     choices: tuple[Any, ...]
     facts: Any = None
-    trials: tuple[Tried, ...] = ()
+    trials: tuple[TrialResult, ...] = ()
     chosen: int | None = None
     calibration: Calibration | None = None
     home: Any = None
@@ -39,8 +39,8 @@ class PlanFile:
         """With one more trial, whose steps took these seconds; `clock_s`: the clock's for the same documents, empty where it was not asked.
         After the last trial it says which choice goes on."""
         typical_s = self.facts["tried"][len(self.trials)]["seconds"]
-        trials = (*self.trials, Tried(typical_s, tuple(measured_s), tuple(clock_s)))
-        return replace(self, trials=trials, chosen=going_on(trials) if len(trials) == len(self.choices) else None)
+        trials = (*self.trials, TrialResult(typical_s, tuple(measured_s), tuple(clock_s)))
+        return replace(self, trials=trials, chosen=fastest_trial(trials) if len(trials) == len(self.choices) else None)
 
     def config(self, config: Config) -> Config:
         """The config with the layout of the next step, and its home."""
@@ -61,7 +61,7 @@ class PlanFile:
             raise ValueError(f"it holds {type(found).__name__}, where an object is needed")
         for name in ("rates", "errors"):
             found.pop(name, None)
-        trials = (Tried(one["typical_s"], tuple(one["measured_s"]), tuple(one["clock_s"])) for one in found.pop("trials", ()))
+        trials = (TrialResult(one["typical_s"], tuple(one["measured_s"]), tuple(one["clock_s"])) for one in found.pop("trials", ()))
         calibration = found.pop("calibration", None)
         plan = cls(
             **found | {"choices": tuple(found["choices"])},  # pyright: ignore[reportArgumentType]

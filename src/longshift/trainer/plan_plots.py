@@ -7,8 +7,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from longshift.errors import UsageError
-from longshift.forecast import Planned
 from longshift.layout.layout import format_size
+from longshift.trainer.auto_plan import Planned
 
 GIB = 2**30
 
