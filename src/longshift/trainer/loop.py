@@ -9,7 +9,6 @@
 The loop trains and saves. What a person sees is its caller's.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from longshift.step.player import Player, Ready
 from longshift.step.update import Outcome, State, not_finite, train_step
 from longshift.trainer.admission import admit
 from longshift.trainer.ahead import Ahead
-from longshift.trainer.build_run import build_player, open_data, resume_or_build
+from longshift.trainer.build_run import StageStart, build_player, open_data, resume_or_build
 from longshift.trainer.corpus import corpus_notes
 from longshift.trainer.facts import ChosenKernel, Facts, Fingerprints, changed_kernel, changed_moments
 from longshift.trainer.foretold import Foretold
@@ -40,7 +39,7 @@ from longshift.trainer.gather_metrics import (
     gather_status,
     make_step_metrics,
 )
-from longshift.trainer.metrics import StepMetrics, faults_of_rows
+from longshift.trainer.metrics import StepMetrics, faults_of_rows, say
 from longshift.trainer.run_folder import RunFolder, adopt
 from longshift.trainer.stages import Stage, stages_of
 from longshift.trainer.step_trace import StepTrace
@@ -206,13 +205,8 @@ def open_stage(stage: Stage, context: RunContext, resume: bool, max_steps: int |
     # 3. Build the player, which computes the steps.
     player = build_player(config, world, start.state, run)
     kernel = ChosenKernel.of(player.kernel, world.device)
-    if world.device.type != "cpu":
-        _print_on_rank0(world, f"attention by {player.kernel.name}: {player.why_kernel}")
-    for warning in (changed_kernel(start.facts, kernel), changed_moments(start.facts, config)):
-        if warning:
-            _print_on_rank0(world, warning)
-    if start.state.home.no_room:
-        _print_on_rank0(world, NO_EARLY_UPDATES)
+    if world.rank == 0:
+        _tell_changes(player, kernel, start, config)
 
     # 4. Build what accompanies the steps: predictions, the trace, batches ahead, checkpoints.
     predictor = Foretold.of(run, config, world)
@@ -239,6 +233,17 @@ def open_stage(stage: Stage, context: RunContext, resume: bool, max_steps: int |
             first_step=start.step + 1,
             last_step=last_step,
         )
+
+
+def _tell_changes(player: Player, kernel: ChosenKernel, start: StageStart, config: Config) -> None:
+    """Tell the person what computes attention, and what is not as the checkpoint had it."""
+    if player.world.device.type != "cpu":
+        say(f"attention by {player.kernel.name}: {player.why_kernel}")
+    for warning in (changed_kernel(start.facts, kernel), changed_moments(start.facts, config)):
+        if warning:
+            say(warning)
+    if start.state.home.no_room:
+        say(NO_EARLY_UPDATES)
 
 
 @dataclass
@@ -339,4 +344,4 @@ class StageRun:
 def _print_on_rank0(world: World, line: str) -> None:
     """Print a line for the person at the terminal, on rank 0 alone."""
     if world.rank == 0:
-        print(f"longshift: {line}", file=sys.stderr)
+        say(line)

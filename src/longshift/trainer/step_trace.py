@@ -1,7 +1,7 @@
 """A trace of the first step of a run: what rank 0 played, beside what was predicted of it."""
 
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from longshift.dist.world import World
@@ -11,7 +11,7 @@ from longshift.weigh.timeline import Timeline, predicted
 from longshift.weigh.timeline import write as write_timeline
 
 
-class StepTrace:
+class StepTrace(ExitStack):
     """Traces one step into a file, or nothing without a file and on other ranks than 0.
 
     A context that is entered before the state is built, so that it sees all memory. Mutable: it is
@@ -19,6 +19,7 @@ class StepTrace:
     """
 
     def __init__(self, path: Path | None, world: World):
+        super().__init__()
         self._path = path
         self._rank = world.rank
         self._recorder = Recorder()
@@ -28,17 +29,8 @@ class StepTrace:
 
     def __enter__(self) -> Self:
         if self._timeline is not None:
-            self._timeline.__enter__()
+            self.enter_context(self._timeline)
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._timeline is not None:
-            self._timeline.__exit__(kind, error, trace)
 
     def watch(self, player: Player) -> None:
         """Record the next step of a player, unless a step has been recorded before."""
