@@ -38,7 +38,7 @@ from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout
 from longshift.spec.formats import WeightFormat
-from longshift.trainer.metrics import MetricsLog, StepMetrics
+from longshift.trainer.metrics import MetricsLog, StepMetrics, say
 from longshift.trainer.resumed import going_on, named
 from longshift.trainer.run_folder import RunFolder, prepare, read_config
 from longshift.trainer.trackers import Tracker, Trackers
@@ -51,11 +51,6 @@ if TYPE_CHECKING:
     from longshift.trainer.auto_plan import Planned
 
 Say = Callable[[str], None]
-
-
-def say(line: str) -> None:
-    """A line for the person, on standard error."""
-    print(f"longshift: {line}", file=sys.stderr, flush=True)
 
 
 def silent(line: str) -> None:

@@ -32,7 +32,7 @@ from longshift.config_file import load_config
 from longshift.dist.memory import address_space, lacks_memory
 from longshift.dist.parent import call_this_process, end_with_parent
 from longshift.dist.ranks import Seed
-from longshift.errors import LongshiftError, OutOfMemoryError, UsageError, printable
+from longshift.errors import LongshiftError, OutOfMemoryError, UsageError
 from longshift.files import NO_ROOM, OF_DISKS, refused
 from longshift.layout.auto_layout import AutoLayout
 from longshift.spec.formats import WeightFormat
@@ -40,7 +40,7 @@ from longshift.starter import notes, starter, write_new
 from longshift.stream.trace import writable
 from longshift.trainer.header import Header
 from longshift.trainer.interrupt import ENDING, Interrupt
-from longshift.trainer.metrics import Display, open_streams, read_or_not
+from longshift.trainer.metrics import Display, open_streams, read_or_not, say
 from longshift.trainer.plan_file import PlanFile, keep
 from longshift.trainer.resumed import going_on
 from longshift.trainer.run_folder import RunFolder, prepare, read_asked, summarize_run, write_cause
@@ -88,7 +88,7 @@ def init(
         print(jsonlib.dumps({"config": text, "file": str(to) if to else None, "notes": told}))
         return
     for note in told:
-        _say(note)
+        say(note)
     if to is None:
         print(text, end="")
     else:
@@ -115,9 +115,9 @@ def train(
         header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
         header.begin(run, config)
         resume = resume or (resume_auto and not explain and RunFolder(Path(run.save.dir)).begun())
-        run = going_on(run, config, overrides, _say if rank == 0 else api.silent) if resume else run
+        run = going_on(run, config, overrides, say if rank == 0 else api.silent) if resume else run
         run, plan = _planned(run)
-        run = api.with_choices(run, _say)
+        run = api.with_choices(run, say)
         if explain:
             for explanation in api.explain(run, per_node=_per_node(run.world)):
                 print_result(explanation, json)
@@ -136,7 +136,7 @@ def train(
         else:
             if seed:
                 seed.close()
-            stop = Interrupt(*ENDING, say=_say if rank == 0 else api.silent)
+            stop = Interrupt(*ENDING, say=say if rank == 0 else api.silent)
             if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may be killed: its ranks save and end
                 stop.end_with_launcher()
             _run_told(run, folder, rank, resume, json, stop, trace)
@@ -222,7 +222,7 @@ def plan(
     run, trace = load_config(config, overrides), None if trace is None else writable(trace)
     from longshift.trainer.auto_plan import write_config, write_trace
 
-    found = api.make_plan(run, on, fabric, lengths, _say, api.silent if json else _say)
+    found = api.make_plan(run, on, fabric, lengths, say, api.silent if json else say)
     if trace is not None and found.choice.best is not None:
         write_trace(found.choice.best, trace)
     if html is not None:
@@ -299,7 +299,7 @@ def profile(
     from longshift.profile.run import measure_here
 
     rank, world = _place()
-    found = measure_here(_per_node(world or 1), quick, fresh, _say if rank == 0 else api.silent)
+    found = measure_here(_per_node(world or 1), quick, fresh, say if rank == 0 else api.silent)
     if rank != 0:
         return
     if output is not None:
@@ -322,7 +322,7 @@ def _launch(run: Config, folder: RunFolder, resume: bool, json: bool, trace: Pat
 
     words = ["worker", str(folder.path), *["--resume"] * resume, *["--json"] * json, *(["--trace", str(trace)] if trace else [])]
     command = words if seed else [sys.executable, "-m", "longshift.cli", *words]
-    launch(command, run.world, folder, say=_say, stall_timeout_s=run.train.stall_timeout, crowded=crowded, held=True, seed=seed)
+    launch(command, run.world, folder, say=say, stall_timeout_s=run.train.stall_timeout, crowded=crowded, held=True, seed=seed)
 
 
 def _load() -> None:
@@ -349,7 +349,7 @@ def _planned(run: Config) -> tuple[Config, PlanFile | None]:
         raise UsageError(f"{why}\n{_place_in_words()}")
     from longshift.trainer.auto_plan import resolve_layout
 
-    return resolve_layout(run, lambda ranks: api.this_machine(ranks, _say), lambda: Lengths.from_array(api.open_tokens(run).lengths), _say)
+    return resolve_layout(run, lambda ranks: api.this_machine(ranks, say), lambda: Lengths.from_array(api.open_tokens(run).lengths), say)
 
 
 def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None) -> None:
@@ -421,11 +421,6 @@ def _per_node(ranks: int) -> int:
     return int(text)
 
 
-def _say(line: str) -> None:
-    with read_or_not():
-        print(f"longshift: {printable(line)}", file=sys.stderr, flush=True)
-
-
 def words(line: list[str]) -> list[str]:
     """A command line as the parser takes it: a flag has no value."""
     return ["--resume-auto" if word == "--resume=auto" else word for word in line]
@@ -441,7 +436,7 @@ def main() -> None:
     except (LongshiftError, CycloptsError) as fault:
         _tell(fault)
     except KeyboardInterrupt:
-        _say("stopped")
+        say("stopped")
         _end(INTERRUPTED)
     except Warning as fault:
         _tell(UsageError(f"{fault} (a warning that PYTHONWARNINGS, or python -W, makes an error)"))
@@ -452,7 +447,7 @@ def main() -> None:
             traceback.print_exc()
             _end(1)
         if fault.errno in NO_ROOM:  # it may be standard output that has none
-            _say(str(refused(fault)))
+            say(str(refused(fault)))
             _end(OutOfMemoryError.exit_code)
         _tell(refused(fault))
 
@@ -464,7 +459,7 @@ def _tell(fault: LongshiftError | CycloptsError) -> NoReturn:
         with read_or_not():
             print(jsonlib.dumps({"error": str(fault), "kind": type(fault).__name__, "exit_code": code}), flush=True)
     else:
-        _say(str(fault))
+        say(str(fault))
     _end(code)
 
 

@@ -1,6 +1,7 @@
 """Files that are on the disk when we say so, folders that appear whole or not at all, and what it means that a disk refuses."""
 
 import errno
+import json
 import os
 import re
 import stat
@@ -8,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from longshift.errors import CheckpointError, LongshiftError, OutOfMemoryError
 from longshift.temporary import held_folder
@@ -122,3 +124,12 @@ def read_small(path: Path, most_bytes: int) -> str:
     if len(data) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes; is this the right file?")
     return data.decode()
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object; an empty one where there is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -15,7 +15,6 @@ from longshift.layout.legal import faults
 from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device, least_of_way
 from longshift.planner.siblings import first_of_meshes, lower, siblings, smaller
 from longshift.planner.uneven import evened
-from longshift.program.step import Windows
 from longshift.simulate.clock import Clock, StepTime, in_visiting_order
 from longshift.simulate.cost import Cost, Habits, habits, sizes
 from longshift.simulate.rates import rates

@@ -1,8 +1,7 @@
 """A run folder in numbers: all that the page of `longshift report` shows, and what `--json` prints."""
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,11 @@ from longshift.command_results import CommandResult
 from longshift.config import Config
 from longshift.errors import UsageError
 from longshift.explained import explain
+from longshift.files import read_json_object
 from longshift.trainer.metrics import StepMetrics, read_rows
 from longshift.trainer.plan_file import read as read_plan
 from longshift.trainer.run_folder import RunFolder, read_config
+from longshift.trainer.trackers import flat
 
 SERIES = ("loss", "grad_norm", "lr", "tokens", "tokens_per_s", "model_flops_per_s", "memory_bytes", "seconds")
 SUMS = ("documents", "tokens", "seconds", "switch_exposed_s", "switch_hidden_s")
@@ -80,7 +81,7 @@ def read_run(path: Path) -> RunReport:
     return RunReport(
         name=str(path),
         facts=_facts(config, folder, rows),
-        config=dict(_flat(config.model_dump(mode="json"))),
+        config=dict(flat(config.model_dump(mode="json"))),
         steps=sorted(found),
         series=series,
         groups=_groups(rows),
@@ -91,13 +92,13 @@ def read_run(path: Path) -> RunReport:
 
 
 def _facts(config: Config, folder: RunFolder, rows: Sequence[StepMetrics]) -> dict[str, Any]:
-    env = _json(folder.env)
+    env = read_json_object(folder.env)
     losses = [row.loss for row in rows if math.isfinite(row.loss)]
     last, latest = rows[-1], folder.latest
     plan = read_plan(folder.path)
     usual = sorted(row.tokens_per_s for row in rows if not row.first) or [last.tokens_per_s]
     causes = sorted(folder.errors.glob("rank-*.json"))
-    cause = _json(causes[0]).get("message") if causes else None
+    cause = read_json_object(causes[0]).get("message") if causes else None
     spec, packages = config.spec, env.get("packages") or {}
     return {
         "model": config.model.preset or config.model.path,
@@ -166,21 +167,3 @@ def _memory(config: Config) -> dict[str, dict[str, Any]]:
 
 def _finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
-
-
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by dotted key."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _flat(inner, f"{key}.{name}" if key else name)
-    else:
-        yield key, value
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A file's JSON object; nothing where there is none."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

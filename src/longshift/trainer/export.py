@@ -1,6 +1,5 @@
 """A run's checkpoint as a Hugging Face folder, or its adapters as a folder of PEFT."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from longshift.documents.template import ChatTemplate, read_template
 from longshift.documents.template_process import TemplateProcess
 from longshift.documents.tokenizer import Tokenizer
 from longshift.errors import CheckpointError, UsageError
+from longshift.files import read_json_object
 from longshift.layout.box import Box
 from longshift.model.huggingface import TOKEN_IDS, TOKENIZER_FILES, Carried, write_adapters, write_folder
 from longshift.spec.adapters import A, B
@@ -46,7 +46,7 @@ def export(config: Config, run: Path, to: Path, precision: WeightFormat | None =
     spec, longest = trained[-1].spec, max(part.data.max_len for part in trained)
     if not spec.learned_positions:
         spec = replace(spec, max_positions=max(spec.max_positions, longest))
-    source = _config_json(Path(config.model.path)) if config.model.path else {}
+    source = read_json_object(Path(config.model.path) / "config.json") if config.model.path else {}
     kept = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16)}
     named = getattr(torch, FORMATS[precision].compute) if precision else None
     carried = _carried(config, trained, source, tokenizer)
@@ -97,7 +97,7 @@ def _carried(config: Config, trained: Sequence[Config], source: Mapping[str, Any
         with TemplateProcess(template) as process:
             end = tokenizer.core.token_to_id(process.turn_end() or tokenizer.end)
         stops += [] if end is None else [end]
-    ids = {key: value for key, value in _config_json(beside).items() if key in TOKEN_IDS and value is not None}
+    ids = {key: value for key, value in read_json_object(beside / "config.json").items() if key in TOKEN_IDS and value is not None}
     kept = {key: value for key, value in source.items() if key in CARRIED}
     return Carried(files, (tokenizer.end, tokenizer.eos), ids, tuple(dict.fromkeys(stops)), kept, template and template.source)
 
@@ -105,17 +105,7 @@ def _carried(config: Config, trained: Sequence[Config], source: Mapping[str, Any
 def _template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template that conversations are written by; None where there is none, or several that a tokenizer_config.json names."""
     given = Path(config.data.template) if config.data.template else None
-    beside = _config_json(tokenizer.file.parent / "tokenizer_config.json")
+    beside = read_json_object(tokenizer.file.parent / "tokenizer_config.json")
     if given is None and not (tokenizer.file.parent / TEMPLATE).exists() and not isinstance(beside.get("chat_template"), str):
         return None
     return read_template(given, tokenizer.file, tokenizer.special)
-
-
-def _config_json(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder; nothing where there is none."""
-    path = folder / "config.json" if folder.is_dir() else folder
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,6 +1,5 @@
 """Steps of a run, predicted before they are trained: by the clock, on this machine as the trials of `layout: auto` have calibrated it."""
 
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from longshift.dist.world import World
 from longshift.forecast import RunForecast
 from longshift.simulate.calibrate import band_of_errors
 from longshift.trainer.measured import profile_here
-from longshift.trainer.metrics import StepMetrics, read_rows
+from longshift.trainer.metrics import StepMetrics, read_rows, say
 from longshift.trainer.plan_file import place, read
 from longshift.trainer.run_folder import RunFolder
 
@@ -43,7 +42,7 @@ class Foretold:
             return None
         profile = profile_here(world)
         if profile is None or figures(profile) != plan.calibration.fingerprint:
-            print(f"longshift: steps are not predicted: {place(run)} was calibrated by another profile of this machine", file=sys.stderr)
+            say(f"steps are not predicted: {place(run)} was calibrated by another profile of this machine")
             return None
         rows = [row for row in read_rows(RunFolder(run).metrics) if "predicted_seconds" in row]
         since = [row["seconds"] / row["predicted_seconds"] - 1 for row in rows]

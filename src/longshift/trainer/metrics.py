@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from longshift.errors import UsageError
+from longshift.errors import UsageError, printable
 from longshift.files import rewrite, written
 from longshift.layout.layout import format_size
 
@@ -213,6 +213,12 @@ def read_or_not(files: bool = False) -> Iterator[None]:
                 stream.flush()
                 continue
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def say(line: str) -> None:
+    """Tell the person a line, on standard error, whether somebody reads it or not."""
+    with read_or_not():
+        print(f"longshift: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def _takes(stream: TextIO) -> bool:

@@ -39,7 +39,7 @@ from longshift.config_file import load_config
 from longshift.errors import LongshiftError, PeerError, UsageError
 from longshift.files import NO_ROOM, rewrite, written
 from longshift.spec.stretch import beyond, replaced_scaling
-from longshift.trainer.metrics import read_rows
+from longshift.trainer.metrics import read_rows, say
 from longshift.trainer.trackers import expect
 
 # What killed processes leave.
@@ -163,7 +163,7 @@ def _prepared(config: Config, resume: bool, rank: int, alone: bool) -> RunFolder
         notes = [replaced_scaling(part.model.spec, part.spec) for part in config.parts]
         notes += [beyond(part.spec, part.data.max_len) for part in config.parts]
         for note in dict.fromkeys(filter(None, notes)):
-            print(f"longshift: {note}", file=sys.stderr, flush=True)
+            say(note)
     return folder
 
 

@@ -21,7 +21,7 @@ from threading import Thread, current_thread
 from typing import Any, Protocol, TextIO
 
 from longshift.errors import UsageError
-from longshift.trainer.metrics import StepMetrics, read_or_not
+from longshift.trainer.metrics import StepMetrics, say
 
 PLAIN = ("step", "groups", "layout", "valid", "resumed")  # of a step's fields, those that are no number of their own
 PATIENCE_S = 30.0  # for servers, at the end of a run
@@ -129,8 +129,7 @@ class _Follower(Thread):
         """Once."""
         if not self._said:
             self._said = True
-            with read_or_not():
-                print(f"longshift: {self._tracker_name} {what}", file=sys.stderr, flush=True)
+            say(f"{self._tracker_name} {what}")
 
 
 class _Aside:

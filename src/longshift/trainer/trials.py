@@ -10,7 +10,6 @@ they calibrate what is known of the machine, by which the steps that follow are 
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from longshift.dist.world import World
 from longshift.errors import UsageError
 from longshift.files import rewrite, written
 from longshift.trainer.measured import calibrated, clocked, profile_here
-from longshift.trainer.metrics import StepMetrics
+from longshift.trainer.metrics import StepMetrics, say
 from longshift.trainer.plan_file import parse, place
 
 STEPS = 4  # of a trial
@@ -59,7 +58,7 @@ def _seconds(config: Config, steps: Sequence[StepMetrics], world: World) -> tupl
     seconds of the clock, which is said."""
     profile = profile_here(world)
     if profile is None:
-        print("longshift: this machine has no profile any more: what the trials took is not compared with the clock", file=sys.stderr)
+        say("this machine has no profile any more: what the trials took is not compared with the clock")
     clock_s = [] if profile is None else clocked(config, profile, [step.cursor for step in steps[:-1]])
     return [step.seconds for step in steps[1:]], clock_s
 
@@ -70,5 +69,5 @@ def _calibration(run: Path, config: Config, world: World) -> Calibration | None:
     try:
         return None if profile is None else calibrated(run, config, profile).calibration
     except UsageError as fault:
-        print(f"longshift: not calibrated: {fault}", file=sys.stderr)
+        say(f"not calibrated: {fault}")
         return None
