@@ -37,6 +37,7 @@ _LLAMA = ModelSpec("llama", 509, 64, 5, 6, 2, 16, 175, 4096, rope=Rope())
 FAMILIES = {
     "llama": _LLAMA,
     "llama-tied": replace(_LLAMA, tied=True),
+    "rows": replace(_LLAMA, tied=True, loss_rows=50),  # the loss of a pack in several blocks
     "llama-5-heads": replace(_LLAMA, heads=5, kv_heads=5),
     "qwen3": replace(_LLAMA, family="qwen3", heads=4, kv_heads=1, qk_norm=True),
     "granite": replace(_LLAMA, family="granite", attention_scale=0.1, embed_scale=12.0, residual_scale=0.22, logit_divisor=8.0),
@@ -131,7 +132,7 @@ def cases() -> Iterator[Case]:
         "tp2.recompute-full.keep3.keep-output",
     )
     yield from (Case(layout, "qwen3", "bf16") for layout in kept)
-    yield from (Case(layout, "llama-tied", "bf16") for layout in ("dp2.z3.rows100", "tp2.rows64", "pp2.rows300", "chunk256.rows33"))
+    yield from (Case(layout, "rows", "bf16") for layout in ("dp2.z3", "tp2", "pp2", "chunk256"))
     yield from (
         Case(layout)
         for layout in ("recompute-full.host", "recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
@@ -237,7 +238,7 @@ QUICK = (
     Case("dp2.z1", "sgd", "float32", SHORT),
     Case("dp1 > dp1.chunk64", lengths=(EDGES[-1], 2 * CAPACITY), few=True),
     Case("dp1", "gpt2", "bf16"),
-    Case("dp2.tp2.rows100", "llama-tied", "bf16", FEW),
+    Case("dp2.tp2", "rows", "bf16", FEW),
     Case("recompute-selective", "qwen3", lengths=FEW),
     Case("recompute-full"),
     Case("pp2.recompute-full.keep1.disk", "qwen3", "bf16", FEW),
@@ -250,7 +251,7 @@ QUICK = (
     Case("ring2.z1.recompute-full.disk", "qwen3", "bf16", FEW),
     Case("dp2.z3", "granite", lengths=FEW),
     Case("pp2.dp2.z2", "smollm3", "bf16", FEW),
-    Case("u2.chunk256.disk.rows50", "smollm3", lengths=FEW),
+    Case("u2.chunk256.disk", "rows", lengths=FEW),
     Case("tp2.recompute-attention", "phi3", "bf16", FEW),
     Case("tp2", "olmo2", "bf16", FEW),
     Case("recompute-selective", "gemma3", "bf16", FEW),

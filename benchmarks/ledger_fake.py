@@ -60,7 +60,7 @@ OF_EIGHT = {
     "pp2.dp2.tp2.z3.recompute-full": (8 * K, 3 * K) * 4,
     "pp2.ring2.u2.z3.chunk16K.host": (64 * K,) * 2,
 }
-# Every word that README.md explains, but for chunk-auto, recompute-auto and rows-auto, which become something else.
+# Every word that README.md explains, but for chunk-auto and recompute-auto, which become something else.
 WORDS_ALONE = {
     "recompute-full.keep-output.host": (2 * K, K),
     "recompute-full.keep1.host": (2 * K, K),
@@ -71,7 +71,7 @@ WORDS_ALONE = {
 }
 WORDS_OF_EIGHT = {
     "dp8.z1.recompute-selective": (2 * K, K) * 8,
-    "dp2.tp4.z2.recompute-attention.rows256": (2 * K, K),
+    "dp2.tp4.z2.recompute-attention": (2 * K, K),
     "ring2.u4.z3.recompute-full": (2 * K, K),
     "dp8.z3.vertical": (K,) * 64,
     "pp2:1-1.dp2.tp2.gpipe": (K,) * 4,

@@ -109,6 +109,7 @@ FROZEN = ("model.embed_tokens.*", "model.layers.[02].*", "*k_proj.weight", "*.v_
 FAMILIES: Mapping[str, ModelSpec] = {
     "llama": replace(preset("tiny-llama"), **_SIZES),
     "llama-tied": replace(preset("tiny-llama"), **_SIZES, tied=True),
+    "rows": replace(preset("tiny-llama"), **_SIZES, tied=True, loss_rows=5),  # the loss of a pack in several blocks
     "llama-6-heads": replace(preset("tiny-llama"), **_SIZES | {"heads": 6, "head_width": 4}),
     "gpt2": replace(preset("tiny-gpt2"), **_SIZES | {"kv_heads": 4}),
     "qwen3": replace(preset("tiny-qwen3"), **_SIZES, tied=False, qkv_bias=True),
@@ -146,8 +147,6 @@ OFFLOADED = (
     "recompute-full.keep-output",
     "recompute-full.keep2",
     "dp2.z3.vertical",
-    "dp2.tp2.z2.rows7",
-    "ring2.chunk16.rows5.disk",
     "dp3.tp2.z2.vertical.recompute-full",
     "u2.z1.vertical.recompute-full.keep1.disk",
     "pp2.dp2.recompute-full.keep1.disk",

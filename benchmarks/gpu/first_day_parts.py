@@ -76,7 +76,7 @@ class Way:
         small = self.device == "cpu"
         if small:  # the same shape, 64 times as short
             lengths = tuple(max(1, length // 64) for length in lengths)
-            layout = re.sub(r"(chunk|rows)(\d+)K", lambda found: f"{found[1]}{int(found[2]) * 16}", layout)
+            layout = re.sub(r"chunk(\d+)K", lambda found: f"chunk{int(found[1]) * 16}", layout)
         return Case(llama(layers or self.layers, sum(lengths), small), Layout.parse(layout), lengths)
 
     def row(self, case: Case, trace: str | None = None, **more: object) -> dict:
@@ -240,7 +240,9 @@ def rival(name: str, case: Case, device: torch.device) -> dict:
 def rows_of_logits(way: Way) -> Iterator[dict]:
     """Head and loss in more blocks of rows, or fewer."""
     for rows in (1, 2, 8):
-        yield way.row(way.case(f"rows{rows}K", 8 * K), method="plain")
+        case = way.case("dp1", 8 * K)
+        loss_rows = rows * (16 if way.device == "cpu" else K)
+        yield way.row(replace(case, spec=replace(case.spec, loss_rows=loss_rows)), method="plain", loss_rows=loss_rows)
 
 
 def law(way: Way) -> Iterator[dict]:

@@ -237,7 +237,7 @@ def open_tokens(config: Config, verify: bool = True) -> "TokenCache":
 
 
 def with_choices(config: Config, tell: Say) -> Config:
-    """With every `chunk-auto`, `rows-auto` and `recompute-auto` chosen."""
+    """With every `chunk-auto` and `recompute-auto` chosen."""
     if isinstance(config.layout, AutoLayout) or not any(edge.use.open for edge in config.edges):
         return config
     from longshift.profile.choose import chosen

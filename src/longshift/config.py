@@ -346,9 +346,7 @@ class Config(Section):
             if any(edge.use.chunk == AUTO for edge in part.edges):
                 raise ValueError(f"train.stages.{number}: chunk-auto is chosen for runs without stages; write a number of tokens")
             if any(edge.use.open for edge in part.edges):
-                raise ValueError(
-                    f"train.stages.{number}: recompute-auto and rows-auto are chosen for runs without stages; write a layout without them"
-                )
+                raise ValueError(f"train.stages.{number}: recompute-auto is chosen for runs without stages; write a layout without it")
             if part.world != self.world:
                 raise ValueError(
                     f"train.stages.{number}: its layout has {part.world} ranks and the run's has {self.world}; all need the same number"

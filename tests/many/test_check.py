@@ -126,19 +126,15 @@ STAGES = "[{steps: 1}, {steps: 1, data.max_len: 1K, layout: ring2}]"
 def test_windows_and_blocks_of_rows_are_in_proportion(place):
     """Documents are longer than the small window where the run's are; a pack has several blocks of rows where the run's has."""
     run = parse_config(CONFIG.format(place=place, max_len=4096), [f"model={window_model(place)}"])
-    way = [Layout.parse("rows1K")]
+    way = [Layout()]
     small = Small.of(run, [way])
     assert small.spec(run).sliding_window == small.window == 512 * LONGEST // 4096 < LONGEST
-    assert small.layouts(run, way)[0].rows == 2 * LONGEST // CHUNKS
-    assert small.layouts(run, [Layout()])[0].rows > 0, "4,096 rows are in blocks by themselves"
+    assert small.spec(run).loss_rows == 2 * LONGEST // CHUNKS, "8,192 rows are in blocks"
     short = parse_config(CONFIG.format(place=place, max_len=512), [f"model={window_model(place)}"])
     assert Small.of(short, [way]).spec(short).sliding_window == 512
-    assert Small.of(short, [way]).layouts(short, way)[0].rows == 0
+    assert Small.of(short, [way]).spec(short).loss_rows == short.spec.loss_rows
     assert not_exercised([(run, [way])]) == ["train.precision: float32 (float64 instead)", OWN]
-    assert not_exercised([(short, [way])])[2:] == [
-        "windows of 512 tokens (documents have 512 at the most)",
-        "rows1024 of rows1K (a pack has no more rows)",
-    ]
+    assert not_exercised([(short, [way])])[2:] == ["windows of 512 tokens (documents have 512 at the most)"]
 
 
 OWN = "train.lr, train.warmup, train.schedule (a short cosine of its own)"
@@ -178,7 +174,7 @@ MISTAKES = {  # a mutant of the product; a layout that it is in, or what else th
     "uniform_attention_to_earlier_chunks": ("chunk512.disk",),
     "ulysses_keys_for_values": ("u2",),
     "window_one_too_wide": ("dp1", "model={path: window, init: scratch}", "data.max_len=4K"),
-    "rows_of_the_last_block_lost": ("rows8K", "data.max_len=32K"),
+    "rows_of_the_last_block_lost": ("dp1", "data.max_len=32K"),
     "ring_last_step_dropped": ("dp2", f"train.stages={STAGES}", "train.steps=2", "layout=dp2"),
     "early_updates_kept": ("dp1", "home=disk"),
     "adapter_scaled_by_alpha": ("dp1", "model.lora={rank: 4, alpha: 8}"),

@@ -60,7 +60,7 @@ def predicted(spec: str, layout: str, rank: int, dtype: str, transport: Transpor
     setup = RankSetup(SPECS[spec], parsed, parsed.coord(rank), BYTES[dtype], transport, dtype == "float8")
     order = token_order(LENGTHS, parsed.ring, parsed.ulysses * parsed.tp)
     found = {f"{part} {turn}": unit_turn(setup, order, part, turn) for part in PARTS for turn in TURNS}
-    blocks = range(loss_blocks(SPECS[spec], parsed, order.local_tokens // (parsed.ulysses * parsed.tp)))
+    blocks = range(loss_blocks(SPECS[spec], order.local_tokens // (parsed.ulysses * parsed.tp)))
     return found | {f"loss {number}": loss_turn(setup, order, number) for number in blocks}
 
 

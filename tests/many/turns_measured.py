@@ -133,7 +133,7 @@ def _operations(
     x = stream(micro, spec, dtype, device)
     dx = torch.empty_like(x)
     assert isinstance(head, Head)
-    for number in range(loss_blocks(spec, layout, len(x))):
+    for number in range(loss_blocks(spec, len(x))):
         with watch.counting() as seen:
             loss = loss_of_rows(head, x, dx, micro, ops, number, 1.0)
         yield f"loss {number}", seen | {"output": 0, "graph": 0, "grads": grads(head)}

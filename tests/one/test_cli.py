@@ -267,25 +267,9 @@ def resumed_with(place, longshift, layout: str) -> Layout:
     return load_config(place / "run/config.yaml").layout
 
 
-def test_rows_of_logits_are_chosen_and_the_run_keeps_them(place, longshift, monkeypatch):
-    monkeypatch.setattr("longshift.profile.choose.CACHE", place / "none")
-    code, out, err = longshift("train run.yaml --explain layout=rows-auto train.pack_tokens=16K")
-    assert code == 0
-    assert err.startswith("longshift: rows-auto: logits of 16K rows: all, ")
-    assert "1. documents of up to" in out
-    monkeypatch.setattr("longshift.profile.choose.FREE_SHARE", 1e-9)
-    code, _, err = longshift("train run.yaml layout=recompute-auto.rows-auto train.steps=1 train.pack_tokens=16K")
-    assert code == 0
-    assert re.search(r"recompute-auto.rows-auto: logits of \w+ rows: the fewest, ", err)
-    chosen = load_config(place / "run/config.yaml").layout
-    assert 0 < chosen.rows < 16 << 10
-    monkeypatch.setattr("longshift.profile.choose.FREE_SHARE", 0.8)
-    assert resumed_with(place, longshift, "recompute-auto.rows-auto") == chosen
-
-
 @pytest.mark.parametrize(
     ("layout", "word", "what"),
-    [("chunk-auto.disk", "chunk-auto", "chunk"), ("recompute-auto", "recompute-auto", "layout"), ("rows-auto", "rows-auto", "rows")],
+    [("chunk-auto.disk", "chunk-auto", "chunk"), ("recompute-auto", "recompute-auto", "layout")],
 )
 def test_nothing_is_chosen_in_a_rank(place, longshift, monkeypatch, layout, word, what):
     monkeypatch.setenv("RANK", "0")

@@ -12,7 +12,7 @@ import pytest
 from torch.utils import backend_registration
 
 ROOT = Path(__file__).parents[2]
-REPLACED = {"chunk-auto", "recompute-auto", "rows-auto"}  # become something else before ranks start
+REPLACED = {"chunk-auto", "recompute-auto"}  # become something else before ranks start
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ layouts = st.builds(
     stages=st.lists(st.integers(1, 9), max_size=4).map(tuple),
     chunk=st.sampled_from([0, 7, 64 << 10]),
     every=st.integers(1, 9),
-    rows=st.sampled_from([0, -1, 5, 8 << 10]),
 )
 
 
@@ -46,8 +45,7 @@ def test_text_is_the_inverse_of_parse(layout):
         "recompute-full.keep-output.disk",
         "dp1",
         "recompute-full.keep8.disk",
-        "dp2.chunk64K.rows8K.host",
-        "dp2.rows-auto",
+        "dp2.chunk64K.host",
     ],
 )
 def test_canonical_text_stays(text):
@@ -59,8 +57,6 @@ def test_canonical_text_stays(text):
     [
         ("", "'' is not a layout word"),
         ("ddp2", "'ddp2' is not a layout word; did you mean 'dp2'"),
-        ("dp2.rows", "'rows' is not a layout word; did you mean 'rows8K'?"),
-        ("dp2.rows0", "'rows0': at least one row has logits"),
         ("dp2.tp", "'tp' is not a layout word; did you mean 'tp2'?"),
         ("chunk64K.evry4", "'evry4' is not a layout word; did you mean 'every4'?"),
         ("dp4.zero3", "'zero3' is not a layout word; did you mean 'z3'?"),

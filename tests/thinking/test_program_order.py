@@ -88,7 +88,8 @@ def degrees(world: int) -> list[tuple[int, ...]]:
 
 def random_spec(draw: random.Random) -> ModelSpec:
     layers, ffn = draw.randint(2, 4), draw.randint(4, 9)
-    return ModelSpec("llama", draw.choice((5, 64)), 8, layers, 4, 2, 2, ffn, 64, tied=draw.random() < 0.4, rope=Rope())
+    sizes = {"tied": draw.random() < 0.4, "loss_rows": draw.choice((1024, 5))}
+    return ModelSpec("llama", draw.choice((5, 64)), 8, layers, 4, 2, 2, ffn, 64, rope=Rope(), **sizes)
 
 
 def random_layout(draw: random.Random, spec: ModelSpec, world: int) -> Layout:
@@ -105,7 +106,6 @@ def random_layout(draw: random.Random, spec: ModelSpec, world: int) -> Layout:
         elif kind < 0.7:
             layout = replace(layout, recompute="full", keep_output=draw.random() < 0.5, offload=draw.choice(("device", "host")))
             layout = replace(layout, kept_blocks=draw.choice((0, 0, 1, 2)))
-        layout = replace(layout, rows=draw.choice((0, 0, 5)))
         if layout.pp == 1 and not layout.chunk and draw.random() < 0.2:
             layout = replace(layout, order="vertical")
         if not faults(spec, layout, world):

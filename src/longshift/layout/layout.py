@@ -9,7 +9,6 @@
     dp4.recompute-full
     recompute-full.keep8   the last 8 blocks of each stage keep all for their backward, the others their input
     recompute-auto     recomputation, and how many blocks keep all, chosen for this machine (`planner.activations`)
-    dp4.rows8K         8K rows of a rank's tokens have logits at one time; rows-auto: as many as fit (`layout.loss_rows`)
     u4.chunk64K.host   streamed: 64K tokens of a pack at one time, all else in host memory (`schedule.chunks`)
     chunk-auto.host    the same, with a chunk chosen for this machine (`planner.chunk_size`)
     chunk64K.every4.host   of every four blocks only the first one's input waits (`schedule.streamed`)
@@ -27,7 +26,7 @@ from longshift.other_tools import layout_hint
 from longshift.spec.model import share
 
 AXES = ("tp", "ulysses", "ring", "dp", "pp")  # fastest first
-AUTO = -1  # a chunk, or rows, chosen before the ranks start, from what the machine can do, as the recomputation "auto" is
+AUTO = -1  # a chunk chosen before the ranks start, from what the machine can do, as the recomputation "auto" is
 ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 and weights"
 
 Order = Literal["gpipe", "1f1b", "vertical"]
@@ -57,7 +56,6 @@ _FLAGS = {
     "kv-offload": ("kv", "offload"),
     "fpdt": ("schedule", "fpdt"),
     "chunk-auto": ("chunk", AUTO),
-    "rows-auto": ("rows", AUTO),
 }
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_RANKS = 1 << 20  # ten times the largest cluster
@@ -83,8 +81,7 @@ class Layout:
     `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention from queries, keys and values),
     attention (attention half of a block, projections too) or full (whole block), auto: see AUTO; `keep_output`: a recompute-full block
     keeps the output of attention, too, and does not compute it again; `kept_blocks`: so many of each virtual stage, the last ones, or
-    all where there are fewer, keep all, whatever the others compute again; `rows` of a rank's tokens have logits at one time, 0: see
-    `layout.loss_rows`, AUTO: as many as fit.
+    all where there are fewer, keep all, whatever the others compute again.
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
     memory where what a backward needs waits, under recompute full or in chunks; `keep`, `kv` and `schedule` of a chunked one: see
@@ -109,7 +106,6 @@ class Layout:
     schedule: Schedule = "stream"
     every: int = 1
     kept_blocks: int = 0
-    rows: int = 0
 
     if TYPE_CHECKING:  # what dataclass makes, and the text form
 
@@ -136,7 +132,6 @@ class Layout:
             schedule: Schedule = "stream",
             every: int = 1,
             kept_blocks: int = 0,
-            rows: int = 0,
         ) -> None: ...
         def __init__(self, *degrees: Any, **policies: Any) -> None: ...
 
@@ -174,21 +169,19 @@ class Layout:
                 value: object = number
             elif word in _FLAGS:
                 name, value = _FLAGS[word]
-            elif match := re.fullmatch(r"(chunk|rows)(\d+)([KMG]?)", word):
-                name, value = match[1], int(match[2]) * UNITS.get(match[3], 1)
+            elif match := re.fullmatch(r"chunk(\d+)([KMG]?)", word):
+                name, value = "chunk", int(match[1]) * UNITS.get(match[2], 1)
                 if not value:
-                    least = "a chunk has at least one token" if name == "chunk" else "at least one row has logits"
-                    raise UsageError(f"layout {text!r}: {word!r}: {least}")
+                    raise UsageError(f"layout {text!r}: {word!r}: a chunk has at least one token")
             else:
                 raise UsageError(f"layout {text!r}: {word!r} is not a layout word{_nearest(word)}")
             if name in values:
                 raise UsageError(f"layout {text!r}: {word!r} sets {name} a second time")
             values[name] = value
         found = cls(**values)  # pyright: ignore[reportArgumentType]
-        if max(found.world, found.virtual, found.every, found.kept_blocks) > MOST_RANKS or max(found.chunk, found.rows) > MOST_SIZE:
+        if max(found.world, found.virtual, found.every, found.kept_blocks) > MOST_RANKS or found.chunk > MOST_SIZE:
             raise UsageError(
-                f"layout {text!r}: at most {MOST_RANKS} ranks, model chunks and blocks of every or keep, and {MOST_SIZE} tokens of a chunk "
-                "or rows"
+                f"layout {text!r}: at most {MOST_RANKS} ranks, model chunks and blocks of every or keep, and {MOST_SIZE} tokens of a chunk"
             )
         return found
 
@@ -202,8 +195,7 @@ class Layout:
         words += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
         words += [f"keep{self.kept_blocks}"] if self.kept_blocks else []
         words += [f"z{self.zero}"] if self.zero else []
-        for name, size in (("chunk", self.chunk), ("rows", self.rows)):
-            words += [f"{name}{format_size(size)}" if size != AUTO else f"{name}-auto"] if size else []
+        words += [f"chunk{format_size(self.chunk)}" if self.chunk != AUTO else "chunk-auto"] if self.chunk else []
         words += [f"every{self.every}"] if self.every > 1 else []
         words += [word for word, (name, value) in _FLAGS.items() if name in _POLICIES and getattr(self, name) == value]
         return ".".join(words) or "dp1"
@@ -216,7 +208,7 @@ class Layout:
     @property
     def open(self) -> bool:
         """Whether it leaves something to be chosen."""
-        return AUTO in (self.chunk, self.rows) or self.recompute == "auto"
+        return self.chunk == AUTO or self.recompute == "auto"
 
     @property
     def sequence(self) -> int:
@@ -312,12 +304,12 @@ def _nearest(word: str) -> str:
     """The end of a sentence about an unknown word of a layout. A field's name stands for its word; a number is taken over."""
     examples = {name: flag for flag, (name, _) in reversed(_FLAGS.items())} | {flag: flag for flag in _FLAGS}
     examples |= {name: f"{short}2" for short, name in _DEGREES.items()} | {short: f"{short}2" for short in _DEGREES}
-    examples |= {"chunk": "chunk64K", "rows": "rows8K", "stages": "pp2:3-1"}
+    examples |= {"chunk": "chunk64K", "stages": "pp2:3-1"}
     letters, number = re.sub(r"\d.*", "", word), "".join(re.findall(r"\d+", word)[:1])
     if told := layout_hint(letters.lower()):
         return told
     close = nearest(letters, examples) or nearest(word, examples)
     if not close:
-        return f"; known: {', '.join((*_DEGREES, *_FLAGS, 'chunk64K', 'rows8K'))}"
+        return f"; known: {', '.join((*_DEGREES, *_FLAGS, 'chunk64K'))}"
     example = examples[close[0]]
     return f"; did you mean {example[:-1] + number if number and example.endswith('2') else example!r}?"

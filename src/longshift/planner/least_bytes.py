@@ -21,7 +21,6 @@ from functools import lru_cache
 import numpy as np
 
 from longshift.cluster.cluster import Cluster
-from longshift.layout.loss_rows import LEAST_ROWS
 from longshift.planner.enumerated import ORDERS, Meshes
 from longshift.simulate.cost import RECOMPUTE
 from longshift.spec.formats import Format
@@ -169,7 +168,7 @@ def _of_stage(
     passes, again, once = in_flight(at, micros, first)
     block_turn = np.maximum(graph, kept) - kept + 2 * small * rows / at.tp * spec.width
     head = (not first) | (at.pp == 1)
-    logits = np.minimum(np.maximum(LEAST_ROWS, rows / at.tp * spec.width / spec.vocab), rows / at.tp) * spec.vocab
+    logits = np.minimum(np.maximum(spec.loss_rows, rows / at.tp * spec.width / spec.vocab), rows / at.tp) * spec.vocab
     turn = np.maximum(block_turn, head * (small + max(4, small)) * logits)
     full = passes * own.blocks / at.virtual * kept
     one = np.minimum(passes, 1) * own.blocks / at.virtual * kept

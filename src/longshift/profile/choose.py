@@ -1,5 +1,5 @@
-"""`chunk-auto` and `rows-auto` become numbers, and `recompute-auto` what blocks keep, before the ranks start, from what `longshift profile`
-has kept of this machine, and its memory."""
+"""`chunk-auto` becomes a number, and `recompute-auto` what blocks keep, before the ranks start, from what `longshift profile` has kept of
+this machine, and its memory."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +17,9 @@ from longshift.errors import UsageError
 from longshift.explained import shape_of
 from longshift.layout.layout import AUTO, Layout, format_size
 from longshift.layout.legal import least_chunk
-from longshift.layout.loss_rows import loss_rows
 from longshift.planner.activations import choose as choose_activations
 from longshift.planner.chunk_size import Machine, choose, powers
 from longshift.profile.run import kept
-from longshift.schedule.sequence import token_order
 from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import Cost, habits, sizes
 from longshift.simulate.rates import rates
@@ -35,11 +33,11 @@ FREE_SHARE = 0.8  # of a device's memory: kernels and the allocator need some to
 
 
 def chosen(config: Config, tell: Callable[[str], None]) -> Config:
-    """The config with every `chunk-auto`, `rows-auto` and `recompute-auto` replaced; `tell`: each choice and why. Raises UsageError in a
-    rank, whose peers may be other machines and choose differently."""
+    """The config with every `chunk-auto` and `recompute-auto` replaced; `tell`: each choice and why. Raises UsageError in a rank,
+    whose peers may be other machines and choose differently."""
     if launched():
-        open_chunk, open_rows = (any(getattr(edge.use, name) == AUTO for edge in config.edges) for name in ("chunk", "rows"))
-        word, what = ("chunk-auto", "chunk") if open_chunk else ("rows-auto", "rows") if open_rows else ("recompute-auto", "layout")
+        open_chunk = any(edge.use.chunk == AUTO for edge in config.edges)
+        word, what = ("chunk-auto", "chunk") if open_chunk else ("recompute-auto", "layout")
         where = "that longshift train CONFIG --explain tells on one machine"
         raise UsageError(f"{word} is chosen before ranks start: write the {what} {where}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -54,10 +52,6 @@ def chosen(config: Config, tell: Callable[[str], None]) -> Config:
         elif layout.recompute == "auto":
             layout, why = _activations(config, edge, device, cluster)
             tell(f"{edge.use}: {layout}: {why}")
-        if layout.rows == AUTO:
-            rows, why = _rows(config, edge, device, layout)
-            layout = replace(layout, rows=rows)
-            tell(f"{edge.use}: logits of {format_size(rows)} rows: {why}")
         edges.append(replace(edge, use=layout))
     return config.model_copy(update={"layout": edges[0].use if isinstance(config.layout, Layout) else tuple(edges)})
 
@@ -103,18 +97,6 @@ def _activations(config: Config, edge: Edge, device: torch.device, cluster: Clus
         return best.layout, f"the smallest, and more than is free: {room}"
     slower = ", ".join(f"{one.layout} {one.seconds / best.seconds - 1:+.0%}" for one in others[1:3])
     return best.layout, f"the fastest that fits, {room}" + (f"; {slower}" if slower else "")
-
-
-def _rows(config: Config, edge: Edge, device: torch.device, layout: Layout) -> tuple[int, str]:
-    """How many rows of a group have logits at one time, and why: all of a pack or chunk, halved until they fit, no fewer than by rule."""
-    shared, pack = layout.ulysses * layout.tp, list(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
-    tokens = -(-layout.chunk // layout.sequence) if layout.chunk else token_order(pack, layout.ring, shared).local_tokens // shared
-    least, free = min(tokens, loss_rows(config.spec, replace(layout, rows=0), tokens)), FREE_SHARE * _memory(config, device)
-    rows = tokens
-    while (need := _of_layout(config, edge, device, replace(layout, rows=rows))) > free and rows > least:
-        rows = max(least, -(-rows // 2))
-    why = "all" if rows == tokens else "as many as fit" if rows > least else "the fewest"
-    return rows, f"{why}, {need / 2**30:.2f} of {free / 2**30:.2f} GiB"
 
 
 def _of_chunk(config: Config, edge: Edge, device: torch.device, tokens: int) -> int:

@@ -53,7 +53,7 @@ def visit_of(spec: ModelSpec, layout: Layout, packs: Sequence[Sequence[int]]) ->
     """A group whose micro-batches have documents of these lengths. An empty pack is one token without a target."""
     shared = layout.ulysses * layout.tp
     known = {pack: token_order(list(pack) or [1], layout.ring, shared).local_tokens // shared for pack in set(map(tuple, packs))}
-    blocks = () if layout.chunk else tuple(loss_blocks(spec, layout, known[tuple(pack)]) for pack in packs)
+    blocks = () if layout.chunk else tuple(loss_blocks(spec, known[tuple(pack)]) for pack in packs)
     return Visit(layout, len(packs), blocks)
 
 

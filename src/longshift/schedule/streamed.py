@@ -59,7 +59,7 @@ def lists(
     policy = Policy(layout.schedule, layout.keep, layout.kv, ahead, sent=(layout.ulysses - 1) / layout.ulysses)
     from_x = replace(policy, keep="input")
     sizes = chunks.sizes(spec, layout, at, orders, compute_bytes)
-    blocks = [loss_blocks(spec, layout, order.local_tokens // (layout.ulysses * layout.tp)) for order in orders]
+    blocks = [loss_blocks(spec, order.local_tokens // (layout.ulysses * layout.tp)) for order in orders]
     found: dict[Turn, tuple[Event, ...]] = {"embed": chunks.alone("embed", None, "y", count, ahead, sizes)}
     if layout.every > 1 or not learns:
         found["pass on"] = chunks.forward(sees, from_x, sizes, drop_x=True)

@@ -101,6 +101,9 @@ class Param:
         return prod(self.shape)
 
 
+LOSS_ROWS = 1024  # fewer make small matmuls, and the head's weights and the sum of their gradients are read once for each block
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Sizes and switches of a decoder. Two specs are the same function exactly when they are equal."""
@@ -144,6 +147,7 @@ class ModelSpec:
     init_std: float = 0.02
     lora: Lora | None = None
     freeze: tuple[str, ...] = ()  # patterns of names of weights that are not trained
+    loss_rows: int = LOSS_ROWS  # rows of a rank that have logits at one time, at the least; not part of the function
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:

@@ -216,7 +216,7 @@ class WholePacks(Runner):
         if op.number == 0:
             self.g[op.micro] = torch.empty_like(x)
         self.counts(loss_of_rows(head, x, self.g[op.micro], micro, self.ops, op.number, self.seed))
-        if (op.number + 1) * loss_rows(self.spec, self.layout, len(x)) >= len(x):
+        if (op.number + 1) * loss_rows(self.spec, len(x)) >= len(x):
             del self.x[op.micro]
 
 
@@ -242,6 +242,6 @@ def score_of_rows(head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, n
 
 def _rows(head: Head, x_TD: Tensor, micro: MicroBatch, ops: LayoutOps, number: int) -> tuple[slice, Tensor]:
     """Where the `number`-th block of rows is, and its labels: those of every tensor-parallel rank's share of the tokens."""
-    rows = loss_rows(head.spec, ops.layout, len(x_TD))
+    rows = loss_rows(head.spec, len(x_TD))
     here = slice(number * rows, (number + 1) * rows)
     return here, micro.labels_T.view(-1, len(x_TD))[:, here].reshape(-1)

@@ -14,7 +14,7 @@ other document is replaced; the loss at the position must stay as it was.
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -70,13 +70,14 @@ DEADLINE_S = 600.0
 @dataclass(frozen=True)
 class Small:
     """A run made small. `longest`: tokens of its longest document; `edges`, `packs`: of its groups, from short documents to long;
-    `replicas` of a layout, and `micros` of each, at the most; `window` of its blocks."""
+    `replicas` of a layout, and `micros` of each, at the most; `loss_rows` that have logits at one time; `window` of its blocks."""
 
     longest: int
     edges: tuple[int, ...]
     packs: tuple[int, ...]
     replicas: int
     micros: int
+    loss_rows: int
     window: int | None = None
 
     @classmethod
@@ -96,24 +97,28 @@ class Small:
         window = config.spec.sliding_window
         if window is not None and window < config.data.max_len:
             window = min(math.ceil(window * share), longest - 1)
-        return cls(longest, (*edges[1:], longest), (*packs, 2 * longest), replicas, micros, window)
+        small = cls(longest, (*edges[1:], longest), (*packs, 2 * longest), replicas, micros, config.spec.loss_rows, window)
+        return replace(small, loss_rows=min(small._loss_rows(config, ways), default=small.loss_rows))
 
     def spec(self, config: Config) -> ModelSpec:
-        """The run's model, with its windows in proportion."""
-        return replace(config.spec, sliding_window=self.window)
+        """The run's model, with its windows, and blocks of rows of logits, in proportion."""
+        return replace(config.spec, sliding_window=self.window, loss_rows=self.loss_rows)
 
     def layouts(self, config: Config, way: Sequence[Layout]) -> list[Layout]:
         """The layouts of a way with chunks that cut the longest documents of their groups as often as the run's own, CHUNKS times at the
-        least, and the loss in blocks of rows where the run's is. A single layout computes all groups."""
+        least. A single layout computes all groups."""
         longest = [edge.upto for edge in config.edges] if len(way) > 1 else [config.data.max_len]
-        first = len(config.edges) - len(way)  # of the groups: a single layout has the last one's edge and pack
-        layouts = list[Layout]()
-        for layout, edge, small_edge, small_pack, tokens in zip(
-            way, config.edges[first:], self.edges[first:], self.packs[first:], longest, strict=True
-        ):
-            small = _in_proportion(layout, small_edge, tokens)
-            layouts.append(replace(small, rows=_small_rows(config.spec, layout, edge.pack, small, small_pack)))
-        return layouts
+        small_edges = self.edges[-len(way) :]  # a single layout has the last group's
+        return [_in_proportion(*each) for each in zip(way, small_edges, longest, strict=True)]
+
+    def _loss_rows(self, config: Config, ways: Sequence[Sequence[Layout]]) -> Iterator[int]:
+        """For each group whose loss the run computes in several blocks of rows: how many rows make a few blocks here."""
+        for way in ways:
+            first = len(config.edges) - len(way)
+            groups = zip(way, config.edges[first:], self.layouts(config, way), self.packs[first:])
+            for layout, edge, small_layout, small_pack in groups:
+                if loss_blocks(config.spec, (layout.chunk or edge.pack) // layout.sequence) > 1:
+                    yield max(1, (small_layout.chunk or small_pack) // small_layout.sequence // CHUNKS)
 
     def lengths(self) -> list[int]:
         """Lengths of documents that give every replica `micros` packs of every group, the longest there may be among them."""
@@ -207,16 +212,11 @@ def not_exercised(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]]) -
         (run.data.valid is not None or run.data.held_out is not None, "validation"),
     ]
     found = [line for there, line in lines if there]
-    for number, (config, ways) in enumerate(stages, 1):
+    for number, (config, _) in enumerate(stages, 1):
         where = f"stage {number}: " if len(stages) > 1 else ""
         window = config.spec.sliding_window
         if window is not None and window >= config.data.max_len:
             found.append(f"{where}windows of {window} tokens (documents have {config.data.max_len} at the most)")
-        small = Small.of(config, ways)
-        for way in ways:
-            for full, made in zip(way, small.layouts(config, way)):
-                if full.rows and not made.rows:
-                    found.append(f"{where}rows{full.rows} of {full} (a pack has no more rows)")
     return list(dict.fromkeys(found))
 
 
@@ -252,12 +252,6 @@ def _in_proportion(layout: Layout, longest: int, of_run: int) -> Layout:
         return layout
     chunk = min(math.ceil(layout.chunk * longest / of_run), longest // CHUNKS)
     return replace(layout, chunk=max(layout.sequence, chunk))
-
-
-def _small_rows(spec: ModelSpec, layout: Layout, pack: int, small: Layout, small_pack: int) -> int:
-    """Rows that have logits at one time in a small layout: a few blocks of a pack's or chunk's rows where the run's layout has several."""
-    rows, own = ((way.chunk or tokens) // way.sequence for way, tokens in ((layout, pack), (small, small_pack)))
-    return max(1, own // CHUNKS) if loss_blocks(spec, layout, rows) > 1 else 0
 
 
 def _make_room(config: Config, small: Small, ways: Sequence[Sequence[Layout]], device: str) -> None:

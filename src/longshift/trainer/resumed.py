@@ -93,12 +93,10 @@ def _edges(config: Config) -> tuple[Edge, ...]:
 
 
 def _chosen(asked: Edge, of_run: Edge) -> Edge:
-    """A group whose `chunk-auto`, `rows-auto` and `recompute-auto` are what the run's group has."""
+    """A group whose `chunk-auto` and `recompute-auto` are what the run's group has."""
     use, was = asked.use, of_run.use
     if use.chunk == AUTO:
         use = replace(use, chunk=was.chunk)
-    if use.rows == AUTO:
-        use = replace(use, rows=was.rows)
     if use.recompute == "auto":
         use = replace(use, recompute=was.recompute, kept_blocks=was.kept_blocks, keep_output=was.keep_output, offload=was.offload)
     return replace(asked, use=use)

@@ -245,7 +245,7 @@ class HeldWhole(HeldPacks):
         rows = self.tokens(op.micro)
         self.happen(loss_turn(self.rank, self.orders[op.micro], op.number) if self.account.inside else UNKNOWN)
         self.leave(op.unit)
-        if (op.number + 1) * loss_rows(self.spec, self.layout, rows) >= rows:
+        if (op.number + 1) * loss_rows(self.spec, rows) >= rows:
             del self.x[op.micro]
 
     def put(self, op: Op) -> None:

@@ -85,7 +85,7 @@ def load_turn(setup: RankSetup, order: TokenOrder, has_angles: bool = True) -> T
 def loss_turn(setup: RankSetup, order: TokenOrder, number: int) -> TurnProfile:
     """Profile of the head and loss on the `number`-th block of rows of a pack or a chunk in this order."""
     total = setup.rows(order)
-    rows = loss_rows(setup.spec, setup.layout, total)
+    rows = loss_rows(setup.spec, total)
     is_last = (number + 1) * rows >= total  # the last one may be shorter
     return _loss_turn(setup, order, (total - 1) // rows if is_last else 0)
 
