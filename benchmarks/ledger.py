@@ -128,8 +128,8 @@ def cases() -> Iterator[Case]:
     kept = (
         "recompute-full.keep2",
         "dp2.recompute-full.keep1.disk",
-        "pp2.recompute-attention.keep1",
-        "tp2.recompute-full.keep3.keep-output",
+        "pp2.recompute-full.keep1",
+        "tp2.recompute-full.keep3",
     )
     yield from (Case(layout, "qwen3", "bf16") for layout in kept)
     yield from (Case(layout, "rows", "bf16") for layout in ("dp2.z3", "tp2", "pp2", "chunk256"))
@@ -138,14 +138,12 @@ def cases() -> Iterator[Case]:
         for layout in ("recompute-full.host", "recompute-full.disk", "pp2.recompute-full.disk", "u2.tp2.z3.recompute-full.disk")
     )
     for family, precision in (("llama", "bf16"), ("gpt2", "float32"), ("llama-tied", "float64")):
-        yield from (
-            Case(layout, family, precision) for layout in ("chunk256.disk.kv-offload", "tp2.chunk300.keep-input", "u2.chunk256.fpdt")
-        )
+        yield from (Case(layout, family, precision) for layout in ("chunk256.disk.kv-offload", "tp2.chunk300.every1", "u2.chunk256.fpdt"))
     yield from (Case(layout, "qwen3") for layout in ("ring2.chunk300.disk", "u4.chunk512.host.kv-offload", "chunk256.every4.disk"))
     yield from (
         Case(layout, "qwen3") for layout in ("dp2.z3.chunk300.disk.kv-offload.fpdt", "pp2.chunk256.disk", "pp2.u2.z2.chunk300.every2")
     )
-    yield from (Case(layout, "llama-tied") for layout in ("pp2.v2.chunk256", "ring2.u2.z3.chunk400.disk.keep-input", "ring2.tp2.chunk300"))
+    yield from (Case(layout, "llama-tied") for layout in ("pp2.v2.chunk256", "ring2.u2.z3.chunk400.disk.every1", "ring2.tp2.chunk300"))
     windowed = ("tp2", "u2", "ring2", "pp2.v2", "recompute-selective", "ring2.recompute-full", "chunk256.fpdt", "ring2.chunk300.disk")
     yield from (Case(layout, "gemma3", ("float32", "bf16")[number % 2]) for number, layout in enumerate(windowed))
     yield from (Case(layout, "gemma3", lengths=(2 * CAPACITY,), few=True) for layout in ("chunk64", "u2.chunk64.disk.kv-offload"))
@@ -252,7 +250,7 @@ QUICK = (
     Case("dp2.z3", "granite", lengths=FEW),
     Case("pp2.dp2.z2", "smollm3", "bf16", FEW),
     Case("u2.chunk256.disk", "rows", lengths=FEW),
-    Case("tp2.recompute-attention", "phi3", "bf16", FEW),
+    Case("tp2.recompute-full", "phi3", "bf16", FEW),
     Case("tp2", "olmo2", "bf16", FEW),
     Case("recompute-selective", "gemma3", "bf16", FEW),
     Case("ring2.z1", "gemma3", lengths=FEW),

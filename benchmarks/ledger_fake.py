@@ -42,7 +42,7 @@ ALONE = {
     "chunk16K.host": (64 * K,),
     "chunk16K.host.kv-offload": (64 * K, 20 * K),
     "chunk16K.host.kv-offload.fpdt": (64 * K,),
-    "chunk16K.host.keep-input.every2": (64 * K,),
+    "chunk16K.host.every2": (64 * K,),
 }
 OF_EIGHT = {
     "dp8.z1": (8 * K,) * 8,
@@ -62,16 +62,16 @@ OF_EIGHT = {
 }
 # Every word that README.md explains, but for chunk-auto and recompute-auto, which become something else.
 WORDS_ALONE = {
-    "recompute-full.keep-output.host": (2 * K, K),
+    "recompute-full.host": (2 * K, K),
     "recompute-full.keep1.host": (2 * K, K),
     "chunk1K.host.every2": (2 * K,),
-    "chunk1K.host.keep-input.kv-offload.fpdt": (2 * K,),
+    "chunk1K.host.kv-offload.fpdt": (2 * K,),
     "chunk1K.disk.kv-offload": (2 * K,),
     "recompute-full.disk": (2 * K, K),
 }
 WORDS_OF_EIGHT = {
     "dp8.z1.recompute-selective": (2 * K, K) * 8,
-    "dp2.tp4.z2.recompute-attention": (2 * K, K),
+    "dp2.tp4.z2.recompute-full": (2 * K, K),
     "ring2.u4.z3.recompute-full": (2 * K, K),
     "dp8.z3.vertical": (K,) * 64,
     "pp2:1-1.dp2.tp2.gpipe": (K,) * 4,

@@ -6,9 +6,9 @@
                        with torch's kernel; `tiled`: with that of CPUs without AMX (`model/tiled.py`)
     recompute+offload  as recompute, with the inputs in the tier
     fpdt               the paper's order: keys and values outside in backward, attention computed again, all in the tier
-    stream input       whole layers in chunks, attention computed again; keys and values of one block on the device
     stream             as before, with the output of attention kept
     stream kv-offload  as before, with keys and values in the tier
+    ... every1         of each block its input waits, and attention is computed again; for --layers 2 and more
     ... every4         of four blocks the first one's input waits, and their forward is played again; for --layers 4 and more
 
 A step is forward, backward and update in bf16. Each is measured in a process of its own, after a step of a short document; methods are
@@ -51,12 +51,11 @@ METHODS: Mapping[str, str] = {  # layouts; C: the chunk
     "selective": "",
     "selective tiled": "",
     "recompute+offload": "recompute-full.disk",
-    "fpdt": "chunkC.disk.kv-offload.keep-input.fpdt",
-    "stream input": "chunkC.disk.keep-input",
+    "fpdt": "chunkC.disk.kv-offload.fpdt",
     "stream": "chunkC.disk",
     "stream kv-offload": "chunkC.disk.kv-offload",
+    "stream every1": "chunkC.disk.every1",
     "stream every4": "chunkC.disk.every4",
-    "stream input every4": "chunkC.disk.keep-input.every4",
 }
 LENGTHS = ("16K", "32K", "64K", "128K", "256K")
 WARM_TOKENS = 512
@@ -192,7 +191,6 @@ def summarise(rows: Sequence[dict]) -> dict:
         ("stream", "recompute"),
         ("stream", "selective"),
         ("stream", "selective tiled"),
-        ("stream input", "recompute"),
         ("stream", "fpdt"),
     )
     summary: dict = {

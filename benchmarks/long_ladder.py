@@ -32,7 +32,7 @@ LATE = 8.0  # times the patience, after which a step that began is given up
 
 def rungs(ranks: int, chunk: int) -> dict[str, str]:
     """Layouts by name, in the talk's order."""
-    chunked = {"fpdt": f"chunk{chunk}.disk.kv-offload.keep-input.fpdt", "stream": f"chunk{chunk}.disk.kv-offload"}
+    chunked = {"fpdt": f"chunk{chunk}.disk.kv-offload.fpdt", "stream": f"chunk{chunk}.disk.kv-offload"}
     if ranks == 1:
         return {"plain": "dp1", "+AC": "recompute-full", "+AC +OC": "recompute-full.disk", **chunked}
     tp = {f"tp{extra}": f"tp{ranks}{words}" for extra, words in _extras()}

@@ -53,9 +53,9 @@ SWITCHED = (
 STREAMED_GROUPS = (
     "dp4 > dp2.tp2 > u4.chunk16.disk",
     "dp4 > u2.tp2.z2.chunk24.disk.kv-offload > tp4",
-    "dp4.z3 > pp2.u2.z1.chunk16.disk.fpdt > ring2.u2.z2.chunk13.disk.keep-input",
+    "dp4.z3 > pp2.u2.z1.chunk16.disk.fpdt > ring2.u2.z2.chunk13.disk.every1",
     "u4.chunk16.host.kv-offload.fpdt > u4 > u4.chunk24.disk",
-    "dp8 > dp2.tp4.z1 > ring2.u4.chunk13.disk.keep-input.fpdt",
+    "dp8 > dp2.tp4.z1 > ring2.u4.chunk13.disk.fpdt",
     "dp4.recompute-full.disk > pp4.chunk13 > ring4.z3.chunk16.disk.kv-offload",
 )
 STAGED = (
@@ -141,18 +141,17 @@ MORE = ("tp3", "u3", "ring3", "pp2.dp3", "pp2.dp2.ring2", "pp2.dp2.tp2.v2", "pp2
 STREAMED = ("dp1", "dp2", "tp2", "u2", "ring2", "pp2", "pp2.v2", "u2.tp2", "ring2.u2", "u4", "pp2.u2", "dp2.u2", "pp2.dp2.tp2")
 CHUNKS = (24, 7, 16, 6, 13)  # tokens: 2 to 8 of them in a pack, or an uneven last one; every second for many ranks
 TIERS = (("device", "device"), ("disk", "device"), ("host", "offload"), ("disk", "offload"))  # offload, kv
-EVERY = (1, 2, 1, 3, 1, 2, 1)  # of five blocks
-STREAMING = tuple(product(("stream", "fpdt"), ("output", "input"), TIERS))
+EVERY = (0, 2, 1, 3, 0, 2, 1)  # of five blocks
+STREAMING = tuple(product(("stream", "fpdt"), TIERS))
 OFFLOADED = (
-    "recompute-full.keep-output",
     "recompute-full.keep2",
     "dp2.z3.vertical",
     "dp3.tp2.z2.vertical.recompute-full",
     "u2.z1.vertical.recompute-full.keep1.disk",
     "pp2.dp2.recompute-full.keep1.disk",
-    "pp2.v2.tp2.recompute-attention.keep1",
-    "u2.recompute-full.keep3.keep-output.disk",
-    "pp2.dp2.ring2.recompute-full.keep-output.disk",
+    "pp2.v2.tp2.recompute-full.keep1",
+    "u2.recompute-full.keep3.disk",
+    "pp2.dp2.ring2.recompute-full.disk",
     "recompute-full.disk",
     "pp2.recompute-full.disk",
     "u2.tp2.z3.recompute-full.disk",
@@ -181,9 +180,9 @@ def layouts_of(family: str) -> Iterator[Layout]:
         if not faults(FAMILIES[family], layout, None, float8=eight(family)):
             stages = range(4) if full and text in LAYOUTS else [(number + turn) % 4]
             yield from (replace(layout, zero=zero) for zero in stages)
-    policies: tuple[Recompute, ...] = ("selective", "attention", "full")
+    policies: tuple[Recompute, ...] = ("selective", "full")
     for number, text in enumerate(RECOMPUTED if full else RECOMPUTED[turn % 2 :: 2]):
-        for policy in policies if full else policies[number % 3 :][:1]:
+        for policy in policies if full else policies[number % 2 :][:1]:
             yield replace(Layout.parse(text), recompute=policy, zero=(number + turn) % 4)
     yield from map(Layout.parse, OFFLOADED if full else ())
     yield from streamed(turn, full)
@@ -194,8 +193,8 @@ def streamed(turn: int, full: bool) -> Iterator[Layout]:
     for number, text in enumerate(STREAMED if full else STREAMED[turn::4]):
         first = 7 * number + turn
         for way in range(first, first + (len(STREAMING) if full and text == "dp1" else 2 if full else 1)):
-            schedule, keep, (offload, kv) = STREAMING[way % len(STREAMING)]
-            layout = replace(Layout.parse(text), schedule=schedule, keep=keep, offload=offload, kv=kv, zero=(way + turn) % 4)
+            schedule, (offload, kv) = STREAMING[way % len(STREAMING)]
+            layout = replace(Layout.parse(text), schedule=schedule, offload=offload, kv=kv, zero=(way + turn) % 4)
             chunks = CHUNKS if layout.world <= 2 else CHUNKS[::2]
             yield replace(layout, chunk=chunks[way % len(chunks)], every=EVERY[way % len(EVERY)])
 

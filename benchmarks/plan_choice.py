@@ -100,7 +100,7 @@ PLAIN = Case(
     tokens=8 * K,
     single=(
         *("dp2", "dp2.z1", "dp2.z2", "dp2.z3", "tp2", "u2", "ring2", "pp2", "dp2.recompute-full", "tp2.recompute-full", "u2.z3"),
-        *("dp2.recompute-attention", "pp2.v2", "u2.recompute-full"),
+        *("pp2.v2", "u2.recompute-full"),
     ),
     groups=(
         ((256, "dp2", 2 * K), (2 * K, "tp2", 2 * K)),

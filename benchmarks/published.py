@@ -135,6 +135,7 @@ def habits_of(rows: Sequence[Row]) -> Habits:
         gradient_bytes=number(rows, "grad_bytes", 2 + 2 * where(rows, lambda row: row["precision"] == "bf16")),
         selective_matmuls=0.5 * selective * flash,
         selective_attention=1 - flash,
+        full_attention=1.0,
         shard_group=number(rows, "shard_group", 0),
         **{name: 1 + (gain - 1) * third for name, gain in FLASH3.items()},
     )

@@ -43,7 +43,7 @@ METHODS = {  # C: the chunk
     "recompute-full": "recompute-full",
     "stream": "chunkC.host",
     "kv-offload": "chunkC.host.kv-offload",
-    "fpdt": "chunkC.host.keep-input.kv-offload.fpdt",
+    "fpdt": "chunkC.host.kv-offload.fpdt",
 }
 RIVALS = {"fsdp2": "dp1", "fsdp2 checkpoint": "recompute-full", "fsdp2 compiled": "dp1"}  # and the layout that computes as much
 STREAMED = ("stream", "kv-offload", "fpdt")

@@ -28,8 +28,8 @@ from longshift.layout.layout import Layout
 METHODS = {  # C: the chunk
     "recompute": "recompute-full",
     "recompute+offload": "recompute-full.host",
-    "fpdt": "chunkC.host.kv-offload.keep-input.fpdt",
-    "stream input": "chunkC.host.keep-input",
+    "fpdt": "chunkC.host.kv-offload.fpdt",
+    "stream input": "chunkC.host.every1",
     "stream": "chunkC.host",
     "stream kv-offload": "chunkC.host.kv-offload",
     "stream on the device": "chunkC",

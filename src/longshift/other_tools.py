@@ -1,4 +1,4 @@
-"""Words of other trainers, and what does the same here, for hints where a config, a layout or a model has an unknown word.
+"""Words of other trainers and of before, and what does the same here, for hints where a config, a layout or a model has an unknown word.
 
 The trainers are transformers' Trainer and TRL, PyTorch FSDP, DeepSpeed, Megatron-LM, torchtitan, Axolotl and LLaMA-Factory.
 """
@@ -85,6 +85,10 @@ LAYOUT_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("ac", "ckpt", "remat", "checkpointing"), "recompute-full or recompute-selective"),
     **dict.fromkeys(("vpp", "interleaved"), "v, as in pp2.v2"),
     **dict.fromkeys(("cpu", "offload"), "host or disk, with chunks or recompute-full"),
+    **dict.fromkeys(("rows", "rows-auto"), "nothing to set: the loss is computed in blocks of rows"),
+    **dict.fromkeys(("keep-output", "keep_output"), "recompute-full, which keeps the output of attention"),
+    **dict.fromkeys(("keep-input", "keep_input"), "every1 in a layout of chunks, and nothing more with fpdt"),
+    **dict.fromkeys(("recompute-attention",), "recompute-full, with as many blocks that keep all as fit: recompute-full.keep8"),
     **dict.fromkeys(("lora",), "no layout but model.lora, as in lora: {rank: 16}"),
 }
 FAMILIES: Mapping[str, str] = {
@@ -98,16 +102,20 @@ FAMILIES: Mapping[str, str] = {
 
 def key_hint(word: str) -> str:
     """The end of a sentence about an unknown key of a config that other trainers have; empty where they have not."""
-    found = KEYS.get(word, "")
-    if found.startswith("nothing to set"):
-        return f"; there is {found}"
-    return (f"; it is {found}" if found.startswith(_ABSENT) else f"; here it is {found}") if found else ""
+    return _hint(KEYS.get(word, ""))
 
 
 def layout_hint(letters: str) -> str:
     """The same of a word of a layout, without its number."""
-    found = LAYOUT_WORDS.get(letters, "")
-    return (f"; it is {found}" if found.startswith(_ABSENT) else f"; here it is {found}") if found else ""
+    return _hint(LAYOUT_WORDS.get(letters, ""))
+
+
+def _hint(successor: str) -> str:
+    """The end of a sentence about an unknown word that has a successor."""
+    if successor.startswith("nothing to set"):
+        return f"; there is {successor}"
+    verb = "it is" if successor.startswith(_ABSENT) else "here it is"
+    return f"; {verb} {successor}" if successor else ""
 
 
 def family_hint(name: str) -> str:

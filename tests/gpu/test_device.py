@@ -27,7 +27,7 @@ from longshift.trainer.check import Trial, compare, write_reference
 SPEC = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128, rope=Rope())
 STEPS = 6
 LAYOUTS = (
-    *("chunk13.host", "chunk16.host.kv-offload", "chunk24.host.keep-input", "chunk13.host.kv-offload.fpdt", "recompute-full.host"),
+    *("chunk13.host", "chunk16.host.kv-offload", "chunk24.host.every1", "chunk13.host.kv-offload.fpdt", "recompute-full.host"),
     *("chunk16.disk.kv-offload", "recompute-full.disk"),
 )
 

@@ -6,6 +6,7 @@ takes minutes and is marked `long`, with fewer steps than the benchmark.
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from forked import DEADLINE_S, Truth, Worlds
@@ -28,7 +29,7 @@ CASES = (
     ("llama", "pp2.gpipe.recompute-full", FEWER),
     ("llama", "pp2.v2.z2", FEWER),
     ("llama", "pp4", FEWER),
-    ("llama", "pp2:4-1.z3.recompute-attention", FEWER),
+    ("llama", "pp2:4-1.z3.recompute-full", FEWER),
     ("llama-tied", "pp2:1-2-1-1.v2.z1", FEWER),
     ("llama", "ring4.z2", FEWER),
     ("llama", "u4.z1", FEWER),
@@ -47,22 +48,21 @@ CASES = (
     ("qwen3", "tp4", FEWER),
     ("qwen3", "ring2.u2.z2", FEWER),
     ("qwen3", "ring2.tp2", FEWER),
-    ("qwen3", "dp2.ring2.recompute-attention.z1", FEWER),
+    ("qwen3", "dp2.ring2.recompute-full.z1", FEWER),
     ("qwen3", "ring2.u2.recompute-selective", FEWER),
     ("llama-6-heads", "pp2.u2.recompute-selective.z2", FEWER),
     ("gpt2", "tp2.recompute-selective", FEWER),
-    ("llama", "pp2.gpipe.recompute-full.keep-output", FEWER),
-    ("qwen3", "ring2.u2.recompute-full.keep-output.z3", FEWER),
-    ("llama-6-heads", "u2.tp2.recompute-full.keep-output.disk", FEWER),
+    ("qwen3", "ring2.u2.recompute-full.z3", FEWER),
+    ("llama-6-heads", "u2.tp2.recompute-full.disk", FEWER),
     ("granite", "tp2.z1", FEWER),
-    ("granite", "ring2.u2.recompute-full.keep-output.z2", FEWER),
+    ("granite", "ring2.u2.recompute-full.z2", FEWER),
     ("granite", "pp2.chunk13.disk", FEWER),
     ("smollm3", "pp2.dp2.z2", FEWER),
-    ("smollm3", "u2.tp2.recompute-attention", FEWER),
+    ("smollm3", "u2.tp2.recompute-full", FEWER),
     ("smollm3", "ring2.chunk13.disk", FEWER),
     ("phi3", "tp2.z2", FEWER),
     ("phi3", "ring2.u2.z3", FEWER),
-    ("phi3", "pp2.tp2.chunk13.keep-input", FEWER),
+    ("phi3", "pp2.tp2.chunk13.every1", FEWER),
     ("olmo2", "tp2.z1", FEWER),
     ("olmo2", "u2.tp2.recompute-full", FEWER),
     ("olmo2", "pp2.ring2.z3", FEWER),
@@ -70,7 +70,7 @@ CASES = (
     ("mistral", "ring2.u2.z1", FEWER),
     ("mistral", "ring2.chunk7.disk.kv-offload.fpdt", FEWER),
     ("qwen2", "pp2.tp2", FEWER),
-    ("qwen2", "u2.chunk13.keep-input.every2", FEWER),
+    ("qwen2", "u2.chunk13.every2", FEWER),
     ("gemma2", "tp2.z3.recompute-selective", FEWER),
     ("gemma2", "ring2.chunk16.disk", FEWER),
     ("gemma3", "dp2.ring2.recompute-full", FEWER),
@@ -83,7 +83,7 @@ CASES = (
     ("lora", "pp2.tp2.recompute-full", FEWER),
     ("lora", "tp4.z1", FEWER),
     ("lora", "u2.chunk13.disk", FEWER),
-    ("lora", "ring2.tp2.chunk16.keep-input.fpdt", FEWER),
+    ("lora", "ring2.tp2.chunk16.fpdt", FEWER),
     ("lora-gpt2", "tp2.z2", FEWER),
     ("lora-gpt2", "pp2.u2.z3", FEWER),
     ("lora-gpt2", "ring2.chunk13.host.kv-offload", FEWER),
@@ -102,27 +102,27 @@ CASES = (
     ("float8", "ring2.tp2.z1", FEWER),
     ("float8", "pp2.dp2", FEWER),
     ("float8", "u2.chunk13.disk", FEWER),
-    ("float8", "tp2.chunk16.keep-input.fpdt", FEWER),
-    ("float8-gpt2", "tp2.z3.recompute-attention", FEWER),
+    ("float8", "tp2.chunk16.fpdt", FEWER),
+    ("float8-gpt2", "tp2.z3.recompute-full", FEWER),
     ("float8-gpt2", "pp2.ring2.recompute-selective", FEWER),
     ("llama", "chunk13.disk.kv-offload", FEWER),
-    ("llama", "chunk16.keep-input.fpdt", FEWER),
+    ("llama", "chunk16.fpdt", FEWER),
     ("llama", "pp2.recompute-full.disk", FEWER),
     ("llama", "pp2.recompute-full.keep1.disk", FEWER),
     ("llama-tied", "dp2.z3.vertical", FEWER),
     ("rows", "dp2.tp2.z2", FEWER),
     ("rows", "u2.chunk16.disk", FEWER),
     ("qwen3", "u2.tp2.vertical.recompute-full.disk", FEWER),
-    ("lora", "ring2.z2.vertical.recompute-attention", FEWER),
-    ("qwen3", "u2.recompute-full.keep2.keep-output.disk", FEWER),
-    ("gemma3", "pp2.gpipe.recompute-attention.keep1", FEWER),
+    ("lora", "ring2.z2.vertical.recompute-full", FEWER),
+    ("qwen3", "u2.recompute-full.keep2.disk", FEWER),
+    ("gemma3", "pp2.gpipe.recompute-full.keep1", FEWER),
     ("llama", "pp2.z2.chunk13.disk.fpdt", FEWER),
     ("llama-tied", "dp2.z3.chunk24", FEWER),
     ("llama-6-heads", "u2.z1.chunk24.disk.kv-offload.fpdt", FEWER),
     ("gpt2", "ring2.chunk24.host.kv-offload", FEWER),
-    ("qwen3", "tp2.chunk24.disk.keep-input", FEWER),
+    ("qwen3", "tp2.chunk24.disk.every1", FEWER),
     ("llama-tied", "u2.z3.chunk16.every2.disk", FEWER),
-    ("gpt2", "pp2.chunk13.every2.keep-input.kv-offload.host", FEWER),
+    ("gpt2", "pp2.chunk13.every2.kv-offload.host", FEWER),
 )
 AXES = ("tp", "ulysses", "ring", "dp", "pp")
 
@@ -246,12 +246,11 @@ def test_the_cases_reach_everything():
     assert all(not faults(FAMILIES[family], Layout.parse(text), None, float8=eight(family)) for family, text, _ in CASES)
     assert {family for family, _, _ in CASES} == set(FAMILIES)
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
-    assert {layout.recompute for layout in layouts} == {"none", "selective", "attention", "full"}
+    assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
     assert {(layout.order, layout.virtual) for layout in layouts if layout.pp > 1} == {("1f1b", 1), ("1f1b", 2), ("gpipe", 1)}
-    assert {(layout.schedule, layout.keep, layout.kv) for layout in layouts if layout.chunk} >= {
-        *((schedule, "output", kv) for schedule in ("stream", "fpdt") for kv in ("device", "offload")),
-        *((schedule, "input", "device") for schedule in ("stream", "fpdt")),
-    }
+    streamed = [layout for layout in layouts if layout.chunk]
+    assert {(layout.schedule, layout.kv) for layout in streamed} == {*product(("stream", "fpdt"), ("device", "offload"))}
+    assert {layout.every for layout in streamed} >= {0, 1, 2}
     met = {(a, b) for layout in layouts for a in AXES for b in AXES if a < b and min(layout.degree(a), layout.degree(b)) > 1}
     assert met == {(a, b) for a in AXES for b in AXES if a < b}
 

@@ -89,11 +89,8 @@ def test_recomputation_moves_no_bit(worlds: Worlds, precision: PrecisionName, la
 
     kept = run(layout)
     assert run(f"{layout}.recompute-selective") == kept
-    assert run(f"{layout}.recompute-attention") == kept
     assert run(f"{layout}.recompute-full") == kept
     assert run(f"{layout}.recompute-full.disk") == kept
-    assert run(f"{layout}.recompute-full.keep-output") == kept
-    assert run(f"{layout}.recompute-full.keep-output.disk") == kept
 
 
 def test_other_numbers_are_other_bits(worlds: Worlds):

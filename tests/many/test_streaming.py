@@ -31,8 +31,8 @@ from longshift.stream.tiers import DiskTier
 from longshift.trainer.check import Trial, build
 
 LENGTHS = ((41, 2), (23, 1, 2, 6), (17,))
-OTHERS = (("disk", 1), ("disk.keep-input", 0), ("host.kv-offload", 3), ("disk.kv-offload", 3), ("disk.keep-input.kv-offload", 0))
-OTHERS += (("every2", 1), ("every2.disk.keep-input.kv-offload", 2))
+OTHERS = (("disk", 1), ("disk.every1", 0), ("host.kv-offload", 3), ("disk.kv-offload", 3), ("disk.every1.kv-offload", 0))
+OTHERS += (("every2", 1), ("every2.disk.kv-offload", 2))
 RUNS = 100
 
 
@@ -244,7 +244,7 @@ def played(world: World, trial: dict, layout: str) -> dict:
 
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("schedule", ["stream", "fpdt"])
-@pytest.mark.parametrize("layout", ["chunk7.disk", "u2.chunk6.disk.kv-offload", "u2.chunk7.disk.keep-input.kv-offload"])
+@pytest.mark.parametrize("layout", ["chunk7.disk", "u2.chunk6.disk.kv-offload", "u2.chunk7.disk.every1.kv-offload"])
 def test_lists_are_played_as_they_stand_and_move_the_bytes_foreseen(worlds: Worlds, layout: str, schedule: str, ahead: int):
     layout_ = replace(Layout.parse(layout), schedule=schedule)
     trial = trial_of("float32", 2, ((30, 11, 2),), ahead=ahead).to_json()

@@ -26,7 +26,7 @@ from longshift.weigh.recorder import RecordedGroup, Transport, TurnProfile, Turn
 from longshift.weigh.turn_profile import RankSetup, loss_turn, unit_turn
 
 LAYOUTS = ("dp1", "tp2", "u2", "ring2", "u2.tp2", "ring2.tp2", "tp3", "u3", "ring3")
-CHUNKED = ("chunk600", "chunk600.kv-offload.fpdt", "tp2.chunk800.keep-input", "u2.chunk600", "u2.chunk500.fpdt", "ring2.chunk600")
+CHUNKED = ("chunk600", "chunk600.kv-offload.fpdt", "tp2.chunk800.every1", "u2.chunk600", "u2.chunk500.fpdt", "ring2.chunk600")
 CHUNKED += ("ring2.tp2.chunk900",)
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8, "float8": 2}
 FAKE = [

@@ -85,7 +85,7 @@ SPECS |= {
 LENGTHS = (700, 333, 1000, 2)  # of documents, in tokens
 TURNS = ("pass", "forward", "backward")
 TURNS_OF_CHUNKS: tuple[Any, ...] = ("embed", "forward", "loss", "backward", "embed_back")
-PARTS = ("embed", "block", "attention half", "mlp half")
+PARTS = ("embed", "block", "attention half")
 
 
 def operations(world: World, spec: str, layout: str, dtype: str, even: int = EVEN, long: int = LONG) -> dict[str, dict]:
@@ -111,8 +111,8 @@ def _operations(
     for part in PARTS:
         unit = filled(build_unit(spec, int(part != "embed"), float8=precision.float8), layout, world, dtype, device)
         function: Callable[..., Tensor] = unit
-        if isinstance(unit, Block) and part != "block":
-            function = unit.attention_half if part == "attention half" else unit.mlp_half  # pyright: ignore[reportAssignmentType]
+        if isinstance(unit, Block) and part == "attention half":
+            function = unit.attention_half
         x = None if part == "embed" else stream(micro, spec, dtype, device).requires_grad_()
         with watch.counting() as seen, torch.no_grad():
             y = function(x, micro, ops)

@@ -30,10 +30,8 @@ WINDOWED = replace(LLAMA, sliding_window=16)
 LAYOUTS = (
     "dp1",
     "recompute-selective",
-    "recompute-attention",
     "recompute-full",
     "recompute-full.host",
-    "recompute-full.keep-output.host",
     "chunk24",
     "chunk24.host.every2",
     "chunk24.host.kv-offload.fpdt",

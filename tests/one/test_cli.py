@@ -929,9 +929,7 @@ def test_the_config_and_the_layouts_of_the_readme_are_valid():
     assert parse_config(static + streamed, ["data.max_len=1M"]).edges[1].use.chunk == 64 << 10
     for layout in layouts:
         spec = replace(config.spec, layers=5)
-        needs = {"kv-offload": "chunk64K.host.", "keep-output": "recompute-full."} | dict.fromkeys(
-            ("host", "disk", "keep-input", "fpdt", "every4"), "chunk64K."
-        )
+        needs = {"kv-offload": "chunk64K.host."} | dict.fromkeys(("host", "disk", "fpdt", "every4", "every1"), "chunk64K.")
         assert faults(spec, Layout.parse(needs.get(layout, "") + layout), None) == ()
 
 

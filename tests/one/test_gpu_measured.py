@@ -60,6 +60,8 @@ def case(row: dict[str, Any]) -> Any:
 def test_a_measured_step_takes_what_is_said(name: str, row: dict[str, Any]):
     found, said = row["measured"], steps.forecast(case(row), cluster(f"1x{name.split(',')[0].lower()}"))
     least = {"chunk4K": 0.9955, "chunk16K": 0.9955, "chunk64K": 0.985}.get(row["layout"].split(".")[0], 0.9998)  # puts are copied meanwhile
+    if "home" in row and row["layout"] == "recompute-full":
+        least = 0.985  # measured before recompute-full kept the output of attention, 0.13 GiB of a block
     assert least <= (found["device_peak_gib"] - WORKSPACES_GIB) / said["device_peak_gib"] <= 1.0002
     times = found["seconds"] / said["seconds"]
     if "home" in row:  # the forecast's host has the memory that two cores of a small machine had, the measured one 16 cores

@@ -25,13 +25,13 @@ TRIAL = Trial(
 LAYOUTS = (
     "chunk13.host",
     "chunk13.host.kv-offload",
-    "chunk13.host.kv-offload.keep-input",
-    "chunk13.host.keep-input.fpdt",
+    "chunk13.host.kv-offload.every1",
+    "chunk13.host.fpdt",
     "chunk13.host.kv-offload.fpdt",
     "chunk61.host",
     "chunk13.every2.host",
     "recompute-full.host",
-    "recompute-full.keep-output.host",
+    "recompute-full.host",
     "chunk13.disk.kv-offload",
     "recompute-full.disk",
 )

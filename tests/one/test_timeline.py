@@ -17,7 +17,7 @@ from longshift.weigh.timeline import Predicted, Timeline, predicted, verdict, wr
 
 SPEC = ModelSpec("llama", 61, 64, 3, 4, 2, 16, 96, 4096, rope=Rope())
 TRIAL = Trial(SPEC, ((700, 333, 900, 2),), "float32", capacity=1100)
-LAYOUTS = ("dp1", "recompute-selective", "recompute-full.keep-output.disk", "chunk300.disk", "dp1 > chunk300")
+LAYOUTS = ("dp1", "recompute-selective", "recompute-full.disk", "chunk300.disk", "dp1 > chunk300")
 
 
 def recorded(layouts: str, mistake: Callable[[Player], object] | None = None) -> tuple[Timeline, Predicted, Program, Recorder]:

@@ -19,7 +19,7 @@ from longshift.trainer.check import Trial, build
 SPEC = ModelSpec("llama", 61, 24, 2, 6, 3, 4, 40, 128, rope=Rope())
 
 
-@pytest.mark.parametrize("words", ["disk.kv-offload", "keep-input"])
+@pytest.mark.parametrize("words", ["disk.kv-offload", "every1"])
 def test_every_event_of_a_step_is_in_its_trace(tmp_path: Path, words: str):
     trial, layout, recorder = Trial(SPEC, ((40, 21),), capacity=61), Layout.parse(f"chunk13.{words}"), Recorder()
     state, player = build(trial, [layout], World.alone())

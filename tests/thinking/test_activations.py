@@ -44,11 +44,8 @@ def seconds_of(way: Layout) -> float:
 
 def all_ways(layout: Layout) -> list[Layout]:
     found = [replace(layout, offload="device", recompute=recompute) for recompute in ("none", "selective")]
-    for (recompute, keeps), tier, kept in product(
-        (("attention", False), ("full", False), ("full", True)), ("device", "host"), range(BLOCKS)
-    ):
-        if tier == "device" or (recompute == "full" and layout.offload == tier):
-            found.append(replace(layout, recompute=recompute, keep_output=keeps, kept_blocks=kept, offload=tier))
+    for tier, kept in product(dict.fromkeys(("device", layout.offload)), range(BLOCKS)):
+        found.append(replace(layout, recompute="full", kept_blocks=kept, offload=tier))
     return found
 
 
@@ -77,10 +74,11 @@ def test_where_nothing_fits_it_is_the_smallest():
 
 
 def test_half_the_memory_is_worth_more_than_half_of_it_elsewhere():
+    """Both sides keep the output of attention: they differ by the matmuls of the blocks that keep all."""
     layout = Layout.parse("recompute-auto.host")
     everything, again, moved = (Layout.parse(text) for text in ("dp1", "recompute-full", "recompute-full.host"))
     best, _ = choose(layout, BLOCKS, (bytes_of(everything) + bytes_of(again)) / 2, bytes_of, seconds_of)
-    assert min(seconds_of(again), seconds_of(moved)) > 1.15 * best.seconds
+    assert min(seconds_of(again), seconds_of(moved)) > 1.1 * best.seconds
 
 
 def test_more_memory_is_never_slower():

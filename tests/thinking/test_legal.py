@@ -85,36 +85,17 @@ def test_uneven_is_possible(text):
     [
         ("tp7", "tp7 shares 6 query heads among 7 ranks, which leaves some none: at most tp6"),
         (
-            "chunk1K.keep-output",
-            "keep-output is said of recompute-full; a layout in chunks keeps the output of attention unless it says keep-input: drop it",
-        ),
-        (
-            "dp2.keep-output",
-            "keep-output keeps the output of attention under recompute-full, and this layout keeps all: add recompute-full or drop it",
-        ),
-        (
-            "recompute-selective.keep-output",
-            "keep-output keeps the output of attention under recompute-full, and this layout is to compute that again: "
-            "add recompute-full or drop it",
-        ),
-        (
             "pp2.vertical",
             "vertical takes all micro-batches through a block before the next, and stages wait for each: drop vertical, or pp and v",
         ),
         ("chunk1K.vertical", "vertical is said of packs that are computed whole, and this layout has chunks: drop it"),
-        ("keep2", "keep2: the blocks of this layout keep all anyway; drop it, or add recompute-full or recompute-attention"),
+        ("keep2", "keep2: the blocks of this layout keep all anyway; drop it, or add recompute-full"),
         (
             "recompute-selective.keep2",
-            "keep2: the blocks of this layout keep all but attention's inside anyway; drop it, or add recompute-full or "
-            "recompute-attention",
+            "keep2: the blocks of this layout keep all but attention's inside anyway; drop it, or add recompute-full",
         ),
         ("recompute-auto.keep2", "recompute-auto chooses how many blocks keep all: drop keep2"),
         ("chunk1K.keep2", "keep2 is said of blocks that are computed whole, and this layout has chunks: drop it"),
-        (
-            "recompute-auto.keep-output",
-            "keep-output keeps the output of attention under recompute-full, and this layout leaves that open: "
-            "add recompute-full or drop it",
-        ),
         ("u7", "u7 shares 6 query heads among 7 ranks: at most u6; ring has no such limit"),
         ("u4.tp2", "u4 shares 3 query heads after tp2 (of 6) among 4 ranks: at most u3, or tp1 with u4; ring has no such limit"),
         ("u2.tp4", "u2 shares 1 query head after tp4 (of 6) among 2 ranks: at most u1, or tp3 with u2; ring has no such limit"),

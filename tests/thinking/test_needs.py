@@ -53,7 +53,7 @@ def test_no_rank_needs_more_than_those_that_are_weighed(text: str):
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
-@pytest.mark.parametrize("text", ["dp1", "recompute-full", "recompute-attention", "recompute-selective", "u2", "ring2"])
+@pytest.mark.parametrize("text", ["dp1", "recompute-full", "recompute-selective", "u2", "ring2"])
 def test_no_pack_of_a_gpu_needs_more_than_the_one_that_is_weighed(text: str, kv_heads: int):
     """Of a model whose peak is attention's. Documents of many lengths: with kernels that are cut for them, in calls of their own or not."""
     spec = ModelSpec("llama", 61, 64, 2, 8, kv_heads, 32, 32, 1 << 16, rope=Rope())
@@ -96,7 +96,7 @@ def test_a_first_step_leaves_what_its_first_micro_batches_leave(text: str, home:
 
 
 MESHES = ("dp1", "u2", "pp2", "tp2", "ring2", "dp2.z3", "dp2.z1")
-TIERS = ("", ".host", ".disk", ".keep-input", ".every2", ".host.kv-offload", ".disk.kv-offload", ".disk.fpdt", ".host.fpdt.keep-input")
+TIERS = ("", ".host", ".disk", ".every1", ".every2", ".host.kv-offload", ".disk.kv-offload", ".disk.fpdt", ".host.fpdt")
 
 
 def random_run(rng: random.Random) -> tuple[StepShape, bool]:

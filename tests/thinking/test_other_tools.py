@@ -54,6 +54,11 @@ def test_keys_at_the_top_and_on_the_command_line():
     ("layout", "hint"),
     [
         ("cp2", "here it is ring or u"),
+        ("dp2.rows8K", "there is nothing to set: the loss is computed in blocks of rows"),
+        ("dp2.rows-auto", "there is nothing to set"),
+        ("recompute-full.keep-output", "here it is recompute-full, which keeps the output of attention"),
+        ("chunk64K.keep-input", "here it is every1 in a layout of chunks"),
+        ("tp2.recompute-attention", "here it is recompute-full, with as many blocks that keep all as fit"),
         ("dp2.sp2", "here it is u or ring"),
         ("fsdp8", "here it is dp with a stage of ZeRO"),
         ("ep4", "it is not there yet"),

@@ -16,7 +16,7 @@ def test_a_plan_is_compared_with_single_layouts_and_padding(monkeypatch: pytest.
 
     plan_corpora.main()
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert row["candidates"] == 16_800
+    assert row["candidates"] == 10_080
     assert row["single_over_auto"] >= 1
     assert row["context_parallel_over_auto"] >= 1
     assert row["padded_over_auto"] > 1.2

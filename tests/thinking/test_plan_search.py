@@ -585,24 +585,24 @@ def test_plan_is_sure_of_what_is_tried_and_of_what_it_is_compared_with():
 
 
 def test_plan_siblings_differ_in_one_group_and_hold_its_longest_document():
-    edges = (Edge(512, Layout.parse("dp4.recompute-full.keep-output")), Edge(2048, Layout.parse("u4"), 8192))
+    edges = (Edge(512, Layout.parse("dp4.recompute-full")), Edge(2048, Layout.parse("u4"), 8192))
     others = list(siblings(edges))
-    assert len(set(others)) == len(others) == 7 + 2
+    assert len(set(others)) == len(others) == 5 + 2
     for other in others:
         (place,) = (n for n in range(2) if other[n] != edges[n])
         assert other[place].upto == edges[place].upto <= other[place].pack
     assert {str(other[1].use) for other in others} == {"u4"}
     whole = {str(other[0].use) for other in siblings((Edge(512, Layout.parse("dp4.recompute-full")),))}
-    assert whole >= {"dp4", "dp4.recompute-full.keep-output"}
+    assert whole >= {"dp4", "dp4.recompute-selective"}
     assert list(siblings((Edge(1 << 20, Layout.parse("u4.z3.chunk16K")),))) == []
 
 
 def test_plan_siblings_have_less_zero_in_one_group_or_in_all():
     stream = Edge(1 << 20, Layout.parse("u4.z3.chunk16K"))
-    edges = (Edge(512, Layout.parse("dp4.recompute-full.z3.keep-output")), Edge(2048, Layout.parse("u4.z1")), stream)
+    edges = (Edge(512, Layout.parse("dp4.recompute-full.z3")), Edge(2048, Layout.parse("u4.z1")), stream)
     others = [other for other in siblings(edges) if [edge.pack for edge in other] == [edge.pack for edge in edges]]
     named = {tuple(str(edge.use) for edge in other) for other in others if other[0].use.recompute == "full"}
-    one = {("dp4.recompute-full" + stage + kept, "u4.z1") for stage in (".z1", ".z2") for kept in ("", ".keep-output")}
+    one = {("dp4.recompute-full" + stage, "u4.z1") for stage in (".z1", ".z2")}
     assert named == {(*uses, "u4.z3.chunk16K") for uses in one}
     assert "u4" in {str(other[0].use) for other in siblings((Edge(2048, Layout.parse("u4.z1")),))}
     (both,) = (

@@ -102,9 +102,9 @@ def random_layout(draw: random.Random, spec: ModelSpec, world: int) -> Layout:
         if kind < 0.3:
             layout = replace(layout, chunk=16, every=draw.choice((1, 2)), offload=draw.choice(("device", "host")))
         elif kind < 0.5:
-            layout = replace(layout, recompute=draw.choice(("selective", "attention", "attention")))
+            layout = replace(layout, recompute="selective")
         elif kind < 0.7:
-            layout = replace(layout, recompute="full", keep_output=draw.random() < 0.5, offload=draw.choice(("device", "host")))
+            layout = replace(layout, recompute="full", offload=draw.choice(("device", "host")))
             layout = replace(layout, kept_blocks=draw.choice((0, 0, 1, 2)))
         if layout.pp == 1 and not layout.chunk and draw.random() < 0.2:
             layout = replace(layout, order="vertical")
@@ -169,7 +169,7 @@ def posts(case: Case, rank: int, op: Op) -> Iterator[Post]:
         if cut is not None and len(cut.ranks) > 1:
             yield "scales", cut.ranks, op.unit
     elif op.kind == "compute":
-        block = 0 < op.unit <= itinerary.spec.layers and op.part != "mlp half"
+        block = 0 < op.unit <= itinerary.spec.layers
         for axis in AXES if block else ("tp",):
             if visit.layout.degree(axis) > 1:
                 yield "", visit.layout.ranks(axis, of=rank), (op.visit, axis, op.unit, op.micro, op.turn, op.part, op.number)
@@ -326,13 +326,12 @@ class Follow:
             for event in events(visit.layout, view.at.pp, visit.micros):
                 for unit in view.chunks[event.chunk] if event.kind == "backward" else ():
                     head = unit > self.spec.layers
-                    parts = ("attention half", "mlp half") if visit.layout.recompute == "attention" else ("block",)
-                    parts = ("block with output",) if visit.layout.keep_output else parts
                     after = [later for later in view.chunks[event.chunk] if unit < later <= self.spec.layers]
-                    parts = ("block",) if len(after) < visit.layout.kept_blocks else parts
-                    parts = ("",) if head or visit.layout.chunk else parts if unit else ("embed",)
+                    recomputed = visit.layout.recompute == "full" and len(after) >= visit.layout.kept_blocks
+                    part = "block with output" if recomputed else "block"
+                    part = "" if head or visit.layout.chunk else part if unit else "embed"
                     blocks = range(visit.loss_blocks[event.micro]) if head and visit.loss_blocks else (-1,)
-                    yield from product((number,), (event.micro,), (unit,), parts, blocks)
+                    yield from product((number,), (event.micro,), (unit,), (part,), blocks)
 
     def need(self, right: bool, what: str) -> None:
         if not right:

@@ -258,8 +258,8 @@ def test_the_same_step_takes_the_same_time():
 @pytest.mark.parametrize(
     "texts",
     [
-        *(("dp8.z3",), ("pp2.tp2.dp2.z2",), ("dp8.z2", "tp8"), ("dp8.recompute-full.keep-output.host.z3", "u8.z3", "pp2.tp4")),
-        *(("dp4.u2.z3.chunk2K.disk.kv-offload", "ring8.recompute-full.disk"), ("dp8.z3.vertical.recompute-attention",)),
+        *(("dp8.z3",), ("pp2.tp2.dp2.z2",), ("dp8.z2", "tp8"), ("dp8.recompute-full.host.z3", "u8.z3", "pp2.tp4")),
+        *(("dp4.u2.z3.chunk2K.disk.kv-offload", "ring8.recompute-full.disk"), ("dp8.z3.vertical.recompute-full",)),
     ],
 )
 @pytest.mark.parametrize("home", ["device", "host", "disk"])

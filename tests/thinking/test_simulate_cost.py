@@ -20,7 +20,6 @@ from longshift.cluster.curves import Axis, Curve
 from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
 from longshift.model.kernel_calls import EVEN, LONG
-from longshift.program.turns import parts_of
 from longshift.schedule.pipeline import events
 from longshift.simulate.calibrate import Correction, calibrate, fit, moved
 from longshift.simulate.closed import PARTS, Candidates, closed_form, mfu, model_flops, stalled_s
@@ -282,11 +281,13 @@ def test_simulate_long_documents_and_those_of_even_length_have_the_faster_kernel
 
 def test_simulate_operations_of_a_program_add_up_to_the_closed_form():
     """One rank, one micro-batch: the compute operations of `program.turns` take what the closed form says, whatever is recomputed."""
-    for text in ("dp1", "recompute-selective", "recompute-attention", "recompute-full", "recompute-full.keep-output"):
+    for text in ("dp1", "recompute-selective", "recompute-full"):
         layout, code = Layout.parse(text), recompute_code(Layout.parse(text))
         turns = [("embeddings", turn, "embed") for turn in ("forward", "backward")] + [("head", "loss", "")] * 4
-        for part, graph in parts_of(layout) * SPEC.layers:
-            turns += [("block", turn, part) for turn in (("forward", "backward") if graph else ("pass", "again", "backward"))]
+        if layout.recompute == "full":
+            turns += [("block", turn, "block with output") for turn in ("pass", "again", "backward")] * SPEC.layers
+        else:
+            turns += [("block", turn, "block") for turn in ("forward", "backward")] * SPEC.layers
         works = [COST.turn(*turn, Mesh(), 8192, ONE["pairs"], code, loss_blocks=4) for turn in turns]
         works += [COST.accumulated(Mesh(), COST.sizes.block_elements)] * SPEC.layers + [
             COST.accumulated(Mesh(), COST.sizes.head_elements)
@@ -418,9 +419,11 @@ def test_simulate_habits_that_overlap_are_never_slower(layout):
 
 
 def test_simulate_more_recomputation_takes_longer():
-    found = [seconds(recompute=RECOMPUTE.index(name)) for name in ("none", "attention", "full")]
-    assert found == sorted(found)
-    assert seconds(recompute=RECOMPUTE.index("full.keep-output")) < found[-1]
+    """And a trainer that computes attention again, too, takes longer still."""
+    full = RECOMPUTE.index("full")
+    found = [seconds(recompute=RECOMPUTE.index("none")), seconds(recompute=full)]
+    again = replace(COST, habits=replace(COST.habits, full_attention=1.0))
+    assert found[0] < found[1] < seconds(again, recompute=full)
 
 
 def test_simulate_model_flops_by_convention():

@@ -383,7 +383,7 @@ def test_only_the_sequence_axes_change_and_nothing_moves(old, new) -> None:
 
 
 @settings(max_examples=60)
-@given(layouts, st.sampled_from(["", ".recompute-full.keep-output", ".recompute-attention", ".chunk4.host", ".vertical"]))
+@given(layouts, st.sampled_from(["", ".recompute-full", ".chunk4.host", ".vertical"]))
 def test_weights_lie_where_the_plainest_layout_puts_them(layout, words) -> None:
     other = Layout.parse(f"{layout}{words if layout.pp == 1 or words != '.vertical' else ''}")
     for side in ("copies", "rows"):
@@ -400,7 +400,7 @@ def test_ways_that_place_alike_share_their_plans() -> None:
         return way.weights(None, cut), way.sums(cut)
 
     one = planned("dp4.z1", "tp2.u2")
-    assert planned("ring2.u2.recompute-full.z1", "tp2.dp2.recompute-attention.z3") == one
+    assert planned("ring2.u2.recompute-full.z1", "tp2.dp2.recompute-full.z3") == one
     assert not set(planned("dp4.z2", "tp2.u2")) & set(one[:1])
 
 

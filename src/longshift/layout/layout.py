@@ -7,11 +7,11 @@
     pp2.v2             interleaved 1F1B with two model chunks a rank
     dp4.z3.vertical    all micro-batches of a block before the next block (`program.turns`)
     dp4.recompute-full
-    recompute-full.keep8   the last 8 blocks of each stage keep all for their backward, the others their input
+    recompute-full.keep8   the last 8 blocks of each stage keep all for their backward, the others input and output of attention
     recompute-auto     recomputation, and how many blocks keep all, chosen for this machine (`planner.activations`)
     u4.chunk64K.host   streamed: 64K tokens of a pack at one time, all else in host memory (`schedule.chunks`)
     chunk-auto.host    the same, with a chunk chosen for this machine (`planner.chunk_size`)
-    chunk64K.every4.host   of every four blocks only the first one's input waits (`schedule.streamed`)
+    chunk64K.every4.host   of every four blocks only the first one's input waits; every1: of each block its input (`schedule.streamed`)
 
 `tp` varies fastest over ranks, then `ulysses`, `ring`, `dp`, `pp`: the axes that move most bytes sit closest together.
 """
@@ -30,9 +30,8 @@ AUTO = -1  # a chunk chosen before the ranks start, from what the machine can do
 ZERO_MEANING = "z0 replicated state, z1 sharded optimizer, z2 and gradients, z3 and weights"
 
 Order = Literal["gpipe", "1f1b", "vertical"]
-Recompute = Literal["none", "selective", "attention", "full", "auto"]
+Recompute = Literal["none", "selective", "full", "auto"]
 Tier = Literal["device", "host", "disk"]
-Keep = Literal["output", "input"]
 Where = Literal["device", "offload"]
 Schedule = Literal["stream", "fpdt"]
 
@@ -40,22 +39,18 @@ _DEGREES = {
     **{"dp": "dp", "pp": "pp", "tp": "tp", "u": "ulysses", "ring": "ring", "z": "zero", "v": "virtual"},
     **{"every": "every", "keep": "kept_blocks"},
 }
-_POLICIES = ("keep_output", "offload", "keep", "kv", "schedule")  # written as they are called in _FLAGS
+_POLICIES = ("offload", "kv", "schedule")  # written as they are called in _FLAGS
 _FLAGS = {
     "gpipe": ("order", "gpipe"),
     "1f1b": ("order", "1f1b"),
     "vertical": ("order", "vertical"),
     "recompute-selective": ("recompute", "selective"),
-    "recompute-attention": ("recompute", "attention"),
     "recompute-full": ("recompute", "full"),
     "recompute-auto": ("recompute", "auto"),
-    "keep-output": ("keep_output", True),
     "host": ("offload", "host"),
     "disk": ("offload", "disk"),
-    "keep-input": ("keep", "input"),
     "kv-offload": ("kv", "offload"),
     "fpdt": ("schedule", "fpdt"),
-    "chunk-auto": ("chunk", AUTO),
 }
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 MOST_RANKS = 1 << 20  # ten times the largest cluster
@@ -78,14 +73,13 @@ class Layout:
     """Degrees and policies of one way to compute.
 
     `zero` 0..3; `virtual` model chunks per pipeline rank (interleaved 1F1B when above 1); `stages` blocks in each of the
-    `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention from queries, keys and values),
-    attention (attention half of a block, projections too) or full (whole block), auto: see AUTO; `keep_output`: a recompute-full block
-    keeps the output of attention, too, and does not compute it again; `kept_blocks`: so many of each virtual stage, the last ones, or
-    all where there are fewer, keep all, whatever the others compute again.
+    `pp * virtual` virtual stages, nearly equal when empty; `recompute` none, selective (attention from queries, keys and values), full
+    (a block keeps its input and the output of attention, and computes the rest again), auto: see AUTO; `kept_blocks`: so many of each
+    virtual stage, the last ones, or all where there are fewer, keep all, whatever the others compute again.
 
     `chunk` tokens of a pack, on all ranks that share it, are computed at one time; 0: the whole pack, AUTO: see there. `offload`: the
-    memory where what a backward needs waits, under recompute full or in chunks; `keep`, `kv` and `schedule` of a chunked one: see
-    `schedule.chunks`; `every`: see `schedule.streamed`.
+    memory where what a backward needs waits, under recompute full or in chunks; `kv` and `schedule` of a chunked one: see
+    `schedule.chunks`; `every`: see `schedule.streamed`, 0: all blocks keep what their backward needs.
     """
 
     dp: int = 1
@@ -97,14 +91,12 @@ class Layout:
     virtual: int = 1
     order: Order = "1f1b"
     recompute: Recompute = "none"
-    keep_output: bool = False
     stages: tuple[int, ...] = ()
     chunk: int = 0
     offload: Tier = "device"
-    keep: Keep = "output"
     kv: Where = "device"
     schedule: Schedule = "stream"
-    every: int = 1
+    every: int = 0
     kept_blocks: int = 0
 
     if TYPE_CHECKING:  # what dataclass makes, and the text form
@@ -123,14 +115,12 @@ class Layout:
             virtual: int = 1,
             order: Order = "1f1b",
             recompute: Recompute = "none",
-            keep_output: bool = False,
             stages: tuple[int, ...] = (),
             chunk: int = 0,
             offload: Tier = "device",
-            keep: Keep = "output",
             kv: Where = "device",
             schedule: Schedule = "stream",
-            every: int = 1,
+            every: int = 0,
             kept_blocks: int = 0,
         ) -> None: ...
         def __init__(self, *degrees: Any, **policies: Any) -> None: ...
@@ -169,8 +159,8 @@ class Layout:
                 value: object = number
             elif word in _FLAGS:
                 name, value = _FLAGS[word]
-            elif match := re.fullmatch(r"chunk(\d+)([KMG]?)", word):
-                name, value = "chunk", int(match[1]) * UNITS.get(match[2], 1)
+            elif match := re.fullmatch(r"chunk(?:-auto|(\d+)([KMG]?))", word):
+                name, value = "chunk", int(match[1]) * UNITS.get(match[2], 1) if match[1] else AUTO
                 if not value:
                     raise UsageError(f"layout {text!r}: {word!r}: a chunk has at least one token")
             else:
@@ -196,7 +186,7 @@ class Layout:
         words += [f"keep{self.kept_blocks}"] if self.kept_blocks else []
         words += [f"z{self.zero}"] if self.zero else []
         words += [f"chunk{format_size(self.chunk)}" if self.chunk != AUTO else "chunk-auto"] if self.chunk else []
-        words += [f"every{self.every}"] if self.every > 1 else []
+        words += [f"every{self.every}"] if self.every else []
         words += [word for word, (name, value) in _FLAGS.items() if name in _POLICIES and getattr(self, name) == value]
         return ".".join(words) or "dp1"
 
@@ -310,6 +300,6 @@ def _nearest(word: str) -> str:
         return told
     close = nearest(letters, examples) or nearest(word, examples)
     if not close:
-        return f"; known: {', '.join((*_DEGREES, *_FLAGS, 'chunk64K'))}"
+        return f"; known: {', '.join((*_DEGREES, *_FLAGS, 'chunk64K', 'chunk-auto'))}"
     example = examples[close[0]]
     return f"; did you mean {example[:-1] + number if number and example.endswith('2') else example!r}?"

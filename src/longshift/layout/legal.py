@@ -190,13 +190,8 @@ def _stages(layout: Layout, layers: int) -> Iterator[str]:
 def _streaming(layout: Layout) -> Iterator[str]:
     """What is said of chunks needs them, and what is moved must be kept apart from the rest."""
     yield from _kept(layout)
-    if layout.keep_output and layout.chunk:
-        yield "keep-output is said of recompute-full; a layout in chunks keeps the output of attention unless it says keep-input: drop it"
-    elif layout.keep_output and layout.recompute != "full":
-        kept = {"none": "keeps all", "auto": "leaves that open"}.get(layout.recompute, "is to compute that again")
-        yield f"keep-output keeps the output of attention under recompute-full, and this layout {kept}: add recompute-full or drop it"
-    chunked = [word for word, said in (("keep-input", layout.keep == "input"), ("kv-offload", layout.kv == "offload")) if said]
-    chunked += [word for word, said in (("fpdt", layout.schedule == "fpdt"), (f"every{layout.every}", layout.every > 1)) if said]
+    words = {"kv-offload": layout.kv == "offload", "fpdt": layout.schedule == "fpdt", f"every{layout.every}": layout.every > 0}
+    chunked = [word for word, said in words.items() if said]
     if not layout.chunk:
         if chunked:
             yield f"{' and '.join(chunked)} is said of a layout in chunks, and this one has none: add chunk64K, say"
@@ -206,7 +201,7 @@ def _streaming(layout: Layout) -> Iterator[str]:
     if layout.chunk != AUTO and layout.chunk < layout.sequence:
         yield f"chunk{layout.chunk} has fewer tokens than the {layout.sequence} ranks that share it: at least chunk{layout.sequence}"
     if layout.recompute != "none":
-        yield f"recompute-{layout.recompute}: chunks are computed again from a block's input anyway; drop it, or say keep-input"
+        yield f"recompute-{layout.recompute}: chunks are computed again from a block's input anyway; drop it, or say every1"
     if layout.kv == "offload" and layout.offload == "device":
         yield "kv-offload has nowhere to go: add host or disk"
 
@@ -222,7 +217,7 @@ def _kept(layout: Layout) -> Iterator[str]:
         yield f"recompute-auto chooses how many blocks keep all: drop {word}"
     elif layout.recompute in ("none", "selective"):
         what = "keep all" if layout.recompute == "none" else "keep all but attention's inside"
-        yield f"{word}: the blocks of this layout {what} anyway; drop it, or add recompute-full or recompute-attention"
+        yield f"{word}: the blocks of this layout {what} anyway; drop it, or add recompute-full"
 
 
 def least_chunk(max_tokens: int, pack_tokens: int) -> int:

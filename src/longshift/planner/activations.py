@@ -1,8 +1,8 @@
 """What a block keeps for its backward, from what fits and what is fastest: `recompute-auto` becomes one of
 
     nothing again        all is kept
-    recompute-selective, recompute-attention, recompute-full.keep-output, recompute-full      less and less is
-    recompute-....keepN  of each stage the last N blocks keep all, as many as fit
+    recompute-selective, recompute-full      less and less is
+    recompute-full.keepN of each stage the last N blocks keep all, as many as fit
     ... .host, .disk     what recompute-full keeps waits there, where the layout names it
 
 Which tensors are dropped matters as much as how many (Coop, arXiv 2311.00591). All blocks are alike, so one number says which of them keep
@@ -48,9 +48,7 @@ def _ways(layout: Layout) -> Iterator[Layout]:
     here = replace(layout, offload="device")
     yield replace(here, recompute="none")
     yield replace(here, recompute="selective")
-    yield replace(here, recompute="attention")
     for tier in dict.fromkeys(("device", layout.offload)):
-        yield replace(here, recompute="full", keep_output=True, offload=tier)
         yield replace(here, recompute="full", offload=tier)
 
 

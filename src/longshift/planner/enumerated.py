@@ -58,9 +58,8 @@ class Meshes:
     def layout(self, index: int) -> Layout:
         """The candidate as a layout."""
         one = {f.name: int(getattr(self, f.name)[index]) for f in fields(self)}
-        recompute, _, keeps = RECOMPUTE[one.pop("recompute")].partition(".")
-        order = ORDERS[one.pop("order")]
-        return Layout(**one, order=order, recompute=recompute, keep_output=bool(keeps))  # pyright: ignore[reportArgumentType]
+        order, recompute = ORDERS[one.pop("order")], RECOMPUTE[one.pop("recompute")]
+        return Layout(**one, order=order, recompute=recompute)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> "Meshes":

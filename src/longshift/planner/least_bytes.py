@@ -163,8 +163,6 @@ def _of_stage(
 
     rows = np.asarray(tokens, dtype=float) / (at.ulysses * at.ring)
     kept, graph = small * _kept(spec, at, rows), small * _graph(spec, at, rows)
-    halves = at.recompute == RECOMPUTE.index("attention")  # one half at a time
-    graph = np.where(halves, graph - small * _mlp_graph(spec, at, rows), graph)
     passes, again, once = in_flight(at, micros, first)
     block_turn = np.maximum(graph, kept) - kept + 2 * small * rows / at.tp * spec.width
     head = (not first) | (at.pp == 1)
@@ -188,11 +186,7 @@ def _of_stage(
 def _kept(spec: ModelSpec, at: Meshes, rows: np.ndarray) -> np.ndarray:
     """Elements that a block keeps of a pack until its backward."""
     stream, attended = rows / at.tp * spec.width, rows / at.tp * spec.heads * spec.head_width
-    found = _graph(spec, at, rows)
-    mlp = stream * 2 + _mlp_graph(spec, at, rows)
-    for name, elements in (("attention", mlp), ("full", stream), ("full.keep-output", stream + attended)):
-        found = np.where(at.recompute == RECOMPUTE.index(name), elements, found)
-    return found
+    return np.where(at.recompute == RECOMPUTE.index("full"), stream + attended, _graph(spec, at, rows))
 
 
 def _graph(spec: ModelSpec, at: Meshes, rows: np.ndarray) -> np.ndarray:

@@ -14,17 +14,13 @@ from longshift.workload.groups import Edge
 
 def siblings(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
     """Ways in which one group has packs of half or twice the size, recomputes less in packs of any of the three sizes, or has a lower ZeRO
-    stage, with and without the outputs that recomputation keeps; and, of several groups, the `lower` way. Streamed groups stay as they
-    are."""
+    stage; and, of several groups, the `lower` way. Streamed groups stay as they are."""
     least = int(len(edges) > 1)
     for place, edge in enumerate(edges):
         if edge.use.chunk:
             continue
-        less = [replace(edge.use, recompute=one, keep_output=False) for one in RECOMPUTE[: RECOMPUTE.index(edge.use.recompute)]]
-        if edge.use.recompute == "full" and not edge.use.keep_output:
-            less.append(replace(edge.use, keep_output=True))
-        kept = dict.fromkeys((edge.use.keep_output, False))
-        less_zero = [replace(edge.use, zero=zero, keep_output=keep) for zero in range(least, edge.use.zero) for keep in kept]
+        less = [replace(edge.use, recompute=one) for one in RECOMPUTE[: RECOMPUTE.index(edge.use.recompute)]]
+        less_zero = [replace(edge.use, zero=zero) for zero in range(least, edge.use.zero)]
         packs = [pack for pack in (edge.pack, edge.pack // 2, 2 * edge.pack) if pack >= edge.upto]
         others = [(use, pack) for use in (edge.use, *less) for pack in packs] + [(use, edge.pack) for use in less_zero]
         for use, pack in others:

@@ -1,7 +1,7 @@
 """Streaming: layouts in chunks for documents that no layout of whole packs holds (`schedule.chunks`).
 
-In closed form a streamed layout takes what the same mesh takes under recompute-full with kept outputs: its backward computes a block
-again from its input, but attention. What waits in tiers is taken to travel under that. So its seconds are a lower bound, and the clock has
+In closed form a streamed layout takes what the same mesh takes under recompute-full: its backward computes a block again from its
+input, but attention. What waits in tiers is taken to travel under that. So its seconds are a lower bound, and the clock has
 the last word.
 """
 
@@ -56,14 +56,14 @@ def streamed(
     and leave `more_bytes`; None where none is found. `home`: where the training state lies."""
     edges = problem.tally.edges
     longest = int(edges[-1])
-    able = (at.pp == 1) & (at.recompute == RECOMPUTE.index("full.keep-output")) & ((at.zero == 3) | (at.holders == 1))
+    able = (at.pp == 1) & (at.recompute == RECOMPUTE.index("full")) & ((at.zero == 3) | (at.holders == 1))
     some = at.take(np.flatnonzero(able))
     if not len(some):
         return None
     group, once = problem.expected(some, float(longest), before, len(edges))
     seconds = group + once
     for number in map(int, np.argsort(seconds, kind="stable")[:MOST_MESHES]):
-        whole = replace(some.layout(number), recompute="none", keep_output=False)
+        whole = replace(some.layout(number), recompute="none")
         for chunk, tier in CHUNKS:
             layout = replace(whole, chunk=chunk, offload=tier)
             if chunk >= longest or legal.faults(problem.spec, layout, layout.world, longest):

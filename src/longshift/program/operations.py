@@ -36,10 +36,9 @@ Parts of a home on disk: `master`, the weights; `sums`, of gradients; `state`, w
 written to a second place: see [Note: early updates] in `program.step`.
 
 Turns of whole packs: `pass` is a forward without a graph, `forward` and `again` make one, `backward` uses it up, `loss` is the forward and
-backward of the head on some rows. Where nothing is learned, `pass on` is a forward that keeps nothing, and `score` the loss alone. `part`
-says how much of a block: see PARTS of `program.turns`. In a chunked layout a turn is a list of events, the same for every block
-(`schedule.streamed`). A `pass` of the part "block with output" keeps the output of attention beside the block's input; its `again` takes
-that and computes all else.
+backward of the head on some rows. Where nothing is learned, `pass on` is a forward that keeps nothing, and `score` the loss alone. A `pass`
+keeps the output of attention beside the block's input; its `again` takes that and computes all else. The `part` of both, and of their
+backward, is "block with output". In a chunked layout a turn is a list of events, the same for every block (`schedule.streamed`).
 """
 
 from typing import Literal, NamedTuple

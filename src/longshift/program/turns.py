@@ -23,21 +23,6 @@ from longshift.schedule.streamed import backward_turns, forward_turns
 from longshift.spec.model import ModelSpec, Param
 from longshift.switch.itinerary import Cut
 
-# Of recomputation (arXiv 1604.06174, 2205.05198): the parts of a block in order, and whether a part's graph is kept for the backward. What
-# `selective` computes again, it does inside the backward of the block: see `model.attention`.
-PARTS = {
-    "none": (("block", True),),
-    "selective": (("block", True),),
-    "attention": (("attention half", False), ("mlp half", True)),
-    "full": (("block", False),),
-    "full.keep-output": (("block with output", False),),  # which keeps the output of attention, and again takes it
-}
-
-
-def parts_of(layout: Layout, kept: bool = False) -> tuple[tuple[str, bool], ...]:
-    """The parts of a block, as in PARTS; `kept`: of one that keeps all."""
-    return PARTS["none" if kept else layout.recompute + ".keep-output" * layout.keep_output]
-
 
 @dataclass(frozen=True)
 class Visit:
@@ -259,30 +244,34 @@ class _WholeTurns(_Turns):
             yield Op("compute", self.number, unit, micro, turn="loss", number=block)
             yield from self.collect(unit, reduce and block == blocks - 1)
 
-    def _parts(self, unit: int) -> tuple[tuple[str, bool], ...]:
-        return (("embed", True),) if unit == 0 else parts_of(self.view.layout, unit in self.kept)
+    def _recomputes(self, unit: int) -> bool:
+        """Whether a unit's forward keeps no graph for its backward (arXiv 1604.06174). What recompute selective (2205.05198) computes
+        again, it does inside the backward: see `model.attention`."""
+        return 0 < unit <= self.view.spec.layers and self.view.layout.recompute == "full" and unit not in self.kept
+
+    def _op(self, kind: Kind, unit: int, micro: int, turn: str = "") -> Op:
+        part = "embed" if unit == 0 else "block with output" if self._recomputes(unit) else "block"
+        return Op(kind, self.number, unit, micro, turn=turn, part=part)
 
     def _forward(self, unit: int, micro: int) -> Iterator[Op]:
-        for part, graph in self._parts(unit):
-            yield Op("compute", self.number, unit, micro, turn="forward" if graph else "pass", part=part)
-            if self.moves and not graph:
-                yield Op("put", self.number, unit, micro, part=part)
+        recomputes = self._recomputes(unit)
+        yield self._op("compute", unit, micro, "pass" if recomputes else "forward")
+        if self.moves and recomputes:
+            yield self._op("put", unit, micro)
 
     def _fetches(self, unit: int, micro: int) -> Iterator[Op]:
-        if self.moves and unit <= self.view.spec.layers:
-            for part, graph in reversed(self._parts(unit)):
-                if not graph:
-                    yield Op("fetch", self.number, unit, micro, part=part)
+        if self.moves and self._recomputes(unit):
+            yield self._op("fetch", unit, micro)
 
     def _backward(self, unit: int, micro: int) -> Iterator[Op]:
-        for part, graph in reversed(self._parts(unit)):
-            if not graph:
-                if self.moves:
-                    yield Op("await fetch", self.number, unit, micro, part=part)
-                yield Op("compute", self.number, unit, micro, turn="again", part=part)
-            yield Op("compute", self.number, unit, micro, turn="backward", part=part)
-            if self.moves and not graph:
-                yield Op("drop", self.number, unit, micro, part=part)
+        recomputes = self._recomputes(unit)
+        if self.moves and recomputes:
+            yield self._op("await fetch", unit, micro)
+        if recomputes:
+            yield self._op("compute", unit, micro, "again")
+        yield self._op("compute", unit, micro, "backward")
+        if self.moves and recomputes:
+            yield self._op("drop", unit, micro)
         yield from self.collect(unit, self.reduces(micro))
 
 

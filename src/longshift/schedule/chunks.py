@@ -31,7 +31,7 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 
 from longshift.layout.heads import own_heads, tensor_heads
-from longshift.layout.layout import Coord, Keep, Layout, Schedule, Where
+from longshift.layout.layout import Coord, Layout, Schedule, Where
 from longshift.schedule.sequence import Run, TokenOrder, token_order
 from longshift.spec.model import ModelSpec
 
@@ -78,7 +78,7 @@ class Policy:
     operations before its first reader a fetch begins."""
 
     schedule: Schedule = "stream"
-    keep: Keep = "output"
+    keep: Literal["output", "input"] = "output"
     kv: Where = "device"
     ahead: int = AHEAD
     sent: float = 0.0

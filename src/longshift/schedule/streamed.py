@@ -1,8 +1,9 @@
 """What a rank does with one pack under a layout that cuts it in chunks: the event lists of its units.
 
-Between forward and backward an input of every block waits, and with keep="output" more. Where that is too much, `every` k goes past it as
-recomputation in groups does (Chen et al., arXiv 1604.06174): of k blocks in a row only the first one's input waits, and the forward of the
-others is played again when the backward comes to them; the last group's backward comes at once, so it is kept as it is.
+Between forward and backward input and output of attention, keys and values of every block wait; in the FPDT paper's order its input alone.
+Where that is too much, `every` k goes past it as recomputation in groups does (Chen et al., arXiv 1604.06174): of k blocks in a row only
+the first one's input waits, and the forward of the others is played again when the backward comes to them; the last group's backward comes
+at once, so it is kept as it is. With k = 1 no forward is played again, but that of attention.
 
     every2, blocks 1 to 5     pass 1, pass on 2, pass 3, pass on 4, forward 5 │ backward 5, forward 3, backward from x 4, backward 3, ...
 """
@@ -56,12 +57,13 @@ def lists(
 ) -> Lists:
     """Of chunks `cut`, on the rank that stands at `at`, for blocks with this sliding window; where nothing is learned, of that alone."""
     orders, sees, count = chunks.orders(cut, layout), chunks.reach(cut, window), len(cut)
-    policy = Policy(layout.schedule, layout.keep, layout.kv, ahead, sent=(layout.ulysses - 1) / layout.ulysses)
+    keep = "input" if layout.schedule == "fpdt" else "output"
+    policy = Policy(layout.schedule, keep, layout.kv, ahead, sent=(layout.ulysses - 1) / layout.ulysses)
     from_x = replace(policy, keep="input")
     sizes = chunks.sizes(spec, layout, at, orders, compute_bytes)
     blocks = [loss_blocks(spec, order.local_tokens // (layout.ulysses * layout.tp)) for order in orders]
     found: dict[Turn, tuple[Event, ...]] = {"embed": chunks.alone("embed", None, "y", count, ahead, sizes)}
-    if layout.every > 1 or not learns:
+    if layout.every or not learns:
         found["pass on"] = chunks.forward(sees, from_x, sizes, drop_x=True)
     if not learns:
         found["score"] = chunks.alone("score", "x", None, count, ahead, sizes, blocks)
@@ -73,7 +75,7 @@ def lists(
         "backward": chunks.backward(sees, policy, sizes),
         "embed_back": chunks.alone("embed_back", "dy", None, count, ahead, sizes),
     }
-    if layout.every > 1:
+    if layout.every:
         found |= {
             "pass": chunks.forward(sees, from_x, sizes),
             "backward from x": chunks.backward(sees, from_x, sizes),
@@ -116,4 +118,4 @@ def backward_turns(units: Sequence[int], layers: int, every: int) -> Iterator[tu
 def _groups(units: Sequence[int], layers: int, every: int) -> list[list[int]]:
     """Of blocks; the last one is kept."""
     blocks = [unit for unit in units if 0 < unit <= layers]
-    return [blocks[at : at + every] for at in range(0, len(blocks), every)] if blocks and every > 1 else [blocks]
+    return [blocks[at : at + every] for at in range(0, len(blocks), every)] if blocks and every else [blocks]

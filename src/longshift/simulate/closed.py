@@ -195,10 +195,9 @@ def _block(cost: Cost, mesh: Mesh, at: Candidates) -> tuple[Work, Work, Work]:
     backward = cost.backward(halves[0], mesh, at.tokens, at.pairs) + cost.backward(halves[1], mesh, at.tokens, at.pairs)
     backward = backward + cost.accumulated(mesh, cost.sizes.block_elements * cost.sizes.trained)
     code = np.asarray(at.recompute)
-    full, keeps = code >= RECOMPUTE.index("full"), code == RECOMPUTE.index("full.keep-output")
-    again = attention.times(full | (code == RECOMPUTE.index("attention"))) + mlp.times(full)
-    kept = Work(attention_s=-attention.attention_s * keeps, ring_s=-attention.ring_s * keeps)
-    again = again + kept
+    kept = np.asarray(cost.habits.full_attention) - 1
+    again = attention + mlp + Work(attention_s=attention.attention_s * kept, ring_s=attention.ring_s * kept)
+    again = again.times(code == RECOMPUTE.index("full"))
     if np.any(code == RECOMPUTE.index("selective")):
         again = again + cost.again_inside(mesh, at.tokens, at.pairs).times(code == RECOMPUTE.index("selective"))
     return attention + mlp, again, backward

@@ -30,7 +30,7 @@ Seam = Literal["qkv", "tail", "qkv_back", "tail_back"]
 Half = Literal["attention half", "mlp half"]
 UnitKind = Literal["embeddings", "block", "head"]
 
-RECOMPUTE = ("none", "selective", "attention", "full", "full.keep-output")  # codes: positions here
+RECOMPUTE = ("none", "selective", "full")  # codes: positions here
 
 # Elements read and written by the elementwise operations of a block's forward, as multiples of D, A and F a token: norms (read, write and
 # a float32 copy), residual sums (two reads, a write), rotary angles and head layouts, activation and gate. Compiled: fused into one kernel
@@ -83,6 +83,7 @@ class Habits:
     accumulated          gradients of matmuls are added to their sum in a pass of its own, else where they are made
     embeddings_accumulated    gradients of embeddings are
     selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
+    full_attention       share of attention that recompute full computes again
     forward_gain, backward_gain               times the speed of a preset's attention kernel, FlashAttention-2 (as in FLASH3)
     shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
     rounded              matmuls of blocks round their factors to eight bits, but those that form gradients of weights
@@ -110,6 +111,7 @@ class Habits:
     embeddings_accumulated: Number = 0.0
     selective_matmuls: Number = 0.0
     selective_attention: Number = 1.0
+    full_attention: Number = 0.0
     forward_gain: Number = 1.0
     backward_gain: Number = 1.0
     shard_group: Number = 0.0
@@ -199,7 +201,7 @@ class Mesh:
 
 def recompute_code(layout: Layout) -> int:
     """Where in RECOMPUTE a layout's recomputation stands."""
-    return RECOMPUTE.index(layout.recompute + ".keep-output" * layout.keep_output)
+    return RECOMPUTE.index(layout.recompute)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from longshift.documents.batch import Document
 from longshift.documents.micro import HostPack, host_pack, placed
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_rows
-from longshift.model.decoder import Block, Head, MicroBatch, build_unit
+from longshift.model.decoder import Head, MicroBatch, build_unit
 from longshift.model.functions import Elementwise
 from longshift.model.kernels import Kernel
 from longshift.program.operations import Op
@@ -102,7 +102,7 @@ class Runner(ABC):
 
 class WholePacks(Runner):
     """A layout that computes packs whole. Mutable. By (micro-batch, unit, part): `graphs` kept for a backward (input, where the output
-    was), `inputs` kept for another forward, with attention's output and log-sum-exp where the part says so; by micro-batch: the residual
+    was), `inputs` kept for another forward, with attention's output and log-sum-exp; by micro-batch: the residual
     stream `x` and its gradient `g` where the pack has come to."""
 
     def __init__(self, *how: Any, tier: Tier | None):
@@ -156,21 +156,15 @@ class WholePacks(Runner):
     def _key(op: Op) -> tuple[int, int, str]:
         return op.micro, op.unit, op.part
 
-    def _function(self, op: Op) -> Callable[..., Tensor]:
-        module = self.modules[op.unit]
-        if isinstance(module, Block):
-            return {"attention half": module.attention_half, "mlp half": module.mlp_half}.get(op.part, module)
-        return module
-
     def _pass(self, op: Op) -> None:
         x, kept = self.x[op.micro], list[Tensor]()
         with torch.no_grad():
-            self.x[op.micro] = self._function(op)(x, self.loaded[op.micro], self._ops(op, kept))
+            self.x[op.micro] = self.modules[op.unit](x, self.loaded[op.micro], self.ops.keeping(kept))
         self.inputs[self._key(op)] = x, *kept
 
     def _pass_on(self, op: Op) -> None:
         with torch.no_grad():
-            self.x[op.micro] = self._function(op)(self.x.pop(op.micro, None), self.loaded[op.micro], self.ops)
+            self.x[op.micro] = self.modules[op.unit](self.x.pop(op.micro, None), self.loaded[op.micro], self.ops)
 
     def _score(self, op: Op) -> None:
         x, head = self.x[op.micro], self.modules[op.unit]
@@ -179,20 +173,16 @@ class WholePacks(Runner):
 
     def _forward(self, op: Op) -> None:
         """Compute a part that keeps its graph. What goes on is the output without it."""
-        self.x[op.micro] = self._graph(op, self.x.pop(op.micro, None), [])
+        self.x[op.micro] = self._graph(op, self.x.pop(op.micro, None), self.ops)
 
     def _again(self, op: Op) -> None:
         x, *kept = self.inputs.pop(self._key(op))
-        self._graph(op, x, kept)
+        self._graph(op, x, self.ops.keeping(kept))
 
-    def _ops(self, op: Op, kept: list[Tensor]) -> LayoutOps:
-        """The seams for a part. `kept`: where it keeps the output of attention, if it does."""
-        return self.ops.keeping(kept) if op.part == "block with output" else self.ops
-
-    def _graph(self, op: Op, x: Tensor | None, kept: list[Tensor]) -> Tensor:
+    def _graph(self, op: Op, x: Tensor | None, ops: LayoutOps) -> Tensor:
         """The output; what is kept for the backward is the graph and its input."""
         x = None if x is None else x.detach().requires_grad_()
-        y = self._function(op)(x, self.loaded[op.micro], self._ops(op, kept))
+        y = self.modules[op.unit](x, self.loaded[op.micro], ops)
         self.graphs[self._key(op)] = x, get_gradient_edge(y) if y.requires_grad else None  # an embedding that is not trained has none
         return y.detach()
 

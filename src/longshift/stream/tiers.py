@@ -265,7 +265,7 @@ class DiskTier(Tier):
                         took, held = os.fstat(self.file.fileno()).st_blocks * 512 / 2**30, self.moved.held_bytes / 2**30
                         raise OutOfMemoryError(
                             f"offload: {self.folder} took {took:.2f} of {held:.2f} GiB and no more: {fault.strerror}; choose another "
-                            "stream.folder, keep-input or shorter documents"
+                            "stream.folder, every1 or shorter documents"
                         ) from None
                     view, start = view[done:], start + done
         return crc

@@ -113,7 +113,7 @@ def _crowded(waiting: dict[str, int], ranks: int, free: int, where: str, instead
         parts = " + ".join(f"{size / 2**30:.2f} ({layout})" for layout, size in waiting.items())
         yield (
             f"what is kept there in the largest step needs {parts} = {need / 2**30:.2f} GiB of each of {ranks} ranks, "
-            f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, keep-input, every4, more "
+            f"together {need * ranks / 2**30:.2f} GiB, and {where} {free / 2**30:.2f} GiB free: try {instead}, every1, every4, more "
             "tp, u or ring, or a smaller upto"
         )
 

@@ -98,7 +98,7 @@ def _chosen(asked: Edge, of_run: Edge) -> Edge:
     if use.chunk == AUTO:
         use = replace(use, chunk=was.chunk)
     if use.recompute == "auto":
-        use = replace(use, recompute=was.recompute, kept_blocks=was.kept_blocks, keep_output=was.keep_output, offload=was.offload)
+        use = replace(use, recompute=was.recompute, kept_blocks=was.kept_blocks, offload=was.offload)
     return replace(asked, use=use)
 
 

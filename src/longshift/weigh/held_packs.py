@@ -200,7 +200,7 @@ class HeldWhole(HeldPacks):
         self.turns[op.turn](op)
 
     def _inside(self, op: Op) -> TurnProfile:
-        if not self.account.inside and not (op.turn == "pass" and self.layout.keep_output):  # whose output of attention may go to a tier
+        if not self.account.inside and op.turn != "pass":  # whose output of attention may go to a tier
             return UNKNOWN
         known, key = self.insides[op.micro], (op.part, op.turn if op.turn != "again" else "forward", self.spec.like(op.unit))
         if key not in known:
@@ -214,7 +214,7 @@ class HeldWhole(HeldPacks):
 
     def _pass(self, op: Op) -> None:
         kept = self._inside(op).graph
-        self.inputs[self._key(op)] = [self.x[op.micro], *([self.account.held("output of attention", kept)] if kept else [])]
+        self.inputs[self._key(op)] = [self.x[op.micro], self.account.held("output of attention", kept)]
         self.x[op.micro] = self.residual(self.tokens(op.micro), "residual stream")
 
     def _forward(self, op: Op) -> None:
@@ -263,7 +263,7 @@ class HeldWhole(HeldPacks):
 
     def _shapes(self, op: Op) -> list[tuple]:
         """Shapes of what waits in the tier."""
-        return [("x", self.tokens(op.micro)), *([("o", self.tokens(op.micro))] if self.layout.keep_output else [])]
+        return [("x", self.tokens(op.micro)), ("o", self.tokens(op.micro))]
 
 
 class HeldChunked(HeldPacks):

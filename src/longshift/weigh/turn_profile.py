@@ -26,7 +26,7 @@ from longshift.layout.loss_rows import loss_rows
 from longshift.layout.placement import local_boxes, local_shape
 from longshift.model.chosen_kernel import kernels
 from longshift.model.cut import cut
-from longshift.model.decoder import Head, MicroBatch, Unit, build_unit, rotary_table
+from longshift.model.decoder import Block, Head, MicroBatch, Unit, build_unit, rotary_table
 from longshift.model.functions import add_product
 from longshift.model.kernel_calls import EVEN, LONG
 from longshift.model.kernels import FLASH, FLASH_ON_CPU, Kernel
@@ -37,7 +37,7 @@ from longshift.step.compose import LayoutOps
 from longshift.step.runner import loss_of_rows
 from longshift.weigh.recorder import META, RecordedWorld, Transport, TurnProfile, TurnRecorder
 
-Part = Literal["embed", "block", "block with output", "attention half", "mlp half"]
+Part = Literal["embed", "block", "block with output", "attention half"]
 Phase = Literal["pass", "forward", "backward"]
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes
@@ -183,8 +183,7 @@ class RankPlayer:
 
     def _function(self, part: Part, block: int) -> Callable[..., Tensor]:
         module = self.unit(0 if part == "embed" else block)
-        halves = {"attention half": "attention_half", "mlp half": "mlp_half"}
-        return getattr(module, halves[part]) if part in halves else module
+        return module.attention_half if isinstance(module, Block) and part == "attention half" else module
 
     def _input(self, part: Part) -> Tensor | None:
         return None if part == "embed" else self.stream().requires_grad_()
