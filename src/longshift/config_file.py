@@ -13,6 +13,7 @@ from longshift.files import read_small
 from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout, format_size
+from longshift.layout.old_words import with_current_words
 from longshift.old_keys import hint, translate
 from longshift.other_tools import key_hint
 from longshift.written import MOST_BYTES, not_text, read_yaml
@@ -31,14 +32,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), say: Callable[[
         raise UsageError(f"config {path} does not exist; write one with: longshift init --to {path}") from None
     except (OSError, ValueError) as fault:
         raise UsageError(f"config {str(path)[:300]} cannot be read: {fault}") from None
-    is_of_run = path.name == "config.yaml" and path.with_name("env.json").is_file()
+    is_of_run = path.name in ("config.yaml", ".config.yaml") and path.with_name("env.json").is_file()
     return parse_config(text, overrides, name=str(path), say=say if is_of_run else None)
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), name: str = "config", say: Callable[[str], None] | None = None) -> Config:
     """As `load_config`, of text; `name` stands for the file in faults; `say`: given where the text is the config of a run."""
     written = read_yaml(text, name)
-    values = written.value
+    values = written.value if say is None else with_current_words(written.value)
     if not isinstance(values, dict):
         raise UsageError(f"{name}: a config is a mapping with the keys {', '.join(Config.model_fields)}; see longshift init")
     if say is not None:

@@ -10,6 +10,7 @@ from longshift.cluster.cluster import Calibration
 from longshift.config import Config
 from longshift.errors import CheckpointError
 from longshift.files import rewrite, written
+from longshift.layout.old_words import with_current_words
 from longshift.trainer.trial_ranking import TrialResult, fastest_trial
 
 AGAIN = "remove it, and layout: auto is chosen again"
@@ -54,7 +55,7 @@ class PlanFile:
         """The plan of a file's text. A plan of an earlier version has rates in place of trials, which are dropped: its choice stays, and
         without a choice its ways are tried anew. Raises ValueError, TypeError or KeyError where the text is no plan."""
         try:
-            found = json.loads(text)
+            found = with_current_words(json.loads(text))
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
         if not isinstance(found, dict):
