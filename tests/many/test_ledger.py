@@ -88,7 +88,7 @@ MUTANTS = {
     "copies of a layout are forgotten": (forgotten("working copies"), "dp2 > tp2 > pp2"),
     "the stream that waits is forgotten": (forgotten("residual stream"), "ring2.z1.recompute-full.disk"),
     "graphs are forgotten": (forgotten("activations for the backward"), "recompute-selective"),
-    "keys and values are forgotten": (forgotten("keys and values"), "u2.chunk256.fpdt"),
+    "keys and values are forgotten": (forgotten("keys and values"), "u2.chunk256.disk"),
     "what was fetched is forgotten": (forgotten("fetched from a tier"), "chunk256.disk.kv-offload"),
     "messages are forgotten": (forgotten("messages between stages"), "pp2.v2"),
     "nothing is needed inside": (nothing_inside, "tp2"),
