@@ -25,6 +25,7 @@ from functools import cache
 
 import numpy as np
 import other_trainer
+from block_formulas import FormulaCost, Trainer
 
 from longshift.cluster.named import cluster
 from longshift.forecast import on_cluster
@@ -34,7 +35,7 @@ from longshift.planner.search import search
 from longshift.planner.shortlist import shortlist
 from longshift.simulate.clock import Clock, GroupPacks, in_visiting_order
 from longshift.simulate.closed import Candidates, closed_form, model_flops, stalled_s
-from longshift.simulate.cost import FLASH3, LONGSHIFT, RECOMPUTE, Cost, Mesh, sizes
+from longshift.simulate.cost import FLASH3, RECOMPUTE, Mesh, habits, sizes
 from longshift.simulate.rates import rates
 from longshift.spec import families
 from longshift.spec.formats import FORMATS
@@ -158,13 +159,13 @@ def measured_s(model: str, tp: int, pp: int, tokens: int) -> float:
     return (a * tokens**2 + b * tokens + c) / 1000 * stages / pp
 
 
-OTHERS = replace(LONGSHIFT, launches=1.0)  # trainers whose launches take what published ones do
+OTHERS = Trainer(messages_hidden=1.0, embeddings_accumulated=1.0)
 
 
 @cache
 def modelled_s(model: str, tp: int, pp: int, tokens: int) -> float:
     """The same by our cost model: forward and backward of the stage's blocks."""
-    cost = Cost(sizes(MODELS[model]), rates(cluster(A800), "bf16"), OTHERS)
+    cost = FormulaCost(sizes(MODELS[model]), rates(cluster(A800), "bf16"), OTHERS)
     works = [cost.turn("block", turn, "block", Mesh(tp), float(tokens), tokens**2 / 2) for turn in ("forward", "backward")]
     return MODELS[model].layers / pp * sum(float(work.exposed_s(cost.launch_s)) for work in works)
 
@@ -321,7 +322,7 @@ def talk(with_clock: bool = True) -> dict:
 def llama3() -> dict:
     rows = []
     for devices, length, ring, dp, teraflops in RUNS:
-        machine, habits = cluster(f"{devices // 8}x8xh100"), replace(OTHERS, **FLASH3)
+        machine = cluster(f"{devices // 8}x8xh100")
         seconds, layouts = {}, {}
         meshes = {"best": None, "tp8.pp16": {"tp": [8], "pp": [16]}, "theirs": {"tp": [8], "pp": [16], "ulysses": [1]}}
         for name, fixed in meshes.items():
@@ -329,12 +330,13 @@ def llama3() -> dict:
                 fixed = fixed | {"ring": [ring]}
             one = np.array([length]), np.array([1000])
             asked = LLAMA3_405B, machine, *one, TOKENS_405B, length
-            found = shortlist(*asked, fixed=fixed, habits=habits).single
+            found = shortlist(*asked, fixed=fixed, habits=habits(False, "bf16", machine.device)).single
             assert found is not None
             seconds[name], layouts[name] = found.seconds, found.groups[0].layout
         micros, pairs = TOKENS_405B / length / dp, length**2 / 2
         ran = Candidates(8, 1, ring, dp, 16, 8, 1, RECOMPUTE.index("none"), micros, length, pairs)
-        seconds["without_recompute"] = float(closed_form(Cost(sizes(LLAMA3_405B), rates(machine), habits), ran).total)
+        theirs = FormulaCost(sizes(LLAMA3_405B), rates(machine), replace(OTHERS, **FLASH3))
+        seconds["without_recompute"] = float(closed_form(theirs, ran).total)
         flops = model_flops(sizes(LLAMA3_405B), TOKENS_405B, TOKENS_405B * length / 2, LLAMA3_405B.parameters)["causal"]
         seconds["published"] = float(flops) / (devices * teraflops * 1e12)
         rows.append({"devices": devices, "length": length, "seconds": seconds, "layouts": layouts,

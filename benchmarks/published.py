@@ -22,13 +22,14 @@ from pathlib import Path
 
 import anchors
 import numpy as np
+from block_formulas import FormulaCost, Trainer
 from common import commit, machine, versions
 
 from longshift.cluster.files import preset
 from longshift.cluster.network import Fabric, fabric
 from longshift.simulate.calibrate import calibrate, fit
 from longshift.simulate.closed import Candidates, Forecast, closed_form
-from longshift.simulate.cost import FLASH3, RECOMPUTE, Cost, Habits, Sizes
+from longshift.simulate.cost import FLASH3, RECOMPUTE, Sizes
 from longshift.simulate.rates import FITTED, MULTIPROCESSORS, Constants, Rates, clock
 
 DEVICES = (("a100", "40", "a100-40"), ("a100", "", "a100-80"), ("a800", "", "a800"), ("h100", "96", "h100-96"), ("h100", "", "h100"),
@@ -51,7 +52,7 @@ class Rows:
     """Rows as arrays: what the closed form takes, and measured seconds."""
 
     sizes: Sizes
-    habits: Habits
+    habits: Trainer
     candidates: Candidates
     device: dict[str, np.ndarray]
     measured_s: np.ndarray
@@ -71,7 +72,7 @@ class Rows:
             found,
             c,
         )
-        return closed_form(Cost(self.sizes, made, self.habits), self.candidates)
+        return closed_form(FormulaCost(self.sizes, made, self.habits), self.candidates)
 
 
 def preset_of(name: str) -> str:
@@ -118,12 +119,12 @@ def overlapped(rows: Sequence[Row], what: str) -> np.ndarray:
     return where(rows, lambda row: what in row["overlap"].split("+"))
 
 
-def habits_of(rows: Sequence[Row]) -> Habits:
+def habits_of(rows: Sequence[Row]) -> Trainer:
     """What the trainer of each row does."""
     flash = where(rows, lambda row: row["attn_impl"] != "unfused" and (row["attn_impl"] or not ampere(row)))
     selective = where(rows, lambda row: row["recompute"] == "selective")
     third = where(rows, lambda row: not ampere(row) and not second(row))
-    return Habits(
+    return Trainer(
         flash=flash,
         compiled=np.maximum(number(rows, "compiled", 0), where(rows, lambda row: not second(row))),
         sequence_parallel=number(rows, "sequence_parallel", 0),

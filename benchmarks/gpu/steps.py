@@ -34,10 +34,9 @@ from longshift.layout.layout import Layout, Tier
 from longshift.program.turns import visit_of
 from longshift.schedule import chunks
 from longshift.schedule.chunks import StreamOptions
-from longshift.schedule.streamed import lists
-from longshift.simulate.chunk_seconds import ChunkSeconds
+from longshift.simulate.chunk_clock import ChunkClock
 from longshift.simulate.clock import Clock, GroupPacks, StepTime
-from longshift.simulate.cost import Cost, Habits, habits, sizes
+from longshift.simulate.cost import Cost, Habits, habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import PrecisionName, arithmetic, formats_of
 from longshift.spec.model import ModelSpec, Rope
@@ -142,7 +141,7 @@ class Case:
 def clocked(case: Case, machine: Cluster, trainer: Habits | None = None) -> StepTime:
     """The step on the clock, by the habits of another trainer where they are given."""
     trainer = trainer or habits(case.compile, case.precision, machine.device)
-    cost = Cost(sizes(case.spec), rates(machine, arithmetic(case.precision)), trainer)
+    cost = Cost(case.spec, rates(machine, arithmetic(case.precision)), trainer)
     return Clock(case.shape, machine, cost, arithmetic(case.precision)).step([GroupPacks(case.layout, ((case.lengths,),))])
 
 
@@ -166,13 +165,12 @@ def hidden_on_clock(case: Case, machine: Cluster) -> float | None:
     if not case.layout.chunk or case.layout.offload != "host" or machine.device.kind == "cpu":
         return None
     copied_s = exposed_s = 0.0
-    cost = Cost(sizes(case.spec), rates(machine, PRECISION))
+    cost = Cost(case.spec, rates(machine, PRECISION))
+    moving, still = (ChunkClock(cost, machine, case.layout, moving=moves) for moves in (True, False))
     for window in case.spec.windows:
-        cut = chunks.cut(case.lengths, case.layout.chunk)
-        made = lists(case.spec, case.layout, case.layout.coord(0), cut, formats_of(PRECISION).compute_bytes, 1, window)
-        moving, still = (ChunkSeconds(case.spec, case.layout, machine, cost, False, moving=moves, window=window) for moves in (True, False))
+        made = moving.lists(chunks.cut(case.lengths, case.layout.chunk), window)
         for turn in ("forward", "backward"):
-            exposed_s += max(moving.turn(made, turn)) - max(still.turn(made, turn))
+            exposed_s += max(moving.turn(case.lengths, turn, window)) - max(still.turn(case.lengths, turn, window))
             ways = {"fetch": "to_device", "store": "to_host"}
             moves = [(event.kind, event.bytes) for event in made.of[turn] if event.kind in ways]
             copied_s += sum(float(machine.copy_s(f"{ways[kind]} pinned both", size, beyond=True)) for kind, size in moves)

@@ -8,7 +8,7 @@ from longshift.cluster.cluster import Cluster
 from longshift.config import Config
 from longshift.explained import shape_of
 from longshift.simulate.clock import Clock, StepTime, in_visiting_order
-from longshift.simulate.cost import Cost, habits, sizes
+from longshift.simulate.cost import Cost, habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import arithmetic
 from longshift.weigh.needs import StepShape
@@ -31,7 +31,7 @@ class RunForecast:
         cluster = on_cluster(cluster, config.world, config.train.precision)
         self.shape = shape or shape_of(config, cluster.devices_per_node, cluster)
         habit = habits(config.train.compile, config.train.precision, cluster.device)
-        cost = Cost(sizes(config.spec), rates(cluster, config.train.precision), habit)
+        cost = Cost(config.spec, rates(cluster, config.train.precision), habit)
         self.clock = Clock(self.shape, cluster, cost, config.train.precision)
 
     def step(self, lengths: Sequence[int]) -> StepTime:

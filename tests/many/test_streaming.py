@@ -19,8 +19,7 @@ from longshift.dist.world import World
 from longshift.documents.batch import StepBatch
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
-from longshift.schedule.chunk_times import dependencies
-from longshift.schedule.chunks import Event
+from longshift.schedule.chunks import Event, dependencies
 from longshift.spec.formats import PrecisionName
 from longshift.state.home import Home
 from longshift.step.chunked import ChunkedPacks, ChunkPlayer

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshift.schedule.chunk_times import LANES, dependencies, timeline
-from longshift.schedule.chunks import Buffer, Event, Policy, Sizes, alone, backward, cut, forward, reach
+from longshift.schedule.chunks import LANES, Buffer, Event, Policy, Sizes, alone, backward, cut, dependencies, forward, reach
+from longshift.simulate.chunk_clock import timeline
 
 NAMES = ["x", "y", "q", "kv", "o", "dy", "dx", "do", "dq", "dkv", "dr", "qkv", "graph", "exchange", "dqkv", "o_tokens", "do_tokens"]
 SEEDS = st.integers(0, 10**6)
@@ -431,17 +431,19 @@ def test_a_fetch_moves_up_by_as_many_operations_as_asked_unless_what_it_waits_fo
 def test_a_lane_does_one_thing_at_a_time_and_waits_for_what_it_needs(sees, policy, seed):
     chance, took = random.Random(seed), {}
     for events in both(sees, policy):
-        times = timeline(events, lambda event: took.setdefault((event.kind, *event.object, event.keys), float(chance.randint(0, 9))))
+        pieces = timeline(events, lambda event: took.setdefault((event.kind, *event.object, event.keys), float(chance.randint(0, 9))))
+        times = {piece.key: (piece.start, piece.end) for piece in pieces}
         ended, busy = dict.fromkeys(LANES, 0.0), 0.0
-        for event, (start, end), after in zip(events, times, dependencies(events), strict=True):
-            wanted = max((times[number][1] for number in after), default=0.0)
+        for number, (event, after) in enumerate(zip(events, dependencies(events), strict=True)):
+            wanted = max((times[other][1] for other in after), default=0.0)
             if event.kind not in LANES:
-                assert start == end == wanted
+                times[number] = wanted, wanted
                 continue
+            start, end = times[number]
             assert start == max(wanted, ended[event.kind])
             assert end - start == took[event.kind, *event.object, event.keys]
             ended[event.kind], busy = end, busy + end - start
-        assert max(ended.values()) == max((end for _, end in times), default=0.0) <= busy
+        assert max(ended.values()) == max((end for _, end in times.values()), default=0.0) <= busy
 
 
 @pytest.mark.parametrize("schedule", ["stream", "fpdt"])
@@ -453,7 +455,7 @@ def test_with_slow_operations_copies_of_pairs_show_only_where_no_fetch_is_ahead(
         """Copies a tenth of an operation that show, in copies."""
         lists = both((0,) * n, Policy(schedule, keep, "offload", ahead))
         busy = [sum(10.0 for event in events if event.kind == "compute") for events in lists]
-        ends = [max(end for _, end in timeline(events, lambda event: 10.0 if event.kind == "compute" else 1.0)) for events in lists]
+        ends = [max(piece.end for piece in timeline(events, lambda event: 10.0 if event.kind == "compute" else 1.0)) for events in lists]
         return [end - work for end, work in zip(ends, busy)]
 
     assert all(copies >= n * (n - 1) / 2 for copies in exposed(ahead=0))

@@ -636,7 +636,7 @@ def test_plan_plays_what_does_not_fit_with_smaller_packs():
 def test_plan_compares_anew_only_what_it_knows_more_of():
     """Later rounds of a search, where the ledger has said what more families need, find what they would find from the beginning."""
     at, asked = enumerate_layouts(LARGE, 8).meshes, tally(LARGE, *some_lengths(), 1 << 20, 1 << 15)
-    problem = Problem(LARGE, Cost(sizes(LARGE), rates(cluster("8xH100"), "bf16"), LONGSHIFT), FORMATS["bf16"], asked, 1 << 20, 70.0 * GIB)
+    problem = Problem(LARGE, Cost(LARGE, rates(cluster("8xH100"), "bf16"), LONGSHIFT), FORMATS["bf16"], asked, 1 << 20, 70.0 * GIB)
     known = first = compared(problem, at)
     fastest = np.argsort(first.seconds[:, -1])
     one, other = list(dict.fromkeys(tuple(int(getattr(at, name)[row]) for name in FAMILY) for row in fastest))[:2]

@@ -1,6 +1,6 @@
 """The chunk of a streamed layout, from what a machine does in how many seconds: the smallest power of two for which
 
-    transfers hide        the lists of a block, played by the simulator (`chunk_times.timeline`), take little longer than without transfers
+    transfers hide        the lists of a block, played by the simulator (`simulate.chunk_clock`), take little longer than without transfers
     kernels are efficient attention of a chunk to a chunk reaches nearly the best rate of any chunk
     it fits               on the device: what the ledger says of a whole step (`weigh.needs`)
 
@@ -9,19 +9,16 @@ no smaller than is needed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from longshift.cluster.cluster import Cluster, Heads, attention_flops
 from longshift.layout import legal
 from longshift.layout.heads import own_heads
 from longshift.layout.layout import Layout
-from longshift.schedule import chunks
-from longshift.schedule.streamed import lists
-from longshift.simulate.chunk_seconds import ChunkSeconds
-from longshift.simulate.cost import Cost, sizes
+from longshift.simulate.chunk_clock import ChunkClock
+from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
-from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
 
 SMALLEST = 256  # tokens
@@ -94,22 +91,15 @@ def _reason(one: Candidate, machine: Machine, why: str) -> str:
 
 
 def _hidden(spec: ModelSpec, layout: Layout, tokens: int, longest: int, machine: Machine) -> float:
-    """Seconds without transfers over seconds with them, on rank 0, which has no fewer heads than another."""
-    cut = chunks.cut([min(longest, MOST_CHUNKS * tokens)], tokens)
-    made = {
-        window: lists(spec, layout, layout.coord(0), cut, FORMATS[machine.dtype].compute_bytes, chunks.AHEAD, window)
-        for window in spec.windows
-    }
-
-    cost = Cost(sizes(spec), rates(machine.cluster, machine.dtype))
+    """Seconds of a block's forward and backward without transfers, over those with them. Each is until its last operation: stores go on
+    beside the next block."""
+    pack = [min(longest, MOST_CHUNKS * tokens)]
+    layout = replace(layout, chunk=tokens)
+    cost = Cost(spec, rates(machine.cluster, machine.dtype))
 
     def seconds(moving: bool) -> float:
-        """Of a block's forward and backward, each until its last operation: stores go on beside the next block."""
-        found = 0.0
-        for window, share in spec.windows.items():
-            rank = ChunkSeconds(spec, layout, machine.cluster, cost, machine.device_is_host, moving, window)
-            found += share * (rank.turn(made[window], "forward")[0] + rank.turn(made[window], "backward")[0])
-        return found
+        chunk_clock = ChunkClock(cost, machine.cluster, layout, moving)
+        return sum(share * chunk_clock.turn(pack, turn, window)[0] for window, share in spec.windows.items() for turn in DIRECTIONS)
 
     return seconds(moving=False) / seconds(moving=True)
 

@@ -16,7 +16,7 @@ from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device, 
 from longshift.planner.siblings import first_of_meshes, lower, siblings, smaller
 from longshift.planner.uneven import evened
 from longshift.simulate.clock import Clock, StepTime, in_visiting_order
-from longshift.simulate.cost import Cost, Habits, habits, sizes
+from longshift.simulate.cost import Cost, Habits, habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
@@ -122,7 +122,7 @@ class Replay:
         self.task, self.tell, self.told_s = task, tell, time.monotonic()
         self.formats = formats_of(task.precision, task.moments, task.packed, task.wire)
         self.transport = "nccl" if task.on_gpu else "gloo"
-        self.cost = Cost(sizes(task.spec), rates(task.cluster, task.precision), task.habits)
+        self.cost = Cost(task.spec, rates(task.cluster, task.precision), task.habits)
         self.links = links_of(task.cluster, task.cluster.devices_per_node, task.cluster.nodes)
         typical = [step for count in (1, STEPS) for step in task.lengths.typical(count, task.tokens_per_step)]
         self.typical = [tuple(step.tolist()) for step in typical]

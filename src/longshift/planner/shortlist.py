@@ -26,7 +26,7 @@ from longshift.planner.remedies import binding, remedies, too_large
 from longshift.planner.siblings import meshes
 from longshift.planner.streaming import Streamed, streamed
 from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_static, capacities, compared, families, survivors, take_shared
-from longshift.simulate.cost import LONGSHIFT, Cost, Habits, sizes
+from longshift.simulate.cost import LONGSHIFT, Cost, Habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
@@ -92,7 +92,7 @@ def shortlist(
     the smallest first. Raises UsageError.
     """
     lengths, counts = cut_at(np.asarray(lengths, np.int64), np.asarray(counts, np.int64), max_len)
-    cost = Cost(sizes(spec), rates(cluster, precision), habits)
+    cost = Cost(spec, rates(cluster, precision), habits)
     formats = formats_of(precision, moments, packed, wire)
     budget = float(cluster.device.memory_bytes if memory_bytes is None else memory_bytes)
     known = enumerate_layouts(spec, cluster.devices, fixed, formats.float8)

@@ -21,7 +21,7 @@ from longshift.planner.activations import choose as choose_activations
 from longshift.planner.chunk_size import Machine, choose, powers
 from longshift.profile.run import kept
 from longshift.simulate.clock import Clock, GroupPacks
-from longshift.simulate.cost import Cost, habits, sizes
+from longshift.simulate.cost import Cost, habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import arithmetic
 from longshift.weigh.many_chunks import full_pack
@@ -82,7 +82,7 @@ def _activations(config: Config, edge: Edge, device: torch.device, cluster: Clus
     spec, free, cpu = config.spec, FREE_SHARE * _memory(config, device), device.type == "cpu"
     dtype = arithmetic(config.train.precision)
     known = (cluster or preset("cpu" if cpu else "h100")).with_arithmetic(dtype)
-    cost = Cost(sizes(spec), rates(known, dtype), habits(config.train.compile, config.train.precision, known.device))
+    cost = Cost(spec, rates(known, dtype), habits(config.train.compile, config.train.precision, known.device))
     pack = tuple(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
 
     def seconds(way: Layout) -> float:

@@ -39,6 +39,7 @@ Kind = Literal["fetch", "compute", "send", "store", "free", "drop", "accumulate"
 MULTIPLYING_BACK = ("loss", "tail_back", "qkv_back")  # events that form gradients of weights by matmuls
 Buffer = tuple[str, int]  # an object's name, its chunk
 Sizes = Mapping[str, Sequence[int]]  # bytes of each chunk, by name
+LANES = {"fetch": "in", "compute": "compute", "send": "link", "store": "out"}  # kinds of events that go on at the same time
 
 AHEAD = 1  # operations before its first reader, at which an object's fetch begins
 
@@ -415,4 +416,29 @@ def _placed(events: Sequence[Event]) -> tuple[Event, ...]:
         found.append(same(event._replace(reads=reads, writes=writes, slots=same(tuple(slot[b] for b in buffers)))))
         if event.kind == "free":
             taken[event.name].discard(slot.pop(event.object))
+    return tuple(found)
+
+
+def dependencies(events: Sequence[Event]) -> tuple[tuple[int, ...], ...]:
+    """For each event the earlier ones that must have ended: who wrote what it reads, who last used what it writes. Places on the device
+    and objects in the tier count alike."""
+    writer: dict[tuple, int] = {}
+    readers: dict[tuple, list[int]] = {}
+    found = []
+    for number, event in enumerate(events):
+        places = [(buffer[0], slot) for buffer, slot in zip(event.reads + event.writes, event.slots)]
+        reads, writes = places[: len(event.reads)], places[len(event.reads) :]
+        if event.kind == "fetch":
+            reads = [*reads, ("tier", event.object)]
+        elif event.kind in ("store", "drop"):
+            writes = [*writes, ("tier", event.object)]
+        after = {writer[place] for place in reads if place in writer}
+        for place in writes:
+            after.update(readers.get(place, ()))
+            after.update([writer[place]] if place in writer else [])
+        for place in reads:
+            readers.setdefault(place, []).append(number)
+        for place in writes:
+            writer[place], readers[place] = number, []
+        found.append(tuple(sorted(after - {number})))
     return tuple(found)

@@ -22,6 +22,7 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -29,13 +30,12 @@ from longshift.cluster.cluster import Cluster
 from longshift.layout.layout import Coord, Layout, Tier
 from longshift.program.operations import AWAITED, LANES, Op
 from longshift.program.turns import Visit, visit_of
-from longshift.schedule import chunks
-from longshift.schedule.streamed import lists
-from longshift.simulate.chunk_seconds import ChunkSeconds
+from longshift.simulate.chunk_clock import ChunkClock
 from longshift.simulate.closed import packing_bytes, update_bytes
 from longshift.simulate.cost import Cost, Mesh, UnitKind, recompute_code
 from longshift.simulate.lanes import Begin, End, Timed, play
-from longshift.spec.formats import FORMATS, arithmetic
+from longshift.simulate.rates import tier_copy_s
+from longshift.spec.formats import arithmetic
 from longshift.switch.traffic import seconds_by_exchange
 from longshift.weigh.ledger import Ledger
 from longshift.weigh.needs import StepShape
@@ -163,7 +163,7 @@ class Clock:
     def packs_s(self, layout: Layout, packs: Sequence[tuple[int, ...]]) -> np.ndarray:
         """Seconds of a block's forward and backward on each pack."""
         if layout.chunk:
-            return np.array([sum(s for turn in ("forward", "backward") for _, s in self._chunked(layout, pack, turn)) for pack in packs])
+            return np.array([sum(self._chunked_s(layout, pack, turn) for turn in ("forward", "backward")) for pack in packs])
         tokens, pairs = (np.array([sum(of(pack or (1,))) for pack in packs], float) for of in (iter, self._pairs))
         mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
         works = [self.cost.turn("block", turn, "block", mesh, tokens, pairs, recompute_code(layout)) for turn in ("forward", "backward")]
@@ -177,7 +177,7 @@ class Clock:
         """Seconds of a turn of a unit on a pack, by lane, in a row; `blocks` of rows of a loss. The ring goes on under attention."""
         key = layout, pack, blocks, kind, turn, part
         if key not in self.turns:
-            self.turns[key] = self._chunked(layout, pack, turn) if layout.chunk else self._whole(*key)
+            self.turns[key] = [("compute", self._chunked_s(layout, pack, turn))] if layout.chunk else self._whole(*key)
         return self.turns[key]
 
     def _whole(self, layout: Layout, pack: tuple[int, ...], blocks: int, kind: UnitKind, turn: str, part: str) -> list[tuple[str, float]]:
@@ -191,15 +191,10 @@ class Clock:
         found = [("compute", computes - under), ("tp", float(work.tensor_s)), ("ulysses", float(work.ulysses_s))]
         return [*found, ("attention", under), ("ring", float(work.ring_s))]
 
-    def _chunked(self, layout: Layout, pack: tuple[int, ...], turn: str) -> list[tuple[str, float]]:
-        """Until the turn's last operation, or as long as its busiest lane is busy: the lanes of a turn are not those of the next."""
-        cut = chunks.cut(list(pack) or [1], layout.chunk)
-        seconds = 0.0
-        for window, share in self.spec.windows.items():
-            made = lists(self.spec, layout, layout.coord(0), cut, FORMATS[self.dtype].compute_bytes, self.shape.ahead, window)
-            timed = ChunkSeconds(self.spec, layout, self.cluster, self.cost, self.on_cpu, window=window)
-            seconds += share * max(timed.turn(made, turn))  # pyright: ignore[reportArgumentType]
-        return [("compute", seconds)]
+    def _chunked_s(self, layout: Layout, pack: tuple[int, ...], turn: str) -> float:
+        """Seconds of a turn of a unit of a chunked pack."""
+        chunk_clock = ChunkClock(self.cost, self.cluster, layout)
+        return chunk_clock.turn_s(pack or (1,), turn)  # pyright: ignore[reportArgumentType]
 
     def pass_s(self, moved_bytes: float) -> float:
         """Seconds of a pass over so many bytes."""
@@ -231,15 +226,6 @@ class Clock:
         """Whether two stages are on one node."""
         ranks = layout.world // layout.pp
         return abs(stage - peer) * ranks < self.per_node and stage * ranks // self.per_node == peer * ranks // self.per_node
-
-    def copy_s(self, tier: Tier, world: int, moved_bytes: int, way: str) -> float:
-        """Seconds of a copy between a device and a tier, "out" or "in", of each of `world` ranks. The ranks of a node share its disk."""
-        if not moved_bytes:
-            return 0.0
-        if tier == "host":
-            return float(self.cluster.copy_s("to_host pinned both" if way == "out" else "to_device pinned both", moved_bytes, beyond=True))
-        ranks = min(world, self.per_node)
-        return ranks * float(self.cluster.disk_s("write" if way == "out" else "read", moved_bytes, depth=1, mode="plain", beyond=True))
 
     def exchanges_s(self, visits: Sequence[Visit], op: Op) -> list[float]:
         """Seconds of every exchange of the switch that `op` belongs to, each on the busiest link of any rank."""
@@ -382,9 +368,9 @@ class _Stage:
         self.under_way.setdefault(ended, deque()).append(made.key)
         return made
 
-    def _copy_s(self, one: _Moved, way: str) -> float:
+    def _copy_s(self, one: _Moved, way: Literal["out", "in"]) -> float:
         tier = "disk" if one.op.kind in ("read", "write") else self.layout.offload
-        return self.clock.copy_s(tier, self.layout.world, one.moved, way)
+        return tier_copy_s(self.clock.cluster, tier, self.layout.world, one.moved, way)
 
     def _turn(self, op: Op) -> Iterator[Begin | End]:
         kind: UnitKind = "embeddings" if op.unit == 0 else "head" if op.unit > self.clock.spec.layers else "block"

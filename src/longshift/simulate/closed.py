@@ -13,12 +13,15 @@ What traffic is hidden under is the trainer's habit (`cost.Habits`), never a fit
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import numpy as np
 
 from longshift.cluster.cluster import Number
 from longshift.layout.loss_rows import rows_at_once
-from longshift.simulate.cost import RECOMPUTE, Cost, Mesh, Sizes, Work
+from longshift.simulate.cost import Habits, Mesh, Sizes, Work
+from longshift.simulate.rates import Rates
+from longshift.simulate.turn_calls import UnitKind
 from longshift.spec.formats import Format
 
 # In the order of a table. All are seconds that a step shows; what is hidden under computation is in Forecast.hidden.
@@ -41,6 +44,24 @@ def packing_bytes(formats: Format) -> float:
     """Bytes that it moves to unpack and to pack the moments of an owned weight: codes are read and written, values written once and read
     twice, for the largest of a block and for its codes."""
     return formats.moments * (2 * formats.moment_bytes + 3 * formats.home_bytes)
+
+
+class TurnCosts(Protocol):
+    """Work of turns: recorded from a model (`simulate.cost`), or another trainer's by formulas (`benchmarks/block_formulas.py`)."""
+
+    @property
+    def sizes(self) -> Sizes: ...
+    @property
+    def rates(self) -> Rates: ...
+    @property
+    def habits(self) -> Habits: ...
+    @property
+    def launch_s(self) -> Number: ...
+    def turn(
+        self, kind: UnitKind, turn: str, part: str, mesh: Mesh, tokens: Number, pairs: Number, recompute: int = 0, loss_blocks: Number = 1
+    ) -> Work: ...
+    def again(self, forward: Work, code: np.ndarray) -> Work: ...
+    def accumulated(self, mesh: Mesh, elements: Number, embeddings: bool = False) -> Work: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +109,7 @@ class Forecast:
         return sum((self.parts[name] for name in PARTS), np.zeros(()))
 
 
-def closed_form(cost: Cost, at: Candidates) -> Forecast:
+def closed_form(cost: TurnCosts, at: Candidates) -> Forecast:
     """Seconds of one step of each candidate."""
     pp, virtual, zero, micros = (np.asarray(value, dtype=float) for value in (at.pp, at.virtual, at.zero, at.micros))
     sizes, habits, launch_s, mesh = cost.sizes, cost.habits, cost.launch_s, Mesh(at.tp, at.ulysses, at.ring)
@@ -116,8 +137,12 @@ def closed_form(cost: Cost, at: Candidates) -> Forecast:
 
     table, rows = sizes.head_elements * sizes.head_trained, np.asarray(at.tokens) / (np.asarray(at.ulysses) * at.ring * at.tp)
     summed = cost.accumulated(mesh, table)
-    head = cost.head(mesh, at.tokens) + summed.times(np.ceil(rows / rows_at_once(rows, sizes.width, sizes.vocab)))
-    embeddings = cost.embeddings(mesh, at.tokens, False).times(2) + cost.accumulated(mesh, table, embeddings=True)
+    head = cost.turn("head", "loss", "", mesh, at.tokens, at.pairs) + summed.times(
+        np.ceil(rows / rows_at_once(rows, sizes.width, sizes.vocab))
+    )
+    embeddings = cost.accumulated(mesh, table, embeddings=True)
+    for turn in ("forward", "backward"):
+        embeddings = embeddings + cost.turn("embeddings", turn, "embed", mesh, at.tokens, at.pairs)
     ends = [np.maximum(work.device_s, work.kernels * launch_s) + work.tensor_s for work in (head, embeddings)]
     fewer = virtual * np.floor(sizes.layers / (pp * virtual)) - blocks  # of the last stage, which has the head
     ends_s = np.where(pp > 1, np.maximum(ends[1], ends[0] + fewer * block_s), ends[0] + ends[1])
@@ -188,19 +213,13 @@ def stalled_s(micros: Number, pp: Number, virtual: Number, forward_s: Number, ba
     return np.where((virtual > 1) & (left > 0), (pp - left) * (virtual - 1) / virtual * (backward_s + alone_s), 0.0)
 
 
-def _block(cost: Cost, mesh: Mesh, at: Candidates) -> tuple[Work, Work, Work]:
+def _block(cost: TurnCosts, mesh: Mesh, at: Candidates) -> tuple[Work, Work, Work]:
     """Work of a block: forward, computed again, backward."""
-    halves = ("attention half", "mlp half")
-    attention, mlp = (cost.forward(half, mesh, at.tokens, at.pairs) for half in halves)
-    backward = cost.backward(halves[0], mesh, at.tokens, at.pairs) + cost.backward(halves[1], mesh, at.tokens, at.pairs)
-    backward = backward + cost.accumulated(mesh, cost.sizes.block_elements * cost.sizes.trained)
+    given = mesh, at.tokens, at.pairs
+    forward, backward = (cost.turn("block", turn, "block", *given) for turn in ("forward", "backward"))
     code = np.asarray(at.recompute)
-    kept = np.asarray(cost.habits.full_attention) - 1
-    again = attention + mlp + Work(attention_s=attention.attention_s * kept, ring_s=attention.ring_s * kept)
-    again = again.times(code == RECOMPUTE.index("full"))
-    if np.any(code == RECOMPUTE.index("selective")):
-        again = again + cost.again_inside(mesh, at.tokens, at.pairs).times(code == RECOMPUTE.index("selective"))
-    return attention + mlp, again, backward
+    again = cost.again(forward, code)
+    return forward, again, backward + cost.accumulated(mesh, cost.sizes.block_elements * cost.sizes.trained)
 
 
 @dataclass(frozen=True)
@@ -215,7 +234,7 @@ class _Shown:
     free_s: np.ndarray
 
 
-def _turn(cost: Cost, mesh: Mesh, work: Work) -> _Shown:
+def _turn(cost: TurnCosts, mesh: Mesh, work: Work) -> _Shown:
     """A turn shows the longer of what its device does or waits for and of its launches. Ring traffic travels under attention; asynchronous
     tensor traffic, all but the first of tp pieces, under matmuls."""
     habits, tensor_s, ring_s = cost.habits, np.asarray(work.tensor_s), np.asarray(work.ring_s)
@@ -268,7 +287,7 @@ class _Shares:
         return gather_s, reduce_s
 
 
-def _held(cost: Cost, at: Candidates, blocks: np.ndarray) -> _Shares:
+def _held(cost: TurnCosts, at: Candidates, blocks: np.ndarray) -> _Shares:
     sizes, habits = cost.sizes, cost.habits
     ranks = np.asarray(at.dp) * at.ulysses * at.ring
     shard = np.where(np.asarray(habits.shard_group) > 0, np.minimum(habits.shard_group, ranks), ranks)
@@ -296,7 +315,7 @@ def _exposed(traffic_s: np.ndarray, window_s: np.ndarray, hidden: Number) -> np.
     return np.where(np.asarray(hidden) == 1, np.maximum(0.0, traffic_s - window_s), traffic_s)
 
 
-def _message_s(cost: Cost, at: Candidates) -> np.ndarray:
+def _message_s(cost: TurnCosts, at: Candidates) -> np.ndarray:
     """Seconds of one boundary activation to the next stage: each tensor-parallel rank sends its share through its own card, and gathers the
     others' where all of them need all (Megatron-LM's scatter-gather, arXiv 2104.04473)."""
     collective_s, per_node = cost.rates.collective_s, cost.rates.fabric.per_node

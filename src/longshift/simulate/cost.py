@@ -1,48 +1,31 @@
-"""Cost: what one turn of a unit takes on one rank, from the model's sizes, the mesh and the tokens; numbers or arrays that broadcast.
+"""Cost: seconds of one turn of a unit on one rank, from the kernels and collectives that it was recorded with.
 
-A turn is a list of operations: matmuls, attention, elementwise bytes, launches. Each takes the longer of its arithmetic and its memory
-traffic; a turn takes the longer of their sum and of its launches. On a CPU nothing hides a launch: its seconds are among the elementwise
-ones. What travels between ranks during a turn is said apart, so that who puts
-turns on lanes overlaps it as the runtime does.
-
-    forward    qkv [T, D, A+2B]  attention  o [T, A, D]   gate, up [T, D, F]  down [T, F, D]     each 1/tp, T of one rank of u and ring
-    backward   each matmul twice: its input's gradient and its weight's; attention 2.5 times
-
-Letters: T tokens, D model width, A query heads * head width, B key/value heads * head width, F feed-forward width, V vocabulary.
+A kernel takes the longer of its arithmetic and its memory traffic; a turn takes the longer of the
+sum of its kernels and of its launches. On a CPU nothing hides a launch: its seconds are among the
+elementwise ones. What travels between ranks during a turn is said apart, so that who puts turns on
+lanes overlaps it as the runtime does. Numbers or arrays of meshes, tokens and pairs that broadcast.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from longshift.cluster.cluster import Device, Number
 from longshift.layout.blocks import BLOCK
-from longshift.layout.layout import Layout
+from longshift.layout.layout import MOST_RANKS, Layout
 from longshift.model.kernel_calls import EVEN, LONG
-from longshift.simulate.rates import Rates
+from longshift.simulate.rates import CUDNN_BACKEND, Rates
+from longshift.simulate.turn_calls import AXES, TurnCalls, TurnKind, UnitKind, exact_calls, turn_calls
 from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
 from longshift.weigh.coding import gradient_passes, weight_passes
-
-Seam = Literal["qkv", "tail", "qkv_back", "tail_back"]
-Half = Literal["attention half", "mlp half"]
-UnitKind = Literal["embeddings", "block", "head"]
+from longshift.weigh.recorder import AttentionCall, DeviceCall, Transport
+from longshift.weigh.turn_profile import Part, Phase
 
 RECOMPUTE = ("none", "selective", "full")  # codes: positions here
-
-# Elements read and written by the elementwise operations of a block's forward, as multiples of D, A and F a token: norms (read, write and
-# a float32 copy), residual sums (two reads, a write), rotary angles and head layouts, activation and gate. Compiled: fused into one kernel
-# between two matmuls. `norm`: of D, a norm beyond a block's two; of A + B, norms of queries and keys. Backward: read the input again and
-# write its gradient.
-EAGER = {"wide": 14.0, "inner": 8.0, "gated": 5.0, "plain": 3.0, "norm": 4.0}
-COMPILED = {"wide": 9.0, "inner": 5.0, "gated": 3.0, "plain": 2.0, "norm": 2.0}
-BACKWARD = 1.6
-# Bytes a score of unfused attention: the product's write, masked softmax, dropout with its mask, the product's read; and their gradients.
-SCORE_BYTES = {"forward": 13.0, "backward": 18.0}
-LOGIT_FUSED_BYTES = 8.0  # the product, read for its maxima, its sums of exponentials and its gradient, which is written
-LOGIT_BYTES = 26.0  # bf16 product, float32 copy, log-softmax, its gradient in float32 and bf16: reads and writes, forward and backward
 # Gains of FlashAttention-3, and of the kernels of cuDNN and Transformer Engine from Hopper on, over FlashAttention-2, for long sequences
 # (FlashAttention-3, arXiv 2407.08608: 1.5 to 2.0 forward, 1.5 to 1.75 backward on H100).
 FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
@@ -50,17 +33,21 @@ FLASH3 = {"forward_gain": 2.0, "backward_gain": 1.75}
 # by the kernel of short documents; adding up the parts is included. Documents of 10,000, 17,000 and 33,000 tokens went 1.43, 1.51 and 1.68
 # times as fast by both kernels as by that one on an H100, whole ones some 1.8 times (benchmarks/results/gpu_kernels.json).
 REST = 1.9
-KERNELS = {"eager": 30.0, "compiled": 14.0, "unfused": 5.0}  # launches of a block's forward; backward twice as many
-# Of each norm beyond a block's two: a block of Qwen3, with norms of queries and of keys, has 174 operations both ways, of Llama 126.
-NORM_KERNELS = {"eager": 8.0, "compiled": 3.0}
-EMBEDDINGS_KERNELS, HEAD_KERNELS = 6.0, 20.0  # of a turn
-# Elements of the compute format read and written, and launches, where a factor of a matmul is rounded (`model.float8`): largest
-# magnitudes are a read, division, cast, copy and product each a read and a write, of which two are of a code.
-ROUNDED, ROUNDED_KERNELS = 8.0, 10.0
-# The same where codes are made in one kernel, and how many times as fast codes are multiplied as bf16: on an H100 8192 x 4096 elements take
-# 36 us, and products of 8192 tokens with weights of Llama 3 8B's MLP 0.75 ms and 1.21 to 1.23 ms, with one of 4096 x 4096 0.27 and 0.37
-# (benchmarks/results/gpu_first_day.json).
+# Where factors of a matmul are multiplied as codes: elements of the compute format that making the codes in one kernel reads and writes,
+# and how many times as fast codes are multiplied as bf16. On an H100 8192 x 4096 elements take 36 us, and products of 8192 tokens with
+# weights of Llama 3 8B's MLP 0.75 ms and 1.21 to 1.23 ms, with one of 4096 x 4096 0.27 and 0.37 (benchmarks/results/gpu_first_day.json).
 CODED, CODED_KERNELS, CODES_GAIN = 1.5, 2.0, 1.6
+# Bytes over those that were recorded, of memory passes, by transport: those that broadcast or mix formats have half of the bytes/s of a
+# plain one. On GPUs such that steps of two layers of Llama 3 8B, not compiled and compiled, take what a profile of their H100 or H200 says
+# (benchmarks/results/gpu_kernels.json; 0.97 to 1.05 of it). On a CPU an exponential is more than a pass.
+PASSES = {"nccl": 1.4, "gloo": 1.5}
+FUSED_PASSES = {"nccl": 1.5, "gloo": 1.5}
+# Seconds of Longshift's matmuls over those that a preset says, whose constants are fitted to steps of other trainers: of 20 steps on an
+# H100 and an H200 that were compared with presets (benchmarks/results/gpu_first_day.json; then 0.89 to 1.0 of what is said).
+OF_PRESETS = 0.87
+# Seconds of a launch, with what Longshift's Python does for it, over those of published trainers: a visit of Qwen3 0.6B with a pack of 667
+# tokens, 28 blocks of 128 kernels, took 0.14 s on an H200, not compiled (benchmarks/results/gpu_auto.json).
+LAUNCHES = 4.0
 HOPPER, CUDNN = re.compile(r"\bG?H(20|100|200|800)\b"), re.compile(r"\b(G?H(20|100|200|800)|G?B[123]00)\b")  # names of devices
 
 
@@ -68,8 +55,7 @@ HOPPER, CUDNN = re.compile(r"\bG?H(20|100|200|800)\b"), re.compile(r"\b(G?H(20|1
 class Habits:
     """What a trainer does: 1 or 0, shares, or arrays of them.
 
-    flash                attention in one kernel, else scores go through memory
-    compiled             elementwise operations between two matmuls are one kernel
+    compiled             elementwise operations of norms, rotary embedding, gates and the loss are one kernel each
     sequence_parallel    tensor-parallel ranks share the tokens of norms and residuals
     tensor_hidden        tensor traffic travels under the matmuls that make it (asynchronous tensor parallelism)
     gather_hidden        weights are gathered one unit ahead, else before each
@@ -82,19 +68,13 @@ class Habits:
                          format than it is kept in; then gradients go by an all-to-all
     accumulated          gradients of matmuls are added to their sum in a pass of its own, else where they are made
     embeddings_accumulated    gradients of embeddings are
-    selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
-    full_attention       share of attention that recompute full computes again
-    forward_gain, backward_gain               times the speed of a preset's attention kernel, FlashAttention-2 (as in FLASH3)
     shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
-    rounded              matmuls of blocks round their factors to eight bits, but those that form gradients of weights
-    codes                those factors are multiplied as codes (`model.float8`)
+    rounded              matmuls of blocks take factors of eight bits
+    codes                those factors are multiplied as codes (`model.float8`), else rounded
     cudnn                on a preset, attention to documents and pieces of at least LONG tokens, or of whole multiples of EVEN, goes to
                          a kernel that is as much faster as FLASH3 says, but for what is left of EVEN (`model.cut`); a profile has its curve
-    fused_loss           cross entropy and its gradient are compiled
-    launches             seconds of a launch, with what this trainer does for it, over those of published trainers
     """
 
-    flash: Number = 1.0
     compiled: Number = 0.0
     sequence_parallel: Number = 1.0
     tensor_hidden: Number = 0.0
@@ -109,41 +89,35 @@ class Habits:
     reduce_coded: Number = 0.0
     accumulated: Number = 0.0
     embeddings_accumulated: Number = 0.0
-    selective_matmuls: Number = 0.0
-    selective_attention: Number = 1.0
-    full_attention: Number = 0.0
-    forward_gain: Number = 1.0
-    backward_gain: Number = 1.0
     shard_group: Number = 0.0
     rounded: Number = 0.0
     codes: Number = 0.0
     cudnn: Number = 0.0
-    fused_loss: Number = 0.0
-    launches: Number = 1.0
 
 
 # Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
 # Receives are posted one event ahead and sends are awaited pp events later (`program.turns`), so messages travel beside computation.
-# Gradients of matmuls are added to their sums as they are formed, where the machine can. `launches` is fitted to one visit: a pack of 667
-# tokens through Qwen3 0.6B, 28 blocks of 138 launches by the counts here, took 0.14 s on an H200, not compiled
-# (benchmarks/results/gpu_auto.json).
-LONGSHIFT = Habits(messages_hidden=1.0, embeddings_accumulated=1.0, launches=3.75)
+# Gradients of matmuls are added to their sums as they are formed, where the machine can.
+LONGSHIFT = Habits(messages_hidden=1.0, embeddings_accumulated=1.0)
 
 
 def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -> Habits:  # noqa: B008  (frozen)
     """Longshift's, with `train.compile` or without, in this precision on this device, with these formats on the wire."""
     weight_bytes, sum_bytes = FORMATS[precision].compute_bytes, FORMATS[precision].home_bytes
-    gathered = wire.bytes_of("weights", weight_bytes) / weight_bytes
-    reduced = wire.bytes_of("gradients", sum_bytes) / sum_bytes
-    inside = adds_inside(weight_bytes, sum_bytes, device.kind == "cuda")
-    coded = {
-        "gather_coded": float(weight_passes(wire, weight_bytes, sum_bytes)[1]),  # what is sent is a share of what is taken
-        "reduce_coded": float(sum(gradient_passes(wire, sum_bytes))),
-    }
-    rounded, cudnn = float(FORMATS[precision].float8), float(weight_bytes == 2 and CUDNN.search(device.name) is not None)
-    kernels = {"rounded": rounded, "codes": rounded * (HOPPER.search(device.name) is not None), "cudnn": cudnn}
-    found = replace(LONGSHIFT, compiled=float(compile), fused_loss=float(compile), accumulated=float(not inside), **kernels)
-    return replace(found, gathered=gathered, reduced=reduced, **coded)
+    is_hopper, has_cudnn = HOPPER.search(device.name) is not None, CUDNN.search(device.name) is not None
+    rounded = float(FORMATS[precision].float8)
+    return replace(
+        LONGSHIFT,
+        compiled=float(compile),
+        accumulated=float(not adds_inside(weight_bytes, sum_bytes, device.kind == "cuda")),
+        rounded=rounded,
+        codes=rounded * is_hopper,
+        cudnn=float(weight_bytes == 2 and has_cudnn),
+        gathered=wire.bytes_of("weights", weight_bytes) / weight_bytes,
+        reduced=wire.bytes_of("gradients", sum_bytes) / sum_bytes,
+        gather_coded=float(weight_passes(wire, weight_bytes, sum_bytes)[1]),  # what is sent is a share of what is taken
+        reduce_coded=float(sum(gradient_passes(wire, sum_bytes))),
+    )
 
 
 @dataclass(frozen=True)
@@ -176,6 +150,7 @@ class Sizes:
         return self.width * self.vocab
 
 
+@lru_cache(maxsize=64)
 def sizes(spec: ModelSpec) -> Sizes:
     """Sizes of a model."""
     inner, keys = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
@@ -197,6 +172,17 @@ class Mesh:
     tp: Number = 1
     ulysses: Number = 1
     ring: Number = 1
+
+    @cached_property
+    def distinct(self) -> tuple[list[tuple[int, int, int]], np.ndarray | int]:
+        """The different meshes among these, and which of them each is."""
+        columns = np.broadcast_arrays(self.tp, self.ulysses, self.ring)
+        if columns[0].ndim == 0:
+            return [(int(columns[0]), int(columns[1]), int(columns[2]))], 0
+        tp, ulysses, ring = (column.astype(np.int64) for column in columns)
+        codes, index = np.unique((tp * MOST_RANKS + ulysses) * MOST_RANKS + ring, return_inverse=True)
+        pairs = [divmod(int(code), MOST_RANKS) for code in codes]
+        return [(*divmod(pair, MOST_RANKS), ring) for pair, ring in pairs], index.reshape(columns[0].shape)
 
 
 def recompute_code(layout: Layout) -> int:
@@ -239,16 +225,30 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of turns of one model on one kind of device under one trainer's habits."""
+    """Work of turns of one model on one kind of device under Longshift's habits."""
 
-    sizes: Sizes
+    spec: ModelSpec
     rates: Rates
     habits: Habits = LONGSHIFT
 
     @property
+    def transport(self) -> Transport:
+        """Gloo stands for CPUs, on which nothing hides a launch."""
+        return "gloo" if self.rates.dispatch_s else "nccl"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether factors of eight bits are rounded, and multiplied as what they stand for."""
+        return self.habits.rounded == 1 and self.habits.codes == 0
+
+    @property
+    def sizes(self) -> Sizes:
+        return sizes(self.spec)
+
+    @property
     def launch_s(self) -> Number:
-        """Seconds of a launch."""
-        return self.rates.launch_s * self.habits.launches
+        """Seconds of a launch, with what Longshift does for it."""
+        return self.rates.launch_s * LAUNCHES
 
     def turn(
         self,
@@ -258,120 +258,152 @@ class Cost:
         mesh: Mesh,
         tokens: Number,
         pairs: Number,
-        recompute: Number = 0,
+        recompute: int = 0,
         loss_blocks: Number = 1,
     ) -> Work:
         """Work of a `compute` operation of `program.operations`, by its turn and part: on a pack of so many `tokens` with so many causal
         `pairs` (sum of n^2/2 over documents), both over all ranks that share it. A loss turn has 1/`loss_blocks` of the tokens.
         `recompute`: a code of RECOMPUTE."""
-        if kind == "embeddings":
-            return self.embeddings(mesh, tokens, turn == "backward")
+        # A forward that is computed again has the kernels of one that keeps nothing, which is recorded alone.
+        phases: dict[str, Phase] = {"backward": "backward", "forward": "forward"}
+        parts: dict[UnitKind, Part] = {"embeddings": "embed", "head": "block"}
+        is_selective = kind == "block" and recompute == RECOMPUTE.index("selective")
+        recorded = self._recorded(mesh, kind, parts.get(kind, part), phases.get(turn, "pass"), is_selective)  # pyright: ignore[reportArgumentType]
         if kind == "head":
-            return self.head(mesh, np.asarray(tokens) / loss_blocks)
-        halves: tuple[Half, ...] = ("attention half", "mlp half") if part not in ("attention half", "mlp half") else (part,)
-        found = Work()
-        for half in halves:
-            if turn == "backward":
-                found = found + self.backward(half, mesh, tokens, pairs)
-                if half == "attention half":
-                    found = found + self.again_inside(mesh, tokens, pairs).times(np.asarray(recompute) == RECOMPUTE.index("selective"))
-            else:
-                found = found + self.forward(half, mesh, tokens, pairs, attends=not (turn == "again" and part == "block with output"))
-        return found
+            tokens = np.asarray(tokens) / loss_blocks
+        index = mesh.distinct[1]
+        attention_s = [self._attention_s(recorded, index, tokens, pairs, backward) for backward in (False, True)]
+        return replace(self._work(recorded, index, tokens, kind == "block"), attention_s=sum(attention_s, np.zeros(())))
 
-    def forward(self, half: Half, mesh: Mesh, tokens: Number, pairs: Number, attends: bool = True) -> Work:
-        """Of half a block, forward. `attends` False: all but attention itself."""
-        s, rows = self.sizes, _rows(mesh, tokens)
-        tensor_s = self._tensor_s(mesh, rows)
-        if half == "mlp half":
-            matmul_s = self._linear_s(mesh, rows, s.width, (1 + s.gated) * s.ffn / mesh.tp, 1 + s.gated)
-            matmul_s = matmul_s + self._linear_s(mesh, rows, s.ffn / mesh.tp, s.width)
-            return Work(matmul_s, 0.0, self._elementwise_s(mesh, rows, half), self._kernels(mesh, half), tensor_s)
-        matmul_s = self._linear_s(mesh, rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp, 3)
-        matmul_s = matmul_s + self._linear_s(mesh, rows, s.inner / mesh.tp, s.width)
-        attention_s = self.attention_s(mesh, tokens, pairs, False) if attends else 0.0
-        ring_s = self._ring_s(mesh, tokens, False) if attends else 0.0
-        elementwise_s = self._elementwise_s(mesh, rows, half)
-        return Work(matmul_s, attention_s, elementwise_s, self._kernels(mesh, half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
+    def event(self, mesh: tuple[int, int, int], calls: Sequence[DeviceCall], is_block: bool) -> Work:
+        """Work of an event of a chunk, recorded with these calls. `is_block`: whether its matmuls are a block's, whose factors may have
+        eight bits."""
+        attention = [call for call in calls if isinstance(call, AttentionCall)]
+        recorded = [exact_calls(mesh, [call for call in calls if not isinstance(call, AttentionCall)])]
+        work = self._work(recorded, 0, 0.0, is_block)
+        attention_s = sum((self.piece_s(call) for call in attention), 0.0)
+        return replace(work, attention_s=attention_s, kernels=work.kernels + len(attention))
 
-    def backward(self, half: Half, mesh: Mesh, tokens: Number, pairs: Number) -> Work:
-        """Of half a block, backward: gradients of inputs and of weights."""
-        s, rows = self.sizes, _rows(mesh, tokens)
-        elementwise_s, tensor_s = BACKWARD * self._elementwise_s(mesh, rows, half), self._tensor_s(mesh, rows)
-        if half == "mlp half":
-            matmul_s = self._linear_back_s(mesh, rows, s.width, (1 + s.gated) * s.ffn / mesh.tp)
-            matmul_s = matmul_s + self._linear_back_s(mesh, rows, s.ffn / mesh.tp, s.width)
-            return Work(matmul_s, 0.0, elementwise_s, 2 * self._kernels(mesh, half), tensor_s)
-        matmul_s = self._linear_back_s(mesh, rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp)
-        matmul_s = matmul_s + self._linear_back_s(mesh, rows, s.inner / mesh.tp, s.width)
-        attention_s, ring_s = self.attention_s(mesh, tokens, pairs, True), self._ring_s(mesh, tokens, True)
-        return Work(matmul_s, attention_s, elementwise_s, 2 * self._kernels(mesh, half), tensor_s, self._ulysses_s(mesh, rows), ring_s)
+    def _recorded(self, mesh: Mesh, kind: UnitKind, part: Part, phase: Phase, is_selective: bool) -> list[TurnCalls]:
+        """The turn's calls on each of the different meshes."""
+        return [
+            turn_calls(
+                TurnKind(
+                    self.spec,
+                    degrees,
+                    kind,
+                    part,
+                    phase,
+                    is_selective,
+                    int(self.rates.element_bytes),
+                    self.transport,
+                    kind == "block" and self.rounds,
+                    self.habits.compiled == 1,
+                )
+            )
+            for degrees in mesh.distinct[0]
+        ]
 
-    def seam(self, name: Seam, mesh: Mesh, tokens: Number) -> Work:
-        """Of a seam of a block on a chunk, without attention: `qkv`, or `tail`, the output projection and the MLP. `tail_back` computes its
-        forward again. What a backward leaves on weights is added to their sum after each chunk."""
-        s, rows = self.sizes, _rows(mesh, tokens)
-        qkv, out = (rows, s.width, (s.inner + 2 * self._keys(mesh)) / mesh.tp), (rows, s.inner / mesh.tp, s.width)
-        norm = Work(0.0, 0.0, self._elementwise_s(mesh, rows, "attention half"), self._kernels(mesh, "attention half"))
-        travels = Work(tensor_s=self._tensor_s(mesh, rows) / 2)  # into a seam, or out of it
-        if name == "qkv":
-            return norm + travels + Work(self._linear_s(mesh, *qkv, 3))
-        if name == "qkv_back":
-            elements = s.width * (s.inner + 2 * s.keys) * s.trained
-            return norm.times(BACKWARD) + travels + Work(self._linear_back_s(mesh, *qkv)) + self.accumulated(mesh, elements)
-        tail = Work(self._linear_s(mesh, *out)) + travels + self.forward("mlp half", mesh, tokens, 0.0)
-        if name == "tail":
-            return tail
-        elements = (s.block_elements - s.width * (s.inner + 2 * s.keys)) * s.trained
-        back = Work(self._linear_back_s(mesh, *out)) + travels + self.backward("mlp half", mesh, tokens, 0.0)
-        return tail + back + self.accumulated(mesh, elements)
+    def _work(self, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: Number, is_block: bool) -> Work:
+        """All but attention."""
+        tokens = np.asarray(tokens, dtype=float)
+        matmul_s, coding_kernels = self._matmuls(recorded, index, tokens, is_block and self.habits.codes == 1)
+        pass_bytes = _value(_stack(recorded, "pass_bytes"), index, tokens)
+        kernels = _pick(np.array([calls.kernels for calls in recorded]), index) + coding_kernels
+        slowed = (FUSED_PASSES if self.habits.compiled == 1 else PASSES)[self.transport]
+        elementwise_s = self.rates.elementwise_s(slowed * pass_bytes)
+        elementwise_s = elementwise_s + kernels * self.rates.dispatch_s
+        traffic_s = [self._collectives_s(axis, recorded, index, tokens) for axis in AXES]
+        return Work(matmul_s, 0.0, elementwise_s, kernels, *traffic_s)
 
-    def again_inside(self, mesh: Mesh, tokens: Number, pairs: Number) -> Work:
-        """What recompute selective adds to a block's backward: attention, or where the habit says so, a share of the matmuls."""
-        whole = self.forward("attention half", mesh, tokens, pairs) + self.forward("mlp half", mesh, tokens, pairs)
-        share, attends = self.habits.selective_matmuls, self.habits.selective_attention
-        return Work(
-            whole.matmul_s * share, whole.attention_s * attends, whole.elementwise_s * (np.asarray(share) > 0), whole.kernels * share
+    def _matmuls(
+        self, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: np.ndarray, has_codes: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of all matmuls, with making their codes; and how many kernels make codes. Meshes of one model have as many matmuls, in
+        one order."""
+        counts, kinds = _stack(recorded, "counts"), _stack(recorded, "matmuls")
+        matmul_s, coded_elements, coding_kernels = np.zeros(()), np.zeros(()), np.zeros(())
+        for number in range(counts.shape[-1]):
+            batch, rows, inner, columns, sums_tokens = (_value(size, index, tokens) for size in np.moveaxis(kinds[:, number], 1, 0))
+            count, seconds = _pick(counts[:, number], index), self.rates.matmul_s(rows, inner, columns)
+            if has_codes:
+                has_code = (sums_tokens == 0) & (inner % BLOCK == 0) & (columns % BLOCK == 0)
+                seconds = np.where(has_code, seconds / CODES_GAIN, seconds)
+                coded_elements = coded_elements + count * np.where(has_code, rows * inner + inner * columns, 0.0)
+                coding_kernels = coding_kernels + count * np.where(has_code, 2 * CODED_KERNELS, 0.0)
+            matmul_s = matmul_s + count * batch * seconds
+        if self.rates.cluster is None:
+            matmul_s = matmul_s * OF_PRESETS
+        if has_codes:
+            matmul_s = matmul_s + self.rates.elementwise_s(CODED * coded_elements * self.rates.element_bytes)
+        return matmul_s, coding_kernels
+
+    def _collectives_s(self, axis: str, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: np.ndarray) -> np.ndarray:
+        """Seconds of the collectives along one axis, of which those of one kind are as large as their mean."""
+        degrees = np.array([calls.mesh for calls in recorded])
+        place = AXES.index(axis)
+        ranks, inside = _pick(degrees[:, place], index), _pick(np.prod(degrees[:, :place], axis=1), index)
+        per_node = np.maximum(1, self.rates.fabric.per_node / inside)
+        seconds = np.zeros(())
+        for key in {key: None for calls in recorded for key in calls.collectives if key[0] == axis}:
+            rows = np.array([calls.collectives.get(key, np.zeros(3)) for calls in recorded])
+            number = _pick(rows[:, 0], index)
+            size_bytes = _value(rows[:, 1:], index, tokens) / np.maximum(number, 1)
+            seconds = seconds + number * self.rates.collective_s(key[1], size_bytes, ranks, per_node)
+        return seconds
+
+    def _attention_s(
+        self, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: Number, pairs: Number, backward: bool
+    ) -> np.ndarray:
+        """Seconds of a pack's attention on this rank."""
+        attention = _stack(recorded, "attention")[:, int(backward)]
+        if not attention.any():
+            return np.zeros(())
+        calls, row_share, pair_share, heads = (_pick(attention[:, column], index) for column in range(4))
+        rows, seen, calls = row_share * tokens, pair_share * pairs, np.maximum(calls, 1)
+        flash_s = self.rates.attention_s(rows, seen, heads, float(attention[:, 4].max()), backward)
+        return flash_s / self.attention_gain(rows / calls, seen / calls, backward)
+
+    def piece_s(self, call: AttentionCall) -> float:
+        """Seconds of one call of attention, by the curve of its kind where there is one."""
+        rates, heads = self.rates, call.heads
+        if rates.cluster is None:
+            flash_s = rates.attention_s(call.rows, call.pairs, heads.query, heads.width, call.backward)
+            return float(flash_s / self.attention_gain(call.rows, call.pairs, call.backward))
+        has_cudnn = call.rows % EVEN == 0 or min(call.rows, call.keys) >= LONG
+        return float(
+            rates.cluster.attention_s(
+                call.rows,
+                call.keys,
+                heads,
+                rates.dtype,
+                "backward" if call.backward else "forward",
+                causal=call.pairs < call.rows * call.keys,
+                beyond=True,
+                without=None if has_cudnn else CUDNN_BACKEND,
+            )
         )
-
-    def attention_s(self, mesh: Mesh, tokens: Number, pairs: Number, backward: bool) -> np.ndarray:
-        """Seconds of a rank's attention: its heads of tp and Ulysses, its queries of the ring, in as many pieces as keys arrive in."""
-        s, h, r = self.sizes, self.habits, self.rates
-        heads = s.heads / (np.asarray(mesh.tp) * mesh.ulysses)
-        own_rows, own_pairs, width = np.asarray(tokens) / mesh.ring, np.asarray(pairs) / mesh.ring, s.inner / s.heads
-        flash_s = r.attention_s(own_rows * (1 + np.asarray(mesh.ring)) / 2, own_pairs, heads, width, backward)
-        pieces = np.where(np.asarray(mesh.ring) > 1, 2 * np.asarray(mesh.ring), 1)
-        flash_s = flash_s / self.attention_gain(np.asarray(tokens) / pieces, np.asarray(pairs) / pieces**2, backward)
-        if np.all(np.asarray(h.flash) == 1):
-            return flash_s
-        way = "backward" if backward else "forward"
-        flops = (8.0 if backward else 4.0) * heads * width * 2 * own_pairs
-        slowed = 1 + r.constants.ramp / width
-        unfused_s = flops * slowed / r.matmul_flops_per_s
-        unfused_s = unfused_s + heads * 2 * own_pairs * SCORE_BYTES[way] * r.constants.scores / r.memory_bytes_per_s
-        return np.where(np.asarray(h.flash) == 1, flash_s, unfused_s)
 
     def attention_gain(self, queries: Number, pairs: Number, backward: bool) -> np.ndarray:
         """Speed of attention over that of the kernel that short documents go to. `queries` see `pairs`: documents are 2 * pairs / queries
         long on average, weighed by their tokens; where that is more than the queries, they are a piece of one."""
-        s, h, r, way = self.sizes, self.habits, self.rates, "backward_gain" if backward else "forward_gain"
-        measured, least = r.cluster is not None, np.asarray(getattr(h, way), dtype=float)
+        rates, is_measured = self.rates, self.rates.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(queries, 1), 1.0)
         even = (np.asarray(queries) % EVEN == 0) & (length >= queries)
-        there = np.asarray(r.by_cudnn) if measured else np.asarray(h.cudnn) == 1
-        takes = there & (even | ((length >= LONG) & (np.asarray(queries) >= LONG)))
+        has_cudnn = rates.by_cudnn if is_measured else self.habits.cudnn == 1
+        takes = has_cudnn & (even | ((length >= LONG) & (np.asarray(queries) >= LONG)))
         if not np.any(takes):
-            return least
-        fast = r.cudnn_gain(length, s.inner / s.heads, backward) if measured else FLASH3[way]
+            return np.ones(())
+        gain = FLASH3["backward_gain" if backward else "forward_gain"]
+        fast = rates.cudnn_gain(length, self.spec.head_width, backward) if is_measured else gain
         rest = np.where(even, 0.0, np.minimum(1.0, EVEN / length))  # half of EVEN rows at the end, which see every key
-        return np.maximum(least, np.where(takes, 1 / (REST * rest + (1 - rest) / fast), 1.0))
+        return np.maximum(1.0, np.where(takes, 1 / (REST * rest + (1 - rest) / fast), 1.0))
 
-    def embeddings(self, mesh: Mesh, tokens: Number, backward: bool) -> Work:
-        """Of the embeddings' turn: rows read and written; tensor-parallel ranks sum what each found."""
-        rows = _rows(mesh, tokens)
-        moved_bytes = 4.0 * self.rates.element_bytes * rows * self.sizes.width
-        elementwise_s = self.rates.elementwise_s(moved_bytes) + EMBEDDINGS_KERNELS * self.rates.dispatch_s
-        return Work(0.0, 0.0, elementwise_s, EMBEDDINGS_KERNELS, self._tensor_s(mesh, rows) / 2)
+    def again(self, forward: Work, code: np.ndarray) -> Work:
+        """What a backward computes again of a block's `forward`: attention alone, or all but attention. `code`: of RECOMPUTE."""
+        attention = Work(attention_s=forward.attention_s, ring_s=forward.ring_s)
+        others = forward + attention.times(-1)
+        return attention.times(code == RECOMPUTE.index("selective")) + others.times(code == RECOMPUTE.index("full"))
 
     def accumulated(self, mesh: Mesh, elements: Number, embeddings: bool = False) -> Work:
         """Of adding the gradients of so many weights of matmuls, or of `embeddings`, to their sum: the gradient is read, the sum
@@ -380,108 +412,20 @@ class Cost:
         share = self.habits.embeddings_accumulated if embeddings else self.habits.accumulated
         return Work(elementwise_s=share * self.rates.elementwise_s(moved_bytes))
 
-    def head(self, mesh: Mesh, tokens: Number, learns: bool = True) -> Work:
-        """Of the head's turn on so many tokens: final norm, logits, cross entropy, and, where it `learns`, their backward."""
-        s, rows = self.sizes, _rows(mesh, tokens)
-        columns = s.vocab / np.asarray(mesh.tp)
-        matmul_s = self.rates.matmul_s(rows, s.width, columns)
-        matmul_s = matmul_s + (self._gradients_s(rows, s.width, columns, s.head_trained) if learns else 0.0)
-        of_logit = np.where(np.asarray(self.habits.fused_loss) == 1, LOGIT_FUSED_BYTES, LOGIT_BYTES * self.rates.constants.loss)
-        moved_bytes = rows * (columns * of_logit + 8.0 * s.width * self.rates.element_bytes)
-        elementwise_s = self.rates.elementwise_s(moved_bytes) + HEAD_KERNELS * self.rates.dispatch_s
-        return Work(matmul_s, 0.0, elementwise_s, HEAD_KERNELS, self._tensor_s(mesh, rows))
 
-    def _linear_s(self, mesh: Mesh, rows: Number, k: Number, n: Number, weights: Number = 1) -> np.ndarray:
-        """A block's matmul forward, of so many `weights` side by side, each of which rounds what it takes by itself."""
-        return self.rates.matmul_s(rows, k, n) / self._codes_gain(mesh) + self._rounded_s(mesh, weights * rows * k + k * n)
-
-    def _linear_back_s(self, mesh: Mesh, rows: Number, k: Number, n: Number) -> np.ndarray:
-        return self._gradients_s(rows, k, n, self.sizes.trained, self._codes_gain(mesh)) + self._rounded_s(mesh, rows * n + k * n)
-
-    def _codes_gain(self, mesh: Mesh) -> np.ndarray:
-        """Times the speed of a matmul of bf16."""
-        return np.where(self._by_codes(mesh), CODES_GAIN, 1.0)
-
-    def _by_codes(self, mesh: Mesh) -> np.ndarray:
-        """Whether all weights of a block have sides of whole blocks of a scale, and the device multiplies codes."""
-        s, tp = self.sizes, np.asarray(mesh.tp)
-        if not np.any(self.habits.codes):
-            return np.asarray(False)
-        whole = np.asarray(s.width) % BLOCK == 0
-        for side in (s.inner, self._keys(mesh), s.ffn):
-            whole = whole & (np.asarray(side) / tp % BLOCK == 0)
-        return whole & (np.asarray(self.habits.codes) == 1)
-
-    def _rounded_s(self, mesh: Mesh, elements: Number) -> np.ndarray:
-        if not np.any(self.habits.rounded):
-            return np.asarray(0.0)
-        each = np.where(self._by_codes(mesh), CODED, ROUNDED)
-        return self.habits.rounded * self.rates.elementwise_s(each * elements * self.rates.element_bytes)
-
-    def _gradients_s(self, rows: Number, k: Number, n: Number, trained: Number, gain: Number = 1.0) -> np.ndarray:
-        """Gradients of inputs, so many times as fast as matmuls are, and of the trained part of the weights."""
-        return self.rates.matmul_s(rows, n, k) / gain + self.rates.matmul_s(k, rows, n) * trained
-
-    def _keys(self, mesh: Mesh) -> Number:
-        """Key/value width over all tensor-parallel ranks: each has at least one head."""
-        return np.maximum(self.sizes.keys, self.sizes.inner / self.sizes.heads * np.asarray(mesh.tp))
-
-    def _elementwise_s(self, mesh: Mesh, rows: Number, half: Half) -> np.ndarray:
-        s, h, c = self.sizes, self.habits, self.rates.constants
-        wide_ranks = np.where(np.asarray(h.sequence_parallel) == 1, mesh.tp, 1)
-
-        def elements(passes: dict[str, float]) -> Number:
-            wide = (passes["wide"] / 2 + passes["norm"] * (s.norms / 2 - 1)) * s.width / wide_ranks
-            if half == "attention half":
-                return wide + (passes["inner"] / 2 + passes["norm"] * s.head_norms) * (s.inner + s.keys) / mesh.tp
-            return wide + (s.gated * passes["gated"] + (1 - s.gated) * passes["plain"]) * s.ffn / mesh.tp
-
-        moved = np.where(np.asarray(h.compiled) == 1, c.compiled * elements(COMPILED), c.eager * elements(EAGER))
-        return self.rates.elementwise_s(moved * rows * self.rates.element_bytes) + self._kernels(mesh, half) * self.rates.dispatch_s
-
-    def _kernels(self, mesh: Mesh, half: Half) -> Number:
-        h, s = self.habits, self.sizes
-
-        def kernels(of: dict[str, float]) -> np.ndarray:
-            return np.where(np.asarray(h.compiled) == 1, of["compiled"], of["eager"])
-
-        launches = np.where(self._by_codes(mesh), CODED_KERNELS, ROUNDED_KERNELS) * 2
-        found = kernels(KERNELS) / 2 + h.rounded * launches * (4 if half == "attention half" else 2 + s.gated)
-        norms = s.norms / 2 - 1 + (2 * s.head_norms if half == "attention half" else 0)
-        return found + norms * kernels(NORM_KERNELS) + ((1 - np.asarray(h.flash)) * KERNELS["unfused"] if half == "attention half" else 0)
-
-    def _tensor_s(self, mesh: Mesh, rows: Number) -> np.ndarray:
-        """An all-gather and a reduce-scatter, or an all-reduce, of a residual stream."""
-        size_bytes, per_node = rows * self.sizes.width * self.rates.element_bytes, self.rates.fabric.per_node
-        split = 2 * self.rates.collective_s("all_gather", size_bytes, mesh.tp, per_node)
-        if np.all(np.asarray(self.habits.sequence_parallel) == 1):
-            return split
-        whole = self.rates.collective_s("all_reduce", size_bytes, mesh.tp, per_node)
-        return np.where(np.asarray(self.habits.sequence_parallel) == 1, split, whole)
-
-    def _ulysses_s(self, mesh: Mesh, rows: Number) -> np.ndarray:
-        """All-to-alls of queries, keys, values and outputs of `parallel.ulysses`, and what is copied before and after each."""
-        if np.all(np.asarray(mesh.ulysses) == 1):
-            return np.zeros(())
-        per_node, found = np.maximum(1, self.rates.fabric.per_node / np.asarray(mesh.tp)), np.zeros(())
-        for copies, elements in ((3, self.sizes.inner + 2 * self._keys(mesh)), (2, self.sizes.inner)):  # to heads, to tokens
-            size_bytes = rows * elements / mesh.tp * self.rates.element_bytes
-            copied_s = np.where(np.asarray(mesh.ulysses) > 1, self.rates.elementwise_s(2 * copies * size_bytes), 0.0)
-            found = found + copied_s + self.rates.collective_s("all_to_all", size_bytes, mesh.ulysses, per_node)
-        return found
-
-    def _ring_s(self, mesh: Mesh, tokens: Number, backward: bool) -> np.ndarray:
-        """Keys and values round the ring; backward their gradients in float32 behind them: bytes as in `parallel.ring`."""
-        if np.all(np.asarray(mesh.ring) == 1):
-            return np.zeros(())
-        inside = np.asarray(mesh.tp) * mesh.ulysses
-        elements = 2 * np.asarray(tokens) / mesh.ring * self._keys(mesh) / inside
-        per_node = np.maximum(1, self.rates.fabric.per_node / inside)
-        hops = np.asarray(mesh.ring) - 1
-        found = hops * self.rates.collective_s("send", elements * self.rates.element_bytes, mesh.ring, per_node)
-        return found + mesh.ring * self.rates.collective_s("send", elements * 4, mesh.ring, per_node) if backward else found
+def _stack(recorded: Sequence[TurnCalls], name: str) -> np.ndarray:
+    """A field of the calls of each mesh, in one array; matmuls that a mesh has not are none."""
+    arrays = [getattr(calls, name) for calls in recorded]
+    length = max(len(array) for array in arrays)
+    return np.stack([np.concatenate((array, np.zeros((length - len(array), *array.shape[1:])))) for array in arrays])
 
 
-def _rows(mesh: Mesh, tokens: Number) -> np.ndarray:
-    """Tokens of a rank in linear layers."""
-    return np.asarray(tokens, dtype=float) / (np.asarray(mesh.ulysses) * mesh.ring)
+def _pick(values: np.ndarray, index: np.ndarray | int) -> Number:
+    """The value of each mesh, [meshes] by index; a number where all are equal."""
+    return values[0] if (values == values[0]).all() else values[index]
+
+
+def _value(sizes: np.ndarray, index: np.ndarray | int, tokens: np.ndarray) -> Number:
+    """Sizes [meshes, (constant, slope)] at these tokens."""
+    constant, slope = _pick(sizes[:, 0], index), sizes[:, 1]
+    return constant + _pick(slope, index) * tokens if slope.any() else constant

@@ -35,7 +35,7 @@ class Begin(NamedTuple):
 
 
 class End(NamedTuple):
-    """Waits until a piece of work has ended."""
+    """Waits until a piece of work has ended, which any rank may have begun, or will begin."""
 
     key: Hashable
 
@@ -54,7 +54,7 @@ class Timed(NamedTuple):
 class _Work:
     """A piece under way, or not yet. Mutable. `queues`: its lane of each rank that has begun it; `places`, `crowds`: resources of all of
     them; `share`: the largest of all parties'; `left`: seconds at full rate, as of `since`, the most of all parties'; `version`: of its
-    entry in the heap; `waiting`: ranks."""
+    entry in the heap."""
 
     begin: Begin
     parties: tuple[int, ...]
@@ -67,7 +67,6 @@ class _Work:
     since: float = 0.0
     rate: float = 1.0
     version: int = 0
-    waiting: list[int] = field(default_factory=list)
 
 
 def play(lists: Sequence[Sequence[Begin | End]], crowd: float = 0.0) -> list[Timed]:
@@ -100,6 +99,7 @@ class _Lanes:
         self.now = 0.0
         self.works: list[_Work | None] = [None] * len(numbers)
         self.ended = bytearray(len(numbers))
+        self.waiting: dict[int, list[int]] = {}  # ranks, by the piece that they wait for
         self.known: dict[tuple[int, tuple[str, ...]], list[int]] = {}  # resources of a rank by name
         self.lanes: dict[tuple[int, str], int] = {}
         self.places: dict[tuple[int, str], int] = {}
@@ -137,9 +137,7 @@ class _Lanes:
                 else:
                     self._begin(rank, number, action)
             elif not self.ended[number]:
-                work = self.works[number]
-                assert work is not None, f"{action.key} is awaited before it is begun"
-                work.waiting.append(rank)
+                self.waiting.setdefault(number, []).append(rank)
                 break
             at += 1
         self.next[rank] = at
@@ -207,7 +205,7 @@ class _Lanes:
                 following = self.works[queue[0]]
                 assert following is not None
                 self._start(queue[0], following)
-        for rank in work.waiting:
+        for rank in self.waiting.pop(number, ()):
             self.next[rank] += 1
             self._advance(rank)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from longshift.cluster.cluster import Cluster, Heads, Number
 from longshift.cluster.network import Fabric, collective_s, fabric
+from longshift.layout.layout import Tier
 from longshift.spec.formats import FORMATS, arithmetic
 
 TILE = (128, 256)  # rows and columns of an output tile: cuBLAS's and CUTLASS's largest common ones
@@ -228,3 +229,13 @@ def rates(cluster: Cluster, precision: str = "bf16", constants: Constants | None
         LATE_S if on_cpu else 0.0,
         (cluster.cores_share("node"), cluster.cores_share("network")) if on_cpu else None,
     )
+
+
+def tier_copy_s(cluster: Cluster, tier: Tier, ranks: int, moved_bytes: float, direction: Literal["out", "in"]) -> float:
+    """Seconds of a copy between a device and a tier outside it, of each of `ranks`. The ranks of a node share its disk."""
+    if not moved_bytes:
+        return 0.0
+    if tier == "host":
+        return float(cluster.copy_s("to_host pinned both" if direction == "out" else "to_device pinned both", moved_bytes, beyond=True))
+    sharers = min(ranks, cluster.devices_per_node)
+    return sharers * float(cluster.disk_s("write" if direction == "out" else "read", moved_bytes, depth=1, mode="plain", beyond=True))

@@ -27,7 +27,7 @@ from longshift.layout.placement import local_boxes, local_shape
 from longshift.model.chosen_kernel import kernels
 from longshift.model.cut import cut
 from longshift.model.decoder import Block, Head, MicroBatch, Unit, build_unit, rotary_table
-from longshift.model.functions import add_product
+from longshift.model.functions import WRITTEN_OUT, add_product
 from longshift.model.kernel_calls import EVEN, LONG
 from longshift.model.kernels import FLASH, FLASH_ON_CPU, Kernel
 from longshift.schedule.sequence import TokenOrder
@@ -46,7 +46,8 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by bytes
 @dataclass(frozen=True)
 class RankSetup:
     """A rank, and how it computes. `compute_bytes`: of an element of the compute format; `transport`: gloo with CPUs, NCCL with GPUs;
-    `float8`: whether matmuls of blocks take factors of eight bits."""
+    `float8`: whether matmuls of blocks take factors of eight bits; `compiled`: whether each function of `model.functions` is one
+    kernel, as `model.compiled` makes it, whose memory is that of functions that are not."""
 
     spec: ModelSpec
     layout: Layout
@@ -54,6 +55,7 @@ class RankSetup:
     compute_bytes: int
     transport: Transport = "gloo"
     float8: bool = False
+    compiled: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,7 +143,8 @@ class RankPlayer:
     def unit(self, unit: int) -> Unit:
         """The module of a unit with weights of this rank's shapes, and sums where matmuls add to them."""
         setup, spec = self.setup, self.setup.spec
-        module = build_unit(spec, unit, float8=setup.float8)
+        by = self.recorder.compiled(WRITTEN_OUT) if setup.compiled else WRITTEN_OUT
+        module = build_unit(spec, unit, by, setup.float8)
         wide = torch.promote_types(setup.dtype, torch.float32)
         adds = adds_inside(setup.compute_bytes, wide.itemsize, setup.transport == "nccl")
         summed = spec.multiplied[unit] if adds else ()

@@ -1,0 +1,111 @@
+"""Seconds of a chunked pack: the event lists of a unit, recorded event by event and played on lanes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from longshift.cluster.cluster import Cluster
+from longshift.layout.layout import Layout
+from longshift.schedule import chunks
+from longshift.schedule.chunks import LANES, Event, dependencies
+from longshift.schedule.sequence import Run
+from longshift.schedule.streamed import Lists, Turn, lists
+from longshift.simulate.cost import Cost
+from longshift.simulate.lanes import Begin, End, Timed, play
+from longshift.simulate.rates import tier_copy_s
+from longshift.weigh.chunk_profile import event_turn
+from longshift.weigh.turn_profile import RankSetup
+
+
+@dataclass(frozen=True)
+class ChunkClock:
+    """Times the events of a rank. `moving`: whether tiers take time."""
+
+    cost: Cost
+    cluster: Cluster
+    layout: Layout
+    moving: bool = True
+
+    def turn_s(self, pack: Sequence[int], turn: Turn) -> float:
+        """Seconds of a turn of a mean block, or of another unit, on a pack: until its last operation, or as long as its busiest lane is
+        busy. The lanes of a turn are not those of the next."""
+        total_s = 0.0
+        for window, share in self.cost.spec.windows.items():
+            until_s, busiest_s = self.turn(pack, turn, window)
+            total_s += share * max(until_s, busiest_s)
+        return total_s
+
+    def turn(self, pack: Sequence[int], turn: Turn, window: int | None) -> tuple[float, float]:
+        """Seconds of a turn of a unit until its last operation, and of its busiest lane, which many such units need each."""
+        cut = chunks.cut(list(pack), self.layout.chunk)
+        events = self.lists(cut, window)
+        pieces = timeline(events.of[turn], self._seconds(events, cut, window))
+        busy: dict[str, float] = {}
+        for piece in pieces:
+            busy[piece.lane] = busy.get(piece.lane, 0.0) + piece.end - piece.start
+        until = max((piece.end for piece in pieces if piece.lane in ("compute", "link")), default=0.0)
+        return until, max(busy.values(), default=0.0)
+
+    def lists(self, cut: Sequence[Sequence[Run]], window: int | None) -> Lists:
+        """Event lists of the first rank, which has no fewer heads than another."""
+        layout, element_bytes = self.layout, int(self.cost.rates.element_bytes)
+        return lists(self.cost.spec, layout, layout.coord(0), cut, element_bytes, chunks.AHEAD, window)
+
+    def _seconds(self, made: Lists, cut: Sequence[Sequence[Run]], window: int | None) -> Callable[[Event], float]:
+        """Seconds of events of these lists. Events of equal chunks, as far apart, take equally long."""
+        spec, cache = self.cost.spec, dict[tuple, float]()
+        block = next(number for number in range(1, spec.layers + 1) if spec.window(number) == window)
+
+        def seconds(event: Event) -> float:
+            if event.kind in ("fetch", "store"):
+                return self._copy_s(event)
+            is_attention = event.name.startswith("attend")
+            keys = made.orders[event.keys] if is_attention else event.keys if event.name in ("loss", "score") else None
+            distance = event.chunk - event.keys if is_attention and window else event.chunk == event.keys
+            key = event.name, made.orders[event.chunk], keys, distance, len(event.reads), len(event.writes)
+            if key not in cache:
+                cache[key] = self._compute_s(made, cut, event, block)
+            return cache[key]
+
+        return seconds
+
+    def _compute_s(self, made: Lists, cut: Sequence[Sequence[Run]], event: Event, block: int) -> float:
+        cost, rates = self.cost, self.cost.rates
+        layout = self.layout
+        setup = RankSetup(
+            spec=cost.spec,
+            layout=layout,
+            coord=layout.coord(0),
+            compute_bytes=int(rates.element_bytes),
+            transport=cost.transport,
+            float8=cost.rounds,
+            compiled=cost.habits.compiled == 1,
+        )
+        profile = event_turn(setup, made, cut, event, block)
+        is_block = event.name not in ("embed", "embed_back", "loss", "score")
+        work = cost.event((layout.tp, layout.ulysses, layout.ring), profile.calls, is_block)
+        seconds = float(work.exposed_s(cost.launch_s))
+        if profile.grads:  # gradients that the event leaves on weights are added to their sums after it
+            elements = profile.grads / rates.element_bytes
+            seconds += float(rates.elementwise_s(elements * (rates.element_bytes + 2 * cost.habits.gradient_bytes)))
+        return seconds
+
+    def _copy_s(self, event: Event) -> float:
+        """The disk is one for all ranks of a node; a CPU's host tier moves nothing."""
+        tier, cluster = self.layout.offload, self.cluster
+        if not self.moving or tier == "device" or (tier == "host" and cluster.device.kind == "cpu"):
+            return 0.0
+        return tier_copy_s(cluster, tier, self.layout.world, event.bytes, "in" if event.kind == "fetch" else "out")
+
+
+def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list[Timed]:
+    """The pieces of work of a list by number, on the lanes of `schedule.chunks.LANES`, each of which does one thing at a time, in the
+    list's order. What has no lane takes no time: who waits for it waits for what it waits for."""
+    after: list[tuple[int, ...]] = []
+    actions: Mapping[str, list[Begin | End]] = {lane: [] for lane in LANES.values()}
+    for number, (event, earlier) in enumerate(zip(events, dependencies(events))):
+        waits = {other for one in earlier for other in ((one,) if events[one].kind in LANES else after[one])}
+        after.append(tuple(sorted(waits)))
+        lane = LANES.get(event.kind)
+        if lane:
+            actions[lane] += [*map(End, after[number]), Begin(number, lane, seconds(event), ()), End(number)]
+    return sorted(play(list(actions.values())), key=lambda piece: piece.key)  # pyright: ignore[reportArgumentType, reportCallIssue]

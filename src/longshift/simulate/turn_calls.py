@@ -1,0 +1,215 @@
+"""Kernels and collectives of a turn as functions of the tokens of a pack.
+
+A turn is recorded once, on one document. Its number of tokens has a prime factor that no size of
+the model has: a tensor has tokens where the factor divides its size, and is as large as they are
+many; else it is as large whatever the pack. Attention's work is in pairs of tokens, which the
+lengths of a pack's documents tell; its share on this rank is that of the recorded document.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from longshift.layout.layout import Layout, Recompute
+from longshift.model.kernel_calls import EVEN
+from longshift.schedule.sequence import token_order
+from longshift.spec.model import ModelSpec
+from longshift.weigh.recorder import AttentionCall, Collective, DeviceCall, Matmul, MemoryPass, Transport
+from longshift.weigh.turn_profile import Part, Phase, RankSetup, loss_turn, unit_turn
+
+UnitKind = Literal["embeddings", "block", "head"]
+AXES = ("tp", "ulysses", "ring")
+
+
+class TurnKind(NamedTuple):
+    """Which turn of which model, on the first rank of a mesh of tp, Ulysses and ring. `selective`: recompute-selective."""
+
+    spec: ModelSpec
+    mesh: tuple[int, int, int]
+    unit: UnitKind
+    part: Part
+    phase: Phase
+    selective: bool
+    compute_bytes: int
+    transport: Transport
+    float8: bool
+    compiled: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TurnCalls:
+    """Calls of a turn, whose last dim is (constant, slope in tokens of the pack).
+
+    mesh         degrees of tp, Ulysses and ring
+    matmuls      float64 [kinds, 5, 2]    as `weigh.recorder.Matmul`
+    counts       float64 [kinds]          of matmuls of each kind
+    pass_bytes   float64 [2]              that all memory passes read and write
+    kernels      float64                  launches
+    attention    float64 [2, 5]           forward, backward: calls, rows per token of the pack, pairs per pair of
+                                          the pack, query heads, width
+    collectives  (axis, operation): float64 [3]      number, bytes of all (constant, slope)
+    """
+
+    mesh: tuple[int, int, int]
+    matmuls: np.ndarray
+    counts: np.ndarray
+    pass_bytes: np.ndarray
+    kernels: float
+    attention: np.ndarray
+    collectives: dict[tuple[str, str], np.ndarray]
+
+
+@lru_cache(maxsize=4096)
+def turn_calls(kind: TurnKind) -> TurnCalls:
+    """Calls of a turn of a mean block, or of another unit. Meshes whose turns differ in known numbers alone are not all recorded:
+
+    units    embeddings and head know no sequence parallelism: a rank's tokens are what counts
+    Ulysses  a rank has as many elements in its heads of all tokens as in all heads of its tokens, where no head is on two ranks
+    ring     every rank more is one step more, like the steps that a ring of four has and a ring of two has not
+    """
+    tp, ulysses, ring = kind.mesh
+    if kind.unit != "block" and ulysses * ring > 1:
+        return _on_mesh(turn_calls(kind._replace(mesh=(tp, 1, 1))), kind.mesh)
+    if ulysses > 2 and kind.spec.kv_heads % (tp * ulysses) == 0:
+        return _on_mesh(turn_calls(kind._replace(mesh=(tp, 2, ring))), kind.mesh)
+    if ring > 4:
+        two, four = (turn_calls(kind._replace(mesh=(tp, ulysses, few))) for few in (2, 4))
+        return _longer_ring(two, four, ring)
+    return _mean_calls(kind)
+
+
+def _on_mesh(calls: TurnCalls, mesh: tuple[int, int, int]) -> TurnCalls:
+    """The same for ranks with as many tokens each, on a mesh of more sequence-parallel ranks, among which heads are shared."""
+    attention = calls.attention.copy()
+    attention[:, 3] *= calls.mesh[1] / mesh[1]
+    fewer_tokens = np.array([1.0, calls.mesh[1] * calls.mesh[2] / (mesh[1] * mesh[2])])
+    return replace(
+        calls,
+        mesh=mesh,
+        matmuls=calls.matmuls * fewer_tokens,
+        pass_bytes=calls.pass_bytes * fewer_tokens,
+        attention=attention,
+        collectives={key: row * [1.0, *fewer_tokens] for key, row in calls.collectives.items()},
+    )
+
+
+def _longer_ring(two: TurnCalls, four: TurnCalls, ring: int) -> TurnCalls:
+    """Of a ring of more than four, from the calls of rings of two and four."""
+    steps = (ring - 2) / 2
+
+    def number(small: Any, large: Any) -> Any:
+        return small + (large - small) * steps
+
+    def per_token(small: Any, large: Any) -> Any:  # linear in the ring for as many tokens a rank
+        return number(2 * small, 4 * large) / ring
+
+    def affine(small: np.ndarray, large: np.ndarray) -> np.ndarray:
+        return np.stack((number(small[..., 0], large[..., 0]), per_token(small[..., 1], large[..., 1])), axis=-1)
+
+    attention = four.attention.copy()
+    attention[:, 0] = number(two.attention[:, 0], four.attention[:, 0])
+    attention[:, 1:3] = per_token(two.attention[:, 1:3], four.attention[:, 1:3])
+    collectives = {
+        key: np.array([number(two.collectives[key][0], row[0]), *affine(two.collectives[key][1:], row[1:])])
+        for key, row in four.collectives.items()
+    }
+    return TurnCalls(
+        mesh=(*four.mesh[:2], ring),
+        matmuls=affine(two.matmuls, four.matmuls),
+        counts=four.counts,
+        pass_bytes=affine(two.pass_bytes, four.pass_bytes),
+        kernels=number(two.kernels, four.kernels),
+        attention=attention,
+        collectives=collectives,
+    )
+
+
+def _mean_calls(kind: TurnKind) -> TurnCalls:
+    """Recorded calls of a turn of a unit; of blocks that do not all compute alike, their mean."""
+    shares = {1: 1.0}
+    if kind.unit == "block":
+        layers = kind.spec.layers
+        alike = [kind.spec.like(block) for block in range(1, layers + 1)]
+        shares = {block: alike.count(block) / layers for block in dict.fromkeys(alike)}
+    recorded = [(share, _recorded_calls(kind, block)) for block, share in shares.items()]
+    collectives: dict[tuple[str, str], np.ndarray] = {}
+    for share, calls in recorded:
+        for key, row in calls.collectives.items():
+            collectives[key] = collectives.get(key, np.zeros(3)) + share * row
+    return TurnCalls(
+        mesh=kind.mesh,
+        matmuls=np.concatenate([calls.matmuls for _, calls in recorded]),
+        counts=np.concatenate([share * calls.counts for share, calls in recorded]),
+        pass_bytes=sum((share * calls.pass_bytes for share, calls in recorded), np.zeros(2)),
+        kernels=sum(share * calls.kernels for share, calls in recorded),
+        attention=sum((share * calls.attention for share, calls in recorded), np.zeros((2, 5))),
+        collectives=collectives,
+    )
+
+
+def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
+    tp, ulysses, ring = kind.mesh
+    recompute: Recompute = "selective" if kind.selective else "none"
+    layout = Layout(tp=tp, ulysses=ulysses, ring=ring, recompute=recompute)
+    spec = replace(kind.spec, loss_rows=EVEN)
+    setup = RankSetup(spec, layout, layout.coord(0), kind.compute_bytes, kind.transport, kind.float8, kind.compiled)
+    prime = _token_prime(kind.spec, kind.mesh)
+    # Logits of up to EVEN rows are computed at once. Attention to whole multiples of EVEN is one call.
+    rows = EVEN // prime if kind.unit == "head" else 2 * EVEN
+    length = rows * prime * tp * ulysses * ring
+    order = token_order([length], ring, ulysses * tp)
+    profile = loss_turn(setup, order, 0) if kind.unit == "head" else unit_turn(setup, order, kind.part, kind.phase, block)
+    return affine_calls(kind.mesh, profile.calls, length, float(kind.spec.attended(length)), prime)
+
+
+@lru_cache(maxsize=1024)
+def _token_prime(spec: ModelSpec, mesh: tuple[int, int, int]) -> int:
+    """The smallest prime from 11 on that divides no side of a weight and no degree of the mesh."""
+    sides = {side for param in spec.params for side in param.shape} | {spec.heads, spec.kv_heads, spec.head_width, *mesh}
+    return next(
+        prime for prime in range(11, EVEN, 2) if all(prime % n for n in range(3, prime, 2)) and all(side % prime for side in sides)
+    )
+
+
+def affine_calls(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tokens: int, pairs: float, prime: int) -> TurnCalls:
+    """The calls of a turn on a document of so many tokens and causal pairs. `prime`: divides what has tokens."""
+    matmuls: dict[Matmul, int] = {}
+    pass_bytes, attention = np.zeros(2), np.zeros((2, 5))
+    collectives: dict[tuple[str, str], np.ndarray] = {}
+    for call in calls:
+        match call:
+            case Matmul():
+                matmuls[call] = matmuls.get(call, 0) + 1
+            case MemoryPass():
+                for size in call.sizes:
+                    pass_bytes += _affine(size, tokens, prime)
+            case AttentionCall():
+                row = attention[int(call.backward)]
+                row[:3] += 1.0, call.rows / tokens, call.pairs / pairs
+                row[3:] = call.heads.query, call.heads.width
+            case Collective():
+                row = collectives.setdefault((call.axis, call.operation), np.zeros(3))
+                row += 1.0, *_affine(call.size_bytes, tokens, prime)
+    sizes = [[_affine(size, tokens, prime) for size in matmul] for matmul in matmuls]
+    return TurnCalls(
+        mesh=mesh,
+        matmuls=np.array(sizes, dtype=float).reshape(-1, 5, 2),
+        counts=np.array(list(matmuls.values()), dtype=float),
+        pass_bytes=pass_bytes,
+        kernels=float(sum(not isinstance(call, Collective) for call in calls)),
+        attention=attention,
+        collectives=collectives,
+    )
+
+
+def exact_calls(mesh: tuple[int, int, int], calls: Sequence[DeviceCall]) -> TurnCalls:
+    """The calls of a turn as they were recorded, whatever the tokens."""
+    return affine_calls(mesh, calls, tokens=1, pairs=1.0, prime=0)
+
+
+def _affine(size: float, tokens: int, prime: int) -> tuple[float, float]:
+    """Constant, and slope in tokens."""
+    return (0.0, size / tokens) if prime and size and size % prime == 0 else (float(size), 0.0)
