@@ -169,9 +169,7 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
 def _token_prime(spec: ModelSpec, mesh: tuple[int, int, int]) -> int:
     """The smallest prime from 11 on that divides no side of a weight and no degree of the mesh."""
     sides = {side for param in spec.params for side in param.shape} | {spec.heads, spec.kv_heads, spec.head_width, *mesh}
-    return next(
-        prime for prime in range(11, EVEN, 2) if all(prime % n for n in range(3, prime, 2)) and all(side % prime for side in sides)
-    )
+    return next(prime for prime in range(11, EVEN, 2) if all(prime % n for n in range(3, prime, 2)) and all(side % prime for side in sides))
 
 
 def affine_calls(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tokens: int, pairs: float, prime: int) -> TurnCalls:

@@ -7,6 +7,7 @@ is counted is never less than what is. Of what a kernel needs inside itself only
 FlashAttention's backward on a GPU is counted.
 """
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ META = torch.device("meta")
 FORWARD, BACKWARD = 4, 10  # FLOPs of attention, a pair of tokens and channel of a query head
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # which argument is the left factor
 # Elementwise operations whose results are true or false.
-OF_TRUTHS = {"eq", "ne", "lt", "le", "gt", "ge", "isinf", "isnan", "isfinite", "isposinf", "isneginf", "signbit", "bitwise_not"}
+OF_TRUTHS = {"eq", "ne", "lt", "le", "gt", "ge", "isinf", "isnan", "isfinite", "isposinf", "isneginf", "signbit"}
+OF_INTEGERS = {"add", "sub", "mul", "where", "neg", "bitwise_and", "bitwise_or", "bitwise_not"}  # and of integers, if their arguments are
 SCALARS = {"alpha", "approximate"}  # keyword arguments that change no shape or format
 # Operations that touch no element, and those that write one tensor which they do not read.
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "_unsafe_view"}
@@ -150,8 +152,8 @@ class TurnRecorder(TorchDispatchMode):
             return args[0]
         if written and kwargs[written].numel():
             return kwargs[written]
-        if written is None and _is_elementwise(func) and kwargs.keys() <= SCALARS and _is_like_first(args):
-            return _empty(args[0].shape, args[0].dtype) if args[0].is_contiguous() else torch.empty_like(args[0])
+        if written is None and _is_elementwise(func) and kwargs.keys() <= SCALARS and (result := _broadcast(func, args)) is not None:
+            return result
         if func in RESULTS:
             return RESULTS[func](*args, **kwargs)
         out = func(*args, **kwargs)
@@ -285,20 +287,44 @@ def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return _empty(shape, tensors[0].dtype)
 
 
-def _norms(
-    x: Tensor, order: float = 2, dims: Sequence[int] | None = None, keepdim: bool = False, dtype: torch.dtype | None = None
-) -> Tensor:
-    reduced = {dim % x.ndim for dim in (range(x.ndim) if dims is None else dims)}
-    kept = [1 if dim in reduced else size for dim, size in enumerate(x.shape) if keepdim or dim not in reduced]
-    return _empty(kept, dtype or x.dtype)
+def _reduced(x: Tensor, dims: Sequence[int] | None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    gone = {dim % x.ndim for dim in (dims or range(x.ndim))}
+    shape = [1 if dim in gone else size for dim, size in enumerate(x.shape) if keepdim or dim not in gone]
+    return _empty(shape, dtype or x.dtype)
+
+
+def _like(x: Tensor, dtype: torch.dtype | None = None, **how: Any) -> Tensor:
+    """A new tensor of this shape, whose dims lie in memory in the same order."""
+    if x.is_contiguous():
+        return _empty(x.shape, dtype or x.dtype)
+    outermost_first = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))
+    inverse = [outermost_first.index(dim) for dim in range(x.ndim)]
+    return _empty([x.shape[dim] for dim in outermost_first], dtype or x.dtype).permute(inverse)
+
+
+def _sum(x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    return _reduced(x, dims, keepdim, dtype or (x.dtype if x.is_floating_point() else torch.int64))
+
+
+def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape.insert(dim % (len(shape) + 1), len(tensors))
+    return _empty(shape, tensors[0].dtype)
 
 
 # Tensors that operations make, where torch takes longest to say: shape and format, from their arguments.
 RESULTS: Mapping[Any, Callable[..., Tensor]] = {
+    aten.arange.start_step: lambda start, end, step=1, dtype=None, **how: _empty((-(-(end - start) // step),), dtype or torch.int64),
     aten.cat.default: _concatenated,
-    aten.linalg_vector_norm.default: _norms,
+    aten.amax.default: lambda x, dims=None, keepdim=False: _reduced(x, dims, keepdim),
+    aten.linalg_vector_norm.default: lambda x, order=2, dims=None, keepdim=False, dtype=None: _reduced(x, dims, keepdim, dtype),
     aten.mm.default: lambda left, right: _empty((left.shape[0], right.shape[1]), left.dtype),
     aten.mv.default: lambda left, right: _empty(left.shape[:1], left.dtype),
+    aten.empty_like.default: _like,
+    aten.zeros_like.default: _like,
+    aten.stack.default: _stacked,
+    aten.sum.default: lambda x, dtype=None: _sum(x, dtype=dtype),
+    aten.sum.dim_IntList: _sum,
     aten.new_empty.default: lambda x, size, dtype=None, **how: _empty(size, dtype or x.dtype),
 }
 
@@ -314,26 +340,33 @@ def _written(func: Any) -> str | None:
 
 @cache
 def _is_elementwise(func: Any) -> bool:
-    """Whether the result has the format of the arguments, and their common shape."""
-    return (
-        torch.Tag.pointwise in func.tags
-        and func._opname not in OF_TRUTHS
-        and not func._opname.startswith("logical_")
-        and len(func._schema.returns) == 1
-    )
+    """Whether the result has the common shape of the arguments."""
+    return torch.Tag.pointwise in func.tags and len(func._schema.returns) == 1
 
 
-def _is_like_first(args: tuple) -> bool:
-    """Whether the result of an elementwise operation is like its first argument: others are of its format, and no larger."""
-    first = args[0]
-    if not isinstance(first, Tensor) or not first.is_floating_point():
-        return False
-    for x in args[1:]:
-        if isinstance(x, Tensor):
-            dims = zip(reversed(x.shape), reversed(first.shape))
-            if x.dtype != first.dtype or x.ndim > first.ndim or any(n not in (1, whole) for n, whole in dims):
-                return False
-    return True
+def _broadcast(func: Any, args: tuple) -> Tensor | None:
+    """The result of an elementwise operation; None where torch has to say of which format it is."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    first, values = tensors[0], tensors[1:] if func._opname == "where" else tensors
+    dtype = functools.reduce(torch.promote_types, {x.dtype for x in values if x.ndim} or {x.dtype for x in values})
+    if scalars := [x.dtype for x in values if not x.ndim and x.is_floating_point() and not dtype.is_floating_point]:
+        dtype = scalars[0]
+    if func._opname in OF_TRUTHS or func._opname.startswith("logical_"):
+        dtype = torch.bool
+    elif not (dtype.is_floating_point or _stays_integer(func._opname, dtype, args)):
+        return None
+    elif dtype == first.dtype and not first.is_contiguous() and all(x.shape == first.shape for x in tensors):
+        return _like(first)
+    shape = [1] * max(x.ndim for x in tensors)
+    for x in tensors:
+        for dim in range(1, x.ndim + 1):
+            shape[-dim] = max(shape[-dim], x.shape[-dim]) if x.shape[-dim] else 0
+    return _empty(shape, dtype)
+
+
+def _stays_integer(name: str, dtype: torch.dtype, args: tuple) -> bool:
+    is_bool, has_float = dtype == torch.bool, any(isinstance(x, float) for x in args)
+    return name in OF_INTEGERS and not has_float and (not is_bool or name.startswith("bitwise_"))
 
 
 def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
