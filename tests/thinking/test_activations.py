@@ -11,7 +11,7 @@ from longshift.cluster.files import preset as machine_preset
 from longshift.layout.layout import Layout
 from longshift.planner.activations import choose
 from longshift.simulate.clock import Clock, GroupPacks
-from longshift.simulate.cost import Cost, sizes
+from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec, Rope
@@ -63,7 +63,7 @@ def test_nothing_that_fits_is_faster(text: str):
         assert best == compared[0]
         seen.add(best.layout)
     assert best.layout == replace(layout, recompute="none", offload="device")  # nothing is computed again, or moved, where all fits
-    assert len(seen) >= 4
+    assert len(seen) >= 3
     assert any(way.kept_blocks for way in seen)
 
 

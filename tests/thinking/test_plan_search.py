@@ -34,7 +34,7 @@ from longshift.planner.search import Choice, search
 from longshift.planner.shortlist import shortlist
 from longshift.planner.siblings import meshes, siblings
 from longshift.planner.survive import FAMILY, Problem, compared
-from longshift.simulate.cost import LONGSHIFT, Cost, sizes
+from longshift.simulate.cost import LONGSHIFT, Cost
 from longshift.simulate.rates import rates
 from longshift.spec.families import preset
 from longshift.spec.formats import FORMATS, Format, Wire, formats_of

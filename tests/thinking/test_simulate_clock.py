@@ -19,7 +19,7 @@ from longshift.program.turns import visit_of
 from longshift.schedule import pipeline
 from longshift.simulate.clock import HOST_BYTES_PER_S, Clock, GroupPacks, StepTime, _weigh
 from longshift.simulate.closed import Candidates, closed_form
-from longshift.simulate.cost import Cost, habits, recompute_code, sizes
+from longshift.simulate.cost import Cost, habits, recompute_code
 from longshift.simulate.lanes import Begin, End, Timed, part, play
 from longshift.simulate.rates import FITTED, Constants, rates
 from longshift.spec import families

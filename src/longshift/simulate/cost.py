@@ -233,8 +233,8 @@ class Cost:
 
     @property
     def transport(self) -> Transport:
-        """Gloo stands for CPUs, on which nothing hides a launch."""
-        return "gloo" if self.rates.dispatch_s else "nccl"
+        """Gloo stands for CPUs, whose traffic takes a share of their cores."""
+        return "nccl" if self.rates.taken is None else "gloo"
 
     @property
     def rounds(self) -> bool:
@@ -264,11 +264,12 @@ class Cost:
         """Work of a `compute` operation of `program.operations`, by its turn and part: on a pack of so many `tokens` with so many causal
         `pairs` (sum of n^2/2 over documents), both over all ranks that share it. A loss turn has 1/`loss_blocks` of the tokens.
         `recompute`: a code of RECOMPUTE."""
-        # A forward that is computed again has the kernels of one that keeps nothing, which is recorded alone.
-        phases: dict[str, Phase] = {"backward": "backward", "forward": "forward"}
+        # A forward has the kernels of a pass, which keeps nothing and is recorded alone, but where it takes attention's output from one.
+        is_pass = turn not in ("forward", "backward") and not (turn == "again" and part == "block with output")
+        phase: Phase = "backward" if turn == "backward" else "pass" if is_pass else "forward"
         parts: dict[UnitKind, Part] = {"embeddings": "embed", "head": "block"}
         is_selective = kind == "block" and recompute == RECOMPUTE.index("selective")
-        recorded = self._recorded(mesh, kind, parts.get(kind, part), phases.get(turn, "pass"), is_selective)  # pyright: ignore[reportArgumentType]
+        recorded = self._recorded(mesh, kind, parts.get(kind, part), phase, is_selective)  # pyright: ignore[reportArgumentType]
         if kind == "head":
             tokens = np.asarray(tokens) / loss_blocks
         index = mesh.distinct[1]
