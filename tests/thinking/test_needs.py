@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from longshift.cluster.named import cluster as named
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Block, Ops
 from longshift.model.kernel_calls import LONG
+from longshift.simulate.clock import Clock, GroupPacks
+from longshift.simulate.cost import OF_PRESETS, PASSES, Cost, Mesh, habits
+from longshift.simulate.rates import rates
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec, Rope
 from longshift.switch.itinerary import Itinerary, SwitchOptions
@@ -173,19 +177,38 @@ def test_copies_for_checkpoints_hold_the_state_once(text: str):
     assert sum(saved_bytes(run.steps(rank)) for rank in range(run.edges[0].use.world)) == 3 * 4 * SPEC.parameters
 
 
-def test_a_new_primitive_of_the_model_is_weighed_without_a_word(monkeypatch: pytest.MonkeyPatch):
+def test_a_new_primitive_of_the_model_is_weighed_and_timed_without_a_word(monkeypatch: pytest.MonkeyPatch):
     """Each block also adds tanh(x xᵀ) x: twice 2 T² D FLOPs forward and four times backward, and T² saved numbers of two bytes."""
     run, layers, tokens, width = shape("dp1"), SPEC.layers, 2048, SPEC.width
-    before = run.of_one_pack(run.edges[0], 0, "gloo", True)
+    machine = named("1xh100")
+    cost = Cost(SPEC, rates(machine, "bf16"), habits(False, "bf16", machine.device))
     native = Block.mlp
 
     def mlp(block: Block, x_TD: Tensor, ops: Ops) -> Tensor:
         return native(block, x_TD, ops) + torch.tanh(x_TD @ x_TD.mT) @ x_TD
 
+    def seconds() -> list[float]:
+        """Of matmuls forward and backward, of passes over memory forward, and of a step."""
+        works = [cost.turn("block", turn, "block", Mesh(), tokens, tokens**2 / 2) for turn in ("forward", "backward")]
+        step = Clock(run, machine, cost, "bf16").step([GroupPacks(run.edges[0].use, (((tokens,),),))])
+        return [float(works[0].matmul_s), float(works[1].matmul_s), float(works[0].elementwise_s), step.seconds]
+
+    before, seconds_before = run.of_one_pack(run.edges[0], 0, "gloo", True), seconds()
     monkeypatch.setattr(Block, "mlp", mlp)
     caches.clear()
-    after = run.of_one_pack(run.edges[0], 0, "gloo", True)
+    after, seconds_after = run.of_one_pack(run.edges[0], 0, "gloo", True), seconds()
     caches.clear()
     assert after.flops["matmul"] - before.flops["matmul"] == layers * 6 * 2 * tokens**2 * width
     assert after.flops["attention"] == before.flops["attention"]
     assert after.device - before.device >= layers * 2 * tokens**2
+
+    scores_s, output_s, left_s = (
+        OF_PRESETS * float(cost.rates.matmul_s(*sizes))
+        for sizes in ((tokens, width, tokens), (tokens, tokens, width), (tokens, width, tokens))
+    )
+    tanh_bytes, sum_bytes = 2 * 2 * tokens**2, 3 * 2 * tokens * width
+    more = [now - then for now, then in zip(seconds_after, seconds_before)]
+    assert more[0] == pytest.approx(scores_s + output_s)
+    assert more[1] == pytest.approx(3 * output_s + left_s)
+    assert more[2] == pytest.approx(float(cost.rates.elementwise_s(PASSES["nccl"] * (tanh_bytes + sum_bytes))))
+    assert more[3] > 0.0

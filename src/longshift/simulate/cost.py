@@ -18,7 +18,7 @@ from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import MOST_RANKS, Layout
 from longshift.model.kernel_calls import EVEN, LONG
 from longshift.simulate.rates import CUDNN_BACKEND, Rates
-from longshift.simulate.turn_calls import AXES, TurnCalls, TurnKind, UnitKind, exact_calls, turn_calls
+from longshift.simulate.turn_calls import AXES, DEGREES, TurnCalls, TurnKind, UnitKind, exact_calls, turn_calls
 from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
 from longshift.weigh.coding import gradient_passes, weight_passes
@@ -347,7 +347,7 @@ class Cost:
         per_node = np.maximum(1, self.rates.fabric.per_node / inside)
         seconds = np.zeros(())
         for key in {key: None for calls in recorded for key in calls.collectives if key[0] == axis}:
-            rows = np.array([calls.collectives.get(key, np.zeros(3)) for calls in recorded])
+            rows = np.array([calls.collectives.get(key, np.zeros(4)) for calls in recorded])
             number = _pick(rows[:, 0], index)
             size_bytes = _value(rows[:, 1:], index, tokens) / np.maximum(number, 1)
             seconds = seconds + number * self.rates.collective_s(key[1], size_bytes, ranks, per_node)
@@ -427,6 +427,6 @@ def _pick(values: np.ndarray, index: np.ndarray | int) -> Number:
 
 
 def _value(sizes: np.ndarray, index: np.ndarray | int, tokens: np.ndarray) -> Number:
-    """Sizes [meshes, (constant, slope)] at these tokens."""
-    constant, slope = _pick(sizes[:, 0], index), sizes[:, 1]
-    return constant + _pick(slope, index) * tokens if slope.any() else constant
+    """Sizes [meshes, degrees] at these tokens."""
+    terms = [_pick(sizes[:, degree], index) * tokens**degree for degree in DEGREES if degree == 0 or sizes[:, degree].any()]
+    return sum(terms[1:], terms[0])

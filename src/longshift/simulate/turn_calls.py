@@ -1,8 +1,8 @@
 """Kernels and collectives of a turn as functions of the tokens of a pack.
 
 A turn is recorded once, on one document. Its number of tokens has a prime factor that no size of
-the model has: a tensor has tokens where the factor divides its size, and is as large as they are
-many; else it is as large whatever the pack. Attention's work is in pairs of tokens, which the
+the model has. So the factor divides the size of a tensor as often as it has dims of tokens: never
+where it is as large whatever the pack. Attention's work is in pairs of tokens, which the
 lengths of a pack's documents tell; its share on this rank is that of the recorded document.
 """
 
@@ -22,6 +22,7 @@ from longshift.weigh.turn_profile import Part, Phase, RankSetup, loss_turn, unit
 
 UnitKind = Literal["embeddings", "block", "head"]
 AXES = ("tp", "ulysses", "ring")
+DEGREES = np.arange(3)  # of sizes, in tokens
 
 
 class TurnKind(NamedTuple):
@@ -41,16 +42,16 @@ class TurnKind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TurnCalls:
-    """Calls of a turn, whose last dim is (constant, slope in tokens of the pack).
+    """Calls of a turn. The last dim of sizes has their coefficients by degree in the tokens of the pack: 1, T, T^2.
 
     mesh         degrees of tp, Ulysses and ring
-    matmuls      float64 [kinds, 5, 2]    as `weigh.recorder.Matmul`
+    matmuls      float64 [kinds, 5, 3]    as `weigh.recorder.Matmul`
     counts       float64 [kinds]          of matmuls of each kind
-    pass_bytes   float64 [2]              that all memory passes read and write
+    pass_bytes   float64 [3]              that all memory passes read and write
     kernels      float64                  launches
     attention    float64 [2, 5]           forward, backward: calls, rows per token of the pack, pairs per pair of
                                           the pack, query heads, width
-    collectives  (axis, operation): float64 [3]      number, bytes of all (constant, slope)
+    collectives  (axis, operation): float64 [4]      number, bytes of all by degree
     """
 
     mesh: tuple[int, int, int]
@@ -85,7 +86,7 @@ def _on_mesh(calls: TurnCalls, mesh: tuple[int, int, int]) -> TurnCalls:
     """The same for ranks with as many tokens each, on a mesh of more sequence-parallel ranks, among which heads are shared."""
     attention = calls.attention.copy()
     attention[:, 3] *= calls.mesh[1] / mesh[1]
-    fewer_tokens = np.array([1.0, calls.mesh[1] * calls.mesh[2] / (mesh[1] * mesh[2])])
+    fewer_tokens = (calls.mesh[1] * calls.mesh[2] / (mesh[1] * mesh[2])) ** DEGREES
     return replace(
         calls,
         mesh=mesh,
@@ -103,24 +104,18 @@ def _longer_ring(two: TurnCalls, four: TurnCalls, ring: int) -> TurnCalls:
     def number(small: Any, large: Any) -> Any:
         return small + (large - small) * steps
 
-    def per_token(small: Any, large: Any) -> Any:  # linear in the ring for as many tokens a rank
-        return number(2 * small, 4 * large) / ring
-
-    def affine(small: np.ndarray, large: np.ndarray) -> np.ndarray:
-        return np.stack((number(small[..., 0], large[..., 0]), per_token(small[..., 1], large[..., 1])), axis=-1)
+    def sizes(small: np.ndarray, large: np.ndarray, degrees: np.ndarray = DEGREES) -> np.ndarray:
+        """Linear in the ring for as many tokens on each rank."""
+        return number(2**degrees * small, 4**degrees * large) / ring**degrees
 
     attention = four.attention.copy()
-    attention[:, 0] = number(two.attention[:, 0], four.attention[:, 0])
-    attention[:, 1:3] = per_token(two.attention[:, 1:3], four.attention[:, 1:3])
-    collectives = {
-        key: np.array([number(two.collectives[key][0], row[0]), *affine(two.collectives[key][1:], row[1:])])
-        for key, row in four.collectives.items()
-    }
+    attention[:, :3] = sizes(two.attention[:, :3], four.attention[:, :3], np.array([0, 1, 1]))
+    collectives = {key: sizes(two.collectives[key], row, np.array([0, *DEGREES])) for key, row in four.collectives.items()}
     return TurnCalls(
         mesh=(*four.mesh[:2], ring),
-        matmuls=affine(two.matmuls, four.matmuls),
+        matmuls=sizes(two.matmuls, four.matmuls),
         counts=four.counts,
-        pass_bytes=affine(two.pass_bytes, four.pass_bytes),
+        pass_bytes=sizes(two.pass_bytes, four.pass_bytes),
         kernels=number(two.kernels, four.kernels),
         attention=attention,
         collectives=collectives,
@@ -138,12 +133,12 @@ def _mean_calls(kind: TurnKind) -> TurnCalls:
     collectives: dict[tuple[str, str], np.ndarray] = {}
     for share, calls in recorded:
         for key, row in calls.collectives.items():
-            collectives[key] = collectives.get(key, np.zeros(3)) + share * row
+            collectives[key] = collectives.get(key, np.zeros(4)) + share * row
     return TurnCalls(
         mesh=kind.mesh,
         matmuls=np.concatenate([calls.matmuls for _, calls in recorded]),
         counts=np.concatenate([share * calls.counts for share, calls in recorded]),
-        pass_bytes=sum((share * calls.pass_bytes for share, calls in recorded), np.zeros(2)),
+        pass_bytes=sum((share * calls.pass_bytes for share, calls in recorded), np.zeros(3)),
         kernels=sum(share * calls.kernels for share, calls in recorded),
         attention=sum((share * calls.attention for share, calls in recorded), np.zeros((2, 5))),
         collectives=collectives,
@@ -162,7 +157,7 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
     length = rows * prime * tp * ulysses * ring
     order = token_order([length], ring, ulysses * tp)
     profile = loss_turn(setup, order, 0) if kind.unit == "head" else unit_turn(setup, order, kind.part, kind.phase, block)
-    return affine_calls(kind.mesh, profile.calls, length, float(kind.spec.attended(length)), prime)
+    return calls_by_degree(kind.mesh, profile.calls, length, float(kind.spec.attended(length)), prime)
 
 
 @lru_cache(maxsize=1024)
@@ -172,10 +167,10 @@ def _token_prime(spec: ModelSpec, mesh: tuple[int, int, int]) -> int:
     return next(prime for prime in range(11, EVEN, 2) if all(prime % n for n in range(3, prime, 2)) and all(side % prime for side in sides))
 
 
-def affine_calls(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tokens: int, pairs: float, prime: int) -> TurnCalls:
+def calls_by_degree(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tokens: int, pairs: float, prime: int) -> TurnCalls:
     """The calls of a turn on a document of so many tokens and causal pairs. `prime`: divides what has tokens."""
     matmuls: dict[Matmul, int] = {}
-    pass_bytes, attention = np.zeros(2), np.zeros((2, 5))
+    pass_bytes, attention = np.zeros(3), np.zeros((2, 5))
     collectives: dict[tuple[str, str], np.ndarray] = {}
     for call in calls:
         match call:
@@ -183,18 +178,18 @@ def affine_calls(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tokens
                 matmuls[call] = matmuls.get(call, 0) + 1
             case MemoryPass():
                 for size in call.sizes:
-                    pass_bytes += _affine(size, tokens, prime)
+                    pass_bytes += _by_degree(size, tokens, prime)
             case AttentionCall():
                 row = attention[int(call.backward)]
                 row[:3] += 1.0, call.rows / tokens, call.pairs / pairs
                 row[3:] = call.heads.query, call.heads.width
             case Collective():
-                row = collectives.setdefault((call.axis, call.operation), np.zeros(3))
-                row += 1.0, *_affine(call.size_bytes, tokens, prime)
-    sizes = [[_affine(size, tokens, prime) for size in matmul] for matmul in matmuls]
+                row = collectives.setdefault((call.axis, call.operation), np.zeros(4))
+                row += 1.0, *_by_degree(call.size_bytes, tokens, prime)
+    sizes = [[_by_degree(size, tokens, prime) for size in matmul] for matmul in matmuls]
     return TurnCalls(
         mesh=mesh,
-        matmuls=np.array(sizes, dtype=float).reshape(-1, 5, 2),
+        matmuls=np.array(sizes, dtype=float).reshape(-1, 5, 3),
         counts=np.array(list(matmuls.values()), dtype=float),
         pass_bytes=pass_bytes,
         kernels=float(sum(not isinstance(call, Collective) for call in calls)),
@@ -205,9 +200,11 @@ def affine_calls(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tokens
 
 def exact_calls(mesh: tuple[int, int, int], calls: Sequence[DeviceCall]) -> TurnCalls:
     """The calls of a turn as they were recorded, whatever the tokens."""
-    return affine_calls(mesh, calls, tokens=1, pairs=1.0, prime=0)
+    return calls_by_degree(mesh, calls, tokens=1, pairs=1.0, prime=0)
 
 
-def _affine(size: float, tokens: int, prime: int) -> tuple[float, float]:
-    """Constant, and slope in tokens."""
-    return (0.0, size / tokens) if prime and size and size % prime == 0 else (float(size), 0.0)
+def _by_degree(size: float, tokens: int, prime: int) -> tuple[float, float, float]:
+    """Coefficients of a size: all but one are 0."""
+    if not prime or not size or size % prime:
+        return float(size), 0.0, 0.0
+    return (0.0, size / tokens, 0.0) if size % prime**2 else (0.0, 0.0, size / tokens**2)

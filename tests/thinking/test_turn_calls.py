@@ -1,0 +1,95 @@
+"""Kernels and collectives of a turn as functions of tokens and mesh, beside recordings of other lengths and of the mesh itself."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from longshift.layout.layout import Layout
+from longshift.schedule.sequence import token_order
+from longshift.simulate import turn_calls as module
+from longshift.simulate.turn_calls import DEGREES, TurnCalls, TurnKind, exact_calls, turn_calls
+from longshift.spec.families import preset
+from longshift.spec.model import ModelSpec, Rope
+from longshift.weigh.turn_profile import RankSetup, unit_turn
+
+WINDOWED = ModelSpec(
+    "gemma2", 1009, 64, 4, 8, 4, 16, 176, 1 << 18, rope=Rope(), sliding_window=512, full_blocks=(2, 4), norm_place="both", qk_norm=True
+)
+MODELS = {"llama": preset("llama-3-8b"), "qwen3": preset("qwen3-0.6b"), "windowed": WINDOWED}
+PHASES = ("pass", "forward", "backward")
+
+
+def kind_of(spec: ModelSpec, mesh: tuple[int, int, int], phase: str, transport: str = "nccl") -> TurnKind:
+    element_bytes = 2 if transport == "nccl" else 4
+    return TurnKind(spec, mesh, "block", "block", phase, False, element_bytes, transport, False, False)  # pyright: ignore[reportArgumentType]
+
+
+def at(coefficients: np.ndarray, tokens: int) -> np.ndarray:
+    return (coefficients * float(tokens) ** DEGREES).sum(-1)
+
+
+def total_flops(calls: TurnCalls, tokens: int) -> float:
+    batch, rows, inner, columns, _ = np.moveaxis(at(calls.matmuls, tokens), -1, 0)
+    return float((calls.counts * 2 * batch * rows * inner * columns).sum())
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("transport", ["nccl", "gloo"])
+def test_calls_at_another_length_are_those_recorded_there(model: str, mesh: tuple[int, int, int], transport: str):
+    spec, (tp, ulysses, ring) = MODELS[model], mesh
+    layout, tokens = Layout(tp=tp, ulysses=ulysses, ring=ring), 3 * 1024 * tp * ulysses * ring
+    for phase in PHASES:
+        kind = kind_of(spec, mesh, phase, transport)
+        setup = RankSetup(spec, layout, layout.coord(0), kind.compute_bytes, kind.transport)
+        profile = unit_turn(setup, token_order([tokens], ring, ulysses * tp), "block", phase)
+        calls, recorded = turn_calls(kind), exact_calls(mesh, profile.calls)
+        assert total_flops(calls, tokens) == profile.matmul_flops
+        assert float(at(calls.pass_bytes, tokens)) == pytest.approx(float(at(recorded.pass_bytes, 0)), rel=1e-9)
+        assert calls.kernels == recorded.kernels
+        assert calls.collectives.keys() == recorded.collectives.keys()
+        for key, row in calls.collectives.items():
+            assert row[0] == recorded.collectives[key][0]
+            assert float(at(row[1:], tokens)) == float(at(recorded.collectives[key][1:], 0))
+
+
+def differences(spec: ModelSpec, mesh: tuple[int, int, int], phase: str) -> dict[str, float]:
+    """Relative ones, of calls that are derived from those of other meshes and of calls that are recorded."""
+    kind, tokens = kind_of(spec, mesh, phase), 4096 * mesh[0] * mesh[1] * mesh[2]
+    derived, recorded = turn_calls(kind), module._mean_calls(kind)
+    values = {
+        "flops": [total_flops(calls, tokens) for calls in (derived, recorded)],
+        "passes": [float(at(calls.pass_bytes, tokens)) for calls in (derived, recorded)],
+        "kernels": [calls.kernels for calls in (derived, recorded)],
+        "attention": [float(np.abs(calls.attention).sum()) for calls in (derived, recorded)],
+        "traffic": [float(sum(at(row[1:], tokens) for row in calls.collectives.values())) for calls in (derived, recorded)],
+    }
+    return {name: abs(ours - theirs) / theirs for name, (ours, theirs) in values.items()}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mesh", [(1, 1, 6), (1, 2, 8), (2, 2, 5)], ids=str)
+def test_calls_of_a_longer_ring_are_those_recorded_on_it(model: str, mesh: tuple[int, int, int]):
+    most = 0.1 if model == "windowed" else 1e-9  # a window ends inside another piece where pieces are shorter
+    for phase in ("pass", "backward"):
+        assert max(differences(MODELS[model], mesh, phase).values()) <= most
+
+
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 8, 2), (2, 4, 1)], ids=str)
+def test_calls_of_more_ulysses_ranks_are_those_recorded_on_them(mesh: tuple[int, int, int]):
+    """But for cutting and joining what each rank gets: one more small kernel a rank."""
+    for phase in ("pass", "backward"):
+        found = differences(MODELS["llama"], mesh, phase)
+        assert found.pop("passes") <= 0.04
+        assert found.pop("kernels") <= 0.27
+        assert max(found.values()) <= 1e-9
+
+
+def test_a_ring_without_its_further_steps_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_longer_ring", lambda two, four, ring: replace(four, mesh=(*four.mesh[:2], ring)))
+    turn_calls.cache_clear()
+    found = differences(MODELS["llama"], (1, 1, 8), "backward")
+    turn_calls.cache_clear()
+    assert found["kernels"] > 0.1
+    assert found["flops"] > 0.1
