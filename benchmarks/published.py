@@ -24,10 +24,11 @@ import anchors
 import numpy as np
 from block_formulas import FormulaCost, Trainer
 from common import commit, machine, versions
+from correction import calibrate
 
 from longshift.cluster.files import preset
 from longshift.cluster.network import Fabric, fabric
-from longshift.simulate.calibrate import calibrate, fit
+from longshift.simulate.calibrate import fit
 from longshift.simulate.closed import Candidates, Forecast, closed_form
 from longshift.simulate.cost import FLASH3, RECOMPUTE, Sizes
 from longshift.simulate.rates import FITTED, MULTIPROCESSORS, Constants, Rates, clock

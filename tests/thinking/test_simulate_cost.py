@@ -21,7 +21,7 @@ from longshift.cluster.network import Fabric
 from longshift.layout.layout import Layout
 from longshift.model.kernel_calls import EVEN, LONG
 from longshift.schedule.pipeline import events
-from longshift.simulate.calibrate import Correction, calibrate, fit, moved
+from longshift.simulate.calibrate import fit, moved
 from longshift.simulate.closed import PARTS, Candidates, closed_form, mfu, model_flops, stalled_s
 from longshift.simulate.cost import (
     CODED,
@@ -41,6 +41,10 @@ from longshift.simulate.rates import OF_CPU_CURVES, Constants, rates
 from longshift.spec.families import preset
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from correction import Correction, calibrate  # noqa: E402
+
 PUBLISHED = ROOT / "benchmarks" / "published.py"
 SPEC = preset("llama-3-8b")
 COST = Cost(SPEC, rates(named.cluster("64xh100")))

@@ -9,12 +9,11 @@ what a step shows of a figure. Those that show most are fitted, and each step is
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from longshift.cluster.cluster import MOVED
-from longshift.simulate.closed import PARTS
 from longshift.simulate.rates import Constants
 
 # Constants that a fit may move, and how far: the width, in logarithms, of what is known of each beforehand.
@@ -23,7 +22,6 @@ FREE: Mapping[str, float] = {
     "eager": 0.3, "compiled": 0.3, "scores": 0.3, "loss": 0.3, "update": 0.5, "jitter": 0.7, "messages": 0.5, "crowd": 0.5, "begin_s": 0.5,
 }  # fmt: skip
 ERROR = 0.05  # logarithm: what a step's seconds differ by from one run to the next, and what no constant explains
-ERROR_OF_ONE = 0.1  # of steps of one source beside each other, of different layouts
 OUTLIER = 0.12  # logarithm: three times what repeats of a published measurement differ by, and more
 ROUNDS, STEP = 8, 1e-4
 MOST = 5  # constants that steps of a run move
@@ -31,37 +29,6 @@ LEAST_SHARE = 0.005  # of a step's seconds, that a figure must stand for
 WORSE = 0.05  # how much more time a figure is given to see what it stands for, and a change that is worth another look
 LOOKS = 3
 HELD = 0.8  # share of steps that were held back, which a band holds
-
-
-# What `calibrate` moves: groups of parts of a forecast (`closed.PARTS`), all of them first; and how far each can be off, as a logarithm:
-# what published sources differ by from the constants fitted to the others.
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "all": PARTS,
-    "device": ("matmul", "attention", "recompute", "head"),
-    "inside": ("tp", "ulysses", "ring"),
-    "data": ("gather", "reduce", "optimizer"),
-    "pipeline": ("bubble", "messages"),
-}
-WIDTHS: Mapping[str, float] = {"all": 0.15, "device": 0.03, "inside": 0.15, "data": 0.15, "pipeline": 0.1}
-
-
-@dataclass(frozen=True)
-class Correction:
-    """Factors on groups of parts, by the names in GROUPS; 1 where there is none."""
-
-    factors: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(GROUPS, 1.0))
-
-    def total(self, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Seconds of steps with these parts, corrected."""
-        found = np.zeros(())
-        for part, seconds in parts.items():
-            factor = float(np.prod([self.factors[name] for name, members in GROUPS.items() if part in members]))
-            found = found + factor * np.asarray(seconds)
-        return found
-
-    def moved(self, logs: Mapping[str, float]) -> "Correction":
-        """This correction times the exponentials of `logs`."""
-        return Correction({name: factor * float(np.exp(logs[name])) for name, factor in self.factors.items()})
 
 
 def bounded(error: np.ndarray) -> np.ndarray:
@@ -108,27 +75,6 @@ def fit(
         if np.max(np.abs(change)) < 1e-3:
             break
     return moved(prior, dict(zip(names, at)))
-
-
-def calibrate(parts: Mapping[str, np.ndarray], measured_s: np.ndarray) -> Correction:
-    """The correction for which forecasts with these parts (seconds by part, an array over steps) are nearest to `measured_s`; of no steps,
-    none. Deterministic."""
-    known = Correction()
-    measured_s = np.asarray(measured_s, dtype=float)
-    if not measured_s.size:
-        return known
-    names = tuple(GROUPS)
-    springs, logs = np.diag([1 / WIDTHS[name] for name in names]), np.zeros(len(names))
-
-    def error(at: np.ndarray) -> np.ndarray:
-        return bounded(np.log(known.moved(dict(zip(names, at))).total(parts) / measured_s)) / ERROR_OF_ONE
-
-    for _ in range(ROUNDS):
-        here = error(logs)
-        slopes = np.stack([(error(logs + STEP * one) - here) / STEP for one in np.eye(len(names))], axis=1)
-        left, right = np.vstack([slopes, springs]), np.concatenate([-here, -springs @ logs])
-        logs = logs + np.linalg.lstsq(left, right, rcond=None)[0]
-    return known.moved(dict(zip(names, logs)))
 
 
 @dataclass(frozen=True)
