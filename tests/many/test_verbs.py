@@ -121,8 +121,9 @@ def test_the_three_verbs(worlds: Worlds, family: str, precision: PrecisionName, 
     assert kept == (elements if how.zero else held)
     if precision == "bf16" and FAMILIES[family].learned == elements:
         assert [rank["released_bytes"] for rank in found] == [2 * rank["held"] for rank in found]
-    elif precision == "bf16":  # what is not trained is home's own where that has it whole
-        assert all(0 < rank["released_bytes"] <= 2 * rank["held"] for rank in found)
+    elif precision == "bf16":  # what is not trained is home's own where that has it whole: all that some stages have
+        assert all(rank["released_bytes"] <= 2 * rank["held"] for rank in found)
+        assert any(rank["released_bytes"] for rank in found)
 
 
 def gathered(world: World, trial: dict, layout: str) -> list[int]:

@@ -31,7 +31,6 @@ LAYOUTS = (
     "chunk61.host",
     "chunk13.every2.host",
     "recompute-full.host",
-    "recompute-full.host",
     "chunk13.disk.kv-offload",
     "recompute-full.disk",
 )
