@@ -11,7 +11,7 @@ from longshift.simulate import turn_calls as module
 from longshift.simulate.turn_calls import DEGREES, TurnCalls, TurnKind, exact_calls, turn_calls
 from longshift.spec.families import preset
 from longshift.spec.model import ModelSpec, Rope
-from longshift.weigh.turn_profile import RankSetup, unit_turn
+from longshift.weigh.turn_profile import RankSetup, loss_turn, unit_turn
 
 WINDOWED = ModelSpec(
     "gemma2", 1009, 64, 4, 8, 4, 16, 176, 1 << 18, rope=Rope(), sliding_window=512, full_blocks=(2, 4), norm_place="both", qk_norm=True
@@ -52,6 +52,17 @@ def test_calls_at_another_length_are_those_recorded_there(model: str, mesh: tupl
         for key, row in calls.collectives.items():
             assert row[0] == recorded.collectives[key][0]
             assert float(at(row[1:], tokens)) == float(at(recorded.collectives[key][1:], 0))
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "llama-3-8b"])
+def test_calls_of_a_loss_of_other_rows_are_those_recorded_there(model: str):
+    spec, layout, tokens = replace(preset(model), loss_rows=1024), Layout(tp=2), 2 * 640
+    kind = TurnKind(spec, (2, 1, 1), "head", "block", "pass", False, 2, "nccl", False, False)
+    profile = loss_turn(RankSetup(spec, layout, layout.coord(0), 2, "nccl"), token_order([tokens], 1, 2), 0)
+    calls, recorded = turn_calls(kind), exact_calls((2, 1, 1), profile.calls)
+    assert total_flops(calls, tokens) == profile.matmul_flops
+    assert float(at(calls.pass_bytes, tokens)) == pytest.approx(float(at(recorded.pass_bytes, 0)), rel=1e-9)
+    assert calls.kernels == recorded.kernels
 
 
 def differences(spec: ModelSpec, mesh: tuple[int, int, int], phase: str) -> dict[str, float]:

@@ -310,7 +310,7 @@ class Cost:
         tokens = np.asarray(tokens, dtype=float)
         matmul_s, coding_kernels = self._matmuls(recorded, index, tokens, is_block and self.habits.codes == 1)
         pass_bytes = _value(_stack(recorded, "pass_bytes"), index, tokens)
-        kernels = _pick(np.array([calls.kernels for calls in recorded]), index) + coding_kernels
+        kernels = _pick(np.array([calls.kernels for calls in recorded]), index, tokens) + coding_kernels
         slowed = (FUSED_PASSES if self.habits.compiled == 1 else PASSES)[self.transport]
         elementwise_s = self.rates.elementwise_s(slowed * pass_bytes)
         elementwise_s = elementwise_s + kernels * self.rates.dispatch_s
@@ -322,17 +322,20 @@ class Cost:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of all matmuls, with making their codes; and how many kernels make codes. Meshes of one model have as many matmuls, in
         one order."""
-        counts, kinds = _stack(recorded, "counts"), _stack(recorded, "matmuls")
+        counts, kinds = _stack(recorded, "counts"), _stack(recorded, "matmuls")  # [meshes, kinds], [meshes, kinds, 5, degrees]
+        # All kinds of one pack are one array; of many packs each kind is, which stays in the cache.
+        is_one_pack = not tokens.ndim and not np.ndim(index)
+        parts = [slice(None)] if is_one_pack else [slice(number, number + 1) for number in range(kinds.shape[1])]
         matmul_s, coded_elements, coding_kernels = np.zeros(()), np.zeros(()), np.zeros(())
-        for number in range(counts.shape[-1]):
-            batch, rows, inner, columns, sums_tokens = (_value(size, index, tokens) for size in np.moveaxis(kinds[:, number], 1, 0))
-            count, seconds = _pick(counts[:, number], index), self.rates.matmul_s(rows, inner, columns)
+        for part in parts:
+            batch, rows, inner, columns, sums_tokens = (_value(kinds[:, part, size], index, tokens) for size in range(5))
+            count, seconds = _pick(counts[:, part], index, tokens), self.rates.matmul_s(rows, inner, columns)
             if has_codes:
                 has_code = (sums_tokens == 0) & (inner % BLOCK == 0) & (columns % BLOCK == 0)
                 seconds = np.where(has_code, seconds / CODES_GAIN, seconds)
-                coded_elements = coded_elements + count * np.where(has_code, rows * inner + inner * columns, 0.0)
-                coding_kernels = coding_kernels + count * np.where(has_code, 2 * CODED_KERNELS, 0.0)
-            matmul_s = matmul_s + count * batch * seconds
+                coded_elements = coded_elements + (count * np.where(has_code, rows * inner + inner * columns, 0.0)).sum(0)
+                coding_kernels = coding_kernels + (count * np.where(has_code, 2 * CODED_KERNELS, 0.0)).sum(0)
+            matmul_s = matmul_s + (count * batch * seconds).sum(0)
         if self.rates.cluster is None:
             matmul_s = matmul_s * OF_PRESETS
         if has_codes:
@@ -343,12 +346,12 @@ class Cost:
         """Seconds of the collectives along one axis, of which those of one kind are as large as their mean."""
         degrees = np.array([calls.mesh for calls in recorded])
         place = AXES.index(axis)
-        ranks, inside = _pick(degrees[:, place], index), _pick(np.prod(degrees[:, :place], axis=1), index)
+        ranks, inside = _pick(degrees[:, place], index, tokens), _pick(np.prod(degrees[:, :place], axis=1), index, tokens)
         per_node = np.maximum(1, self.rates.fabric.per_node / inside)
         seconds = np.zeros(())
         for key in {key: None for calls in recorded for key in calls.collectives if key[0] == axis}:
             rows = np.array([calls.collectives.get(key, np.zeros(4)) for calls in recorded])
-            number = _pick(rows[:, 0], index)
+            number = _pick(rows[:, 0], index, tokens)
             size_bytes = _value(rows[:, 1:], index, tokens) / np.maximum(number, 1)
             seconds = seconds + number * self.rates.collective_s(key[1], size_bytes, ranks, per_node)
         return seconds
@@ -360,7 +363,7 @@ class Cost:
         attention = _stack(recorded, "attention")[:, int(backward)]
         if not attention.any():
             return np.zeros(())
-        calls, row_share, pair_share, heads = (_pick(attention[:, column], index) for column in range(4))
+        calls, row_share, pair_share, heads = (_pick(attention[:, column], index, np.asarray(tokens)) for column in range(4))
         rows, seen, calls = row_share * tokens, pair_share * pairs, np.maximum(calls, 1)
         flash_s = self.rates.attention_s(rows, seen, heads, float(attention[:, 4].max()), backward)
         return flash_s / self.attention_gain(rows / calls, seen / calls, backward)
@@ -421,12 +424,14 @@ def _stack(recorded: Sequence[TurnCalls], name: str) -> np.ndarray:
     return np.stack([np.concatenate((array, np.zeros((length - len(array), *array.shape[1:])))) for array in arrays])
 
 
-def _pick(values: np.ndarray, index: np.ndarray | int) -> Number:
-    """The value of each mesh, [meshes] by index; a number where all are equal."""
-    return values[0] if (values == values[0]).all() else values[index]
+def _pick(values: np.ndarray, index: np.ndarray | int, tokens: np.ndarray) -> np.ndarray:
+    """Values [meshes, ...] of the mesh that goes with each of these tokens: [..., tokens], or [..., 1] where all meshes have the same."""
+    if (values == values[0]).all():
+        return np.reshape(values[0], (*values.shape[1:], *[1] * max(tokens.ndim, np.ndim(index))))
+    return np.moveaxis(values, 0, -1)[..., index]
 
 
-def _value(sizes: np.ndarray, index: np.ndarray | int, tokens: np.ndarray) -> Number:
-    """Sizes [meshes, degrees] at these tokens."""
-    terms = [_pick(sizes[:, degree], index) * tokens**degree for degree in DEGREES if degree == 0 or sizes[:, degree].any()]
+def _value(sizes: np.ndarray, index: np.ndarray | int, tokens: np.ndarray) -> np.ndarray:
+    """Sizes [meshes, ..., degrees] at these tokens, as `_pick` gives them."""
+    terms = [_pick(sizes[..., degree], index, tokens) * tokens**degree for degree in DEGREES if degree == 0 or sizes[..., degree].any()]
     return sum(terms[1:], terms[0])

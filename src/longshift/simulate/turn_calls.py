@@ -153,7 +153,7 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
     setup = RankSetup(spec, layout, layout.coord(0), kind.compute_bytes, kind.transport, kind.float8, kind.compiled)
     prime = _token_prime(kind.spec, kind.mesh)
     # Logits of up to EVEN rows are computed at once. Attention to whole multiples of EVEN is one call.
-    rows = EVEN // prime if kind.unit == "head" else 2 * EVEN
+    rows = EVEN // prime - (EVEN // prime % prime == 0) if kind.unit == "head" else 2 * EVEN  # without the prime factor again
     length = rows * prime * tp * ulysses * ring
     order = token_order([length], ring, ulysses * tp)
     profile = loss_turn(setup, order, 0) if kind.unit == "head" else unit_turn(setup, order, kind.part, kind.phase, block)
