@@ -40,8 +40,9 @@ class Constants:
     launch                                      times the cluster's launch_s: what published trainers' launches take over a bare one
     power                                       peak TFLOP/s a watt at which the power limit halves the clock
     ramp, tail                                  summed elements that a matmul's start is worth; waves of tiles lost at its end
-    eager, compiled, scores, loss, update       bytes over those that `cost` counts: of elementwise operations, not fused and fused, of
-                                                unfused attention scores, of logits, of the optimizer
+    eager, compiled, scores, loss               bytes over those that the formulas of published trainers count: of elementwise operations,
+                                                not fused and fused, of unfused attention scores, of logits
+    update                                      bytes over those of the optimizer
     jitter                                      share of a step that ranks wait for the slowest, for each doubling of ranks
     messages                                    seconds of a pipeline's messages over those of their bytes
     crowd                                       share of hidden traffic's seconds that it takes from a GPU's computation beside it, whose
@@ -91,16 +92,15 @@ FITTED = Constants(
     crowd=0.1933,
     begin_s=0.005629,
 )
-# What steps reach of a GPU's own curves, which are measured one operation at a time: torch.profiler's sums of kernels over what `cost`
-# counts, of two layers of Llama 3 8B at 8K and 16K tokens on an H100 at its limit of 700 W, where its clock fell from 1,980 to 1,400 MHz
-# (benchmarks/results/gpu_kernels.json). Passes that broadcast or mix formats have half of the curve's bytes/s. `launch`: makes a launch of
-# a profile with a floor of 7.3 us, an H200's, what it is of a preset, whose floor is 3.8 us; floors of 6.8 to 10.6 us were measured.
-OF_CURVES = {"launch": 1.3, "hot": 0.92, "eager": 2.4, "loss": 1.86}
+# What steps reach of a GPU's own curves, which are measured one operation at a time: torch.profiler's sums of kernels of two layers of
+# Llama 3 8B at 8K and 16K tokens on an H100 at its limit of 700 W, where its clock fell from 1,980 to 1,400 MHz
+# (benchmarks/results/gpu_kernels.json). `launch`: makes a launch of a profile with a floor of 7.3 us, an H200's, what it is of a preset,
+# whose floor is 3.8 us; floors of 6.8 to 10.6 us were measured.
+OF_CURVES = {"launch": 1.3, "hot": 0.92}
 # What steps reach of a CPU's curves. On one Xeon a process trained a Llama 16 times narrower than 7B, and tiny-llama, on packs of 32 to
 # 4,096 tokens in float32; processor seconds of its thread were added up by operation. Matmuls took 1.05 to 1.26 times as long as by the
-# curves of the same machine: their factors are in no cache. All but matmuls and attention took 1.7 to 2.2 times as long as the bytes that
-# `cost` counts, by the token: an exponential is more than a pass.
-OF_CPU_CURVES = {"launch": 1.0, "hot": 0.9, "eager": 2.0, "loss": 1.8}
+# curves of the same machine: their factors are in no cache.
+OF_CPU_CURVES = {"launch": 1.0, "hot": 0.9}
 
 
 @dataclass(frozen=True)

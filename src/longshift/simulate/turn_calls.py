@@ -162,9 +162,13 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
 
 @lru_cache(maxsize=1024)
 def _token_prime(spec: ModelSpec, mesh: tuple[int, int, int]) -> int:
-    """The smallest prime from 11 on that divides no side of a weight and no degree of the mesh."""
-    sides = {side for param in spec.params for side in param.shape} | {spec.heads, spec.kv_heads, spec.head_width, *mesh}
-    return next(prime for prime in range(11, EVEN, 2) if all(prime % n for n in range(3, prime, 2)) and all(side % prime for side in sides))
+    """The smallest prime from 11 on that divides no side of a weight, no rank's share of one and no degree of the mesh."""
+    tp, ulysses, _ = mesh
+    whole = {side for param in spec.params for side in param.shape} | {spec.heads, spec.kv_heads, spec.head_width}
+    shares = {side // ranks + more for side in whole for ranks in (tp, tp * ulysses) for more in (0, 1)}  # nearly equal ones
+    sizes = (whole | shares | set(mesh)) - {0}
+    primes = (number for number in range(11, EVEN, 2) if all(number % n for n in range(3, number, 2)))
+    return next(prime for prime in primes if all(size % prime for size in sizes))
 
 
 def calls_by_degree(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tokens: int, pairs: float, prime: int) -> TurnCalls:
