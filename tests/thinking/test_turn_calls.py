@@ -65,6 +65,16 @@ def test_calls_of_a_loss_of_other_rows_are_those_recorded_there(model: str):
     assert calls.kernels == recorded.kernels
 
 
+@pytest.mark.parametrize("ulysses", [3, 5, 6, 7, 11, 12])
+def test_traffic_of_ranks_that_share_heads_unevenly_goes_with_tokens(ulysses: int):
+    for phase in ("pass", "backward"):
+        calls = turn_calls(kind_of(MODELS["llama"], (1, ulysses, 1), phase))
+        assert calls.collectives
+        for row in calls.collectives.values():
+            assert row[1] == row[3] == 0.0
+            assert row[2] > 0.0
+
+
 def differences(spec: ModelSpec, mesh: tuple[int, int, int], phase: str) -> dict[str, float]:
     """Relative ones, of calls that are derived from those of other meshes and of calls that are recorded."""
     kind, tokens = kind_of(spec, mesh, phase), 4096 * mesh[0] * mesh[1] * mesh[2]

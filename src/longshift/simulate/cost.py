@@ -18,9 +18,10 @@ from longshift.layout.blocks import BLOCK
 from longshift.layout.layout import MOST_RANKS, Layout
 from longshift.model.kernel_calls import EVEN, LONG
 from longshift.simulate.rates import CUDNN_BACKEND, Rates
-from longshift.simulate.turn_calls import AXES, DEGREES, TurnCalls, TurnKind, UnitKind, exact_calls, turn_calls
+from longshift.simulate.turn_calls import DEGREES, TurnCalls, TurnKind, UnitKind, exact_calls, turn_calls
 from longshift.spec.formats import FORMATS, Wire, adds_inside
 from longshift.spec.model import ModelSpec
+from longshift.step.compose import TOKEN_AXES
 from longshift.weigh.coding import gradient_passes, weight_passes
 from longshift.weigh.recorder import AttentionCall, DeviceCall, Transport
 from longshift.weigh.turn_profile import Part, Phase
@@ -39,12 +40,12 @@ REST = 1.9
 CODED, CODED_KERNELS, CODES_GAIN = 1.5, 2.0, 1.6
 # Bytes over those that were recorded, of memory passes, by transport: those that broadcast or mix formats have half of the bytes/s of a
 # plain one. On GPUs such that steps of two layers of Llama 3 8B, not compiled and compiled, take what a profile of their H100 or H200 says
-# (benchmarks/results/gpu_kernels.json; 0.97 to 1.05 of it). On a CPU all but matmuls and
-# attention took 1.7 to 2.2 times as long as the bytes of the formulas of before, which had 0.75 of what is recorded.
+# (benchmarks/results/gpu_kernels.json; 0.99 to 1.04 of it, a step that recomputed attention 1.06). On a CPU all but matmuls and attention
+# took 1.7 to 2.2 times as long as the bytes of the formulas of before, which had 0.75 of what is recorded.
 PASSES = {"nccl": 1.4, "gloo": 1.5}
 FUSED_PASSES = {"nccl": 1.5, "gloo": 1.5}
 # Seconds of Longshift's matmuls over those that a preset says, whose constants are fitted to steps of other trainers: of 20 steps on an
-# H100 and an H200 that were compared with presets (benchmarks/results/gpu_first_day.json; then 0.89 to 1.0 of what is said).
+# H100 and an H200 that were compared with presets (benchmarks/results/gpu_first_day.json; then 0.90 to 0.98 of what is said).
 OF_PRESETS = 0.87
 # Seconds of a launch, with what Longshift's Python does for it, over those of published trainers: a visit of Qwen3 0.6B with a pack of 667
 # tokens, 28 blocks of 128 kernels, took 0.14 s on an H200, not compiled (benchmarks/results/gpu_auto.json).
@@ -315,7 +316,7 @@ class Cost:
         slowed = (FUSED_PASSES if self.habits.compiled == 1 else PASSES)[self.transport]
         elementwise_s = self.rates.elementwise_s(slowed * pass_bytes)
         elementwise_s = elementwise_s + kernels * self.rates.dispatch_s
-        traffic_s = [self._collectives_s(axis, recorded, index, tokens) for axis in AXES]
+        traffic_s = [self._collectives_s(axis, recorded, index, tokens) for axis in TOKEN_AXES]
         return Work(matmul_s, 0.0, elementwise_s, kernels, *traffic_s)
 
     def _matmuls(
@@ -346,7 +347,7 @@ class Cost:
     def _collectives_s(self, axis: str, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: np.ndarray) -> np.ndarray:
         """Seconds of the collectives along one axis, of which those of one kind are as large as their mean."""
         degrees = np.array([calls.mesh for calls in recorded])
-        place = AXES.index(axis)
+        place = TOKEN_AXES.index(axis)
         ranks, inside = _pick(degrees[:, place], index, tokens), _pick(np.prod(degrees[:, :place], axis=1), index, tokens)
         per_node = np.maximum(1, self.rates.fabric.per_node / inside)
         seconds = np.zeros(())

@@ -21,7 +21,6 @@ from longshift.weigh.recorder import AttentionCall, Collective, DeviceCall, Matm
 from longshift.weigh.turn_profile import Part, Phase, RankSetup, loss_turn, unit_turn
 
 UnitKind = Literal["embeddings", "block", "head"]
-AXES = ("tp", "ulysses", "ring")
 DEGREES = np.arange(3)  # of sizes, in tokens
 
 
@@ -189,7 +188,8 @@ def calls_by_degree(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tok
                 row[3:] = call.heads.query, call.heads.width
             case Collective():
                 row = collectives.setdefault((call.axis, call.operation), np.zeros(4))
-                row += 1.0, *_by_degree(call.size_bytes, tokens, prime)
+                # What ranks send in a turn is tokens. Sums of their heads may have the prime factor again.
+                row += (1.0, 0.0, call.size_bytes / tokens, 0.0) if prime else (1.0, call.size_bytes, 0.0, 0.0)
     sizes = [[_by_degree(size, tokens, prime) for size in matmul] for matmul in matmuls]
     return TurnCalls(
         mesh=mesh,
@@ -207,7 +207,7 @@ def exact_calls(mesh: tuple[int, int, int], calls: Sequence[DeviceCall]) -> Turn
     return calls_by_degree(mesh, calls, tokens=1, pairs=1.0, prime=0)
 
 
-def _by_degree(size: float, tokens: int, prime: int) -> tuple[float, float, float]:
+def _by_degree(size: int, tokens: int, prime: int) -> tuple[float, float, float]:
     """Coefficients of a size: all but one are 0."""
     if not prime or not size or size % prime:
         return float(size), 0.0, 0.0

@@ -458,7 +458,7 @@ class RecordedGroup(Group):
 
     @contextmanager
     def _collective(self, operation: Operation, x: Tensor, share: float = 1.0) -> Iterator[None]:
-        """Records a collective, and not what it is made of. `share`: of the tensor, that is sent or received."""
+        """Records a collective, and not what it is made of. Its size is `share` times the tensor's."""
         is_outermost, self.is_inside = not self.is_inside, True
         try:
             yield
