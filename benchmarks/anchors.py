@@ -25,17 +25,20 @@ from functools import cache
 
 import numpy as np
 import other_trainer
-from block_formulas import FormulaCost, Trainer
+from block_formulas import FormulaCost, Sizes, Trainer
+from closed_form import Candidates, closed_form
 
 from longshift.cluster.named import cluster
 from longshift.forecast import on_cluster
 from longshift.layout.layout import Layout
-from longshift.planner.replay import Replay, Task
+from longshift.planner.group_seconds import stalled_s
+from longshift.planner.replay import Replay
 from longshift.planner.search import search
-from longshift.planner.shortlist import shortlist
+from longshift.planner.shortlist import Problem, best_singles, compare
+from longshift.planner.task import Task
 from longshift.simulate.clock import Clock, GroupPacks, in_visiting_order
-from longshift.simulate.closed import Candidates, closed_form, model_flops, stalled_s
-from longshift.simulate.cost import FLASH3, RECOMPUTE, Mesh, habits, sizes
+from longshift.simulate.cost import FLASH3, RECOMPUTE, Mesh
+from longshift.simulate.model_flops import model_flops
 from longshift.simulate.rates import rates
 from longshift.spec import families
 from longshift.spec.formats import FORMATS
@@ -165,7 +168,7 @@ OTHERS = Trainer(messages_hidden=1.0, embeddings_accumulated=1.0)
 @cache
 def modelled_s(model: str, tp: int, pp: int, tokens: int) -> float:
     """The same by our cost model: forward and backward of the stage's blocks."""
-    cost = FormulaCost(sizes(MODELS[model]), rates(cluster(A800), "bf16"), OTHERS)
+    cost = FormulaCost(Sizes.of(MODELS[model]), rates(cluster(A800), "bf16"), OTHERS)
     works = [cost.turn("block", turn, "block", Mesh(tp), float(tokens), tokens**2 / 2) for turn in ("forward", "backward")]
     return MODELS[model].layers / pp * sum(float(work.exposed_s(cost.launch_s)) for work in works)
 
@@ -307,7 +310,7 @@ def talk(with_clock: bool = True) -> dict:
     spec, rows = families.preset("llama-3-8b"), []
     for text, longest, gib, told in TALK:
         ours, theirs = device_bytes(text, longest) / 2**30, other_trainer.device_bytes(Layout.parse(text), longest) / 2**30
-        flops = float(model_flops(sizes(spec), longest, longest**2 / 2, spec.parameters)["full square"])
+        flops = float(model_flops(Sizes.of(spec), longest, longest**2 / 2, spec.parameters)["full square"])
         row = {"strategy": text, "longest": longest, "published_gib": gib, "ledger_gib": ours, "fits": ours < 80, "over": ours / gib - 1}
         row |= {"as_theirs_gib": theirs, "as_theirs_over": theirs / gib - 1}
         row |= {"published_s": flops / (8 * told * cluster("8xa100-80").device.flops_per_s["bf16"])}
@@ -328,16 +331,15 @@ def llama3() -> dict:
         for name, fixed in meshes.items():
             if fixed and (ring > 1 or name == "theirs"):
                 fixed = fixed | {"ring": [ring]}
-            one = np.array([length]), np.array([1000])
-            asked = LLAMA3_405B, machine, *one, TOKENS_405B, length
-            found = shortlist(*asked, fixed=fixed, habits=habits(False, "bf16", machine.device)).single
-            assert found is not None
-            seconds[name], layouts[name] = found.seconds, found.groups[0].layout
+            lengths = Lengths(np.array([length]), np.array([1000]))
+            asked = Task(LLAMA3_405B, machine, lengths, TOKENS_405B, "bf16", machine.devices, fixed=fixed or {})
+            single = best_singles(compare(Problem.of(asked), asked.budget_bytes))[0]
+            seconds[name], layouts[name] = single.seconds, str(single.edges[0].use)
         micros, pairs = TOKENS_405B / length / dp, length**2 / 2
         ran = Candidates(8, 1, ring, dp, 16, 8, 1, RECOMPUTE.index("none"), micros, length, pairs)
-        theirs = FormulaCost(sizes(LLAMA3_405B), rates(machine), replace(OTHERS, **FLASH3))
+        theirs = FormulaCost(Sizes.of(LLAMA3_405B), rates(machine), replace(OTHERS, **FLASH3))
         seconds["without_recompute"] = float(closed_form(theirs, ran).total)
-        flops = model_flops(sizes(LLAMA3_405B), TOKENS_405B, TOKENS_405B * length / 2, LLAMA3_405B.parameters)["causal"]
+        flops = model_flops(Sizes.of(LLAMA3_405B), TOKENS_405B, TOKENS_405B * length / 2, LLAMA3_405B.parameters)["causal"]
         seconds["published"] = float(flops) / (devices * teraflops * 1e12)
         rows.append({"devices": devices, "length": length, "seconds": seconds, "layouts": layouts,
                      "without_recompute_over_published": seconds["without_recompute"] / seconds["published"] - 1,

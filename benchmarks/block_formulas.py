@@ -17,8 +17,9 @@ import numpy as np
 
 from longshift.cluster.cluster import Number
 from longshift.model.kernel_calls import EVEN, LONG
-from longshift.simulate.cost import FLASH3, RECOMPUTE, REST, Habits, Mesh, Sizes, Work
+from longshift.simulate.cost import FLASH3, RECOMPUTE, REST, Mesh, Work
 from longshift.simulate.rates import Rates
+from longshift.spec.model import ModelSpec
 
 Half = Literal["attention half", "mlp half"]
 UnitKind = Literal["embeddings", "block", "head"]
@@ -41,9 +42,62 @@ EMBEDDINGS_KERNELS, HEAD_KERNELS = 6.0, 20.0  # of a turn
 
 
 @dataclass(frozen=True)
-class Trainer(Habits):
-    """What another trainer does.
+class Sizes:
+    """A model in numbers or arrays of them. `inner`: query heads * head width; `keys`: key/value heads * head width; `gated`, `tied`: 0
+    or 1. `trained`: trained weights of a block over those of its matmuls; `head_trained`: the same of the head. `norms`: of a block's
+    residual stream; `head_norms`: 1 where queries and keys have norms."""
 
+    layers: Number
+    width: Number
+    heads: Number
+    inner: Number
+    keys: Number
+    ffn: Number
+    vocab: Number
+    gated: Number
+    tied: Number
+    trained: Number = 1.0
+    head_trained: Number = 1.0
+    norms: Number = 2.0
+    head_norms: Number = 0.0
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "Sizes":
+        """Of a model that is trained whole."""
+        inner, keys = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
+        norms = {"norms": 4.0 if spec.norm_place == "both" else 2.0, "head_norms": float(spec.qk_norm or spec.qk_norm_whole)}
+        return cls(spec.layers, spec.width, spec.heads, inner, keys, spec.ffn, spec.vocab, float(spec.gated), float(spec.tied), **norms)
+
+    @property
+    def block_elements(self) -> Number:
+        """Weights of a block's matmuls."""
+        return self.width * (2 * self.inner + 2 * self.keys + (2 + self.gated) * self.ffn)
+
+    @property
+    def head_elements(self) -> Number:
+        return self.width * self.vocab
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What another trainer does: 1 or 0, shares, or arrays of them.
+
+    compiled             elementwise operations of norms, rotary embedding, gates and the loss are one kernel each
+    sequence_parallel    tensor-parallel ranks share the tokens of norms and residuals
+    tensor_hidden        tensor traffic travels under the matmuls that make it (asynchronous tensor parallelism)
+    gather_hidden        weights are gathered one unit ahead, else before each
+    reduce_hidden        gradients travel under the backward that makes them
+    messages_hidden      a stage computes while its messages travel
+    ring_hidden          keys and values travel under attention
+    gradient_bytes       of an element of gradient sums
+    gathered, reduced    bytes of weights, and of gradient sums, on the wire over those where they are kept
+    gather_coded, reduce_coded                bytes that a rank reads and writes for each element that it gathers, or reduces, in another
+                         format than it is kept in; then gradients go by an all-to-all
+    accumulated          gradients of matmuls are added to their sum in a pass of its own, else where they are made
+    embeddings_accumulated    gradients of embeddings are
+    shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
+    rounded              matmuls of blocks take factors of eight bits
+    cudnn                attention to long documents goes to a faster kernel (FLASH3)
     flash                attention in one kernel, else scores go through memory
     selective_matmuls, selective_attention    share of a block's matmuls, and of attention, that recompute selective computes again
     full_attention       share of attention that recompute full computes again
@@ -51,6 +105,23 @@ class Trainer(Habits):
     fused_loss           cross entropy and its gradient are compiled
     """
 
+    compiled: Number = 0.0
+    sequence_parallel: Number = 1.0
+    tensor_hidden: Number = 0.0
+    gather_hidden: Number = 1.0
+    reduce_hidden: Number = 1.0
+    messages_hidden: Number = 0.0
+    ring_hidden: Number = 1.0
+    gradient_bytes: Number = 4.0
+    gathered: Number = 1.0
+    reduced: Number = 1.0
+    gather_coded: Number = 0.0
+    reduce_coded: Number = 0.0
+    accumulated: Number = 0.0
+    embeddings_accumulated: Number = 0.0
+    shard_group: Number = 0.0
+    rounded: Number = 0.0
+    cudnn: Number = 0.0
     flash: Number = 1.0
     selective_matmuls: Number = 0.0
     selective_attention: Number = 1.0

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from closed_form import PARTS
 
 from longshift.simulate.calibrate import ROUNDS, STEP, bounded
-from longshift.simulate.closed import PARTS
 
 ERROR_OF_ONE = 0.1  # logarithm: of steps of one source beside each other, of different layouts
-# What `calibrate` moves: groups of parts of a forecast (`closed.PARTS`), all of them first; and how far each can be off, as a logarithm:
-# what published sources differ by from the constants fitted to the others.
+# What `calibrate` moves: groups of parts of a forecast, all of them first; and how far each can be off, as a logarithm: what
+# published sources differ by from the constants fitted to the others.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "all": PARTS,
     "device": ("matmul", "attention", "recompute", "head"),

@@ -11,11 +11,13 @@ from switch_cases import peak_mib  # noqa: E402
 
 from longshift.cluster.named import cluster  # noqa: E402
 from longshift.layout.layout import Layout  # noqa: E402
-from longshift.planner.shortlist import shortlist  # noqa: E402
+from longshift.planner.shortlist import Problem, compare, shortlist  # noqa: E402
+from longshift.planner.task import Task  # noqa: E402
 from longshift.schedule.sequence import token_order  # noqa: E402
 from longshift.spec.families import preset  # noqa: E402
 from longshift.spec.model import ModelSpec, Rope  # noqa: E402
 from longshift.weigh.turn_profile import RankSetup, unit_turn  # noqa: E402
+from longshift.workload.given import Lengths  # noqa: E402
 
 IMPORT_S = time.process_time() - BEGAN
 
@@ -35,36 +37,37 @@ CASES = {  # model, cluster, tokens of a step, longest document, documents
 }
 
 
-def lengths_of(documents: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths ascending and documents of each; where `documents` is 0, a million different lengths, one document each."""
+def lengths_of(documents: int, longest: int) -> Lengths:
+    """Lengths of documents, longer ones cut; where `documents` is 0, a million different lengths, one document each."""
     if not documents:
-        return np.arange(8, 1_000_008), np.ones(1_000_000, np.int64)
+        return Lengths(np.arange(8, 1_000_008), np.ones(1_000_000, np.int64))
     drawn = np.random.default_rng(0).lognormal(MU, SIGMA, documents)
-    return np.unique(np.clip(drawn, 8, longest).astype(np.int64), return_counts=True)
+    return Lengths.from_array(np.clip(drawn, 8, longest).astype(np.int64))
 
 
 def row(name: str) -> dict:
-    """What a search takes: processor seconds after import, and the process's largest resident size."""
+    """What a shortlist takes: processor seconds after import, and the process's largest resident size."""
     model, devices, tokens, longest, documents = CASES[name]
     spec = LLAMA_405B if model == "405B" else preset(model)
-    lengths, counts = lengths_of(documents, longest)
-    on = cluster(devices)
+    lengths, on = lengths_of(documents, longest), cluster(devices)
+    task = Task(spec, on, lengths, tokens, "bf16", on.devices)
     began = time.process_time()
-    found = shortlist(spec, on, lengths, counts, tokens, longest)
+    problem = Problem.of(task)
+    comparison = compare(problem, task.budget_bytes)
+    listed = shortlist(comparison)
     seconds = time.process_time() - began
-    best = {"step_s": found.best.seconds, "best": str(found.best)} if found.best else {}
-    single = {"single_s": found.single.seconds} if found.single else {}
+    singles = [way.seconds for way in listed if len(way.edges) == 1]
     return {
         "case": name,
         "seconds": seconds,
-        "candidates": found.candidates,
-        "refused": dict(found.refused),
+        "candidates": problem.known.total,
+        "refused": dict(problem.known.refused),
         "peak_mib": peak_mib(),
         "import_s": IMPORT_S,
         "first_turn_s": FIRST_TURN_S,
         "torch": "torch" in sys.modules,
-        **best,
-        **single,
+        "step_s": min((way.seconds for way in listed), default=None),
+        "single_s": min(singles, default=None),
     }
 
 

@@ -42,9 +42,9 @@ from longshift.cluster.cluster import Cluster
 from longshift.dist.fork import ForkedWorld
 from longshift.forecast import on_cluster
 from longshift.layout.layout import Layout
-from longshift.planner.least_bytes import FILLED
-from longshift.planner.replay import Replay, Task
+from longshift.planner.replay import Replay
 from longshift.planner.search import TRIED, search
+from longshift.planner.task import FILLED, Task
 from longshift.simulate.calibrate import by_steps
 from longshift.simulate.clock import Clock, in_visiting_order
 from longshift.spec import families

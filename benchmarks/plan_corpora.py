@@ -18,8 +18,8 @@ from longshift.cluster.host import core_count
 from longshift.cluster.named import cluster
 from longshift.forecast import on_cluster
 from longshift.layout.layout import format_size
-from longshift.planner.replay import Task
 from longshift.planner.search import search
+from longshift.planner.task import Task
 from longshift.spec import families
 from longshift.spec.model import ModelSpec
 from longshift.workload.given import Lengths, read_lengths
@@ -64,9 +64,9 @@ def row(case: int, corpus: str, longest: int) -> dict:
     tokens, machine = max(TOKENS, 2 * longest), cluster(on)
     task = Task(spec, on_cluster(machine, machine.devices), lengths, tokens, "bf16", machine.devices)
     found = search(task)
-    told = {"model": name, "on": on, "corpus": corpus, "longest": longest, "tokens": tokens, "candidates": found.shortlist.candidates}
+    told = {"model": name, "on": on, "corpus": corpus, "longest": longest, "tokens": tokens, "candidates": found.candidates}
     if found.best is None:
-        return told | {"changes": list(found.shortlist.changes), "planned_s": time.perf_counter() - began}
+        return told | {"changes": list(found.changes), "planned_s": time.perf_counter() - began}
     wide = padded(lengths)
     apart = Task(
         spec, task.cluster, wide, int(tokens * wide.tokens / wide.documents * lengths.documents / lengths.tokens), "bf16", task.world

@@ -22,15 +22,15 @@ from pathlib import Path
 
 import anchors
 import numpy as np
-from block_formulas import FormulaCost, Trainer
+from block_formulas import FormulaCost, Sizes, Trainer
+from closed_form import Candidates, Forecast, closed_form
 from common import commit, machine, versions
 from correction import calibrate
 
 from longshift.cluster.files import preset
 from longshift.cluster.network import Fabric, fabric
 from longshift.simulate.calibrate import fit
-from longshift.simulate.closed import Candidates, Forecast, closed_form
-from longshift.simulate.cost import FLASH3, RECOMPUTE, Sizes
+from longshift.simulate.cost import FLASH3, RECOMPUTE
 from longshift.simulate.rates import FITTED, MULTIPROCESSORS, Constants, Rates, clock
 
 DEVICES = (("a100", "40", "a100-40"), ("a100", "", "a100-80"), ("a800", "", "a800"), ("h100", "96", "h100-96"), ("h100", "", "h100"),

@@ -211,7 +211,7 @@ def static_and_rivals(way: Way) -> Iterator[dict]:
     yield way.row(replace(way.case("dp1", 8 * K), compile=True), system="longshift compiled")
     for name, layout in RIVALS.items():
         case = way.case(layout, 8 * K)
-        trainer = replace(habits(False, PRECISION, way.machine.device), compiled=float("compiled" in name))
+        trainer = replace(habits(False, PRECISION, way.machine.device), compiled="compiled" in name)
         seconds = clocked(case, way.machine, trainer).seconds
         row = {"system": name, **case.told, "forecast": {"seconds": seconds, "tokens_per_s": case.tokens / seconds}}
         if way.device != "fake":

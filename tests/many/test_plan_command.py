@@ -13,8 +13,7 @@ from longshift.config_file import load_config
 from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.layout.layout import Layout
 from longshift.planner.search import NEAR, TRIED
-from longshift.simulate.calibrate import ERROR, band_of_errors
-from longshift.simulate.closed import BAND
+from longshift.simulate.calibrate import BAND, ERROR, band_of_errors
 from longshift.trainer.foretold import RECENT
 from longshift.trainer.metrics import read_rows
 from longshift.trainer.plan_file import PlanFile, place

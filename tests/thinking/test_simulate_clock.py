@@ -13,13 +13,12 @@ from longshift.cluster.curves import Axis, Curve
 from longshift.cluster.named import cluster as named
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout, Tier
-from longshift.planner.enumerated import Meshes
-from longshift.planner.loads import candidates, dealt_seconds
+from longshift.planner.candidates import Candidates
+from longshift.planner.group_seconds import step_seconds
 from longshift.program.turns import visit_of
 from longshift.schedule import pipeline
 from longshift.simulate.clock import HOST_BYTES_PER_S, Clock, GroupPacks, StepTime, _weigh
-from longshift.simulate.closed import Candidates, closed_form
-from longshift.simulate.cost import Cost, habits, recompute_code
+from longshift.simulate.cost import Cost, habits
 from longshift.simulate.lanes import Begin, End, Timed, part, play
 from longshift.simulate.rates import FITTED, Constants, rates
 from longshift.spec import families
@@ -36,6 +35,13 @@ def ends(pieces: list[Timed]) -> dict:
 
 
 # Lanes
+
+
+def card(cost: Cost, layout: Layout, micros: int, lengths: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds of a step by its rate card, and what of them a step takes once."""
+    pairs = sum(n * n for n in lengths) / 2
+    found = step_seconds(cost, Candidates.of([layout]), *(np.array([float(n)]) for n in (micros, sum(lengths), pairs)))
+    return float(found.group[0] + found.once[0]), float(found.once[0])
 
 
 def test_what_is_begun_goes_on_until_it_is_awaited():
@@ -226,8 +232,8 @@ def test_a_ring_of_cpus_takes_the_cores_that_its_messages_need():
         way = Itinerary(spec, edges, assumed(2), formats.compute_bytes, formats.home_bytes, SwitchOptions())
         cost = Cost(spec, rates(machine, "float32"))
         clock = Clock(StepShape(way, edges, formats, 8192, 8192), machine, cost, "float32")
-        form = closed_form(cost, Candidates(1, 1, 2, 1, 1, 1, 0, 0, 1, 8192, 8192**2 / 2))
-        return clock.step([GroupPacks(edges[0].use, (((8192,),),))]).seconds, float(form.total)
+        form = card(cost, edges[0].use, 1, (8192,))
+        return clock.step([GroupPacks(edges[0].use, (((8192,),),))]).seconds, form[0]
 
     times, forms = zip(*(seconds(cores_s) for cores_s in (0.01, 0.1, 1.0, None)))
     assert list(times) == sorted(times)
@@ -294,43 +300,22 @@ def test_a_step_takes_as_long_whatever_the_clock_has_played_before(texts: tuple[
 @pytest.mark.parametrize(
     "text", ["dp8", "dp8.z2", "dp8.z3", "tp8", "u8.z3", "ring8.z3", "pp4.dp2", "pp4.dp2.v2", "pp2.tp2.dp2.z2", "dp8.recompute-full"]
 )
-def test_closed_form_and_clock_agree(text: str):
+def test_rate_card_and_clock_agree(text: str):
     """One description of the step in numbers that broadcast, one played operation by operation."""
     layout, micros, lengths = Layout.parse(text), 4, (4096, 4096)
-    mesh = layout.tp, layout.ulysses, layout.ring, layout.dp, layout.pp, layout.virtual, layout.zero
-    at = Candidates(*mesh, recompute_code(layout), micros, sum(lengths), sum(n * n for n in lengths) / 2)
-    form = closed_form(Cost(families.preset("llama-3-8b"), rates(files.preset("h100"))), at)
-    rel = 0.07 if text == "u8.z3" else 0.05  # gathers share a link with Ulysses, which a closed form knows less of
-    assert float(form.total) == pytest.approx(step_of(text, micros, lengths, reached=FITTED).seconds, rel=rel)
-
-
-@pytest.mark.parametrize(
-    ("text", "packs"), [("pp4.dp2", (8192, 512)), ("pp4.dp2", (512, 8192, 512)), ("pp8", (8192, 64, 64)), ("dp8", (8192, 512))]
-)
-def test_a_pipeline_waits_for_its_dearest_pack(text: str, packs: tuple[int, ...]):
-    """Closed form of packs as they are dealt, and the clock."""
-    spec, use = families.preset("llama-3-8b"), Layout.parse(text)
-    cost = Cost(spec, rates(files.preset("h100")))
-    at = Meshes(*(np.array([n]) for n in (use.tp, use.ulysses, use.ring, use.dp, use.pp, use.virtual, 0, use.zero, 0)))
-    dealt = [[(tokens, tokens**2 / 2) for tokens in packs]] * use.dp
-    tokens = sum(packs) / len(packs)
-    once = closed_form(cost, candidates(at, float(len(packs)), tokens, tokens**2 / 2)).once
-    edges = [Edge(8192, use)]
-    played = clock_of(edges, reached=FITTED).step([GroupPacks(use, (tuple((n,) for n in packs),) * use.dp)])
-    assert float((dealt_seconds(cost, spec, at, [(0, dealt)]) + once)[0]) == pytest.approx(played.seconds, rel=0.1)
+    total_s, _ = card(Cost(families.preset("llama-3-8b"), rates(files.preset("h100"))), layout, micros, lengths)
+    rel = 0.07 if text == "u8.z3" else 0.05  # gathers share a link with Ulysses, which a rate card knows less of
+    assert total_s == pytest.approx(step_of(text, micros, lengths, reached=FITTED).seconds, rel=rel)
 
 
 def test_groups_of_one_cut_gather_and_reduce_once():
     """Weights are gathered and gradients reduced once a step, whatever number of groups computes with these copies."""
     groups = [("dp8.z1", 1, (128,) * 4), ("ring8.z1", 1, (8192,))]
     cost = Cost(families.preset("llama-3-8b"), rates(files.preset("a800")))
-    short, long = (
-        closed_form(cost, Candidates(1, 1, use.ring, use.dp, 1, 1, 1, 0, 1, sum(lengths), sum(n * n for n in lengths) / 2))
-        for use, lengths in ((Layout.parse(text), lengths) for text, _, lengths in groups)
-    )
+    (short_s, once_s), (long_s, _) = (card(cost, Layout.parse(text), micros, lengths) for text, micros, lengths in groups)
     both = steps_of(groups, "a800", FITTED).seconds
-    assert float(short.total + long.total - short.once) == pytest.approx(both, rel=0.03)
-    assert float(short.total + long.total) > 1.2 * both
+    assert short_s + long_s - once_s == pytest.approx(both, rel=0.03)
+    assert short_s + long_s > 1.2 * both
 
 
 WIRES = Wire("bf16"), Wire("float8"), Wire("float8", "float8")
@@ -341,10 +326,8 @@ WIRES = Wire("bf16"), Wire("float8"), Wire("float8", "float8")
 def test_they_agree_about_fewer_bits_on_the_wire(text: str, wire: Wire):
     layout, micros, lengths = Layout.parse(text), 4, (4096, 4096)
     found = clock_of([Edge(sum(lengths), layout)], reached=FITTED, wire=wire).step([GroupPacks(layout, ((lengths,) * micros,))])
-    mesh = layout.tp, layout.ulysses, layout.ring, layout.dp, layout.pp, layout.virtual, layout.zero
-    at = Candidates(*mesh, recompute_code(layout), micros, sum(lengths), sum(n * n for n in lengths) / 2)
     cost = Cost(families.preset("llama-3-8b"), rates(files.preset("h100")), habits(False, "bf16", files.preset("h100").device, wire))
-    assert float(closed_form(cost, at).total) == pytest.approx(found.seconds, rel=0.05)
+    assert card(cost, layout, micros, lengths)[0] == pytest.approx(found.seconds, rel=0.05)
 
 
 def test_fewer_bits_travel_faster_and_are_paid_for_in_passes_over_memory():

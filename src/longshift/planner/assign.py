@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from longshift.planner.group_seconds import Load
 from longshift.spec.model import ModelSpec
+from longshift.workload.given import Lengths
 
 MOST_EDGES = 64
 MOST_GROUPS = 6  # of an assignment
@@ -23,51 +25,39 @@ QUANTILES = 12  # edges that divide the tokens evenly, beside the powers of two
 
 @dataclass(frozen=True, eq=False)
 class Tally:
-    """Documents of one step by length, expected: `edges` ascending, int64 [E]; of documents of up to each edge, float64 [E + 1], the first
-    0: `documents`, `tokens`, `squares` (sum of n^2, as far as the model's windows let tokens see), `fourths` (of the squares of these);
-    `longest`: the median length of a step's longest document among them."""
+    """Documents of one mean step by length. `edges`: int64 [E] ascending; `sums`: float64 [E + 1, 4], documents, tokens, squares and
+    fourths of `Load` of documents of up to each edge, of none first; `longest`: float64 [E + 1], of `Load` of the same."""
 
     edges: np.ndarray
-    documents: np.ndarray
-    tokens: np.ndarray
-    squares: np.ndarray
-    fourths: np.ndarray
+    sums: np.ndarray
     longest: np.ndarray
 
-    def between(self, i: np.ndarray | int, j: np.ndarray | int) -> tuple[np.ndarray, ...]:
-        """Documents, tokens, squares and fourths of those longer than edge i - 1 and of up to edge j - 1; edge -1 is 0."""
-        return tuple(sums[j] - sums[i] for sums in (self.documents, self.tokens, self.squares, self.fourths))
+    def between(self, i: np.ndarray | int, j: np.ndarray | int) -> Load:
+        """Those longer than edge i - 1 and of up to edge j - 1; edge -1 is 0."""
+        documents, tokens, squares, fourths = np.moveaxis(self.sums[j] - self.sums[i], -1, 0)
+        return Load(documents=documents, tokens=tokens, squares=squares, fourths=fourths, longest=self.longest[j])
 
 
-def cut_at(lengths: np.ndarray, counts: np.ndarray, max_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths ascending and their counts, where longer documents are split in pieces of max_len and a rest (`workload.lengths`)."""
-    pieces = np.maximum(-(-(lengths - 1) // max_len), 1)
-    rest = lengths - (pieces - 1) * max_len
-    every = np.concatenate([rest, [max_len]])
-    found, where = np.unique(every, return_inverse=True)
-    number = np.bincount(where, np.concatenate([counts, [int(((pieces - 1) * counts).sum())]]), len(found)).astype(np.int64)
-    return found[number > 0], number[number > 0]
-
-
-def tally(spec: ModelSpec, lengths: np.ndarray, counts: np.ndarray, tokens_per_step: float, max_len: int) -> Tally:
-    """Documents of a step by length: edges at powers of two and at quantiles of the tokens, the last one at max_len; none without a
-    document."""
+def tally(spec: ModelSpec, corpus: Lengths, tokens_per_step: float) -> Tally:
+    """Documents of a step by length: edges at powers of two and at quantiles of the tokens, the last one at the longest document; none
+    without a document."""
+    lengths, counts = corpus.lengths, corpus.counts
+    longest = int(lengths[-1])
     tokens = np.cumsum(lengths * counts)
-    powers = 1 << np.arange((SHORTEST_EDGE - 1).bit_length(), max(SHORTEST_EDGE, max_len).bit_length())
+    powers = 1 << np.arange((SHORTEST_EDGE - 1).bit_length(), max(SHORTEST_EDGE, longest).bit_length())
     at = np.searchsorted(tokens, tokens[-1] * np.arange(1, QUANTILES) / QUANTILES)
     quantiles = -(-lengths[at] // 64) * 64
     edges = np.unique(np.concatenate([powers, np.maximum(quantiles, SHORTEST_EDGE)]))
-    edges = np.append(edges[edges < max_len], max_len)
+    edges = np.append(edges[edges < longest], longest)
     upto = np.searchsorted(lengths, edges, side="right")
-    fresh = np.diff(upto, prepend=0) > 0
-    fresh[-1] = True
-    edges, upto = edges[fresh][-MOST_EDGES:], upto[fresh][-MOST_EDGES:]
+    has_documents = np.diff(upto, prepend=0) > 0
+    edges, upto = edges[has_documents][-MOST_EDGES:], upto[has_documents][-MOST_EDGES:]
     scale = tokens_per_step / tokens[-1]
     seen = 2.0 * spec.attended(lengths)
-    values = (counts, lengths * counts, seen * counts, seen * seen * counts)
-    sums = [np.append(0.0, np.cumsum(one)[upto - 1] * (upto > 0) * scale) for one in values]
-    longer = np.searchsorted(np.cumsum(counts) * scale, sums[0] - np.log(2), side="right")
-    return Tally(edges, *sums, longest=lengths[np.minimum(longer, len(lengths) - 1)].astype(float))
+    values = np.stack([counts, lengths * counts, seen * counts, seen * seen * counts], 1)
+    sums = np.concatenate([np.zeros((1, 4)), np.cumsum(values, 0)[upto - 1] * scale])
+    longer = np.searchsorted(np.cumsum(counts) * scale, sums[:, 0] - np.log(2), side="right")
+    return Tally(edges, sums, longest=lengths[np.minimum(longer, len(lengths) - 1)].astype(float))
 
 
 @dataclass(frozen=True)

@@ -9,86 +9,21 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from longshift.cluster.cluster import Cluster
-from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.legal import faults
-from longshift.planner.least_bytes import CONTEXT_BYTES, FILLED, beyond_device, least_of_way
+from longshift.planner.memory_bound import least_of_way
 from longshift.planner.siblings import first_of_meshes, lower, siblings, smaller
+from longshift.planner.task import Task
 from longshift.planner.uneven import evened
 from longshift.simulate.clock import Clock, StepTime, in_visiting_order
-from longshift.simulate.cost import Cost, Habits, habits
+from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
-from longshift.spec.formats import MomentFormat, Wire, formats_of
-from longshift.spec.model import ModelSpec
-from longshift.switch.itinerary import Itinerary, SwitchOptions
-from longshift.switch.links import links_of
 from longshift.weigh.needs import StepShape, most, needs
-from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
 
 STEPS = 4  # that finalists are played on; one more, typical by itself, says which ways are finalists
 FINALISTS = 4  # sets of meshes
-LOOKS = 4  # at siblings of the fastest
-WORDS: Mapping[str, str] = {"u": "ulysses", "v": "virtual", "z": "zero"}  # of a layout, where the field's name is another
+LOOKS = 2  # at siblings of the fastest
 PACE_S = 5.0  # between two reports of progress
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is planned. `lengths`: of the corpus, cut as the run cuts them; `world`: ranks; `fixed`: by word of a layout, the numbers that
-    it may have; `memory_bytes`: of a device;
-    `moments`: how many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels; `compile`: of
-    `train.compile`; `home`: where the training state lies; `homes`: those that are compared, none where it is given."""
-
-    spec: ModelSpec
-    cluster: Cluster
-    lengths: Lengths
-    tokens_per_step: int
-    precision: str
-    world: int
-    fixed: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    memory_bytes: float | None = None
-    switch: SwitchOptions = SwitchOptions()  # noqa: RUF009  (frozen)
-    moments: int = 2
-    packed: MomentFormat = "float32"
-    wire: Wire = Wire()  # noqa: RUF009  (frozen)
-    compile: bool = False
-    home: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
-    homes: tuple[HomeTiers, ...] = ()
-
-    @property
-    def longest(self) -> int:
-        return int(self.lengths.lengths[-1])
-
-    @property
-    def fixed_degrees(self) -> dict[str, Sequence[int]]:
-        """What is fixed, by the field's name."""
-        return {WORDS.get(word, word): numbers for word, numbers in self.fixed.items()}
-
-    @property
-    def budget_bytes(self) -> float:
-        """Bytes of tensors that may lie on a device."""
-        total = self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
-        return total * FILLED - (CONTEXT_BYTES if self.on_gpu else 0)
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """Bytes that a rank may have, by place. A CPU's host is its device."""
-        host, disk = beyond_device(self.cluster)
-        return {"device": self.budget_bytes, "host": host if self.on_gpu else np.inf, "disk": disk}
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """The device, and where else home lies."""
-        return ("device", *(place for place in self.home.named if place != "device" and (place != "host" or self.on_gpu)))
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.cluster.device.kind == "cuda"
-
-    @property
-    def habits(self) -> Habits:
-        return habits(self.compile, self.precision, self.cluster.device, self.wire)
 
 
 @dataclass(frozen=True)
@@ -120,10 +55,7 @@ class Replay:
 
     def __init__(self, task: Task, tell: Callable[[str], None] = lambda line: None):
         self.task, self.tell, self.told_s = task, tell, time.monotonic()
-        self.formats = formats_of(task.precision, task.moments, task.packed, task.wire)
-        self.transport = "nccl" if task.on_gpu else "gloo"
         self.cost = Cost(task.spec, rates(task.cluster, task.precision), task.habits)
-        self.links = links_of(task.cluster, task.cluster.devices_per_node, task.cluster.nodes)
         typical = [step for count in (1, STEPS) for step in task.lengths.typical(count, task.tokens_per_step)]
         self.typical = [tuple(step.tolist()) for step in typical]
         self.weighed: dict[tuple[Edge, ...], tuple[Mapping[str, int], str]] = {}
@@ -132,17 +64,7 @@ class Replay:
         self.steps: dict[tuple[Edge, ...], dict[int, StepTime]] = {}
 
     def shape(self, edges: tuple[Edge, ...]) -> StepShape:
-        task, formats = self.task, self.formats
-        way = Itinerary(task.spec, edges, self.links, formats.compute_bytes, formats.home_bytes, task.switch)
-        return StepShape(
-            way,
-            edges,
-            formats,
-            task.tokens_per_step,
-            task.longest,
-            home_in=task.home,
-            early=edges not in self.late,
-        )
+        return self.task.step_shape(edges, early=edges not in self.late)
 
     def weigh(self, edges: tuple[Edge, ...]) -> tuple[Mapping[str, int], str]:
         """Bytes that a rank needs at most, by place, and after which operation the device's peak is. Where updates before the norm have no
@@ -156,7 +78,7 @@ class Replay:
         return self.weighed[edges]
 
     def _weigh(self, edges: tuple[Edge, ...]) -> tuple[Mapping[str, int], str]:
-        needed = needs(self.shape(edges), edges, self.transport, not self.task.on_gpu)  # pyright: ignore[reportArgumentType]
+        needed = needs(self.shape(edges), edges, self.task.transport, not self.task.on_gpu)
         by_place = {place: max(need.of(place) for need in needed) for place in ("device", "host", "disk")}
         return by_place, most(needed).device.op
 
@@ -170,21 +92,18 @@ class Replay:
         return self.lacks(edges)[0] <= 0
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
-        """Those that fit, fastest first. All are played on the first step, with smaller packs where they do not fit else, and with the
-        next lower ZeRO stage; then siblings of the fastest, of the fastest single layout and of the fastest of one cut of the weights,
-        until none is faster, LOOKS times at most; then the fastest FINALISTS that have a pipeline, with uneven stages. The two fastest of
-        all these, the fastest way of each of the first FINALISTS sets of meshes, the best single layout and the best of one cut are played
-        on the STEPS after it. The rest are taken to be as much slower as on the first."""
-        given = list(map(self._fitted, ways))
-        below = self._possible(map(lower, given))
-        first, seen = self._first([*given, *below]), set[tuple[Edge, ...]]()
+        """Those that fit, fastest first. All are played on the first step, in smaller packs where they do not fit else, and with the next
+        lower ZeRO stage; then siblings of the fastest, of the fastest single layout and of the fastest of one cut, LOOKS times; then the
+        fastest FINALISTS that have a pipeline, with uneven stages. The two fastest of all these, the fastest way of each of the first
+        FINALISTS sets of meshes, the best single layout and the best of one cut are played on the STEPS after it. The rest are taken to be
+        as much slower as on the first."""
+        fitted = list(map(self._fitted, ways))
+        first = self._first([*fitted, *self._possible(map(lower, fitted))])
         for _ in range(LOOKS):
-            fresh = [edges for edges in _of_kinds(first, (1, 1, 1)) if edges not in seen]
-            seen.update(fresh)
-            first = self._first([*first, *self._possible(other for edges in fresh for other in siblings(edges))])
+            first = self._first([*first, *self._possible(sibling for edges in _leaders(first, 1) for sibling in siblings(edges))])
         pipelines = [edges for edges in first if any(edge.use.pp > 1 for edge in edges)]
         first = self._first([*first, *map(self.evened, pipelines[:FINALISTS])])
-        finalists = dict.fromkeys([*_of_kinds(first, (2, 1, 1)), *first_of_meshes(first)[:FINALISTS]])
+        finalists = dict.fromkeys([*_leaders(first, 2), *first_of_meshes(first)[:FINALISTS]])
         means = {edges: self.mean_second(edges) for edges in finalists}
         scale = means[first[0]] / self.second(first[0], 0) if first else 1.0
         return _in_order(self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first)
@@ -206,15 +125,14 @@ class Replay:
 
     def _faulty(self, edges: tuple[Edge, ...]) -> bool:
         """Whether a layout is impossible, or other than what is fixed."""
-        task, float8 = self.task, self.formats.float8
-        other = any(getattr(edge.use, name) not in numbers for name, numbers in task.fixed_degrees.items() for edge in edges)
+        task, float8 = self.task, self.task.formats.float8
+        other = any(getattr(edge.use, name) not in values for name, values in task.fixed_fields.items() for edge in edges)
         return other or any(faults(task.spec, edge.use, task.world, edge.upto, edge.pack, float8) for edge in edges)
 
     def _too_large(self, edges: tuple[Edge, ...]) -> bool:
         """Whether a bound says that a device lacks memory for them: the ledger, which is slower, need not be asked."""
         task = self.task
-        least = least_of_way(task.spec, edges, self.formats, task.tokens_per_step, task.home.outside(not task.on_gpu))
-        return least > task.budget_bytes
+        return least_of_way(task.training, edges, task.tokens_per_step) > task.budget_bytes
 
     def _first(self, ways: Iterable[tuple[Edge, ...]]) -> list[tuple[Edge, ...]]:
         """Those that fit, fastest on the first step first."""
@@ -264,10 +182,11 @@ def _in_order(ways: Iterable[Way]) -> list[Way]:
     return sorted(ways, key=lambda way: (way.seconds, -len(way.steps), str(way)))
 
 
-def _of_kinds(ways: Sequence[tuple[Edge, ...]], counts: Sequence[int]) -> list[tuple[Edge, ...]]:
-    """The first of all, the first single layouts, and the first of one cut of the weights: so many of each, none twice."""
-    kinds = (ways, [edges for edges in ways if len(edges) == 1], [edges for edges in ways if one_cut(edges)])
-    return list(dict.fromkeys(edges for some, count in zip(kinds, counts) for edges in some[:count]))
+def _leaders(ways: Sequence[tuple[Edge, ...]], number: int) -> list[tuple[Edge, ...]]:
+    """The first of all, so many, the first single layout and the first of one cut of the weights."""
+    singles = [edges for edges in ways if len(edges) == 1]
+    of_one_cut = [edges for edges in ways if one_cut(edges)]
+    return list(dict.fromkeys([*ways[:number], *singles[:1], *of_one_cut[:1]]))
 
 
 def one_cut(edges: Sequence[Edge]) -> bool:

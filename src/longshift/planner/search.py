@@ -1,42 +1,58 @@
 """The best layouts for the documents of a run: one for all, or one for each group of lengths.
 
-    every layout ─ closed form ─> shortlist ─ ledger, clock ─> ways, fastest first
+    every layout ─ rate cards ─> shortlist ─ ledger, clock ─> ways, fastest first
 
-The shortlist (`planner.shortlist`) compares every layout and assignment in closed form. Its best, and the best single layouts among them,
-are weighed by the ledger and played on the clock as a run would play them (`planner.replay`); the fastest pipelines again with uneven
-stages (`planner.uneven`). What a run would try, and what it is compared with, is played on several steps. So what is chosen is, on the
-clock, never worse than the best single layout that was played. Ways that a shortlist names for less memory are among them: what closed
-forms put first with more of it may be slower on the clock. Where no whole pack fits, streamed layouts are tried.
+A shortlist (`planner.shortlist`) compares every layout and assignment by rate cards, within the device's memory or a part of it. The
+ledger weighs what it names, and the clock plays it as a run would (`planner.replay`); the fastest pipelines again with uneven stages
+(`planner.uneven`). What a run would try, and what it is compared with, is played on several steps. So what is chosen is, on the clock,
+never worse than the best single layout that was played. Where no whole pack fits, streamed layouts are tried.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from longshift.errors import UsageError
-from longshift.layout import legal
-from longshift.layout.layout import Layout
-from longshift.planner.chosen import Shortlist
-from longshift.planner.replay import Replay, Task, Way, one_cut
-from longshift.planner.shortlist import seldom_collected, shortlist
+from longshift.planner.remedies import remedies
+from longshift.planner.replay import Replay, Way, one_cut
+from longshift.planner.shortlist import Comparison, Problem, Rival, best_singles, compare, shortlist, too_large
 from longshift.planner.siblings import first_of_meshes, plainness
+from longshift.planner.streaming import streamed_layouts
+from longshift.planner.task import Task
+from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
 
-BUDGETS = (1.0, 0.9, 0.8, 0.65)  # of a device's memory, that a shortlist may fill: groups together need more than each alone
+SHARES = (0.9, 0.8)  # of a device's memory, that other shortlists may fill: groups together need more than each alone
+SMALL_SHARES = (0.65, 0.5)  # where too few ways fit that the larger ones name
+NAMED = 5  # ways that a shortlist names, and ways of one cut of the weights
+NAMED_SINGLES = 4  # of one layout
 ENOUGH = 3  # ways that fit
-CHUNKS = (1 << 14, 1 << 16)  # of streamed layouts, in tokens
+MOST_RIVALS = 3  # that lack memory
 CLOSE = 1.05  # times as many seconds as the fastest way: calibrated clocks were off by 4 to 7 % in the median
 NEAR = 1.15  # the same of what is worth trying: of single ways calibrated clocks were off by up to 19 %
 TRIED = 6  # ways that a run tries, at most
+SELDOM = (200_000, 20, 20)  # of `gc.set_threshold`
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search found. `ways`: those that fit, fastest first; `short`: ways that do not fit, with the bytes that each lacks and where;
-    `shortlist`: the first of them, which counts and refuses layouts."""
+    """What a search has come to.
+
+    ways        those that fit, fastest first
+    short       ways that do not fit, with the bytes that each lacks and where
+    candidates  layouts that were compared
+    refused     how many of them are impossible, by reason
+    rivals      single layouts that would be faster and lack memory
+    changes     the smallest that would make something fit, where nothing does
+    """
 
     ways: tuple[Way, ...]
-    short: tuple[tuple[Way, int, str], ...]
-    shortlist: Shortlist
+    short: tuple[tuple[Way, int, str], ...] = ()
+    candidates: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    rivals: tuple[Rival, ...] = ()
+    changes: tuple[str, ...] = ()
 
     @property
     def best(self) -> Way | None:
@@ -74,8 +90,19 @@ class Choice:
 
     def _within(self, times: float) -> list[tuple[Edge, ...]]:
         """Ways that take so many times the seconds of the fastest at most, of one layout first."""
-        found = [way.edges for way in self.ways if way.seconds <= times * self.ways[0].seconds]
-        return sorted(found, key=lambda edges: len(edges) > 1)
+        near = [way.edges for way in self.ways if way.seconds <= times * self.ways[0].seconds]
+        return sorted(near, key=lambda edges: len(edges) > 1)
+
+
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Collect garbage seldom. What a search drops goes by reference counts; passes over what it keeps took a quarter of its time."""
+    before = gc.get_threshold()
+    gc.set_threshold(*SELDOM)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @seldom_collected()
@@ -87,65 +114,75 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
             f"home: {task.home}: nothing is known of a disk of {task.cluster.name}: plan from a file of longshift profile -o on such a "
             "machine, or write home=host"
         )
+    problem = Problem.of(task)
     replay = Replay(task, tell)
-    listed = _listed(task, BUDGETS[0])
-    tell(f"{listed.candidates:,} layouts of {task.world} ranks compared")
-    ways = _ways(task, listed, single)
-    for part in BUDGETS[1:]:
-        if listed.fits:
-            less = _listed(task, part)
-            found = _ways(task, less if sum(map(replay.fits, ways)) < ENOUGH else replace(less, others=()), single)
-            ways = list(dict.fromkeys([*ways, *found]))
+    single = single or task.wire.weights != "compute"  # a switch must not take coded weights
+    tell(f"{problem.known.total:,} layouts of {task.world} ranks compared")
+
+    # 1. Ways of whole packs.
+    comparison = compare(problem, task.budget_bytes)
+    ways = _named(comparison, single)
+    for share in SHARES:
+        ways += _named(compare(problem, share * task.budget_bytes), single)
+    for share in SMALL_SHARES:
+        if sum(map(replay.fits, ways)) < ENOUGH:
+            ways += _named(compare(problem, share * task.budget_bytes), single)
+
+    # 2. Streamed ones.
     if not any(map(replay.fits, ways)):
         tell("no whole pack fits; trying streamed layouts")
-        ways += _streamed(task)
+        ways += _streamed(comparison, single)
+
+    # 3. On the ledger and the clock.
+    ways = list(dict.fromkeys(ways))
     fastest = tuple(replay.fastest(ways))
     lacking = [(way, *replay.lacks(way.edges)) for way in map(replay.way, ways) if not replay.fits(way.edges)]
-    short = sorted(((way, int(lack), place) for way, lack, place in lacking), key=lambda row: row[1])
-    found = Choice(fastest, tuple(short), listed)
-    while unsure := [way for way in (*found.worth_trying(), found.single, found.context_parallel) if way and not way.sure]:
-        found = replace(found, ways=tuple(replay.surer(found.ways, unsure)))
-    return found
-
-
-def _listed(task: Task, part: float) -> Shortlist:
-    total = task.cluster.device.memory_bytes if task.memory_bytes is None else task.memory_bytes
-    lengths = task.lengths
-    return shortlist(
-        task.spec,
-        task.cluster,
-        lengths.lengths,
-        lengths.counts,
-        task.tokens_per_step,
-        task.longest,
-        task.precision,
-        fixed=task.fixed_degrees,
-        memory_bytes=part * total,
-        habits=task.habits,
-        ahead_bytes=float(task.switch.ahead_bytes),
-        moments=task.moments,
-        packed=task.packed,
-        wire=task.wire,
-        home=task.home,
+    choice = Choice(
+        ways=fastest,
+        short=tuple(sorted(((way, int(lack), place) for way, lack, place in lacking), key=lambda row: row[1])),
+        candidates=problem.known.total,
+        refused=_refused(comparison),
+        rivals=_rivals(comparison),
+        changes=() if fastest else tuple(remedies(problem)),
     )
+    while unsure := [way for way in (*choice.worth_trying(), choice.single, choice.context_parallel) if way and not way.sure]:
+        choice = replace(choice, ways=tuple(replay.surer(choice.ways, unsure)))
+    return choice
 
 
-def _ways(task: Task, found: Shortlist, single: bool) -> list[tuple[Edge, ...]]:
-    """Assignments of a shortlist. Where `single` is asked for, or gathered weights are coded, only those of one layout: a switch must not
-    take coded weights."""
-    answers = [one for one in (found.best, found.single, found.context_parallel, *found.others) if one is not None]
-    ways = dict.fromkeys(answer.edges for answer in answers)
-    return [edges for edges in ways if len(edges) == 1 or (task.wire.weights == "compute" and not single)]
+def _named(comparison: Comparison, single: bool = False) -> list[tuple[Edge, ...]]:
+    """Of a shortlist the first NAMED ways, as many of one cut of the weights, and the first NAMED_SINGLES of one layout."""
+    listed = [way.edges for way in (best_singles(comparison) if single else shortlist(comparison))]
+    of_one_cut = [edges for edges in listed if len(edges) > 1 and one_cut(edges)]
+    singles = [edges for edges in listed if len(edges) == 1]
+    return list(dict.fromkeys([*listed[:NAMED], *of_one_cut[:NAMED], *singles[:NAMED_SINGLES]]))
 
 
-def _streamed(task: Task) -> list[tuple[Edge, ...]]:
-    """Single streamed layouts, which need least: sequences over all ranks, Ulysses as far as heads allow."""
-    found = []
-    ulysses = max(n for n in range(1, task.spec.heads + 1) if task.world % n == 0 and task.spec.heads % n == 0)
-    for chunk in CHUNKS:
-        for offload in ("device", "host"):
-            zero = 3 if task.world > 1 else 0
-            layout = Layout(ulysses=ulysses, ring=task.world // ulysses, zero=zero, chunk=chunk, offload=offload)
-            if not legal.faults(task.spec, layout, task.world, task.longest):
-                found.append((Edge(task.longest, layout),))
-    return found
+def _streamed(comparison: Comparison, single: bool) -> list[tuple[Edge, ...]]:
+    """Streamed layouts for all documents; and for those longer than whole packs can be, with the best ways for the shorter ones."""
+    problem, task = comparison.problem, comparison.problem.task
+    ways = [(Edge(task.longest, layout),) for layout in streamed_layouts(problem, 0)]
+    number = comparison.longest_fitting
+    if single or number in (0, len(problem.tally.edges)):
+        return ways
+    upto, tokens = int(problem.tally.edges[number - 1]), int(problem.tally.sums[number, 1])
+    lengths = task.lengths
+    is_short = lengths.lengths <= upto
+    short = replace(task, lengths=Lengths(lengths.lengths[is_short], lengths.counts[is_short]), tokens_per_step=tokens)
+    of_short = Problem.of(short)
+    named = _named(compare(of_short, SHARES[0] * task.budget_bytes))
+    long = streamed_layouts(problem, number)
+    return [*ways, *((*edges, Edge(task.longest, layout)) for layout in long for edges in named[:NAMED])]
+
+
+def _refused(comparison: Comparison) -> dict[str, int]:
+    """How many candidates are impossible, by reason, or too large for any packs."""
+    shortest = comparison.problem.tally.edges[comparison.keys[0] - 1]
+    reason = f"weights, state and packs of {shortest} tokens above the device's memory"
+    refused = dict(comparison.problem.known.refused)
+    return refused | {reason: comparison.too_large} if comparison.too_large else refused
+
+
+def _rivals(comparison: Comparison) -> tuple[Rival, ...]:
+    singles = best_singles(comparison)
+    return too_large(comparison, singles[0].seconds, MOST_RIVALS) if singles else ()

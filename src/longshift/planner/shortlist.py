@@ -1,432 +1,321 @@
-"""Shortlist: the few assignments of documents to layouts that take a step least time in closed form; and why not others.
+"""Shortlist: the ways that rate cards put first. The ledger and the clock judge them (`planner.replay`).
 
-    candidates ─ rules ─> possible ─ bound ─> fit some length ─ best at each length ─> survivors ─ program ─> assignments ─ typical steps ─>
-    ledger
+    candidates ─ bound ─> fit packs of some lengths ─ rate cards ─> the fastest at each length ─ program over edges ─> ways
+                                                                 └> the fastest single layouts ────────────────────────┘
 
-The best single layouts of all candidates, and the best assignments that change ring, Ulysses and dp alone ("context parallelism only", what
-dynamic context parallelism of other systems can choose), are always among what is compared. A pure function of its arguments.
+Candidates are compared at a few key lengths. At each, those that fit get the documents between it and the key before, in packs as small as
+they may be and as large as fits. A layout that another one dominates at every key can still be the best in an assignment; the clock's
+looks at siblings (`planner.siblings`) find most of these.
 """
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from longshift.cluster.cluster import Cluster
-from longshift.layout.home_tiers import HomeTiers
-from longshift.model.kernel_calls import LONG
-from longshift.planner.assign import assignments, cut_at, tally
-from longshift.planner.chosen import Answer, Chosen, Rival, Shortlist
-from longshift.planner.enumerated import Fixed, Meshes, enumerate_layouts
-from longshift.planner.least_bytes import reserved
-from longshift.planner.loads import Dealing, dealt, dealt_seconds, present, switch_seconds
-from longshift.planner.remedies import binding, remedies, too_large
-from longshift.planner.siblings import meshes
-from longshift.planner.streaming import Streamed, streamed
-from longshift.planner.survive import FAMILY, MESH, Compared, Problem, best_static, capacities, compared, families, survivors, take_shared
-from longshift.simulate.cost import LONGSHIFT, Cost, Habits
+from longshift.layout.layout import Layout
+from longshift.planner.assign import Tally, assignments, tally
+from longshift.planner.candidates import ORDERS, Candidates, Enumeration, enumerate_layouts
+from longshift.planner.group_seconds import GroupSeconds, Load, group_seconds, switch_seconds
+from longshift.planner.memory_bound import Training, device_bytes
+from longshift.planner.task import Task
+from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
-from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
-from longshift.spec.model import ModelSpec
-from longshift.switch.itinerary import Itinerary, SwitchOptions
-from longshift.switch.links import links_of
-from longshift.weigh.needs import StepShape
-from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge
 
-MOST_STEPS = 8
-MOST_DEALT = 12_000  # documents that are dealt in all steps: some 10 us each
-AHEAD_BYTES = float(SwitchOptions().ahead_bytes)
-HALVINGS = 3  # of a layout's largest packs, that are compared
-MOST_SINGLES = 8  # single layouts of different meshes whose packs are dealt
-WORTH = 0.01  # of a step's seconds, that another round may gain
-KINDS = ("best", "single", "context parallel")
-ROUNDS, MOST_ROUNDS = 3, 12  # of a search: the next one knows which families need more than their bounds say; where nothing fits yet
-TOLD, TOLD_SINGLES = 5, 3  # assignments that a shortlist names besides its best, and single layouts among these, at least
-SELDOM = (200_000, 20, 20)  # of `gc.set_threshold`
+KEY_RATIO = 4  # of neighbouring key lengths, at least
+MOST_KEYS = 6
+BEST_AT_KEY = 4  # meshes of each key length, that an assignment chooses among
+MOST_LAYOUTS = 16  # of these
+MOST_SINGLES = 8  # single layouts, each of another mesh
+REPACKED = 128  # single layouts that larger packs are tried for
+DOUBLINGS = 12  # of packs, down from a step's tokens
+HALVINGS = 3  # of the largest packs of a group
+MESH = ("tp", "ulysses", "ring", "dp", "pp", "virtual")
+CUT = ("tp", "pp", "virtual")  # what cuts the weights
+MOST_CUTS = 3  # of the best single layouts, that assignments of one cut are looked for
 
 
-@contextmanager
-def seldom_collected() -> Iterator[None]:
-    """Collect garbage seldom. What a search drops goes by reference counts; passes over what it keeps took a quarter of its time."""
-    before = gc.get_threshold()
-    gc.set_threshold(*SELDOM)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A task as rate cards take it.
+
+    known     all layouts of whole packs
+    tally     documents of a mean step
+    training  as bounds of memory take it
+    """
+
+    task: Task
+    known: Enumeration
+    tally: Tally
+    cost: Cost
+    training: Training
+
+    @classmethod
+    def of(cls, task: Task) -> "Problem":
+        """Raises UsageError where what is fixed does not exist."""
+        cost = Cost(task.spec, rates(task.cluster, task.precision), task.habits)
+        known = enumerate_layouts(task.spec, task.world, task.fixed_fields, task.formats.float8)
+        return cls(task, known, tally(task.spec, task.lengths, task.tokens_per_step), cost, task.training)
+
+    def bytes(self, at: Candidates, capacity: np.ndarray | float) -> np.ndarray:
+        """Bytes that a device needs at the least in the largest step of packs of `capacity` tokens, float64 [candidates]."""
+        task = self.task
+        full = np.maximum(1, np.ceil(task.tokens_per_step / (np.asarray(capacity) * at.dp)))
+        under_way = np.minimum(full, 2 * at.pp * at.virtual + 1)  # as `weigh.needs.micros_of`
+        micros = np.where(at.order == ORDERS.index("1f1b"), under_way, full).astype(np.int64)
+        return device_bytes(self.training, at, capacity, micros)
+
+    def seconds(self, at: Candidates, capacity: np.ndarray | float, load: Load) -> GroupSeconds:
+        return group_seconds(self.cost, at, capacity, load)
 
 
 @dataclass(frozen=True)
-class Proposal:
-    """An assignment: groups as (edge before, edge, row of the pool of layouts, capacity of packs), edges by number from 0."""
+class Listed:
+    """A way, and its seconds by rate cards."""
 
-    groups: tuple[tuple[int, int, int, int], ...]
-
-
-@seldom_collected()
-def shortlist(
-    spec: ModelSpec,
-    cluster: Cluster,
-    lengths: np.ndarray,
-    counts: np.ndarray,
-    tokens_per_step: int,
-    max_len: int,
-    precision: str = "bf16",
-    fixed: Fixed | None = None,
-    memory_bytes: float | None = None,
-    habits: Habits = LONGSHIFT,
-    ahead_bytes: float = AHEAD_BYTES,
-    moments: int = 2,
-    packed: MomentFormat = "float32",
-    wire: Wire = Wire(),  # noqa: B008  (frozen)
-    home: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
-) -> Shortlist:
-    """The best assignments for documents of these `lengths` (int64, ascending), so many of each (`counts`), on all devices of `cluster`.
-
-    `fixed`: what a person decided, as {"tp": [1, 2, 4]}; `memory_bytes`: of a device, the cluster's where not given; `moments`: how
-    many the optimizer keeps, `packed` into this format between updates; `wire`: formats of what travels; `home`: where the training
-    state lies. Documents longer than `max_len` are split. Where nothing fits, the shortlist says by how much and which changes would help,
-    the smallest first. Raises UsageError.
-    """
-    lengths, counts = cut_at(np.asarray(lengths, np.int64), np.asarray(counts, np.int64), max_len)
-    cost = Cost(spec, rates(cluster, precision), habits)
-    formats = formats_of(precision, moments, packed, wire)
-    budget = float(cluster.device.memory_bytes if memory_bytes is None else memory_bytes)
-    known = enumerate_layouts(spec, cluster.devices, fixed, formats.float8)
-    everything = tally(spec, lengths, counts, tokens_per_step, max_len)
-    told = {"devices": cluster.devices, "max_len": max_len, "budget_bytes": budget, "candidates": known.total}
-    refused: Mapping[str, int] = known.refused
-    ledger = _Weigher(spec, cluster, formats, tokens_per_step, budget, home)
-    found: list[dict[str, Answer]] = []
-    before: Compared | None = None
-    for number in range(MOST_ROUNDS):
-        if number >= ROUNDS and any("best" in one for one in found):
-            break
-        over = tuple(sorted(ledger.over.items()))
-        problem = Problem(spec, cost, formats, everything, tokens_per_step, budget, ledger.on_cpu, home.outside(ledger.on_cpu), over)
-        at_keys = before = compared(problem, known.meshes, before)
-        if number == 0:
-            refused = {**known.refused, **at_keys.refused}
-        if not np.isfinite(at_keys.seconds[:, -1]).any():
-            break
-        made = _Comparison(problem, known.meshes, at_keys, lengths, counts, ahead_bytes)
-        found.append(made.answers(ledger))
-        if len(found[-1]) == len(KINDS) and found[-1]["best"].seconds <= made.seconds.min() * (1 + WORTH):
-            break
-    answers = {name: min((one[name] for one in found if name in one), key=lambda answer: answer.seconds) for one in found for name in one}
-    if "best" not in answers:
-        need, changes = remedies(problem, cluster, known.meshes, fixed or {})
-        none = Shortlist(**told, refused=refused, binding=need, changes=changes)
-        shorter = _longest_whole(problem, at_keys)
-        more = sums_of_others(problem, cluster.devices) if shorter else 0.0
-        one = streamed(problem, cluster, known.meshes, shorter, more, home)
-        if one is None:
-            return none
-        answers["best"] = answers["single"] = _streamed_answer(problem, one, 0)
-        if shorter:
-            upto, tokens = int(everything.edges[shorter - 1]), int(everything.tokens[shorter])
-            short = lengths <= upto
-            under = (precision, fixed, budget - more, habits, ahead_bytes, moments, packed, wire, home)
-            part = shortlist(spec, cluster, lengths[short], counts[short], tokens, upto, *under).best
-            if part is not None:
-                both = _both(problem, part, _streamed_answer(problem, one, shorter), shorter)
-                answers["best"] = min(both, answers["best"], key=lambda answer: answer.seconds)
-        return replace(
-            none,
-            best=answers["best"],
-            single=answers["single"],
-            binding=f"streamed, as {need}",
-            changes=(),
-        )
-    best = min(answers.values(), key=lambda answer: answer.seconds)
-    return Shortlist(
-        **told,
-        refused=refused,
-        best=best,
-        single=answers.get("single"),
-        context_parallel=answers.get("context parallel"),
-        others=made.others(best),
-        rivals=(*(made.rivals(answers["single"]) if "single" in answers else ()), *too_large(problem, known.meshes, at_keys, made.statics)),
-        binding=binding(budget, best),
-    )
+    edges: tuple[Edge, ...]
+    seconds: float
 
 
-def sums_of_others(problem: Problem, world: int) -> float:
-    """Bytes of a device that gradients take which have come home from one cut, while another one's groups are computed."""
-    return 0.0 if problem.outside else float(reserved(problem.formats.home_bytes * problem.spec.learned / world, on_cpu=True))
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Candidates at key lengths within a budget. `keys`: edges of the tally by number, 1 to E; `seconds`: float64 [candidates, keys], inf
+    where packs of that length do not fit."""
+
+    problem: Problem
+    budget_bytes: float
+    keys: np.ndarray
+    seconds: np.ndarray
+
+    @property
+    def candidates(self) -> Candidates:
+        return self.problem.known.candidates
+
+    @property
+    def too_large(self) -> int:
+        """Candidates that do not fit packs of the shortest key length."""
+        return int(np.isinf(self.seconds[:, 0]).sum())
+
+    @property
+    def longest_fitting(self) -> int:
+        """The longest key that has documents and fits some layout, as a number of its edge; 0 where there is none."""
+        fits = np.isfinite(self.seconds).any(0)
+        has_documents = self.problem.tally.sums[self.keys, 0] > 0
+        return int(self.keys[fits & has_documents].max(initial=0))
 
 
-def _longest_whole(problem: Problem, found: Compared) -> int:
-    """The longest key length below the longest, as a number of its edge, that some layout of whole packs fits; 0 where there is none."""
-    able = np.isfinite(found.seconds).any(0) & (problem.tally.documents[found.keys] > 0) & (found.keys < len(problem.tally.edges))
-    return int(found.keys[able].max(initial=0))
+def compare(problem: Problem, budget_bytes: float) -> Comparison:
+    """Every candidate at every key length."""
+    at, tally = problem.known.candidates, problem.tally
+    keys = _key_edges(tally.edges)
+    lengths = tally.edges[keys - 1].astype(float)
+    fits, largest = np.zeros((len(at), len(keys)), bool), np.zeros(len(at))
+    fitting = np.arange(len(at))
+    for key, length in enumerate(lengths):
+        fitting = fitting[problem.bytes(at.take(fitting), length) <= budget_bytes]
+        fits[fitting, key] = True
+        largest[fitting] = length
+
+    number, key = np.nonzero(fits)
+    before = np.concatenate([[0], keys])[key]
+    seconds = np.full(fits.shape, np.inf)
+    for packs in (lengths[key], largest[number]):  # as small as they may be, and as large as fits
+        group = problem.seconds(at.take(number), packs, tally.between(before, keys[key])).group
+        seconds[number, key] = np.minimum(seconds[number, key], group)
+    return Comparison(problem, budget_bytes, keys, seconds)
 
 
-def _streamed_answer(problem: Problem, one: Streamed, before: int) -> Answer:
-    """A streamed layout for all documents longer than edge `before`."""
-    seconds = one.seconds(problem, before)
-    sums, count = problem.tally, len(problem.tally.edges)
-    documents, tokens, *_ = sums.between(before, count)
-    shares = float(documents / sums.documents[-1]), float(tokens / sums.tokens[-1])
-    longest = int(sums.edges[-1])
-    told = seconds, float(tokens) / seconds, one.device_bytes, one.host_bytes, one.disk_bytes
-    return Answer((Chosen(longest, str(one.layout), longest, *shares, *told),), seconds)
+def _key_edges(edges: np.ndarray) -> np.ndarray:
+    """Numbers, 1 to E, of the edges that candidates are compared at, ascending."""
+    keys = [len(edges)]
+    for number in range(len(edges) - 1, 0, -1):
+        if edges[number - 1] * KEY_RATIO <= edges[keys[-1] - 1] and len(keys) < MOST_KEYS:
+            keys.append(number)
+    return np.array(keys[::-1])
 
 
-def _both(problem: Problem, short: Answer, long: Answer, edge: int) -> Answer:
-    """Groups of whole packs for documents of up to an edge, and the streamed group of longer ones."""
-    documents = float(problem.tally.documents[edge] / problem.tally.documents[-1])
-    tokens = float(problem.tally.tokens[edge] / problem.tally.tokens[-1])
-    groups = tuple(replace(one, documents=one.documents * documents, tokens=one.tokens * tokens) for one in short.groups)
-    return Answer((*groups, *long.groups), short.seconds + long.seconds, short.switch_seconds)
+def shortlist(comparison: Comparison) -> list[Listed]:
+    """The best ways by rate cards, fastest first: single layouts of different meshes, assignments to any layouts, and assignments to
+    layouts that cut the weights alike, which switch no weights."""
+    singles = best_singles(comparison)
+    if not singles:
+        return []
+    uses = [way.edges[0].use for way in singles]
+    ways = singles + _assigned(comparison, _survivors(comparison, uses[0]))
+    cuts = dict.fromkeys(tuple(getattr(use, name) for name in CUT) for use in uses)
+    for cut in list(cuts)[:MOST_CUTS]:
+        ways += _assigned(comparison, _of_cut(comparison, cut))
+    return sorted(ways, key=lambda way: way.seconds)
 
 
-class _Weigher:
-    """What the ledger says of single groups. Mutable: it keeps what it has weighed. `over`: by family, the ledger's bytes over the bound's
-    where these did not fit."""
+def best_singles(comparison: Comparison) -> list[Listed]:
+    """The best single layout of each mesh that fits the longest documents, fastest first."""
+    problem, at, budget = comparison.problem, comparison.candidates, comparison.budget_bytes
+    longest = float(problem.tally.edges[-1])
+    load = problem.tally.between(0, len(problem.tally.edges))
 
-    def __init__(self, spec: ModelSpec, cluster: Cluster, formats: Format, tokens_per_step: int, budget_bytes: float, home: HomeTiers):
-        self.home, self.spec, self.formats, self.tokens, self.on_cpu = home, spec, formats, tokens_per_step, cluster.device.kind == "cpu"
-        self.links, self.budget_bytes = links_of(cluster, cluster.devices_per_node, cluster.nodes), budget_bytes
-        self.known: dict[tuple[str, int, int], float] = {}
-        self.over: dict[tuple[int, ...], float] = {}
+    # 1. In packs of the longest document.
+    fitting = np.flatnonzero(np.isfinite(comparison.seconds[:, -1]))
+    seconds = _step_seconds(problem, at.take(fitting), longest, load)
+    fastest = np.argsort(seconds, kind="stable")[:REPACKED]
+    fitting, seconds = fitting[fastest], seconds[fastest]
 
-    def reserved(self, at: Meshes, row: int, capacity: int, longest: int, bound: float) -> float:
-        """Bytes of a device that the largest step with this group alone asks for, of the first and the last stage; of a layout whose
-        family is known to need more than its `bound`, that much more without weighing it."""
-        one = at.take(np.array([row]))
-        layout, family = one.layout(0), tuple(int(getattr(one, name)[0]) for name in FAMILY)
-        # On a GPU attention holds as much whatever the documents, but for long ones, which are calls of their own.
-        key = str(layout), capacity, longest if self.on_cpu or longest >= LONG else 0
-        if key not in self.known:
-            if bound * self.over.get(family, 1.0) > self.budget_bytes:
-                return bound * self.over.get(family, 1.0)
-            edges = (Edge(capacity, layout),)
-            way = Itinerary(self.spec, edges, self.links, self.formats.compute_bytes, self.formats.home_bytes, SwitchOptions())
-            shape = StepShape(way, edges, self.formats, self.tokens, longest, home_in=self.home, early=False)
-            stages = {0, layout.world - layout.world // layout.pp}
-            weighed = [shape.weighed(edges, rank, "gloo" if self.on_cpu else "nccl", self.on_cpu).device for rank in stages]
-            self.known[key] = float(reserved(max(weighed), self.on_cpu))
-            if self.known[key] > self.budget_bytes:
-                self.over[family] = max(self.over.get(family, 1.0), self.known[key] / bound)
-        return self.known[key]
+    # 2. In larger ones.
+    some, packs = at.take(fitting), np.full(len(fitting), longest)
+    first = 1 << int(longest).bit_length()
+    for pack in (float(first), 2.0 * first):
+        larger_s = np.where(problem.bytes(some, pack) <= budget, _step_seconds(problem, some, pack, load), np.inf)
+        is_faster = larger_s < seconds * (1 - 1e-6)
+        seconds, packs = np.where(is_faster, larger_s, seconds), np.where(is_faster, pack, packs)
+
+    ways: dict[tuple[int, ...], Listed] = {}
+    for place in np.argsort(seconds, kind="stable").tolist():
+        mesh = tuple(int(getattr(some, name)[place]) for name in MESH)
+        edge = Edge(int(longest), some.layout(place), int(packs[place]))
+        ways.setdefault(mesh, Listed((edge,), float(seconds[place])))
+    return list(ways.values())[:MOST_SINGLES]
 
 
-class _Comparison:
-    """Assignments on typical steps, within one budget for the bound. Mutable while it is made."""
-
-    def __init__(self, problem: Problem, at: Meshes, found: Compared, lengths: np.ndarray, counts: np.ndarray, ahead_bytes: float):
-        self.problem, self.at = problem, at
-        self.statics = best_static(problem, at, found)
-        self.edges = (0, *map(int, problem.tally.edges))
-        alike = families(at, found)
-        numbers = np.unique(np.concatenate([survivors(at, found, int(self.statics.numbers[0])), *alike]))
-        singles = self._singles()
-        self.pool = _joined(take_shared(at.take(numbers)), at.take(self.statics.numbers[singles]))
-        rows = {int(number): row for row, number in enumerate(numbers)}
-        self.switch_s = switch_seconds(problem.cost, self.pool, 2.0 - problem.spec.tied, ahead_bytes)
-        last = len(self.edges) - 1
-        _, self.once_s = problem.expected(self.pool, float(self.edges[-1]), 0, last)
-        self.more_bytes = sums_of_others(problem, int(np.prod(self.pool.columns()[0, :5])))
-        self.table = self._table(np.arange(len(numbers)))
-        some = [Proposal(((0, last, len(numbers) + n, int(self.statics.packs[single])),)) for n, single in enumerate(singles)]
-        every = np.arange(len(numbers))
-        some += self._proposals(every) + self._proposals(every, self.more_bytes)
-        for family in alike:
-            some += self._proposals(np.array([rows[int(number)] for number in family]))[:3]
-        self.proposals = list(dict.fromkeys(some))
-        self.bounds, self.bytes = self._bytes()
-        self.seconds, self.parts = self._on_steps(lengths, counts)
-
-    def _bytes(self) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-        """`Problem.bound` and `Problem.bytes` of each row and pack of the proposals."""
-        pairs = list({group[2:]: None for proposal in self.proposals for group in proposal.groups})
-        rows, packs = map(np.array, zip(*pairs))
-        found = (says(self.pool.take(rows), packs.astype(float)) for says in (self.problem.bound, self.problem.bytes))
-        bound, needed = (dict(zip(pairs, one.tolist())) for one in found)
-        return bound, needed
-
-    def answers(self, ledger: _Weigher) -> dict[str, Answer]:
-        """The best, the best single layout, and the best that changes context parallelism alone, of those that the ledger lets through."""
-        order = [int(n) for n in np.argsort(self.seconds, kind="stable")]
-        singles = [n for n in order if len(self.proposals[n].groups) == 1]
-        alike = [n for n in order if self._context_parallel(self.proposals[n])]
-        found = {}
-        for name, some in zip(KINDS, (order, singles, alike)):
-            for number in some:
-                if (needed := self._needed(number, ledger)) is not None:
-                    found[name] = self._answer(number, needed)
-                    break
-        return found
-
-    def _needed(self, number: int, ledger: _Weigher) -> list[float] | None:
-        """Bytes of a device for each group of a proposal; None where one does not fit. Those whose bounds leave much are weighed last, and
-        of equal bounds those of the longest documents first."""
-        groups = self.proposals[number].groups
-        more = self.more_bytes if len({self._cut(row) for _, _, row, _ in groups}) > 1 else 0.0
-        found = dict[int, float]()
-        for place in sorted(range(len(groups)), key=lambda n: (-self.bytes[groups[n][2:]], -n)):
-            _, end, row, pack = groups[place]
-            found[place] = ledger.reserved(self.pool, row, pack, self.edges[end], self.bounds[row, pack]) + more
-            if found[place] > self.problem.budget_bytes:
-                return None
-        return [found[place] for place in range(len(groups))]
-
-    def others(self, best: Answer) -> tuple[Answer, ...]:
-        """The TOLD next best assignments, and the next best single layouts until TOLD_SINGLES are among them, each of other meshes, with
-        what their bounds say of memory."""
-        found, seen = list[Answer](), {meshes(best.edges)}
-        for number in map(int, np.argsort(self.seconds, kind="stable")):
-            groups = self.proposals[number].groups
-            if len(found) >= TOLD and (len(groups) > 1 or sum(len(other.groups) == 1 for other in found) >= TOLD_SINGLES):
-                continue
-            more = self.more_bytes if len({self._cut(row) for _, _, row, _ in groups}) > 1 else 0.0
-            needed = [self.bytes[group[2:]] + more for group in groups]
-            answer = self._answer(number, needed)
-            if meshes(answer.edges) not in seen and answer.seconds >= best.seconds and max(needed) <= self.problem.budget_bytes:
-                seen.add(meshes(answer.edges))
-                found.append(answer)
-        return tuple(found)
-
-    def rivals(self, single: Answer) -> tuple[Rival, ...]:
-        """The next best single layouts, each of another mesh, and how much slower than the best one they are."""
-        found, own = dict[tuple, Rival](), tuple(getattr(single.edges[0].use, name) for name in MESH)
-        for number in map(int, np.argsort(self.seconds, kind="stable")):
-            if len(self.proposals[number].groups) == 1:
-                layout = self.pool.layout(self.proposals[number].groups[0][2])
-                mesh = tuple(getattr(layout, name) for name in MESH)
-                slower = float(self.seconds[number] / single.seconds - 1)
-                if slower >= 0 and mesh != own:
-                    found.setdefault(mesh, Rival(str(layout), slower, 0.0))
-        return tuple(found.values())[: MOST_SINGLES - 1]
-
-    def _singles(self) -> list[int]:
-        """Of the best single layouts, the best one of each mesh and the best one of each family, by place in `statics`."""
-        places = set[int]()
-        for names in (MESH, FAMILY):
-            kinds = np.stack([getattr(self.at, name)[self.statics.numbers] for name in names], 1)
-            _, first = np.unique(kinds, axis=0, return_index=True)
-            places |= set(np.sort(first)[:MOST_SINGLES].tolist())
-        return sorted(places)
-
-    def _proposals(self, rows: np.ndarray, more_bytes: float = 0.0) -> list[Proposal]:
-        """The best assignments to these rows of the pool as expected, of groups that leave so many bytes of a device. Neighbours with one
-        layout and equal packs are one group."""
-        cost, packs, often = self.table
-        if more_bytes:
-            i, j, k = np.nonzero(np.isfinite(cost))
-            needed = self.problem.bytes(self.pool.take(k), packs[i, j, k].astype(float)) + more_bytes
-            cost = cost.copy()
-            cost[i, j, k] = np.where(needed <= self.problem.budget_bytes, cost[i, j, k], np.inf)
-        found = []
-        for one in assignments(cost[:, :, rows], often, self._hops(rows), self.once_s[rows]):
-            groups: list[tuple[int, int, int, int]] = []
-            for before, end, k in zip((0, *one.ends), one.ends, one.layouts):
-                row, capacity = int(rows[k]), int(packs[before, end, rows[k]])
-                if groups and groups[-1][2:] == (row, capacity):
-                    before = groups.pop()[0]
-                groups.append((before, end, row, capacity))
-            found.append(Proposal(tuple(groups)))
-        return found
-
-    def _table(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Expected seconds of documents between two edges under each layout, [E, E + 1, K], in the packs that take least; these packs; and
-        how often a step has such documents, [E, E + 1]."""
-        problem, some, count = self.problem, self.pool.take(rows), len(self.edges) - 1
-        i, j = np.triu_indices(count + 1, 1)
-        often = np.zeros((count, count + 1))
-        often[i, j] = present(problem.tally.between(i, j)[0])
-        largest = capacities(problem, some, self.edges[-1])
-        k, i, j = np.tile(np.arange(len(rows)), len(i)), np.repeat(i, len(rows)), np.repeat(j, len(rows))
-        edge, most = np.array(self.edges, float)[j], largest[k]
-        least = 2.0 ** np.ceil(np.log2(edge))
-        least = np.where(least <= most, least, edge)
-        tried = np.maximum(least, most / 2.0 ** np.arange(HALVINGS, -1, -1)[:, None])  # [halvings + 1, groups], ascending
-        able = tried <= most
-        able[1:] &= tried[1:] > tried[:-1]
-        seconds, (_, which) = np.full(tried.shape, np.inf), np.nonzero(able)
-        seconds[able], _ = problem.expected(some.take(k[which]), tried[able], i[which], j[which])
-        best, pack = np.full(len(k), np.inf), np.zeros(len(k))
-        for capacity, taken in zip(tried, seconds):
-            better = ~(taken >= best * (1 - 1e-6))
-            best, pack = np.where(better, taken, best), np.where(better, capacity, pack)
-        cost, packs = np.full((count, count + 1, len(rows)), np.inf), np.zeros((count, count + 1, len(rows)), np.int64)
-        cost[i, j, k], packs[i, j, k] = best, pack.astype(np.int64)
-        return cost, packs, often
-
-    def _hops(self, rows: np.ndarray) -> np.ndarray:
-        """Seconds to enter each of these layouts from each: 0 where they cut the model alike."""
-        cuts = np.stack([self.pool.tp, self.pool.pp, self.pool.virtual], 1)[rows]
-        return np.where((cuts[:, None] == cuts[None]).all(2), 0.0, self.switch_s[rows][None])
-
-    def _on_steps(self, lengths: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, list[list[float]]]:
-        """Mean seconds of typical steps under each proposal; and those of its groups and, last, of its switches. Groups that no step has
-        count as expected."""
-        problem = self.problem
-        count = int(np.clip(MOST_DEALT // max(1.0, problem.tally.documents[-1] * len(self.proposals)), 1, MOST_STEPS))
-        steps = Lengths(lengths, counts).typical(count, problem.tokens_per_step)
-        numbers: dict[tuple[int, Dealing, int], int] = {}
-        known: dict[tuple[int, Dealing], list] = {}
-        work = []
-        for how, row in {(self._dealing(group), group[2]): None for proposal in self.proposals for group in proposal.groups}:
-            for step, documents in enumerate(steps):
-                if (step, how) not in known:
-                    known[step, how] = dealt(documents, how, problem.spec)
-                numbers[step, how, row] = len(work)
-                work.append((row, known[step, how]))
-        of_group = dealt_seconds(problem.cost, problem.spec, self.pool, work)
-        seconds, parts = np.zeros(len(self.proposals)), []
-        for number, proposal in enumerate(self.proposals):
-            groups = [(self._dealing(group), group[2]) for group in proposal.groups]
-            own = np.array([[of_group[numbers[step, how, row]] for how, row in groups] for step in range(count)])
-            there = [[bool(known[step, how]) for how, _ in groups] for step in range(count)]
-            switched = float(np.mean([self._switched(proposal, some) for some in there]))
-            of_groups = own.mean(0)
-            for place in np.flatnonzero(~np.any(there, 0)):
-                of_groups[place] = self._expected(proposal.groups[place])
-            parts.append([*of_groups.tolist(), switched])
-            seconds[number] = of_groups.sum() + switched + self.once_s[proposal.groups[-1][2]]
-        return seconds, parts
-
-    def _expected(self, group: tuple[int, int, int, int]) -> float:
-        """Seconds of a group as expected: what counts where its documents are so rare that no step has one."""
-        before, end, row, capacity = group
-        return float(self.problem.expected(self.pool.take(np.array([row])), float(capacity), before, end)[0][0])
-
-    def _dealing(self, group: tuple[int, int, int, int]) -> Dealing:
-        before, end, row, capacity = group
-        return Dealing(self.edges[before], self.edges[end], capacity, int(self.pool.dp[row]))
-
-    def _switched(self, proposal: Proposal, there: Sequence[bool]) -> float:
-        """Seconds of the switches of a step with these of its groups: each cut but home's is entered once."""
-        cuts = {self._cut(proposal.groups[-1][2])}
-        seconds = 0.0
-        for (_, _, row, _), some in zip(proposal.groups, there):
-            if some and self._cut(row) not in cuts:
-                cuts.add(self._cut(row))
-                seconds += float(self.switch_s[row])
-        return seconds
-
-    def _cut(self, row: int) -> tuple[int, int, int]:
-        return int(self.pool.tp[row]), int(self.pool.pp[row]), int(self.pool.virtual[row])
-
-    def _context_parallel(self, proposal: Proposal) -> bool:
-        """Whether its layouts differ in ring, Ulysses and dp alone."""
-        rows = [row for _, _, row, _ in proposal.groups]
-        return all(len(set(getattr(self.pool, name)[rows].tolist())) == 1 for name in FAMILY)
-
-    def _answer(self, number: int, needed: Sequence[float]) -> Answer:
-        sums, groups = self.problem.tally, []
-        for (before, end, row, capacity), own, need in zip(self.proposals[number].groups, self.parts[number], needed):
-            documents, tokens, *_ = sums.between(before, end)
-            shares = float(documents / sums.documents[-1]), float(tokens / sums.tokens[-1])
-            speed = float(tokens) / own if own else 0.0
-            groups.append(Chosen(self.edges[end], str(self.pool.layout(row)), capacity, *shares, own, speed, need))
-        return Answer(tuple(groups), float(self.seconds[number]), self.parts[number][-1])
+def _step_seconds(problem: Problem, at: Candidates, capacity: float, load: Load) -> np.ndarray:
+    found = problem.seconds(at, capacity, load)
+    return found.group + found.once
 
 
-def _joined(*some: Meshes) -> Meshes:
-    return Meshes(*(np.concatenate([getattr(one, f.name) for one in some]) for f in fields(Meshes)))
+def _assigned(comparison: Comparison, numbers: Sequence[int]) -> list[Listed]:
+    """The best assignments of documents to these candidates. Neighbours with one layout and equal packs are one group."""
+    problem, edges = comparison.problem, (0, *map(int, comparison.problem.tally.edges))
+    at = _shared(comparison.candidates.take(np.array(numbers)))
+    cost, packs = _table(comparison, at)
+    ends = np.arange(len(edges))
+    probability = np.zeros((len(edges) - 1, len(edges)))
+    i, j = np.triu_indices(len(edges), 1)
+    probability[i, j] = problem.tally.between(i, j).probability
+    last_s = problem.seconds(at, float(edges[-1]), problem.tally.between(0, ends[-1])).once
+    ways: dict[tuple[Edge, ...], float] = {}
+    for way in assignments(cost, probability, _hops(problem, at), last_s):
+        groups: list[Edge] = []
+        for before, end, row in zip((0, *way.ends), way.ends, way.layouts):
+            layout, pack = at.layout(row), int(packs[before, end, row])
+            if groups and (groups[-1].use, groups[-1].pack) == (layout, pack):
+                groups.pop()
+            groups.append(Edge(edges[end], layout, pack))
+        ways.setdefault(tuple(groups), way.seconds)
+    return [Listed(groups, seconds) for groups, seconds in ways.items()]
+
+
+def _survivors(comparison: Comparison, single: Layout) -> list[int]:
+    """Numbers of the best single layout, and of the fastest meshes at each key by turns, long documents first."""
+    at, wanted = comparison.candidates, Candidates.of([single])
+    is_single = (at.columns() == wanted.columns()).all(1)
+    return _by_turns(comparison, _is_sharded(at), np.flatnonzero(is_single).tolist())
+
+
+def _of_cut(comparison: Comparison, cut: Sequence[int]) -> list[int]:
+    """Numbers of the fastest meshes at each key by turns, of those with this cut of the weights."""
+    at = comparison.candidates
+    is_of_cut = np.logical_and.reduce([getattr(at, name) == degree for name, degree in zip(CUT, cut)])
+    return _by_turns(comparison, _is_sharded(at) & is_of_cut)
+
+
+def _by_turns(comparison: Comparison, is_usable: np.ndarray, first: Sequence[int] = ()) -> list[int]:
+    ranked = [_first_of_meshes(comparison.candidates, np.where(is_usable, seconds, np.inf)) for seconds in comparison.seconds.T]
+    numbers = list(first)
+    for place in range(BEST_AT_KEY):
+        numbers += [of_key[place] for of_key in reversed(ranked) if len(of_key) > place]
+    return list(dict.fromkeys(numbers))[:MOST_LAYOUTS]
+
+
+def _first_of_meshes(at: Candidates, seconds: np.ndarray) -> list[int]:
+    """The fastest candidates of BEST_AT_KEY different meshes."""
+    fastest: dict[tuple[int, ...], int] = {}
+    few = np.argsort(seconds, kind="stable")[: 64 * BEST_AT_KEY]
+    for number in few[np.isfinite(seconds[few])].tolist():
+        fastest.setdefault(tuple(int(getattr(at, name)[number]) for name in MESH), number)
+    return list(fastest.values())[:BEST_AT_KEY]
+
+
+def _is_sharded(at: Candidates) -> np.ndarray:
+    """Candidates that keep their state sharded, where others are equal to them but for that: with several layouts every state is."""
+    if not ((at.zero == 1) & (at.holders > 1)).any():
+        return np.ones(len(at), bool)
+    return (at.zero > 0) | (at.holders == 1)
+
+
+def _shared(at: Candidates) -> Candidates:
+    """The layouts as a step with several of them takes them: ZeRO-1 at least, where ranks share weights."""
+    return replace(at, zero=np.where(at.holders > 1, np.maximum(at.zero, 1), at.zero))
+
+
+def _table(comparison: Comparison, at: Candidates) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of documents between two edges under each layout, float64 [E, E + 1, layouts], inf where it cannot; and the packs that take
+    least, int64."""
+    problem = comparison.problem
+    edges = np.concatenate([[0.0], problem.tally.edges])
+    count = len(edges) - 1
+    i, j = np.triu_indices(count + 1, 1)
+    row = np.tile(np.arange(len(at)), len(i))
+    i, j = np.repeat(i, len(at)), np.repeat(j, len(at))
+    most = _largest_packs(comparison, at)[row]
+    power = 2.0 ** np.ceil(np.log2(edges[j]))
+    least = np.where(power <= most, power, edges[j])
+
+    load = problem.tally.between(i, j)
+    best_s, best_pack = np.full(len(row), np.inf), np.zeros(len(row))
+    packs_before = np.zeros(len(row))
+    for halving in range(HALVINGS, -1, -1):
+        pack = np.maximum(least, most / 2.0**halving)
+        able = np.flatnonzero((pack <= most) & (pack > packs_before))
+        seconds = np.full(len(row), np.inf)
+        load_of_able = Load(**{name: values[able] for name, values in vars(load).items()})
+        seconds[able] = problem.seconds(at.take(row[able]), pack[able], load_of_able).group
+        is_faster = seconds < best_s * (1 - 1e-6)
+        best_s, best_pack = np.where(is_faster, seconds, best_s), np.where(is_faster, pack, best_pack)
+        packs_before = pack
+    cost = np.full((count, count + 1, len(at)), np.inf)
+    packs = np.zeros(cost.shape, np.int64)
+    cost[i, j, row], packs[i, j, row] = best_s, best_pack
+    return cost, packs
+
+
+def _largest_packs(comparison: Comparison, at: Candidates) -> np.ndarray:
+    """The largest pack of each layout, a power of two or the longest document, that fits, float64 [candidates]; 0 where none does."""
+    problem = comparison.problem
+    powers = [float(1 << n) for n in range(8, int(problem.task.tokens_per_step).bit_length())]
+    largest = np.zeros(len(at))
+    for capacity in (float(problem.tally.edges[-1]), *powers[-DOUBLINGS:]):
+        fits = problem.bytes(at, capacity) <= comparison.budget_bytes
+        largest = np.where(fits, np.maximum(largest, capacity), largest)
+    return largest
+
+
+def _hops(problem: Problem, at: Candidates) -> np.ndarray:
+    """Seconds to enter each layout from each, float64 [layouts, layouts]: 0 where they cut the weights alike."""
+    cuts = np.stack([getattr(at, name) for name in CUT], 1)
+    entered_s = switch_seconds(problem.cost, at, float(problem.task.switch.ahead_bytes))
+    return np.where((cuts[:, None] == cuts[None]).all(2), 0.0, entered_s[None])
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A single layout that would be faster and does not fit: `times` the seconds of the best one, by rate cards; `short_bytes`: that a
+    device lacks for packs of the longest documents."""
+
+    layout: str
+    times: float
+    short_bytes: float
+
+
+def too_large(comparison: Comparison, best_s: float, most: int) -> tuple[Rival, ...]:
+    """Single layouts that fit shorter documents, would be faster than `best_s`, and lack least memory for the longest."""
+    problem, at = comparison.problem, comparison.candidates
+    longest = float(problem.tally.edges[-1])
+    out = np.flatnonzero(np.isinf(comparison.seconds[:, -1]) & np.isfinite(comparison.seconds[:, 0]))
+    if not len(out):
+        return ()
+    short = problem.bytes(at.take(out), longest) - comparison.budget_bytes
+    nearest = np.argsort(short, kind="stable")[:REPACKED]
+    out, short = out[nearest], short[nearest]
+    seconds = _step_seconds(problem, at.take(out), longest, problem.tally.between(0, len(problem.tally.edges)))
+    faster: Sequence[int] = np.flatnonzero(seconds < best_s).tolist()[:most]
+    return tuple(Rival(str(at.layout(int(out[n]))), float(seconds[n] / best_s), float(short[n])) for n in faster)

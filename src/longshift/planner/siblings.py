@@ -1,4 +1,4 @@
-"""Siblings of a way: the same groups on the same meshes, with less recomputation, less ZeRO or other packs; and how plain a way is.
+"""Siblings of a way: groups on the same meshes, with less recomputation, another ZeRO stage, other packs or ends; how plain a way is.
 
 A shortlist names each set of meshes once, with the recomputation, the ZeRO stage and the packs that are best in closed form. On the clock
 others may be.
@@ -7,27 +7,40 @@ others may be.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from longshift.planner.survive import MESH
+from longshift.planner.shortlist import MESH
 from longshift.simulate.cost import RECOMPUTE, recompute_code
 from longshift.workload.groups import Edge
 
 
 def siblings(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
-    """Ways in which one group has packs of half or twice the size, recomputes less in packs of any of the three sizes, or has a lower ZeRO
-    stage; and, of several groups, the `lower` way. Streamed groups stay as they are."""
+    """Ways in which one group has packs of half or twice the size, recomputes less in packs of any of the three sizes, or has another ZeRO
+    stage; of several groups, in which one ends at other documents, and the `lower` way. Streamed groups stay as they are."""
     least = int(len(edges) > 1)
     for place, edge in enumerate(edges):
         if edge.use.chunk:
             continue
         less = [replace(edge.use, recompute=one) for one in RECOMPUTE[: RECOMPUTE.index(edge.use.recompute)]]
-        less_zero = [replace(edge.use, zero=zero) for zero in range(least, edge.use.zero)]
+        holders = edge.use.world // (edge.use.tp * edge.use.pp)
+        other_zero = [replace(edge.use, zero=zero) for zero in range(least, 4 if holders > 1 else 1)]
         packs = [pack for pack in (edge.pack, edge.pack // 2, 2 * edge.pack) if pack >= edge.upto]
-        others = [(use, pack) for use in (edge.use, *less) for pack in packs] + [(use, edge.pack) for use in less_zero]
+        others = [(use, pack) for use in (edge.use, *less) for pack in packs] + [(use, edge.pack) for use in other_zero]
         for use, pack in others:
             if (use, pack) != (edge.use, edge.pack):
                 yield (*edges[:place], replace(edge, use=use, pack=pack), *edges[place + 1 :])
+    yield from _moved_edges(edges)
     if len(edges) > 1 and (below := lower(edges)) != tuple(edges):
         yield below
+
+
+def _moved_edges(edges: Sequence[Edge]) -> Iterator[tuple[Edge, ...]]:
+    """Ways in which a group ends at another power of two, the next one or the one before, between its neighbours' ends."""
+    for place, edge in enumerate(edges[:-1]):
+        shortest = edges[place - 1].upto if place else 0
+        power = 1 << (edge.upto - 1).bit_length()  # the next one, or the end itself
+        for upto in (power // 2, power, 2 * power):
+            if shortest < upto < edges[place + 1].upto and upto != edge.upto:
+                moved = replace(edge, upto=upto, pack=max(edge.pack, upto))
+                yield (*edges[:place], moved, *edges[place + 1 :])
 
 
 def lower(edges: Sequence[Edge]) -> tuple[Edge, ...]:

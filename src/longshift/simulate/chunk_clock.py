@@ -78,7 +78,7 @@ class ChunkClock:
             compute_bytes=int(rates.element_bytes),
             transport=cost.transport,
             float8=cost.rounds,
-            compiled=cost.habits.compiled == 1,
+            compiled=cost.habits.compiled,
         )
         profile = event_turn(setup, made, cut, event, block)
         is_block = event.name not in ("embed", "embed_back", "loss", "score")

@@ -31,11 +31,10 @@ from longshift.layout.layout import Coord, Layout, Tier
 from longshift.program.operations import AWAITED, LANES, Op
 from longshift.program.turns import Visit, visit_of
 from longshift.simulate.chunk_clock import ChunkClock
-from longshift.simulate.closed import packing_bytes, update_bytes
 from longshift.simulate.cost import Cost, Mesh, UnitKind, recompute_code
 from longshift.simulate.lanes import Begin, End, Timed, play
 from longshift.simulate.rates import tier_copy_s
-from longshift.spec.formats import arithmetic
+from longshift.spec.formats import Format, arithmetic
 from longshift.switch.traffic import seconds_by_exchange
 from longshift.weigh.ledger import Ledger
 from longshift.weigh.needs import StepShape
@@ -47,6 +46,18 @@ HOST_BYTES_PER_S = 60e9  # of a rank's part of the host's memory: torch's fused 
 MOVES = {"gather": "all_gather", "reduce": "reduce_scatter"}
 
 Packs = tuple[tuple[int, ...], ...]  # lengths of the documents of each micro-batch
+
+
+def update_bytes(moments: int = 2) -> float:
+    """Bytes that the update of an owned weight moves: master and moments are read and written in float32, the gradient is read twice (norm,
+    update), the copy is written."""
+    return 18.0 + 8.0 * moments
+
+
+def packing_bytes(formats: Format) -> float:
+    """Bytes that it moves to unpack and to pack the moments of an owned weight: codes are read and written, values written once and read
+    twice, for the largest of a block and for its codes."""
+    return formats.moments * (2 * formats.moment_bytes + 3 * formats.home_bytes)
 
 
 @dataclass(frozen=True)

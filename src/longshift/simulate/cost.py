@@ -55,66 +55,44 @@ HOPPER, CUDNN = re.compile(r"\bG?H(20|100|200|800)\b"), re.compile(r"\b(G?H(20|1
 
 @dataclass(frozen=True)
 class Habits:
-    """What a trainer does: 1 or 0, shares, or arrays of them.
+    """How a run computes and what it sends, as far as that takes seconds.
 
-    compiled             elementwise operations of norms, rotary embedding, gates and the loss are one kernel each
-    sequence_parallel    tensor-parallel ranks share the tokens of norms and residuals
-    tensor_hidden        tensor traffic travels under the matmuls that make it (asynchronous tensor parallelism)
-    gather_hidden        weights are gathered one unit ahead, else before each
-    reduce_hidden        gradients travel under the backward that makes them
-    messages_hidden      a stage computes while its messages travel
-    ring_hidden          keys and values travel under attention
-    gradient_bytes       of an element of gradient sums
-    gathered, reduced    bytes of weights, and of gradient sums, on the wire over those where they are kept
-    gather_coded, reduce_coded                bytes that a rank reads and writes for each element that it gathers, or reduces, in another
-                         format than it is kept in; then gradients go by an all-to-all
-    accumulated          gradients of matmuls are added to their sum in a pass of its own, else where they are made
-    embeddings_accumulated    gradients of embeddings are
-    shard_group          ranks that share one copy of the weights under ZeRO-3 (hybrid sharding); 0: all
-    rounded              matmuls of blocks take factors of eight bits
-    codes                those factors are multiplied as codes (`model.float8`), else rounded
-    cudnn                on a preset, attention to documents and pieces of at least LONG tokens, or of whole multiples of EVEN, goes to
-                         a kernel that is as much faster as FLASH3 says, but for what is left of EVEN (`model.cut`); a profile has its curve
+    compiled                 elementwise operations of norms, rotary embedding, gates and the loss are one kernel each
+    accumulated              gradients of matmuls are added to their sum in a pass of its own, else where they are made
+    rounded                  matmuls of blocks take factors of eight bits
+    codes                    those factors are multiplied as codes (`model.float8`), else rounded
+    cudnn                    on a preset, attention to documents and pieces of at least LONG tokens, or of whole multiples of EVEN, goes
+                             to a kernel that is as much faster as FLASH3 says, but for what is left of EVEN (`model.cut`); a profile
+                             has its curve
+    gathered, reduced        bytes of weights, and of gradient sums, on the wire over those where they are kept
+    gather_coded, reduce_coded    bytes that a rank reads and writes for each element that it gathers, or reduces, in another format than
+                             it is kept in; then gradients go by an all-to-all
+    gradient_bytes           of an element of gradient sums
     """
 
-    compiled: Number = 0.0
-    sequence_parallel: Number = 1.0
-    tensor_hidden: Number = 0.0
-    gather_hidden: Number = 1.0
-    reduce_hidden: Number = 1.0
-    messages_hidden: Number = 0.0
-    ring_hidden: Number = 1.0
-    gradient_bytes: Number = 4.0
-    gathered: Number = 1.0
-    reduced: Number = 1.0
-    gather_coded: Number = 0.0
-    reduce_coded: Number = 0.0
-    accumulated: Number = 0.0
-    embeddings_accumulated: Number = 0.0
-    shard_group: Number = 0.0
-    rounded: Number = 0.0
-    codes: Number = 0.0
-    cudnn: Number = 0.0
-
-
-# Longshift: tensor and Ulysses traffic exposed, ring under attention, ZeRO-3 one unit ahead, gradients under the backward in float32.
-# Receives are posted one event ahead and sends are awaited pp events later (`program.turns`), so messages travel beside computation.
-# Gradients of matmuls are added to their sums as they are formed, where the machine can.
-LONGSHIFT = Habits(messages_hidden=1.0, embeddings_accumulated=1.0)
+    compiled: bool = False
+    accumulated: bool = False
+    rounded: bool = False
+    codes: bool = False
+    cudnn: bool = False
+    gathered: float = 1.0
+    reduced: float = 1.0
+    gather_coded: float = 0.0
+    reduce_coded: float = 0.0
+    gradient_bytes: float = 4.0
 
 
 def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -> Habits:  # noqa: B008  (frozen)
-    """Longshift's, with `train.compile` or without, in this precision on this device, with these formats on the wire."""
+    """Those of a run with `train.compile` or without, in this precision on this device, with these formats on the wire."""
     weight_bytes, sum_bytes = FORMATS[precision].compute_bytes, FORMATS[precision].home_bytes
     is_hopper, has_cudnn = HOPPER.search(device.name) is not None, CUDNN.search(device.name) is not None
-    rounded = float(FORMATS[precision].float8)
-    return replace(
-        LONGSHIFT,
-        compiled=float(compile),
-        accumulated=float(not adds_inside(weight_bytes, sum_bytes, device.kind == "cuda")),
+    rounded = FORMATS[precision].float8
+    return Habits(
+        compiled=compile,
+        accumulated=not adds_inside(weight_bytes, sum_bytes, device.kind == "cuda"),
         rounded=rounded,
-        codes=rounded * is_hopper,
-        cudnn=float(weight_bytes == 2 and has_cudnn),
+        codes=rounded and is_hopper,
+        cudnn=weight_bytes == 2 and has_cudnn,
         gathered=wire.bytes_of("weights", weight_bytes) / weight_bytes,
         reduced=wire.bytes_of("gradients", sum_bytes) / sum_bytes,
         gather_coded=float(weight_passes(wire, weight_bytes, sum_bytes)[1]),  # what is sent is a share of what is taken
@@ -124,47 +102,38 @@ def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model in numbers or arrays of them. `inner`: query heads * head width; `keys`: key/value heads * head width; `gated`, `tied`: 0
-    or 1. `trained`: trained weights of a block over those of its matmuls; `head_trained`: the same of the head. `norms`: of a block's
-    residual stream; `head_norms`: 1 where queries and keys have norms."""
+    """A model in numbers.
 
-    layers: Number
-    width: Number
-    heads: Number
-    inner: Number
-    keys: Number
-    ffn: Number
-    vocab: Number
-    gated: Number
-    tied: Number
-    trained: Number = 1.0
-    head_trained: Number = 1.0
-    norms: Number = 2.0
-    head_norms: Number = 0.0
+    inner            query heads * head width
+    block_elements   weights of a block's matmuls
+    head_elements    weights of the head
+    tied             1 where embeddings are the head's weights, else 0
+    trained          trained weights of a block over those of its matmuls
+    head_trained     the same of the head
+    """
 
-    @property
-    def block_elements(self) -> Number:
-        """Weights of a block's matmuls."""
-        return self.width * (2 * self.inner + 2 * self.keys + (2 + self.gated) * self.ffn)
-
-    @property
-    def head_elements(self) -> Number:
-        return self.width * self.vocab
+    layers: int
+    inner: int
+    block_elements: int
+    head_elements: int
+    tied: int
+    trained: float = 1.0
+    head_trained: float = 1.0
 
 
 @lru_cache(maxsize=64)
 def sizes(spec: ModelSpec) -> Sizes:
     """Sizes of a model."""
     inner, keys = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
-    switches = float(spec.gated), float(spec.tied)
-    norms = {"norms": 4.0 if spec.norm_place == "both" else 2.0, "head_norms": float(spec.qk_norm or spec.qk_norm_whole)}
-    found = Sizes(spec.layers, spec.width, spec.heads, inner, keys, spec.ffn, spec.vocab, *switches, **norms)
-    if spec.learned == spec.parameters:
-        return found
-    learned = [p for p in spec.params if not p.frozen]
-    in_blocks = sum(p.elements for p in learned if 1 <= p.unit <= spec.layers)
-    in_head = sum(p.elements for p in learned if len(p.shape) > 1 and spec.layers + 1 in (p.unit, p.also_unit))
-    return replace(found, trained=in_blocks / (spec.layers * found.block_elements), head_trained=in_head / found.head_elements)
+    block_elements = spec.width * (2 * inner + 2 * keys + (2 + spec.gated) * spec.ffn)
+    head_elements = spec.width * spec.vocab
+    trained = head_trained = 1.0
+    if spec.learned != spec.parameters:
+        learned = [p for p in spec.params if not p.frozen]
+        in_blocks = sum(p.elements for p in learned if 1 <= p.unit <= spec.layers)
+        in_head = sum(p.elements for p in learned if len(p.shape) > 1 and spec.layers + 1 in (p.unit, p.also_unit))
+        trained, head_trained = in_blocks / (spec.layers * block_elements), in_head / head_elements
+    return Sizes(spec.layers, inner, block_elements, head_elements, int(spec.tied), trained, head_trained)
 
 
 @dataclass(frozen=True)
@@ -231,7 +200,7 @@ class Cost:
 
     spec: ModelSpec
     rates: Rates
-    habits: Habits = LONGSHIFT
+    habits: Habits = Habits()
 
     @property
     def transport(self) -> Transport:
@@ -241,7 +210,7 @@ class Cost:
     @property
     def rounds(self) -> bool:
         """Whether factors of eight bits are rounded, and multiplied as what they stand for."""
-        return self.habits.rounded == 1 and self.habits.codes == 0
+        return self.habits.rounded and not self.habits.codes
 
     @property
     def sizes(self) -> Sizes:
@@ -301,7 +270,7 @@ class Cost:
                     int(self.rates.element_bytes),
                     self.transport,
                     kind == "block" and self.rounds,
-                    self.habits.compiled == 1,
+                    self.habits.compiled,
                 )
             )
             for degrees in mesh.distinct[0]
@@ -310,10 +279,10 @@ class Cost:
     def _work(self, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: Number, is_block: bool) -> Work:
         """All but attention."""
         tokens = np.asarray(tokens, dtype=float)
-        matmul_s, coding_kernels = self._matmuls(recorded, index, tokens, is_block and self.habits.codes == 1)
+        matmul_s, coding_kernels = self._matmuls(recorded, index, tokens, is_block and self.habits.codes)
         pass_bytes = _value(_stack(recorded, "pass_bytes"), index, tokens)
         kernels = _pick(np.array([calls.kernels for calls in recorded]), index, tokens) + coding_kernels
-        slowed = (FUSED_PASSES if self.habits.compiled == 1 else PASSES)[self.transport]
+        slowed = (FUSED_PASSES if self.habits.compiled else PASSES)[self.transport]
         elementwise_s = self.rates.elementwise_s(slowed * pass_bytes)
         elementwise_s = elementwise_s + kernels * self.rates.dispatch_s
         traffic_s = [self._collectives_s(axis, recorded, index, tokens) for axis in TOKEN_AXES]
@@ -396,7 +365,7 @@ class Cost:
         rates, is_measured = self.rates, self.rates.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(queries, 1), 1.0)
         even = (np.asarray(queries) % EVEN == 0) & (length >= queries)
-        has_cudnn = rates.by_cudnn if is_measured else self.habits.cudnn == 1
+        has_cudnn = rates.by_cudnn if is_measured else self.habits.cudnn
         takes = has_cudnn & (even | ((length >= LONG) & (np.asarray(queries) >= LONG)))
         if not np.any(takes):
             return np.ones(())
@@ -412,11 +381,12 @@ class Cost:
         return attention.times(code == RECOMPUTE.index("selective")) + others.times(code == RECOMPUTE.index("full"))
 
     def accumulated(self, mesh: Mesh, elements: Number, embeddings: bool = False) -> Work:
-        """Of adding the gradients of so many weights of matmuls, or of `embeddings`, to their sum: the gradient is read, the sum
-        read and written."""
-        moved_bytes = np.asarray(elements) / mesh.tp * (self.rates.element_bytes + 2 * np.asarray(self.habits.gradient_bytes))
-        share = self.habits.embeddings_accumulated if embeddings else self.habits.accumulated
-        return Work(elementwise_s=share * self.rates.elementwise_s(moved_bytes))
+        """Of adding the gradients of so many weights of matmuls, or of `embeddings`, to their sum where matmuls do not: the gradient is
+        read, the sum read and written."""
+        if not (embeddings or self.habits.accumulated):
+            return Work()
+        moved_bytes = np.asarray(elements) / mesh.tp * (self.rates.element_bytes + 2 * self.habits.gradient_bytes)
+        return Work(elementwise_s=self.rates.elementwise_s(moved_bytes))
 
 
 def _stack(recorded: Sequence[TurnCalls], name: str) -> np.ndarray:

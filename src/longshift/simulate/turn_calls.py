@@ -51,6 +51,8 @@ class TurnCalls:
     attention    float64 [2, 5]           forward, backward: calls, rows per token of the pack, pairs per pair of
                                           the pack, query heads, width
     collectives  (axis, operation): float64 [4]      number, bytes of all by degree
+    held_bytes   float64 [2]              bytes per token of the pack: of a forward's graph, and at the peak, gradients of weights left
+                                          out; of blocks that are not alike the least
     """
 
     mesh: tuple[int, int, int]
@@ -60,6 +62,7 @@ class TurnCalls:
     kernels: float
     attention: np.ndarray
     collectives: dict[tuple[str, str], np.ndarray]
+    held_bytes: np.ndarray
 
 
 @lru_cache(maxsize=4096)
@@ -93,6 +96,7 @@ def _on_mesh(calls: TurnCalls, mesh: tuple[int, int, int]) -> TurnCalls:
         pass_bytes=calls.pass_bytes * fewer_tokens,
         attention=attention,
         collectives={key: row * [1.0, *fewer_tokens] for key, row in calls.collectives.items()},
+        held_bytes=calls.held_bytes * fewer_tokens[1],
     )
 
 
@@ -118,6 +122,7 @@ def _longer_ring(two: TurnCalls, four: TurnCalls, ring: int) -> TurnCalls:
         kernels=number(two.kernels, four.kernels),
         attention=attention,
         collectives=collectives,
+        held_bytes=np.minimum(2 * two.held_bytes, 4 * four.held_bytes) / ring,  # as many for as many tokens on each rank, at the least
     )
 
 
@@ -141,6 +146,7 @@ def _mean_calls(kind: TurnKind) -> TurnCalls:
         kernels=sum(share * calls.kernels for share, calls in recorded),
         attention=sum((share * calls.attention for share, calls in recorded), np.zeros((2, 5))),
         collectives=collectives,
+        held_bytes=np.min([calls.held_bytes for _, calls in recorded], axis=0),
     )
 
 
@@ -156,7 +162,8 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
     length = rows * prime * tp * ulysses * ring
     order = token_order([length], ring, ulysses * tp)
     profile = loss_turn(setup, order, 0) if kind.unit == "head" else unit_turn(setup, order, kind.part, kind.phase, block)
-    return calls_by_degree(kind.mesh, profile.calls, length, float(kind.spec.attended(length)), prime)
+    calls = calls_by_degree(kind.mesh, profile.calls, length, float(kind.spec.attended(length)), prime)
+    return replace(calls, held_bytes=np.array([profile.graph, profile.peak - profile.grads]) / length)
 
 
 @lru_cache(maxsize=1024)
@@ -199,6 +206,7 @@ def calls_by_degree(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tok
         kernels=float(sum(not isinstance(call, Collective) for call in calls)),
         attention=attention,
         collectives=collectives,
+        held_bytes=np.zeros(2),
     )
 
 

@@ -21,11 +21,13 @@ from longshift.forecast import layout_text, on_cluster
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import format_size
-from longshift.planner.replay import Task, Way
+from longshift.planner.replay import Way
 from longshift.planner.search import Choice, search
+from longshift.planner.task import Task
+from longshift.simulate.calibrate import BAND
 from longshift.simulate.clock import in_visiting_order
-from longshift.simulate.closed import BAND, mfu, model_flops
 from longshift.simulate.cost import sizes
+from longshift.simulate.model_flops import mfu, model_flops
 from longshift.spec.formats import arithmetic
 from longshift.stream.trace import Span, events_of, save
 from longshift.trainer.plan_file import PlanFile, place, read
@@ -173,11 +175,11 @@ class Planned:
             tokens_per_step=task.tokens_per_step,
             documents=task.lengths.documents,
             longest=task.longest,
-            candidates=choice.shortlist.candidates,
-            refused=choice.shortlist.refused,
+            candidates=choice.candidates,
+            refused=choice.refused,
             budget_bytes=int(task.budget_bytes),
             fits=best is not None,
-            changes=tuple(choice.shortlist.changes),
+            changes=choice.changes,
             short=tuple(Short(way=self.layout(way), bytes=lack, place=place) for way, lack, place in choice.short[:RIVALS]),
             notes=tuple(self.lines()),
         )
@@ -224,7 +226,7 @@ class Planned:
                 yield f"  {way}: {_short(lack, place)}" + f", at {way.peak}" * (place == "device")
             if any(place == "host" for _, _, place in choice.short) and "host" in task.home.named:
                 yield "home: disk, or a part of it, keeps less in host memory"
-            yield from choice.shortlist.changes
+            yield from choice.changes
             return
         left = task.budget_bytes - best.bytes["device"]
         least_s, most_s = best.seconds * (1 - self.band), best.seconds * (1 + self.band)
@@ -251,15 +253,13 @@ class Planned:
             yield f"  {way}: {way.seconds / best.seconds - 1:+.1%}"
         for way, lack, place in choice.short[:RIVALS]:
             yield f"  {way}: {_short(lack, place)}"
-        played = {str(way.edges[0].use) for way in choice.ways if len(way.edges) == 1}
-        for rival in choice.shortlist.rivals:
-            if rival.layout not in played:
-                yield f"  {rival} (closed form)"
+        for rival in choice.rivals:
+            yield f"  {rival.layout}: {rival.times - 1:+.1%} over the best single layout (rate cards), {_gib(rival.short_bytes)} short"
         if len(tried := choice.worth_trying()) > 1:
             yield "layout: auto trains some steps of each of these, and goes on with the fastest by these steps and the clock:"
             yield from (f"  {way}: {way.seconds:.3g} s" for way in tried)
-        yield f"{choice.shortlist.candidates:,} layouts were compared"
-        for reason, count in choice.shortlist.refused.items():
+        yield f"{choice.candidates:,} layouts were compared"
+        for reason, count in choice.refused.items():
             yield f"  {count:,} refused: {reason}"
 
 

@@ -1,4 +1,4 @@
-"""Meshes: every layout of whole packs that a model and a world allow, as arrays; and why each of the others is refused.
+"""Candidates: every layout of whole packs that a model and a world allow, as arrays; and why each of the others is refused.
 
 A candidate is a mesh (tp, ulysses, ring, dp, pp, virtual), an order of the pipeline and its policies (ZeRO, recomputation). The rules are
 those of `layout.legal`, on arrays. Beyond these a candidate is refused that is another one under a second name, or can never be better
@@ -26,7 +26,7 @@ Fixed = Mapping[str, Sequence[int | str]]
 
 
 @dataclass(frozen=True, eq=False)
-class Meshes:
+class Candidates:
     """Candidates as arrays of one length, int64. `order`, `recompute`: codes of ORDERS and of `simulate.cost.RECOMPUTE`."""
 
     tp: np.ndarray
@@ -42,9 +42,9 @@ class Meshes:
     def __len__(self) -> int:
         return len(self.tp)
 
-    def take(self, index: np.ndarray | slice) -> "Meshes":
+    def take(self, index: np.ndarray | slice) -> "Candidates":
         """Some of the candidates, by index, mask or slice."""
-        return Meshes(*(getattr(self, f.name)[index] for f in fields(self)))
+        return Candidates(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def columns(self) -> np.ndarray:
         """int64 [candidates, 9], the fields in their order."""
@@ -62,8 +62,8 @@ class Meshes:
         return Layout(**one, order=order, recompute=recompute)  # pyright: ignore[reportArgumentType]
 
     @classmethod
-    def of(cls, layouts: Sequence[Layout]) -> "Meshes":
-        """Meshes of whole packs as candidates."""
+    def of(cls, layouts: Sequence[Layout]) -> "Candidates":
+        """Candidates of whole packs as candidates."""
         rows = [
             (*(getattr(one, name) for name in AXES), one.virtual, ORDERS.index(one.order), one.zero, recompute_code(one)) for one in layouts
         ]
@@ -71,15 +71,15 @@ class Meshes:
 
 
 @dataclass(frozen=True, eq=False)
-class Enumerated:
+class Enumeration:
     """The candidates that are possible. `refused`: number of the others by reason, each under its first one; `total`: of all."""
 
-    meshes: Meshes
+    candidates: Candidates
     refused: Mapping[str, int]
     total: int
 
 
-def enumerate_layouts(spec: ModelSpec, world: int, fixed: Fixed | None = None, float8: bool = False) -> Enumerated:
+def enumerate_layouts(spec: ModelSpec, world: int, fixed: Fixed | None = None, float8: bool = False) -> Enumeration:
     """Every candidate on `world` ranks whose choices are among those `fixed`. `float8`: whether matmuls take factors of eight bits. Raises
     UsageError for a choice that does not exist."""
     choices = _choices(world, fixed or {})
@@ -91,16 +91,16 @@ def enumerate_layouts(spec: ModelSpec, world: int, fixed: Fixed | None = None, f
     policies = _product([choices[name] for name in ("virtual", "order", "zero", "recompute")])
     of_order = np.lexsort(meshes.T)
     whole = np.concatenate([np.repeat(meshes[of_order], len(policies), 0), np.tile(policies, (len(meshes), 1))], 1)
-    everything = Meshes(*np.ascontiguousarray(whole.T))
+    everything = Candidates(*np.ascontiguousarray(whole.T))
     possible, refused = np.ones(len(everything), bool), dict[str, int]()
     for reason, wrong in {**illegal(spec, everything, float8), **_second_names(everything, choices)}.items():
         if count := int((wrong & possible).sum()):
             refused[reason] = count
         possible &= ~wrong
-    return Enumerated(everything.take(possible), refused, len(everything))
+    return Enumeration(everything.take(possible), refused, len(everything))
 
 
-def illegal(spec: ModelSpec, at: Meshes, float8: bool = False) -> dict[str, np.ndarray]:
+def illegal(spec: ModelSpec, at: Candidates, float8: bool = False) -> dict[str, np.ndarray]:
     """Which candidates break each rule of `layout.legal`, bool [candidates] by reason."""
     stages = at.pp * at.virtual
     cut = [tp for tp in np.unique(at.tp).tolist() if tp <= spec.heads and cut_inside_a_block(spec, tp)] if float8 else []
@@ -117,7 +117,7 @@ def illegal(spec: ModelSpec, at: Meshes, float8: bool = False) -> dict[str, np.n
     }
 
 
-def unevenness(spec: ModelSpec, at: Meshes) -> np.ndarray:
+def unevenness(spec: ModelSpec, at: Candidates) -> np.ndarray:
     """How much longer than the mean rank's the turn of the rank with most query heads takes, float64 [candidates]: 1 where they divide."""
     ranks = at.tp * at.ulysses
     return np.ceil(np.ceil(spec.heads / at.tp) / at.ulysses) * ranks / spec.heads
@@ -141,7 +141,7 @@ def _choices(world: int, fixed: Fixed) -> dict[str, np.ndarray]:
     return found
 
 
-def _second_names(at: Meshes, choices: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _second_names(at: Candidates, choices: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Candidates that are others, where these are among the choices."""
     least = int(choices["zero"].min())
     return {

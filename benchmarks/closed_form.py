@@ -1,4 +1,4 @@
-"""Closed form: seconds of one training step, for arrays of candidates at once.
+"""Closed form: seconds of one training step of another trainer, for arrays of candidates at once.
 
 A rank computes m micro-batches on the slowest stage, waits while a pipeline fills and drains, moves weights and gradients, and updates:
 
@@ -8,60 +8,27 @@ slot: forward, recomputation and backward of a stage's units with what their tra
 For even stages this is what a replay of `schedule.pipeline` takes (exactly where p divides m or v is 1, else within 3 %); for uneven ones
 it is an upper bound.
 
-What traffic is hidden under is the trainer's habit (`cost.Habits`), never a fitted share of it.
+What traffic is hidden under is the trainer's habit (`block_formulas.Trainer`), never a fitted share of it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import numpy as np
+from block_formulas import FormulaCost
 
 from longshift.cluster.cluster import Number
 from longshift.layout.loss_rows import rows_at_once
-from longshift.simulate.cost import Habits, Mesh, Sizes, Work
-from longshift.simulate.rates import Rates
-from longshift.simulate.turn_calls import UnitKind
-from longshift.spec.formats import Format
+from longshift.planner.group_seconds import stalled_s
+from longshift.simulate.calibrate import BAND
+from longshift.simulate.clock import update_bytes
+from longshift.simulate.cost import Mesh, Work
 
 # In the order of a table. All are seconds that a step shows; what is hidden under computation is in Forecast.hidden.
 PARTS = (
     *("matmul", "attention", "elementwise", "launch", "recompute", "head", "tp", "ulysses", "ring", "gather", "reduce", "bubble"),
     *("messages", "optimizer", "crowd", "wait"),
 )
-# Relative half-width that holds 80 % of the errors of benchmarks/published.py, for sources to which constants were not fitted: 0.10, and
-# 0.12 after three of their rows, most of which belong to one source.
-BAND = 0.12
-
-
-def update_bytes(moments: int = 2) -> float:
-    """Bytes that the update of an owned weight moves: master and moments are read and written in float32, the gradient is read twice (norm,
-    update), the copy is written."""
-    return 18.0 + 8.0 * moments
-
-
-def packing_bytes(formats: Format) -> float:
-    """Bytes that it moves to unpack and to pack the moments of an owned weight: codes are read and written, values written once and read
-    twice, for the largest of a block and for its codes."""
-    return formats.moments * (2 * formats.moment_bytes + 3 * formats.home_bytes)
-
-
-class TurnCosts(Protocol):
-    """Work of turns: recorded from a model (`simulate.cost`), or another trainer's by formulas (`benchmarks/block_formulas.py`)."""
-
-    @property
-    def sizes(self) -> Sizes: ...
-    @property
-    def rates(self) -> Rates: ...
-    @property
-    def habits(self) -> Habits: ...
-    @property
-    def launch_s(self) -> Number: ...
-    def turn(
-        self, kind: UnitKind, turn: str, part: str, mesh: Mesh, tokens: Number, pairs: Number, recompute: int = 0, loss_blocks: Number = 1
-    ) -> Work: ...
-    def again(self, forward: Work, code: np.ndarray) -> Work: ...
-    def accumulated(self, mesh: Mesh, elements: Number, embeddings: bool = False) -> Work: ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +76,7 @@ class Forecast:
         return sum((self.parts[name] for name in PARTS), np.zeros(()))
 
 
-def closed_form(cost: TurnCosts, at: Candidates) -> Forecast:
+def closed_form(cost: FormulaCost, at: Candidates) -> Forecast:
     """Seconds of one step of each candidate."""
     pp, virtual, zero, micros = (np.asarray(value, dtype=float) for value in (at.pp, at.virtual, at.zero, at.micros))
     sizes, habits, launch_s, mesh = cost.sizes, cost.habits, cost.launch_s, Mesh(at.tp, at.ulysses, at.ring)
@@ -204,16 +171,7 @@ def closed_form(cost: TurnCosts, at: Candidates) -> Forecast:
     return Forecast(whole, under, once_s, fill_s)
 
 
-def stalled_s(micros: Number, pp: Number, virtual: Number, forward_s: Number, backward_s: Number) -> np.ndarray:
-    """Seconds that an interleaved order loses where pp does not divide its micro-batches, each of which a stage computes in `forward_s` and
-    `backward_s`: the chunks of a group that is not full wait for each other. Where full groups come first, they fill its forward's gaps."""
-    micros, pp, virtual = np.asarray(micros, dtype=float), np.asarray(pp), np.asarray(virtual)
-    left = micros % pp
-    alone_s = np.where(micros < pp, forward_s, 0.0)
-    return np.where((virtual > 1) & (left > 0), (pp - left) * (virtual - 1) / virtual * (backward_s + alone_s), 0.0)
-
-
-def _block(cost: TurnCosts, mesh: Mesh, at: Candidates) -> tuple[Work, Work, Work]:
+def _block(cost: FormulaCost, mesh: Mesh, at: Candidates) -> tuple[Work, Work, Work]:
     """Work of a block: forward, computed again, backward."""
     given = mesh, at.tokens, at.pairs
     forward, backward = (cost.turn("block", turn, "block", *given) for turn in ("forward", "backward"))
@@ -234,7 +192,7 @@ class _Shown:
     free_s: np.ndarray
 
 
-def _turn(cost: TurnCosts, mesh: Mesh, work: Work) -> _Shown:
+def _turn(cost: FormulaCost, mesh: Mesh, work: Work) -> _Shown:
     """A turn shows the longer of what its device does or waits for and of its launches. Ring traffic travels under attention; asynchronous
     tensor traffic, all but the first of tp pieces, under matmuls."""
     habits, tensor_s, ring_s = cost.habits, np.asarray(work.tensor_s), np.asarray(work.ring_s)
@@ -287,7 +245,7 @@ class _Shares:
         return gather_s, reduce_s
 
 
-def _held(cost: TurnCosts, at: Candidates, blocks: np.ndarray) -> _Shares:
+def _held(cost: FormulaCost, at: Candidates, blocks: np.ndarray) -> _Shares:
     sizes, habits = cost.sizes, cost.habits
     ranks = np.asarray(at.dp) * at.ulysses * at.ring
     shard = np.where(np.asarray(habits.shard_group) > 0, np.minimum(habits.shard_group, ranks), ranks)
@@ -315,7 +273,7 @@ def _exposed(traffic_s: np.ndarray, window_s: np.ndarray, hidden: Number) -> np.
     return np.where(np.asarray(hidden) == 1, np.maximum(0.0, traffic_s - window_s), traffic_s)
 
 
-def _message_s(cost: TurnCosts, at: Candidates) -> np.ndarray:
+def _message_s(cost: FormulaCost, at: Candidates) -> np.ndarray:
     """Seconds of one boundary activation to the next stage: each tensor-parallel rank sends its share through its own card, and gathers the
     others' where all of them need all (Megatron-LM's scatter-gather, arXiv 2104.04473)."""
     collective_s, per_node = cost.rates.collective_s, cost.rates.fabric.per_node
@@ -323,24 +281,3 @@ def _message_s(cost: TurnCosts, at: Candidates) -> np.ndarray:
     near = np.where(np.asarray(at.ranks) / at.pp < per_node, 2, 1)
     whole = np.where(np.asarray(cost.habits.sequence_parallel) == 1, 0.0, collective_s("all_gather", size_bytes, at.tp, per_node))
     return collective_s("send", size_bytes / at.tp, 2, near) + whole
-
-
-def model_flops(sizes: Sizes, tokens: Number, pairs: Number, parameters: Number) -> dict[str, np.ndarray]:
-    """FLOP of one step of `tokens` with so many causal `pairs`, in each convention of the field that divides by seconds and peak to an MFU.
-    `parameters`: all weights, tied ones once."""
-    tokens, pairs = np.asarray(tokens, dtype=float), np.asarray(pairs, dtype=float)
-    weights = sizes.layers * sizes.block_elements
-    scores = 12.0 * sizes.layers * sizes.inner * pairs
-    with_head = 6.0 * (weights + sizes.head_elements) * tokens
-    return {
-        "6N": 6.0 * parameters * tokens,
-        "6N blocks": 6.0 * weights * tokens,
-        "causal": with_head + scores,
-        "full square": with_head + 2 * scores,
-        "full square, recomputed": (8.0 * weights + 6.0 * sizes.head_elements) * tokens + 2 * scores * 4 / 3,
-    }
-
-
-def mfu(flops: Mapping[str, np.ndarray], seconds: Number, ranks: Number, peak_flops_per_s: float) -> dict[str, np.ndarray]:
-    """Model FLOP/s over the devices' peak, by the conventions of `model_flops`."""
-    return {name: value / (np.asarray(seconds) * ranks * peak_flops_per_s) for name, value in flops.items()}

@@ -1,0 +1,114 @@
+"""What is planned: a model's documents on a cluster, and what a person has decided already."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from longshift.cluster.cluster import Cluster
+from longshift.layout.home_tiers import HomeTiers
+from longshift.planner.memory_bound import Training
+from longshift.simulate.cost import Habits, habits
+from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
+from longshift.spec.model import ModelSpec
+from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.links import links_of
+from longshift.weigh.needs import StepShape
+from longshift.weigh.recorder import Transport
+from longshift.workload.given import Lengths
+from longshift.workload.groups import Edge
+
+FIELDS: Mapping[str, str] = {"u": "ulysses", "v": "virtual", "z": "zero"}  # of a layout, where its word is another one
+# Assumed, not measured: bytes of the driver's context and of NCCL's buffers; the share of memory in which an allocator leaves no holes.
+CONTEXT_BYTES = float(1 << 30)
+FILLED = 0.94
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is planned.
+
+    lengths          of the corpus, cut as the run cuts them
+    tokens_per_step  at least so many
+    world            ranks
+    fixed            by word of a layout, the numbers that it may have
+    memory_bytes     of a device; the cluster's if None
+    moments, packed  how many the optimizer keeps, and their format between updates
+    wire             formats of what travels
+    compile          as `train.compile`
+    home             where the training state lies
+    homes            those that are compared; none if it is given
+    """
+
+    spec: ModelSpec
+    cluster: Cluster
+    lengths: Lengths
+    tokens_per_step: int
+    precision: str
+    world: int
+    fixed: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
+    memory_bytes: float | None = None
+    switch: SwitchOptions = SwitchOptions()  # noqa: RUF009  (frozen)
+    moments: int = 2
+    packed: MomentFormat = "float32"
+    wire: Wire = Wire()  # noqa: RUF009  (frozen)
+    compile: bool = False
+    home: HomeTiers = HomeTiers()  # noqa: RUF009  (frozen)
+    homes: tuple[HomeTiers, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return int(self.lengths.lengths[-1])
+
+    @property
+    def fixed_fields(self) -> dict[str, Sequence[int | str]]:
+        """What is fixed, by field of a layout."""
+        return {FIELDS.get(word, word): values for word, values in self.fixed.items()}
+
+    @property
+    def formats(self) -> Format:
+        return formats_of(self.precision, self.moments, self.packed, self.wire)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.cluster.device.kind == "cuda"
+
+    @property
+    def transport(self) -> Transport:
+        return "nccl" if self.on_gpu else "gloo"
+
+    @property
+    def habits(self) -> Habits:
+        return habits(self.compile, self.precision, self.cluster.device, self.wire)
+
+    @property
+    def budget_bytes(self) -> float:
+        """Bytes of tensors that may lie on a device."""
+        total = self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
+        return total * FILLED - (CONTEXT_BYTES if self.on_gpu else 0)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Bytes that a rank may have, by place. A CPU's host is its device; a disk that is not known has no room."""
+        cluster, ranks = self.cluster, self.cluster.devices_per_node
+        host = FILLED * cluster.host_bytes / ranks if self.on_gpu else np.inf
+        disk = cluster.disk.bytes / ranks if cluster.disk else 0.0
+        return {"device": self.budget_bytes, "host": host, "disk": disk}
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The device, and the other places where home lies."""
+        return ("device", *(place for place in self.home.named if place != "device" and (place != "host" or self.on_gpu)))
+
+    @property
+    def training(self) -> Training:
+        """What is trained, as bounds of memory take it."""
+        return Training(self.spec, self.formats, self.transport, self.home.outside(not self.on_gpu))
+
+    def step_shape(self, edges: tuple[Edge, ...], early: bool = True) -> StepShape:
+        """The shape of a run's steps with these groups. `early`: whether units on disk may be updated before the norm."""
+        links = links_of(self.cluster, self.cluster.devices_per_node, self.cluster.nodes)
+        formats = self.formats
+        itinerary = Itinerary(self.spec, edges, links, formats.compute_bytes, formats.home_bytes, self.switch)
+        return StepShape(itinerary, edges, formats, self.tokens_per_step, self.longest, home_in=self.home, early=early)
