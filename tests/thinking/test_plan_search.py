@@ -508,7 +508,7 @@ def test_plan_groups_of_one_cut_gather_and_reduce_once():
 def test_plan_plays_siblings_of_what_a_shortlist_names():
     """Recomputation that nothing needs, and packs that are too small, go; where the memory is short they stay."""
     task = Task(SMALL, cluster("4xH100"), Lengths(*some_lengths(longest=1 << 12)), 1 << 18, "bf16", 4)
-    given = (Edge(1 << 10, Layout.parse("dp4.recompute-full.z1"), 1 << 11), Edge(1 << 12, Layout.parse("dp2.u2.z1")))
+    given = (Edge(1 << 10, Layout.parse("dp4.recompute-full.z2"), 1 << 11), Edge(1 << 12, Layout.parse("dp2.u2.z2")))
     replay = Replay(task)
     best, named = replay.fastest([given])[0], replay.mean_second(given)
     assert best.seconds < 0.9 * named

@@ -22,7 +22,7 @@ from longshift.workload.groups import Edge
 
 STEPS = 4  # that finalists are played on; one more, typical by itself, says which ways are finalists
 FINALISTS = 4  # sets of meshes
-LOOKS = 2  # at siblings of the fastest
+LOOKS = 8  # at siblings of ways that lead
 PACE_S = 5.0  # between two reports of progress
 
 
@@ -93,14 +93,16 @@ class Replay:
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
         """Those that fit, fastest first. All are played on the first step, in smaller packs where they do not fit else, and with the next
-        lower ZeRO stage; then siblings of the fastest, of the fastest single layout and of the fastest of one cut, LOOKS times; then the
+        lower ZeRO stage; then siblings of the fastest, of the fastest single layout and of the fastest of one cut, until these lead; then the
         fastest FINALISTS that have a pipeline, with uneven stages. The two fastest of all these, the fastest way of each of the first
         FINALISTS sets of meshes, the best single layout and the best of one cut are played on the STEPS after it. The rest are taken to be
         as much slower as on the first."""
         fitted = list(map(self._fitted, ways))
         first = self._first([*fitted, *self._possible(map(lower, fitted))])
-        for _ in range(LOOKS):
-            first = self._first([*first, *self._possible(sibling for edges in _leaders(first, 1) for sibling in siblings(edges))])
+        looked_at = list[tuple[Edge, ...]]()
+        while len(looked_at) < LOOKS and (leaders := [edges for edges in _leaders(first, 1) if edges not in looked_at]):
+            looked_at += leaders
+            first = self._first([*first, *self._possible(sibling for edges in leaders for sibling in siblings(edges))])
         pipelines = [edges for edges in first if any(edge.use.pp > 1 for edge in edges)]
         first = self._first([*first, *map(self.evened, pipelines[:FINALISTS])])
         finalists = dict.fromkeys([*_leaders(first, 2), *first_of_meshes(first)[:FINALISTS]])
