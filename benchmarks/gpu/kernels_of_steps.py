@@ -32,7 +32,7 @@ from longshift.cluster.cluster import Heads
 from longshift.layout.layout import Layout
 from longshift.model.cut import cut
 from longshift.model.kernel_calls import EVEN
-from longshift.model.kernels import CUDNN, FLASH, VARLEN
+from longshift.model.kernels import CUDNN, FLASH
 
 SQUARES = (1024, 1500, 2048, 2500, 3000, 4096, 4500, 5100, 6000, 8200, 10000, 16384, 17000, 33000, 65536, 66000)
 PIECES = ((2500, 2500), (5000, 5000), (5000, 9000), (8192, 8192), (17000, 17000))  # queries and keys of pieces that are not causal
@@ -52,7 +52,7 @@ KINDS = {"flash": "attention", "fmha": "attention", "nvjet": "matmul", "gemm": "
 def attention(device: torch.device, few: int) -> Iterator[dict]:
     """Seconds of pieces, by kernel and direction."""
     pieces = [(tokens, tokens, True) for tokens in SQUARES] + [(*piece, False) for piece in PIECES]
-    kernels = {"flash": FLASH, "cudnn": cut(CUDNN, FLASH, EVEN, 0), "varlen": VARLEN}
+    kernels = {"flash": FLASH, "cudnn": cut(CUDNN, FLASH, EVEN, 0)}
     for heads in (Heads(32, 8, 128), Heads(32, 8, 64)):
         for queries, keys, causal in pieces:
             shapes = [(queries // few, heads.query)] * 2 + [(keys // few, heads.key)] * 2

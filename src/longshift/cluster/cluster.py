@@ -315,7 +315,7 @@ class Cluster:
 
     def copy_s(self, way: str, size_bytes: Number, beyond: bool = False) -> np.ndarray:
         """Seconds of a copy between host and device. `way` is to_device or to_host, with how it is done and what runs beside it where
-        that was measured: `to_device pinned`, `to_host pinned both`, `to_device pinned matmul`."""
+        that was measured: `to_device pinned`, `to_host pinned both`."""
         curve = self.curves.get(f"copy {way}")
         if curve:
             return curve(size_bytes, beyond=beyond)

@@ -13,7 +13,7 @@ from longshift.errors import UsageError
 from longshift.model import packed
 from longshift.model.cut import cut
 from longshift.model.kernel_calls import EVEN, LONG
-from longshift.model.kernels import BY_SIZE, CUDNN, FLASH, VARLEN, Kernel, asked, reference, reference_backward
+from longshift.model.kernels import BY_SIZE, CUDNN, FLASH, Kernel, asked, reference, reference_backward
 from longshift.model.packed import ends_of
 
 HEADS = Heads(8, 2, 64)
@@ -170,10 +170,9 @@ def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 def kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
     """What a run chooses from. On a CPU nothing, for the same bits in every run: where vectors multiply bf16, large pieces by tiles are 1.4
-    times as fast as torch's kernel; where AMX does, torch's is 1.2 to 3 times as fast as they. `MATH` is slow, and in bf16 too
-    far from the truth."""
+    times as fast as torch's kernel; where AMX does, torch's is 1.2 to 3 times as fast as they."""
     if device.type != "cpu":
         whole = packed.FLASH if dtype in (torch.float16, torch.bfloat16) else None
-        return tuple(replace(kernel, packed=whole) for kernel in (FLASH, LONG_BY_CUDNN, VARLEN))
+        return tuple(replace(kernel, packed=whole) for kernel in (FLASH, LONG_BY_CUDNN))
     able = getattr(torch.cpu, "get_capabilities", dict)()
     return (BY_SIZE if dtype == torch.bfloat16 and able.get("avx512_bf16") and not able.get("amx_bf16") else FLASH,)

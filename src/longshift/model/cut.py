@@ -54,15 +54,8 @@ class Multiples:
     ) -> Sequence[Tensor]:
         if self.fits(q, k):
             return self.kernel.backward(grad, q, k, v, out, lse, causal, scale)
-        dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
-        written = 0  # keys whose gradients have been written
-        for rows, parts in self._parts(q, k, causal):
-            for number, (keys, kernel, hides) in enumerate(parts):
-                found = kernel.backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], hides, scale)
-                for total, part, new in zip((dq[rows], dk[keys], dv[keys]), found, (number == 0, *(keys.start >= written,) * 2)):
-                    total.copy_(part) if new else total.add_(part)
-                written = max(written, keys.stop)
-                del found, total, part  # the next call has its own
+        dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
+        self.add(dq, dk, dv, grad, q, k, v, out, lse, causal, scale)
         return dq, dk, dv
 
     def add(
@@ -84,7 +77,7 @@ class Multiples:
             for keys, kernel, hides in parts:
                 found = kernel.backward(grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], hides, scale)
                 add_up((dq[rows], dk[keys], dv[keys]), found)
-                del found
+                del found  # the next call has its own
 
     def fits(self, q: Tensor, k: Tensor) -> bool:
         """Whether nothing is left of either."""

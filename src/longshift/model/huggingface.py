@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -68,48 +69,74 @@ class Carried:
     template: str | None
 
 
-class WeightFolder:
-    """The weights of a folder, verified against the parameter table of `spec` when opened: names, shapes and dtypes, all faults
-    listed in one CheckpointError. Values are read on demand.
+class _TensorFolder:
+    """The tensors of safetensors files in a folder, verified against weights of the parameter table when opened. Values are read on demand.
+
+    `files`: opened, by path. `places`: by the name of a weight, its file and the name that it has there; `others`: the file of each tensor
+    that is none of the weights. `faults`: a line for each tensor that is missing or there twice, or has another shape or dtype than
+    something `says`; `names`: those under which a weight may be stored, the usual one first.
+    """
+
+    def __init__(self, files: Sequence[Path], params: Iterable[Param], names: Callable[[Param], Sequence[str]], says: str):
+        self.files = {path: _open(path) for path in files}
+        self.places: dict[str, tuple[Path, str]] = {}
+        self.others: dict[str, Path] = {}
+        self.faults: list[str] = []
+        for path, file in self.files.items():
+            for name in file.keys():  # noqa: SIM118
+                if name in self.others:
+                    self.faults.append(f"twice       {name} in {self.others[name].name} and {path.name}")
+                self.others[name] = path
+        for p in params:
+            stored = next((name for name in names(p) if name in self.others), None)
+            if stored is None:
+                self.faults.append(f"missing     {names(p)[0]} {list(p.shape)}")
+                continue
+            self.places[p.name] = self.others.pop(stored), stored
+            view = self._view(p.name)
+            if tuple(view.get_shape()) != p.shape:
+                self.faults.append(f"wrong shape {p.name}: {view.get_shape()} in the folder, {says} {list(p.shape)}")
+            if view.get_dtype() not in _DTYPES:
+                self.faults.append(f"wrong dtype {p.name}: {view.get_dtype()}; supported: {', '.join(_DTYPES)}")
+
+    def check(self, what: str) -> None:
+        """Raise CheckpointError with all faults, if any; `what` is wrong where there are some."""
+        faults = self.faults + [f"unexpected  {name} in {path.name}" for name, path in self.others.items() if not _BUFFER.search(name)]
+        if faults:
+            shown_faults = faults[:MOST_FAULTS] + [f"and {len(faults) - MOST_FAULTS} more"] * (len(faults) > MOST_FAULTS)
+            raise CheckpointError(f"{what}:\n  " + "\n  ".join(shown_faults))
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The part of weight `name` inside `box`, on the CPU, in the dtype that the folder has."""
+        view = self._view(name)
+        if not box:
+            return torch.empty(box.shape, dtype=_DTYPES[view.get_dtype()])
+        with _reading(self.places[name][0]):
+            return view[tuple(slice(a, b) for a, b in zip(box.start, box.stop))]
+
+    def _view(self, name: str) -> Any:
+        path, stored = self.places[name]
+        with _reading(path):
+            return self.files[path].get_slice(stored)
+
+
+class WeightFolder(_TensorFolder):
+    """The weights of a folder, verified against the parameter table of `spec`: names, shapes and dtypes, all faults listed in one
+    CheckpointError.
 
     A name may lack the table's first part, as in folders of the model without its head (`wte.weight`). A tied head that is stored
     all the same must equal the embedding.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec):
-        self.folder = folder
-        self.files = {path: _open(path) for path in _weight_files(folder)}
-        self.stored: dict[str, tuple[Path, str]] = {}
-        stored, faults = {}, []
-        for path, file in self.files.items():
-            faults += [f"twice       {name} in {stored[name].name} and {path.name}" for name in file.keys() if name in stored]  # noqa: SIM118
-            stored |= dict.fromkeys(file.keys(), path)
-        for p in spec.params:
-            bare = p.name.removeprefix("model.").removeprefix("transformer.")
-            names = [name for name in dict.fromkeys((p.name, bare)) if name in stored]
-            if not names:
-                faults.append(f"missing     {p.name} {list(p.shape)}")
-                continue
-            self.stored[p.name] = stored.pop(names[0]), names[0]
-            faults += _differences(p, self._slice(p.name), "config.json says")
-        tied_head = stored.pop("lm_head.weight", None) if spec.tied else None
-        faults += [f"unexpected  {name} in {path.name}" for name, path in stored.items() if not _BUFFER.search(name)]
-        _refuse(f"{folder} does not hold the weights of its config.json", faults)
+        def names(p: Param) -> Sequence[str]:
+            return p.name, p.name.removeprefix("model.").removeprefix("transformer.")
+
+        super().__init__(_weight_files(folder), spec.params, names, "config.json says")
+        tied_head = self.others.pop("lm_head.weight", None) if spec.tied else None
+        self.check(f"{folder} does not hold the weights of its config.json")
         if tied_head:
             self._check_tied(spec, tied_head)
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """The part of weight `name` inside `box`, on the CPU, in the dtype that the folder has."""
-        view = self._slice(name)
-        if not box:
-            return torch.empty(box.shape, dtype=_DTYPES[view.get_dtype()])
-        with _reading(self.stored[name][0]):
-            return view[tuple(slice(a, b) for a, b in zip(box.start, box.stop))]
-
-    def _slice(self, name: str) -> Any:
-        path, stored = self.stored[name]
-        with _reading(path):
-            return self.files[path].get_slice(stored)
 
     def _check_tied(self, spec: ModelSpec, path: Path) -> None:
         embedding = spec.params[0]
@@ -127,54 +154,24 @@ class WeightFolder:
             )
 
 
-class AdapterFolder:
-    """The adapters of a folder of PEFT, verified against `spec` when opened: what `adapter_config.json` says that changes the function,
-    names, shapes and dtypes, all faults listed in one CheckpointError. Values are read on demand."""
+class AdapterFolder(_TensorFolder):
+    """The adapters of a folder of PEFT, verified against `spec`: what `adapter_config.json` says that changes the function, names, shapes
+    and dtypes, all faults listed in one CheckpointError."""
 
     def __init__(self, folder: Path, spec: ModelSpec):
-        self.path = folder / "adapter_model.safetensors"
-        about = _read_about(folder / "adapter_config.json")
-        if not self.path.is_file():
+        path = folder / "adapter_model.safetensors"
+        config = _read_adapter_config(folder / "adapter_config.json")
+        if not path.is_file():
             pickled = (folder / "adapter_model.bin").is_file()
             why = "only a pickle, adapter_model.bin, which can run any code and is never opened here" if pickled else "no such file"
             raise CheckpointError(f"{folder} holds no adapter_model.safetensors: {why}")
-        self._file = _open(_inside(folder, self.path))
-        faults = adapter_faults(about, spec)
-        stored = set(self._file.keys())
-        for p in spec.params:
-            if not p.frozen and PEFT + p.name in stored:
-                stored.remove(PEFT + p.name)
-                faults += _differences(p, self._file.get_slice(PEFT + p.name), "the model and model.lora say")
-            elif not p.frozen:
-                faults.append(f"missing     {PEFT}{p.name} {list(p.shape)}")
-        faults += [f"unexpected  {name}" for name in sorted(stored)]
-        _refuse(f"model.lora.init_from: {folder} does not hold the adapters of this run", faults)
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """The part of weight `name` inside `box`, on the CPU, in the dtype that the folder has."""
-        with _reading(self.path):
-            view = self._file.get_slice(PEFT + name)
-            if not box:
-                return torch.empty(box.shape, dtype=_DTYPES[view.get_dtype()])
-            return view[tuple(slice(a, b) for a, b in zip(box.start, box.stop))]
+        adapters = (p for p in spec.params if not p.frozen)
+        super().__init__([_inside(folder, path)], adapters, lambda p: (PEFT + p.name,), "the model and model.lora say")
+        self.faults = adapter_faults(config, spec) + self.faults
+        self.check(f"model.lora.init_from: {folder} does not hold the adapters of this run")
 
 
-def _differences(p: Param, view: Any, says: str) -> Iterator[str]:
-    """How a stored tensor is not the weight that it is named after."""
-    if tuple(view.get_shape()) != p.shape:
-        yield f"wrong shape {p.name}: {view.get_shape()} in the folder, {says} {list(p.shape)}"
-    if view.get_dtype() not in _DTYPES:
-        yield f"wrong dtype {p.name}: {view.get_dtype()}; supported: {', '.join(_DTYPES)}"
-
-
-def _refuse(what: str, faults: Sequence[str]) -> None:
-    """Raise CheckpointError where there are faults."""
-    if faults:
-        told = [*faults[:MOST_FAULTS], *[f"and {len(faults) - MOST_FAULTS} more"] * (len(faults) > MOST_FAULTS)]
-        raise CheckpointError(f"{what}:\n  " + "\n  ".join(told))
-
-
-def _read_about(path: Path) -> dict[str, Any]:
+def _read_adapter_config(path: Path) -> dict[str, Any]:
     """What the JSON object of a small file says. Raises CheckpointError."""
     try:
         found = json.loads(read_small(path, MOST_ABOUT))
@@ -223,10 +220,7 @@ def write_adapters(
     }
 
     def fill(scratch: Path) -> None:
-        named = {PEFT + name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors}
-        path = scratch / "adapter_model.safetensors"
-        with usual_mode(path):
-            save_file(named, path, {"format": "pt"})
+        _save(scratch / "adapter_model.safetensors", ((PEFT + name, tensor) for name, tensor in tensors), dtype)
         _write_json(scratch / "adapter_config.json", config)
         _write_tokenizer(scratch, carried)
 
@@ -248,21 +242,21 @@ def _write_weights(folder: Path, spec: ModelSpec, tensors: Iterator[tuple[str, T
     weight_map = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        saved = _save(folder / file, islice(tensors, len(names)), dtype)
+        if saved != names:
+            raise ValueError(f"{file}: expected {', '.join(names)}, got {', '.join(saved)}")
         weight_map |= dict.fromkeys(names, file)
-        with usual_mode(folder / file):
-            save_file({name: _next(tensors, spec, name, dtype) for name in names}, folder / file, {"format": "pt"})
-    if extra := next(tensors, None):
-        raise ValueError(f"{extra[0]}: more tensors than the parameter table has")
     if len(shards) > 1:
         index = {"metadata": {"total_size": spec.parameters * dtype.itemsize}, "weight_map": weight_map}
         _write_json(folder / INDEX, index)
 
 
-def _next(tensors: Iterator[tuple[str, Tensor]], spec: ModelSpec, name: str, dtype: torch.dtype) -> Tensor:
-    got, tensor = next(tensors, ("nothing", torch.empty(0)))
-    if got != name or tuple(tensor.shape) != spec.by_name[name].shape:
-        raise ValueError(f"expected {name} {list(spec.by_name[name].shape)}, got {got} {list(tensor.shape)}")
-    return tensor.detach().to("cpu", dtype).contiguous()
+def _save(path: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> list[str]:
+    """Write tensors as they come, in this format. Returns their names."""
+    file = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors}
+    with usual_mode(path):
+        save_file(file, path, {"format": "pt"})
+    return list(file)
 
 
 def _shards(spec: ModelSpec, dtype: torch.dtype, limit: int) -> list[list[str]]:

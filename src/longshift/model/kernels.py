@@ -40,7 +40,6 @@ class Kernel:
     backward: Backward
     fold: Fold | None = None
     add: Add | None = None
-    most_scores: int = 2**62  # query heads x queries x keys that fit in memory
     packed: Packed | None = None
     rest: "Kernel | None" = None
     whole: "Kernel | None" = None
@@ -213,24 +212,6 @@ def _cudnn_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequ
     return [flat(t) for t in grads]
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    ends = (_ends(q), _ends(k), q.shape[0], k.shape[0])
-    out, lse = aten._flash_attention_forward(q, k, v, *ends, 0.0, causal, False, scale=scale)[:2]
-    return out, lse.reshape(q.shape[1], q.shape[0]).t()
-
-
-def _varlen_backward(grad, q, k, v, out, lse, causal: bool, scale: float) -> Sequence[Tensor]:
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    ends = (_ends(q), _ends(k), q.shape[0], k.shape[0])
-    lse = lse.t().contiguous()
-    return aten._flash_attention_backward(grad, q, k, v, out, lse, *ends, 0.0, causal, seed, seed, scale=scale)
-
-
-def _ends(t: Tensor) -> Tensor:
-    """[0, T], made there: a copy would wait for the device."""
-    return torch.arange(2, dtype=torch.int32, device=t.device) * t.shape[0]
-
-
 def _large(q: Tensor, k: Tensor, causal: bool) -> bool:
     """Large matmuls round to bf16, and are worth their number of operations from TILED_TOKENS on."""
     return q.dtype == torch.bfloat16 and q.shape[0] * k.shape[0] >= TILED_TOKENS[causal] ** 2
@@ -241,8 +222,6 @@ FLASH_ON_CPU = Kernel("flash", flash_on_cpu, flash_on_cpu_backward)  # for tenso
 TILED = Kernel("tiled", tiled.forward, tiled.backward, tiled.fold, tiled.add)
 BY_SIZE = replace(TILED, name="tiled or flash", rest=FLASH, takes=_large)
 CUDNN = Kernel("cudnn", _cudnn, _cudnn_backward, repeats="never")  # torch asks it for nothing
-VARLEN = Kernel("varlen", _varlen, _varlen_backward, repeats="asked")  # as flash
-MATH = Kernel("math", reference, reference_backward, most_scores=MOST_SCORES, repeats="asked")  # cuBLAS, a workspace a stream
 
 
 def capped(cap: float) -> Kernel:
@@ -258,4 +237,4 @@ def capped(cap: float) -> Kernel:
         grad, q_wide, k_wide, v_wide, out = (t.to(wide) for t in (grad, q, k, v, out))
         return [g.to(q.dtype) for g in reference_backward(grad, q_wide, k_wide, v_wide, out, lse, causal, scale, cap)]
 
-    return Kernel(f"math, scores capped at {cap:g}", forward, backward, most_scores=MOST_SCORES, repeats="asked")
+    return Kernel(f"math, scores capped at {cap:g}", forward, backward, repeats="asked")  # cuBLAS, a workspace a stream

@@ -7,7 +7,7 @@ from plotly.subplots import make_subplots
 
 from longshift.cluster.cluster import Cluster
 from longshift.errors import UsageError
-from longshift.profile.report import rate
+from longshift.profile.report import FAMILIES, rate
 
 RATES = ("matmul", "attention")
 
@@ -18,7 +18,7 @@ def write_html(cluster: Cluster, file: Path) -> None:
     figure = make_subplots(rows=2, cols=1, subplot_titles=titles, vertical_spacing=0.12)
     for name, curve in cluster.curves.items():
         family = name.split()[0]
-        if family in ("launch", "beside", "pin"):
+        if family not in dict(FAMILIES):
             continue
         along = 0 if family in RATES else -1  # rows of a matmul, queries; bytes
         ends = tuple(axis.sizes[-1] for axis in curve.axes)

@@ -14,8 +14,6 @@ FAMILIES = (  # (first word of the curves' names, title)
     ("attention", "attention, by tokens or keys"),
     ("elementwise", "elementwise, by bytes read and written"),
     ("copy", "copies, by bytes"),
-    ("beside", "a matmul beside a copy, by n"),
-    ("pin", "pinning host memory, by bytes"),
     ("all_gather", ""),
     ("reduce_scatter", ""),
     ("all_reduce", ""),
@@ -42,7 +40,7 @@ def show(cluster: Cluster, console: Console) -> None:
 def rate(name: str, sizes: Sequence[float], seconds: float) -> tuple[float, str]:
     """Work a second at a point of a curve, and its unit."""
     words = name.split()
-    if words[0] in ("matmul", "beside"):
+    if words[0] == "matmul":
         return 2 * sizes[0] * sizes[1] * sizes[2] / seconds, "FLOP/s"
     if words[0] == "attention":
         flops = attention_flops(sizes[0], sizes[-1], Heads.parse(words[5]), words[3], words[4] == "causal")

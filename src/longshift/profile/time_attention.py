@@ -11,7 +11,7 @@ from torch import Tensor
 from longshift.cluster.cluster import Backend, Heads, attention_flops
 from longshift.cluster.curves import Axis, Curve
 from longshift.model.chosen_kernel import gradients, probe
-from longshift.model.kernels import CUDNN, FLASH, MATH, TILED, VARLEN, Kernel
+from longshift.model.kernels import CUDNN, FLASH, TILED, Kernel
 from longshift.profile.bench import Bench, Plan, Run
 from longshift.profile.time_compute import DTYPES, noise
 
@@ -34,7 +34,7 @@ def dtypes(device: torch.device) -> dict[str, torch.dtype]:
 def tried(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
     """All kernels that are worth a measurement."""
     own = (TILED,) if device.type == "cpu" and dtype == torch.bfloat16 else ()
-    return FLASH, *own, CUDNN, VARLEN, MATH
+    return FLASH, *own, CUDNN
 
 
 def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[str, Curve]]:
@@ -47,9 +47,9 @@ def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[
         for kernel in tried(bench.device, dtype):
             verdict = probe(kernel, dtype, name, bench.device)
             verdicts.append(verdict)
-            if verdict.why_not or (kernel.name == "math" and bench.quick):
+            if verdict.why_not:
                 continue
-            for heads in shown if kernel.name != "math" else shown[:1]:
+            for heads in shown:
                 for rest, plan in _plans(kernel, heads, inputs[heads], kind).items():
                     plans[f"attention {kernel.name} {name} {rest} {heads}"] = plan
     return tuple(verdicts), bench.curves(plans, budget_s)
@@ -65,18 +65,13 @@ def _plans(kernel: Kernel, heads: Heads, inputs: list[Tensor], kind: tuple[str, 
     square, pairs = TOKENS[kind]
     plans = {}
     for causal, lengths in ((True, square), (False, pairs)):
-        fitting = tuple(tokens for tokens in lengths if _fits(kernel, heads, tokens, causal, MOST_FLOPS[kind]))
+        fitting = tuple(n for n in lengths if attention_flops(n, n, heads, "backward", causal) <= MOST_FLOPS[kind])
         if fitting:
             axes = (Axis("tokens", fitting, 2.0),) if causal else (Axis("queries", fitting), Axis("keys", fitting))
             for direction in ("forward", "backward"):
                 piece = _Piece(kernel, inputs, causal, direction == "backward")
                 plans[f"{direction} {'causal' if causal else 'full'}"] = Plan(axes, piece)
     return plans
-
-
-def _fits(kernel: Kernel, heads: Heads, tokens: int, causal: bool, most_flops: float) -> bool:
-    few = heads.query * tokens**2 <= kernel.most_scores
-    return few and bool(attention_flops(tokens, tokens, heads, "backward", causal) <= most_flops)
 
 
 @dataclass(frozen=True)
