@@ -482,14 +482,14 @@ def slices_in_wrong_order(patch: Patch) -> None:
 
 def fused_qkv_cut_as_one(patch: Patch) -> None:
     """Query, key and value columns of a fused matrix are sliced together: the function depends on tp."""
-    table = model._gpt2_table
+    table = model._parameter_table
 
     def wrong(spec: ModelSpec) -> Iterator[model.Param]:
         for param in table(spec):
             whole = (Part(spec.heads + 2 * spec.kv_heads, spec.head_width),)
             yield replace(param, parts=whole) if param.role.startswith("fused") else param
 
-    patch.setattr(model, "_gpt2_table", wrong)
+    patch.setattr(model, "_parameter_table", wrong)
 
 
 def row_bias_on_every_rank(patch: Patch) -> None:

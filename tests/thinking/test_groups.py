@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from longshift.errors import UsageError
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec
-from longshift.workload.groups import MOST_EXACT, Edge, check_edges, length_groups, visiting_order
+from longshift.workload.groups import Edge, check_edges, length_groups, visiting_order
 from longshift.workload.packs import cost
 
 SPEC = ModelSpec("llama", 257, 40, 5, 6, 2, 10, 37, 4096)
@@ -128,25 +127,6 @@ def test_the_visiting_order_is_the_best_of_all(data, n) -> None:
     first, hop = row(), [row() for _ in range(n)]
     best = min(permutations(range(n)), key=lambda order: (price(order, first, hop), order))
     assert visiting_order(first, hop) == best
-
-
-def nearest_next(start: int, hop: np.ndarray) -> tuple[int, ...]:
-    order = [start]
-    while len(order) < len(hop):
-        order.append(min((j for j in range(len(hop)) if j not in order), key=lambda j: (hop[order[-1], j], j)))
-    return tuple(order)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(MOST_EXACT + 1, 24), st.integers(0, 2**32))
-def test_an_order_of_many_nodes_goes_to_the_nearest_next(n, seed) -> None:
-    random = np.random.default_rng(seed)
-    first, hop = random.integers(0, 100, n), random.integers(0, 100, (n, n))
-    order = visiting_order(first, hop)
-    assert sorted(order) == list(range(n))
-    assert order == visiting_order(first, hop)
-    greedy = min(price(nearest_next(start, hop), first, hop) for start in range(n))
-    assert price(order, first, hop) <= greedy
 
 
 def test_the_layout_at_home_is_visited_first_and_one_layout_twice_in_a_row() -> None:

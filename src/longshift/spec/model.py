@@ -156,8 +156,7 @@ class ModelSpec:
     @cached_property
     def params(self) -> tuple[Param, ...]:
         """The parameter table in canonical order."""
-        table = _gpt2_table(self) if self.fused_qkv else _llama_table(self)
-        return tuple(with_adapters(table, self.layers, self.lora, self.freeze, self.fused_qkv))
+        return tuple(with_adapters(_parameter_table(self), self.layers, self.lora, self.freeze, self.fused_qkv))
 
     @property
     def base(self) -> "ModelSpec":
@@ -266,72 +265,113 @@ class ModelSpec:
         return sum(p.elements * (4.0 if p.frozen else 6.0) for p in matmul)
 
 
-def _llama_table(s: ModelSpec) -> Iterator[Param]:
-    d, n, k, h, f, v = s.width, s.heads, s.kv_heads, s.head_width, s.ffn, s.vocab
-    vocab, query, kv, ffn = (Part(v),), (Part(n, h),), (Part(k, h, heads=n),), (Part(f),)
-    attention = (("q", "q", query, n * h), ("k", "k", kv, k * h), ("v", "v", kv, k * h))
-    norm = "zeros" if s.norm_less_one else "ones"
-    if s.fused:
-        attention = (("fused", "qkv", query + kv + kv, (n + 2 * k) * h),)
-    mlp = (("gate_up", ffn + ffn, 2 * f),) if s.fused else (("gate", ffn, f), ("up", ffn, f))
-    yield Param("model.embed_tokens.weight", "embed", (v, d), 0, 0, vocab, also_unit=s.layers + 1 if s.tied else None)
-    for layer in range(s.layers):
-        unit, at = layer + 1, f"model.layers.{layer}."
-        if s.norm_place != "after":
-            yield Param(at + "input_layernorm.weight", "norm1", (d,), unit, decay=False, init=norm)
-        for role, name, part, rows in attention:
-            yield Param(f"{at}self_attn.{name}_proj.weight", role, (rows, d), unit, 0, part)
-            if s.qkv_bias:
-                yield Param(f"{at}self_attn.{name}_proj.bias", role + "_bias", (rows,), unit, 0, part, decay=False, init="zeros")
-        if s.qk_norm:
-            yield Param(at + "self_attn.q_norm.weight", "q_norm", (h,), unit, decay=False, init=norm)
-            yield Param(at + "self_attn.k_norm.weight", "k_norm", (h,), unit, decay=False, init=norm)
-        if s.qk_norm_whole:
-            yield Param(at + "self_attn.q_norm.weight", "q_norm", (n * h,), unit, 0, query, decay=False, init="ones")
-            yield Param(at + "self_attn.k_norm.weight", "k_norm", (k * h,), unit, 0, kv, decay=False, init="ones")
-        yield Param(at + "self_attn.o_proj.weight", "o", (d, n * h), unit, 1, query, init="normal_out")
-        if s.out_bias:
-            yield Param(at + "self_attn.o_proj.bias", "o_bias", (d,), unit, decay=False, init="zeros")
-        after_attention = {"before": "norm2", "after": "post1", "both": "post1"}[s.norm_place]
-        yield Param(at + "post_attention_layernorm.weight", after_attention, (d,), unit, decay=False, init=norm)
-        if s.norm_place == "both":
-            yield Param(at + "pre_feedforward_layernorm.weight", "norm2", (d,), unit, decay=False, init=norm)
-        for role, part, rows in mlp:
-            yield Param(f"{at}mlp.{role}_proj.weight", role, (rows, d), unit, 0, part)
-            if s.mlp_bias:
-                yield Param(f"{at}mlp.{role}_proj.bias", role + "_bias", (rows,), unit, 0, part, decay=False, init="zeros")
-        yield Param(at + "mlp.down_proj.weight", "down", (d, f), unit, 1, ffn, init="normal_out")
-        if s.mlp_bias:
-            yield Param(at + "mlp.down_proj.bias", "down_bias", (d,), unit, decay=False, init="zeros")
-        if s.norm_place != "before":
-            yield Param(at + "post_feedforward_layernorm.weight", "post2", (d,), unit, decay=False, init=norm)
-    yield Param("model.norm.weight", "norm", (d,), s.layers + 1, decay=False, init=norm)
-    if not s.tied:
-        yield Param("lm_head.weight", "head", (v, d), s.layers + 1, 0, vocab)
+# By role, the names of modules as published checkpoints have them.
+_LLAMA_NAMES: Mapping[str, str] = {
+    "embed": "model.embed_tokens",
+    "block": "model.layers",
+    "norm1": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "fused": "self_attn.qkv_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "gate_up": "mlp.gate_up_proj",
+    "down": "mlp.down_proj",
+    "norm": "model.norm",
+}
+_GPT2_NAMES: Mapping[str, str] = {
+    "embed": "transformer.wte",
+    "positions": "transformer.wpe",
+    "block": "transformer.h",
+    "norm1": "ln_1",
+    "fused": "attn.c_attn",
+    "o": "attn.c_proj",
+    "norm2": "ln_2",
+    "up": "mlp.c_fc",
+    "down": "mlp.c_proj",
+    "norm": "transformer.ln_f",
+}
+_NORM_NAMES: Mapping[str, Mapping[str, str]] = {  # of blocks, by `norm_place`
+    "before": {"norm2": "post_attention_layernorm"},
+    "after": {"post1": "post_attention_layernorm", "post2": "post_feedforward_layernorm"},
+    "both": {
+        "post1": "post_attention_layernorm",
+        "norm2": "pre_feedforward_layernorm",
+        "post2": "post_feedforward_layernorm",
+    },
+}
 
 
-def _gpt2_table(s: ModelSpec) -> Iterator[Param]:
-    """GPT-2 stores linear weights input-major ("Conv1D"): the output dim of `c_attn` and `c_fc` is dim 1."""
-    d, n, k, h, f, v = s.width, s.heads, s.kv_heads, s.head_width, s.ffn, s.vocab
-    vocab, ffn, query = (Part(v),), (Part(f),), (Part(n, h),)
-    fused = (Part(n, h), Part(k, h, heads=n), Part(k, h, heads=n))
-    yield Param("transformer.wte.weight", "embed", (v, d), 0, 0, vocab, also_unit=s.layers + 1 if s.tied else None)
-    yield Param("transformer.wpe.weight", "positions", (s.max_positions, d), 0)
-    for layer in range(s.layers):
-        unit, at = layer + 1, f"transformer.h.{layer}."
-        yield Param(at + "ln_1.weight", "norm1", (d,), unit, decay=False, init="ones")
-        yield Param(at + "ln_1.bias", "norm1_bias", (d,), unit, decay=False, init="zeros")
-        yield Param(at + "attn.c_attn.weight", "fused", (d, (n + 2 * k) * h), unit, 1, fused)
-        yield Param(at + "attn.c_attn.bias", "fused_bias", ((n + 2 * k) * h,), unit, 0, fused, decay=False, init="zeros")
-        yield Param(at + "attn.c_proj.weight", "o", (n * h, d), unit, 0, query, init="normal_out")
-        yield Param(at + "attn.c_proj.bias", "o_bias", (d,), unit, decay=False, init="zeros")
-        yield Param(at + "ln_2.weight", "norm2", (d,), unit, decay=False, init="ones")
-        yield Param(at + "ln_2.bias", "norm2_bias", (d,), unit, decay=False, init="zeros")
-        yield Param(at + "mlp.c_fc.weight", "up", (d, f), unit, 1, ffn)
-        yield Param(at + "mlp.c_fc.bias", "up_bias", (f,), unit, 0, ffn, decay=False, init="zeros")
-        yield Param(at + "mlp.c_proj.weight", "down", (f, d), unit, 0, ffn, init="normal_out")
-        yield Param(at + "mlp.c_proj.bias", "down_bias", (d,), unit, decay=False, init="zeros")
-    yield Param("transformer.ln_f.weight", "norm", (d,), s.layers + 1, decay=False, init="ones")
-    yield Param("transformer.ln_f.bias", "norm_bias", (d,), s.layers + 1, decay=False, init="zeros")
-    if not s.tied:
-        yield Param("lm_head.weight", "head", (v, d), s.layers + 1, 0, vocab)
+def _parameter_table(spec: ModelSpec) -> Iterator[Param]:
+    names = _GPT2_NAMES if spec.fused_qkv else {**_LLAMA_NAMES, **_NORM_NAMES[spec.norm_place]}
+    vocab, head = (Part(spec.vocab),), spec.layers + 1
+    embedding = spec.vocab, spec.width
+    yield Param(f"{names['embed']}.weight", "embed", embedding, 0, 0, vocab, also_unit=head if spec.tied else None)
+    if spec.learned_positions:
+        yield Param(f"{names['positions']}.weight", "positions", (spec.max_positions, spec.width), 0)
+    block = tuple(_block_table(spec, names))
+    for unit in range(1, spec.layers + 1):
+        for param in block:
+            yield replace(param, name=f"{names['block']}.{unit - 1}.{param.name}", unit=unit)
+    for param in _norm(spec, names, "norm", spec.width):
+        yield replace(param, unit=head)
+    if not spec.tied:
+        yield Param("lm_head.weight", "head", embedding, head, 0, vocab)
+
+
+def _block_table(spec: ModelSpec, names: Mapping[str, str]) -> Iterator[Param]:
+    """The weights of a block, by their names in it."""
+    query, keys = (Part(spec.heads, spec.head_width),), (Part(spec.kv_heads, spec.head_width, heads=spec.heads),)
+    ffn, width = (Part(spec.ffn),), spec.width
+    if spec.norm_place != "after":
+        yield from _norm(spec, names, "norm1", width)
+    if spec.fused_qkv or spec.fused:
+        yield from _linear(spec, names, "fused", query + keys + keys, spec.qkv_bias)
+    else:
+        for role, parts in (("q", query), ("k", keys), ("v", keys)):
+            yield from _linear(spec, names, role, parts, spec.qkv_bias)
+    for role, parts in (("q_norm", query), ("k_norm", keys)):
+        if spec.qk_norm:
+            yield from _norm(spec, names, role, spec.head_width)
+        if spec.qk_norm_whole:
+            size = parts[0].units * spec.head_width
+            yield Param(f"{names[role]}.weight", role, (size,), 0, 0, parts, decay=False, init="ones")
+    yield from _linear(spec, names, "o", query, spec.out_bias, from_parts=True)
+    if spec.norm_place != "before":
+        yield from _norm(spec, names, "post1", width)
+    if spec.norm_place != "after":
+        yield from _norm(spec, names, "norm2", width)
+    if spec.fused:
+        yield from _linear(spec, names, "gate_up", ffn + ffn, spec.mlp_bias)
+    else:
+        for role in ("gate", "up") if spec.gated else ("up",):
+            yield from _linear(spec, names, role, ffn, spec.mlp_bias)
+    yield from _linear(spec, names, "down", ffn, spec.mlp_bias, from_parts=True)
+    if spec.norm_place != "before":
+        yield from _norm(spec, names, "post2", width)
+
+
+def _norm(spec: ModelSpec, names: Mapping[str, str], role: str, size: int) -> Iterator[Param]:
+    yield Param(f"{names[role]}.weight", role, (size,), 0, decay=False, init="zeros" if spec.norm_less_one else "ones")
+    if spec.norm == "layer":
+        yield Param(f"{names[role]}.bias", f"{role}_bias", (size,), 0, decay=False, init="zeros")
+
+
+def _linear(
+    spec: ModelSpec, names: Mapping[str, str], role: str, parts: tuple[Part, ...], has_bias: bool, from_parts: bool = False
+) -> Iterator[Param]:
+    """A linear layer from the model's width to `parts`, which tensor parallelism cuts, or back `from_parts`. GPT-2 stores weights
+    input-major ("Conv1D")."""
+    size = sum(part.units * part.size for part in parts)
+    shape, dim = ((spec.width, size), 1) if from_parts else ((size, spec.width), 0)
+    if spec.fused_qkv:
+        shape, dim = shape[::-1], 1 - dim
+    yield Param(f"{names[role]}.weight", role, shape, 0, dim, parts, init="normal_out" if from_parts else "normal")
+    if has_bias and from_parts:
+        yield Param(f"{names[role]}.bias", f"{role}_bias", (spec.width,), 0, decay=False, init="zeros")
+    elif has_bias:
+        yield Param(f"{names[role]}.bias", f"{role}_bias", (size,), 0, 0, parts, decay=False, init="zeros")

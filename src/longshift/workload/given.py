@@ -50,21 +50,8 @@ class Lengths:
     def tokens(self) -> int:
         return int(self.lengths @ self.counts)
 
-    def draw(self, seed: int, tokens_per_step: int) -> np.ndarray:
-        """Lengths of the documents of one step, int64 in random order: whole documents until there are `tokens_per_step`. A function of
-        its arguments; documents are put back."""
-        random, ends = np.random.default_rng(seed), np.cumsum(self.counts)
-        found, total = list[np.ndarray](), 0
-        while total < tokens_per_step:
-            expected = (tokens_per_step - total) * self.documents / self.tokens
-            some = self.lengths[np.searchsorted(ends, random.integers(0, ends[-1], 16 + int(1.1 * expected)), side="right")]
-            found.append(some)
-            total += int(some.sum())
-        drawn = np.concatenate(found)
-        return drawn[: int(np.searchsorted(np.cumsum(drawn), tokens_per_step)) + 1]
-
     def documents_per_step(self, tokens_per_step: float) -> float:
-        """Mean number of documents of a draw, of some steps drawn one after another: a step ends with the document that completes its
+        """Mean number of documents of a step, of some that are drawn one after another: a step ends with the document that completes its
         tokens, which may be much more than was asked for."""
         ends, mean = np.cumsum(self.counts), self.tokens / self.documents
         steps = int(np.clip(COUNTED * mean / tokens_per_step, 4, 256))
@@ -81,7 +68,7 @@ class Lengths:
 
     def typical(self, steps: int, tokens_per_step: float) -> list[np.ndarray]:
         """Lengths of the documents of so many steps that together stand for all, int64 in random order. They are evenly spaced quantiles of
-        the distribution, from the longest on each in the step that has least tokens yet; as many as draws have on average."""
+        the distribution, from the longest on each in the step that has least tokens yet; as many as steps have on average."""
         ends = np.cumsum(self.counts)
         number = max(steps, round(steps * self.documents_per_step(tokens_per_step)))
         found = self.lengths[np.searchsorted(ends, (np.arange(number)[::-1] + 0.5) / number * ends[-1])]
