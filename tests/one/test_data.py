@@ -114,7 +114,7 @@ def test_bad_tables_are_named_by_file_and_row(tmp_path):
     refused(pa.table({"content": ["a"]}), r"no field 'text' .* did you mean format: {text: content}\?")
     refused(pa.table({"text": pa.array([], pa.string())}), "no rows")
     not_utf8 = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 1, 3], np.int32)), pa.py_buffer(b"ab\xff"))
-    refused(pa.table({"text": not_utf8}), "row 1, byte 1 of 'text': not UTF-8")
+    refused(pa.table({"text": not_utf8}), "row 1: 'text' is not UTF-8")
     whole = path.read_bytes()
     pq.write_table(pa.table({"text": ["a"], "zzzz": ["b"]}), path)
     for damaged in (whole[:-20], path.read_bytes().replace(b"zzzz", b"zzz\xf4")):

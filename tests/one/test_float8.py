@@ -14,8 +14,8 @@ from longshift.layout.layout import Layout
 from longshift.model import float8
 from longshift.model.compiling import compiled_for
 from longshift.model.decoder import Block, Head, build_unit
-from longshift.model.float8 import FILLED, Float8Linear, blocks_coded, multiplies_codes, rounded, rows_coded
-from longshift.model.functions import Adapted
+from longshift.model.float8 import FILLED, blocks_coded, multiplies_codes, rounded, rows_coded
+from longshift.model.functions import Adapted, Linear
 from longshift.spec.families import preset
 from longshift.spec.formats import LARGEST
 from longshift.step.update import train_step
@@ -161,14 +161,14 @@ def test_what_is_not_finite_is_no_code(value: float, dtype: torch.dtype):
     y = rounded(x)
     assert bool(y[2, 128:256].isnan().all())
     assert int(y.isnan().sum()) == 128
-    out = Float8Linear.apply(x, weight, None, None)
+    out = Linear.apply(x, weight, None, None, True)
     assert out.isfinite().all(1).tolist() == [True, True, False, True, True]  # pyright: ignore
     weight[3, 0] = value
-    assert not Float8Linear.apply(torch.ones_like(x), weight, None, None)[:, 3].isfinite().any()  # pyright: ignore
+    assert not Linear.apply(torch.ones_like(x), weight, None, None, True)[:, 3].isfinite().any()  # pyright: ignore
     dy = torch.ones(5, 7, dtype=dtype)
     dy[4, 1] = value
     x = torch.ones(5, 300, dtype=dtype, requires_grad=True)
-    (dx,) = torch.autograd.grad(Float8Linear.apply(x, torch.ones_like(weight), None, None), x, dy)  # pyright: ignore
+    (dx,) = torch.autograd.grad(Linear.apply(x, torch.ones_like(weight), None, None, True), x, dy)  # pyright: ignore
     assert dx.isfinite().all(1).tolist() == [True] * 4 + [False]
 
 
@@ -180,7 +180,7 @@ def test_products_are_those_of_rounded_factors(dtype: torch.dtype, stored: str):
     x, w, b, dy = (torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype) for shape in shapes)
     weight = w.clone() if stored == "outputs first" else w.mT.contiguous()
     leaves = [x.clone().requires_grad_(), weight.requires_grad_(), b.clone().requires_grad_()]
-    y = Float8Linear.apply(leaves[0], leaves[1] if stored == "outputs first" else leaves[1].mT, leaves[2], None)
+    y = Linear.apply(leaves[0], leaves[1] if stored == "outputs first" else leaves[1].mT, leaves[2], None, True)
     dx, dw, db = torch.autograd.grad(y, leaves, dy)  # pyright: ignore
     assert dw.is_contiguous()
     exact = defined(x, 1) @ defined(w, BLOCK).mT + b.double(), defined(dy, 1) @ defined(w, BLOCK), dy.double().mT @ x.double()
@@ -195,7 +195,7 @@ def test_products_are_those_of_rounded_factors(dtype: torch.dtype, stored: str):
 def test_a_sum_gets_the_gradient_of_factors_as_they_are():
     make, given = torch.Generator().manual_seed(0), list[tuple[Tensor, Tensor]]()
     x, w, dy = (torch.randn(*shape, generator=make) for shape in ((5, 300), (20, 300), (5, 20)))
-    y = Float8Linear.apply(x.requires_grad_(), w, None, lambda *pair: given.append(pair))
+    y = Linear.apply(x.requires_grad_(), w, None, lambda *pair: given.append(pair), True)
     (dx,) = torch.autograd.grad(y, x, dy)  # pyright: ignore
     assert torch.equal(dx, rounded(dy) @ rounded(w, BLOCK))
     assert torch.equal(given[0][0], dy)

@@ -11,7 +11,7 @@ from torch import Tensor
 from longshift.errors import UsageError
 from longshift.model.compiled import compiled
 from longshift.model.decoder import rotary_table
-from longshift.model.functions import WRITTEN_OUT, Elementwise, Gated, RmsNorm, Rotate, SlicedRmsNorm, SummedLinear, add_product, alone
+from longshift.model.functions import WRITTEN_OUT, Elementwise, Gated, Linear, RmsNorm, Rotate, SlicedRmsNorm, add_product, alone
 from longshift.spec.model import Rope
 
 EPS = 1e-6
@@ -97,7 +97,7 @@ def test_a_weights_gradient_is_added_to_its_sum(dtype: torch.dtype, slots: int):
     total, rows = buffer[:, 3:-2].view(slots, 12 // slots, 7), []
     for x, dy in packs:
         add = partial(add_product, total, first=not rows)
-        for function, learned in ((SummedLinear.apply, (weight.detach(), bias, add)), (F.linear, (weight, bias))):
+        for function, learned in ((Linear.apply, (weight.detach(), bias, add, False)), (F.linear, (weight, bias))):
             leaf = x.clone().requires_grad_()
             y = function(leaf, *learned)
             y.backward(dy)

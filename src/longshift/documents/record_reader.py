@@ -6,6 +6,7 @@ that what is null there was not written: such fields are left out, also inside s
 
 import csv
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,8 +195,7 @@ def _read_arrow(path: str, fields: Fields) -> Iterator[Record]:
     try:
         with pa.memory_map(path) as data, pa.ipc.open_file(data) as table:
             batches = (table.get_batch(number) for number in range(table.num_record_batches))
-            names = table.schema.names
-            yield from _read_batches(path, names, fields, _selected(batches, fields.read_from(names, path)))
+            yield from _read_batches(path, table.schema.names, fields, batches)
             return
     except pa.ArrowInvalid as error:
         if "Not an Arrow file" not in str(error):
@@ -230,9 +230,7 @@ def _read_streams(path: str, streams: Sequence[Path], fields: Fields) -> Iterato
     for stream in streams:
         try:
             with pa.memory_map(str(stream)) as data, pa.ipc.open_stream(data) as batches:
-                names = batches.schema.names
-                selected = fields.read_from(names, path)
-                for record in _read_batches(path, names, fields, _selected(batches, selected), row):
+                for record in _read_batches(path, batches.schema.names, fields, batches, row):
                     yield record
                     row += 1
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
@@ -241,63 +239,41 @@ def _read_streams(path: str, streams: Sequence[Path], fields: Fields) -> Iterato
         raise DataError(f"{path}: there are no rows")
 
 
-def _selected(batches: Iterable[pa.RecordBatch], names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Some columns of batches, in batches of a limited number of rows."""
-    for batch in batches:
-        columns = batch.select(list(names))
-        for begin in range(0, len(columns), _ROWS):
-            yield columns.slice(begin, _ROWS)
-
-
 def _read_batches(path: str, names: Sequence[str], fields: Fields, batches: Iterable[pa.RecordBatch], row: int = 0) -> Iterator[Record]:
-    """Rows from number `row` on; strings are decoded one by one so that a bad one can be named."""
+    """Rows from number `row` on, of the columns that are read of these `names`."""
+    selected = fields.read_from(names, path)
+    unread = tuple(name for name in names if name not in selected)
     first = row
     for batch in batches:
-        columns = {name: _values(path, fields, name, batch.column(name), row) for name in batch.schema.names}
-        unread = tuple(name for name in names if name not in columns)
-        for values in zip(*columns.values(), strict=True):
-            where, record = f"{path}, row {row}", dict[str, Any]()
-            for name, value in zip(columns, values):
-                try:
-                    record[name] = value.decode() if isinstance(value, bytes) else _without_nulls(value)
-                except UnicodeDecodeError as error:
-                    raise DataError(f"{where}, byte {error.start} of {name!r}: not UTF-8: {error.reason}") from None
-            yield Record(record, where, "", unread)
-            row += 1
+        for begin in range(0, len(batch), _ROWS):
+            part = batch.select(selected).slice(begin, _ROWS)
+            columns = [_values(path, fields, name, part.column(name), row) for name in selected]
+            for values in zip(*columns, strict=True):
+                record = {name: _without_nulls(value) for name, value in zip(selected, values)}
+                yield Record(record, f"{path}, row {row}", "", unread)
+                row += 1
     if row == first == 0:
         raise DataError(f"{path}: there are no rows")
 
 
 def _values(path: str, fields: Fields, name: str, column: pa.Array, row: int) -> list[Any]:
-    """The values of a column from a row on; those of a column of strings as bytes."""
+    """The values of a column from a row on. Raises DataError for what is not UTF-8, ArrowInvalid where offsets lead out of the column: the
+    file is damaged, and reading on would end the process."""
     if isinstance(column, pa.DictionaryArray):
         column = column.dictionary_decode()
-    if pa.types.is_string_view(column.type):
-        column = column.cast(pa.binary_view())
-        column.validate(full=True)
-        return column.to_pylist()
-    _check_sound(column)
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        return column.cast(pa.large_binary()).to_pylist()
-    if not fields.nested:
-        raise DataError(f"{path}, row {row}: {name!r} holds {column.type}, where a string is needed")
-    try:
-        return column.to_pylist()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, {name!r} in rows {row} to {row + len(column) - 1}: not UTF-8: {error.reason}") from None
-
-
-def _check_sound(column: pa.Array) -> None:
-    """Raises ArrowInvalid where offsets of a column lead out of it: the file is damaged, and reading on would end the process. Whether
-    strings are UTF-8 is seen later, row by row."""
     kind = column.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        column = column.cast(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     try:
         column.validate(full=True)
     except pa.ArrowInvalid as error:
-        if "UTF8" not in str(error):
+        index = re.search(r"Invalid UTF8 sequence at string index (\d+)", str(error))
+        if index is None:
             raise
+        where = f"row {row + int(index[1])}" if is_text else f"rows {row} to {row + len(column) - 1}"
+        raise DataError(f"{path}, {where}: {name!r} is not UTF-8") from None
+    if not is_text and not fields.nested:
+        raise DataError(f"{path}, row {row}: {name!r} holds {column.type}, where a string is needed")
+    return column.to_pylist()
 
 
 def _without_nulls(value: Any) -> Any:

@@ -51,8 +51,7 @@ class Chat(NamedTuple):
     learned: Sequence[bool | None] = ()
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(NamedTuple):
     """A conversation as text; `learned`: the characters that are targets, ascending."""
 
     text: str
@@ -87,10 +86,9 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as fault:
             raise DataError(f"{self.where}, line {fault.lineno}: not a chat template that can be read: {fault.message}") from None
 
-    @cached_property
-    def variables(self) -> set[str]:
+    def list_variables(self) -> list[str]:
         """Names that the program reads and does not set itself."""
-        return meta.find_undeclared_variables(self._environment.parse(self.source))
+        return sorted(meta.find_undeclared_variables(self._environment.parse(self.source)))
 
     def write(self, chat: Chat) -> str:
         """The text of a conversation. Raises UnsoundTemplate for what the template refuses."""

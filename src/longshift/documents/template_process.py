@@ -1,8 +1,9 @@
 """A chat template in a process of its own, with a deadline and a limit of memory: a template is a program that came with a model, and a few
 words of it may loop for hours or fill the machine.
 
-    parent  {"chat": [...], "learn": "assistant"}  ->  child: Jinja, at most DEADLINE_S a rendering and MOST_BYTES
-            {"text": "...", "learned": [[3, 9]]}   <-  or what the template refuses; or the child is gone, and the conversation is refused
+    parent  {"method": "render", "arguments": [chat, "last"]}  ->  child: Jinja, at most DEADLINE_S a rendering and MOST_BYTES
+            {"value": ["Hi there", [[3, 9]]]}                  <-  or what the template refuses; or the child is gone, and the
+                                                                   conversation is refused
 
 A line of JSON each way. The child ends with the process that asked.
 """
@@ -13,8 +14,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -54,31 +53,32 @@ class TemplateProcess:
 
     @cached_property
     def variables(self) -> set[str]:
-        """`ChatTemplate.variables`."""
-        return set(self._ask({"what": "variables"})["variables"])
+        """Names that the template reads and does not set itself."""
+        return set(self._call("list_variables"))
 
     def write(self, chat: Chat) -> str:
         """`ChatTemplate.write`. Raises UnsoundTemplate, also where it takes too long or too much memory."""
-        return self._ask({"what": "write", "chat": chat})["text"]
+        return self._call("write", chat)
 
     def render(self, chat: Chat, learn: "Learn") -> Rendered:
         """`ChatTemplate.render`. Raises UnsoundTemplate, also where it takes too long or too much memory."""
-        answer = self._ask({"what": "render", "chat": chat, "learn": learn})
-        return Rendered(answer["text"], tuple((first, last) for first, last in answer["learned"]))
+        text, learned = self._call("render", chat, learn)
+        return Rendered(text, tuple((first, last) for first, last in learned))
 
     def turn_end(self) -> str | None:
         """`ChatTemplate.turn_end`; None, too, where it takes too long or too much memory."""
         try:
-            return self._ask({"what": "turn_end"})["token"]
+            return self._call("turn_end")
         except UnsoundTemplate:
             return None
 
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the template returns in the child."""
         self._child = self._child or self._started()
         assert self._child.stdin
         assert self._child.stdout
         try:
-            self._child.stdin.write(json.dumps(question, default=str) + "\n")
+            self._child.stdin.write(json.dumps({"method": method, "arguments": arguments}, default=str) + "\n")
             self._child.stdin.flush()
             answer = json.loads(self._child.stdout.readline())
         except (BrokenPipeError, ValueError):
@@ -87,7 +87,7 @@ class TemplateProcess:
             raise UnsoundTemplate(answer["unsound"])
         if "fault" in answer:
             raise DataError(answer["fault"])
-        return answer
+        return answer["value"]
 
     def _started(self) -> subprocess.Popen[str]:
         arguments = [json.dumps(asdict(self.template)), *map(str, self._limits), str(os.getpid())]
@@ -119,42 +119,26 @@ def serve(template: str, deadline_s: str, most_bytes: str, parent: str) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     seconds = float(deadline_s)
-    program = _with_deadline(json.loads(template), seconds)
-    for line in sys.stdin:
-        print(json.dumps(_answer(program, json.loads(line), seconds)), flush=True)
-
-
-@contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    yield
-    signal.setitimer(signal.ITIMER_PROF, 0.0)
-
-
-def _with_deadline(fields: Mapping[str, Any], seconds: float) -> ChatTemplate:
-    """The template that has these fields; each of its renderings has a deadline."""
 
     class Limited(ChatTemplate):
+        """Each of its renderings has a deadline."""
+
         def _write(self, *arguments: Any, **options: Any) -> str:
-            with _deadline(seconds):
-                return super()._write(*arguments, **options)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            return super()._write(*arguments, **options)
 
-    names = tuple((name, token) for name, token in fields["names"])
-    return Limited(fields["source"], fields["where"], names, tuple(fields["special"]))
+    fields = json.loads(template)
+    program = Limited(fields["source"], fields["where"], fields["names"], tuple(fields["special"]))
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        print(json.dumps(_answer(program, **json.loads(line))), flush=True)
 
 
-def _answer(program: ChatTemplate, asked: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def _answer(program: ChatTemplate, method: str, arguments: list[Any]) -> dict[str, Any]:
+    if arguments:
+        arguments[0] = Chat(*arguments[0])
     try:
-        if asked["what"] == "variables":
-            with _deadline(seconds):
-                return {"variables": sorted(program.variables)}
-        if asked["what"] == "turn_end":
-            return {"token": program.turn_end()}
-        chat = Chat(*asked["chat"])
-        if asked["what"] == "write":
-            return {"text": program.write(chat)}
-        rendered = program.render(chat, asked["learn"])
-        return {"text": rendered.text, "learned": rendered.learned}
+        return {"value": getattr(program, method)(*arguments)}
     except UnsoundTemplate as fault:
         return {"unsound": str(fault)}
     except DataError as fault:

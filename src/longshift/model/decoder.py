@@ -17,18 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longshift.model.attention import Attention, PackedAttention, match_heads
-from longshift.model.float8 import Float8Linear
 from longshift.model.functions import (
     WRITTEN_OUT,
     Adapted,
     Add,
     Elementwise,
     Gated,
+    Linear,
     RmsNorm,
     Rotate,
     SlicedRmsNorm,
     SoftCap,
-    SummedLinear,
     activate,
     alone,
 )
@@ -135,10 +134,9 @@ class Unit(nn.Module):
         weight = weight.mT if self.input_major else weight
         if add := self.adds.get(role):
             of_stored: Add = (lambda dy, x: add(x, dy)) if self.input_major else add
-            summed = Float8Linear if self.float8 else SummedLinear
-            return summed.apply(x, weight.detach(), added, of_stored)  # pyright: ignore[reportReturnType]
+            return Linear.apply(x, weight.detach(), added, of_stored, self.float8)  # pyright: ignore[reportReturnType]
         if (a := getattr(self, role + "_lora_a", None)) is None:
-            return Float8Linear.apply(x, weight, added, None) if self.float8 else F.linear(x, weight, added)  # pyright: ignore
+            return Linear.apply(x, weight, added, None, True) if self.float8 else F.linear(x, weight, added)  # pyright: ignore
         b = getattr(self, role + "_lora_b")
         return Adapted.apply(x, weight, added, a, b, self.spec.lora.scale, self.float8)  # pyright: ignore
 

@@ -144,27 +144,3 @@ def _coders(device: torch.device) -> tuple[Coder, Coder]:
         warnings.warn(f"codes of eight bits are made without torch.compile, eight times as slowly: {why(fault)}", stacklevel=2)
         return rows_coded, blocks_coded
     return of_rows, of_blocks
-
-
-class Float8Linear(torch.autograd.Function):
-    """apply(x [T, I], weight [O, I], bias [O] or None, add or None) -> [T, O]. `add`: as of `model.functions.SummedLinear`; the weight's
-    gradient is in the graph where there is none."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, add: Callable[[Tensor, Tensor], None] | None
-    ) -> Tensor:
-        ctx.save_for_backward(weight, *((x,) if add or ctx.needs_input_grad[1] else ()))
-        ctx.add = add
-        return linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        weight, *kept = ctx.saved_tensors
-        dx, dw = linear_back(grad, weight), None
-        if ctx.add:
-            ctx.add(grad, *kept)
-        elif ctx.needs_input_grad[1]:
-            (x,) = kept
-            dw = torch.mm(grad.mT, x) if weight.is_contiguous() else torch.mm(x.mT, grad).mT  # as the weight is stored
-        return dx, dw, grad.sum(0) if ctx.needs_input_grad[2] else None, None

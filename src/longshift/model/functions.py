@@ -98,21 +98,29 @@ def _normed_grad(
 Add = Callable[[Tensor, Tensor], None]  # (left [T, O], right [T, I]) adds left^T right to a sum of gradients
 
 
-class SummedLinear(torch.autograd.Function):
-    """apply(x [T, I], weight [O, I], bias [O] or None, add) -> [T, O]: a linear layer whose weight has no gradient in the graph. `add` is
-    called with dy and x instead, so that no tensor holds dW (as gradient accumulation fusion of Megatron-LM)."""
+class Linear(torch.autograd.Function):
+    """apply(x [T, I], weight [O, I], bias [O] or None, add or None, float8) -> [T, O]: a linear layer. `add` is called with dy and x in
+    place of a gradient of the weight, so that no tensor holds dW (as gradient accumulation fusion of Megatron-LM); `float8`: whether x W^T
+    and dy W take factors of eight bits."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, add: Add) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(x, weight)
-        ctx.add = add
-        return F.linear(x, weight, bias)
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, add: Add | None, float8: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight, *((x,) if add or ctx.needs_input_grad[1] else ()))
+        ctx.add, ctx.float8 = add, float8
+        return linear(x, weight, bias, float8)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        ctx.add(grad, x)
-        return torch.mm(grad, weight), None, grad.sum(0) if ctx.needs_input_grad[2] else None, None
+        weight, *kept = ctx.saved_tensors
+        dx, dw = linear_back(grad, weight, ctx.float8), None
+        if ctx.add:
+            ctx.add(grad, *kept)
+        elif ctx.needs_input_grad[1]:
+            (x,) = kept
+            dw = torch.mm(grad.mT, x) if weight.is_contiguous() else torch.mm(x.mT, grad).mT  # as the weight is stored
+        return dx, dw, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
