@@ -193,43 +193,20 @@ def _grouped(spec: ModelSpec, layout: Layout, pieces: Iterable[tuple[Param, Piec
     return tuple(sorted(found, key=lambda b: (b.unit, b.holders, b.frozen)))
 
 
-@dataclass(frozen=True)
-class UnitOnRank:
-    """One moving unit on one rank. `boxes`: those of each weight that the rank computes with; `elements`: of all of them; `kept`: elements
-    that the rank keeps at home, where home is cut by the same layout; `buckets`: that its collectives move."""
-
-    unit: int
-    boxes: Mapping[str, tuple[Box, ...]]
-    elements: int
-    kept: int
-    buckets: tuple[Bucket, ...]
-
-
 @lru_cache(maxsize=32)
-def units_on(spec: ModelSpec, layout: Layout, rank: int) -> tuple[UnitOnRank, ...]:
-    """The moving units that one rank computes with, ascending. The time it takes does not depend on the number of ranks."""
+def boxes_on(spec: ModelSpec, layout: Layout, rank: int) -> Mapping[int, Mapping[str, tuple[Box, ...]]]:
+    """By moving unit, ascending, the boxes of each weight that one rank computes with. The time it takes does not depend on the number of
+    ranks."""
     at = layout.coord(rank)
-    mine: dict[int, dict[str, tuple[Box, ...]]] = {}
+    units: dict[int, dict[str, tuple[Box, ...]]] = {}
     alike: dict[tuple, tuple[Box, ...]] = {}
     for param in spec.params:
         if at.pp in stages_of(spec, layout, param):
             key = param.shape, param.dim, param.parts
             if key not in alike:
                 alike[key] = local_boxes(param, layout, at.tp)
-            mine.setdefault(moving_unit(spec, param), {})[param.name] = alike[key]
-    moved: dict[int, list[Bucket]] = {}
-    for bucket in buckets_of(spec, layout, rank):
-        moved.setdefault(bucket.unit, []).append(bucket)
-    return tuple(
-        UnitOnRank(
-            unit,
-            boxes,
-            sum(box.elements for some in boxes.values() for box in some),
-            sum(bucket.kept(rank) for bucket in moved[unit]),
-            tuple(moved[unit]),
-        )
-        for unit, boxes in sorted(mine.items())
-    )
+            units.setdefault(moving_unit(spec, param), {})[param.name] = alike[key]
+    return dict(sorted(units.items()))
 
 
 def assemble(box: Box, local: Iterable[Box], dim: int | None) -> tuple[slice, ...]:

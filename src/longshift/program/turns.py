@@ -15,7 +15,7 @@ from functools import cached_property
 
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
-from longshift.layout.placement import moving_unit, units_on
+from longshift.layout.placement import boxes_on, moving_unit
 from longshift.program.operations import Kind, Op
 from longshift.schedule import pipeline
 from longshift.schedule.sequence import token_order
@@ -49,7 +49,7 @@ class RankLayout:
         self.spec, self.layout, self.cut = spec, layout, cut
         self.at = layout.coord(rank)
         self.chunks = layout.units_of(spec.layers, self.at.pp)
-        self.units = frozenset(unit.unit for unit in units_on(spec, layout, rank))
+        self.units = frozenset(boxes_on(spec, layout, rank))
         self.learned = self.units & {moving_unit(spec, param) for param in spec.params if not param.frozen}
         self.tied = (spec.units,) if spec.units in self.units else ()
         self.collective = cut.at_home or cut.side == "rows"  # weights come and sums go by collectives among holders

@@ -27,7 +27,7 @@ from longshift.dist.collectives import Pending
 from longshift.dist.world import World
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import assemble, local_shape, moving_unit, units_on
+from longshift.layout.placement import assemble, boxes_on, local_shape, moving_unit
 from longshift.model.decoder import Unit
 from longshift.model.functions import add_product
 from longshift.spec.formats import Wire, adds_inside
@@ -59,7 +59,7 @@ class Copies(ABC):
         self.blank: dict[int, set[str]] = {}  # weights whose sums have no numbers yet
         self.boxes: dict[str, tuple[Box, ...]] = {}
         self.units: dict[int, UnitCopies] = {}
-        for unit, boxes in ((own.unit, own.boxes) for own in units_on(spec, layout, world.rank)):
+        for unit, boxes in boxes_on(spec, layout, world.rank).items():
             self.boxes |= boxes
             self.units[unit] = self._allocate(unit, list(boxes))
             self.prepare(unit)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from longshift.layout.placement import buckets_of, units_on
+from longshift.layout.placement import boxes_on, buckets_of
 from longshift.program.turns import RankLayout
 from longshift.switch.plan import Plan
 from longshift.weigh.book import Account, Held
@@ -63,11 +63,11 @@ def unit_sizes(account: Account, view: RankLayout, guest: bool) -> dict[int, Uni
         route = Route(len(bucket.holders), bucket.sharded, bucket.width, bucket.kept(rank), bucket.frozen, gathered, reduced)
         routes.setdefault(bucket.unit, []).append(route)
     found = {}
-    for unit in units_on(spec, view.layout, rank):
-        weights = {name: sum(box.elements for box in boxes) for name, boxes in unit.boxes.items()}
-        flat = sum(weights[name] for name, boxes in unit.boxes.items() if boxes != (at_home.get(name),))
+    for unit, local in boxes_on(spec, view.layout, rank).items():
+        weights = {name: sum(box.elements for box in boxes) for name, boxes in local.items()}
+        flat = sum(weights[name] for name, boxes in local.items() if boxes != (at_home.get(name),))
         learned = {name: size for name, size in weights.items() if not spec.by_name[name].frozen}
-        found[unit.unit] = UnitSizes(flat, learned, tuple(routes.get(unit.unit, ())))
+        found[unit] = UnitSizes(flat, learned, tuple(routes.get(unit, ())))
     return found
 
 
