@@ -566,8 +566,8 @@ def test_a_packed_kernel_is_used_as_far_as_it_is_right_on_every_rank(monkeypatch
     if kernels_of_packs == "wider":
         backward = wider_by_one
     given = [replace(FLASH, packed=Packed(forward, backward))]
-    others = 1.0 if kernels_of_packs == "elsewhere" else -1.0  # minus what another rank found
-    kernel, why = choose(given, Heads(4, 2, 16), torch.float32, CPU, lambda own: own.maximum(own.new_tensor([0.0, others])))
+    others = 0.0 if kernels_of_packs == "elsewhere" else -2.0  # minus what another rank found
+    kernel, why = choose(given, Heads(4, 2, 16), torch.float32, CPU, lambda own: own.maximum(own.new_tensor([[0.0], [others]])))
     usable = {"right": True, "no window": False, "wider": False}.get(kernels_of_packs)
     assert (None if kernel.packed is None else kernel.packed.windows) == usable
     assert ("packed" in why) == (usable is None)

@@ -183,7 +183,9 @@ def test_each_coordinate_has_just_the_key_value_heads_of_its_query_heads(kv_head
 
 
 LLAMA = ModelSpec("llama", vocab=257, width=48, layers=3, heads=6, kv_heads=2, head_width=8, ffn=101, max_positions=64)
-GPT2 = replace(LLAMA, family="gpt2", kv_heads=6, fused_qkv=True, gated=False, learned_positions=True, rope=None, tied=True, norm="layer")
+BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+GPT2_WORDS = {"fused_qkv": True, "gated": False, "learned_positions": True, "rope": None, "tied": True, "norm": "layer", **BIASES}
+GPT2 = replace(LLAMA, family="gpt2", kv_heads=6, **GPT2_WORDS)
 FULL = replace(LLAMA, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True, tied=True)
 
 
@@ -203,7 +205,7 @@ def test_the_parameter_table_is_consistent(spec):
 
 def test_known_sizes():
     llama_8b = ModelSpec("llama", 128256, 4096, 32, 32, 8, 128, 14336, 8192)
-    gpt2 = ModelSpec("gpt2", 50257, 768, 12, 12, 12, 64, 3072, 1024, tied=True, gated=False, fused_qkv=True, learned_positions=True)
+    gpt2 = ModelSpec("gpt2", 50257, 768, 12, 12, 12, 64, 3072, 1024, **GPT2_WORDS)
     assert llama_8b.parameters == 8_030_261_248
     assert gpt2.parameters == 124_439_808
     embeddings, attention = 128256 * 4096, 12 * 32 * 4096

@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from longshift.config_parts import Source
 from longshift.documents.added_tokens import add_tokens_beside
 from longshift.documents.sources import Text, files, read
+from longshift.documents.template import CONFIGS, read_json
 from longshift.documents.trial import why_not
 from longshift.errors import DataError, shown
 from longshift.files import publish
@@ -161,22 +162,17 @@ def _write(core: tokenizers.Tokenizer, folder: Path) -> None:
 
 def _end_of_text(core: tokenizers.Tokenizer, at: Path) -> int:
     """The id of `eos_token` as the files beside the tokenizer name it, else of `<|endoftext|>`."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        config = at.parent / name
-        if not config.exists():
-            continue
-        try:
-            token = json.loads(config.read_bytes()).get("eos_token")
-        except (ValueError, AttributeError, OSError, RecursionError) as error:
-            raise DataError(f"{config}: cannot be read: {error}") from error
+    for config in (at.parent / name for name in CONFIGS):
+        token = read_json(config).get("eos_token") if config.exists() else None
         token = token.get("content") if isinstance(token, dict) else token
-        if (token is not None and not_text(str(token))) or not isinstance(token, str | None):
+        if token is None:
+            continue
+        if not isinstance(token, str) or not_text(token):
             raise DataError(f"{config}: eos_token {shown(token)} is not a text")
-        if token is not None:
-            eos = core.token_to_id(token)
-            if eos is None:
-                raise DataError(f"{config}: eos_token {shown(token)} is not a token of {at}")
-            return eos
+        eos = core.token_to_id(token)
+        if eos is None:
+            raise DataError(f"{config}: eos_token {shown(token)} is not a token of {at}")
+        return eos
     eos = core.token_to_id(END_OF_TEXT)
     if eos is None:
         config = at.parent / "tokenizer_config.json"

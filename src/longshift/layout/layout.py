@@ -39,7 +39,10 @@ _DEGREES = {
     **{"dp": "dp", "pp": "pp", "tp": "tp", "u": "ulysses", "ring": "ring", "z": "zero", "v": "virtual"},
     **{"every": "every", "keep": "kept_blocks"},
 }
-_POLICIES = ("offload", "kv", "schedule")  # written as they are called in _FLAGS
+_WRITTEN = (  # fields in the order in which they are written
+    *("pp", "dp", "ring", "ulysses", "tp", "virtual", "order", "recompute", "kept_blocks", "zero", "chunk", "every"),
+    *("offload", "kv", "schedule"),
+)
 _FLAGS = {
     "gpipe": ("order", "gpipe"),
     "1f1b": ("order", "1f1b"),
@@ -176,18 +179,19 @@ class Layout:
         return found
 
     def __str__(self) -> str:
+        degrees = {field: word for word, field in _DEGREES.items()}
+        flags = {setting: word for word, setting in _FLAGS.items()}
         words = []
-        if self.pp > 1 or self.stages:
-            words.append(f"pp{self.pp}" + (":" + "-".join(map(str, self.stages)) if self.stages else ""))
-        words += [f"{short}{n}" for short, n in (("dp", self.dp), ("ring", self.ring), ("u", self.ulysses), ("tp", self.tp)) if n > 1]
-        words += [f"v{self.virtual}"] if self.virtual > 1 else []
-        words += [self.order] if self.order != "1f1b" else []
-        words += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
-        words += [f"keep{self.kept_blocks}"] if self.kept_blocks else []
-        words += [f"z{self.zero}"] if self.zero else []
-        words += [f"chunk{format_size(self.chunk)}" if self.chunk != AUTO else "chunk-auto"] if self.chunk else []
-        words += [f"every{self.every}"] if self.every else []
-        words += [word for word, (name, value) in _FLAGS.items() if name in _POLICIES and getattr(self, name) == value]
+        for field in _WRITTEN:
+            value = getattr(self, field)
+            if field == "pp" and self.stages:
+                words.append(f"pp{value}:{'-'.join(map(str, self.stages))}")
+            elif value == getattr(Layout, field):
+                continue
+            elif field == "chunk":
+                words.append("chunk-auto" if value == AUTO else f"chunk{format_size(value)}")
+            else:
+                words.append(f"{degrees[field]}{value}" if field in degrees else flags[field, value])
         return ".".join(words) or "dp1"
 
     @property

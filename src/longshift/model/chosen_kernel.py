@@ -62,20 +62,23 @@ def choose(
     """The fastest of those that can be used here, with its packed form as far as that can be, and the reason in words. Where torch is asked
     for deterministic algorithms, the first that is deterministic: timing may choose another one in every run. `slowest`: the largest of
     every number over all ranks, for one choice on all. Raises UsageError, on every rank, where none can be used on all."""
+    # 1. What this rank can use, and how fast it is.
     verdicts = [probe(kernel, dtype, str(dtype), device, heads) for kernel in candidates]
     most = [2 * min(errors) for errors in zip(*map(_errors, verdicts))]
     refusals = [_refusal(kernel, verdict, most, device) for kernel, verdict in zip(candidates, verdicts)]
     timed = len(candidates) > 1 and not asked()
-    usable = [_seconds(k, heads, dtype, device) if timed and not no else float(n) for n, (k, no) in enumerate(zip(candidates, refusals))]
-    own = [float("inf") if no else s for s, no in zip(usable, refusals)]
-    windows = {number: _windows(kernel, heads, dtype, device) for number, kernel in enumerate(candidates) if kernel.packed}
-    given = [*own, *(-float(one) for one in windows.values())]
-    found = slowest(torch.tensor(given, dtype=torch.float64, device=device)).tolist()
-    seconds, agreed = found[: len(own)], {number: -one for number, one in zip(windows, found[len(own) :])}
-    refusals = [
-        "" if s < float("inf") else no or (f"fails at {TIMED_TOKENS} tokens" if mine == s else "not on every rank")
-        for s, mine, no in zip(seconds, own, refusals)
-    ]
+    rank_seconds = [float("inf") if refusal else float(number) for number, refusal in enumerate(refusals)]
+    if timed:
+        rank_seconds = [float("inf") if no else _seconds(kernel, heads, dtype, device) for kernel, no in zip(candidates, refusals)]
+    packed_forms = [_packed_form(kernel, heads, dtype, device) for kernel in candidates]
+
+    # 2. What all ranks can use, and how fast the slowest is.
+    given = torch.tensor([rank_seconds, [-form for form in packed_forms]], dtype=torch.float64, device=device)
+    seconds, packed_forms = slowest(given).tolist()
+    for number, kernel_seconds in enumerate(seconds):
+        if kernel_seconds == float("inf") and not refusals[number]:
+            fails_here = rank_seconds[number] == kernel_seconds
+            refusals[number] = f"fails at {TIMED_TOKENS} tokens" if fails_here else "not on every rank"
     told = ", ".join(
         f"{k.name} {no or (f'{s * 1e3:.3g} ms' if timed else 'can be used')}" for k, s, no in zip(candidates, seconds, refusals)
     )
@@ -84,16 +87,19 @@ def choose(
             f"no attention kernel can be used for {heads.query} heads of {heads.width} in {str(dtype).removeprefix('torch.')} on "
             f"{device.type}: {told}; another train.precision or device may have one"
         )
+
+    # 3. The fastest.
     if timed:
         why = f"{TIMED_TOKENS} queries and keys, forward and backward: {told}"
     else:
         why = "the only one here" if len(candidates) == 1 else f"the first that is deterministic: {told}"
     best = seconds.index(min(seconds))
-    chosen = candidates[best]
+    chosen, packed_form = candidates[best], -packed_forms[best]
     if chosen.packed is None:
         return chosen, why
-    usable = None if agreed[best] < 0 else replace(chosen.packed, windows=agreed[best] > 0)
-    return replace(chosen, packed=usable), why if usable else f"{why}; its packed form cannot be used: a call for each document"
+    if packed_form == 0:
+        return replace(chosen, packed=None), f"{why}; its packed form cannot be used: a call for each document"
+    return replace(chosen, packed=replace(chosen.packed, windows=packed_form == 2)), why
 
 
 def _refusal(kernel: Kernel, verdict: Backend, most: Sequence[float], device: torch.device) -> str:
@@ -108,13 +114,13 @@ def _refusal(kernel: Kernel, verdict: Backend, most: Sequence[float], device: to
     return ""
 
 
-def _windows(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device) -> int:
-    """Whether a kernel's packed form takes windows, 1 or 0; -1 where it cannot be used. Some documents against their definition, one by
-    one; with a window, its own over documents that a window does not reach beyond."""
+def _packed_form(kernel: Kernel, heads: Heads, dtype: torch.dtype, device: torch.device) -> int:
+    """Whether a kernel has a packed form that can be used, 1 or 0; 2 where it takes windows too. Some documents against their definition,
+    one by one; with a window, its own over documents that a window does not reach beyond."""
     given = _inputs(sum(PACK), sum(PACK), heads, dtype, device)
-    if not _right(kernel, given, PACK, None):
-        return -1
-    return int(_right(kernel, given, PACK, BAND))
+    if kernel.packed is None or not _right(kernel, given, PACK, None):
+        return 0
+    return 2 if _right(kernel, given, PACK, BAND) else 1
 
 
 def _right(kernel: Kernel, given: Sequence[Tensor], lengths: Sequence[int], window: int | None) -> bool:

@@ -3,7 +3,8 @@
 Two kinds of piece, as ring attention and streaming cut it: `causal`, a square on the diagonal, and `full`, queries that see all keys.
 """
 
-from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -43,15 +44,13 @@ def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[
     kind = bench.device.type, bench.quick
     shown = HEADS["cpu"][:1] if kind == ("cpu", True) else HEADS[bench.device.type]
     for name, dtype in dtypes(bench.device).items():
-        inputs = {heads: _inputs(heads, max(max(lengths) for lengths in TOKENS[kind]), dtype, bench.device) for heads in shown}
+        inputs = {heads: _inputs(heads, max(map(max, TOKENS[kind])), dtype, bench.device) for heads in shown}
         for kernel in tried(bench.device, dtype):
             verdict = probe(kernel, dtype, name, bench.device)
             verdicts.append(verdict)
-            if verdict.why_not:
-                continue
-            for heads in shown:
-                for rest, plan in _plans(kernel, heads, inputs[heads], kind).items():
-                    plans[f"attention {kernel.name} {name} {rest} {heads}"] = plan
+            for heads, direction, causal in product(shown if not verdict.why_not else (), ("forward", "backward"), (True, False)):
+                plan = _plan(kernel, heads, inputs[heads], kind, direction == "backward", causal)
+                plans[f"attention {kernel.name} {name} {direction} {'causal' if causal else 'full'} {heads}"] = plan
     return tuple(verdicts), bench.curves(plans, budget_s)
 
 
@@ -61,32 +60,16 @@ def _inputs(heads: Heads, tokens: int, dtype: torch.dtype, device: torch.device)
     return [noise(tokens * n * heads.width, dtype, device).view(tokens, n, heads.width) for n in counts]
 
 
-def _plans(kernel: Kernel, heads: Heads, inputs: list[Tensor], kind: tuple[str, bool]) -> dict[str, Plan]:
+def _plan(kernel: Kernel, heads: Heads, inputs: list[Tensor], kind: tuple[str, bool], is_backward: bool, causal: bool) -> Plan:
+    """Attention of the first queries to the first keys."""
     square, pairs = TOKENS[kind]
-    plans = {}
-    for causal, lengths in ((True, square), (False, pairs)):
-        fitting = tuple(n for n in lengths if attention_flops(n, n, heads, "backward", causal) <= MOST_FLOPS[kind])
-        if fitting:
-            axes = (Axis("tokens", fitting, 2.0),) if causal else (Axis("queries", fitting), Axis("keys", fitting))
-            for direction in ("forward", "backward"):
-                piece = _Piece(kernel, inputs, causal, direction == "backward")
-                plans[f"{direction} {'causal' if causal else 'full'}"] = Plan(axes, piece)
-    return plans
+    lengths = tuple(n for n in (square if causal else pairs) if attention_flops(n, n, heads, "backward", causal) <= MOST_FLOPS[kind])
 
-
-@dataclass(frozen=True)
-class _Piece:
-    """Prepares the points of one curve: attention of the first queries to the first keys."""
-
-    kernel: Kernel
-    inputs: list[Tensor]
-    causal: bool
-    back: bool
-
-    def __call__(self, queries: int, keys: int | None = None) -> Run:
+    def prepare(queries: int, keys: int | None = None) -> Run:
         keys = keys or queries
-        grad, q, k, v = (t[:n] for t, n in zip(self.inputs, (queries, queries, keys, keys)))
-        scale = q.shape[-1] ** -0.5
-        if self.back:
-            return gradients(self.kernel, grad, q, k, v, self.causal, scale)
-        return lambda: self.kernel.forward(q, k, v, self.causal, scale)
+        grad, q, k, v = (t[:n] for t, n in zip(inputs, (queries, queries, keys, keys)))
+        if is_backward:
+            return gradients(kernel, grad, q, k, v, causal, heads.width**-0.5)
+        return partial(kernel.forward, q, k, v, causal, heads.width**-0.5)
+
+    return Plan((Axis("tokens", lengths, 2.0),) if causal else (Axis("queries", lengths), Axis("keys", lengths)), prepare)
