@@ -149,9 +149,14 @@ class Batches:
 
     def document(self, span: int) -> Document:
         """The document of one of `spans`."""
-        start, stop = int(self.spans.start[span]), int(self.spans.stop[span])
-        piece = int(self.spans.document[span]), start, stop + 1
-        return document_from_ids(self.cache.tokens(*piece), stop - start, self.cache.learned(*piece))
+        document, start, stop = (int(of_spans[span]) for of_spans in (self.spans.document, self.spans.start, self.spans.stop))
+        return document_part(self.cache, document, start, stop)
+
+
+def document_part(cache: "TokenCache", document: int, start: int, stop: int) -> Document:
+    """Tokens `start` to `stop` of a document of the cache."""
+    piece = document, start, stop + 1
+    return document_from_ids(cache.tokens(*piece), stop - start, cache.learned(*piece))
 
 
 def _which_policy(cache: "TokenCache", longest: int, max_len: int) -> str:

@@ -117,15 +117,15 @@ class TokenCache:
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Tokens `start` to `stop` of a document, cut at its end: a read-only view of the file, uint16 or uint32."""
-        begin, end = int(self._offsets[document]), int(self._offsets[document + 1])
-        return self._tokens[begin + start : end if stop is None else min(begin + stop, end)]
+        return self._tokens[self._span(document, start, stop)]
 
     def learned(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray | None:
         """Which of the tokens that `tokens` gives are targets, uint8; None where all are."""
-        if self._learned is None:
-            return None
+        return None if self._learned is None else self._learned[self._span(document, start, stop)]
+
+    def _span(self, document: int, start: int, stop: int | None) -> slice:
         begin, end = int(self._offsets[document]), int(self._offsets[document + 1])
-        return self._learned[begin + start : end if stop is None else min(begin + stop, end)]
+        return slice(begin + start, end if stop is None else min(begin + stop, end))
 
     @property
     def learned_tokens(self) -> int | None:
@@ -141,9 +141,10 @@ class TokenCache:
         """The file a document came from, and its line or row there."""
         file = self.files[bisect_right(self.files, document, key=lambda f: f.first) - 1]
         nth = document - file.first
-        places = {"jsonl": f", line {nth + 1}", "json": f", entry {nth + 1}", "csv": f", record {nth + 1}", "tsv": f", record {nth + 1}"}
-        tables = dict.fromkeys(("parquet", "arrow", "dataset"), f", row {nth}")
-        return file.path + (places | tables).get(file.format, "")
+        if file.format in ("parquet", "arrow", "dataset"):
+            return f"{file.path}, row {nth}"
+        words = {"jsonl": "line", "json": "entry", "csv": "record", "tsv": "record"}
+        return f"{file.path}, {words[file.format]} {nth + 1}" if file.format in words else file.path
 
 
 def build(

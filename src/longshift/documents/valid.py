@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longshift.documents.batch import Document, document_from_ids
+from longshift.documents.batch import Document, document_part
 from longshift.documents.tokens import TokenCache
 from longshift.errors import DataError
 from longshift.model.loss import IGNORE
@@ -63,7 +63,7 @@ class ValidSet:
         for upto, batches in self.batches:
             total, targets = 0.0, 0
             for batch in batches:
-                documents = [self._document(*piece) for piece in batch]
+                documents = [document_part(self.cache, *piece) for piece in batch]
                 targets += (count := sum(int((d.labels != IGNORE).sum()) for d in documents))
                 total += score(documents) if count else 0.0
             if targets:
@@ -71,7 +71,3 @@ class ValidSet:
         if not found:
             raise DataError("data.valid: no token that is learned is left in it: raise data.max_len, or validation.tokens")
         return tuple(found)
-
-    def _document(self, document: int, start: int, stop: int) -> Document:
-        piece = document, start, stop + 1
-        return document_from_ids(self.cache.tokens(*piece), stop - start, self.cache.learned(*piece))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -36,27 +37,31 @@ def collectives(world: World, per_node: int, quick: bool, budget_s: float, least
     """Curves `OPERATION LEVEL` over ranks and bytes, as JSON, the same on every rank. All ranks call it together. `least_s`: of one
     timing."""
     groups = _groups(world, per_node)
-    largest = {level: _largest(world, max(sizes.items())[1], LONGEST_S[quick]) for level, sizes in groups.items()}
-    points, runs = [], []
+
+    # 1. What is timed, by curve, ranks and bytes.
+    runs: dict[tuple[str, int, int], tuple[Group, Callable[[], None]]] = {}
     for level, sizes in groups.items():
-        steps = range(round(math.log2(largest[level] / SMALLEST_BYTES)), -1, -2)
+        largest = _largest(world, max(sizes.items())[1], LONGEST_S[quick])
+        doublings = round(math.log2(largest / SMALLEST_BYTES))
         for operation in OPERATIONS:
             if operation == "send" and " by " in level:
                 continue  # of two ranks, whatever the group
             for ranks, group in sizes.items():
-                for size in sorted(SMALLEST_BYTES << step for step in steps):
-                    points.append((f"{operation} {level}", ranks, size))
-                    runs.append((group, _operation(operation, group, size, world.device)))
-    samples = _rounds(world, runs, budget_s, least_s)
+                for size in (SMALLEST_BYTES << step for step in range(doublings % 2, doublings + 1, 2)):
+                    runs[f"{operation} {level}", ranks, size] = group, _operation(operation, group, size, world.device)
+    samples = dict(zip(runs, _rounds(world, list(runs.values()), budget_s, least_s)))
+
+    # 2. A curve of each operation and level.
     curves = {}
-    for name in dict.fromkeys(name for name, _, _ in points):
-        mine = [(ranks, size, rounds) for (at, ranks, size), rounds in zip(points, samples) if at == name]
+    for name in dict.fromkeys(name for name, _, _ in runs):
+        points = [point for point in runs if point[0] == name]
         # More ranks need not be slower in proportion: the bytes that a rank moves hardly depend on their number.
-        axes = Axis("ranks", tuple(sorted({at[0] for at in mine})), 0.0), Axis("bytes", tuple(sorted({at[1] for at in mine})))
-        curves[name] = asdict(curve_of(axes, [rounds for _, _, rounds in mine]))
+        ranks = Axis("ranks", tuple(sorted({ranks for _, ranks, _ in points})), 0.0)
+        message_bytes = Axis("bytes", tuple(sorted({size for _, _, size in points})))
+        curves[name] = asdict(curve_of((ranks, message_bytes), [samples[point] for point in points]))
     if world.device.type == "cpu":
-        farthest = [point[:2] for point in points if point[0].startswith("send ")][-1]
-        sends = {point[2]: run for point, run in zip(points, runs) if point[:2] == farthest}
+        farthest = [point[:2] for point in runs if point[0].startswith("send ")][-1]
+        sends = {point[2]: run for point, run in runs.items() if point[:2] == farthest}
         curves["cores send"] = asdict(_cores_of_sends(world, sends))
         by_size = {size: group for sizes in groups.values() for size, group in sizes.items()}
         curves["late"] = asdict(_lateness(world, by_size, max(LEAST_WORK_S, least_s)))
@@ -121,25 +126,19 @@ def link_of(curve: Curve) -> Link:
 def _groups(world: World, per_node: int) -> dict[str, dict[int, Group]]:
     """This rank's group of every size, by level; made by all ranks together."""
     nodes = world.size // per_node
-    wanted: dict[str, dict[int, list[tuple[int, ...]]]] = {}
-    for size in _powers(per_node):
-        starts = range(0, world.size, size)
-        wanted.setdefault("node", {})[size] = [tuple(range(start, start + size)) for start in starts]
-    for count in _powers(nodes):
-        for inside in (1, *_powers(per_node)):
-            level = "network" if inside == 1 else f"network by {inside}"
-            members = [
-                tuple(node * per_node + first + place for node in range(start, start + count) for place in range(inside))
-                for start in range(0, nodes, count)
-                for first in range(0, per_node, inside)
-            ]
-            wanted.setdefault(level, {})[count * inside] = members
     found: dict[str, dict[int, Group]] = {}
-    for level, sizes in wanted.items():
-        for size, groups in sizes.items():
-            world.prepare(groups, "profile")
-            mine = next(ranks for ranks in groups if world.rank in ranks)
-            found.setdefault(level, {})[size] = world.group(mine, "profile")
+    for count, inside in product((1, *_powers(nodes)), (1, *_powers(per_node))):
+        if count == inside == 1:
+            continue
+        level = "node" if count == 1 else "network" if inside == 1 else f"network by {inside}"
+        groups = [
+            tuple(node * per_node + first + place for node in range(start, start + count) for place in range(inside))
+            for start in range(0, nodes, count)
+            for first in range(0, per_node, inside)
+        ]
+        world.prepare(groups, "profile")
+        mine = next(ranks for ranks in groups if world.rank in ranks)
+        found.setdefault(level, {})[count * inside] = world.group(mine, "profile")
     return found
 
 

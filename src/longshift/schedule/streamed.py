@@ -15,7 +15,7 @@ from typing import Literal
 from longshift.layout.layout import Coord, Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.schedule import chunks
-from longshift.schedule.chunks import Buffer, Event, Policy, Sizes
+from longshift.schedule.chunks import Buffer, Event, Policy
 from longshift.schedule.sequence import Run, TokenOrder
 from longshift.spec.model import ModelSpec
 
@@ -37,11 +37,10 @@ def tier_key(micro: int, unit: int, buffer: Buffer) -> tuple[int, int, str, int]
 @dataclass(frozen=True)
 class Lists:
     """Event lists of a pack, those of a block the same for every one with the same window, with the order of the tokens in each chunk, the
-    first chunk that each one sees, and the bytes of each buffer."""
+    first chunk that each one sees."""
 
     orders: list[TokenOrder]
     sees: tuple[int, ...]
-    sizes: Sizes
     of: Mapping[Turn, tuple[Event, ...]]
 
 
@@ -67,7 +66,7 @@ def lists(
         found["pass on"] = chunks.forward(sees, from_x, sizes, drop_x=True)
     if not learns:
         found["score"] = chunks.alone("score", "x", None, count, ahead, sizes, blocks)
-        return Lists(orders, sees, sizes, found)
+        return Lists(orders, sees, found)
     found |= {
         "forward": chunks.forward(sees, policy, sizes),
         "later": (),
@@ -80,7 +79,7 @@ def lists(
             "pass": chunks.forward(sees, from_x, sizes),
             "backward from x": chunks.backward(sees, from_x, sizes),
         }
-    return Lists(orders, sees, sizes, found)
+    return Lists(orders, sees, found)
 
 
 def forward_turns(units: Sequence[int], layers: int, every: int) -> Iterator[tuple[int, Turn]]:
