@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longshift.layout.heads import matched_heads
-from longshift.model.kernel_calls import LONG, banded, calls
+from longshift.model.kernel_calls import LONG, banded
 from longshift.model.kernels import Kernel, add_up, copy_each, merge
 from longshift.model.packed import Packed, ends_of
 from longshift.schedule.windows import Mask, pieces
@@ -37,9 +37,20 @@ class Attention:
         return found if found and found.takes(lengths, window) else None
 
     def calls(self, lengths: Sequence[int], window: int | None) -> list[tuple[int, ...]]:
-        """Lengths of the documents that are computed together, in their order. A long one fills a GPU alone, by any kernel; memory is then
-        the same whichever is chosen, but for `model.cut`."""
-        return calls(lengths, window, self.packed(lengths, window) is not None, LONG)
+        """Lengths of the documents that are computed together, in their order. A packed kernel takes all of a pack that has a window. Without
+        one it takes those between long documents: a long one fills a GPU alone, by any kernel; memory is then the same whichever is
+        chosen, but for `model.cut`."""
+        if self.packed(lengths, window) is None:
+            return [(length,) for length in lengths]
+        if banded(lengths, window):
+            return [tuple(lengths)]
+        calls: list[tuple[int, ...]] = []
+        for length in lengths:
+            if calls and max(length, calls[-1][-1]) < LONG:
+                calls[-1] = (*calls[-1], length)
+            else:
+                calls.append((length,))
+        return calls
 
     def whole(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a pack: those that are `kept`, or computed."""

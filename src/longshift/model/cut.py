@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longshift.model.kernel_calls import cut_parts
 from longshift.model.kernels import Kernel, add_up, merge
 
 
@@ -85,8 +84,14 @@ class Multiples:
 
     def _parts(self, q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, list[tuple[slice, Kernel, bool]]]]:
         """Queries, and the keys that they see, by which kernel and whether it hides later ones."""
-        for rows, seen in cut_parts(len(q), len(k), self.every, causal):
-            yield rows, [(keys, self.kernel if self.fits(q[rows], k[keys]) else self.rest, hides) for keys, hides in seen]
+        for rows in self._split(len(q)):
+            seen = [keys for keys in self._split(len(k)) if not causal or keys.start <= rows.start]
+            yield rows, [(keys, self.kernel if self.fits(q[rows], k[keys]) else self.rest, causal and keys == rows) for keys in seen]
+
+    def _split(self, tokens: int) -> list[slice]:
+        """The whole multiples, and what remains."""
+        whole = tokens - tokens % self.every
+        return [part for part in (slice(0, whole), slice(whole, tokens)) if part.start < part.stop]
 
 
 def cut(kernel: Kernel, rest: Kernel, every: int, least: int) -> Kernel:

@@ -140,10 +140,6 @@ class Unit(nn.Module):
         b = getattr(self, role + "_lora_b")
         return Adapted.apply(x, weight, added, a, b, self.spec.lora.scale, self.float8)  # pyright: ignore
 
-    def plus_bias(self, x: Tensor, role: str) -> Tensor:
-        bias = getattr(self, role + "_bias", None)
-        return x if bias is None else x + bias
-
     def norm_of(self, x: Tensor, role: str) -> Tensor:
         """x normalized over its last dim: the residual stream's, or a head's."""
         if self.spec.norm == "layer":
@@ -240,7 +236,8 @@ class Block(Unit):
 
     def row_linear(self, x: Tensor, role: str, ops: Ops) -> Tensor:
         """As `linear`, for a weight whose input dim may be sliced over ranks: summed by `leave`, the bias added once, after it."""
-        return self.plus_bias(ops.leave(self.linear(x, role, bias=False)), role)
+        total, bias = ops.leave(self.linear(x, role, bias=False)), getattr(self, role + "_bias", None)
+        return total if bias is None else total + bias
 
     def attention_half(self, x_TD: Tensor, micro: MicroBatch, ops: Ops) -> Tensor:
         return self.out(x_TD, self.attend(*self.qkv(x_TD, micro, ops), micro, ops), ops)

@@ -63,7 +63,11 @@ def _choice(config: Config, edge: Edge, device: torch.device, cluster: Cluster |
         dtype = arithmetic(config.train.precision)
         try:
             machine = Machine(cluster.with_arithmetic(dtype), dtype, device.type == "cpu", FREE_SHARE * _memory(config, device))
-            return choose(config.spec, edge.use, longest, machine, partial(_of_chunk, config, edge, device), edge.pack)
+
+            def needed(tokens: int) -> int:
+                return _of_layout(config, edge, device, replace(edge.use, chunk=tokens))
+
+            return choose(config.spec, edge.use, longest, machine, needed, edge.pack)
         except UsageError as unknown:
             fault = str(unknown)
     least = least_chunk(longest, edge.pack)
@@ -97,11 +101,6 @@ def _activations(config: Config, edge: Edge, device: torch.device, cluster: Clus
         return best.layout, f"the smallest, and more than is free: {room}"
     slower = ", ".join(f"{one.layout} {one.seconds / best.seconds - 1:+.0%}" for one in others[1:3])
     return best.layout, f"the fastest that fits, {room}" + (f"; {slower}" if slower else "")
-
-
-def _of_chunk(config: Config, edge: Edge, device: torch.device, tokens: int) -> int:
-    """What a rank needs on its device for a group with chunks of so many tokens."""
-    return _of_layout(config, edge, device, replace(edge.use, chunk=tokens))
 
 
 def _of_layout(config: Config, edge: Edge, device: torch.device, way: Layout) -> int:
