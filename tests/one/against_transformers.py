@@ -23,7 +23,7 @@ from longshift.documents.batch import Document
 from longshift.documents.micro import micro_batch
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.model.decoder import Decoder, Ops
+from longshift.model.decoder import Decoder, MicroBatch, Ops
 from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
 from longshift.spec.families import FAMILIES, read_spec
@@ -77,6 +77,13 @@ def read_all(folder: Path, dtype=None) -> tuple:
     return spec, {p.name: weights.read(p.name, Box.whole(p.shape)).to(dtype) for p in spec.params}
 
 
+def decoder_logits(model: Decoder, micro: MicroBatch, ops: Ops) -> torch.Tensor:
+    x = None
+    for unit in model.units[:-1]:
+        x = unit(x, micro, ops)
+    return model.units[-1].logits(x, ops)  # pyright: ignore
+
+
 def ours(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
     spec, tensors = read_all(folder, dtype)
     model, ops = Decoder(spec).load(tensors), Ops(spec)
@@ -84,7 +91,7 @@ def ours(folder: Path, dtype: torch.dtype, docs: list[Document]) -> Outcome:
     loss = model(micro, ops)
     loss.backward()
     with torch.no_grad():
-        logits = model.logits(micro, ops)
+        logits = decoder_logits(model, micro, ops)
     return Outcome(logits, loss.detach(), gradients(model.weights().items()))
 
 

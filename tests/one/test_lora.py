@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from against_transformers import read_all
+from against_transformers import decoder_logits, read_all
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Phi3Config, Qwen3Config
@@ -97,7 +97,7 @@ def test_what_is_exported_is_the_adapter_that_was_trained(place: Path, tmp_path:
     micro = micro_batch(
         adapted, [Document(ids.numpy(), np.append(ids[1:].numpy(), IGNORE))], Degrees(), 0, torch.float32, torch.device("cpu")
     )
-    ours = Decoder(adapted).load(tensors | masters).logits(micro, Ops(adapted))
+    ours = decoder_logits(Decoder(adapted).load(tensors | masters), micro, Ops(adapted))
     assert (with_adapter - without).abs().max() > 1e-2
     assert (merged - with_adapter).abs().max() < 1e-5
     assert (ours - with_adapter).abs().max() < 1e-5

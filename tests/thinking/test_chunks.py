@@ -142,12 +142,6 @@ def test_chunks_hold_every_token_once_in_order_and_reach_back_to_where_their_fir
     assert reach(chunks) == tuple(starts[chunk[0][0]] // tokens for chunk in held)
 
 
-@pytest.mark.parametrize("tokens", [0, -1])
-def test_a_chunk_without_tokens_is_refused(tokens):
-    with pytest.raises(ValueError, match="at least one token"):
-        cut([4], tokens)
-
-
 @given(seen, policies)
 def test_attention_of_every_pair_once_forward_and_once_backward(sees, policy):
     pairs = Counter((c, j) for c in range(len(sees)) for j in range(sees[c], c + 1))

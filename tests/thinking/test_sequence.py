@@ -3,7 +3,6 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -100,9 +99,3 @@ def test_the_zigzag_of_the_docstring():
 def test_remainders_are_dealt_on_from_document_to_document():
     held = [sum(r.length for r in token_order([1] * 8, 4, 1).runs[i]) for i in range(4)]
     assert held == [2, 2, 2, 2]
-
-
-@pytest.mark.parametrize(("lengths", "ring", "multiple"), [([-1], 1, 1), ([4], 0, 1), ([4], 1, 0)])
-def test_nonsense_is_refused(lengths, ring, multiple):
-    with pytest.raises(ValueError, match=">= "):
-        token_order(lengths, ring, multiple)

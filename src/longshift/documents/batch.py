@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from longshift.errors import DataError, UsageError
+from longshift.errors import DataError
 from longshift.model.loss import IGNORE
 from longshift.workload.lengths import Overlong, Spans, cap_loss, spans
 from longshift.workload.order import Mixture, Order, held_out, shares_of
@@ -77,10 +77,7 @@ class Batches:
     ) -> None:
         """Documents of at most `max_len` tokens; `overlong` says what becomes of longer ones and may be None when there are none;
         `sources`, of the cache, say how often each is read: a pass is every document once where they say nothing; `held`: the share of
-        documents that is left out, to validate on. Raises DataError for documents that are too long without a policy, UsageError for sizes
-        that cannot work."""
-        if tokens_per_step < 1:
-            raise UsageError(f"train.tokens_per_step is {tokens_per_step}; a step needs at least 1 token")
+        documents that is left out, to validate on. Raises DataError for documents that are too long without a policy."""
         longest = int(cache.lengths.argmax())
         too_long = bool(cache.lengths[longest] > max_len)
         if too_long and overlong is None:

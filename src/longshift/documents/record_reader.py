@@ -105,22 +105,25 @@ def _read_lines(path: str, fields: Fields) -> Iterator[Record]:
             continue
         if blank:  # an empty line is read over at the end alone: elsewhere a record may be lost
             raise blank
-        values = _json_object(_decode(line, where, offset), where, offset)
-        yield _record(values, fields, where, byte)
+        values = _parse_json(_decode(line, where, offset).rstrip("\r\n"), where, offset)
+        yield _record(_checked_object(values, where + byte, "one object a line"), fields, where, byte)
         records += 1
     if blank and not records:
         raise blank
 
 
-def _json_object(line: str, where: str, offset: int) -> dict[str, Any]:
+def _parse_json(text: str, where: str, offset: int | None) -> Any:
+    """What JSON says. `offset`: of the text's first byte where it is a line of a file; else it is the whole file."""
     try:
-        value = json.loads(line.rstrip("\r\n"))
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        at = offset + len(error.doc[: error.pos].encode())
-        raise DataError(f"{where}, byte {at}: not JSON: {error.msg}") from None
+        at = f"line {error.lineno}, column {error.colno}"
+        if offset is not None:
+            at = f"byte {offset + len(text[: error.pos].encode())}"
+        raise DataError(f"{where}, {at}: not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}, byte {offset}: not JSON that can be read: {error}") from None
-    return _checked_object(value, f"{where}, byte {offset}", "one object a line")
+        place = where if offset is None else f"{where}, byte {offset}"
+        raise DataError(f"{place}: not JSON that can be read: {error}") from None
 
 
 def _checked_object(value: object, place: str, needed: str) -> dict[str, Any]:
@@ -139,13 +142,7 @@ def _read_array(path: str, fields: Fields) -> Iterator[Record]:
         data = file.read(_LINE_LIMIT_BYTES + 1)
     if len(data) > _LINE_LIMIT_BYTES:
         raise DataError(f"{path}: has more than {_LINE_LIMIT_BYTES} bytes; write such an array as JSON lines")
-    text = _decode(data.removeprefix(UTF8_MARK), path, 0)
-    try:
-        entries = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON that can be read: {error}") from None
+    entries = _parse_json(_decode(data.removeprefix(UTF8_MARK), path, 0), path, None)
     if isinstance(entries, dict):
         lists = [name for name, value in entries.items() if isinstance(value, list)]
         hint = f", such as what is in {lists[0]!r}" if lists else ""

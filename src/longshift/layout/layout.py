@@ -19,7 +19,7 @@
 import re
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal
 
 from longshift.errors import UsageError, did_you_mean, nearest, shown
 from longshift.other_tools import layout_hint
@@ -104,12 +104,9 @@ class Layout:
 
     if TYPE_CHECKING:  # what dataclass makes, and the text form
 
-        @overload
-        def __init__(self, text: str, /) -> None: ...
-        @overload
         def __init__(
             self,
-            dp: int = 1,
+            dp: int | str = 1,
             pp: int = 1,
             tp: int = 1,
             ulysses: int = 1,
@@ -126,7 +123,6 @@ class Layout:
             every: int = 0,
             kept_blocks: int = 0,
         ) -> None: ...
-        def __init__(self, *degrees: Any, **policies: Any) -> None: ...
 
     def __post_init__(self) -> None:
         """Layout("dp2.tp2") is Layout.parse("dp2.tp2"). Raises UsageError for anything else that is no number of replicas."""

@@ -37,9 +37,9 @@ class Attention:
         return found if found and found.takes(lengths, window) else None
 
     def calls(self, lengths: Sequence[int], window: int | None) -> list[tuple[int, ...]]:
-        """Lengths of the documents that are computed together, in their order. A packed kernel takes all of a pack that has a window. Without
-        one it takes those between long documents: a long one fills a GPU alone, by any kernel; memory is then the same whichever is
-        chosen, but for `model.cut`."""
+        """Lengths of the documents that are computed together, in their order. A packed kernel takes all of a pack that has a window.
+        Without one it takes those between long documents: a long one fills a GPU alone, by any kernel; memory is then the same whichever
+        is chosen, but for `model.cut`."""
         if self.packed(lengths, window) is None:
             return [(length,) for length in lengths]
         if banded(lengths, window):

@@ -320,12 +320,6 @@ class Decoder(nn.Module):
         assert x is not None
         return x
 
-    def logits(self, micro: MicroBatch, ops: Ops) -> Tensor:
-        x = None
-        for unit in self.units[:-1]:
-            x = unit(x, micro, ops)
-        return self.units[-1].logits(x, ops)  # pyright: ignore
-
 
 def rotary_table(rope: Rope, width: int, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [T, 1, R] of the R = `width` channels that turn. Angles are formed in float64: in float32 they are 0.1 off at position

@@ -70,10 +70,8 @@ class TokenOrder:
 def token_order(lengths: Sequence[int], ring: int, multiple: int) -> TokenOrder:
     """Share documents of these lengths over `ring` coordinates, each padded to a multiple of `multiple` (ulysses * tp).
 
-    Before padding, the coordinates hold equally many tokens up to one. Raises ValueError for a negative length or a degree below 1.
+    Before padding, the coordinates hold equally many tokens up to one.
     """
-    if ring < 1 or multiple < 1 or any(n < 0 for n in lengths):
-        raise ValueError(f"lengths must be >= 0, ring {ring} and multiple {multiple} >= 1")
     spans: list[list[Run]] = [[] for _ in range(ring)]
     turn = 0  # the coordinate that takes the next of the tokens left over by 2R; goes on from document to document
     for document, length in enumerate(lengths):

@@ -5,11 +5,9 @@ Lengths are tokens, int64 [documents], and count the end-of-text token: a docume
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
-
-from longshift.errors import UsageError
 
 Overlong = Literal["split", "truncate", "drop"]
 
@@ -83,12 +81,8 @@ def spans(lengths: np.ndarray, max_len: int, overlong: Overlong) -> Spans:
         truncate   the first max_len tokens
         drop       nothing
 
-    Raises UsageError for max_len < 2 (such a piece may have no target) and an unknown policy.
+    `max_len` is at least 2: a shorter piece may have no target.
     """
-    if max_len < 2:
-        raise UsageError(f"data.max_len is {max_len}; a document needs at least 2 tokens to have a target")
-    if overlong not in get_args(Overlong):
-        raise UsageError(f"data.overlong is {overlong!r}; it is one of {', '.join(get_args(Overlong))}")
     pieces = np.where(lengths > max_len, {"split": _pieces(lengths, max_len), "truncate": 1, "drop": 0}[overlong], 1)
     document = np.repeat(np.arange(len(lengths)), pieces)
     nth = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

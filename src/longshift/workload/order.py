@@ -22,21 +22,15 @@ _WORD = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Order:
-    """Endless shuffled order of documents 0 to n-1; `order[cursor]` is the document at a global cursor >= 0.
+    """Endless shuffled order of documents 0 to n-1, at least one; `order[cursor]` is the document at a global cursor >= 0.
 
-    Each epoch is another permutation, keyed by (seed, epoch). Raises ValueError for n < 1.
+    Each epoch is another permutation, keyed by (seed, epoch).
     """
 
     n: int
     seed: int
 
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"an order of {self.n} documents: at least one is needed")
-
     def __getitem__(self, cursor: int) -> int:
-        if cursor < 0:
-            raise IndexError(f"cursor {cursor} is negative")
         epoch, index = divmod(cursor, self.n)
         keys = _keys(self.seed, epoch)
         bits = max(1, ((self.n - 1).bit_length() + 1) // 2)
@@ -50,23 +44,18 @@ class Order:
 class Mixture:
     """Endless shuffled order of several sources, whose documents are numbered one source after the other.
 
-    `sizes`: documents of each source, at least 1; `shares`: whole numbers in the proportion in which documents of the sources are read.
+    `sizes`: documents of each source, at least 1; `shares`: whole numbers, at least 1, in the proportion in which their documents are read.
     The sources alternate as evenly as their shares allow, from a place that the seed chooses. Each source has its own endless `Order`,
     which goes on as its documents are read. So every document of a source is read before one is read again.
 
         shares 3, 1    a a b a  a a b a  ...    documents of a: 2 0 1 | 1 2 0 | ...
 
-    `mixture[cursor]` costs O(log sources): a tree of pairs of sources, and in each pair an even rounding (Bresenham's line). Raises
-    ValueError for a source that has no document or no share.
+    `mixture[cursor]` costs O(log sources): a tree of pairs of sources, and in each pair an even rounding (Bresenham's line).
     """
 
     sizes: tuple[int, ...]
     shares: tuple[int, ...]
     seed: int
-
-    def __post_init__(self) -> None:
-        if min((*self.sizes, *self.shares), default=0) < 1 or len(self.shares) != len(self.sizes):
-            raise ValueError(f"a mixture of {self.sizes} documents in shares of {self.shares}: at least one each is needed")
 
     @cached_property
     def _orders(self) -> tuple[Order, ...]:
@@ -84,8 +73,6 @@ class Mixture:
         return _keys(self.seed, 0)[0]
 
     def __getitem__(self, cursor: int) -> int:
-        if cursor < 0:
-            raise IndexError(f"cursor {cursor} is negative")
         documents, shares = self._ends
         first, last, nth = 0, len(self.sizes), cursor
         while last - first > 1:

@@ -4,7 +4,6 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from longshift.errors import UsageError
 from longshift.spec.model import ModelSpec
 
 
@@ -12,18 +11,13 @@ def pack(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
     """Best-fit decreasing: whole documents, longest first, each into the fullest pack that still holds it, else into a new one.
 
     Returns indices into `lengths`; the packs in the order they were opened. A function of its arguments alone: equal lengths keep
-    their order, and of equally full packs the first is taken. Needs at most 11/9 of the fewest possible packs, plus one.
-    Raises UsageError for a document longer than `capacity`: the over-length policy comes before packing.
+    their order, and of equally full packs the first is taken. Needs at most 11/9 of the fewest possible packs, plus one. No document
+    is longer than `capacity`: the over-length policy comes before packing.
     """
     packs: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, pack), ascending
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
-        if length > capacity:
-            raise UsageError(
-                f"document {index} of the batch has {length} tokens and a pack holds {capacity}; "
-                f"raise the capacity to {length}, or cut long documents with data.max_len and data.overlong"
-            )
         fit = bisect_left(free, (length, 0))
         left, at = free.pop(fit) if fit < len(free) else (capacity, len(packs))
         if at == len(packs):
@@ -38,10 +32,8 @@ def shares(costs: Sequence[float], replicas: int) -> tuple[tuple[int, ...], ...]
 
     Returns indices into `costs` for every replica, dearest first. Shares may differ in number and may be empty. A function of its
     arguments alone: equal costs keep their order, and of equally loaded replicas the first is taken. The dearest share costs at
-    most 4/3 of the best possible. Raises UsageError for fewer than one replica.
+    most 4/3 of the best possible.
     """
-    if replicas < 1:
-        raise UsageError(f"{replicas} replicas cannot share {len(costs)} packs; at least one is needed")
     taken: list[list[int]] = [[] for _ in range(replicas)]
     loads = [(0.0, replica) for replica in range(replicas)]
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
