@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from longshift.errors import CheckpointError, shown
-from longshift.files import publish, read_small, usual_mode
+from longshift.files import publish, read_json_object, read_small, usual_mode
 from longshift.layout.box import Box
 from longshift.spec.adapters import ALL, adapter_faults, linear_modules
 from longshift.spec.families import to_hugging_face
@@ -297,11 +297,7 @@ def _write_tokenizer(folder: Path, carried: Carried | None) -> dict[str, Any]:
 
 def _write_generation(path: Path, ids: Mapping[str, Any], stops: Sequence[int]) -> None:
     """Say after which tokens generation ends; what the source's file says besides stays."""
-    try:
-        known = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        known = {}
-    known = known if isinstance(known, dict) else {}
+    known = read_json_object(path)
     ends = known.get("eos_token_id", ids["eos_token_id"])
     ends = list(dict.fromkeys([*(ends if isinstance(ends, list) else [ends]), *stops]))
     named = {key: value for key, value in ids.items() if value is not None}
