@@ -19,6 +19,7 @@ import home_ranks  # noqa: F401  (what the forked ranks call is imported before 
 import ledger_ranks
 from common import arguments, publish, say
 from in_turn import in_turn
+from trial import Trial
 
 from longshift.cluster.cluster import Cluster
 from longshift.cluster.files import preset as machine_preset
@@ -30,7 +31,6 @@ from longshift.simulate.clock import Clock, GroupPacks
 from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
 from longshift.spec.families import preset
-from longshift.trainer.check import Trial
 
 DEADLINE_S = 600.0
 BUDGETS = 10

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from common import give_freed_memory_back
 from torch import Tensor
+from trial import Trial, build, parse_layouts
 
 from longshift.dist.world import World
 from longshift.documents.batch import StepBatch, document_from_ids
@@ -37,7 +38,6 @@ from longshift.state.records import PIECE, THREADS, Extent, Records, Vector
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.switch.itinerary import home_layout
-from longshift.trainer.check import Trial, build, parse_layouts
 
 
 def made(world: World, trial: Trial, layout: str) -> tuple[State, Player]:

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import torch
 from common import GIVE_BACK, give_freed_memory_back
+from trial import Trial, build
 
 from longshift.config_parts import Source
 from longshift.dist.world import World
@@ -23,7 +24,6 @@ from longshift.documents.batch import StepBatch, document_from_ids
 from longshift.layout.layout import Layout
 from longshift.step.player import Player
 from longshift.step.update import train_step
-from longshift.trainer.check import Trial, build
 
 MIB = 2**20
 CACHE = "~/.cache/longshift"  # as `data.cache`

@@ -37,6 +37,7 @@ import scale_model
 from common import GIVE_BACK, arguments, publish, say
 from hot_ranks import REAL_LONGEST, Pairs
 from static import spread
+from trial import Trial
 from worlds import Machine, SleepingWorld, machine
 
 from longshift.dist.fork import ForkedWorld
@@ -44,7 +45,6 @@ from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.layout.placement import buckets
 from longshift.spec.model import ModelSpec
-from longshift.trainer.check import Trial
 from longshift.workload.groups import Edge, length_groups
 
 DEADLINE_S = 240.0

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import trial  # noqa: F401  (what the forked ranks call is imported before they fork)
 from common import arguments, publish, say
 from ledger_ranks import from_few, predict, row_of
+from trial import Trial, parse_layouts
 
-import longshift.trainer.check  # noqa: F401  (what the forked ranks call is imported before they fork)
 from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout, Tier
 from longshift.spec.adapters import Lora
 from longshift.spec.formats import MomentFormat, PrecisionName, Wire
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
-from longshift.trainer.check import Trial, parse_layouts
 from longshift.weigh.ledger import Weighed
 
 LOW, HIGH = 0.98, 1.0

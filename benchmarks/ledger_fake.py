@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ledger_ranks import Counted, apart, predict, row_of
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from trial import Trial
 
 from longshift.dist.world import World
 from longshift.documents.batch import Document, StepBatch
@@ -25,7 +26,6 @@ from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.switch.itinerary import SwitchOptions
-from longshift.trainer.check import Trial
 from longshift.workload.groups import Edge
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))

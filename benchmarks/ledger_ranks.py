@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from trial import Trial, build, parse_layouts
 
 from longshift.dist import collectives
 from longshift.dist.held import HeldBytes, prompt_release
@@ -19,7 +20,6 @@ from longshift.spec.formats import formats_of
 from longshift.step.update import train_step
 from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import assumed
-from longshift.trainer.check import Trial, build, parse_layouts
 from longshift.weigh.ledger import Weighed
 from longshift.weigh.needs import StepShape
 from longshift.weigh.recorder import Transport
@@ -63,7 +63,7 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
 
 @lru_cache(maxsize=4)
 def shape_of(trial: Trial, layouts: tuple[Layout, ...], per_node: int | None = None) -> StepShape:
-    """What of a trial decides how large its steps are. As `longshift.trainer.check.build` makes it."""
+    """What of a trial decides how large its steps are. As `trial.build` makes it."""
     formats, edges = formats_of(trial.precision, len(trial.rule.moments), trial.packed, trial.wire), tuple(trial.groups(layouts))
     formats = replace(formats, float8=trial.formats.float8)
     options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)

@@ -29,6 +29,7 @@ import torch
 from common import arguments, give_freed_memory_back, publish, say
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from trial import Trial, build
 
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
@@ -41,7 +42,6 @@ from longshift.model.kernels import TILED
 from longshift.spec.model import ModelSpec, Rope
 from longshift.state.optimizer import decay_groups, torch_optimizer
 from longshift.step.update import train_step
-from longshift.trainer.check import Trial, build
 
 Run = Callable[[int], tuple[dict, float]]  # tokens -> what was moved, mean loss
 MIB = 2**20

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from common import arguments, publish, say
 from hot_switch import document
+from trial import Trial
 from worlds import Machine, machine
 
 from longshift.errors import LongshiftError
 from longshift.layout.layout import Layout, parse_size
 from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec, Rope
-from longshift.trainer.check import Trial
 
 LATE = 8.0  # times the patience, after which a step that began is given up
 

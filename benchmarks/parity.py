@@ -32,8 +32,8 @@ import torch
 from common import arguments, publish, say
 from home_ranks import half_of_home
 from safetensors.torch import load_file
+from trial import Later, Trial
 
-import longshift.trainer.check  # noqa: F401  (what the forked ranks call is imported before they fork)
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
 from longshift.layout.box import Box
@@ -44,7 +44,6 @@ from longshift.spec.families import preset
 from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
-from longshift.trainer.check import Later, Trial
 
 SWITCHED = (
     ("dp4", "tp4", "pp4", "u4", "ring4", "dp2.tp2", "dp2.u2", "pp2.dp2", "pp2.tp2", "ring2.tp2"),
@@ -282,34 +281,34 @@ def main() -> int:
         worlds = {size: stack.enter_context(ForkedWorld(size)) for size in sizes}
         for family in dict.fromkeys((*cases, *(of_switches(trial) for trial, _, _ in switches))):
             what = {"trial": trial_of(family, steps).to_json(), "path": str(scratch / f"{family}.safetensors")}
-            worlds[1].call("longshift.trainer.check:write_reference", DEADLINE_S, **what)
+            worlds[1].call("trial:write_reference", DEADLINE_S, **what)
             for layout in cases.get(family, ()):
-                found = worlds[layout.world].call("longshift.trainer.check:compare", DEADLINE_S, layout=str(layout), **what)
+                found = worlds[layout.world].call("trial:compare", DEADLINE_S, layout=str(layout), **what)
                 rows.append(row(family, str(layout), found, len(rows), total))
         for trial, groups, per_node in switches:
             family = of_switches(trial)
             what = {"trial": replace(trial, lengths=trial.lengths[:steps]).to_json(), "path": str(scratch / f"{family}.safetensors")}
             found = worlds[Layout.parse(groups.split(" > ")[0]).world].call(
-                "longshift.trainer.check:compare", DEADLINE_S, layout=groups, per_node=per_node, **what
+                "trial:compare", DEADLINE_S, layout=groups, per_node=per_node, **what
             )
             rows.append(row(family, groups, found, len(rows), total))
         for family, layouts in stages:
             what = {"trial": staged(family, steps).to_json(), "path": str(scratch / f"{family}-staged.safetensors")}
-            worlds[1].call("longshift.trainer.check:write_reference", DEADLINE_S, **what)
+            worlds[1].call("trial:write_reference", DEADLINE_S, **what)
             world = worlds[Layout.parse(layouts.split(" ")[0]).world]
-            found = world.call("longshift.trainer.check:compare", DEADLINE_S, layout=layouts, per_node=2, **what)
+            found = world.call("trial:compare", DEADLINE_S, layout=layouts, per_node=2, **what)
             rows.append(row(f"{family}, 3 stages", layouts, found, len(rows), total))
         home_steps = QUICK_STEPS if options.quick else HOME_STEPS
         longer = trial_of(FULL, home_steps)
         path = str(scratch / f"{FULL}-longer.safetensors")
-        worlds[1].call("longshift.trainer.check:write_reference", DEADLINE_S, trial=longer.to_json(), path=path)
+        worlds[1].call("trial:write_reference", DEADLINE_S, trial=longer.to_json(), path=path)
         for groups, home in homes:
             world = worlds[Layout.parse(groups.split(" > ")[0]).world]
             what = replace(longer, edges=EDGES[: groups.count(" > ")])
             single = replace(what, precision="float32")
             home = home if home != "split" else f"device {half_of_home(single, groups)}, disk rest"
             there = {"layout": groups, "trial": replace(what, home=home).to_json()}
-            found = world.call("longshift.trainer.check:compare", DEADLINE_S, per_node=2, path=path, **there)
+            found = world.call("trial:compare", DEADLINE_S, per_node=2, path=path, **there)
             trials = (replace(single, home=where).to_json() for where in ("device", home))
             device, tier = (world.call("home_ranks:trained", DEADLINE_S, layout=groups, trial=trial) for trial in trials)
             same = all(ours["bits"] == theirs["bits"] for ours, theirs in zip(tier, device, strict=True))

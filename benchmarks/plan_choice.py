@@ -35,6 +35,7 @@ import numpy as np
 from common import arguments, commit, publish, say
 from machine_profile import measure, on_model
 from plan_corpora import split
+from trial import Trial
 from worlds import Machine, machine
 
 from longshift.cluster import files
@@ -50,7 +51,6 @@ from longshift.simulate.clock import Clock, in_visiting_order
 from longshift.spec import families
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
-from longshift.trainer.check import Trial
 from longshift.trainer.trial_ranking import TrialResult, fastest_trial
 from longshift.workload.given import Lengths, read_lengths
 from longshift.workload.groups import Edge

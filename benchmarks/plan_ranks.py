@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import torch
 from common import give_all_back, give_freed_memory_back
+from trial import Trial, build
 
 from longshift.dist.world import World
 from longshift.documents.batch import StepBatch
 from longshift.layout.layout import Layout
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
-from longshift.trainer.check import Trial, build
 
 
 @cache

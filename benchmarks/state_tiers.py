@@ -30,12 +30,12 @@ from statistics import median, quantiles
 import home_ranks  # noqa: F401  (what the forked ranks call is imported before they fork)
 from common import arguments, publish, say
 from in_turn import in_turn
+from trial import Trial
 
 from longshift.dist.fork import ForkedWorld
 from longshift.spec.families import preset
 from longshift.spec.formats import MomentFormat
 from longshift.spec.model import ModelSpec
-from longshift.trainer.check import Trial
 
 DEADLINE_S = 600.0
 FORMATS: tuple[MomentFormat, ...] = ("float32", "bf16", "float8")

@@ -25,10 +25,10 @@ from pathlib import Path
 
 from common import arguments, publish, say
 from peers.session import small_llama
+from trial import Trial
 
 from longshift.dist.fork import ForkedWorld, SpawnedWorld
 from longshift.errors import LongshiftError, PeerError
-from longshift.trainer.check import Trial
 
 RANKS = 2
 DEADLINE_S = 300.0

@@ -25,6 +25,7 @@ from typing import get_args
 import torch
 from common import arguments, publish, say
 from static import spread
+from trial import Trial
 from worlds import Machine, machine
 
 from longshift.dist.collectives import Group
@@ -42,7 +43,6 @@ from longshift.switch.placed import placed, turn_about
 from longshift.switch.plan import Plan, switch_plan
 from longshift.switch.planners import Planner
 from longshift.switch.traffic import traffic
-from longshift.trainer.check import Trial
 
 PLANNERS: tuple[Planner, ...] = get_args(Planner)
 LAYOUTS = {

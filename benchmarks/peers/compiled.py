@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from trial import Trial
+
 from longshift.dist.world import World
-from longshift.trainer.check import Trial
 from peers import longshift
 from peers.session import Step
 

@@ -8,11 +8,11 @@ from contextlib import nullcontext
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from trial import Trial
 
 from longshift.dist.world import World
 from longshift.model.decoder import Decoder, Ops
 from longshift.state.precision import Precision
-from longshift.trainer.check import Trial
 from peers.session import Step, adamw, micro_batches, weights
 
 

@@ -7,11 +7,11 @@ On a CPU it compiles shared-memory collectives of its own on first use, and uses
 import deepspeed
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam  # pyright: ignore
+from trial import Trial
 
 from longshift.dist.world import World
 from longshift.model.decoder import Decoder, Ops
 from longshift.state.precision import Precision
-from longshift.trainer.check import Trial
 from peers.session import Step, adamw, micro_batches, pose_as_launched, weights
 
 

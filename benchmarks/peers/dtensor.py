@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, loss_parallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
+from trial import Trial
 
 from longshift.dist.world import World
 from longshift.spec.families import to_hugging_face
 from longshift.state.precision import Precision
-from longshift.trainer.check import Trial
 from peers.session import Step, adamw, weights
 
 

@@ -10,11 +10,11 @@ bf16: weights gathered and used in bf16, gradients reduced in float32.
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from trial import Trial
 
 from longshift.dist.world import World
 from longshift.model.decoder import Decoder, Ops
 from longshift.state.precision import Precision
-from longshift.trainer.check import Trial
 from peers.session import Step, adamw, micro_batches, weights
 
 

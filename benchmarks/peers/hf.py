@@ -12,11 +12,11 @@ from queue import SimpleQueue
 import torch
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from trial import Trial
 
 from longshift.dist.world import World
 from longshift.spec.families import to_hugging_face
 from longshift.state.precision import Precision
-from longshift.trainer.check import Trial
 from peers.session import Step, adamw, pose_as_launched, weights
 
 

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+from trial import Trial
+from trial import build as build_trial
+
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.step.update import train_step
-from longshift.trainer.check import Trial
-from longshift.trainer.check import build as build_trial
 from peers.session import Step
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from trial import Trial
 
 from longshift.dist.world import World
 from longshift.documents.micro import micro_batch
@@ -11,7 +12,6 @@ from longshift.model.decoder import Decoder, Ops
 from longshift.model.functions import alone
 from longshift.model.loss import CrossEntropySum
 from longshift.state.precision import Precision
-from longshift.trainer.check import Trial
 from peers.session import Step, adamw, weights
 
 

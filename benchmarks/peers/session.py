@@ -17,6 +17,7 @@ from functools import cache
 import psutil
 import torch
 from torch import Tensor, nn
+from trial import Trial
 
 from longshift.dist.world import World
 from longshift.documents.batch import StepBatch
@@ -26,7 +27,6 @@ from longshift.layout.layout import Layout
 from longshift.model.decoder import MicroBatch
 from longshift.spec.model import ModelSpec
 from longshift.state.optimizer import decay_groups, torch_optimizer
-from longshift.trainer.check import Trial
 from longshift.workload.packs import cost, pack, shares
 
 Step = Callable[[int], float]  # update number -> mean loss over the target tokens of all ranks, before the update

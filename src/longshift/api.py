@@ -30,7 +30,7 @@ from longshift.cluster.files import save as save_cluster
 from longshift.cluster.host import core_count, has_gpu, profile_of_host
 from longshift.cluster.named import cluster as cluster_named
 from longshift.command_results import CalibrationResult, Checked, CorpusFacts, Exported, LayoutPlan, MemoryCheck
-from longshift.config import Config, TrackerName
+from longshift.config import Config
 from longshift.config_file import load_config
 from longshift.errors import LongshiftError, UsageError
 from longshift.files import temporary_folder, written
@@ -41,7 +41,7 @@ from longshift.spec.formats import WeightFormat
 from longshift.trainer.metrics import MetricsLog, StepMetrics, say
 from longshift.trainer.resumed import going_on, named
 from longshift.trainer.run_folder import RunFolder, prepare, read_config
-from longshift.trainer.trackers import Tracker, Trackers
+from longshift.trainer.trackers import Trackers, open_tracker
 from longshift.workload.given import Lengths, read_lengths
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def run_rank(
 
     log, ok = MetricsLog(folder.metrics), False
     names = config.save.trackers if own_rank() == 0 else ()
-    trackers = Trackers({name: _tracker(name, config, folder) for name in names}, config.model_dump(mode="json"))
+    trackers = Trackers({name: open_tracker(name, folder.path, config.save.project) for name in names}, config.model_dump(mode="json"))
 
     def record(step: StepMetrics) -> None:
         log.write(step)
@@ -284,23 +284,6 @@ def run_rank(
         raise
     finally:
         trackers.finish(ok)
-
-
-def _tracker(name: TrackerName, config: Config, folder: RunFolder) -> Tracker:
-    """A tracker that has not started. Raises UsageError where its package cannot be imported."""
-    try:
-        match name:
-            case "tensorboard":
-                from longshift.trainer.tensorboard import TensorBoardLog as Log
-            case "wandb":
-                from longshift.trainer.wandb import WandbLog as Log
-            case "trackio":
-                from longshift.trainer.trackio import TrackioLog as Log
-            case "mlflow":
-                from longshift.trainer.mlflow import MlflowLog as Log
-    except ImportError as fault:
-        raise errors.UsageError(f"save.trackers: {name} cannot be imported ({fault}): pip install 'longshift[{name}]'") from None
-    return Log(folder.path, config.save.project)
 
 
 def _run_workers(config: Config, resume: bool, crowded: bool) -> Iterator[StepMetrics]:

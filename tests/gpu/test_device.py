@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from trial import Trial, compare, write_reference
 
 from longshift.cluster.cluster import Heads
 from longshift.dist.world import World
@@ -22,7 +23,6 @@ from longshift.model.kernels import FLASH, Kernel, reference, reference_backward
 from longshift.spec.model import ModelSpec, Rope
 from longshift.stream.tiers import tier_of
 from longshift.trainer.admission import _room
-from longshift.trainer.check import Trial, compare, write_reference
 
 SPEC = ModelSpec("llama", 61, 64, 2, 4, 2, 16, 96, 128, rope=Rope())
 STEPS = 6

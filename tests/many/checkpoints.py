@@ -20,6 +20,7 @@ import torch
 import torch._dynamo
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from trial import Trial, build, parse_layouts
 
 from longshift.config_file import parse_config
 from longshift.dist.world import World
@@ -43,7 +44,6 @@ from longshift.state.transfer import Transfer
 from longshift.step import player as player_module
 from longshift.step.update import State, train_step
 from longshift.trainer import corpus, loop
-from longshift.trainer.check import Trial, build, parse_layouts
 from longshift.trainer.stages import stages_of
 from longshift.trainer.step_trace import StepTrace
 from longshift.weigh.held_home import saved_bytes

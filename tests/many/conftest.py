@@ -14,10 +14,9 @@ from unittest.mock import patch
 
 import pytest
 from forked import DEADLINE_S, RenewedWorld, Report, Truth, Worlds
+from trial import Trial
 
-import longshift.trainer.check  # noqa: F401  (forked ranks need what they call to be imported)
 from longshift.dist.fork import ForkedWorld
-from longshift.trainer.check import Trial
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +41,7 @@ def truth(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Truth:
         if trial not in made:
             made[trial] = str(folder / f"{len(made)}.safetensors")
             arguments = {"trial": trial.to_json(), "path": made[trial]}
-            worlds(1).call("longshift.trainer.check:write_reference", DEADLINE_S, **arguments)
+            worlds(1).call("trial:write_reference", DEADLINE_S, **arguments)
             (sizes,) = worlds(1).call("parity:sizes", DEADLINE_S, **arguments)
             assert sizes["loss"] > 1, sizes
             assert sizes["grad"] > 1e-4, sizes

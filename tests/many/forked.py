@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
+from trial import Trial
+
 from longshift.dist.fork import ForkedWorld
-from longshift.trainer.check import Trial
 
 DEADLINE_S = 300.0  # for a case of seconds: the machine may be busy
 

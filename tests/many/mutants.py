@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from parity import CLIP
 from torch import Tensor
+from trial import compare
 
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
@@ -56,7 +57,6 @@ from longshift.step.player import Player, Ready
 from longshift.step.runner import Runner, WholePacks
 from longshift.stream.tiers import DiskTier, Tensors
 from longshift.switch.plan import Move, Plan
-from longshift.trainer.check import compare
 from longshift.workload import groups
 
 Patch = pytest.MonkeyPatch

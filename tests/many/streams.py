@@ -7,13 +7,13 @@ from dataclasses import asdict
 import pytest
 from test_precision import bits
 from torch import Tensor
+from trial import Trial, build
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
 from longshift.step.player import Player
 from longshift.step.update import train_step
-from longshift.trainer.check import Trial, build
 from longshift.weigh.ledger import Ledger
 
 

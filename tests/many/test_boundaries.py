@@ -2,10 +2,10 @@
 
 import pytest
 from forked import DEADLINE_S, Worlds
+from trial import Trial
 
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Rope
-from longshift.trainer.check import Trial
 
 SPEC = ModelSpec("llama", 61, 24, 5, 6, 3, 4, 40, 128, rope=Rope())
 

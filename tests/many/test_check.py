@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import mutants
@@ -19,8 +18,17 @@ from longshift.errors import OutOfMemoryError, UsageError
 from longshift.layout.layout import Layout
 from longshift.spec.families import preset, to_hugging_face
 from longshift.trainer import check_run
-from longshift.trainer.check import Trial, build
-from longshift.trainer.check_run import CHUNKS, LEAST, LONGEST, Small, _in_proportion, check, not_exercised, timeline
+from longshift.trainer.check_run import (
+    CHUNKS,
+    LEAST,
+    LONGEST,
+    SmallRun,
+    _in_proportion,
+    check,
+    not_exercised,
+    timeline,
+    write_reference,
+)
 from longshift.workload.groups import length_groups
 
 CONFIG = """
@@ -73,51 +81,49 @@ def test_a_chunk_that_is_not_chosen_yet_is_chosen(run_check, place):
     assert found["leaked_positions"] == 0
 
 
-def small_of(config: str, *ways: str) -> dict:
-    """A run made small, for ways to compute with layouts joined by " > "."""
-    return asdict(Small.of(parse_config(config), [[Layout.parse(word) for word in way.split(" > ")] for way in ways]))
+def ways_of(*ways: str) -> list[list[Layout]]:
+    """Ways to compute, with layouts joined by " > "."""
+    return [[Layout.parse(word) for word in way.split(" > ")] for way in ways]
 
 
-def waits_in(world: World, config: str) -> tuple[str, list[str]]:
-    """The folder that a config's trial names for its tier, and those of the tiers that are made for it."""
-    trial = Trial.from_json(check_run.trial_of(world, config, "scratch", small_of(config, "dp1")))
-    _, player = build(trial, [Layout.parse("chunk64.disk")], world)
-    return trial.stream_folder or "", [str(runner.tier.folder) for runner in player.runners.values() if runner.tier]
+def waits_in(world: World, config: str, scratch: str) -> list[str]:
+    """The folders of the tiers that are made where a config is checked."""
+    small = SmallRun.of(parse_config(config), ways_of("chunk64.disk"))
+    write_reference(world, config, [["chunk64.disk"]], scratch)
+    _, player = small.build(small.case(Path(scratch)), small.groups([Layout.parse("chunk64.disk")]), world, Path(scratch))
+    return [str(runner.tier.folder) for runner in player.runners.values() if runner.tier]
 
 
-def test_a_layout_that_is_checked_waits_in_the_runs_own_folder(worlds, place):
-    tier = f"{place}/tier"
+def test_a_layout_that_is_checked_waits_in_the_runs_own_folder(worlds, place, tmp_path_factory):
+    scratch, tier = str(tmp_path_factory.mktemp("scratch")), f"{place}/tier"
     Path(tier).mkdir()
-    text = CONFIG.format(place=place, max_len=512) + f"stream: {{folder: {tier}}}"
-    assert worlds(1).call("test_check:waits_in", config=text) == [[tier, [tier]]]
     text = CONFIG.format(place=place, max_len=512)
-    (trial,) = worlds(1).call("longshift.trainer.check_run:trial_of", config=text, scratch="scratch", small=small_of(text, "dp1"))
-    assert trial["stream_folder"] == "scratch"
+    assert worlds(1).call("test_check:waits_in", config=text + f"stream: {{folder: {tier}}}", scratch=scratch) == [[tier]]
+    assert worlds(1).call("test_check:waits_in", config=text, scratch=scratch) == [[scratch]]
 
 
-def test_every_part_of_every_layout_has_work(worlds, place):
+def test_every_part_of_every_layout_has_work(place):
     """Groups, packs and chunks in the run's own proportion; of every group each replica gets several packs, with its longest document."""
     text = CONFIG.format(place=place, max_len=2048) + "layout: [{upto: 512, use: dp4, pack: 2K}, {upto: 2K, use: dp2.pp2}]"
     run = parse_config(text)
-    way = [edge.use for edge in run.edges]
-    small = small_of(text, "dp4 > dp2.pp2", "chunk2K.disk")
-    (trial,) = worlds(1).call("longshift.trainer.check_run:trial_of", config=text, scratch="scratch", small=small)
-    groups = Trial.from_json(trial).groups(way)
-    assert [(edge.upto, edge.pack) for edge in groups] == [(LONGEST // 4, LONGEST), (2 * LONGEST, 2 * LONGEST)]
-    lengths = [len(ids) for ids, _ in trial["given"][0]]
+    (way, _) = ways = ways_of("dp4 > dp2.pp2", "chunk2K.disk")
+    small = SmallRun.of(run, ways)
+    groups = small.groups(way)
+    assert [(edge.upto, edge.pack) for edge in groups] == [(LONGEST // 4, LONGEST), (LONGEST, 2 * LONGEST)]
+    lengths = small.lengths()
     found = length_groups(lengths, groups, run.spec)
     assert [max(lengths[d] for pack in group.packs for d in pack) for group in found] == [LONGEST // 4, LONGEST]
     for group, micros in zip(found, (2, 3)):
         assert all(len(share) >= micros for share in group.shares)
-    (chunked,) = Small.of(run, [[Layout.parse("chunk2K.disk")]]).layouts(run, [Layout.parse("chunk2K.disk")])
-    assert chunked.chunk == LONGEST // CHUNKS
+    (chunked,) = small.groups([Layout.parse("chunk2K.disk")])
+    assert chunked.use.chunk == LONGEST // CHUNKS
 
 
 def test_sequences_that_many_ranks_share_are_long_enough(place):
     run = parse_config(CONFIG.format(place=place, max_len=4096))
-    small = Small.of(run, [[Layout.parse("dp8.pp4.u4.ring16")]])
+    small = SmallRun.of(run, [[Layout.parse("dp8.pp4.u4.ring16")]])
     assert small.longest == LEAST * 64
-    assert Small.of(run, [[Layout.parse("dp16.pp4")]]).longest < LONGEST // 2
+    assert SmallRun.of(run, [[Layout.parse("dp16.pp4")]]).longest < LONGEST // 2
 
 
 STAGES = "[{steps: 1}, {steps: 1, data.max_len: 1K, layout: ring2}]"
@@ -127,12 +133,12 @@ def test_windows_and_blocks_of_rows_are_in_proportion(place):
     """Documents are longer than the small window where the run's are; a pack has several blocks of rows where the run's has."""
     run = parse_config(CONFIG.format(place=place, max_len=4096), [f"model={window_model(place)}"])
     way = [Layout()]
-    small = Small.of(run, [way])
-    assert small.spec(run).sliding_window == small.window == 512 * LONGEST // 4096 < LONGEST
-    assert small.spec(run).loss_rows == 2 * LONGEST // CHUNKS, "8,192 rows are in blocks"
+    small = SmallRun.of(run, [way])
+    assert small.spec.sliding_window == 512 * LONGEST // 4096 < LONGEST
+    assert small.spec.loss_rows == 2 * LONGEST // CHUNKS, "8,192 rows are in blocks"
     short = parse_config(CONFIG.format(place=place, max_len=512), [f"model={window_model(place)}"])
-    assert Small.of(short, [way]).spec(short).sliding_window == 512
-    assert Small.of(short, [way]).spec(short).loss_rows == short.spec.loss_rows
+    assert SmallRun.of(short, [way]).spec.sliding_window == 512
+    assert SmallRun.of(short, [way]).spec.loss_rows == short.spec.loss_rows
     assert not_exercised([(run, [way])]) == ["train.precision: float32 (float64 instead)", OWN]
     assert not_exercised([(short, [way])])[2:] == ["windows of 512 tokens (documents have 512 at the most)"]
 
@@ -274,7 +280,7 @@ def test_with_a_gpu_ranks_are_spawned_and_the_reference_is_not_on_it(place, monk
 def test_a_spawned_rank_tells_its_fault_and_ends_with_its_world():
     with SpawnedWorld(1) as world:
         with pytest.raises(UsageError, match="config is not YAML"):
-            world.call("longshift.trainer.check_run:trial_of", 300.0, config="{", scratch="", small={})
+            world.call("longshift.trainer.check_run:write_reference", 300.0, config="{", ways=[], scratch="")
         assert world._pids == world._children == []
 
 

@@ -11,6 +11,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from checkpoints import SPEC
+from trial import Trial
 
 from longshift.config_file import parse_config
 from longshift.dist.fork import ForkedWorld
@@ -18,7 +19,6 @@ from longshift.dist.world import World
 from longshift.errors import DataError, OutOfMemoryError, PeerError
 from longshift.layout.layout import Layout
 from longshift.trainer import admission, loop
-from longshift.trainer.check import Trial
 from longshift.trainer.launch import rank_error
 
 DEADLINE_S = 60.0  # for a case of a second: the machine may be busy
@@ -89,7 +89,7 @@ FEW_TRIAL = Trial(SPEC, FEW, capacity=16)
 def test_a_replica_or_a_shard_without_a_target_contributes_zero(worlds, truth, layout):
     """Documents of one token, beside longer ones in other packs or in the same; capacity makes them packs of their own."""
     arguments = {"trial": FEW_TRIAL.to_json(), "layout": layout, "path": truth(FEW_TRIAL)}
-    found = worlds(Layout.parse(layout).world).call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
+    found = worlds(Layout.parse(layout).world).call("trial:compare", DEADLINE_S, **arguments)
     assert all(value <= 1e-12 for answer in found for value in answer.values()), found
 
 

@@ -11,6 +11,7 @@ from forked import DEADLINE_S, Worlds
 from home_ranks import half_of_home, in_memory, made, state_bits, trained
 from parity import EDGES, trial_of
 from torch import Tensor
+from trial import Trial, build, parse_layouts
 
 from longshift.dist.world import World
 from longshift.errors import NonFiniteError
@@ -24,7 +25,6 @@ from longshift.state.home import Home, Shard, Source
 from longshift.state.optimizer import Optimizer
 from longshift.state.records import Records
 from longshift.step.update import train_step
-from longshift.trainer.check import Trial, build, parse_layouts
 
 LAYOUTS: tuple[tuple[str, str, PrecisionName], ...] = (
     ("dp1", "llama", "float32"),

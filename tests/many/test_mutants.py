@@ -28,7 +28,7 @@ def worst(worlds: Worlds, truth: Truth) -> Compare:
         trial = trial_of(case.family, case.steps, edges=EDGES)
         first = Layout.parse(layout.split(" > ")[0])
         arguments = {"trial": trial.to_json(), "layout": layout, "path": path, "per_node": 2} | ({"mutant": mutant} if mutant else {})
-        function = "mutants:compare_mutant" if mutant else "longshift.trainer.check:compare"
+        function = "mutants:compare_mutant" if mutant else "trial:compare"
         found = worlds(first.world).call(function, DEADLINE_S, **arguments)
         difference = largest(value for answer in found for value in answer.values())
         if mutant is None:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from forked import DEADLINE_S, Truth, Worlds
 from parity import EDGES, KINDS, LIMIT, largest, trial_of
 from torch import Tensor
+from trial import compare
 
 from longshift.dist.collectives import Group, Pending
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.trainer.check import compare
 
 STEPS = 6
 CONTACT = 1 << 30  # a tag of no transfer

@@ -9,6 +9,7 @@ import torch
 from forked import DEADLINE_S, Worlds
 from home_ranks import logical_bits, made
 from parity import PACKED, packed_trial
+from trial import Trial, build, parse_layouts
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
@@ -16,7 +17,6 @@ from longshift.spec.formats import MomentFormat
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home
 from longshift.step.update import not_finite, train_step
-from longshift.trainer.check import Trial, build, parse_layouts
 
 
 @pytest.fixture(scope="module")

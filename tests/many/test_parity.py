@@ -11,10 +11,10 @@ from itertools import product
 import pytest
 from forked import DEADLINE_S, Truth, Worlds
 from parity import EDGES, FAMILIES, KINDS, LIMIT, STAGED, STEPS, eight, largest, layouts_of, main, staged, trial_of
+from trial import Trial
 
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
-from longshift.trainer.check import Trial
 
 FEWER, FEWEST = 4, 2
 CASES = (
@@ -156,7 +156,7 @@ def differences(worlds: Worlds, truth: Truth, family: str, layout: str, steps: i
     trial = trial_of(family, steps)
     size = max(Layout.parse(text).world for text in (layout, home_cut) if text)
     arguments = {"trial": trial.to_json(), "layout": layout, "path": truth(trial), "home_cut": home_cut}
-    found = worlds(size).call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
+    found = worlds(size).call("trial:compare", DEADLINE_S, **arguments)
     return {kind: largest(answer[kind] for answer in found) for kind in KINDS}
 
 
@@ -168,7 +168,7 @@ def test_a_step_that_switches_is_one_process(
     trial = switched_trial(family, edges=EDGES, bucket_bytes=bucket_bytes, ahead_bytes=ahead_bytes, planner=planner)
     world = worlds(Layout.parse(groups.split(" > ")[0]).world)
     arguments = {"trial": trial.to_json(), "layout": groups, "path": path, "per_node": per_node}
-    found = world.call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
+    found = world.call("trial:compare", DEADLINE_S, **arguments)
     assert all(largest(answer[kind] for answer in found) <= LIMIT for kind in KINDS), found
 
 
@@ -180,7 +180,7 @@ def test_groups_with_packs_of_their_own_are_one_process(worlds: Worlds, truth: T
     trial = switched_trial(family, edges=EDGES, packs=(31, 64))
     world = worlds(Layout.parse(groups.split(" > ")[0]).world)
     arguments = {"trial": trial.to_json(), "layout": groups, "path": truth(switched_trial(family)), "per_node": 2}
-    found = world.call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
+    found = world.call("trial:compare", DEADLINE_S, **arguments)
     assert all(largest(answer[kind] for answer in found) <= LIMIT for kind in KINDS), found
 
 
@@ -190,10 +190,10 @@ def test_stages_are_one_process(worlds: Worlds, truth: Truth, family: str, layou
     trial = staged(family, 6)
     world = worlds(Layout.parse(layouts.split(" ")[0]).world)
     arguments = {"trial": trial.to_json(), "layout": layouts, "path": truth(trial), "per_node": 2}
-    found = world.call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
+    found = world.call("trial:compare", DEADLINE_S, **arguments)
     assert all(largest(answer[kind] for answer in found) <= LIMIT for kind in KINDS), found
     without = replace(trial, stages=())  # positions tell
-    found = worlds(1).call("longshift.trainer.check:compare", DEADLINE_S, trial=without.to_json(), layout="dp1", path=truth(trial))
+    found = worlds(1).call("trial:compare", DEADLINE_S, trial=without.to_json(), layout="dp1", path=truth(trial))
     assert family == "gpt2" or found[0]["grad"] > 1e-3
 
 
@@ -201,7 +201,7 @@ def test_compiled_arithmetic_is_one_process(worlds: Worlds, truth: Truth):
     """`train.compile`: norms of the stream and of heads, with 1 + weight, gelu, rotary embedding, in packs and chunks of many lengths. The
     reference is not compiled."""
     trial, groups = trial_of("gemma3", FEWER, edges=EDGES, compile=True), "dp2 > pp2.recompute-full > u2.chunk13"
-    found = worlds(2).call("longshift.trainer.check:compare", 3 * DEADLINE_S, trial=trial.to_json(), layout=groups, path=truth(trial))
+    found = worlds(2).call("trial:compare", 3 * DEADLINE_S, trial=trial.to_json(), layout=groups, path=truth(trial))
     assert all(largest(answer[kind] for answer in found) <= LIMIT for kind in KINDS), found
 
 
@@ -222,7 +222,7 @@ def test_a_cut_inside_a_block_rounds_otherwise(worlds: Worlds, truth: Truth):
     trial = trial_of("float8", FEWER)
     trial = replace(trial, spec=replace(trial.spec, ffn=200))
     assert "mlp.gate_proj" in faults(trial.spec, Layout.parse("tp2"), None, float8=True)[0]
-    found = worlds(2).call("longshift.trainer.check:compare", DEADLINE_S, trial=trial.to_json(), layout="tp2", path=truth(trial))
+    found = worlds(2).call("trial:compare", DEADLINE_S, trial=trial.to_json(), layout="tp2", path=truth(trial))
     assert found[0]["grad"] > 1e3 * LIMIT
 
 

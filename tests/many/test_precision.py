@@ -17,6 +17,7 @@ import torch
 from forked import DEADLINE_S, Truth, Worlds
 from parity import KINDS, largest, trial_of
 from torch import Tensor
+from trial import Trial, build
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
@@ -24,7 +25,6 @@ from longshift.program.operations import Op
 from longshift.spec.formats import PrecisionName
 from longshift.state.precision import LossScale
 from longshift.step.update import State, train_step
-from longshift.trainer.check import Trial, build
 
 Errors = Callable[..., dict[str, float]]
 
@@ -42,7 +42,7 @@ def errors(worlds: Worlds, truth: Truth) -> Errors:
     def found(family: str, precision: PrecisionName, layout: str, seed: int = 1, steps: int = STEPS) -> dict[str, float]:
         exact = replace(trial_of(family, steps), seed=seed)
         arguments = {"trial": replace(exact, precision=precision).to_json(), "layout": layout, "path": truth(exact)}
-        answers = worlds(Layout.parse(layout).world).call("longshift.trainer.check:compare", DEADLINE_S, **arguments)
+        answers = worlds(Layout.parse(layout).world).call("trial:compare", DEADLINE_S, **arguments)
         return {kind: largest(answer[kind] for answer in answers) for kind in KINDS}
 
     return found

@@ -14,6 +14,7 @@ from parity import FAMILIES
 from streams import foreseen
 from test_precision import bits, state_bits
 from torch import Tensor
+from trial import Trial, build
 
 from longshift.dist.world import World
 from longshift.documents.batch import StepBatch
@@ -27,7 +28,6 @@ from longshift.step.player import Player
 from longshift.step.runner import Runner
 from longshift.step.update import State, train_step
 from longshift.stream.tiers import DiskTier
-from longshift.trainer.check import Trial, build
 
 LENGTHS = ((41, 2), (23, 1, 2, 6), (17,))
 OTHERS = (("disk", 1), ("disk.every1", 0), ("host.kv-offload", 3), ("disk.kv-offload", 3), ("disk.every1.kv-offload", 0))

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from forked import DEADLINE_S, Worlds
 from parity import uneven_lengths
+from trial import Trial
 
 from longshift.dist.fork import ForkedWorld
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec
-from longshift.trainer.check import Trial
 
 SPEC = ModelSpec("llama", 31, 8, 3, 4, 2, 2, 7, 128, tied=True)
 FOUR = ("dp4", "tp4", "pp3", "dp2.tp2", "pp2.tp2", "pp2.dp2", "dp2.u2", "u4", "ring2.tp2", "pp2:1-2.ring2", "dp2.pp2.v1", "tp2.pp2:2-1")
@@ -58,8 +58,8 @@ def test_ranks_that_plan_differently_move_nothing(worlds: Worlds):
 def test_training_away_from_home_is_that_of_one_process(worlds: Worlds, tmp_path: Path):
     trial, truth = Trial(SPEC, uneven_lengths(6, seed=3, documents=(2, 3))).to_json(), str(tmp_path / "truth.safetensors")
     with ForkedWorld(1) as alone:
-        alone.call("longshift.trainer.check:write_reference", 120, trial=trial, path=truth)
+        alone.call("trial:write_reference", 120, trial=trial, path=truth)
     for home, guest in (("tp4.z1", "dp2.pp2.z3"), ("pp2.dp2.z1", "dp2.u2.z3"), ("dp4.z1", "tp4")):
-        answers = worlds(4).call("longshift.trainer.check:compare", DEADLINE_S, trial=trial, layout=guest, path=truth, home_cut=home)
+        answers = worlds(4).call("trial:compare", DEADLINE_S, trial=trial, layout=guest, path=truth, home_cut=home)
         worst = {kind: max(answer[kind] for answer in answers) for kind in answers[0]}
         assert max(worst.values()) <= 1e-12, (home, guest, worst)

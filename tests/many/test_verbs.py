@@ -9,6 +9,7 @@ from forked import DEADLINE_S, Worlds
 from mutants import mistaken
 from parity import FAMILIES, LAYOUTS, MORE, trial_of
 from torch import Tensor
+from trial import Trial, build
 
 from longshift.dist.world import World
 from longshift.layout.box import Box
@@ -19,7 +20,6 @@ from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec
 from longshift.step.runner import Runner
 from longshift.step.update import train_step
-from longshift.trainer.check import Trial, build
 
 PRECISIONS: tuple[PrecisionName, ...] = ("float64", "bf16", "float32")
 

@@ -12,6 +12,7 @@ from forked import DEADLINE_S, Worlds
 from home_ranks import made
 from parity import FAMILIES, uneven_lengths
 from torch import Tensor
+from trial import Trial, build
 
 from longshift.dist.world import World
 from longshift.errors import NonFiniteError
@@ -24,7 +25,6 @@ from longshift.spec.model import ModelSpec
 from longshift.state import wire
 from longshift.state.copies import AlignedCopies
 from longshift.step.update import train_step
-from longshift.trainer.check import Trial, build
 
 BLOCK = 128
 # Rows of one block, and of several, which tensor parallelism cuts inside; a vocabulary that is prime.

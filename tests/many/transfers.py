@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor
+from trial import Trial
 
 from longshift.dist.world import World
 from longshift.errors import PeerError
@@ -23,7 +24,6 @@ from longshift.switch.itinerary import Itinerary, SwitchOptions
 from longshift.switch.links import Links
 from longshift.switch.placed import Placed, Spread, placed
 from longshift.switch.plan import Plan
-from longshift.trainer.check import Trial
 from longshift.workload.groups import Edge
 
 

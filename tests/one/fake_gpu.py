@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from trial import Trial, build, parse_layouts
 
 from longshift.dist.world import World
 from longshift.documents import micro
@@ -18,7 +19,6 @@ from longshift.model import chosen_kernel, kernels
 from longshift.spec.formats import PrecisionName
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.update import train_step
-from longshift.trainer.check import Trial, build, parse_layouts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cuda_model import Cuda, Line, modelled
 from torch import Tensor
+from trial import Trial, build
 
 from longshift.dist.fork import ForkedWorld
 from longshift.dist.world import World
@@ -15,7 +16,6 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.state import crossing
 from longshift.state.crossing import SLOTS, runs, slots_in
 from longshift.step.update import train_step
-from longshift.trainer.check import Trial, build
 
 SPEC = ModelSpec("llama", 61, 24, 3, 6, 3, 4, 40, 128, rope=Rope())
 CASES = (("dp1", "host"), ("dp1.z2", "host"), ("dp1.z2", "disk"), ("dp1.z2.vertical.recompute-full", "device 20K, host rest"))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from trial import Trial, build
 
 from longshift.dist.world import World
 from longshift.layout.blocks import BLOCK
@@ -19,7 +20,6 @@ from longshift.model.functions import Adapted, Linear
 from longshift.spec.families import preset
 from longshift.spec.formats import LARGEST
 from longshift.step.update import train_step
-from longshift.trainer.check import Trial, build
 
 STEP = 2.0**-4  # of e4m3: half of the distance of two codes over the lower one
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cuda_model import Event, Line, made, modelled
 from torch import Tensor
+from trial import Trial, build
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
@@ -17,7 +18,6 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.step.update import train_step
 from longshift.stream import tiers
 from longshift.stream.tiers import BOUNCES, BouncedTier, DeviceTier, HostTier, tier_of
-from longshift.trainer.check import Trial, build
 
 TRIAL = Trial(
     ModelSpec("llama", 61, 24, 3, 6, 3, 4, 40, 128, rope=Rope()), lengths=((40, 21), (47,), (53, 6)), precision="bf16", capacity=61

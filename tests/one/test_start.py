@@ -9,7 +9,7 @@ from longshift.dist.world import World
 from longshift.spec.families import preset
 from longshift.step.update import train_step
 from longshift.trainer.admission import settle
-from longshift.trainer.check import Trial, build, parse_layouts
+from trial import Trial, build, parse_layouts
 
 trial = Trial(preset("tiny-llama"), ((9, 5),), "float32", capacity=16)
 world = World.alone()

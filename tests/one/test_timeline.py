@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from trial import Trial, build, parse_layouts
 
 from longshift.dist.world import World
 from longshift.program.operations import Op, Program
@@ -12,7 +13,6 @@ from longshift.spec.model import ModelSpec, Rope
 from longshift.step.player import Player
 from longshift.step.update import train_step
 from longshift.stream.trace import Recorder
-from longshift.trainer.check import Trial, build, parse_layouts
 from longshift.weigh.timeline import Predicted, Timeline, predicted, verdict, write
 
 SPEC = ModelSpec("llama", 61, 64, 3, 4, 2, 16, 96, 4096, rope=Rope())

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from trial import Trial, build
 
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
@@ -14,7 +15,6 @@ from longshift.schedule.streamed import lists
 from longshift.spec.model import ModelSpec, Rope
 from longshift.step.update import train_step
 from longshift.stream.trace import Recorder
-from longshift.trainer.check import Trial, build
 
 SPEC = ModelSpec("llama", 61, 24, 2, 6, 3, 4, 40, 128, rope=Rope())
 

@@ -21,8 +21,7 @@ from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import UsageError
 from longshift.trainer.metrics import GroupMetrics, StepMetrics, ValidMetrics, read_rows
 from longshift.trainer.run_folder import prepare
-from longshift.trainer.tensorboard import TensorBoardLog
-from longshift.trainer.trackers import Trackers, expect, flat, numbers, part_name
+from longshift.trainer.trackers import TRACKERS, TensorBoardLog, Trackers, flat, numbers
 
 NAMES = ("tensorboard", "wandb", "trackio", "mlflow")
 STEP = StepMetrics(1, 8.0, 1.0, 3e-4, 100, 99, 4, 0.5, 200.0, 1e9, 2**20, 4)
@@ -207,7 +206,7 @@ def test_extras_have_the_names_of_the_trackers():
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     for name in NAMES:
         assert re.search(rf'^{name} = \["{name}', text, re.MULTILINE)
-        assert (Path(expect.__code__.co_filename).parent / f"{name}.py").exists()
+    assert tuple(TRACKERS) == NAMES
 
 
 @pytest.mark.parametrize(
@@ -323,7 +322,10 @@ def test_a_row_has_every_number_by_a_name():
 
 
 def test_names_and_keys():
-    assert [part_name(Path("runs/demo"), first) for first in (1, 101)] == ["demo", "demo from step 101"]
+    pytest.importorskip("tensorboard")
+    names = [TensorBoardLog(Path("runs/demo"), "tests").part_names(first) for first in (1, 101)]
+    assert [part["name"] for part in names] == ["demo", "demo from step 101"]
+    assert names[1] | {"name": ""} == {"project": "tests", "group": "demo", "name": ""}
     assert dict(flat({"a": {"b": 1, "c": {"d": [2]}}, "e": None})) == {"a.b": 1, "a.c.d": [2], "e": None}
 
 

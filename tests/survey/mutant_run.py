@@ -24,7 +24,7 @@ import pytest
 
 CASES = Path(__file__).parent / "cases.csv"
 REPOSITORY = Path(__file__).parents[2]
-REFERENCE = "longshift.trainer.check:write_reference"
+REFERENCE = "trial:write_reference"
 ENOUGH = 3  # cases that kill a mutant, after which a search looks no further
 TRIES = 20  # cases, after which it gives up
 CALL_S = 60.0  # after which ranks that a mistake has blocked are ended

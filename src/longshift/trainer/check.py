@@ -1,4 +1,4 @@
-"""Is a layout the same training as one process? The parity harness behind `longshift check`, the tests and `benchmarks/parity.py`.
+"""Is a layout the same training as one process? The comparison behind `longshift check`, the tests and `benchmarks/parity.py`.
 
 The reference is plain PyTorch: the decoder in one process, one document at a time, with attention, adapters and the loss by their
 definitions, torch's clip and its unfused optimizer. Four things are compared: the loss of every step, every weight's gradient (first and
@@ -6,200 +6,68 @@ last step), the weights, and the optimizer's moments.
 """
 
 import math
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import TypeAdapter
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
 
-from longshift.dist.world import World
-from longshift.documents.batch import Document, StepBatch
+from longshift.documents.batch import StepBatch
 from longshift.documents.micro import micro_batch
 from longshift.layout.box import Box
-from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, MicroBatch, Ops
 from longshift.model.functions import Elementwise
 from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
 from longshift.program.operations import Op
-from longshift.schedule.chunks import StreamOptions
-from longshift.spec.formats import GradientWire, MomentFormat, PrecisionName, WeightWire, Wire
-from longshift.spec.model import ModelSpec, Rope
+from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
-from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Source, random_source
-from longshift.state.optimizer import Optimizer, Schedule, decay_groups, torch_optimizer
-from longshift.state.precision import LossScale, Precision
+from longshift.state.optimizer import Schedule, decay_groups, torch_optimizer
+from longshift.state.precision import Precision
 from longshift.step.player import Player
-from longshift.step.update import State, score, train_step
-from longshift.switch.itinerary import SwitchOptions, home_layout
-from longshift.switch.planners import Planner
-from longshift.workload.groups import Edge
+from longshift.step.update import State, train_step
 
 
 @dataclass(frozen=True)
-class Later:
-    """A later stage of a trial: from step `begin` on, counted from 0, positions are by `rope` and packs hold `capacity` tokens."""
-
-    begin: int
-    rope: Rope | None
-    capacity: int
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What is trained, how, and on what; without a layout. `lengths`: documents of each step, their tokens drawn from `seed`, or `given`:
-    (ids, labels) of each document of each step. `folder`: a model folder to start from, else weights are drawn. `edges`: the lengths up to
-    which each group but the last goes, where there are several; `packs`: capacities of their packs, their edges where not given, as
-    `capacity` is the last group's; then how switches are planned. `ahead`: of streamed layouts;
-    `stream_folder`: where their disk tier is, the system's temporary folder where not given. `masked`: drawn documents are conversations,
-    of which turns are learned in part, and one document of each step not at all. `stages`: those after the first. `home`: where the
-    training state is; on disk, in `stream_folder`. `packed`: the format of moments between updates; `gradients`, `weights`:
-    of these on the wire. `compile`: whether layouts, and not the reference, compile their arithmetic. `float8`: whether matmuls of blocks
-    take factors of eight bits, whatever the precision. `clips`: the largest norm in each step, `clip` in all where not given. `early`:
-    whether units on disk may be updated before the norm."""
+class Case:
+    """What is trained, how, and on what; without a layout. `source`: of the initial weights; `batches`: the documents of each step;
+    `clips`: the largest gradient norm of each."""
 
     spec: ModelSpec
-    lengths: tuple[tuple[int, ...], ...]
-    precision: PrecisionName = "float64"
-    capacity: int = 64
-    seed: int = 0
-    lr: float = 3e-3
-    warmup: int = 2
-    clip: float | None = 1.0
-    rule: Rule = Rule()  # noqa: RUF009  (frozen)
-    given: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], ...] = ()
-    folder: str | None = None
-    edges: tuple[int, ...] = ()
-    packs: tuple[int, ...] = ()
-    planner: Planner = "fan_out"
-    bucket_bytes: int = 32 << 20
-    ahead_bytes: int = 256 << 20
-    ahead: int = 1
-    stream_folder: str | None = None
-    masked: bool = False
-    stages: tuple[Later, ...] = ()
-    home: str = "device"  # of `HomeTiers`
-    packed: MomentFormat = "float32"
-    gradients: GradientWire = "float32"
-    weights: WeightWire = "compute"
-    compile: bool = False
-    float8: bool = False
-    clips: tuple[float | None, ...] = ()
-    early: bool = True
+    precision: Precision
+    rule: Rule
+    schedule: Schedule
+    source: Source
+    batches: Sequence[StepBatch]
+    clips: Sequence[float | None]
 
-    def clip_at(self, step: int) -> float | None:
-        """The largest global norm of the gradient in a step, counted from 0."""
-        return self.clips[step] if self.clips else self.clip
-
-    @property
-    def formats(self) -> Precision:
-        """The number formats of the trial."""
-        named = Precision.of(self.precision, self.wire)
-        return replace(named, float8=named.float8 or self.float8)
-
-    @property
-    def parts(self) -> list[tuple[int, "Trial"]]:
-        """Each stage, the first first: the step that it begins with, and what it trains, on the documents of all."""
-        own = [(later.begin, replace(self, spec=replace(self.spec, rope=later.rope), capacity=later.capacity)) for later in self.stages]
-        return [(0, self), *own]
-
-    @property
-    def wire(self) -> Wire:
-        return Wire(self.gradients, self.weights)
-
-    @property
-    def schedule(self) -> Schedule:
-        return Schedule(self.lr, len(self.given or self.lengths), self.lr / 10, self.warmup)
-
-    def source(self) -> Source:
-        """Initial weights, the same float32 numbers in every precision; drawn ones with norms, biases and adapters moved off their usual 1
-        and 0, so that a wrong gradient of theirs shows."""
-        base = self.spec.base
-        folder = WeightFolder(Path(self.folder), base) if self.folder is not None else None
-        drawn = random_source(self.spec, self.seed, torch.float32)
-
-        def source(name: str, box: Box) -> Tensor:
-            if folder and name in base.by_name:
-                return folder.read(name, box)
-            if self.spec.by_name[name].init not in ("zeros", "ones"):
-                return drawn(name, box)
-            places = (torch.arange(first, last, dtype=torch.float32) for first, last in zip(box.start, box.stop))
-            phase = sum(at.mul_(7**dim).view(-1, *[1] * (len(box.shape) - dim - 1)) for dim, at in enumerate(places))
-            return drawn(name, box) + 0.1 * torch.sin(torch.as_tensor(phase)).expand(box.shape)
-
-        return source
-
-    def batches(self) -> list[StepBatch]:
-        """The steps' documents; of drawn ones the labels are the ids shifted, none at a document's end."""
-        if self.given:
-            return [self._batch([Document(np.array(ids), np.array(labels)) for ids, labels in step]) for step in self.given]
-        generator = torch.Generator().manual_seed(self.seed)
-        found = []
-        for lengths in self.lengths:
-            documents = []
-            for length in lengths:
-                ids = torch.randint(0, self.spec.vocab, (length,), generator=generator)
-                documents.append(Document(ids.numpy(), torch.cat((ids[1:], torch.tensor([IGNORE]))).numpy()))
-            if self.masked:
-                documents = [_in_turns(document, number, generator) for number, document in enumerate(documents)]
-            found.append(self._batch(documents))
-        return found
-
-    @staticmethod
-    def _batch(documents: Sequence[Document]) -> StepBatch:
-        targets = sum(int((d.labels != IGNORE).sum()) for d in documents)
-        return StepBatch(tuple(documents), targets, 0, len(documents))
-
-    def groups(self, layouts: Sequence[Layout]) -> list[Edge]:
-        """The groups of these layouts, from short documents to long."""
-        before = len(layouts) - 1
-        ends, packs = ((*some[:before], self.capacity) for some in (self.edges, self.packs or self.edges))
-        return [Edge(*each) for each in zip(ends, layouts, packs)]
-
-    def to_json(self) -> dict:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict) -> "Trial":
-        return TypeAdapter(cls).validate_python(value)
+    def gradient_kinds(self, step: int) -> list[str]:
+        """Names of what the gradients of a step are compared as: of the first and the last one."""
+        steps = {"grad-first": 0, "grad-last": len(self.batches) - 1}
+        return [kind for kind, number in steps.items() if number == step]
 
 
-def _in_turns(document: Document, number: int, generator: torch.Generator) -> Document:
-    """A document of which every second turn of 1 to 8 tokens is learned; nothing of the third document."""
-    turns = torch.randint(1, 9, (len(document.ids),), generator=generator)
-    learned = torch.repeat_interleave(torch.arange(len(turns)) % 2 == 1, turns)[: len(document.ids)].numpy()
-    return Document(document.ids, np.where(learned & (number != 2), document.labels, IGNORE))
+def uneven_source(spec: ModelSpec, seed: int, folder: str | None = None) -> Source:
+    """Weights of a model folder, or drawn ones: the same float32 numbers in every precision. Drawn norms, biases and adapters are moved
+    off their usual 1 and 0, so that a wrong gradient of theirs shows."""
+    saved = WeightFolder(Path(folder), spec.base) if folder is not None else None
+    drawn = random_source(spec, seed, torch.float32)
 
+    def source(name: str, box: Box) -> Tensor:
+        if saved and name in spec.base.by_name:
+            return saved.read(name, box)
+        if spec.by_name[name].init not in ("zeros", "ones"):
+            return drawn(name, box)
+        axes = [torch.arange(first, last, dtype=torch.float32) * 7**dim for dim, (first, last) in enumerate(zip(box.start, box.stop))]
+        phase = torch.stack(torch.meshgrid(*axes, indexing="ij")).sum(0)
+        return drawn(name, box) + 0.1 * torch.sin(phase)
 
-@dataclass
-class Differences:
-    """Squared differences and squared references, by kind and weight; additive over boxes and ranks."""
-
-    names: Sequence[str]
-    squares: dict[str, Tensor] = field(default_factory=dict)  # [2, weights]
-
-    def add(self, kind: str, name: str, ours: Tensor, truth: Tensor) -> None:
-        both = self.squares.setdefault(kind, torch.zeros(2, len(self.names), dtype=torch.float64))
-        at, truth = self.names.index(name), truth.double()
-        both[0, at] += (ours.double().cpu() - truth).square().sum()
-        both[1, at] += truth.square().sum()
-
-    def worst(self, kind: str, reduce: Callable[[Tensor], Tensor]) -> float:
-        """Largest ||ours - truth|| / ||truth|| of a weight, over all ranks. A reference of zero must be met exactly."""
-        both = reduce(self.squares.get(kind, torch.zeros(2, len(self.names), dtype=torch.float64)).clone())
-        ratio = torch.where(both[1] > 0, both[0] / both[1], torch.where(both[0] > 0, math.inf, 0.0))
-        return float(ratio.max().sqrt())
+    return source
 
 
 class Definition(Ops):
@@ -239,149 +107,119 @@ def with_adapters(model: Decoder) -> dict[str, Tensor]:
     return weights
 
 
-def reference(trial: Trial) -> dict[str, Tensor]:
-    """The truth, in one process: "loss" [steps], and "KIND/NAME" for the kinds above."""
-    spec, dtype, float8, device = trial.spec, trial.formats.home, trial.formats.float8, torch.device("cpu")
-    source = trial.source()
-    model = Decoder(spec, float8).load({p.name: source(p.name, Box.whole(p.shape)).to(dtype).clone() for p in spec.params})
-    weights = {name: weight for name, weight in model.weights().items() if weight.requires_grad}
-    optimizer = torch_optimizer(trial.rule, decay_groups(spec, trial.rule, weights), fused=False)
-    alone, schedule, batches, stages = Layout(), trial.schedule, trial.batches(), dict(trial.parts)
-    out: dict[str, Tensor] = {}
-    losses = []
-    for step, batch in enumerate(batches):
-        if step in stages:
-            spec = stages[step].spec
-            ops, model = Definition(spec), Decoder(spec, float8).load(model.weights())
-            merges = spec.lora is not None and not float8  # what is rounded to eight bits is the weight alone
-            plain = Decoder(spec.base) if merges else model
-        optimizer.zero_grad()
-        total = 0.0
-        for document in batch.documents:
-            micro = micro_batch(spec, [document], alone, 0, dtype, device)
-            loss = functional_call(plain, with_adapters(model), (micro, ops)) if merges else model(micro, ops)
-            (loss / batch.target_tokens).backward()
-            total += float(loss.detach())
-        losses.append(total / batch.target_tokens)
-        for kind, when in (("grad-first", 0), ("grad-last", len(batches) - 1)):
-            if step == when:
-                out |= {f"{kind}/{name}": w.grad.clone() for name, w in weights.items() if w.grad is not None}
-        if clip := trial.clip_at(step):
-            torch.nn.utils.clip_grad_norm_(weights.values(), clip)
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.at(step)
-        optimizer.step()
-    out["loss"] = torch.tensor(losses, dtype=torch.float64)
-    for name, weight in weights.items():
-        out[f"master/{name}"] = weight.detach()
-        out |= {f"{kind}/{name}": optimizer.state[weight][kind] for kind in trial.rule.moments}
-    return out
+class Reference:
+    """Training in one process, step by step. Mutable: its weights, and the numbers of the steps so far."""
+
+    def __init__(self, case: Case):
+        self._case = case
+        dtype = case.precision.home
+        self.use(case.spec, {p.name: case.source(p.name, Box.whole(p.shape)).to(dtype).clone() for p in case.spec.params})
+        self._weights = {name: weight for name, weight in self.model.weights().items() if weight.requires_grad}
+        self._optimizer = torch_optimizer(case.rule, decay_groups(case.spec, case.rule, self._weights), fused=False)
+        self._losses: list[float] = []
+        self._gradients: dict[str, Tensor] = {}
+
+    def use(self, spec: ModelSpec, weights: Mapping[str, Tensor]) -> None:
+        """Compute the steps that follow as a model with these weights, whose table of parameters is the case's."""
+        self.model = Decoder(spec, self._case.precision.float8).load(dict(weights))
+        self._definition = Definition(spec)
+        # What is rounded to eight bits is the weight alone, without its adapter.
+        has_merged_weights = spec.lora is not None and not self._case.precision.float8
+        self._merged = Decoder(spec.base) if has_merged_weights else None
+
+    def train(self, step: int) -> None:
+        """Train a step, counted from 0."""
+        batch = self._case.batches[step]
+        self._optimizer.zero_grad()
+        losses = [self._backward(batch, number) for number in range(len(batch.documents))]
+        self._losses.append(sum(losses) / batch.target_tokens)
+        for kind in self._case.gradient_kinds(step):
+            self._gradients |= {f"{kind}/{name}": w.grad.clone() for name, w in self._weights.items() if w.grad is not None}
+
+        if max_norm := self._case.clips[step]:
+            torch.nn.utils.clip_grad_norm_(self._weights.values(), max_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._case.schedule.at(step)
+        self._optimizer.step()
+
+    def _backward(self, batch: StepBatch, number: int) -> float:
+        """Add the gradients of a document. Returns its loss sum."""
+        documents = [batch.documents[number]]
+        micro = micro_batch(self.model.spec, documents, Layout(), 0, self._case.precision.home, torch.device("cpu"))
+        if self._merged is not None:
+            loss = functional_call(self._merged, with_adapters(self.model), (micro, self._definition))
+        else:
+            loss = self.model(micro, self._definition)
+        (loss / batch.target_tokens).backward()
+        return float(loss.detach())
+
+    def result(self) -> dict[str, Tensor]:
+        """The truth after the last step: "loss" [steps], and "KIND/NAME" of gradients, masters and moments."""
+        tensors = {"loss": torch.tensor(self._losses, dtype=torch.float64), **self._gradients}
+        for name, weight in self._weights.items():
+            tensors[f"master/{name}"] = weight.detach()
+            tensors |= {f"{kind}/{name}": self._optimizer.state[weight][kind] for kind in self._case.rule.moments}
+        return {key: tensor.contiguous() for key, tensor in tensors.items()}
 
 
-def write_reference(world: World, trial: dict, path: str) -> float:
-    """Write `reference` into a safetensors file, for a forked world of one; returns the last loss."""
-    truth = reference(Trial.from_json(trial))
-    save_file({key: value.contiguous() for key, value in truth.items()}, path)
-    return float(truth["loss"][-1])
+class Comparison:
+    """A layout's training beside the truth of a `Reference`, on one rank. Mutable: squared differences and squared references by kind
+    and weight, which are additive over boxes and ranks."""
+
+    def __init__(self, case: Case, truth: dict[str, Tensor]):
+        self._case, self._truth = case, truth
+        self._rows = {p.name: row for row, p in enumerate(case.spec.params)}
+        kinds = ("grad-first", "grad-last", "master", *case.rule.moments)
+        self._squares = {kind: torch.zeros(2, len(self._rows), dtype=torch.float64) for kind in kinds}
+        self._losses: list[float] = []
+
+    def train(self, step: int, state: State, player: Player) -> None:
+        """Train a step, counted from 0, and compare its gradients; collective."""
+
+        def compare_gradients(op: Op) -> None:
+            if op.kind == "norm":
+                for kind in self._case.gradient_kinds(step):
+                    self._add_gradients(kind, state.home, state.scale.scale if state.scale else 1.0)
+
+        player.after, state.clip = compare_gradients, self._case.clips[step]
+        self._losses.append(train_step(state, self._case.batches[step], player, leave=True).loss)
+        player.after = None
+
+    def _add_gradients(self, kind: str, home: Home, scale: float) -> None:
+        for shard in home.learning:
+            for name, box, view in shard.views(home.flat(shard, "grad")):
+                self._add(kind, name, box, view / scale)
+
+    def _add(self, kind: str, name: str, box: Box, ours: Tensor) -> None:
+        """Add a box of a weight to the sums."""
+        if box:
+            whole = Box.whole(self._case.spec.by_name[name].shape)
+            truth = self._truth[f"{kind}/{name}"][box.within(whole)].double()
+            squares = self._squares[kind][:, self._rows[name]]
+            squares[0] += (ours.double().cpu() - truth).square().sum()
+            squares[1] += truth.square().sum()
+
+    def result(self, state: State, player: Player) -> dict[str, float]:
+        """The largest relative differences after the last step: of losses, and of gradients, weights and moments
+        ||ours - truth|| / ||truth|| of the worst weight, over all ranks; collective."""
+        player.finish()
+        for name, box, _, views in state.optimizer.state():
+            for kind, view in views.items():
+                self._add(kind, name, box, view)
+        world = player.world
+        worst = {kind: _largest_ratio(world.everyone.all_reduce(both.to(world.device)).cpu()) for kind, both in self._squares.items()}
+        world.forget()
+        losses, true_losses = torch.tensor(self._losses, dtype=torch.float64), self._truth["loss"]
+        return {
+            "loss": float(((losses - true_losses) / true_losses).abs().max()),
+            "grad": max(worst["grad-first"], worst["grad-last"]),
+            "weight": worst["master"],
+            "optimizer": max((worst[kind] for kind in self._case.rule.moments), default=0.0),
+        }
 
 
-def build(
-    trial: Trial, layouts: Sequence[Layout], world: World, home_cut: Layout | None = None, source: Source | None = None
-) -> tuple[State, Player]:
-    """State and player of a trial under layouts, from short documents to long, home cut as another one cuts it where that is given.
-    `source`: of the weights, the trial's own where not given."""
-    precision = trial.formats
-    edges = trial.groups(layouts)
-    home_cut = home_cut or home_layout(edges)
-    source = source or trial.source()
-    home = Home.made(
-        trial.spec,
-        home_cut,
-        world,
-        precision,
-        source,
-        HomeTiers.parse(trial.home),
-        trial.stream_folder,
-        trial.rule,
-        trial.packed,
-        trial.early,
-    )
-    optimizer = Optimizer(home, trial.rule)
-    state = State(trial.spec, home, optimizer, trial.schedule, trial.clip_at(0), LossScale() if precision.scaled else None)
-    options = SwitchOptions(trial.planner, trial.bucket_bytes, trial.ahead_bytes)
-    stream = StreamOptions(trial.stream_folder or tempfile.gettempdir(), trial.ahead, checked=True)
-    return state, Player(trial.spec, edges, world, home, precision, options, stream, home_cut, compile=trial.compile)
-
-
-def parse_layouts(text: str) -> list[Layout]:
-    """The layouts of the groups, from short documents to long, of a text such as `"dp4 > tp4"`."""
-    return [Layout.parse(word) for word in text.split(" > ")]
-
-
-def compare(
-    world: World, trial: dict, layout: str, path: str, home_cut: str | None = None, per_node: int | None = None
-) -> dict[str, float]:
-    """Worst relative differences of this layout, or of groups of lengths under layouts joined by " > ", to the reference in `path`: loss,
-    score (the loss computed alone, before the first step and the last), grad, weight, optimizer. Of a trial with stages, the layouts of
-    each are joined by " | ". `per_node`: ranks that count as one node where switches are planned."""
-    what = Trial.from_json(trial)
-    world.per_node = per_node or world.size
-    truth, cut = load_file(Path(path)), Layout.parse(home_cut) if home_cut else None
-    stages = {begin: (part, parse_layouts(text)) for (begin, part), text in zip(what.parts, layout.split(" | "), strict=True)}
-    state, player = build(*stages.pop(0), world, cut)
-    found = Differences([p.name for p in what.spec.params])
-    losses, scores, batches = [], [], what.batches()
-    for step, batch in enumerate(batches):
-        if step in stages:
-            state, player = _later(state, *stages[step], world, Path(path).parent, cut)
-
-        def after(op: Op, step: int = step, home: Home = state.home, scale: float = state.scale.scale if state.scale else 1.0) -> None:
-            for kind, when in (("grad-first", 0), ("grad-last", len(batches) - 1)):
-                if op.kind == "norm" and step == when:
-                    _compare_gradients(found, kind, home, scale, truth)
-
-        if step in (0, len(batches) - 1):
-            player.after = None
-            scores.append(score(batch.documents, player) / batch.target_tokens - truth["loss"][step])
-        player.after, state.clip = after, what.clip_at(step)
-        losses.append(train_step(state, batch, player, leave=step + 1 not in stages).loss)
-    player.after = None
-    player.finish()
-    for name, box, _, views in state.optimizer.state():
-        for kind, view in views.items():
-            if box:
-                found.add(kind, name, view, truth[f"{kind}/{name}"][box.within(Box.whole(what.spec.by_name[name].shape))])
-    group, kinds = world.everyone, ("grad-first", "grad-last", "master", *what.rule.moments)
-    worst = {kind: found.worst(kind, lambda both: group.all_reduce(both.to(world.device)).cpu()) for kind in kinds}
-    world.forget()
-    ours = torch.tensor(losses, dtype=torch.float64)
-    return {
-        "loss": float(((ours - truth["loss"]) / truth["loss"]).abs().max()),
-        "score": float((torch.stack(scores).abs() / truth["loss"][[0, -1]]).max()),
-        "grad": max(worst["grad-first"], worst["grad-last"]),
-        "weight": worst["master"],
-        "optimizer": max((worst[kind] for kind in what.rule.moments), default=0.0),
-    }
-
-
-def _later(state: State, trial: Trial, layouts: Sequence[Layout], world: World, folder: Path, cut: Layout | None) -> tuple[State, Player]:
-    """State and player of a stage that begins with the checkpoint of the one before it, which is saved below `folder` for that alone."""
-    steps = state.optimizer.steps
-    run = folder / f"{world.gather_text(str(os.getpid()))[0]}-{steps}"
-    save(run, steps, state.optimizer.state(), {}, world, keep=1)
-    saved = Checkpoint.latest(run, world)
-    own, read = trial.source(), saved.source()
-    state, player = build(trial, layouts, world, cut, lambda name, box: (own if trial.spec.by_name[name].frozen else read)(name, box))
-    state.optimizer.restore(saved.read, trial.packed)
-    state.optimizer.resume(steps)
-    world.gather_text("")
-    if world.rank == 0:
-        shutil.rmtree(run)
-    return state, player
-
-
-def _compare_gradients(found: Differences, kind: str, home: Home, scale: float, truth: dict[str, Tensor]) -> None:
-    for shard in home.learning:
-        for name, box, view in shard.views(home.flat(shard, "grad")):
-            if box:
-                found.add(kind, name, view / scale, truth[f"{kind}/{name}"][box.within(Box.whole(home.spec.by_name[name].shape))])
+def _largest_ratio(squares: Tensor) -> float:
+    """The largest relative difference of a weight. A reference of zero must be met exactly."""
+    difference, truth = squares
+    zero_met = torch.where(difference > 0, math.inf, 0.0)
+    return float(torch.where(truth > 0, difference / truth, zero_met).max().sqrt())

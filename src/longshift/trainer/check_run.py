@@ -12,15 +12,17 @@ A leak is a loss that depends on what it must not see. For some target positions
 other document is replaced; the loss at the position must stay as it was.
 """
 
+import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
+from safetensors.torch import load_file, save_file
 
 from longshift.command_results import Checked, CheckedLayout, MemoryCheck, MemoryDifference, RankPeak
 from longshift.config import Config
@@ -28,35 +30,40 @@ from longshift.config_file import parse_config
 from longshift.dist.fork import ForkedWorld, SpawnedWorld
 from longshift.dist.memory import host_memory
 from longshift.dist.world import World
-from longshift.documents.batch import Batches, Document
+from longshift.documents.batch import Batches, Document, StepBatch
+from longshift.documents.tokens import TokenCache
 from longshift.errors import OutOfMemoryError
 from longshift.files import temporary_folder
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.model.loss import IGNORE
+from longshift.schedule.chunks import StreamOptions
 from longshift.spec.formats import EIGHT_BITS, FORMATS
 from longshift.spec.model import ModelSpec
+from longshift.state.home import Home
+from longshift.state.optimizer import Optimizer, Schedule
+from longshift.state.precision import Precision
 from longshift.step.player import Player
-from longshift.step.update import train_step
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.step.update import State, train_step
+from longshift.switch.itinerary import Itinerary, SwitchOptions, home_layout
 from longshift.switch.links import Links
 from longshift.trainer.build_run import build_player, build_state, open_data
-from longshift.trainer.check import Trial, build
+from longshift.trainer.check import Case, Comparison, Reference, uneven_source
 from longshift.trainer.corpus import open_corpus
 from longshift.weigh.needs import StepShape, most, needs
 from longshift.weigh.timeline import Timeline, predicted, rank_of, verdict
 from longshift.workload.groups import Edge, LengthGroup
+
+Ways = Sequence[Sequence[Layout]]  # ways to compute a stage: a layout, or those of its groups
 
 MOST_TOKENS = 8192  # of a group, where its documents need not be longer
 LONGEST = 128  # tokens of the longest document, at the most, and LEAST for each rank that shares its sequence
 LEAST = 8
 CHUNKS = 4  # of the longest document, at the least
 NORMS = 1e9, 1e-3  # largest norm of each step: the first is not clipped, the second is, and shows what was not brought up to date
-EARLY_NORMS = (
-    *NORMS,
-    1e9,
-    1e9,
-)  # an update before the norm follows a step that was not clipped: taken back in the second, kept in the fourth
+# An update before the norm follows a step that was not clipped: it is taken back in the second step, kept in the fourth.
+EARLY_NORMS = (*NORMS, 1e9, 1e9)
+LR = 3e-3
 PIECES = 64  # of cut documents, whose labels are compared
 MOST_READ = 64  # steps of the run from which documents are taken, at the most
 TOLERANCE = 1e-9  # relative: float64 rounds at 1e-16, and sums of a deep model's many terms differ by their order
@@ -64,24 +71,26 @@ KINDS = ("loss", "grad", "weight", "optimizer")  # that are compared
 PROBES = 6
 PROBED_TOKENS = 512
 ROWS = 8  # of differences that are shown
-DEADLINE_S = 600.0
+DEADLINE_S = 1800.0
+DOCUMENTS, TRUTH = "documents.json", "truth.safetensors"  # files of a check
 
 
 @dataclass(frozen=True)
-class Small:
-    """A run made small. `longest`: tokens of its longest document; `edges`, `packs`: of its groups, from short documents to long;
-    `replicas` of a layout, and `micros` of each, at the most; `loss_rows` that have logits at one time; `window` of its blocks."""
+class SmallRun:
+    """A run made small. `config`: of the run as it is; `longest`: tokens of the longest small document; `edges`, `packs`: of the groups,
+    from short documents to long; `replicas` of a layout, and `micros` of each, at the most; `spec`: the model with its windows, and blocks
+    of rows of logits, in proportion."""
 
+    config: Config
     longest: int
     edges: tuple[int, ...]
     packs: tuple[int, ...]
     replicas: int
     micros: int
-    loss_rows: int
-    window: int | None = None
+    spec: ModelSpec
 
     @classmethod
-    def of(cls, config: Config, ways: Sequence[Sequence[Layout]]) -> "Small":
+    def of(cls, config: Config, ways: Ways) -> "SmallRun":
         """A run in proportion, as long as all of these ways to compute need."""
         layouts = [layout for way in ways for layout in way]
         replicas = max(layout.dp for layout in layouts)
@@ -94,72 +103,107 @@ class Small:
             edges.append(max(math.ceil(edge.upto * share), edges[-1] + 1))
             packs.append(max(math.ceil(edge.pack * share), edges[-1]))
         longest = max(longest, edges[-1] + 1)
-        window = config.spec.sliding_window
-        if window is not None and window < config.data.max_len:
-            window = min(math.ceil(window * share), longest - 1)
-        small = cls(longest, (*edges[1:], longest), (*packs, 2 * longest), replicas, micros, config.spec.loss_rows, window)
-        return replace(small, loss_rows=min(small._loss_rows(config, ways), default=small.loss_rows))
+        spec = config.spec
+        if spec.sliding_window is not None and spec.sliding_window < config.data.max_len:
+            spec = replace(spec, sliding_window=min(math.ceil(spec.sliding_window * share), longest - 1))
+        small = cls(config, longest, (*edges[1:], longest), (*packs, 2 * longest), replicas, micros, spec)
+        return replace(small, spec=replace(spec, loss_rows=min(small._loss_rows(ways), default=spec.loss_rows)))
 
-    def spec(self, config: Config) -> ModelSpec:
-        """The run's model, with its windows, and blocks of rows of logits, in proportion."""
-        return replace(config.spec, sliding_window=self.window, loss_rows=self.loss_rows)
+    def groups(self, way: Sequence[Layout]) -> list[Edge]:
+        """The groups of a way, with chunks that cut the longest documents as often as the run's own, CHUNKS times at the least. A single
+        layout computes all documents."""
+        longest = [edge.upto for edge in self.config.edges] if len(way) > 1 else [self.config.data.max_len]
+        small = zip(way, self.edges[-len(way) :], self.packs[-len(way) :], longest)
+        return [Edge(upto, _in_proportion(layout, upto, of_run), pack) for layout, upto, pack, of_run in small]
 
-    def layouts(self, config: Config, way: Sequence[Layout]) -> list[Layout]:
-        """The layouts of a way with chunks that cut the longest documents of their groups as often as the run's own, CHUNKS times at the
-        least. A single layout computes all groups."""
-        longest = [edge.upto for edge in config.edges] if len(way) > 1 else [config.data.max_len]
-        small_edges = self.edges[-len(way) :]  # a single layout has the last group's
-        return [_in_proportion(*each) for each in zip(way, small_edges, longest, strict=True)]
-
-    def _loss_rows(self, config: Config, ways: Sequence[Sequence[Layout]]) -> Iterator[int]:
+    def _loss_rows(self, ways: Ways) -> Iterator[int]:
         """For each group whose loss the run computes in several blocks of rows: how many rows make a few blocks here."""
         for way in ways:
-            first = len(config.edges) - len(way)
-            groups = zip(way, config.edges[first:], self.layouts(config, way), self.packs[first:])
-            for layout, edge, small_layout, small_pack in groups:
-                if loss_blocks(config.spec, (layout.chunk or edge.pack) // layout.sequence) > 1:
-                    yield max(1, (small_layout.chunk or small_pack) // small_layout.sequence // CHUNKS)
+            for layout, edge, group in zip(way, self.config.edges[-len(way) :], self.groups(way)):
+                if loss_blocks(self.spec, (layout.chunk or edge.pack) // layout.sequence) > 1:
+                    yield max(1, (group.use.chunk or group.pack) // layout.sequence // CHUNKS)
+
+    @property
+    def max_norms(self) -> tuple[float | None, ...]:
+        """The largest gradient norm of each step."""
+        if self.config.train.clip is None:
+            return (None,) * len(NORMS)
+        return EARLY_NORMS if "disk" in self.config.home.at.named else NORMS
 
     def lengths(self) -> list[int]:
-        """Lengths of documents that give every replica `micros` packs of every group, the longest there may be among them."""
-        found, low = list[int](), 0
+        """Lengths of a step's documents, which give every replica `micros` packs of every group, the longest there may be among them."""
+        lengths, low = list[int](), 0
         for edge, pack in zip(self.edges, self.packs):
-            own = [edge]
-            while sum(own) < self.replicas * self.micros * pack:
-                own += [low + 1 + (edge - low) // 2, edge, low + 1]
-            found, low = [*found, *own], edge
-        return found
+            group = [edge]
+            while sum(group) < self.replicas * self.micros * pack:
+                group += [low + 1 + (edge - low) // 2, edge, low + 1]
+            lengths, low = [*lengths, *group], edge
+        return lengths
+
+    def documents(self, batches: Batches) -> list[list[tuple[list[int], list[int]]]]:
+        """Token ids and labels of each document of each step: pieces of the run's first documents."""
+        lengths, given, batch = self.lengths() * len(self.max_norms), list[Document](), batches.at(0)
+        for _ in range(MOST_READ):
+            given += batch.documents
+            if sum(len(document.ids) for document in given) >= sum(lengths):
+                break
+            batch = batches.at(batch.next_cursor)
+        all_ids = np.resize(np.concatenate([document.ids for document in given]), sum(lengths))
+        all_labels = np.resize(np.concatenate([document.labels for document in given]), sum(lengths))
+        documents = []
+        for length, end in zip(lengths, np.cumsum(lengths)):
+            ids, labels = all_ids[end - length : end], all_labels[end - length : end].copy()
+            labels[-1] = IGNORE
+            if (labels == IGNORE).all():  # a piece of a prompt: any label will do
+                labels[:-1] = ids[1:]
+            documents.append((ids.tolist(), labels.tolist()))
+        a_step = len(self.lengths())
+        return [documents[begin : begin + a_step] for begin in range(0, len(documents), a_step)]
+
+    def case(self, scratch: Path) -> Case:
+        """What is trained, with the documents that lie in `scratch`."""
+        train, model = self.config.train, self.config.model
+        steps = json.loads((scratch / DOCUMENTS).read_text(encoding="utf-8"))
+        documents = [[Document(np.array(ids), np.array(labels)) for ids, labels in step] for step in steps]
+        targets = [sum(int((document.labels != IGNORE).sum()) for document in step) for step in documents]
+        return Case(
+            spec=self.spec,
+            precision=replace(Precision.of("float64"), float8=self.config.formats.float8),
+            rule=train.rule,
+            schedule=Schedule(LR, len(steps), LR / 10),
+            source=uneven_source(self.spec, train.seed, model.path if model.init == "pretrained" else None),
+            batches=[StepBatch(tuple(step), count, 0, len(step)) for step, count in zip(documents, targets)],
+            clips=self.max_norms,
+        )
+
+    def build(self, case: Case, groups: Sequence[Edge], world: World, scratch: Path) -> tuple[State, Player]:
+        """State and player of a case under layouts. What waits on disk does so in `scratch`, unless the run names a folder."""
+        config, folder = self.config, self.config.stream.folder or str(scratch)
+        cut = home_layout(groups)
+        home = Home.made(case.spec, cut, world, case.precision, case.source, home_in=config.home.at, folder=folder, rule=case.rule)
+        state = State(case.spec, home, Optimizer(home, case.rule), case.schedule, case.clips[0])
+        stream, compile = StreamOptions(folder, checked=True), config.train.compile
+        return state, Player(case.spec, groups, world, home, case.precision, config.switch.options, stream, compile=compile)
 
 
-class StageCheck(NamedTuple):
-    """What is known of a stage: a row for each way, the documents and tokens of its first step, the loss of the reference's last step, and
-    how many labels of the stage's own documents are wrong."""
-
-    rows: list[dict]
-    documents: int
-    tokens: int
-    loss: float
-    wrong_labels: int
-
-
-def check(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]], device: str = "cpu") -> Checked:
+def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> Checked:
     """Worst relative differences to one process, leaked positions and wrong labels, over the stages of a run and the ways to compute each:
     a layout, or those of the stage's groups; and whether all are within TOLERANCE. Works on documents of each stage's first steps, made
-    small (`Small`), in processes on this machine: the reference on its CPU, the ways on devices of this type. What waits on disk does so in
-    stream.folder, where that is given. Raises LongshiftError, OutOfMemoryError where there is no room for it."""
+    small (`SmallRun`), in processes on this machine: the reference on its CPU, the ways on devices of this type. What waits on disk does so
+    in stream.folder, where that is given. Raises LongshiftError, OutOfMemoryError where there is no room for it."""
     for config, ways in stages:
-        _make_room(config, Small.of(config, ways), ways, device)
+        _make_room(SmallRun.of(config, ways), ways, device)
     results = [_check_stage(config, ways, device) for config, ways in stages]
-    rows = [CheckedLayout(stage=number, **row) for number, result in enumerate(results, 1) for row in result.rows]
+    rows = [CheckedLayout(stage=number, **row) for number, (_, rows) in enumerate(results, 1) for row in rows]
+    references = [reference for reference, _ in results]
     worst = {kind: max((getattr(row, kind) for row in rows), key=lambda value: (math.isnan(value), value)) for kind in KINDS}
     leaked = sum(row.leaked_positions for row in rows)
-    wrong = sum(result.wrong_labels for result in results)
-    run = stages[0][0]
+    wrong = sum(reference["wrong_labels"] for reference in references)
     return Checked(
-        reference="one process, float64" + f"; {EIGHT_BITS}" * run.formats.float8,
-        documents=sum(result.documents for result in results),
-        tokens=sum(result.tokens for result in results),
-        reference_loss=results[-1].loss,
+        reference="one process, float64" + f"; {EIGHT_BITS}" * stages[0][0].formats.float8,
+        documents=sum(reference["documents"] for reference in references),
+        tokens=sum(reference["tokens"] for reference in references),
+        reference_loss=references[-1]["loss"],
         **worst,
         leaked_positions=leaked,
         wrong_labels=wrong,
@@ -170,33 +214,25 @@ def check(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]], device: s
     )
 
 
-def _check_stage(config: Config, ways: Sequence[Sequence[Layout]], device: str) -> StageCheck:
-    small = Small.of(config, ways)
-    texts = [" > ".join(map(str, small.layouts(config, way))) for way in ways]
-    worlds = [_ranks(layouts[0].world, device, device) for layouts in ways]
+def _check_stage(config: Config, ways: Ways, device: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What `write_reference` says of a stage, and a row for each way."""
+    small = SmallRun.of(config, ways)
+    worlds = [_ranks(way[0].world, device, device) for way in ways]
     with temporary_folder() as scratch:
-        path = str(scratch / "truth.safetensors")
+        run = {"config": config.to_yaml(), "ways": [[str(layout) for layout in way] for way in ways], "scratch": str(scratch)}
         with _ranks(1, "cpu", device) as alone:
-            here = {"config": config.to_yaml(), "scratch": str(scratch), "small": asdict(small)}
-            (trial,) = alone.call("longshift.trainer.check_run:trial_of", DEADLINE_S, **here)
-            (wrong,) = alone.call("longshift.trainer.check_run:wrong_labels", DEADLINE_S, config=config.to_yaml())
-            (loss,) = alone.call("longshift.trainer.check:write_reference", DEADLINE_S, trial=trial, path=path)
+            (reference,) = alone.call("longshift.trainer.check_run:write_reference", DEADLINE_S, **run)
         rows = []
-        for layouts, text, there in zip(ways, texts, worlds):
-            with there as world:
-                found = world.call("longshift.trainer.check:compare", DEADLINE_S, path=path, trial=trial, layout=text)
-                leaks = [
-                    world.call("longshift.trainer.check_run:leaks", DEADLINE_S, trial=trial, layout=layout)[0]
-                    for layout in dict.fromkeys(text.split(" > "))
-                ]
-            row = {"layout": " > ".join(map(str, layouts)), "computed": text}
-            row |= {kind: max(answer[kind] for answer in found) for kind in KINDS}
-            rows.append(row | {what: sum(leak[what] for leak in leaks) for what in leaks[0]})
-    documents = trial["given"][0]
-    return StageCheck(rows, len(documents), sum(len(ids) for ids, _ in documents), loss, wrong)
+        for number, (way, ranks) in enumerate(zip(ways, worlds)):
+            with ranks as world:
+                answers = world.call("longshift.trainer.check_run:compare", DEADLINE_S, **run, number=number)
+            computed = _joined(group.use for group in small.groups(way))
+            worst = {kind: max(answer[kind] for answer in answers) for kind in KINDS}
+            rows.append({"layout": _joined(way), "computed": computed} | answers[0] | worst)
+    return reference, rows
 
 
-def not_exercised(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]]) -> list[str]:
+def not_exercised(stages: Sequence[tuple[Config, Ways]]) -> list[str]:
     """What a run has that its check does not compute, with the reason where it is not plain, a line each."""
     run = stages[0][0]
     train, home = run.train, run.home
@@ -220,12 +256,9 @@ def not_exercised(stages: Sequence[tuple[Config, Sequence[Sequence[Layout]]]]) -
     return list(dict.fromkeys(found))
 
 
-def wrong_labels(world: World, config: str) -> int:
+def wrong_labels(batches: Batches, cache: TokenCache) -> int:
     """How many tokens and labels of a run's first documents, and of its first pieces of cut ones, are not what the tokens on disk say: a
     label is the token that follows in the whole document, where that is learned."""
-    run = parse_config(config)
-    _, cache = open_corpus(run)
-    batches = Batches.of(run, cache)
     cuts = batches.spans
     pieces = np.flatnonzero(cuts.stop - cuts.start < cache.lengths[cuts.document])[:PIECES]
     first = batches.at(0)
@@ -241,9 +274,13 @@ def wrong_labels(world: World, config: str) -> int:
     return wrong
 
 
-def _ranks(size: int, here: str, device: str) -> ForkedWorld:
-    """A world on devices of type `here`; forked where no rank of the check uses a GPU."""
-    return ForkedWorld(size) if device == "cpu" else SpawnedWorld(size, here)
+def _joined(layouts: Iterable[Layout]) -> str:
+    return " > ".join(map(str, layouts))
+
+
+def _ranks(size: int, type: str, device: str) -> ForkedWorld:
+    """A world on devices of a type; forked where no rank of the check uses a GPU."""
+    return ForkedWorld(size) if device == "cpu" else SpawnedWorld(size, type)
 
 
 def _in_proportion(layout: Layout, longest: int, of_run: int) -> Layout:
@@ -254,20 +291,16 @@ def _in_proportion(layout: Layout, longest: int, of_run: int) -> Layout:
     return replace(layout, chunk=max(layout.sequence, chunk))
 
 
-def _make_room(config: Config, small: Small, ways: Sequence[Sequence[Layout]], device: str) -> None:
+def _make_room(small: SmallRun, ways: Ways, device: str) -> None:
     """Raises OutOfMemoryError where this machine's memory does not hold the reference, or what the ranks of a way have together."""
-    asked: list[tuple[str, Sequence[Layout], int]] = [("one process", [Layout()], 1)]
-    if device == "cpu":
-        asked += [(" > ".join(map(str, way)), small.layouts(config, way), way[0].world) for way in ways]
+    asked = {"one process": [Layout()]} | {_joined(way): way for way in ways if device == "cpu"}
     free = host_memory()[1]
-    for name, layouts, ranks in asked:
-        ends, packs = (small.edges, small.packs) if len(layouts) > 1 else (small.edges[-1:], small.packs[-1:])
-        edges = tuple(Edge(*each) for each in zip(ends, layouts, packs))
-        links = Links(ranks, 1.0, 1.0)
-        way = Itinerary(small.spec(config), edges, links, 8, 8, SwitchOptions())
-        formats = replace(FORMATS["float64"], float8=config.formats.float8)
-        shape = StepShape(way, edges, formats, sum(small.lengths()), small.longest)
-        need = ranks * most(needs(shape, edges, "gloo", True)).device.total
+    formats = replace(FORMATS["float64"], float8=small.config.formats.float8)
+    for name, way in asked.items():
+        ranks, groups = way[0].world, tuple(small.groups(way))
+        itinerary = Itinerary(small.spec, groups, Links(ranks, 1.0, 1.0), 8, 8, SwitchOptions())
+        shape = StepShape(itinerary, groups, formats, sum(small.lengths()), small.longest)
+        need = ranks * most(needs(shape, groups, "gloo", True)).device.total
         if need > free:
             raise OutOfMemoryError(
                 f"check computes in float64 and without a GPU for its reference: {name} needs {need / 2**30:.1f} GiB for tensors, and "
@@ -302,76 +335,67 @@ def recorded(world: World, config: str, scratch: str) -> dict:
     return verdict(seen, predicted(player), ROWS)
 
 
-def trial_of(world: World, config: str, scratch: str, small: dict) -> dict:
-    """Steps of a run made small, as a Trial in JSON: their documents are pieces of the run's first ones. `scratch`: where the disk
-    tier is, unless the run names a folder."""
-    run, size = parse_config(config), Small(**small)
-    is_early = "disk" in run.home.at.named and run.train.clip is not None
-    norms = EARLY_NORMS if is_early else NORMS
-    steps = len(norms)
-    _, cache = open_corpus(run)
-    batches = Batches.of(run, cache)
-    lengths, batch = size.lengths() * steps, batches.at(0)
-    ids, labels = [document.ids for document in batch.documents], [document.labels for document in batch.documents]
-    for _ in range(MOST_READ - 1):
-        if sum(map(len, ids)) >= sum(lengths):
-            break
-        batch = batches.at(batch.next_cursor)
-        ids += [document.ids for document in batch.documents]
-        labels += [document.labels for document in batch.documents]
-    all_ids, all_labels = (np.resize(np.concatenate(parts), sum(lengths)) for parts in (ids, labels))
-    documents = []
-    for length, end in zip(lengths, np.cumsum(lengths)):
-        own = all_labels[end - length : end].copy()
-        own[-1] = IGNORE
-        if (own == IGNORE).all():  # a piece of a prompt: any label will do
-            own[:-1] = all_ids[end - length + 1 : end]
-        documents.append((tuple(all_ids[end - length : end].tolist()), tuple(own.tolist())))
-    count = len(documents) // steps
-    return Trial(
-        size.spec(run),
-        (),
-        given=tuple(tuple(documents[step * count : (step + 1) * count]) for step in range(steps)),
-        capacity=size.packs[-1],
-        seed=run.train.seed,
-        warmup=0,
-        clips=norms if run.train.clip is not None else (None,) * steps,
-        rule=run.train.rule,
-        folder=run.model.path if run.model.init == "pretrained" else None,
-        edges=tuple(size.edges[:-1]),
-        packs=tuple(size.packs[:-1]),
-        bucket_bytes=run.switch.bucket,
-        ahead_bytes=run.switch.ahead,
-        stream_folder=run.stream.folder or scratch,
-        home=str(run.home.at),
-        compile=run.train.compile,
-        float8=run.formats.float8,
-    ).to_json()
+def _parse(config: str, ways: Sequence[Sequence[str]]) -> tuple[SmallRun, list[list[Layout]]]:
+    layouts = [[Layout.parse(word) for word in way] for way in ways]
+    return SmallRun.of(parse_config(config), layouts), layouts
 
 
-def leaks(world: World, trial: dict, layout: str) -> dict[str, int]:
-    """How many of some target positions see what they must not, under a layout."""
-    what = Trial.from_json(trial)
-    _, player = build(what, [Layout.parse(layout)], world)
-    documents = sorted(what.batches()[0].documents, key=lambda document: len(document.ids))
+def write_reference(world: World, config: str, ways: Sequence[Sequence[str]], scratch: str) -> dict[str, Any]:
+    """Write the documents of a run made small, and the truth of their steps, into the folder `scratch`. Returns documents and tokens of a
+    step, the loss of the last, and how many labels of the run's own documents are wrong."""
+    small, _ = _parse(config, ways)
+    _, cache = open_corpus(small.config)
+    batches = Batches.of(small.config, cache)
+    (Path(scratch) / DOCUMENTS).write_text(json.dumps(small.documents(batches)), encoding="utf-8")
+    case = small.case(Path(scratch))
+    reference = Reference(case)
+    for step in range(len(case.batches)):
+        reference.train(step)
+    truth = reference.result()
+    save_file(truth, Path(scratch) / TRUTH)
+    first, wrong = case.batches[0], wrong_labels(batches, cache)
+    return {"documents": len(first.documents), "tokens": first.tokens, "loss": float(truth["loss"][-1]), "wrong_labels": wrong}
+
+
+def compare(world: World, config: str, ways: Sequence[Sequence[str]], scratch: str, number: int) -> dict[str, Any]:
+    """Differences of a way to the truth in `scratch`, and how many of some target positions see what they must not; collective."""
+    small, layouts = _parse(config, ways)
+    case, groups = small.case(Path(scratch)), small.groups(layouts[number])
+    state, player = small.build(case, groups, world, Path(scratch))
+    comparison = Comparison(case, load_file(Path(scratch) / TRUTH))
+    for step in range(len(case.batches)):
+        comparison.train(step, state, player)
+    differences = comparison.result(state, player)
+    del state, player
+    leaked = probed = 0
+    for layout in dict.fromkeys(group.use for group in groups):
+        _, player = small.build(case, [Edge(small.longest, layout, small.packs[-1])], world, Path(scratch))
+        seen = leaks(player, case, small.config.train.seed)
+        leaked, probed = leaked + sum(seen), probed + len(seen)
+    return differences | {"leaked_positions": leaked, "probed_positions": probed}
+
+
+def leaks(player: Player, case: Case, seed: int) -> list[bool]:
+    """For some target positions, whether their loss depends on what they must not see."""
+    documents = sorted(case.batches[0].documents, key=lambda document: len(document.ids))
     documents = [documents[-1], *documents[:-1]]  # the longest, and short ones
     documents = documents[: max(2, bisect_left(list(accumulate(len(d.ids) for d in documents)), PROBED_TOKENS))]
-    random = np.random.default_rng(what.seed)
+    random = np.random.default_rng(seed)
     targets = [(d, int(p)) for d, document in enumerate(documents) for p in np.flatnonzero(document.labels != IGNORE)]
     chosen = [targets[i] for i in np.linspace(0, len(targets) - 1, min(PROBES, len(targets))).astype(int)]
-    leaked = 0
+    leaked = []
     for document, position in chosen:
-        before, after = ([], [])
+        original, replaced = list[Document](), list[Document]()
         for number, other in enumerate(documents):
             seen = position + 1 if number == document else 0
             labels = np.full_like(other.labels, IGNORE)
             if number == document:
                 labels[position] = other.labels[position]
-            noise = random.integers(0, what.spec.vocab, len(other.ids))
-            before.append(Document(other.ids, labels))
-            after.append(Document(np.where(np.arange(len(other.ids)) < seen, other.ids, noise), labels))
-        leaked += _loss(player, before) != _loss(player, after)
-    return {"leaked_positions": leaked, "probed_positions": len(chosen)}
+            noise = random.integers(0, case.spec.vocab, len(other.ids))
+            original.append(Document(other.ids, labels))
+            replaced.append(Document(np.where(np.arange(len(other.ids)) < seen, other.ids, noise), labels))
+        leaked.append(_loss(player, original) != _loss(player, replaced))
+    return leaked
 
 
 def _loss(player: Player, documents: Sequence[Document]) -> float:

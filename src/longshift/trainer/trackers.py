@@ -1,42 +1,157 @@
-"""Trackers: where the rows of a run go besides `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio, MLflow. Needs no torch.
+"""Trackers: where the rows of a run go besides `metrics.jsonl`. Each is an optional extra, as in `pip install 'longshift[wandb]'`.
 
     save: {trackers: [wandb, mlflow], project: my-project}
 
-Each is a file of its own, beside this one, and an optional extra. Rank 0 alone has them. A process that trains is one run of the tracker: a
-run that was resumed is there in parts, named by their first steps, for trackers do not take a step again that they have already.
+    tensorboard  scalars in the run folder's `tensorboard/`, for `tensorboard --logdir runs`
+    wandb        offline, into the run folder's `wandb/`, unless the user's environment or settings say otherwise (WANDB_MODE=online);
+                 `wandb sync RUN/wandb/offline-run-*` sends it later
+    trackio      into its own folder (TRACKIO_DIR), unless the environment names a Space (TRACKIO_SPACE_ID); `trackio show` shows it
+    mlflow       where MLFLOW_TRACKING_URI says, else into `mlflow.db` in the current folder, for `mlflow ui`
 
-    start   once, with the config, before the first row
-    log     a row of numbers for each step
-    finish  once, with whether the run has ended without an error
+Rank 0 alone has them. A process that trains is one run of the tracker: a run that was resumed is there in parts, named by their first steps
+and grouped by the run's folder, for trackers do not take a step again that they have already. Needs no torch.
 """
 
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread, current_thread
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from longshift.errors import UsageError
 from longshift.trainer.metrics import StepMetrics, say
 
 PLAIN = ("step", "groups", "layout", "valid", "resumed")  # of a step's fields, those that are no number of their own
 PATIENCE_S = 30.0  # for servers, at the end of a run
+MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # of one call, and of a value, at the most
 
 
-class Tracker(Protocol):
-    """Takes the rows of one process of a run, in a thread. Any method may raise: the run goes on without the tracker then."""
+class Tracker:
+    """Takes the rows of one process of a run, in a thread. Any method may raise: the run goes on without the tracker then. Mutable:
+    `run`, of the tracker."""
+
+    package = ""
+
+    def __init__(self, folder: Path, project: str):
+        """`folder`: of the run. Raises ImportError where the package cannot be imported."""
+        self.folder, self.project = folder, project
+        self.library: Any = import_module(self.package)
+        self.run: Any = None
 
     def start(self, config: Mapping[str, Any], first: int) -> None:
-        """Begin with a resolved config. `first`: the step of the first row."""
-        ...
+        """Begin with a resolved config, before the first row. `first`: its step."""
+        raise NotImplementedError
 
-    def log(self, step: int, row: Mapping[str, float]) -> None: ...
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """Take the numbers of a step."""
+        self.run.log(dict(row), step=step)
 
-    def finish(self, ok: bool) -> None: ...
+    def finish(self, ok: bool) -> None:
+        """End. `ok`: whether the run has ended without an error."""
+        raise NotImplementedError
+
+    def part_names(self, first: int) -> dict[str, str]:
+        """What a process of the run that begins with step `first` is called, and the group of all parts of the run."""
+        name = self.folder.name
+        return {"project": self.project, "name": name if first == 1 else f"{name} from step {first}", "group": name}
+
+
+class TensorBoardLog(Tracker):
+    """A resumed run hides the steps that it computes again."""
+
+    package = "torch.utils.tensorboard.writer"
+
+    def start(self, config: Mapping[str, Any], first: int) -> None:
+        self.run = self.library.SummaryWriter(str(self.folder / "tensorboard"), purge_step=first)
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        for name, value in row.items():
+            self.run.add_scalar(name, value, step)
+        self.run.flush()
+
+    def finish(self, ok: bool) -> None:
+        self.run.close()
+
+
+class WandbLog(Tracker):
+    """Weights & Biases, which is asked nothing: no code, no console, no git."""
+
+    package = "wandb"
+
+    def start(self, config: Mapping[str, Any], first: int) -> None:
+        has_mode = "mode" in self.library.setup().settings.model_fields_set  # by WANDB_MODE, or a settings file
+        settings = self.library.Settings(console="off", silent=True, disable_git=True, save_code=False, login_timeout=30)
+        self.run = self.library.init(
+            **self.part_names(first),
+            dir=str(self.folder),
+            config=dict(config),
+            mode=None if has_mode else "offline",
+            settings=settings,
+            reinit="create_new",
+        )
+
+    def finish(self, ok: bool) -> None:
+        self.run.finish(exit_code=0 if ok else 1)
+
+
+class TrackioLog(Tracker):
+    package = "trackio"
+
+    def start(self, config: Mapping[str, Any], first: int) -> None:
+        self.run = self.library.init(**self.part_names(first), config=dict(config), embed=False, auto_log_gpu=False, auto_log_cpu=False)
+
+    def finish(self, ok: bool) -> None:
+        self.library.finish()  # that of the run would be called again when Python ends
+
+
+class MlflowLog(Tracker):
+    """MLflow, in the experiment that is named as the project. The parts of a run have the tag longshift.run."""
+
+    package = "mlflow"
+
+    def start(self, config: Mapping[str, Any], first: int) -> None:
+        self.client = self.library.MlflowClient()
+        tags = {"longshift.run": str(self.folder)}
+        name = self.part_names(first)["name"]
+        self.run = self.client.create_run(self._experiment(), run_name=name, tags=tags).info.run_id
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(config)}
+        params = [self.library.entities.Param(key, text[:MLFLOW_LETTERS]) for key, text in texts.items()]
+        for begin in range(0, len(params), MLFLOW_PARAMS):
+            self.client.log_batch(self.run, params=params[begin : begin + MLFLOW_PARAMS])
+
+    def _experiment(self) -> str:
+        """The experiment's number. Another process may make it at the same time."""
+        if known := self.client.get_experiment_by_name(self.project):
+            return known.experiment_id
+        try:
+            return self.client.create_experiment(self.project)
+        except self.library.MlflowException:
+            return self.client.get_experiment_by_name(self.project).experiment_id
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        metrics = [self.library.entities.Metric(name, value, now_ms, step) for name, value in row.items()]
+        self.client.log_batch(self.run, metrics=metrics)
+
+    def finish(self, ok: bool) -> None:
+        self.client.set_terminated(self.run, status="FINISHED" if ok else "FAILED")
+
+
+TRACKERS: Mapping[str, type[Tracker]] = {"tensorboard": TensorBoardLog, "wandb": WandbLog, "trackio": TrackioLog, "mlflow": MlflowLog}
+
+
+def open_tracker(name: str, folder: Path, project: str) -> Tracker:
+    """A tracker that has not started. Raises UsageError where its package cannot be imported."""
+    try:
+        return TRACKERS[name](folder, project)
+    except ImportError as fault:
+        raise UsageError(f"save.trackers: {name} cannot be imported ({fault}): pip install 'longshift[{name}]'") from None
 
 
 def expect(names: Sequence[str]) -> None:
@@ -44,11 +159,6 @@ def expect(names: Sequence[str]) -> None:
     for name in names:
         if find_spec(name) is None:
             raise UsageError(f"save.trackers: {name} is not installed: pip install 'longshift[{name}]', or leave it out")
-
-
-def part_name(folder: Path, first: int) -> str:
-    """What a tracker calls a process of a run that begins with step `first`."""
-    return folder.name if first == 1 else f"{folder.name} from step {first}"
 
 
 def numbers(step: StepMetrics) -> dict[str, float]:
