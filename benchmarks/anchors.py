@@ -43,8 +43,9 @@ from longshift.simulate.rates import rates
 from longshift.spec import families
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import links_of
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape
 from longshift.workload.given import Lengths
 from longshift.workload.groups import Edge

@@ -37,7 +37,7 @@ from longshift.state.precision import Precision
 from longshift.state.records import PIECE, THREADS, Extent, Records, Vector
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
-from longshift.switch.itinerary import home_layout
+from longshift.workload.groups import home_layout
 
 
 def made(world: World, trial: Trial, layout: str) -> tuple[State, Player]:

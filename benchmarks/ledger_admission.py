@@ -10,8 +10,9 @@ from dataclasses import replace
 from longshift.layout.layout import Layout
 from longshift.spec.families import preset
 from longshift.spec.formats import FORMATS
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape, most, needs
 from longshift.workload.groups import Edge
 

@@ -18,8 +18,9 @@ from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.spec.formats import formats_of
 from longshift.step.update import train_step
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.ledger import Weighed
 from longshift.weigh.needs import StepShape
 from longshift.weigh.recorder import Transport

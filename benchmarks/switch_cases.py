@@ -14,9 +14,9 @@ from longshift.layout.layout import Layout
 from longshift.spec.families import preset
 from longshift.spec.model import ModelSpec
 from longshift.switch.links import Links
+from longshift.switch.options import Planner
 from longshift.switch.placed import Placed, placed, together, turn_about
 from longshift.switch.plan import Plan, switch_plan
-from longshift.switch.planners import Planner
 from longshift.switch.traffic import Traffic, traffic
 
 BF16_BYTES = 2

@@ -37,11 +37,11 @@ from longshift.state.home import Home, random_source
 from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop
-from longshift.switch.itinerary import Cut, SwitchOptions
+from longshift.switch.itinerary import Cut
 from longshift.switch.links import Links, assumed
+from longshift.switch.options import Planner, SwitchOptions
 from longshift.switch.placed import placed, turn_about
 from longshift.switch.plan import Plan, switch_plan
-from longshift.switch.planners import Planner
 from longshift.switch.traffic import traffic
 
 PLANNERS: tuple[Planner, ...] = get_args(Planner)

@@ -30,10 +30,9 @@ from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.update import State, score
-from longshift.switch.itinerary import SwitchOptions, home_layout
-from longshift.switch.planners import Planner
+from longshift.switch.options import Planner, SwitchOptions
 from longshift.trainer.check import Case, Comparison, Reference, uneven_source
-from longshift.workload.groups import Edge
+from longshift.workload.groups import Edge, home_layout
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,9 @@ from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.stream import tiers
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.ledger import Weighed
 from longshift.weigh.needs import StepShape
 from longshift.workload.groups import Edge

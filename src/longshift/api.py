@@ -38,7 +38,8 @@ from longshift.layout import legal
 from longshift.layout.auto_layout import AutoLayout
 from longshift.layout.layout import Layout
 from longshift.spec.formats import WeightFormat
-from longshift.trainer.metrics import MetricsLog, StepMetrics, say
+from longshift.terminal import say, silent
+from longshift.trainer.metrics import MetricsLog, StepMetrics
 from longshift.trainer.resumed import going_on, named
 from longshift.trainer.run_folder import RunFolder, prepare, read_config
 from longshift.trainer.trackers import Trackers, open_tracker
@@ -51,10 +52,6 @@ if TYPE_CHECKING:
     from longshift.trainer.auto_plan import Planned
 
 Say = Callable[[str], None]
-
-
-def silent(line: str) -> None:
-    """No line."""
 
 
 def train(config: Config | str | Path, *overrides: str, resume: bool = False, crowded: bool = False) -> Iterator[StepMetrics]:

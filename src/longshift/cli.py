@@ -1,6 +1,6 @@
 """The command line. Exit codes are those of `errors.py`, and 130 for a run that was stopped; an error is printed once, last.
 
-Imports of what needs torch stand inside the commands: see [Note: imports inside functions] in `api.py`.
+What commands need is imported inside them, so that help and config errors come at once: see [Note: imports inside functions] in `api.py`.
 """
 
 import signal
@@ -16,38 +16,22 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
-from rich.console import Console
 
-from longshift import api
-from longshift.cluster import files
-from longshift.cluster.host import forks_ranks
-from longshift.command_results import print_result
-from longshift.config import Config
-from longshift.config_file import load_config
-from longshift.dist.memory import address_space, lacks_memory
-from longshift.dist.parent import call_this_process, end_with_parent
-from longshift.dist.ranks import Seed
 from longshift.errors import LongshiftError, OutOfMemoryError, UsageError
 from longshift.files import NO_ROOM, OF_DISKS, refused
-from longshift.layout.auto_layout import AutoLayout
 from longshift.spec.formats import WeightFormat
-from longshift.starter import notes, starter, write_new
-from longshift.stream.trace import writable
-from longshift.trainer.header import Header
-from longshift.trainer.interrupt import ENDING, Interrupt
-from longshift.trainer.metrics import Display, open_streams, read_or_not, say
-from longshift.trainer.plan_file import PlanFile, keep
-from longshift.trainer.resumed import going_on
-from longshift.trainer.run_folder import RunFolder, prepare, read_asked, summarize_run, write_cause
-from longshift.workload.given import Lengths
+from longshift.terminal import open_streams, read_or_not, say, silent
 
 if TYPE_CHECKING:
-    pass
+    from longshift.config import Config
+    from longshift.dist.ranks import Seed
+    from longshift.trainer.plan_file import PlanFile
+    from longshift.trainer.run_folder import RunFolder
 
 if FIRST_HANDLER is signal.default_int_handler:
     with suppress(ValueError):
@@ -58,7 +42,7 @@ INTERRUPTED = 130
 app = App(
     name="longshift",
     help="Train transformer language models on sequences of any length.",
-    version=lambda: version("longshift"),
+    version=lambda: import_module("importlib.metadata").version("longshift"),
     version_flags=["--version"],
     suppress_keyboard_interrupt=False,
 )
@@ -81,6 +65,8 @@ def init(
     json: Json = False,
 ) -> None:
     """Write a commented starter config."""
+    from longshift.starter import notes, starter, write_new
+
     text, told = starter(model, data), notes(model)
     if to is not None:
         write_new(text, to)
@@ -108,14 +94,31 @@ def train(
     json: Json = False,
 ) -> None:
     """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment."""
+    from longshift.config_file import load_config
+
     run, (rank, world) = load_config(config, overrides), _place()
+
+    from rich.console import Console
+
+    from longshift import api
+    from longshift.cluster.host import forks_ranks
+    from longshift.command_results import print_result
+    from longshift.dist.ranks import Seed
+    from longshift.layout.auto_layout import AutoLayout
+    from longshift.stream.trace import writable
+    from longshift.trainer.header import Header
+    from longshift.trainer.interrupt import ENDING, Interrupt
+    from longshift.trainer.plan_file import keep
+    from longshift.trainer.resumed import going_on
+    from longshift.trainer.run_folder import RunFolder, prepare, summarize_run
+
     several = world is None and (isinstance(run.layout, AutoLayout) or run.world > 1)
     with Seed(_load, _work) if several and not explain and forks_ranks() else nullcontext() as seed:
         console = Console(highlight=False)
         header = Header(console, console.is_terminal and rank == 0 and not explain and not json)
         header.begin(run, config)
         resume = resume or (resume_auto and not explain and RunFolder(Path(run.save.dir)).begun())
-        run = going_on(run, config, overrides, say if rank == 0 else api.silent) if resume else run
+        run = going_on(run, config, overrides, say if rank == 0 else silent) if resume else run
         run, plan = _planned(run)
         run = api.with_choices(run, say)
         if explain:
@@ -136,7 +139,7 @@ def train(
         else:
             if seed:
                 seed.close()
-            stop = Interrupt(*ENDING, say=say if rank == 0 else api.silent)
+            stop = Interrupt(*ENDING, say=say if rank == 0 else silent)
             if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may be killed: its ranks save and end
                 stop.end_with_launcher()
             _run_told(run, folder, rank, resume, json, stop, trace)
@@ -155,6 +158,10 @@ def train(
 @app.command(show=False)
 def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, json: Json = False) -> None:
     """One rank that `train` started. It ends with the process that started it."""
+    from longshift.dist.parent import call_this_process, end_with_parent
+    from longshift.trainer.interrupt import Interrupt
+    from longshift.trainer.run_folder import RunFolder, read_asked, write_cause
+
     end_with_parent(signal.SIGKILL, int(os.environ.get("LONGSHIFT_PARENT", os.getppid())))
     stop = Interrupt()
     rank, _ = _place()
@@ -174,6 +181,9 @@ def worker(run: Path, /, *, resume: bool = False, trace: Path | None = None, jso
 @app.command
 def data(config: File, /, *overrides: Overrides, json: Json = False) -> None:
     """Show documents, tokens, a length histogram and what each cap would lose."""
+    from longshift import api
+    from longshift.command_results import print_result
+
     print_result(api.data(config, *overrides), json)
 
 
@@ -191,6 +201,9 @@ def check(
     In float64, on the GPUs that are visible, a rank each, else on the CPU. With --timeline, play the run's first step and compare its
     memory with what was predicted. The exit code is 1 where a layout differs from one process, or a recorded peak from the predicted one.
     """
+    from longshift import api
+    from longshift.command_results import print_result
+
     if timeline == (against is not None):
         raise UsageError("check needs --against LAYOUT or --timeline, one of them")
     if against is None:
@@ -219,18 +232,21 @@ def plan(
 
     Exit code 2 where nothing fits, with the smallest change after which something would.
     """
-    run, trace = load_config(config, overrides), None if trace is None else writable(trace)
+    from longshift.config_file import load_config
+
+    run = load_config(config, overrides)
+
+    from longshift import api
+    from longshift.command_results import print_result
+    from longshift.stream.trace import writable
     from longshift.trainer.auto_plan import write_config, write_trace
 
-    found = api.make_plan(run, on, fabric, lengths, say, api.silent if json else say)
+    trace = None if trace is None else writable(trace)
+    found = api.make_plan(run, on, fabric, lengths, say, silent if json else say)
     if trace is not None and found.choice.best is not None:
         write_trace(found.choice.best, trace)
     if html is not None:
-        try:
-            from longshift.trainer.plan_plots import write_html
-        except ImportError:
-            raise UsageError("--html needs a package: pip install 'longshift[report]'") from None
-        write_html(found, html)
+        _plots("longshift.trainer.plan_plots").write_html(found, html)
     if emit is not None:
         write_config(run, found, emit)
     print_result(found.result(), json)
@@ -248,6 +264,9 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Fit what is known of a cluster to the steps of a run, finished or not, and write it for longshift plan --on."""
+    from longshift import api
+    from longshift.command_results import print_result
+
     print_result(api.calibrate(run, on=on, to=output), json)
 
 
@@ -263,6 +282,9 @@ def export(
     json: Json = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer; adapters alone as a folder of PEFT."""
+    from longshift import api
+    from longshift.command_results import print_result
+
     print_result(api.export(run, to, best=best, precision=precision, merge=merge), json)
 
 
@@ -275,6 +297,8 @@ def report(
     json: Json = False,
 ) -> None:
     """Write what runs have done as one HTML file: losses, rates, memory, time and tokens by length, predicted beside measured."""
+    from longshift import api
+
     file = to or (None if json else Path("longshift-report.html") if more else run / "report.html")
     found = api.report(run, *more, to=file)
     print(jsonlib.dumps({"runs": [one.to_json() for one in found]}) if json else f"wrote {file}")
@@ -295,28 +319,35 @@ def profile(
 
     On several GPUs, or under torchrun, all ranks measure together.
     """
+    from rich.console import Console
+
+    from longshift.cluster import files
     from longshift.profile.report import show as show_profile
     from longshift.profile.run import measure_here
 
     rank, world = _place()
-    found = measure_here(_per_node(world or 1), quick, fresh, say if rank == 0 else api.silent)
+    found = measure_here(_per_node(world or 1), quick, fresh, say if rank == 0 else silent)
     if rank != 0:
         return
     if output is not None:
         files.save(found, output)
     if html is not None:
-        try:
-            from longshift.profile.plots import write_html
-        except ImportError:
-            raise UsageError("--html needs a package: pip install 'longshift[report]'") from None
-        write_html(found, html)
+        _plots("longshift.profile.plots").write_html(found, html)
     if json:
         print(jsonlib.dumps(files.encode(found)))
     else:
         show_profile(found, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
 
 
-def _launch(run: Config, folder: RunFolder, resume: bool, json: bool, trace: Path | None, seed: Seed | None, crowded: bool) -> None:
+def _plots(module: str) -> Any:
+    """A module that draws. Raises UsageError where it lacks a package."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise UsageError("--html needs a package: pip install 'longshift[report]'") from None
+
+
+def _launch(run: "Config", folder: "RunFolder", resume: bool, json: bool, trace: Path | None, seed: "Seed | None", crowded: bool) -> None:
     """Train in ranks of this machine, forked from `seed` where there is one."""
     from longshift.trainer.launch import launch
 
@@ -340,8 +371,12 @@ def _work(words: Sequence[str]) -> None:
     main()
 
 
-def _planned(run: Config) -> tuple[Config, PlanFile | None]:
+def _planned(run: "Config") -> "tuple[Config, PlanFile | None]":
     """With `layout: auto` chosen for this machine and the run's corpus, and the plan."""
+    from longshift import api
+    from longshift.layout.auto_layout import AutoLayout
+    from longshift.workload.given import Lengths
+
     if not isinstance(run.layout, AutoLayout):
         return run, None
     if _place()[1] is not None:
@@ -352,21 +387,25 @@ def _planned(run: Config) -> tuple[Config, PlanFile | None]:
     return resolve_layout(run, lambda ranks: api.this_machine(ranks, say), lambda: Lengths.from_array(api.open_tokens(run).lengths), say)
 
 
-def _run(run: Config, folder: RunFolder, rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None) -> None:
+def _run(run: "Config", folder: "RunFolder", rank: int, resume: bool, json: bool, stop: Callable[[], bool], trace: Path | None) -> None:
     """This process's rank; rank 0 shows the steps."""
+    from longshift import api
+    from longshift.trainer.display import Display
+
     display = Display(run.train.steps, json, latest=folder.latest) if rank == 0 else None
     with display or nullcontext():
-        for step in api.run_rank(run, folder, resume, stop, trace, display.memory if display else api.silent):
+        for step in api.run_rank(run, folder, resume, stop, trace, display.memory if display else silent):
             if display:
                 display.show(step)
 
 
-def _run_told(run: Config, folder: RunFolder, rank: int, *how: Any) -> None:
+def _run_told(run: "Config", folder: "RunFolder", rank: int, *how: Any) -> None:
     """`_run`, where no launcher looks after it: a failure is told in its own class."""
     try:
         _run(run, folder, rank, *how)
     except Exception as fault:
         from longshift.trainer.launch import rank_error
+        from longshift.trainer.run_folder import write_cause
 
         error = rank_error(fault, rank)
         if _place()[1] is not None:
@@ -403,8 +442,10 @@ def _place_in_words() -> str:
     )
 
 
-def _check_under_launcher(run: Config, world: int) -> None:
+def _check_under_launcher(run: "Config", world: int) -> None:
     """Raises UsageError where the layouts are not possible with the launcher's number of ranks."""
+    from longshift import api
+
     try:
         api.check_layouts(run, world)
     except UsageError as fault:
@@ -441,6 +482,8 @@ def main() -> None:
     except Warning as fault:
         _tell(UsageError(f"{fault} (a warning that PYTHONWARNINGS, or python -W, makes an error)"))
     except Exception as fault:
+        from longshift.dist.memory import address_space, lacks_memory
+
         if lacks_memory(fault):
             _tell(OutOfMemoryError(f"this process gets no more memory ({str(fault) or 'MemoryError'}){address_space()}"))
         if not (isinstance(fault, OSError) and fault.errno in OF_DISKS):

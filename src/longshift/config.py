@@ -53,9 +53,9 @@ from longshift.spec.formats import Format, GradientWire, MomentFormat, Precision
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import OptimizerName, Rule
 from longshift.spec.stretch import stretched
-from longshift.switch.itinerary import SwitchOptions, home_layout
+from longshift.switch.options import SwitchOptions
 from longshift.workload import waits
-from longshift.workload.groups import Edge
+from longshift.workload.groups import Edge, home_layout
 from longshift.workload.lengths import Overlong
 
 LEAST_LR = 0.1  # of lr, where min_lr is not given

@@ -20,8 +20,9 @@ from longshift.state.home import Home
 from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
 from longshift.state.visit import Stop, Switches
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
+from longshift.switch.options import SwitchOptions
 from longshift.switch.placed import Placed, Spread, placed
 from longshift.switch.plan import Plan
 from longshift.workload.groups import Edge

@@ -41,9 +41,10 @@ from longshift.spec.families import PRESETS, to_hugging_face
 from longshift.state.manifest import render, sealed
 from longshift.state.moments import DTYPES
 from longshift.trainer import loop
+from longshift.trainer.display import Display
 from longshift.trainer.interrupt import ENDING, Interrupt
 from longshift.trainer.launch import _Interrupts
-from longshift.trainer.metrics import Display, MetricsLog, StepMetrics, read_rows
+from longshift.trainer.metrics import MetricsLog, StepMetrics, read_rows
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -410,16 +411,16 @@ def test_errors_in_json_are_json(place, longshift):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, *ENDING])
 def test_ctrl_c_or_a_scheduler_finishes_the_step_and_saves(place, longshift, monkeypatch, number):
-    from longshift.trainer import metrics
+    from longshift.trainer import display
 
-    describe = metrics.describe
+    describe = display.describe
 
     def interrupt_first(step, steps):
         if step.step == 1:
             signal.raise_signal(number)
         return describe(step, steps)
 
-    monkeypatch.setattr(metrics, "describe", interrupt_first)
+    monkeypatch.setattr(display, "describe", interrupt_first)
     code, out, err = longshift("train run.yaml train.steps=50 save.every=50")
     assert code == 130
     assert "stopped at step 2 of 50" in out

@@ -29,8 +29,9 @@ from longshift.spec.formats import EIGHT_BITS
 from longshift.trainer import admission
 from longshift.trainer.admission import admit
 from longshift.trainer.build_run import build_state
+from longshift.trainer.display import Display, describe, fitted
 from longshift.trainer.header import Header, data_told, layout_told, length_rows, model_told
-from longshift.trainer.metrics import Display, GroupMetrics, StepMetrics, describe, fitted
+from longshift.trainer.metrics import GroupMetrics, StepMetrics
 from longshift.trainer.plan_file import PlanFile
 from longshift.trainer.run_folder import RunFolder
 from longshift.trainer.trial_ranking import TrialResult

@@ -15,8 +15,9 @@ from longshift.simulate.cost import Cost
 from longshift.simulate.rates import rates
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec, Rope
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import links_of
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape, most, needs
 from longshift.workload.groups import Edge
 

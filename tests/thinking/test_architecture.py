@@ -19,6 +19,7 @@ import longshift
 THINKING = (
     *(
         "errors",
+        "terminal",
         "background",
         "temporary",
         "files",

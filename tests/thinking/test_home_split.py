@@ -12,8 +12,9 @@ from longshift.program.operations import Op
 from longshift.program.step import Steps
 from longshift.program.turns import visit_of
 from longshift.spec.families import preset
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.ledger import Ledger
 from longshift.workload.groups import Edge
 

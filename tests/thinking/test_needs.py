@@ -18,8 +18,9 @@ from longshift.simulate.cost import OF_PRESETS, PASSES, Cost, Mesh, habits
 from longshift.simulate.rates import rates
 from longshift.spec.formats import FORMATS
 from longshift.spec.model import ModelSpec, Rope
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
+from longshift.switch.options import SwitchOptions
 from longshift.weigh import held_packs
 from longshift.weigh import ledger as ledgers
 from longshift.weigh.held_home import saved_bytes

@@ -35,8 +35,9 @@ from longshift.planner.task import CONTEXT_BYTES, FILLED, Task
 from longshift.spec.families import preset
 from longshift.spec.formats import FORMATS, Format, Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed
+from longshift.switch.options import SwitchOptions
 from longshift.trainer.auto_plan import plan
 from longshift.weigh.needs import StepShape, most, needs
 from longshift.workload.given import Lengths

@@ -21,8 +21,9 @@ from longshift.program.step import Steps
 from longshift.program.turns import RankLayout, Visit
 from longshift.schedule.pipeline import events
 from longshift.spec.model import ModelSpec, Rope
-from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
+from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links
+from longshift.switch.options import SwitchOptions
 from longshift.switch.plan import Plan
 from longshift.workload.groups import Edge
 

@@ -24,8 +24,9 @@ from longshift.simulate.rates import FITTED, Constants, rates
 from longshift.spec import families
 from longshift.spec.formats import Wire, formats_of
 from longshift.spec.model import ModelSpec, Rope
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import assumed, links_of
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape
 from longshift.workload.groups import Edge
 

@@ -15,8 +15,9 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.legal import faults
 from longshift.spec.model import ModelSpec
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
+from longshift.switch.options import SwitchOptions
 from longshift.switch.placed import Placed, Spread, placed, plainest, together, turn_about
 from longshift.switch.plan import Plan, switch_plan
 from longshift.switch.traffic import least_s, traffic

@@ -23,11 +23,10 @@ from longshift.simulate.cost import RECOMPUTE, Mesh
 from longshift.simulate.turn_calls import TurnKind, turn_calls
 from longshift.spec.formats import Format, adds_inside
 from longshift.spec.model import ModelSpec
-from longshift.switch.itinerary import home_layout
 from longshift.weigh.needs import micros_of
 from longshift.weigh.recorder import Transport
 from longshift.weigh.turn_profile import Part, Phase
-from longshift.workload.groups import Edge
+from longshift.workload.groups import Edge, home_layout
 
 LEAST_SHARE = 0.9  # of a stage's share of home, that the rank has at the least which needs most under a layout of other stages
 

@@ -11,8 +11,9 @@ from longshift.planner.memory_bound import Training
 from longshift.simulate.cost import Habits, habits
 from longshift.spec.formats import Format, MomentFormat, Wire, formats_of
 from longshift.spec.model import ModelSpec
-from longshift.switch.itinerary import Itinerary, SwitchOptions
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import links_of
+from longshift.switch.options import SwitchOptions
 from longshift.weigh.needs import StepShape
 from longshift.weigh.recorder import Transport
 from longshift.workload.given import Lengths

@@ -37,8 +37,9 @@ from longshift.step.compose import prepare
 from longshift.step.runner import Runner, WholePacks
 from longshift.stream.tiers import Moved, tier_of
 from longshift.stream.trace import Recorder
-from longshift.switch.itinerary import Cut, Itinerary, SwitchOptions
+from longshift.switch.itinerary import Cut, Itinerary
 from longshift.switch.links import Links, assumed
+from longshift.switch.options import SwitchOptions
 from longshift.workload.groups import Edge, LengthGroup, length_groups
 
 

@@ -17,23 +17,13 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import buckets
 from longshift.spec.model import ModelSpec
 from longshift.switch.links import Links
+from longshift.switch.options import Planner, SwitchOptions
 from longshift.switch.placed import Placed, Side, placed, plainest, together, turn_about
 from longshift.switch.plan import Plan, switch_plan
-from longshift.switch.planners import Planner
 from longshift.switch.traffic import least_s, traffic
-from longshift.workload.groups import Edge, visiting_order
+from longshift.workload.groups import Edge, home_layout, visiting_order
 
 MOST_PLANNED = 4  # cuts: n of them are n * n plans to compare, a second each for a large model; of more, estimates are compared
-
-
-@dataclass(frozen=True)
-class SwitchOptions:
-    """How switches are planned. `bucket_bytes`: the most that a rank sends, or receives, in one exchange. `ahead_bytes`: how much of the
-    next layout's weights may arrive while the one before still computes."""
-
-    planner: Planner = "fan_out"
-    bucket_bytes: int = 32 << 20
-    ahead_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -44,12 +34,6 @@ class Cut:
     layout: Layout
     side: Side
     at_home: bool
-
-
-def home_layout(edges: Sequence[Edge]) -> Layout:
-    """The layout that cuts home: the only one, or the longest group's, sharded."""
-    last = edges[-1].use
-    return last if len(edges) == 1 else replace(last, zero=max(1, last.zero))
 
 
 def cuts(spec: ModelSpec, edges: Sequence[Edge], home: Layout) -> dict[Layout, Cut]:

@@ -22,8 +22,9 @@ import numpy as np
 from longshift.layout.box import Box
 from longshift.switch.joined import Joined, joined
 from longshift.switch.links import Links
+from longshift.switch.options import Planner
 from longshift.switch.placed import Placed, Spread
-from longshift.switch.planners import BETWEEN, ENTERED, INSIDE, Moves, Planner, assign
+from longshift.switch.planners import BETWEEN, ENTERED, INSIDE, Moves, assign
 from longshift.switch.slices import Slices, refine
 
 

@@ -13,14 +13,12 @@ Ties go to the lowest rank; loads are whole bytes. So every rank finds the same 
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from longshift.switch.links import Links
+from longshift.switch.options import Planner
 from longshift.switch.slices import Slices
-
-Planner = Literal["fan_out", "algorithm1", "first_owner"]
 
 FULL = 2**62
 INSIDE, BETWEEN, ENTERED = range(3)  # rows of the loads: sent inside nodes, sent between nodes, received from other nodes

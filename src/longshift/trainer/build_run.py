@@ -18,12 +18,12 @@ from longshift.state.optimizer import Optimizer
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.update import State, not_finite
-from longshift.switch.itinerary import home_layout
 from longshift.switch.links import agreed, links_of
 from longshift.trainer.corpus import open_on_ranks
 from longshift.trainer.facts import Facts, Fingerprints, expect
 from longshift.trainer.measured import profile_here
 from longshift.trainer.stages import Stage, schedule_of
+from longshift.workload.groups import home_layout
 
 
 class StageStart(NamedTuple):

@@ -45,14 +45,15 @@ from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
-from longshift.switch.itinerary import Itinerary, SwitchOptions, home_layout
+from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
+from longshift.switch.options import SwitchOptions
 from longshift.trainer.build_run import build_player, build_state, open_data
 from longshift.trainer.check import Case, Comparison, Reference, uneven_source
 from longshift.trainer.corpus import open_corpus
 from longshift.weigh.needs import StepShape, most, needs
 from longshift.weigh.timeline import Timeline, predicted, rank_of, verdict
-from longshift.workload.groups import Edge, LengthGroup
+from longshift.workload.groups import Edge, LengthGroup, home_layout
 
 Ways = Sequence[Sequence[Layout]]  # ways to compute a stage: a layout, or those of its groups
 

@@ -13,8 +13,9 @@ from longshift.config import Config
 from longshift.dist.world import World
 from longshift.forecast import RunForecast
 from longshift.simulate.calibrate import band_of_errors
+from longshift.terminal import say
 from longshift.trainer.measured import profile_here
-from longshift.trainer.metrics import StepMetrics, read_rows, say
+from longshift.trainer.metrics import StepMetrics, read_rows
 from longshift.trainer.plan_file import place, read
 from longshift.trainer.run_folder import RunFolder
 

@@ -31,7 +31,7 @@ from longshift.config_parts import PROJECT_VOCAB
 from longshift.errors import printable
 from longshift.layout.layout import format_size
 from longshift.spec.formats import EIGHT_BITS
-from longshift.trainer.metrics import LABEL, named_lines
+from longshift.trainer.display import LABEL, named_lines
 from longshift.trainer.plan_file import PlanFile
 from longshift.trainer.run_folder import RunFolder
 from longshift.workload.lengths import Bin, histogram

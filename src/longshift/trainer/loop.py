@@ -26,6 +26,7 @@ from longshift.state.checkpoint import Checkpoint
 from longshift.state.saver import Saver
 from longshift.step.player import Player, Ready
 from longshift.step.update import Outcome, State, not_finite, train_step
+from longshift.terminal import say
 from longshift.trainer.admission import admit
 from longshift.trainer.ahead import Ahead
 from longshift.trainer.build_run import StageStart, build_player, open_data, resume_or_build
@@ -39,7 +40,7 @@ from longshift.trainer.gather_metrics import (
     gather_status,
     make_step_metrics,
 )
-from longshift.trainer.metrics import StepMetrics, faults_of_rows, say
+from longshift.trainer.metrics import StepMetrics, faults_of_rows
 from longshift.trainer.run_folder import RunFolder, adopt
 from longshift.trainer.stages import Stage, stages_of
 from longshift.trainer.step_trace import StepTrace

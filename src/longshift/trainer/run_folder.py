@@ -39,7 +39,8 @@ from longshift.config_file import load_config
 from longshift.errors import LongshiftError, PeerError, UsageError
 from longshift.files import NO_ROOM, rewrite, written
 from longshift.spec.stretch import beyond, replaced_scaling
-from longshift.trainer.metrics import read_rows, say
+from longshift.terminal import say
+from longshift.trainer.metrics import read_rows
 from longshift.trainer.trackers import expect
 
 # What killed processes leave.

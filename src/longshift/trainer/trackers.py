@@ -25,7 +25,8 @@ from threading import Thread, current_thread
 from typing import Any, TextIO
 
 from longshift.errors import UsageError
-from longshift.trainer.metrics import StepMetrics, say
+from longshift.terminal import say
+from longshift.trainer.metrics import StepMetrics
 
 PLAIN = ("step", "groups", "layout", "valid", "resumed")  # of a step's fields, those that are no number of their own
 PATIENCE_S = 30.0  # for servers, at the end of a run

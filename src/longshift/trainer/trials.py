@@ -19,8 +19,9 @@ from longshift.config import Config
 from longshift.dist.world import World
 from longshift.errors import UsageError
 from longshift.files import rewrite, written
+from longshift.terminal import say
 from longshift.trainer.measured import calibrated, clocked, profile_here
-from longshift.trainer.metrics import StepMetrics, say
+from longshift.trainer.metrics import StepMetrics
 from longshift.trainer.plan_file import parse, place
 
 STEPS = 4  # of a trial

@@ -8,7 +8,7 @@ layout only its replicas have a say in this. A group without documents does not 
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -46,6 +46,12 @@ class Edge:
         """The line that `parse_edges` reads."""
         pack = {"pack": format_size(self.pack)} if self.pack != self.upto else {}
         return {"upto": format_size(self.upto), "use": str(self.use)} | pack
+
+
+def home_layout(edges: Sequence[Edge]) -> Layout:
+    """The layout that cuts home: the only one, or the longest group's, sharded."""
+    last = edges[-1].use
+    return last if len(edges) == 1 else replace(last, zero=max(1, last.zero))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,179 @@
+"""What a terminal shows of steps: one live line, plain lines, or JSON lines."""
+
+import math
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from longshift.layout.layout import format_size
+from longshift.terminal import read_or_not
+from longshift.trainer.metrics import StepMetrics
+
+LABEL = 8  # columns of a line's name
+FIRST = 10  # steps that stay above the live line; of later ones, one in LEAST_GAP_S seconds, and in GAP_SHARE of the seconds so far
+LEAST_GAP_S, GAP_SHARE = 5.0, 0.01
+MOST = ("valid", "skipped", "norm", "lr", "predicted", "flops", "groups", "offload")  # of a line, besides what is always there
+
+
+class Display:
+    """Shows steps as they come: on a terminal one live line, above which some of the steps before stay; plain lines elsewhere; JSON lines
+    where asked for. `latest`: the file that names the newest checkpoint, so that a line says when there is a new one. `clock`: seconds.
+    Mutable: what it has shown."""
+
+    def __init__(
+        self,
+        steps: int,
+        as_json: bool = False,
+        console: Console | None = None,
+        latest: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._steps, self._as_json, self._latest, self._clock = steps, as_json, latest, clock
+        self._console = console or Console(file=sys.stdout, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not as_json else None
+        self._step: StepMetrics | None = None  # on the live line
+        self._saved = self._newest()
+        self._kept, self._began_s, self._kept_s = 0, clock(), clock()
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+            self._live.update(Text("waiting for the first step"), refresh=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live:
+            with read_or_not():
+                if self._step is None:
+                    self._live.update(Text(""), refresh=True)
+                self._live.stop()
+                if saved := self._saved_now():
+                    self._print(saved)
+
+    def memory(self, told: str) -> None:
+        """What memory the steps that follow need; on a terminal alone."""
+        with read_or_not():
+            if self._live:
+                self._console.print(Text("\n".join(named_lines("memory", told, self._console.width))), "")
+
+    def show(self, step: StepMetrics) -> None:
+        with read_or_not():
+            if self._live is None:
+                print(step.to_json() if self._as_json else describe(step, self._steps), file=self._console.file, flush=True)
+                return
+            saved = self._saved_now()
+            if self._step and (saved or self._stays(self._step)):
+                self._print(fitted(self._step, self._steps, self._console.width))
+                self._kept, self._kept_s = self._kept + 1, self._clock()
+            if saved:
+                self._print(saved)
+            self._step = step
+            self._live.update(Text(fitted(step, self._steps, self._console.width), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _stays(self, step: StepMetrics) -> bool:
+        """Whether a step that is over stays above the live line: the first ones, then fewer as the run grows old, and what is not usual."""
+        gap_s = max(LEAST_GAP_S, GAP_SHARE * (self._clock() - self._began_s))
+        unusual = step.valid_loss is not None or step.skipped or not math.isfinite(step.loss)
+        return self._kept < FIRST or unusual or self._clock() - self._kept_s >= gap_s
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line, no_wrap=True, overflow="ellipsis"))
+
+    def _newest(self) -> str | None:
+        with suppress(OSError):
+            return self._latest.read_text(encoding="utf-8", errors="replace").strip() if self._latest else None
+        return None
+
+    def _saved_now(self) -> str | None:
+        """A line about the newest checkpoint, the first time that it is seen."""
+        newest = self._newest()
+        if newest == self._saved or newest is None or self._latest is None:
+            return None
+        self._saved = newest
+        return f"saved   checkpoints/{newest}"
+
+
+def named_lines(name: str, text: str, width: int) -> list[str]:
+    """A text under a name, in lines of at most so many columns."""
+    return textwrap.wrap(f"{name:<{LABEL}}{text}", width, subsequent_indent=" " * LABEL, break_on_hyphens=False)
+
+
+def describe(step: StepMetrics, steps: int) -> str:
+    """A step as one line; `steps` is the length of the run."""
+    return "  ".join(_words(step, steps).values())
+
+
+def fitted(step: StepMetrics, steps: int, width: int) -> str:
+    """As much of `describe` as has room in `width` columns. Step, loss, tokens/s, memory and ETA stay, in fewer letters where they must."""
+    words, chosen = _words(step, steps), {"step", "loss", "rate", "memory", "eta"}
+    line = ""
+    for name in ("step", *MOST):
+        more = "  ".join(word for key, word in words.items() if key in {*chosen, name})
+        if len(more) <= width:
+            line, chosen = more, {*chosen, name}
+    if line:
+        return line
+    count, left = f"{step.step}/{steps}", _clock((steps - step.step) * step.seconds)
+    rate, memory = f"{_short(step.tokens_per_s).replace(' ', '')} tok/s", _memory(step.memory_bytes)
+    brief = f"step {count}  loss {step.loss:.4f}  {rate}  {memory}  ETA {left}"
+    return brief if len(brief) <= width else f"{count} loss {step.loss:.4g} {rate} {memory} ETA {left}"
+
+
+def _words(step: StepMetrics, steps: int) -> dict[str, str]:
+    """What a line says of a step, by name, in the order in which it is said."""
+    words = {
+        "step": f"step {step.step}/{steps}",
+        "loss": f"loss {step.loss:.4f}",
+    }
+    if step.valid_loss is not None:
+        words["valid"] = f"valid {step.valid_loss:.4f}" + " (stops: no better)" * step.early
+    words |= {
+        "norm": f"norm {step.grad_norm:.3g}",
+        "lr": f"lr {step.lr:.2e}",
+        "rate": f"{step.tokens_per_s:,.0f} tokens/s",
+        "flops": f"{_short(step.model_flops_per_s)}FLOP/s",
+        "memory": f"{step.memory_bytes / 2**20:.0f} MiB",
+    }
+    if step.predicted_seconds is not None and step.band is not None:
+        words["predicted"] = f"{step.seconds:.3g} s of {step.predicted_seconds:.3g} predicted, within {step.band:.0%}"
+    if len(step.groups) > 1:
+        exposed, hidden = (sum(getattr(g, f"switch_{what}_s") for g in step.groups) for what in ("exposed", "hidden"))
+        alone = len({g.layout for g in step.groups}) == 1
+        by_group = ", ".join((f"<= {format_size(g.upto)}" if alone else g.layout) + f" {g.seconds:.2f} s" for g in step.groups)
+        words["groups"] = by_group if alone else f"{by_group}; switch {hidden:.2f} s hidden, {exposed:.2f} s exposed"
+    if any(group.put_bytes for group in step.groups):
+        out, back = (sum(getattr(g, f"{what}_bytes") for g in step.groups) / 2**20 for what in ("put", "fetched"))
+        waited = [g.waited_s for g in step.groups if g.waited_s is not None]
+        words["offload"] = f"offload {out:.0f} MiB out, {back:.0f} MiB in" + (f", {sum(waited):.2f} s waited" if waited else "")
+    words["eta"] = f"ETA {_clock((steps - step.step) * step.seconds)}"
+    return words | ({"skipped": "update skipped (fp16 overflow)"} if step.skipped else {})
+
+
+def _memory(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:.1f} GiB"
+
+
+def _short(value: float) -> str:
+    """A number in powers of a thousand: `"12.3 k"` of `12345.0`."""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} E"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours // 24}d {hours % 24}h"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
