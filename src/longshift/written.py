@@ -1,24 +1,15 @@
 """What a person writes in YAML: plain scalars, lists and mappings, with the line of every key. Nothing else of YAML is known here, so that
 no text makes the reader fail, wait or grow: no anchors, no tags, no dates, and limits on size, depth and numbers.
 
-The parser's events are read, not its nodes, which it makes by recursion.
+The parser's events are read, not its nodes: values are made by recursion, which the limit on depth ends.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from yaml.events import (
-    AliasEvent,
-    CollectionEndEvent,
-    DocumentStartEvent,
-    Event,
-    MappingStartEvent,
-    NodeEvent,
-    ScalarEvent,
-    SequenceStartEvent,
-)
+from yaml.events import AliasEvent, CollectionEndEvent, DocumentStartEvent, Event, MappingStartEvent, NodeEvent, ScalarEvent
 
 from longshift.errors import UsageError
 
@@ -43,38 +34,18 @@ class Written:
     twice: list[tuple[tuple, int]]
 
 
-@dataclass
-class _Open:
-    """A mapping or a list that is being read (mutable); `key` waits for its value."""
-
-    at: tuple
-    values: dict[str, Any] | list[Any]
-    key: str | None = field(default=None)
-
-    def here(self) -> tuple:
-        return (*self.at, self.key if isinstance(self.values, dict) else len(self.values))
-
-    def put(self, value: object) -> None:
-        if isinstance(self.values, dict):
-            self.values[self.key or ""] = value
-            self.key = None
-        else:
-            self.values.append(value)
-
-
 def read_yaml(text: str, name: str) -> Written:
     """The one document of a text. Raises UsageError that names the line; `name` stands for the file in it."""
     if len(text) > MOST_BYTES:
         raise UsageError(f"{name} has {len(text)} characters, and a config has at most {MOST_BYTES}; is this the right file?")
-    reader = _Reader(name)
+    reader = _Reader(text, name)
     try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            reader.take(event)
+        value = reader.document()
     except yaml.YAMLError as fault:
         raise UsageError(f"{name} is not YAML: {' '.join(str(fault).split())[:300]}") from None
     except (ValueError, OverflowError) as fault:  # an escape or a directive that is no number
         raise UsageError(f"{name}:{reader.line}: is not YAML: {str(fault)[:100]}") from None
-    return Written(reader.value, reader.lines, reader.twice)
+    return Written(value, reader.lines, reader.twice)
 
 
 def not_text(text: str) -> str | None:
@@ -84,69 +55,76 @@ def not_text(text: str) -> str | None:
 
 
 class _Reader:
-    """Events to values (mutable: it holds what is open)."""
+    """Events to values (mutable: the line that was read last, and what `Written` says beside the value)."""
 
-    def __init__(self, name: str):
+    def __init__(self, text: str, name: str):
         self.name, self.line = name, 1
-        self.value: Any = None
         self.lines: dict[tuple, int] = {(): 1}
         self.twice: list[tuple[tuple, int]] = []
-        self._open: list[_Open] = []
-        self._documents = self._values = 0
+        self._events = yaml.parse(text, yaml.SafeLoader)
+        self._num_values = 0
 
-    def take(self, event: Event) -> None:
-        self.line = event.start_mark.line + 1
-        if isinstance(event, DocumentStartEvent):
-            self._documents += 1
-            if self._documents > 1:
-                raise self._fault("a second document (---); a config is one")
-        elif isinstance(event, CollectionEndEvent):
-            self._open.pop()
-        elif isinstance(event, NodeEvent):
-            self._node(event)
+    def document(self) -> object:
+        """The value of the only document."""
+        value, has_document = None, False
+        for event in self._events:
+            self.line = event.start_mark.line + 1
+            if isinstance(event, DocumentStartEvent):
+                if has_document:
+                    raise self._fault("a second document (---); a config is one")
+                has_document = True
+            elif isinstance(event, NodeEvent):
+                value = self._value(event, ())
+        return value
 
     def _fault(self, why: str) -> UsageError:
         return UsageError(f"{self.name}:{self.line}: {why}")
 
-    def _node(self, event: NodeEvent) -> None:
-        if isinstance(event, AliasEvent) or event.anchor is not None:
-            raise self._fault(f"{event.anchor!r} is an anchor or an alias (& or *), which is not read here: write the value out")
-        if event.tag is not None:  # pyright: ignore[reportAttributeAccessIssue]
-            raise self._fault(f"{event.tag!r} is a tag (!), which is not read here: leave it out")  # pyright: ignore[reportAttributeAccessIssue]
-        self._values += 1
-        if self._values > MOST_VALUES:
-            raise self._fault(f"more than {MOST_VALUES} keys and values; is this the right file?")
-        inside = self._open[-1] if self._open else None
-        if inside is not None and isinstance(inside.values, dict) and inside.key is None:
-            self._key(inside, event)
-            return
-        at = inside.here() if inside is not None else ()
-        self.lines.setdefault(at, self.line)
-        value = self._begin(event, at)
-        if inside is None:
-            self.value = value
-        else:
-            inside.put(value)
+    def _next(self) -> Event:
+        event = next(self._events)
+        self.line = event.start_mark.line + 1
+        return event
 
-    def _key(self, inside: _Open, event: NodeEvent) -> None:
-        if not isinstance(event, ScalarEvent):
-            raise self._fault("a list or a mapping stands where a key is needed")
-        at = (*inside.at, self._text(event))
-        if at in self.lines:
-            self.twice.append((at, self.line))
-        self.lines[at], inside.key = self.line, at[-1]
-
-    def _begin(self, event: NodeEvent, at: tuple) -> Any:
-        """The value of a scalar, or an empty collection that is open from here on."""
+    def _value(self, event: Event, path: tuple) -> object:
+        """The value that begins with an event."""
+        self._check_plain(event)
+        self.lines.setdefault(path, self.line)
         if isinstance(event, ScalarEvent):
             text = self._text(event)
             return self._scalar(text) if event.implicit[0] else text
-        values: Any = {} if isinstance(event, MappingStartEvent) else []
-        assert isinstance(event, MappingStartEvent | SequenceStartEvent)
-        if len(self._open) == MOST_DEPTH:
+        if len(path) == MOST_DEPTH:
             raise self._fault(f"more than {MOST_DEPTH} lists and mappings inside each other")
-        self._open.append(_Open(at, values))
+        if isinstance(event, MappingStartEvent):
+            return self._mapping(path)
+        values = list[object]()
+        while not isinstance(event := self._next(), CollectionEndEvent):
+            values.append(self._value(event, (*path, len(values))))
         return values
+
+    def _mapping(self, path: tuple) -> dict[str, object]:
+        values = dict[str, object]()
+        while not isinstance(event := self._next(), CollectionEndEvent):
+            self._check_plain(event)
+            if not isinstance(event, ScalarEvent):
+                raise self._fault("a list or a mapping stands where a key is needed")
+            key = self._text(event)
+            key_path = (*path, key)
+            if key_path in self.lines:
+                self.twice.append((key_path, self.line))
+            self.lines[key_path] = self.line
+            values[key] = self._value(self._next(), key_path)
+        return values
+
+    def _check_plain(self, event: Event) -> None:
+        """Raises UsageError for what is no plain key or value, or one too many."""
+        anchor, tag = getattr(event, "anchor", None), getattr(event, "tag", None)
+        if isinstance(event, AliasEvent) or anchor is not None:
+            raise self._fault(f"{anchor!r} is an anchor or an alias (& or *), which is not read here: write the value out")
+        if tag is not None:
+            raise self._fault(f"{tag!r} is a tag (!), which is not read here: leave it out")
+        self._num_values += 1
+        if self._num_values > MOST_VALUES:
+            raise self._fault(f"more than {MOST_VALUES} keys and values; is this the right file?")
 
     def _text(self, event: ScalarEvent) -> str:
         if why := not_text(event.value):
