@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
+from longshift.dist.memory import address_space, lacks_memory
 from longshift.errors import LongshiftError, OutOfMemoryError, UsageError
 from longshift.files import NO_ROOM, OF_DISKS, refused
 from longshift.spec.formats import WeightFormat
@@ -482,8 +483,6 @@ def main() -> None:
     except Warning as fault:
         _tell(UsageError(f"{fault} (a warning that PYTHONWARNINGS, or python -W, makes an error)"))
     except Exception as fault:
-        from longshift.dist.memory import address_space, lacks_memory
-
         if lacks_memory(fault):
             _tell(OutOfMemoryError(f"this process gets no more memory ({str(fault) or 'MemoryError'}){address_space()}"))
         if not (isinstance(fault, OSError) and fault.errno in OF_DISKS):
