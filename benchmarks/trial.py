@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.documents.batch import Document, StepBatch
+from longshift.layout.box import Box
 from longshift.layout.home_tiers import HomeTiers
 from longshift.layout.layout import Layout
 from longshift.model.loss import IGNORE
@@ -25,13 +27,13 @@ from longshift.spec.formats import GradientWire, MomentFormat, PrecisionName, We
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
 from longshift.state.checkpoint import Checkpoint, save
-from longshift.state.home import Home, Source
+from longshift.state.home import Home, Source, random_source
 from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import LossScale, Precision
 from longshift.step.player import Player
 from longshift.step.update import State, score
 from longshift.switch.options import Planner, SwitchOptions
-from longshift.trainer.check import Case, Comparison, Reference, uneven_source
+from longshift.trainer.check import Case, Comparison, Reference
 from longshift.workload.groups import Edge, home_layout
 
 
@@ -108,8 +110,18 @@ class Trial:
         return Case(self.spec, self.formats, self.rule, self.schedule, self.source(), batches, [self.clip] * len(batches))
 
     def source(self) -> Source:
-        """Initial weights, the same float32 numbers in every precision."""
-        return uneven_source(self.spec, self.seed)
+        """Initial weights, the same float32 numbers in every precision; drawn ones with norms, biases and adapters moved off their usual 1
+        and 0, so that a wrong gradient of theirs shows."""
+        drawn = random_source(self.spec, self.seed, torch.float32)
+
+        def source(name: str, box: Box) -> Tensor:
+            if self.spec.by_name[name].init not in ("zeros", "ones"):
+                return drawn(name, box)
+            places = (torch.arange(first, last, dtype=torch.float32) for first, last in zip(box.start, box.stop))
+            phase = sum(at.mul_(7**dim).view(-1, *[1] * (len(box.shape) - dim - 1)) for dim, at in enumerate(places))
+            return drawn(name, box) + 0.1 * torch.sin(torch.as_tensor(phase)).expand(box.shape)
+
+        return source
 
     def batches(self) -> list[StepBatch]:
         """The steps' documents; of drawn ones the labels are the ids shifted, none at a document's end."""

@@ -55,17 +55,20 @@ Overrides = Annotated[str, Parameter(help="changes to the config, as in train.lr
 
 @app.command
 def init(
-    model: Annotated[str, Parameter(help="a preset, or a Hugging Face folder on this machine")] = "tiny-llama",
+    model: str = "tiny-llama",
     /,
     *,
-    data: Annotated[
-        tuple[str, ...],
-        Parameter(consume_multiple=True, negative="", help="files, folders or patterns of text; the standard library's sources if none"),
-    ] = (),
-    to: Annotated[Path | None, Parameter(help="the file to write; standard output if not given")] = None,
+    data: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
+    to: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Write a commented starter config."""
+    """Write a commented starter config.
+
+    Args:
+        model: a preset, or a Hugging Face folder on this machine
+        data: files, folders or patterns of text; the standard library's sources if none
+        to: the file to write; standard output if not given
+    """
     from longshift.starter import notes, starter, write_new
 
     text, told = starter(model, data), notes(model)
@@ -87,14 +90,21 @@ def train(
     config: File,
     /,
     *overrides: Overrides,
-    resume: Annotated[bool, Parameter(help="continue from the newest checkpoint in save.dir; --resume=auto: if there is one")] = False,
+    resume: bool = False,
     resume_auto: Annotated[bool, Parameter(show=False)] = False,
-    explain: Annotated[bool, Parameter(help="say what a step will insert, prune, move and need, and stop")] = False,
-    trace: Annotated[Path | None, Parameter(help="a file for what rank 0 plays in its first step, to open in ui.perfetto.dev")] = None,
-    crowded: Annotated[bool, Parameter(negative="", help="start more ranks than this machine's cores and memory are made for")] = False,
+    explain: bool = False,
+    trace: Path | None = None,
+    crowded: Annotated[bool, Parameter(negative="")] = False,
     json: Json = False,
 ) -> None:
-    """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment."""
+    """Train. Starts the layout's workers on this machine; under torchrun, takes its place from the environment.
+
+    Args:
+        resume: continue from the newest checkpoint in save.dir; --resume=auto: if there is one
+        explain: say what a step will insert, prune, move and need, and stop
+        trace: a file for what rank 0 plays in its first step, to open in ui.perfetto.dev
+        crowded: start more ranks than this machine's cores and memory are made for
+    """
     from longshift.config_file import load_config
 
     run, (rank, world) = load_config(config, overrides), _place()
@@ -193,14 +203,18 @@ def check(
     config: File,
     /,
     *overrides: Overrides,
-    against: Annotated[str | None, Parameter(help="the other layout, such as dp2.tp2")] = None,
-    timeline: Annotated[bool, Parameter(help="compare memory, by rank, and the operations after which it differs most")] = False,
+    against: str | None = None,
+    timeline: bool = False,
     json: Json = False,
 ) -> None:
     """Compute the same batch under the config's layout, or its groups of lengths, and another layout: loss, gradients, documents that leak.
 
     In float64, on the GPUs that are visible, a rank each, else on the CPU. With --timeline, play the run's first step and compare its
     memory with what was predicted. The exit code is 1 where a layout differs from one process, or a recorded peak from the predicted one.
+
+    Args:
+        against: the other layout, such as dp2.tp2
+        timeline: compare memory, by rank, and the operations after which it differs most
     """
     from longshift import api
     from longshift.command_results import print_result
@@ -221,17 +235,25 @@ def plan(
     config: File,
     /,
     *overrides: Overrides,
-    on: Annotated[str | None, Parameter(help="64xH100, 2x8xh100, or a file of longshift profile -o; this machine if none")] = None,
-    fabric: Annotated[str | None, Parameter(help="what a node's network cards carry together, as in 400G")] = None,
-    lengths: Annotated[Path | None, Parameter(help="lengths, one a line, or a histogram .csv; the config's corpus if none")] = None,
-    emit: Annotated[Path | None, Parameter(help="a file for the config with the best layouts")] = None,
-    trace: Annotated[Path | None, Parameter(help="a file for a step as it is predicted, to open in ui.perfetto.dev")] = None,
-    html: Annotated[Path | None, Parameter(help="a file for plots of time, memory and the ways that were compared")] = None,
+    on: str | None = None,
+    fabric: str | None = None,
+    lengths: Path | None = None,
+    emit: Path | None = None,
+    trace: Path | None = None,
+    html: Path | None = None,
     json: Json = False,
 ) -> None:
     """Say which layouts are best for the documents on a cluster, what a step takes, and why not another. Needs no GPU.
 
     Exit code 2 where nothing fits, with the smallest change after which something would.
+
+    Args:
+        on: 64xH100, 2x8xh100, or a file of longshift profile -o; this machine if none
+        fabric: what a node's network cards carry together, as in 400G
+        lengths: lengths, one a line, or a histogram .csv; the config's corpus if none
+        emit: a file for the config with the best layouts
+        trace: a file for a step as it is predicted, to open in ui.perfetto.dev
+        html: a file for plots of time, memory and the ways that were compared
     """
     from longshift.config_file import load_config
 
@@ -257,14 +279,20 @@ def plan(
 
 @app.command
 def calibrate(
-    run: Annotated[Path, Parameter(help="the run folder")],
+    run: Path,
     /,
     *,
-    on: Annotated[str | None, Parameter(help="what it trained on: 8xH100, or a file of longshift profile -o; this machine if none")] = None,
-    output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="the file to write; RUN/cluster.json if none")] = None,
+    on: str | None = None,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     json: Json = False,
 ) -> None:
-    """Fit what is known of a cluster to the steps of a run, finished or not, and write it for longshift plan --on."""
+    """Fit what is known of a cluster to the steps of a run, finished or not, and write it for longshift plan --on.
+
+    Args:
+        run: the run folder
+        on: what it trained on: 8xH100, or a file of longshift profile -o; this machine if none
+        output: the file to write; RUN/cluster.json if none
+    """
     from longshift import api
     from longshift.command_results import print_result
 
@@ -273,16 +301,24 @@ def calibrate(
 
 @app.command
 def export(
-    run: Annotated[Path, Parameter(help="the run folder")],
+    run: Path,
     /,
     *,
-    to: Annotated[Path, Parameter(help="the folder to make")],
-    best: Annotated[bool, Parameter(negative="", help="the checkpoint with the lowest validation loss, not the newest")] = False,
-    precision: Annotated[WeightFormat | None, Parameter(help="of the weights; that of the folder it began with if not given")] = None,
-    merge: Annotated[bool, Parameter(negative="", help="add adapters to the weights they are beside")] = False,
+    to: Path,
+    best: Annotated[bool, Parameter(negative="")] = False,
+    precision: WeightFormat | None = None,
+    merge: Annotated[bool, Parameter(negative="")] = False,
     json: Json = False,
 ) -> None:
-    """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer; adapters alone as a folder of PEFT."""
+    """Write a run's checkpoint as a Hugging Face folder: safetensors, config.json, tokenizer; adapters alone as a folder of PEFT.
+
+    Args:
+        run: the run folder
+        to: the folder to make
+        best: the checkpoint with the lowest validation loss, not the newest
+        precision: of the weights; that of the folder it began with if not given
+        merge: add adapters to the weights they are beside
+    """
     from longshift import api
     from longshift.command_results import print_result
 
@@ -291,13 +327,19 @@ def export(
 
 @app.command
 def report(
-    run: Annotated[Path, Parameter(help="a run folder")],
+    run: Path,
     /,
-    *more: Annotated[Path, Parameter(help="run folders to compare it with")],
-    to: Annotated[Path | None, Parameter(help="the file; report.html in the run folder, longshift-report.html here for several")] = None,
+    *more: Path,
+    to: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Write what runs have done as one HTML file: losses, rates, memory, time and tokens by length, predicted beside measured."""
+    """Write what runs have done as one HTML file: losses, rates, memory, time and tokens by length, predicted beside measured.
+
+    Args:
+        run: a run folder
+        more: run folders to compare it with
+        to: the file; report.html in the run folder, longshift-report.html here for several
+    """
     from longshift import api
 
     file = to or (None if json else Path("longshift-report.html") if more else run / "report.html")
@@ -308,17 +350,21 @@ def report(
 @app.command
 def profile(
     *,
-    quick: Annotated[bool, Parameter(help="fewer sizes, in less than half the time")] = False,
-    fresh: Annotated[bool, Parameter(help="measure again what an earlier profile of the same hardware and software has")] = False,
-    output: Annotated[
-        Path | None, Parameter(name=["--output", "-o"], help="a file for the profile, which commands that plan take as a machine")
-    ] = None,
-    html: Annotated[Path | None, Parameter(help="a file for plots of matmul, attention, copies, links and disk")] = None,
+    quick: bool = False,
+    fresh: bool = False,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    html: Path | None = None,
     json: Json = False,
 ) -> None:
     """Measure this machine: matmul, attention, links, copies, disk. What was measured before is shown again.
 
     On several GPUs, or under torchrun, all ranks measure together.
+
+    Args:
+        quick: fewer sizes, in less than half the time
+        fresh: measure again what an earlier profile of the same hardware and software has
+        output: a file for the profile, which commands that plan take as a machine
+        html: a file for plots of matmul, attention, copies, links and disk
     """
     from rich.console import Console
 

@@ -90,7 +90,7 @@ def waits_in(world: World, config: str, scratch: str) -> list[str]:
     """The folders of the tiers that are made where a config is checked."""
     small = SmallRun.of(parse_config(config), ways_of("chunk64.disk"))
     write_reference(world, config, [["chunk64.disk"]], scratch)
-    _, player = small.build(small.case(Path(scratch)), small.groups([Layout.parse("chunk64.disk")]), world, Path(scratch))
+    _, player = small.build(small.groups([Layout.parse("chunk64.disk")]), world, Path(scratch))
     return [str(runner.tier.folder) for runner in player.runners.values() if runner.tier]
 
 

@@ -101,4 +101,5 @@ FORMATS: Mapping[str, Format] = {
     "fp16": Format("float16", "float32"),
     "float64": Format("float64", "float64"),
     "float8": Format("bfloat16", "float32", float8=True),
+    "float64-float8": Format("float64", "float64", float8=True),  # how `longshift check` computes a run in float8
 }

@@ -1,5 +1,6 @@
 """What a stage of a run is built from: its documents, its state from a checkpoint, a model folder or the seed, and the player."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -121,10 +122,10 @@ def build_state(
     return state
 
 
-def build_player(config: Config, world: World, state: State, run: Path) -> Player:
+def build_player(config: Config, world: World, state: State, run: Path, checked: bool = False) -> Player:
     """Build what plays the steps of a run; collective, since ranks agree on the speed of links.
 
-    `run`: the run's folder, for what is streamed to disk.
+    `run`: the run's folder, for what is streamed to disk. `checked`: what comes back is compared.
     """
     nodes = -(-world.size // world.per_node)
     links = links_of(profile_here(world), world.per_node, nodes)
@@ -135,7 +136,7 @@ def build_player(config: Config, world: World, state: State, run: Path) -> Playe
         state.home,
         Precision.of(config.train.precision, config.formats.wire),
         config.switch.options,
-        config.stream.options(run),
+        replace(config.stream.options(run), checked=checked),
         links=agreed(links, world.gather_text),
         compile=config.train.compile,
     )

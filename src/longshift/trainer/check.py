@@ -8,7 +8,6 @@ last step), the weights, and the optimizer's moments.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +20,11 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, MicroBatch, Ops
 from longshift.model.functions import Elementwise
-from longshift.model.huggingface import WeightFolder
 from longshift.model.loss import IGNORE
 from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
-from longshift.state.home import Home, Source, random_source
+from longshift.state.home import Home, Source
 from longshift.state.optimizer import Schedule, decay_groups, torch_optimizer
 from longshift.state.precision import Precision
 from longshift.step.player import Player
@@ -50,24 +48,6 @@ class Case:
         """Names of what the gradients of a step are compared as: of the first and the last one."""
         steps = {"grad-first": 0, "grad-last": len(self.batches) - 1}
         return [kind for kind, number in steps.items() if number == step]
-
-
-def uneven_source(spec: ModelSpec, seed: int, folder: str | None = None) -> Source:
-    """Weights of a model folder, or drawn ones: the same float32 numbers in every precision. Drawn norms, biases and adapters are moved
-    off their usual 1 and 0, so that a wrong gradient of theirs shows."""
-    saved = WeightFolder(Path(folder), spec.base) if folder is not None else None
-    drawn = random_source(spec, seed, torch.float32)
-
-    def source(name: str, box: Box) -> Tensor:
-        if saved and name in spec.base.by_name:
-            return saved.read(name, box)
-        if spec.by_name[name].init not in ("zeros", "ones"):
-            return drawn(name, box)
-        axes = [torch.arange(first, last, dtype=torch.float32) * 7**dim for dim, (first, last) in enumerate(zip(box.start, box.stop))]
-        phase = torch.stack(torch.meshgrid(*axes, indexing="ij")).sum(0)
-        return drawn(name, box) + 0.1 * torch.sin(phase)
-
-    return source
 
 
 class Definition(Ops):

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load_file, save_file
 
 from longshift.command_results import Checked, CheckedLayout, MemoryCheck, MemoryDifference, RankPeak
-from longshift.config import Config
+from longshift.config import Config, WireConfig
 from longshift.config_file import parse_config
 from longshift.dist.fork import ForkedWorld, SpawnedWorld
 from longshift.dist.memory import host_memory
@@ -33,27 +34,23 @@ from longshift.dist.world import World
 from longshift.documents.batch import Batches, Document, StepBatch
 from longshift.documents.tokens import TokenCache
 from longshift.errors import OutOfMemoryError
+from longshift.explained import shape_of
 from longshift.files import temporary_folder
 from longshift.layout.layout import Layout
 from longshift.layout.loss_rows import loss_blocks
 from longshift.model.loss import IGNORE
-from longshift.schedule.chunks import StreamOptions
-from longshift.spec.formats import EIGHT_BITS, FORMATS
+from longshift.spec.formats import EIGHT_BITS
 from longshift.spec.model import ModelSpec
-from longshift.state.home import Home
-from longshift.state.optimizer import Optimizer, Schedule
 from longshift.state.precision import Precision
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
-from longshift.switch.itinerary import Itinerary
-from longshift.switch.links import Links
-from longshift.switch.options import SwitchOptions
-from longshift.trainer.build_run import build_player, build_state, open_data
-from longshift.trainer.check import Case, Comparison, Reference, uneven_source
+from longshift.trainer.build_run import build_player, build_state, initial, open_data
+from longshift.trainer.check import Case, Comparison, Reference
 from longshift.trainer.corpus import open_corpus
-from longshift.weigh.needs import StepShape, most, needs
+from longshift.trainer.stages import schedule_of
+from longshift.weigh.needs import most, needs
 from longshift.weigh.timeline import Timeline, predicted, rank_of, verdict
-from longshift.workload.groups import Edge, LengthGroup, home_layout
+from longshift.workload.groups import Edge, LengthGroup
 
 Ways = Sequence[Sequence[Layout]]  # ways to compute a stage: a layout, or those of its groups
 
@@ -161,30 +158,44 @@ class SmallRun:
         a_step = len(self.lengths())
         return [documents[begin : begin + a_step] for begin in range(0, len(documents), a_step)]
 
+    def run(self, groups: Sequence[Edge]) -> Config:
+        """The config of the small run under groups of lengths, in float64, with a short cosine of its own."""
+        run, steps = self.config, len(self.max_norms)
+        precision = "float64-float8" if run.formats.float8 else "float64"
+        rates = {"lr": LR, "min_lr": LR / 10, "warmup": 0, "schedule": "cosine"}
+        sizes = {"steps": steps, "tokens_per_step": sum(self.lengths()), "pack_tokens": None}
+        return run.model_copy(
+            update={
+                "spec": self.spec,  # in place of that of run.model
+                "layout": tuple(groups),
+                "train": run.train.model_copy(update={"precision": precision, **rates, **sizes}),
+                "data": run.data.model_copy(update={"max_len": self.longest}),
+                "home": run.home.model_copy(update={"moments": "float32"}),
+                "wire": WireConfig(),
+            }
+        )
+
     def case(self, scratch: Path) -> Case:
         """What is trained, with the documents that lie in `scratch`."""
-        train, model = self.config.train, self.config.model
         steps = json.loads((scratch / DOCUMENTS).read_text(encoding="utf-8"))
         documents = [[Document(np.array(ids), np.array(labels)) for ids, labels in step] for step in steps]
         targets = [sum(int((document.labels != IGNORE).sum()) for document in step) for step in documents]
+        run = self.run([])
         return Case(
             spec=self.spec,
-            precision=replace(Precision.of("float64"), float8=self.config.formats.float8),
-            rule=train.rule,
-            schedule=Schedule(LR, len(steps), LR / 10),
-            source=uneven_source(self.spec, train.seed, model.path if model.init == "pretrained" else None),
+            precision=Precision.of(run.train.precision),
+            rule=run.train.rule,
+            schedule=schedule_of(run),
+            source=initial(run, torch.float32),
             batches=[StepBatch(tuple(step), count, 0, len(step)) for step, count in zip(documents, targets)],
             clips=self.max_norms,
         )
 
-    def build(self, case: Case, groups: Sequence[Edge], world: World, scratch: Path) -> tuple[State, Player]:
-        """State and player of a case under layouts. What waits on disk does so in `scratch`, unless the run names a folder."""
-        config, folder = self.config, self.config.stream.folder or str(scratch)
-        cut = home_layout(groups)
-        home = Home.made(case.spec, cut, world, case.precision, case.source, home_in=config.home.at, folder=folder, rule=case.rule)
-        state = State(case.spec, home, Optimizer(home, case.rule), case.schedule, case.clips[0])
-        stream, compile = StreamOptions(folder, checked=True), config.train.compile
-        return state, Player(case.spec, groups, world, home, case.precision, config.switch.options, stream, compile=compile)
+    def build(self, groups: Sequence[Edge], world: World, scratch: Path) -> tuple[State, Player]:
+        """State and player under groups of lengths. What waits on disk does so in `scratch`, unless the run names a folder."""
+        run = self.run(groups)
+        state = build_state(run, world, scratch)
+        return state, build_player(run, world, state, scratch, checked=True)
 
 
 def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> Checked:
@@ -245,7 +256,6 @@ def not_exercised(stages: Sequence[tuple[Config, Ways]]) -> list[str]:
         (run.wire.weights != "compute", f"wire.weights: {run.wire.weights} (sent whole)"),
         (len(stages) > 1, "train.stages: the checkpoint between two stages (each begins with weights of its own)"),
         (True, "train.lr, train.warmup, train.schedule (a short cosine of its own)"),
-        (bool(run.model.lora and run.model.lora.init_from), "model.lora.init_from (adapters are drawn)"),
         (run.data.valid is not None or run.data.held_out is not None, "validation"),
     ]
     found = [line for there, line in lines if there]
@@ -296,12 +306,9 @@ def _make_room(small: SmallRun, ways: Ways, device: str) -> None:
     """Raises OutOfMemoryError where this machine's memory does not hold the reference, or what the ranks of a way have together."""
     asked = {"one process": [Layout()]} | {_joined(way): way for way in ways if device == "cpu"}
     free = host_memory()[1]
-    formats = replace(FORMATS["float64"], float8=small.config.formats.float8)
     for name, way in asked.items():
-        ranks, groups = way[0].world, tuple(small.groups(way))
-        itinerary = Itinerary(small.spec, groups, Links(ranks, 1.0, 1.0), 8, 8, SwitchOptions())
-        shape = StepShape(itinerary, groups, formats, sum(small.lengths()), small.longest)
-        need = ranks * most(needs(shape, groups, "gloo", True)).device.total
+        shape = shape_of(small.run(small.groups(way)))
+        need = way[0].world * most(needs(shape, shape.edges, "gloo", True)).device.total
         if need > free:
             raise OutOfMemoryError(
                 f"check computes in float64 and without a GPU for its reference: {name} needs {need / 2**30:.1f} GiB for tensors, and "
@@ -362,7 +369,7 @@ def compare(world: World, config: str, ways: Sequence[Sequence[str]], scratch: s
     """Differences of a way to the truth in `scratch`, and how many of some target positions see what they must not; collective."""
     small, layouts = _parse(config, ways)
     case, groups = small.case(Path(scratch)), small.groups(layouts[number])
-    state, player = small.build(case, groups, world, Path(scratch))
+    state, player = small.build(groups, world, Path(scratch))
     comparison = Comparison(case, load_file(Path(scratch) / TRUTH))
     for step in range(len(case.batches)):
         comparison.train(step, state, player)
@@ -370,7 +377,7 @@ def compare(world: World, config: str, ways: Sequence[Sequence[str]], scratch: s
     del state, player
     leaked = probed = 0
     for layout in dict.fromkeys(group.use for group in groups):
-        _, player = small.build(case, [Edge(small.longest, layout, small.packs[-1])], world, Path(scratch))
+        _, player = small.build([Edge(small.longest, layout, small.packs[-1])], world, Path(scratch))
         seen = leaks(player, case, small.config.train.seed)
         leaked, probed = leaked + sum(seen), probed + len(seen)
     return differences | {"leaked_positions": leaked, "probed_positions": probed}
