@@ -21,7 +21,7 @@ from longshift.trainer.metrics import StepMetrics
 LABEL = 8  # columns of a line's name
 FIRST = 10  # steps that stay above the live line; of later ones, one in LEAST_GAP_S seconds, and in GAP_SHARE of the seconds so far
 LEAST_GAP_S, GAP_SHARE = 5.0, 0.01
-MOST = ("valid", "skipped", "norm", "lr", "predicted", "flops", "groups", "offload")  # of a line, besides what is always there
+LEAST = ("offload", "groups", "flops", "predicted", "lr", "norm", "skipped", "valid")  # that a line can lack, the first one first
 
 
 class Display:
@@ -114,14 +114,12 @@ def describe(step: StepMetrics, steps: int) -> str:
 
 def fitted(step: StepMetrics, steps: int, width: int) -> str:
     """As much of `describe` as has room in `width` columns. Step, loss, tokens/s, memory and ETA stay, in fewer letters where they must."""
-    words, chosen = _words(step, steps), {"step", "loss", "rate", "memory", "eta"}
-    line = ""
-    for name in ("step", *MOST):
-        more = "  ".join(word for key, word in words.items() if key in {*chosen, name})
-        if len(more) <= width:
-            line, chosen = more, {*chosen, name}
-    if line:
-        return line
+    words = _words(step, steps)
+    for least_important in ("", *LEAST):
+        words.pop(least_important, None)
+        line = "  ".join(words.values())
+        if len(line) <= width:
+            return line
     count, left = f"{step.step}/{steps}", _clock((steps - step.step) * step.seconds)
     rate, memory = f"{_short(step.tokens_per_s).replace(' ', '')} tok/s", _memory(step.memory_bytes)
     brief = f"step {count}  loss {step.loss:.4f}  {rate}  {memory}  ETA {left}"

@@ -11,10 +11,9 @@ they leave there (`dist.sealed`) with a secret, which they get by a pipe or find
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from types import FrameType
 
@@ -37,7 +36,6 @@ HOST = "127.0.0.1"
 RANKS_A_CORE = 8  # of ranks that compute on cores: enough to try a layout, not to lose the machine
 TOLD, TELLING = "longshift-cause", timedelta(seconds=5)
 POLL_S = 0.5
-STOPPED_POLL_S = 1.0
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 RANK_BYTES = 300 << 20  # of a rank that has joined and holds nothing
 
@@ -119,48 +117,33 @@ def launch(
 
 def _watch(ranks: Ranks, folder: RunFolder, stall_timeout_s: float, interrupts: _Interrupts) -> list[Cause]:
     """Wait until all ranks have ended, or one has failed and the others were made to. Why some were ended."""
-    told: list[Cause] = []
+    causes = list[Cause]()
+    stopped_since_s: dict[int, float] = {}
     try:
         interrupts.reach(ranks)
-        with _watch_for_stopped(ranks.pids, folder, stall_timeout_s, told.append):
-            while len(codes := ranks.codes()) < len(ranks.pids) and not any(codes.values()):
-                ranks.wait(POLL_S)
+        while len(codes := ranks.codes()) < len(ranks.pids) and not any(codes.values()):
+            ranks.wait(min(POLL_S, stall_timeout_s / 4))
+            causes += _end_stopped(ranks.pids, stopped_since_s, folder, stall_timeout_s)
     finally:
         ranks.end()
-    return told
+    return causes
 
 
-@contextmanager
-def _watch_for_stopped(ranks: Mapping[int, int], folder: RunFolder, allowed_s: float, tell: Callable[[Cause], None]) -> Iterator[None]:
-    """Watch meanwhile for ranks that stand still: stopped by SIGSTOP, by a debugger or by a batch system that suspends single processes.
+def _end_stopped(pids: Mapping[int, int], since_s: dict[int, float], folder: RunFolder, allowed_s: float) -> Iterator[Cause]:
+    """End ranks that stand still: stopped by SIGSTOP, by a debugger or by a batch system that suspends single processes. Yields why.
 
     Their peers wait in a collective until it fails, which may be many minutes, and then name each other. So a rank that stays stopped for
-    longer than the run allows is named as the cause and ended, and with it the run. `ranks`: the process of each; `tell`: called with why
-    one was ended."""
-    over = threading.Event()
-    thread = threading.Thread(target=_end_stopped, args=(ranks, folder, allowed_s, tell, over), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _end_stopped(
-    ranks: Mapping[int, int], folder: RunFolder, allowed_s: float, tell: Callable[[Cause], None], over: threading.Event
-) -> None:
-    since: dict[int, float] = {}
-    while not over.wait(min(STOPPED_POLL_S, allowed_s / 4)):
-        now = time.monotonic()
-        for rank, pid in ranks.items():
-            if not _is_stopped(pid):
-                since.pop(rank, None)
-            elif now - since.setdefault(rank, now) >= allowed_s:
-                told = f"rank {rank} (process {pid}) has been stopped for {now - since.pop(rank):.0f} s, and was ended"
-                tell(write_cause(folder, rank, PeerError(f"{told}; a run that may be suspended needs a larger train.stall_timeout")))
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    longer than the run allows is named as the cause and ended, and with it the run. `pids`: the process of each rank; `since_s`: when each
+    stopped rank was first seen so, which is kept up to date."""
+    now_s = time.monotonic()
+    for rank, pid in pids.items():
+        if not _is_stopped(pid):
+            since_s.pop(rank, None)
+        elif now_s - since_s.setdefault(rank, now_s) >= allowed_s:
+            message = f"rank {rank} (process {pid}) has been stopped for {now_s - since_s.pop(rank):.0f} s, and was ended"
+            yield write_cause(folder, rank, PeerError(f"{message}; a run that may be suspended needs a larger train.stall_timeout"))
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from longshift.errors import UsageError
 from longshift.files import rewrite, written
 
@@ -109,11 +111,8 @@ class StepMetrics:
 
     @classmethod
     def from_json(cls, row: Mapping[str, object]) -> "StepMetrics":
-        values = {k: math.nan if v is None else v for k, v in row.items()}
-        groups = tuple(GroupMetrics(**group) for group in values.pop("groups", ()))  # pyright: ignore
-        valid = tuple(ValidMetrics(**part) for part in values.pop("valid", ()))  # pyright: ignore
-        home = {"home": HomeMetrics(**values.pop("home"))} if "home" in values else {}  # pyright: ignore
-        return cls(groups=groups, valid=valid, **home, **values)  # pyright: ignore[reportArgumentType]
+        """The step of a row. Raises ValueError where it is none."""
+        return TypeAdapter(cls).validate_python({key: math.nan if value is None else value for key, value in row.items()})
 
 
 class MetricsLog:

@@ -187,14 +187,12 @@ class Trackers:
     is said once on standard error. Mutable. What trackers print goes to standard error too, for standard output is the run's."""
 
     def __init__(self, trackers: Mapping[str, Tracker], config: Mapping[str, Any]):
-        self._trackers, self._config = trackers, config
-        self._followers: list[_Follower] = []
-        self._aside: _Aside | None = None
+        self._aside = _Aside(sys.stdout)
+        if trackers:
+            sys.stdout = self._aside  # pyright: ignore[reportAttributeAccessIssue]
+        self._followers = [_Follower(name, tracker, config) for name, tracker in trackers.items()]
 
     def write(self, step: StepMetrics) -> None:
-        if self._trackers and not self._followers:
-            sys.stdout = self._aside = _Aside(sys.stdout)  # pyright: ignore[reportAttributeAccessIssue]
-            self._followers = [_Follower(name, tracker, self._config, step.step) for name, tracker in self._trackers.items()]
         row = numbers(step) if self._followers else {}
         for follower in self._followers:
             follower.rows.put((step.step, row))
@@ -208,28 +206,31 @@ class Trackers:
             follower.join(max(0.0, until - time.monotonic()))
             if follower.is_alive():
                 follower.say(f"has not taken all rows {patience_s:g} s after the last step, and is left")
-        if self._aside is not None and sys.stdout is self._aside:
+        if sys.stdout is self._aside:
             sys.stdout = self._aside.out
-        self._trackers, self._followers, self._aside = {}, [], None
 
 
 class _Follower(Thread):
     """The thread of a tracker. Takes rows until it is told whether the run has ended well. Mutable."""
 
-    def __init__(self, tracker_name: str, tracker: Tracker, config: Mapping[str, Any], first: int):
+    def __init__(self, tracker_name: str, tracker: Tracker, config: Mapping[str, Any]):
         super().__init__(name=f"longshift tracker {tracker_name}", daemon=True)
         self.rows: SimpleQueue[tuple[int, dict[str, float]] | bool] = SimpleQueue()
-        self._tracker_name, self._tracker, self._config, self._first = tracker_name, tracker, config, first
+        self._tracker_name, self._tracker, self._config = tracker_name, tracker, config
         self._said = False
         self.start()
 
     def run(self) -> None:
-        when = f"before step {self._first}"
+        row = self.rows.get()
+        if isinstance(row, bool):  # the run has no step
+            return
+        when = f"before step {row[0]}"
         try:
-            self._tracker.start(self._config, self._first)
-            while not isinstance(row := self.rows.get(), bool):
+            self._tracker.start(self._config, row[0])
+            while not isinstance(row, bool):
                 when = f"at step {row[0]}"
                 self._tracker.log(*row)
+                row = self.rows.get()
             when = "at the end"
             self._tracker.finish(row)
         except BaseException as fault:  # of a package that may do anything; what would end the process ends this thread
