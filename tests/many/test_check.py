@@ -253,8 +253,8 @@ def test_bytes_that_nobody_predicted_are_told(place, monkeypatch):
 
 def test_documents_are_cut_in_as_many_chunks_as_the_runs():
     for text, max_len, chunk in (("chunk64K", 1 << 20, 16), ("chunk100", 1000, 26), ("u8.chunk8", 4096, 8), ("chunk2K", 2048, 64)):
-        assert _in_proportion(Layout.parse(text), 256, max_len).chunk == chunk
-    assert _in_proportion(Layout.parse("dp2"), 256, 1 << 20) == Layout.parse("dp2")
+        assert _in_proportion(Layout.parse(text), 256 / max_len, 256).chunk == chunk
+    assert _in_proportion(Layout.parse("dp2"), 256 / (1 << 20), 256) == Layout.parse("dp2")
 
 
 class OnCpu(SpawnedWorld):

@@ -42,6 +42,12 @@ dark.addEventListener('change', draw)
 draw()
 """
 BYTES = ("memory",)
+BY_STEP = (  # title, sentence, series of a report, title of its axis, and what its values are divided by
+    ("Gradient norm", "Global, before clipping.", "grad_norm", "norm", 1.0),
+    ("Learning rate", "Of each update.", "lr", "learning rate", 1.0),
+    ("Tokens a second", "Of all ranks.", "tokens_per_s", "tokens/s", 1.0),
+    ("Model FLOP/s", "Forward and backward of all ranks; recomputation is not counted.", "model_flops_per_s", "GFLOP/s", 1e9),
+)
 MOST_SETTINGS = 200
 
 
@@ -69,11 +75,8 @@ def _sections(runs: Sequence[RunReport]) -> Iterator[list[str]]:
         yield _drawn("Validation by length", "The last validation, by how long a document is.", by_length)
     else:
         yield _missing("Validation by length", "No run has validated (data.valid, or data.held_out).")
-    yield _drawn("Gradient norm", "Global, before clipping.", figures.over_steps(runs, "grad_norm", "norm"))
-    yield _drawn("Learning rate", "Of each update.", figures.over_steps(runs, "lr", "learning rate"))
-    yield _drawn("Tokens a second", "Of all ranks.", figures.over_steps(runs, "tokens_per_s", "tokens/s"))
-    flops = figures.over_steps(runs, "model_flops_per_s", "GFLOP/s", 1e9)
-    yield _drawn("Model FLOP/s", "Forward and backward of all ranks; recomputation is not counted.", flops)
+    for title, told, series, axis, scale in BY_STEP:
+        yield _drawn(title, told, figures.over_steps(runs, series, axis, scale))
     yield _drawn(
         "Memory", "What the process of the fullest rank had at the most, and what its tensors were forecast to need.", figures.memory(runs)
     )
@@ -137,20 +140,18 @@ def _group_table(run: RunReport) -> str:
     )
     rows = [
         (
-            *(
-                format_size(group.upto),
-                group.layout,
-                f"{group.steps:,}",
-                f"{group.documents:,}",
-                f"{group.tokens:,}",
-                f"{group.seconds:.2f}",
-            ),
-            *(
-                f"{group.tokens / group.seconds:,.0f}" if group.seconds else "",
-                f"{group.switch_hidden_s:.2f}",
-                f"{group.switch_exposed_s:.2f}",
-            ),
-            *(_size(group.put_bytes), _size(group.fetched_bytes), f"{group.waited_s:.2f}"),
+            format_size(group.upto),
+            group.layout,
+            f"{group.steps:,}",
+            f"{group.documents:,}",
+            f"{group.tokens:,}",
+            f"{group.seconds:.2f}",
+            f"{group.tokens / group.seconds:,.0f}" if group.seconds else "",
+            f"{group.switch_hidden_s:.2f}",
+            f"{group.switch_exposed_s:.2f}",
+            _size(group.put_bytes),
+            _size(group.fetched_bytes),
+            f"{group.waited_s:.2f}",
         )
         for group in run.groups
     ]

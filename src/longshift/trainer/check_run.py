@@ -110,9 +110,9 @@ class SmallRun:
     def groups(self, way: Sequence[Layout]) -> list[Edge]:
         """The groups of a way, with chunks that cut the longest documents as often as the run's own, CHUNKS times at the least. A single
         layout computes all documents."""
-        longest = [edge.upto for edge in self.config.edges] if len(way) > 1 else [self.config.data.max_len]
-        small = zip(way, self.edges[-len(way) :], self.packs[-len(way) :], longest)
-        return [Edge(upto, _in_proportion(layout, upto, of_run), pack) for layout, upto, pack, of_run in small]
+        share = self.longest / self.config.data.max_len
+        small = zip(self.edges[-len(way) :], way, self.packs[-len(way) :])
+        return [Edge(upto, _in_proportion(layout, share, upto), pack) for upto, layout, pack in small]
 
     def _loss_rows(self, ways: Ways) -> Iterator[int]:
         """For each group whose loss the run computes in several blocks of rows: how many rows make a few blocks here."""
@@ -247,18 +247,22 @@ def _check_stage(config: Config, ways: Ways, device: str) -> tuple[dict[str, Any
 def not_exercised(stages: Sequence[tuple[Config, Ways]]) -> list[str]:
     """What a run has that its check does not compute, with the reason where it is not plain, a line each."""
     run = stages[0][0]
-    train, home = run.train, run.home
-    lines = [
-        (train.precision not in ("float64", "float8"), f"train.precision: {train.precision} (float64 instead)"),
-        (train.precision == "float8", "train.precision: float8's bf16 (float64 instead, with factors of eight bits)"),
-        (home.moments != "float32", f"home.moments: {home.moments} (kept whole)"),
-        (run.wire.gradients != "float32", f"wire.gradients: {run.wire.gradients} (sent whole)"),
-        (run.wire.weights != "compute", f"wire.weights: {run.wire.weights} (sent whole)"),
-        (len(stages) > 1, "train.stages: the checkpoint between two stages (each begins with weights of its own)"),
-        (True, "train.lr, train.warmup, train.schedule (a short cosine of its own)"),
-        (run.data.valid is not None or run.data.held_out is not None, "validation"),
-    ]
-    found = [line for there, line in lines if there]
+    found = []
+    if run.train.precision == "float8":
+        found.append("train.precision: float8's bf16 (float64 instead, with factors of eight bits)")
+    elif run.train.precision != "float64":
+        found.append(f"train.precision: {run.train.precision} (float64 instead)")
+    if run.home.moments != "float32":
+        found.append(f"home.moments: {run.home.moments} (kept whole)")
+    if run.wire.gradients != "float32":
+        found.append(f"wire.gradients: {run.wire.gradients} (sent whole)")
+    if run.wire.weights != "compute":
+        found.append(f"wire.weights: {run.wire.weights} (sent whole)")
+    if len(stages) > 1:
+        found.append("train.stages: the checkpoint between two stages (each begins with weights of its own)")
+    found.append("train.lr, train.warmup, train.schedule (a short cosine of its own)")
+    if run.data.valid is not None or run.data.held_out is not None:
+        found.append("validation")
     for number, (config, _) in enumerate(stages, 1):
         where = f"stage {number}: " if len(stages) > 1 else ""
         window = config.spec.sliding_window
@@ -294,11 +298,11 @@ def _ranks(size: int, type: str, device: str) -> ForkedWorld:
     return ForkedWorld(size) if device == "cpu" else SpawnedWorld(size, type)
 
 
-def _in_proportion(layout: Layout, longest: int, of_run: int) -> Layout:
-    """The layout with a chunk that cuts the longest small document in as many as its own cuts the run's, and in CHUNKS at the least."""
+def _in_proportion(layout: Layout, share: float, longest: int) -> Layout:
+    """The layout with a chunk that is this share of its own, and cuts the longest small document in CHUNKS at the least."""
     if not layout.chunk:
         return layout
-    chunk = min(math.ceil(layout.chunk * longest / of_run), longest // CHUNKS)
+    chunk = min(math.ceil(layout.chunk * share), longest // CHUNKS)
     return replace(layout, chunk=max(layout.sequence, chunk))
 
 
