@@ -1,7 +1,8 @@
 """The documents that a config asks for, as tokens, and what is in them."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,12 +110,10 @@ def survey(config: Config, cache: tokens.TokenCache) -> CorpusFacts:
 
 def _sample(config: Config, cache: tokens.TokenCache) -> list[tuple[str, bool]]:
     """The first document of which a part is not learned, cut at SAMPLE tokens."""
-    core, runs = open_tokenizer(config).core, list[tuple[str, bool]]()
-    for number in range(len(cache)):
-        mask = cache.learned(number)
-        if mask is not None and not mask.all():
-            ids, mask = cache.tokens(number)[:SAMPLE].tolist(), mask[:SAMPLE].tolist()
-            edges = [0, *(i for i in range(1, len(ids)) if mask[i] != mask[i - 1]), len(ids)]
-            runs = [(core.decode(ids[a:b], skip_special_tokens=False), bool(mask[a])) for a, b in pairwise(edges)]
-            break
-    return runs
+    masks = (cache.learned(number) for number in range(len(cache)))
+    number, mask = next(((number, mask) for number, mask in enumerate(masks) if mask is not None and not mask.all()), (None, None))
+    if number is None or mask is None:
+        return []
+    core, ids = open_tokenizer(config).core, cache.tokens(number)[:SAMPLE].tolist()
+    runs = groupby(zip(ids, mask.tolist()), key=itemgetter(1))
+    return [(core.decode([token for token, _ in run], skip_special_tokens=False), bool(learned)) for learned, run in runs]

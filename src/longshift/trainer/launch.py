@@ -163,7 +163,7 @@ def tell(cause: Cause) -> None:
 def _causes(store: SealedStore, world: int, folder: RunFolder, told: Sequence[Cause]) -> list[Cause]:
     """Why ranks failed: what the launcher saw, what they told, and what they wrote."""
     keys = [key for key in (f"{TOLD}-{rank}" for rank in range(world)) if store.check([key])]
-    found = [*told, *(Cause.from_json(store.get(key).decode()) for key in keys)]
+    found = [*told, *(Cause.model_validate_json(store.get(key)) for key in keys)]
     return found + [cause for cause in read_causes(folder) if cause.rank not in {known.rank for known in found}]
 
 

@@ -36,9 +36,8 @@ def going_on(given: Config, file: Path, overrides: Sequence[str], say: Say) -> C
     plan = read(folder.path)
     if plan is not None and plan.home is not None:  # `auto` is what the plan says, with the layout that the run has
         overrides = [f"home.at={json.dumps(plan.home)}" if one in ("home=auto", "home.at=auto") else one for one in overrides]
-    run = load_config(folder.config, [*overrides, f"save.dir={json.dumps(given.save.dir)}"], say)
-    given, run = with_its_plan(given, run, folder.path)
-    if different := changes(run, given):
+    run, different = _compare(given, folder, overrides, say)
+    if different:
         say(f"{file} is not what the run in {folder.shown} has; the run's settings stay, where the command line names no other:")
         for key, (was, now) in different.items():
             say(f"  {key}: {_told(was)} in the run, {_told(now)} in {file.name}; to change it, write {_override(key, now)}")
@@ -50,11 +49,17 @@ def named(now: Config, say: Say) -> list[str]:
     folder = RunFolder(Path(now.save.dir))
     if not (folder.latest.exists() and folder.config.is_file()):
         return []
-    now, was = with_its_plan(now, load_config(folder.config, [f"save.dir={json.dumps(now.save.dir)}"], say), folder.path)
-    different = changes(was, now)
+    _, different = _compare(now, folder, [], say)
     for key, (before, after) in different.items():
         say(f"{key} was {_told(before)} in {folder.shown}, and is {_told(after)} now")
     return [f"{key}={json.dumps(after)}" for key, (_, after) in different.items()]
+
+
+def _compare(given: Config, folder: RunFolder, overrides: Sequence[str], say: Say) -> tuple[Config, dict[str, tuple[Any, Any]]]:
+    """The run's config with overrides, and in what `given` differs from it."""
+    run = load_config(folder.config, [*overrides, f"save.dir={json.dumps(given.save.dir)}"], say)
+    given, run = with_its_plan(given, run, folder.path)
+    return run, changes(run, given)
 
 
 def with_its_plan(given: Config, run: Config, folder: Path) -> tuple[Config, Config]:

@@ -25,12 +25,13 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
 import psutil
+from pydantic import BaseModel
 
 from longshift import errors, temporary
 from longshift.command_results import RunSummary
@@ -248,19 +249,16 @@ def _lock(folder: RunFolder) -> IO[str]:
 
 def read_config(path: Path) -> Config:
     """The resolved config of a run folder. Raises UsageError where `path` is no run."""
-    return _parsed(path, RunFolder(path).config)
+    file = RunFolder(path).config
+    if not file.is_file():
+        raise UsageError(f"{path} is not a run folder: it holds no config.yaml")
+    return load_config(file)
 
 
 def read_asked(path: Path) -> Config:
     """The config that `prepare` was given."""
     folder = RunFolder(path)
-    return _parsed(path, folder.asked if folder.asked.exists() else folder.config)
-
-
-def _parsed(path: Path, file: Path) -> Config:
-    if not file.is_file():
-        raise UsageError(f"{path} is not a run folder: it holds no config.yaml")
-    return load_config(file)
+    return load_config(folder.asked) if folder.asked.exists() else read_config(path)
 
 
 def summarize_run(run: Config, folder: RunFolder) -> RunSummary:
@@ -307,8 +305,7 @@ def describe_machine() -> dict[str, object]:
     }
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(BaseModel):
     """Why a rank failed. `kind` is the class of the error; `trace` is empty for a person's mistake."""
 
     rank: int
@@ -319,11 +316,7 @@ class Cause:
     trace: str = ""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> "Cause":
-        return cls(**json.loads(text))
+        return self.model_dump_json(indent=2) + "\n"
 
 
 def write_cause(folder: RunFolder, rank: int, error: BaseException) -> Cause:
@@ -331,7 +324,8 @@ def write_cause(folder: RunFolder, rank: int, error: BaseException) -> Cause:
     known = isinstance(error, LongshiftError)
     trace = "" if known else "".join(traceback.format_exception(error))
     message = str(error) if known else f"{type(error).__name__}: {error}"
-    cause = Cause(rank, type(error).__name__, message, error.exit_code if known else LongshiftError.exit_code, time.time(), trace)
+    code = error.exit_code if known else LongshiftError.exit_code
+    cause = Cause(rank=rank, kind=type(error).__name__, message=message, exit_code=code, time_s=time.time(), trace=trace)
     with suppress(OSError):  # it may be why the rank failed
         folder.errors.mkdir(exist_ok=True)
         rewrite(folder.errors / f"rank-{rank}.json", cause.to_json())
@@ -342,8 +336,8 @@ def read_causes(folder: RunFolder) -> list[Cause]:
     """Of the ranks that have left one that can be read."""
     causes = []
     for file in sorted(folder.errors.glob("rank-*.json")):
-        with suppress(OSError, ValueError, TypeError, RecursionError):
-            causes.append(Cause.from_json(file.read_text(encoding="utf-8")))
+        with suppress(OSError, ValueError):
+            causes.append(Cause.model_validate_json(file.read_bytes()))
     return causes
 
 
@@ -383,7 +377,9 @@ def as_error(cause: Cause) -> LongshiftError:
 def _silent(rank: int, code: int) -> Cause:
     """The cause of a rank that ended without telling one."""
     if code >= 0:
-        return Cause(rank, "Exit", f"ended with exit code {code} and no message", code, 0.0, trace="(none)")
+        message = f"ended with exit code {code} and no message"
+        return Cause(rank=rank, kind="Exit", message=message, exit_code=code, time_s=0.0, trace="(none)")
     name = signal.Signals(-code).name
     hint = "; the kernel does this when memory runs out (see dmesg)" if name == "SIGKILL" else ""
-    return Cause(rank, "Signal", f"rank {rank} was ended by {name}{hint}", PeerError.exit_code, 0.0)
+    message = f"rank {rank} was ended by {name}{hint}"
+    return Cause(rank=rank, kind="Signal", message=message, exit_code=PeerError.exit_code, time_s=0.0)
