@@ -391,6 +391,12 @@ def test_thinking_and_the_front_door_leave_torch_out(package):
     assert (ran.stdout, ran.stderr, ran.returncode) == ("False\n", "", 0)
 
 
+def test_help_imports_nothing_that_only_commands_need():
+    code = "import sys, longshift.cli; print({'numpy', 'pydantic', 'torch', 'yaml', 'longshift.api'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("set()\n", "", 0)
+
+
 def test_planning_leaves_what_configs_and_screens_need_out():
     """The package imports what it offers when that is asked for."""
     code = "import sys, longshift.planner.shortlist as m, longshift as ls\nprint({'pydantic', 'rich', 'yaml'} & set(sys.modules))"
