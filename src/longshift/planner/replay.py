@@ -93,8 +93,8 @@ class Replay:
 
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
         """Those that fit, fastest first. All are played on the first step, in smaller packs where they do not fit else, and with the next
-        lower ZeRO stage; then siblings of the fastest, of the fastest single layout and of the fastest of one cut, until these lead; then the
-        fastest FINALISTS that have a pipeline, with uneven stages. The two fastest of all these, the fastest way of each of the first
+        lower ZeRO stage; then siblings of the fastest, of the fastest single layout and of the fastest of one cut, until these lead; then
+        the fastest FINALISTS that have a pipeline, with uneven stages. The two fastest of all these, the fastest way of each of the first
         FINALISTS sets of meshes, the best single layout and the best of one cut are played on the STEPS after it. The rest are taken to be
         as much slower as on the first."""
         fitted = list(map(self._fitted, ways))
