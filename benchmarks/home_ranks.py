@@ -34,7 +34,8 @@ from longshift.state.home import Home, Source
 from longshift.state.moments import SCALE
 from longshift.state.optimizer import torch_optimizer
 from longshift.state.precision import Precision
-from longshift.state.records import PIECE, THREADS, Extent, Records, Vector
+from longshift.state.records import PIECE, THREADS, DiskVector, Extent, Records
+from longshift.state.records import in_memory as held_in_memory
 from longshift.step.player import Player
 from longshift.step.update import State, train_step
 from longshift.workload.groups import home_layout
@@ -65,7 +66,8 @@ def state_bits(state: State) -> dict[str, str]:
 def in_memory(home: Home) -> int:
     """Bytes of what is on disk that are in memory."""
     vectors = (vector for shard in home.shards for vector in shard.vectors.values())
-    return sum(vector.flat.nbytes for vector in vectors if vector.users or vector.memory.held)
+    on_disk = (vector for vector in vectors if isinstance(vector, DiskVector))
+    return sum(vector.flat.nbytes for vector in on_disk if vector.users or vector.memory.held)
 
 
 def trained(world: World, trial: dict, layout: str) -> dict:
@@ -79,7 +81,7 @@ def trained(world: World, trial: dict, layout: str) -> dict:
     player.finish()
     found = state_bits(state) | {"steps": str([(one.loss.hex(), one.grad_norm.hex(), one.skipped) for one in outcomes])}
     records = state.home.records
-    moved = (records.read_bytes, records.written_bytes) if records else ()
+    moved = (records.moved.fetched_bytes, records.moved.put_bytes) if records else ()
     state.home.close()
     return {"bits": found, "left": left, "moved": moved, "tiers": {str(unit): tier for unit, tier in state.home.tiers.items()}}
 
@@ -109,8 +111,8 @@ def logical_bits(world: World, trial: dict, layout: str, folder: str) -> dict[st
 
 def _given_gradients(home: Home, source: Source, op: Op) -> None:
     for shard in home.learning if op.kind == "norm" else ():
-        with home.records.here([shard.vectors["grad"]], True) if home.records and shard.vectors else nullcontext():
-            grad = shard.vectors["grad"].flat if shard.vectors else shard.grad
+        with held_in_memory([shard.vectors["grad"]], True) if shard.on_disk else nullcontext():
+            grad = shard.vectors["grad"].flat if shard.on_disk else shard.grad
             assert grad is not None
             for name, box, view in shard.views(grad):
                 view.copy_(source(name, box))
@@ -129,9 +131,7 @@ def learned(world: World, trial: dict, tokens: int, documents: int, layout: str 
         batch = StepBatch(tuple(document_from_ids(corpus[at : at + tokens + 1], tokens) for at in starts), tokens * documents, 0, 1)
         losses.append(train_step(state, batch, player).loss)
     kept = [shard.master for shard in state.home.learning]
-    for shard in state.home.learning:
-        kept += [some for moment in shard.packed.values() for some in (moment.codes, moment.scales) if some is not None]
-    kept += [flat for flats in state.optimizer._moments.values() for flat in flats] if what.packed == "float32" else []
+    kept += [shard.vectors[kind].flat for shard in state.home.learning for kind in state.home.saved]
     return {"losses": losses, "state_bytes": sum(some.untyped_storage().nbytes() for some in kept) / what.spec.parameters}
 
 
@@ -163,7 +163,7 @@ def throttled(bandwidth: float) -> None:
 
         return moved
 
-    Records._read, Records._write = slow(Records._read), slow(Records._write)
+    Records.read_piece, Records.write_piece = slow(Records.read_piece), slow(Records.write_piece)
 
 
 _built: dict[tuple[str, float | None, str], tuple[State, Player]] = {}
@@ -183,11 +183,11 @@ def timed_step(world: World, trial: dict, layout: str, bandwidth: float) -> dict
     state, player = _built[key]
     records = state.home.records
     if records:
-        records.restart()
+        records.moved.restart()
     began, found = time.perf_counter(), list[dict]()
 
     def now() -> dict:
-        return {"seconds": time.perf_counter() - began, "moved": records.read_bytes + records.written_bytes if records else 0}
+        return {"seconds": time.perf_counter() - began, "moved": records.moved.fetched_bytes + records.moved.put_bytes if records else 0}
 
     player.after = lambda op: found.append(now()) if op.turn == "loss" and not found else None
     train_step(state, batch, player, leave=True)
@@ -212,7 +212,7 @@ def moved_records(world: World, folder: str, mebibytes: int, rounds: int) -> dic
         if records.direct:
             fcntl.fcntl(plain.fileno(), fcntl.F_SETFL, fcntl.fcntl(plain.fileno(), fcntl.F_GETFL) | os.O_DIRECT)
         for number in range(rounds + 1):
-            ways = {"ours": lambda: _all_records(records, vectors), "plain": lambda: _plain_file(plain.fileno(), mebibytes)}
+            ways = {"ours": lambda: _all_records(vectors), "plain": lambda: _plain_file(plain.fileno(), mebibytes)}
             for name in sorted(ways, reverse=bool(number % 2)):
                 began = time.perf_counter()
                 ways[name]()
@@ -223,17 +223,17 @@ def moved_records(world: World, folder: str, mebibytes: int, rounds: int) -> dic
     return found
 
 
-def _all_records(records: Records, vectors: Sequence[Vector]) -> None:
+def _all_records(vectors: Sequence[DiskVector]) -> None:
     """As `update` of a home on disk: a window of one record each way."""
-    records.read(vectors[0])
+    vectors[0].read()
     for number, vector in enumerate(vectors):
         if number + 1 < len(vectors):
-            records.read(vectors[number + 1])
-        records.ready(vector)
-        records.write(vector)
+            vectors[number + 1].read()
+        vector.ready()
+        vector.write()
         if number:
-            records.written(vectors[number - 1])
-    records.written(vectors[-1])
+            vectors[number - 1].written()
+    vectors[-1].written()
 
 
 def _plain_file(file: int, mebibytes: int) -> None:

@@ -16,7 +16,6 @@ from trial import Trial
 from longshift.dist.world import World
 from longshift.documents.batch import Document, StepBatch
 from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.model import ModelSpec, Rope
 from longshift.spec.rule import Rule
@@ -92,7 +91,7 @@ def weigh(text: str, lengths: tuple[int, ...], rank: int, trace: bool = False) -
         with fake_device() as (device, held):
             world = World(rank, layout.world, device)
             with Counted(world) as counted:
-                home = Home(spec, buckets(spec, layout), rank, precision.home, device, lambda name, box: torch.empty(box.shape))
+                home = Home(spec, layout, world, precision, lambda name, box: torch.empty(box.shape), rule=Rule())
                 state = State(spec, home, Optimizer(home, Rule()), Schedule(1e-4, 1000, 0.0, 1), 1.0)
                 player = Player(spec, [Edge(capacity, layout)], world, home, precision, SwitchOptions(), StreamOptions())
                 documents = tuple(Document(np.zeros(n, np.int64), np.zeros(n, np.int64)) for n in lengths)

@@ -45,12 +45,12 @@ def weigh(world: World, trial: dict, layout: str, per_node: int | None = None, t
         counted.restart()
         records = state.home.records
         if records:
-            records.restart()
+            records.moved.restart()
         if trace:
             player.after = lambda op: after.append(held.now["cpu"])
         train_step(state, batch, player, leave=True)
         found: dict[str, Any] = {"measured": held.most["cpu"], "sent": counted.told()}
-        found["records"] = {"home in": records.read_bytes, "home out": records.written_bytes} if records else {}
+        found["records"] = {"home in": records.moved.fetched_bytes, "home out": records.moved.put_bytes} if records else {}
     for runner in player.runners.values():
         if runner.tier is not None:
             runner.tier.close()

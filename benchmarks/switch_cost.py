@@ -31,7 +31,6 @@ from worlds import Machine, machine
 from longshift.dist.collectives import Group
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets
 from longshift.spec.model import ModelSpec
 from longshift.state.home import Home, random_source
 from longshift.state.precision import Precision
@@ -86,7 +85,7 @@ def measure(
     group = world.group(everyone, "switch")
     precision = Precision.of("bf16")
     home_cut = replace(Layout.parse(layouts[0]), zero=1)
-    home = Home(what.spec, buckets(what.spec, home_cut), world.rank, precision.home, world.device, lambda _, box: torch.zeros(box.shape))
+    home = Home(what.spec, home_cut, world, precision, lambda _, box: torch.zeros(box.shape))
     source = random_source(what.spec, 0, precision.compute)
     stops = {text: Stop(what.spec, Cut(Layout.parse(text), "copies", False), world, home, precision) for text in layouts}
     for stop in stops.values():

@@ -187,7 +187,7 @@ def build(
     precision = trial.formats
     edges = trial.groups(layouts)
     home_cut = home_cut or home_layout(edges)
-    home = Home.made(
+    home = Home(
         trial.spec,
         home_cut,
         world,

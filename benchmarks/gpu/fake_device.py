@@ -24,7 +24,7 @@ from longshift.model.chosen_kernel import kernels
 from longshift.model.kernels import Kernel
 from longshift.spec.model import attended
 from longshift.step import player
-from longshift.stream import tiers
+from longshift.stream import disk_file, tiers
 
 NAME = "gpu"
 FLASH = kernels(torch.device("cuda"), torch.bfloat16)[0]
@@ -156,7 +156,8 @@ def fake_device(kernel: Kernel = FLASH) -> Iterator[tuple[torch.device, Held]]:
         patch.multiple(torch.cuda, stream=contextlib.nullcontext, synchronize=lambda device: None),
         patch.multiple(torch.Tensor, record_stream=lambda x, stream: stream.kept.append(x), data_ptr=lambda x: id(x)),
         patch.object(tiers.HostTier, "drop", _dropped(tiers.HostTier.drop)),
-        patch.multiple(tiers, ThreadPoolExecutor=AtOnce, _bytes_of=lambda tensor: memoryview(b"")),  # nothing goes to the disk
+        patch.object(disk_file, "ThreadPoolExecutor", AtOnce),
+        patch.object(tiers, "_bytes_of", lambda tensor: memoryview(b"")),  # nothing goes to the disk
         patch.object(tiers, "_pages", lambda size: torch.empty(size, dtype=torch.uint8)),
         patch.object(torch, "tensor", _tensor),
         patch.multiple(torch, addmm=held.wider(torch.addmm), baddbmm=held.wider(torch.baddbmm)),

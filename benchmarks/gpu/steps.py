@@ -196,7 +196,7 @@ def build(case: Case, device: torch.device) -> Built:
     world, precision = World(0, 1, device), Precision.of(case.precision)
     real = device.type in ("cpu", "cuda")  # where it is not, nobody looks at numbers
     source = drawn_there(case.spec, device) if real else lambda _, box: torch.empty(box.shape, dtype=precision.home)
-    home = Home.made(case.spec, case.layout, world, precision, source, HomeTiers(case.home))
+    home = Home(case.spec, case.layout, world, precision, source, HomeTiers(case.home), rule=Rule())
     state = State(case.spec, home, Optimizer(home, Rule()), Schedule(0.0, 1000), 1.0)
     edges, compiles = [Edge(case.tokens, case.layout)], case.compile and real
     player = Player(case.spec, edges, world, home, precision, SwitchOptions(), StreamOptions(), compile=compiles)

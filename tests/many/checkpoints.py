@@ -29,7 +29,6 @@ from longshift.documents.tokenizer import train as train_tokenizer
 from longshift.errors import CheckpointError, LongshiftError, NonFiniteError, OutOfMemoryError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets
 from longshift.model.kernels import FLASH
 from longshift.program.operations import Op
 from longshift.spec.model import ModelSpec
@@ -38,7 +37,7 @@ from longshift.state import saver as saver_module
 from longshift.state.checkpoint import Checkpoint
 from longshift.state.home import Home, fill
 from longshift.state.optimizer import Optimizer
-from longshift.state.precision import LossScale
+from longshift.state.precision import LossScale, Precision
 from longshift.state.saver import Saver, StateCopy
 from longshift.state.transfer import Transfer
 from longshift.step import player as player_module
@@ -124,7 +123,7 @@ def _spoil(optimizer: Optimizer) -> None:
 
 def _blank(world: World, layout: Layout) -> State:
     """A state whose every value is wrong."""
-    home = Home(SPEC, buckets(SPEC, layout), world.rank, torch.float32, world.device, lambda _, box: torch.full(box.shape, -7.0))
+    home = Home(SPEC, layout, world, Precision.of("float32"), lambda _, box: torch.full(box.shape, -7.0), rule=TRIAL.rule)
     optimizer = Optimizer(home, TRIAL.rule)
     _spoil(optimizer)
     return State(SPEC, home, optimizer, TRIAL.schedule, TRIAL.clip)

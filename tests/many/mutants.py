@@ -386,6 +386,10 @@ def clip_by_local_norm(patch: Patch) -> None:
 # ---- home and the optimizer
 
 
+def _moments(optimizer: Optimizer, *names: str) -> list[Tensor]:
+    return [shard.moment(name) for shard in optimizer.home.learning for name in names]
+
+
 def _midway(patch: Patch, damage: Callable[[Optimizer], object]) -> None:
     update = Optimizer.update
 
@@ -404,17 +408,17 @@ def adam_step_reset(patch: Patch) -> None:
 
 def first_moment_reset(patch: Patch) -> None:
     """exp_avg is forgotten."""
-    _midway(patch, lambda optimizer: [moment.zero_() for moment in optimizer._moments["exp_avg"]])
+    _midway(patch, lambda optimizer: [moment.zero_() for moment in _moments(optimizer, "exp_avg")])
 
 
 def second_moment_reset(patch: Patch) -> None:
     """exp_avg_sq is forgotten."""
-    _midway(patch, lambda optimizer: [moment.zero_() for moment in optimizer._moments["exp_avg_sq"]])
+    _midway(patch, lambda optimizer: [moment.zero_() for moment in _moments(optimizer, "exp_avg_sq")])
 
 
 def momentum_reset(patch: Patch) -> None:
     """momentum_buffer is forgotten."""
-    _midway(patch, lambda optimizer: [moment.zero_() for moment in optimizer._moments["momentum_buffer"]])
+    _midway(patch, lambda optimizer: [moment.zero_() for moment in _moments(optimizer, "momentum_buffer")])
 
 
 def _through_bf16(x: Tensor) -> Tensor:
@@ -428,7 +432,7 @@ def master_through_bf16(patch: Patch) -> None:
 
 def moments_through_bf16(patch: Patch) -> None:
     """Moments pass through bfloat16 once."""
-    _midway(patch, lambda optimizer: [_through_bf16(m) for moments in optimizer._moments.values() for m in moments])
+    _midway(patch, lambda optimizer: [_through_bf16(moment) for moment in _moments(optimizer, *optimizer.home.moments)])
 
 
 def gradients_through_bf16(patch: Patch) -> None:

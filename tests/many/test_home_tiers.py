@@ -23,7 +23,7 @@ from longshift.spec.model import ModelSpec
 from longshift.state.checkpoint import Checkpoint, save
 from longshift.state.home import Home, Shard, Source
 from longshift.state.optimizer import Optimizer
-from longshift.state.records import Records
+from longshift.state.records import DiskVector, Records
 from longshift.step.update import train_step
 
 LAYOUTS: tuple[tuple[str, str, PrecisionName], ...] = (
@@ -217,7 +217,7 @@ def test_a_run_goes_on_from_tier_to_tier(run: Callable[..., list], tmp_path: Pat
 
 def forgotten_write(patch: pytest.MonkeyPatch) -> None:
     """What was updated is not written."""
-    patch.setattr(Records, "_write", lambda records, piece: None)
+    patch.setattr(Records, "write_piece", lambda records, piece: None)
 
 
 def stale_norms(patch: pytest.MonkeyPatch) -> None:
@@ -267,8 +267,8 @@ def counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 def one_place(patch: pytest.MonkeyPatch) -> None:
     """Early updates are written over what they would be taken back to."""
-    native = Records.write
-    patch.setattr(Records, "write", lambda records, vector, second=False: native(records, vector))
+    native = DiskVector.write
+    patch.setattr(DiskVector, "write", lambda vector, second=False: native(vector))
     patch.setattr(Shard, "take_second_places", lambda shard: None)
 
 

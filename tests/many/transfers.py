@@ -11,7 +11,7 @@ from longshift.dist.world import World
 from longshift.errors import PeerError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets, moving_unit
+from longshift.layout.placement import moving_unit
 from longshift.program.operations import Op, Program
 from longshift.program.step import Steps
 from longshift.program.turns import Visit
@@ -44,7 +44,7 @@ def go_round(
     for purpose in ("weights", "sums"):
         world.prepare([everyone], purpose)
     cut = Layout.parse(home)
-    here = Home(spec, buckets(spec, cut), world.rank, how.home, world.device, lambda n, b: numbered(spec, n, b, 0))
+    here = Home(spec, cut, world, how, lambda n, b: numbered(spec, n, b, 0))
     options = SwitchOptions(planner, bucket_bytes, ahead_bytes=0)  # pyright: ignore[reportArgumentType]
     edges = [Edge(number + 1, Layout.parse(text)) for number, text in enumerate(stops)]
     way = Itinerary(spec, edges, Links(per_node, 8.0, 1.0), how.compute.itemsize, how.home.itemsize, options, cut)
@@ -153,7 +153,7 @@ def disagree(world: World, trial: dict) -> dict[str, object]:
     everyone = tuple(range(world.size))
     world.prepare([everyone], "weights")
     cut = Layout.parse("dp4.z1")
-    here = Home(spec, buckets(spec, cut), world.rank, how.home, world.device, lambda n, b: numbered(spec, n, b, 0))
+    here = Home(spec, cut, world, how, lambda n, b: numbered(spec, n, b, 0))
     options = SwitchOptions("first_owner" if world.rank == 1 else "fan_out")
     edges = [Edge(1, Layout.parse("tp4")), Edge(2, cut)]
     way = Itinerary(spec, edges, Links(2, 8.0, 1.0), 8, 8, options)

@@ -24,7 +24,7 @@ from longshift.state import crossing
 from longshift.state import home as home_module
 from longshift.state.crossing import Crossing
 from longshift.step import player as player_module
-from longshift.stream import tiers
+from longshift.stream import disk_file, tiers
 from longshift.stream.tiers import BouncedTier, HostTier, Tier
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "gpu"))  # last: a script there has the name of one above
@@ -227,10 +227,10 @@ def modelled(patch: pytest.MonkeyPatch, ignored: Line = ("", 0)) -> Iterator[Cud
         patched.setattr(Tensor, "record_stream", lambda tensor, stream: cuda.record_stream(tensor, stream))
         patched.setattr(torch.UntypedStorage, "resize_", lambda storage, size: cuda.resized(storage, size))
         patched.setattr(player_module, "tier_of", made)
-        patched.setattr(tiers, "ThreadPoolExecutor", AtOnce)
+        patched.setattr(disk_file, "ThreadPoolExecutor", AtOnce)
         patched.setattr(tiers, "BOUNCE_BYTES", 512)
         patched.setattr(tiers, "_bytes_of", cuda.bytes_of)
-        patched.setattr(tiers, "ALIGN", 16)  # sizes here are less than a page
+        patched.setattr(disk_file, "ALIGN", 16)  # sizes here are less than a page
         patched.setattr(home_module, "crossing_of", lambda device, slots: Crossing(device, slots))
         patched.setattr(crossing, "SLOT_BYTES", 512)
         yield cuda

@@ -123,7 +123,7 @@ def test_the_host_is_few_puts_ahead_of_the_device(monkeypatch: pytest.MonkeyPatc
         tier = HostTier(torch.device("cpu"))
         for number in range(10):
             tier.put(number, torch.zeros(8))
-            assert waited == [tier.objects[key].ready for key in range(number + 1 - tiers.UNDER_WAY)]
+            assert waited == [tier.objects[key].left for key in range(number + 1 - tiers.UNDER_WAY)]
 
 
 def test_the_host_is_one_large_put_ahead_of_the_device(monkeypatch: pytest.MonkeyPatch):
@@ -134,7 +134,7 @@ def test_the_host_is_one_large_put_ahead_of_the_device(monkeypatch: pytest.Monke
         tier = HostTier(torch.device("cpu"))
         for number, size in enumerate((10, 50, 10, 8, 2)):
             tier.put(number, torch.zeros(size))
-        assert waited == [tier.objects[key].ready for key in range(2)]
+        assert waited == [tier.objects[key].left for key in range(2)]
 
 
 def losses(layout: str) -> list[float]:

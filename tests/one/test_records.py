@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from longshift.state import records as module
-from longshift.state.records import ALIGN, Records
+from longshift.state.records import Records, in_memory
+from longshift.stream.disk_file import ALIGN
 
 SIZES = (1, 1023, 1024, 1025, 2048, 5000, 3 * 2048 + 7, 0, 1)
 
@@ -36,23 +37,23 @@ def test_what_is_read_is_what_was_written(records: Records):
         for vector, value in zip(vectors[turn % 2 :: 2], values[turn % 2 :: 2]):
             vector.hold()
             vector.flat.copy_(value)
-            records.write(vector)
+            vector.write()
         for vector in vectors[turn % 2 :: 2]:
-            records.written(vector)
+            vector.written()
             assert not vector.memory.held or not vector.flat.numel()
-        with records.here(vectors):
+        with in_memory(vectors):
             for number, vector in enumerate(vectors):
                 last = turn if number % 2 == turn % 2 else turn - 1
                 expected = torch.arange(SIZES[number], dtype=torch.float32) * (number + 1) + 1000 * last if last >= 0 else vector.flat * 0
                 assert torch.equal(vector.flat, expected), (turn, number)
-    assert records.end == os.fstat(records.file.fileno()).st_size
+    assert records.end == os.fstat(records.fileno()).st_size
 
 
 def test_a_disk_is_moved_to_and_from_past_the_cache(tmp_path: Path):
     """Where it can be: the kernel has the flag, and where a file cannot have it, nothing else is tried."""
     records = Records(tmp_path)
     try:
-        flags = fcntl.fcntl(records.file.fileno(), fcntl.F_GETFL)
+        flags = fcntl.fcntl(records.fileno(), fcntl.F_GETFL)
         probe = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     except OSError:
         pytest.skip("no direct access here")
@@ -66,16 +67,16 @@ def test_a_disk_is_moved_to_and_from_past_the_cache(tmp_path: Path):
 def test_a_second_place_keeps_another_state(records: Records):
     vectors = [records.vector(size, torch.float32) for size in (5000, 1)]
     assert records.double(vectors)
-    assert records.end == os.fstat(records.file.fileno()).st_size == 2 * sum(vector.room for vector in vectors)
+    assert records.end == os.fstat(records.fileno()).st_size == 2 * sum(vector.room for vector in vectors)
     for number, second in ((1.0, False), (2.0, True)):
         for vector in vectors:
             vector.hold()
             vector.flat.fill_(number)
-            records.write(vector, second=second)
+            vector.write(second=second)
         for vector in vectors:
-            records.written(vector)
+            vector.written()
     for number in (1.0, 2.0):
-        with records.here(vectors):
+        with in_memory(vectors):
             assert all((vector.flat == number).all() for vector in vectors)
         for vector in vectors:
             assert vector.second is not None
@@ -90,7 +91,7 @@ def test_second_places_leave_as_much_room_for_all_ranks(
     end = records.end
     monkeypatch.setattr(os, "statvfs", lambda file: SimpleNamespace(f_bavail=pages, f_frsize=ALIGN))
     assert records.double(vectors, ranks) == has
-    assert records.end == os.fstat(records.file.fileno()).st_size == (2 * end if has else end)
+    assert records.end == os.fstat(records.fileno()).st_size == (2 * end if has else end)
     assert all((vector.second is not None) == has for vector in vectors)
 
 
@@ -103,13 +104,13 @@ def test_second_places_are_given_back_where_a_disk_fills_up_meanwhile(records: R
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert not records.double([vector])
-    assert records.end == os.fstat(records.file.fileno()).st_size == vector.room
+    assert records.end == os.fstat(records.fileno()).st_size == vector.room
     assert vector.second is None
 
 
 def test_a_file_that_ends_early_is_told(records: Records):
     vector = records.vector(3000, torch.float32)
-    os.ftruncate(records.file.fileno(), ALIGN)
-    records.read(vector)
-    with pytest.raises(module.LongshiftError, match=r"ends before byte 8192"):
-        records.ready(vector)
+    os.ftruncate(records.fileno(), ALIGN)
+    vector.read()
+    with pytest.raises(module.LongshiftError, match=r"ends before byte 4096"):
+        vector.ready()

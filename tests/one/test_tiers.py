@@ -18,7 +18,8 @@ from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
 from longshift.stream import tiers
-from longshift.stream.tiers import ALIGN, DeviceTier, DiskTier, Tier, tier_of
+from longshift.stream.disk_file import ALIGN
+from longshift.stream.tiers import DeviceTier, DiskTier, Tier, tier_of
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -254,7 +255,7 @@ def test_a_put_returns_before_the_disk_has_it_and_a_fetch_of_it_waits(tmp_path: 
     tier.put("b", second)
     waits = [tier.fetch(key) for key in "ba"]
     assert os.fstat(tier.file.fileno()).st_size == 0
-    assert not any(stored.written.done() for stored in tier.objects.values())
+    assert not any(stored.left.done() for stored in tier.objects.values())
     tier.open.set()
     assert same(waits[0]()[0], second)
     assert same(waits[1]()[0], first)
@@ -277,7 +278,7 @@ def test_only_so_many_bytes_are_on_their_way_out(tmp_path: Path, bound: int, exp
     most = 0
     for number in range(9):
         tier.put(number, drawn(4000, torch.uint8, number))
-        most = max(most, sum(not stored.written.done() for stored in tier.objects.values()))
+        most = max(most, sum(not stored.left.done() for stored in tier.objects.values()))
     assert most == expected
     assert all(same(tier.fetch(number)()[0], drawn(4000, torch.uint8, number)) for number in range(9))
     tier.close()
@@ -292,7 +293,7 @@ class LatePool(ThreadPoolExecutor):
 
 
 def test_what_is_written_and_no_longer_kept_is_gone_at_once(disk: DiskTier):
-    disk.writers = LatePool(1)
+    disk.file.writers = LatePool(1)
     made = [drawn(4000, torch.uint8, number) for number in range(tiers.WRITES + 1)]
     storages = [weakref.ref(tensor.untyped_storage()) for tensor in made]
     for number in range(len(made)):

@@ -72,7 +72,7 @@ class Copies(ABC):
         """Tensors of a unit: home's own where home keeps all of a weight in the compute format, else slices of one flat vector."""
         at_home = {}
         for shard in self.home.shards:
-            there = shard.master.device == self.world.device and not shard.vectors
+            there = shard.master.device == self.world.device and not shard.on_disk
             if shard.bucket.unit == unit and not shard.bucket.sharded and shard.master.dtype == self.compute and there:
                 at_home |= {name: view for name, box, view in shard.views(shard.master) if self.boxes[name] == (box,)}
         shapes = {name: local_shape(self.spec.by_name[name], self.boxes[name]) for name in names if name not in at_home}
@@ -209,7 +209,7 @@ class AlignedCopies(Copies):
     def prepare(self, unit: int) -> None:
         shards = [shard for shard in self.home.shards if shard.bucket.unit == unit]
         buckets = [(Strips(shard.bucket, self.world.rank, self.boxes, self.spec), shard) for shard in shards]
-        masters = [shard.vectors["master"] for shard in shards if shard.vectors]
+        masters = [shard.vectors["master"] for shard in shards]
         for vector in masters:
             vector.hold()
         self.fused[unit] = Fused(self.units[unit], buckets, self.compute, self.sum_format, self.wire)

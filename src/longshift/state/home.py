@@ -40,7 +40,7 @@ from longshift.spec.rule import Rule
 from longshift.state.crossing import Crossing, crossing_of, slots_in
 from longshift.state.moments import ROOTS, SCALE, PackedMoment, saved_moments
 from longshift.state.precision import Precision
-from longshift.state.records import Records, Vector
+from longshift.state.records import DiskVector, Records, Vector, in_memory
 
 Source = Callable[[str, Box], Tensor]
 NORM_RUN = 1 << 15  # elements
@@ -50,20 +50,31 @@ BLOCK = (16, 512)  # rows and columns of a weight that are drawn at one time
 
 @dataclass
 class Shard:
-    """This rank's home of one bucket. `grad` is None between steps where nothing has been reduced, and always where the bucket is frozen.
-    Mutable."""
+    """This rank's home of one bucket. `vectors`: "master", each moment, or its codes and scales, and where the unit is on disk "grad".
+    `grad` is None between steps where nothing has been reduced, and always where the bucket is frozen. Mutable."""
 
     bucket: Bucket
     boxes: tuple[tuple[str, Box], ...]
     owned: bool
     decaying: int  # elements, from the start, that weight decay applies to
-    master: Tensor
+    vectors: Mapping[str, Vector]  # by kind
     grad: Tensor | None = None
-    vectors: Mapping[str, Vector] = field(default_factory=dict)  # by kind, of `state.records`; none where the unit is in memory
     norms: tuple[Tensor, ...] = ()  # of a gradient sum on disk
     packed: Mapping[str, PackedMoment] = field(default_factory=dict)  # moments by name, where they are packed
     crossing: Crossing | None = None  # between a GPU and what lies outside it
     pinned: Tensor | None = None  # where a gradient sum goes, of a home in a GPU's host memory
+
+    @property
+    def master(self) -> Tensor:
+        return self.vectors["master"].flat
+
+    @property
+    def on_disk(self) -> bool:
+        return isinstance(self.vectors["master"], DiskVector)
+
+    def moment(self, name: str) -> Tensor:
+        """A moment as updates see it."""
+        return self.packed[name].wide if self.packed else self.vectors[name].flat
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
         """Every name, box and its view of a vector shaped like `master`."""
@@ -80,7 +91,7 @@ class Shard:
             self.crossing.take(total, self.begin() if self.grad is None else self.grad, add)
         elif self.grad is not None:
             self.grad += total.to(self.grad.device)
-        elif self.vectors:
+        elif self.on_disk:
             self.begin().copy_(total)
         else:
             self.grad = total.to(self.master.device)
@@ -88,13 +99,13 @@ class Shard:
     def take_second_places(self) -> None:
         """Let the master and moments be what was written to second places of the file."""
         for vector in self.vectors.values():
-            if vector.second is not None:
+            if isinstance(vector, DiskVector) and vector.second is not None:
                 vector.start, vector.second = vector.second, vector.start
 
     def begin(self) -> Tensor:
         """The gradient sum, with undefined contents."""
         assert self.grad is None
-        if self.vectors:
+        if self.on_disk:
             self.vectors["grad"].hold()
             self.grad = self.vectors["grad"].flat
         else:
@@ -108,39 +119,33 @@ class Home:
     def __init__(
         self,
         spec: ModelSpec,
-        buckets: tuple[Bucket, ...],
-        rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        cut: Layout,
+        world: World,
+        precision: Precision,
         source: Source,
-        frozen: torch.dtype | None = None,
         home_in: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
-        folder: Path | None = None,
-        rule: Rule = Rule(),  # noqa: B008  (frozen)
+        folder: str | Path | None = None,
+        rule: Rule | None = None,
         packed: MomentFormat = "float32",
         early: bool = True,
-        beside: int = 1,
     ):
-        """`frozen`: the format of weights that are not trained; `dtype` where not given. `home_in`: where which units lie, on disk below
-        `folder`. `rule`: of updates, whose moments are `packed` into this format between them; `early`: whether units on disk may
-        be updated before the norm; `beside`: ranks that share a disk."""
-        self.spec, self.rank, self.buckets, self.home_in, self.moments = spec, rank, buckets, home_in, rule.moments
-        self.records = Records(folder or Path(tempfile.gettempdir())) if "disk" in home_in.named else None
-        self.packed: MomentFormat = packed if rule.moments else "float32"
-        self.saved = saved_moments(rule, self.packed, dtype)
-        self.cut: Mapping[int, CutBlocks] = {}
+        """The home of this rank of a world, cut as `cut` is. `home_in`: where which units lie, on disk below `folder`. `rule`: of its
+        updates, None where there are none; its moments are `packed` into this format between them. `early`: whether units on disk may be
+        updated before the norm, unless gradients are scaled. Collective where moments are packed into float8."""
+        self.spec, self.rank, self.home_in = spec, world.rank, home_in
+        self.moments = rule.moments if rule else ()
+        self.packed: MomentFormat = packed if self.moments else "float32"
+        self.saved = saved_moments(self.moments, self.packed, precision.home)
+        self.records = Records(Path(folder or tempfile.gettempdir())) if "disk" in home_in.named else None
         self._wide: dict[int, int] = {}  # units whose moments are unpacked, for which update
-        mine, frozen = [bucket for bucket in buckets if rank in bucket.holders], frozen or dtype
-        self.tiers = tiers_of(home_in, mine, rank, StateBytes(frozen.itemsize, dtype.itemsize, len(rule.moments), self.packed))
-        slots = slots_in(self.tiers, mine, rank, frozen.itemsize)
-        self.crossing = crossing_of(device, slots) if slots else None
-        self.shards = [self._shard(bucket, frozen if bucket.frozen else dtype, device, source) for bucket in mine]
+
+        buckets = [bucket for bucket in buckets_of(spec, cut) if self.rank in bucket.holders]
+        each = StateBytes(precision.compute.itemsize, precision.home.itemsize, len(self.moments), self.packed)
+        self.tiers = tiers_of(home_in, buckets, self.rank, each)
+        slots = slots_in(self.tiers, buckets, self.rank, precision.compute.itemsize)
+        self.crossing = crossing_of(world.device, slots) if slots else None
+        self.shards = [self._shard(bucket, precision, world.device, source) for bucket in buckets]
         self.learning = [shard for shard in self.shards if not shard.bucket.frozen]
-        can = early_units(self.tiers, trained_elements(spec, mine, rank)) if self.packed == "float32" and early else ()
-        shards = [shard for shard in self.learning if shard.bucket.unit in can]
-        changed = [shard.vectors[kind] for shard in shards for kind in ("master", *self.saved)]
-        self.doubled = self.records is not None and self.records.double(changed, beside)
-        self.no_room = bool(changed) and not self.doubled
         self._places: dict[str, list[tuple[Shard, Box, int]]] = {}
         for shard in self.shards:
             start = 0
@@ -148,29 +153,18 @@ class Home:
                 self._places.setdefault(name, []).append((shard, box, start))
                 start += box.elements
 
-    @classmethod
-    def made(
-        cls,
-        spec: ModelSpec,
-        cut: Layout,
-        world: World,
-        precision: Precision,
-        source: Source,
-        home_in: HomeTiers = HomeTiers(),  # noqa: B008  (frozen)
-        folder: str | Path | None = None,
-        rule: Rule = Rule(),  # noqa: B008  (frozen)
-        packed: MomentFormat = "float32",
-        early: bool = True,
-    ) -> "Home":
-        """The home of this rank of a world, cut as `cut` is, and lies; on disk, below `folder`. `rule`: of its updates; `packed`: the
-        format of moments between them; `early`: whether units on disk may be updated before the norm, unless gradients are scaled.
-        Collective where moments are packed into float8."""
-        how = precision.home, world.device, source, precision.compute, home_in, Path(folder) if folder else None, rule, packed
-        home = cls(spec, buckets_of(spec, cut), world.rank, *how, early and not precision.scaled, world.per_node)
-        if home.packed == "float8":
-            home.cut = cut_blocks(spec, cut)
-            world.prepare(sorted({blocks.ranks for blocks in home.cut.values()}), "scales")
-        return home
+        self.doubled = self.no_room = False
+        if self.records and self.packed == "float32" and early and not precision.scaled:
+            units = early_units(self.tiers, trained_elements(spec, buckets, self.rank))
+            kinds = ("master", *self.saved)
+            changed = [shard.vectors[kind] for unit in units for shard in self._learning(unit) for kind in kinds]
+            self.doubled = self.records.double([vector for vector in changed if isinstance(vector, DiskVector)], world.per_node)
+            self.no_room = bool(changed) and not self.doubled
+
+        self.cut: Mapping[int, CutBlocks] = {}
+        if self.packed == "float8":
+            self.cut = cut_blocks(spec, cut)
+            world.prepare(sorted({blocks.ranks for blocks in self.cut.values()}), "scales")
 
     @property
     def by_unit(self) -> bool:
@@ -187,67 +181,60 @@ class Home:
         if self.records:
             self.records.close()
 
-    def _shard(self, bucket: Bucket, dtype: torch.dtype, device: torch.device, source: Source) -> Shard:
+    def _shard(self, bucket: Bucket, precision: Precision, device: torch.device, source: Source) -> Shard:
         boxes, tier = bucket.home(self.rank), self.tiers[bucket.unit]
-        device = device if tier == "device" else torch.device("cpu")
-        decaying = sum(box.elements for name, box in boxes if self.spec.by_name[name].decay)
         elements = sum(box.elements for _, box in boxes)
-        formats: dict[str, tuple[int, torch.dtype]] = {"master": (elements, dtype)}
+        formats = {"master": (elements, precision.compute if bucket.frozen else precision.home)}
         if not bucket.frozen:
             blocks = sum(scales_of(box).elements for _, box in boxes)
-            formats |= {kind: (blocks if kind.endswith(SCALE) else elements, of) for kind, of in self.saved.items()}
-            formats["grad"] = elements, dtype
-        if self.records is None or tier != "disk":
-            shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, torch.empty(elements, dtype=dtype, device=device))
-            fill(shard, source)
-            if self.crossing is not None and tier == "host":
-                shard.crossing = self.crossing
-                shard.pinned = None if bucket.frozen else self.crossing.pinned(shard.master)
-            if self.packed != "float32" and not bucket.frozen:
-                flats = {kind: torch.zeros(size, dtype=of, device=device) for kind, (size, of) in formats.items() if kind in self.saved}
-                shard.packed = self._packed(shard, flats)
-            return shard
-        vectors = {kind: self.records.vector(*how) for kind, how in formats.items()}
-        shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors["master"].flat, None, vectors, crossing=self.crossing)
+            formats |= {kind: (blocks if kind.endswith(SCALE) else elements, dtype) for kind, dtype in self.saved.items()}
+            formats |= {"grad": formats["master"]} if tier == "disk" else {}
+        vectors: dict[str, Vector] = {}
+        for kind, (size, dtype) in formats.items():
+            if self.records is not None and tier == "disk":
+                vectors[kind] = self.records.vector(size, dtype)
+            else:
+                vectors[kind] = Vector(torch.zeros(size, dtype=dtype, device=device if tier == "device" else "cpu"))
+        decaying = sum(box.elements for name, box in boxes if self.spec.by_name[name].decay)
+        shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors)
         if self.packed != "float32" and not bucket.frozen:
-            shard.packed = self._packed(shard, {kind: vector.flat for kind, vector in vectors.items()})
+            shard.packed = {name: self._packed(shard, name) for name in self.moments}
+        if self.crossing is not None and tier != "device":
+            shard.crossing = self.crossing
+            shard.pinned = self.crossing.pinned(shard.master) if tier == "host" and not bucket.frozen else None
         vectors["master"].hold()
         fill(shard, source)
-        self.records.write(vectors["master"])
-        self.records.written(vectors["master"])
+        vectors["master"].write()
+        vectors["master"].written()
         return shard
 
-    def _packed(self, shard: Shard, flats: Mapping[str, Tensor]) -> dict[str, PackedMoment]:
-        """The moments of a shard, whose codes and scales are these."""
-        boxes, dtype, device = [box for _, box in shard.boxes], shard.master.dtype, shard.master.device
-        found = {}
-        for name in self.moments:
-            root = name in ROOTS and self.packed == "float8"
-            wide = torch.empty(sum(box.elements for box in boxes), dtype=dtype, device=device)
-            found[name] = PackedMoment(boxes, self.packed, root, wide, flats[name], flats.get(name + SCALE))
-            found[name].memory.drop()
-        return found
+    def _packed(self, shard: Shard, name: str) -> PackedMoment:
+        boxes, scales = [box for _, box in shard.boxes], shard.vectors.get(name + SCALE)
+        root = name in ROOTS and self.packed == "float8"
+        wide = torch.empty(shard.master.shape, dtype=shard.master.dtype, device=shard.master.device)
+        moment = PackedMoment(boxes, self.packed, root, wide, shard.vectors[name].flat, scales.flat if scales else None)
+        moment.memory.drop()
+        return moment
 
     def flat(self, shard: Shard, kind: str) -> Tensor:
         """The values of a shard's vector of this kind; on disk, a copy of them."""
-        if not shard.vectors:
-            assert kind in ("master", "grad")
-            return shard.master if kind == "master" else shard.grad  # pyright: ignore[reportReturnType]
-        assert self.records is not None
-        with self.records.here([shard.vectors[kind]]):
-            return shard.vectors[kind].flat.clone()
+        if kind == "grad" and not shard.on_disk:
+            return shard.grad  # pyright: ignore[reportReturnType]
+        with in_memory([shard.vectors[kind]]):
+            flat = shard.vectors[kind].flat
+            return flat.clone() if shard.on_disk else flat
 
-    # What operations of the program do with records
+    # What operations of the program do with units on disk
 
     def read(self, unit: int, part: str) -> None:
         """Start to bring the masters of a unit, its gradient sums as far as there are some, its masters and moments, or all of it."""
         for vector in self._vectors(unit, part):
-            self.records.read(vector)  # pyright: ignore[reportOptionalMemberAccess]
+            vector.read()
 
     def ready(self, unit: int, part: str) -> None:
         """Return when what was read is in memory."""
         for vector in self._vectors(unit, part):
-            self.records.ready(vector)  # pyright: ignore[reportOptionalMemberAccess]
+            vector.ready()
 
     def evict(self, unit: int, part: str) -> None:
         """Give back the memory of what was read and has not changed."""
@@ -259,19 +246,19 @@ class Home:
         whose gradient sums are done with."""
         if part == "sums":
             self.settled()
-        for shard in self._learning(unit) if part == "sums" else ():
-            assert shard.grad is not None
-            shard.norms = _norms(shard.grad)
-        if part == "record":
-            for shard in self._learning(unit):
+        for shard in self._learning(unit):
+            if part == "sums":
+                assert shard.grad is not None
+                shard.norms = _norms(shard.grad)
+            elif part == "record":
                 shard.vectors["grad"].evict()
         for vector in self._written(unit, part):
-            self.records.write(vector, second=part == "state")  # pyright: ignore[reportOptionalMemberAccess]
+            vector.write(second=part == "state")
 
     def written(self, unit: int, part: str) -> None:
         """Return when that is on disk; its memory is given back."""
         for vector in self._written(unit, part):
-            self.records.written(vector)  # pyright: ignore[reportOptionalMemberAccess]
+            vector.written()
 
     # What operations do with packed moments
 
@@ -362,7 +349,7 @@ class Home:
         a whole shard would cost its memory twice over. Infinite where a float32 gradient is above 1e19."""
         self.settled()
         summed = [s for s in self.shards if s.owned and s.grad is not None]
-        norms = [norm for s in summed for norm in (s.norms if s.vectors else _norms(s.grad))]  # pyright: ignore[reportArgumentType]
+        norms = [norm for s in summed for norm in (s.norms if s.on_disk else _norms(s.grad))]  # pyright: ignore[reportArgumentType]
         device = self.shards[0].master.device
         return torch.cat([norm.to(device) for norm in norms] or [torch.zeros(1, device=device)]).double().square().sum()
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from longshift.layout.blocks import BLOCK, rows_at_once, scales_of, widened
 from longshift.layout.box import Box
 from longshift.spec.formats import LARGEST, LEAST_SCALE, MomentFormat
-from longshift.spec.rule import Rule
 from longshift.state.resized import Resized
 
 DTYPES = {"bf16": torch.bfloat16, "float8": torch.float8_e4m3fn}
@@ -37,10 +36,10 @@ ROOTS = ("exp_avg_sq",)  # moments that are packed as square roots
 SCALE = ".scale"  # ends the name of a moment's scales
 
 
-def saved_moments(rule: Rule, format: MomentFormat, home: torch.dtype) -> dict[str, torch.dtype]:
-    """Kinds of vectors that the moments of a rule are kept as, and their types. `home`: the type of masters."""
-    scales = {name + SCALE: torch.float32 for name in rule.moments if format == "float8"}
-    return {name: DTYPES.get(format, home) for name in rule.moments} | scales
+def saved_moments(moments: Sequence[str], format: MomentFormat, home: torch.dtype) -> dict[str, torch.dtype]:
+    """Kinds of vectors that moments are kept as, and their types. `home`: the type of masters."""
+    scales = {name + SCALE: torch.float32 for name in moments if format == "float8"}
+    return {name: DTYPES.get(format, home) for name in moments} | scales
 
 
 @dataclass(repr=False)  # torch cannot print a tensor without storage

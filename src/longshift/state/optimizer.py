@@ -20,6 +20,7 @@ from longshift.spec.model import ModelSpec
 from longshift.spec.rule import Rule
 from longshift.state.home import Home, Shard
 from longshift.state.moments import SCALE, converted
+from longshift.state.records import in_memory
 
 Read = Callable[[str, str, Box], Tensor]
 
@@ -68,18 +69,14 @@ class Optimizer:
         self._factor: float | None = None
         self._left: set[int] = set()  # units that the last update has not reached
         self._early: set[int] = set()  # units that were updated before this step's norm was known
-        self._moments: dict[str, list[Tensor]] = {name: [] for name in rule.moments}
         self._parts: list[Part] = []
         for shard in home.learning:
             for vector in shard.vectors.values():
                 vector.hold()
             for moment in shard.packed.values():
                 moment.memory.hold()
-            flats = {name: self._flat(shard, name) for name in rule.moments}
-            for name, flat in flats.items():
-                self._moments[name].append(flat)
             for place, decay in _halves(shard, rule):
-                moments = [flat[place] for flat in flats.values()]
+                moments = [shard.moment(name)[place] for name in rule.moments]
                 updates = torch.tensor(0.0, device=shard.master.device)
                 self._parts.append(Part(shard, place, decay, shard.master[place], moments, updates))
             for vector in shard.vectors.values():
@@ -91,13 +88,6 @@ class Optimizer:
     def _divides(self) -> bool:
         """Whether torch's kernels may apply the factor: they divide by a float32 number, which saves a pass over the gradients."""
         return all(shard.master.dtype == torch.float32 for shard in self.home.learning)
-
-    @staticmethod
-    def _flat(shard: Shard, name: str) -> Tensor:
-        """A moment as updates see it; zeros where that is all that there is of it."""
-        if shard.packed:
-            return shard.packed[name].wide
-        return shard.vectors[name].flat if shard.vectors else torch.zeros_like(shard.master)
 
     def update(self, lr: float, factor: float = 1.0) -> None:
         """One step with the gradients at home, times `factor`, which are dropped. Of a home that is updated by unit, the units follow."""
@@ -163,7 +153,7 @@ class Optimizer:
             shard.grad = None
 
     def _apply(self, shards: Sequence[Shard], lr: float, factor: float) -> None:
-        grads = {id(shard): shard.vectors["grad"].flat if shard.vectors else shard.grad for shard in shards}
+        grads = {id(shard): shard.grad for shard in shards}
         if factor != 1.0 and not self._divides:
             for grad in grads.values():
                 if grad is not None:
@@ -188,21 +178,14 @@ class Optimizer:
         is for `changing` them, they last until the next is asked for. Scales are of blocks that begin in the shard's boxes; for `changing`
         them, of all that it has a part of."""
         assert not self._left | self._early, f"units {sorted(self._left | self._early)} are not updated yet"
-        for number, shard in enumerate(self.home.learning):
-            moments = {name: moment.codes for name, moment in shard.packed.items()} or {
-                name: self._moments[name][number] for name in self._moments
-            }
-            flats = {"master": shard.master} | moments
-            flats |= {name + SCALE: moment.scales for name, moment in shard.packed.items() if moment.scales is not None}
-            if self.home.records is None or not shard.vectors:
-                yield from _views(shard, flats, changing)
-                continue
-            with self.home.records.here([shard.vectors[kind] for kind in flats], changing):
-                if changing:
+        for shard in self.home.learning:
+            flats = {kind: shard.vectors[kind].flat for kind in ("master", *self.home.saved)}
+            with in_memory([shard.vectors[kind] for kind in flats], changing):
+                if changing or not shard.on_disk:
                     yield from _views(shard, flats, changing)
-                copies = {} if changing else {kind: flat.clone() for kind, flat in flats.items()}
-            if copies:
-                yield from _views(shard, copies, changing)
+                    continue
+                copies = {kind: flat.clone() for kind, flat in flats.items()}
+            yield from _views(shard, copies, changing)
 
     def restore(self, read: Read, was: MomentFormat) -> None:
         """Take the moments of a checkpoint that keeps them in this format; masters are there. `read`: values of a kind, weight and box."""

@@ -9,6 +9,7 @@
 Optimizer state never moves, and no gradient goes from stop to stop: every one reduces into home.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from longshift.dist.world import World
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
-from longshift.layout.placement import buckets, moving_unit
+from longshift.layout.placement import moving_unit
 from longshift.spec.model import ModelSpec
 from longshift.state.copies import AlignedCopies, Copies, UnitCopies
 from longshift.state.home import Home
@@ -86,8 +87,8 @@ class Stop:
             self.copies = self.planned = PlannedCopies(spec, cut.layout, world, home, precision)
             return
         if not cut.at_home:
-            own = buckets(spec, cut.layout)
-            self.guest = Home(spec, own, world.rank, precision.compute, world.device, lambda _, box: torch.zeros(box.shape))
+            formats = replace(precision, home=precision.compute)
+            self.guest = Home(spec, cut.layout, world, formats, lambda _, box: torch.zeros(box.shape))
         self.copies = AlignedCopies(spec, cut.layout, world, self.guest or home, precision)
         self._rows = [(shard.bucket.unit, Resized(shard.master)) for shard in self.guest.shards] if self.guest else []
         self._hold_rows(set(self.copies.units), False)

@@ -13,8 +13,6 @@ whose last reader must have ended: what computed with it (on the CPU that has en
 """
 
 import mmap
-import os
-import tempfile
 import threading
 import time
 import zlib
@@ -31,37 +29,14 @@ import torch
 from torch import Tensor
 
 from longshift.errors import LongshiftError, OutOfMemoryError
+from longshift.stream.disk_file import DiskFile, Moved, whole_pages
 
 Key = Hashable
 Tensors = tuple[Tensor, ...]
 
-THREADS = 2  # for each direction
-ALIGN = 4096  # bytes: a page
 WRITES, UNDER_WAY = 2, 4  # puts of a disk tier, and of a GPU's host tier, that keep what they send
 IN_FLIGHT_BYTES, UNDER_WAY_BYTES = 256 << 20, 512 << 20  # that these puts may have together, but for one alone
 BOUNCES, BOUNCE_BYTES = 4, 8 << 20  # pinned pieces that a GPU's disk tier copies through
-
-
-@dataclass
-class Moved:
-    """What a tier has done. Mutable. `waited_s`: computing waited for a copy; `copying_s`: at least one copy was under way."""
-
-    put_bytes: int = 0
-    fetched_bytes: int = 0
-    waited_s: float = 0.0
-    copying_s: float = 0.0
-    held_bytes: int = 0
-    peak_bytes: int = 0
-
-    def hold(self, count: int) -> None:
-        self.held_bytes += count
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-    def restart(self) -> None:
-        """Count from here; what is held stays. No copy may be under way."""
-        self.put_bytes = self.fetched_bytes = 0
-        self.waited_s = self.copying_s = 0.0
-        self.peak_bytes = self.held_bytes
 
 
 class _Clock:
@@ -92,6 +67,7 @@ class Tier(ABC):
     def __init__(self) -> None:
         self.moved = Moved()
         self.watch: Callable[[Future], object] | None = None
+        self.objects: dict[Key, Any] = {}
 
     @abstractmethod
     def put(self, key: Key, *tensors: Tensor) -> None: ...
@@ -112,10 +88,6 @@ class Tier(ABC):
 class DeviceTier(Tier):
     """Nothing moves: the device keeps the tensors. Fetched ones are those that were put."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.objects: dict[Key, Tensors] = {}
-
     def put(self, key: Key, *tensors: Tensor) -> None:
         if key in self.objects:
             self.drop(key)
@@ -123,8 +95,8 @@ class DeviceTier(Tier):
         self.moved.hold(_bytes(tensors))
 
     def fetch(self, key: Key) -> Callable[[], Tensors]:
-        found = self.objects[key]
-        return lambda: found
+        tensors = self.objects[key]
+        return lambda: tensors
 
     def recycle(self, tensors: Sequence[Tensor]) -> None:
         """They are still the object's."""
@@ -136,19 +108,92 @@ class DeviceTier(Tier):
         self.objects.clear()
 
 
-@dataclass
-class _Stored:
-    """An object on disk. Mutable: `reading` is its last fetch. `written` gives the CRC."""
+@dataclass(frozen=True)
+class Stored:
+    """An object elsewhere. `place`: where it lies there; `left`: the future or event with which its copy out ends."""
 
-    start: int
     size: int
     shapes: list[tuple[torch.Size, torch.dtype]]
-    written: Future
-    reading: Future | None = None
+    place: Any
+    left: Any
 
 
-class DiskTier(Tier):
-    """A private file in `folder` that is unlinked at once: only this process can open it, and nothing is left behind however it ends.
+class CopyTier(Tier):
+    """Objects are copied to another memory and back: a subclass says how. That of a GPU has a stream out and a stream back."""
+
+    out: Any = None
+    back: Any = None
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
+        self.leaving: dict[int, Any] = {}  # by address, what the last copy out ends with
+        self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, list[Any]]]] = {}  # with what must end before they are filled
+
+    def make_streams(self) -> None:
+        self.out, self.back = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+    def put(self, key: Key, *tensors: Tensor) -> None:
+        if key in self.objects:
+            self.drop(key)
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
+        size = _bytes(tensors)
+        if self.out is not None:
+            self.out.wait_stream(torch.cuda.current_stream(self.device))
+        place, left = self.send(tensors, size)
+        self.leaving |= {tensor.data_ptr(): left for tensor in tensors}
+        self.objects[key] = Stored(size, [(tensor.shape, tensor.dtype) for tensor in tensors], place, left)
+        self.moved.put_bytes += size
+        self.moved.hold(size)
+
+    def fetch(self, key: Key) -> Callable[[], Tensors]:
+        stored = self.objects[key]
+        self.moved.fetched_bytes += stored.size
+        return self.bring(stored)
+
+    def recycle(self, tensors: Sequence[Tensor]) -> None:
+        used = [] if self.out is None else [torch.cuda.current_stream(self.device).record_event()]
+        for tensor in tensors:
+            left = self.leaving.get(tensor.data_ptr())
+            self.spare.setdefault((tensor.shape, tensor.dtype), []).append((tensor, used if left is None else [*used, left]))
+
+    def drop(self, key: Key) -> None:
+        stored = self.objects.pop(key)
+        self.forget(stored)
+        self.moved.hold(-stored.size)
+        if not self.objects:  # sizes of the next pack are others; what it fetches is put first, and so comes after all that read these
+            self.spare, self.leaving = {}, {}
+
+    def memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor to bring something into. [Note: what waits on what] New memory of a GPU is that of earlier packs, whose objects had left
+        before this one."""
+        spare = self.spare.get((shape, dtype))
+        if not spare:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        tensor, copies = spare.pop(0)
+        for copy in copies:
+            self.fill_after(copy)
+        return tensor
+
+    @abstractmethod
+    def send(self, tensors: Tensors, size: int) -> tuple[Any, Any]:
+        """Start to take tensors that are contiguous. Returns `place` and `left` of `Stored`."""
+
+    @abstractmethod
+    def bring(self, stored: Stored) -> Callable[[], Tensors]:
+        """Start to copy an object into tensors of `memory`. Returns what waits for them."""
+
+    @abstractmethod
+    def fill_after(self, copy: Any) -> None:
+        """Have what is brought next begin when this copy out, or this event, has ended."""
+
+    @abstractmethod
+    def forget(self, stored: Stored) -> None:
+        """Give back an object's place."""
+
+
+class DiskTier(CopyTier):
+    """A private file in `folder`.
 
     At most WRITES objects, of at most `in_flight_bytes` (and always one), are on their way out, and their tensors are kept until the next
     that is too many, however fast the disk: memory is the same in every run. `checked`: each object's CRC is kept
@@ -156,101 +201,62 @@ class DiskTier(Tier):
     """
 
     def __init__(self, folder: Path, in_flight_bytes: int = IN_FLIGHT_BYTES, checked: bool = False):
-        super().__init__()
-        self.folder, self.in_flight_bytes, self.checked = folder, in_flight_bytes, checked
-        try:
-            self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-        except OSError as fault:
-            raise LongshiftError(f"offload: no file can be made in {folder}: {fault.strerror}") from None
+        super().__init__(torch.device("cpu"))
+        self.in_flight_bytes, self.checked = in_flight_bytes, checked
+        self.file = DiskFile(folder, "offload", self.moved)
         self.copying = _Clock(self.moved)
-        self.readers, self.writers = (ThreadPoolExecutor(THREADS, f"longshift-{way}") for way in ("read", "write"))
-        self.objects: dict[Key, _Stored] = {}
         self.end = 0
         self.holes: dict[int, list[int]] = {}  # starts of free extents, by size
         self.writing: deque[tuple[Future, int, Tensors]] = deque()
-        self.leaving: dict[int, Future] = {}  # by address
-        self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, Future | None]]] = {}
 
-    def put(self, key: Key, *tensors: Tensor) -> None:
-        if key in self.objects:
-            self.drop(key)
-        tensors = tuple(t.contiguous() for t in tensors)
-        size = _bytes(tensors)
-        self._room_for(size)
+    def send(self, tensors: Tensors, size: int) -> tuple[int, Future]:
+        while len(self.writing) >= WRITES or (self.writing and size + sum(s for _, s, _ in self.writing) > self.in_flight_bytes):
+            self.file.wait(self.writing.popleft()[0])
         start = self._extent(size)
-        written = self.writers.submit(self._copy, self._write, start, [*tensors])
-        if self.watch:
-            self.watch(written)
-        self.leaving |= {tensor.data_ptr(): written for tensor in tensors}
-        self.objects[key] = _Stored(start, size, [(t.shape, t.dtype) for t in tensors], written)
+        written = self._start(self.file.writers, self._write, start, [*tensors])
         self.writing.append((written, size, tensors))
-        self.moved.put_bytes += size
-        self.moved.hold(size)
+        return start, written
 
-    def fetch(self, key: Key) -> Callable[[], Tensors]:
-        stored = self.objects[key]
-        tensors = tuple(self._memory(shape, dtype) for shape, dtype in stored.shapes)
-        stored.reading = reading = self.readers.submit(self._copy, self._read, stored, tensors)
-        if self.watch:
-            self.watch(reading)
-        self.moved.fetched_bytes += stored.size
+    def bring(self, stored: Stored) -> Callable[[], Tensors]:
+        tensors = tuple(self.memory(shape, dtype) for shape, dtype in stored.shapes)
+        reading = self._start(self.file.readers, self._read, stored, tensors)
 
         def wait() -> Tensors:
-            self._wait(reading)
+            self.file.wait(reading)
             return tensors
 
         return wait
 
-    def recycle(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            self.spare.setdefault((tensor.shape, tensor.dtype), []).append((tensor, self.leaving.get(tensor.data_ptr())))
+    def fill_after(self, copy: Any) -> None:
+        self.file.wait(copy)
 
-    def drop(self, key: Key) -> None:
-        stored = self.objects.pop(key)
-        self._wait(stored.written)
-        self.holes.setdefault(_aligned(stored.size), []).append(stored.start)
-        self.moved.hold(-stored.size)
-        if not self.objects:  # sizes of the next pack are others
-            self.end, self.holes, self.spare, self.leaving = 0, {}, {}, {}
+    def forget(self, stored: Stored) -> None:
+        self.file.wait(stored.left)
+        self.holes.setdefault(whole_pages(stored.size), []).append(stored.place)
+        if not self.objects:
+            self.end, self.holes = 0, {}
             self.writing.clear()
 
     def close(self) -> None:
-        for pool in (self.readers, self.writers):
-            pool.shutdown(cancel_futures=True)
         self.file.close()
 
     def _extent(self, size: int) -> int:
-        room = _aligned(size)
+        room = whole_pages(size)
         if self.holes.get(room):
             return self.holes[room].pop()
         self.end += room
         return self.end - room
 
-    def _memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """[Note: what waits on what]"""
-        spare = self.spare.get((shape, dtype))
-        if not spare:
-            return torch.empty(shape, dtype=dtype)
-        tensor, leaving = spare.pop(0)
-        if leaving is not None:
-            self._wait(leaving)
-        return tensor
+    def _start(self, threads: ThreadPoolExecutor, copy: Callable[..., Any], *arguments: object) -> Future:
+        future = threads.submit(self._timed, copy, *arguments)
+        if self.watch:
+            self.watch(future)
+        return future
 
-    def _room_for(self, size: int) -> None:
-        while len(self.writing) >= WRITES or (self.writing and size + sum(s for _, s, _ in self.writing) > self.in_flight_bytes):
-            self._wait(self.writing.popleft()[0])
-
-    def _wait(self, future: Future) -> Any:
-        began = time.perf_counter()
-        try:
-            return future.result()
-        finally:
-            self.moved.waited_s += time.perf_counter() - began
-
-    def _copy(self, way: Callable[..., Any], *arguments: object) -> Any:
+    def _timed(self, copy: Callable[..., Any], *arguments: object) -> Any:
         """In a thread."""
         with self.copying:
-            return way(*arguments)
+            return copy(*arguments)
 
     def _write(self, start: int, tensors: list[Tensor]) -> int:
         """In a thread. Returns the CRC, or 0. The list is empty then: a pool keeps its arguments for a moment after a future has ended."""
@@ -258,32 +264,27 @@ class DiskTier(Tier):
         while tensors:
             for view in self._bytes_out(tensors.pop(0)):
                 crc = zlib.crc32(view, crc) if self.checked else 0
-                while view:
-                    try:
-                        done = os.pwrite(self.file.fileno(), view, start)
-                    except OSError as fault:
-                        took, held = os.fstat(self.file.fileno()).st_blocks * 512 / 2**30, self.moved.held_bytes / 2**30
-                        raise OutOfMemoryError(
-                            f"offload: {self.folder} took {took:.2f} of {held:.2f} GiB and no more: {fault.strerror}; choose another "
-                            "stream.folder, every1 or shorter documents"
-                        ) from None
-                    view, start = view[done:], start + done
+                try:
+                    self.file.write(start, view)
+                except OSError as fault:
+                    took, held = self.file.taken_bytes / 2**30, self.moved.held_bytes / 2**30
+                    raise OutOfMemoryError(
+                        f"offload: {self.file.folder} took {took:.2f} of {held:.2f} GiB and no more: {fault.strerror}; choose another "
+                        "stream.folder, every1 or shorter documents"
+                    ) from None
+                start += len(view)
         return crc
 
-    def _read(self, stored: _Stored, tensors: Tensors) -> None:
+    def _read(self, stored: Stored, tensors: Tensors) -> None:
         """In a thread."""
-        written, crc, start = stored.written.result(), 0, stored.start
+        written, crc, start = stored.left.result(), 0, stored.place
         for tensor in tensors:
             for view in self._bytes_in(tensor):
-                rest = view
-                while rest:
-                    done = os.preadv(self.file.fileno(), [rest], start)
-                    if not done:
-                        raise LongshiftError(f"offload: the file in {self.folder} ends before byte {start}")
-                    rest, start = rest[done:], start + done
+                self.file.read(start, view, len(view))
+                start += len(view)
                 crc = zlib.crc32(view, crc) if self.checked else 0
         if crc != written:
-            raise LongshiftError(f"offload: {stored.size} bytes came back from {self.folder} changed (CRC {crc:#x}, was {written:#x})")
+            raise LongshiftError(f"offload: {stored.size} bytes came back from {self.file.folder} changed (CRC {crc:#x}, was {written:#x})")
 
     def _bytes_out(self, tensor: Tensor) -> Iterator[memoryview]:
         """In a thread: the bytes of a tensor, piece by piece."""
@@ -305,6 +306,10 @@ class Arena:
         if not self._pinned:
             raise OutOfMemoryError(f"CUDA did not register {size} bytes of host memory")
 
+    def like(self, tensor: Tensor) -> Tensor:
+        """A tensor of this shape and format, from the first byte on."""
+        return self.bytes[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
     def release(self) -> None:
         if self._pinned:
             self._runtime.cudaHostUnregister(self.bytes.data_ptr())
@@ -313,17 +318,7 @@ class Arena:
     __del__ = release
 
 
-@dataclass
-class _Pinned:
-    """An object in host memory. Mutable. `ready`: recorded when it is there."""
-
-    arena: Arena
-    shapes: list[tuple[torch.Size, torch.dtype]]
-    size: int
-    ready: Any
-
-
-class HostTier(Tier):
+class HostTier(CopyTier):
     """Pinned host memory of a CUDA device; a stream for each direction. The host waits for it to give back memory, and [Note: pace].
 
     [Note: arenas] An object has an arena of its size, taken over from a dropped one: a put comes after whatever has waited for a fetch.
@@ -336,80 +331,53 @@ class HostTier(Tier):
     timed = False
 
     def __init__(self, device: torch.device):
-        super().__init__()
-        self.device = device
-        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.objects: dict[Key, _Pinned] = {}
+        super().__init__(device)
+        self.make_streams()
         self.arenas: dict[int, list[tuple[Arena, Any]]] = {}  # dropped, and the event after the last use; by size, in order
         self.held_room = self.most_room = self.pinned_room = 0  # bytes in whole pages: of objects, the most ever, of all arenas
-        self.leaving: dict[int, Any] = {}  # by address
-        self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, list[Any]]]] = {}
         self.under_way: deque[tuple[Any, int]] = deque()
 
-    def put(self, key: Key, *tensors: Tensor) -> None:
-        if key in self.objects:
-            self.drop(key)
-        tensors = tuple(t.contiguous() for t in tensors)
-        size = _bytes(tensors)
-        arena = self._arena(_aligned(size))
-        self.out.wait_stream(torch.cuda.current_stream(self.device))
+    def send(self, tensors: Tensors, size: int) -> tuple[Arena, Any]:
+        arena = self._arena(whole_pages(size))
         with torch.cuda.stream(self.out):
             for tensor, place in zip(tensors, _slices(arena.bytes, tensors)):
                 place.copy_(tensor.view(-1).view(torch.uint8), non_blocking=True)
                 tensor.record_stream(self.out)
-            ready = self.out.record_event()
-        self.leaving |= {tensor.data_ptr(): ready for tensor in tensors}
-        self.objects[key] = _Pinned(arena, [(t.shape, t.dtype) for t in tensors], size, ready)
-        self.moved.put_bytes += size
-        self.moved.hold(size)
-        self._pace(ready, size)
+            left = self.out.record_event()
+        self._pace(left, size)
+        return arena, left
 
-    def fetch(self, key: Key) -> Callable[[], Tensors]:
-        stored = self.objects[key]
-        tensors = []
+    def bring(self, stored: Stored) -> Callable[[], Tensors]:
         with torch.cuda.stream(self.back):
-            self.back.wait_event(stored.ready)
-            for shape, dtype in stored.shapes:
-                spare = self.spare.get((shape, dtype))
-                tensor, after = spare.pop(0) if spare else (torch.empty(shape, dtype=dtype, device=self.device), [])
-                for event in after:
-                    self.back.wait_event(event)
-                tensors.append(tensor)
-            for tensor, place in zip(tensors, _slices(stored.arena.bytes, tensors)):
+            self.back.wait_event(stored.left)
+            tensors = tuple(self.memory(shape, dtype) for shape, dtype in stored.shapes)
+            for tensor, place in zip(tensors, _slices(stored.place.bytes, tensors)):
                 tensor.view(-1).view(torch.uint8).copy_(place, non_blocking=True)
             arrived = self.back.record_event()
-        self.moved.fetched_bytes += stored.size
 
         def wait() -> Tensors:
             torch.cuda.current_stream(self.device).wait_event(arrived)
-            return tuple(tensors)
+            return tensors
 
         return wait
 
-    def recycle(self, tensors: Sequence[Tensor]) -> None:
-        free = torch.cuda.current_stream(self.device).record_event()
-        for tensor in tensors:
-            leaving = self.leaving.get(tensor.data_ptr())
-            self.spare.setdefault((tensor.shape, tensor.dtype), []).append((tensor, [free] if leaving is None else [free, leaving]))
+    def fill_after(self, copy: Any) -> None:
+        self.back.wait_event(copy)
 
-    def drop(self, key: Key) -> None:
-        stored = self.objects.pop(key)
-        room = _aligned(stored.size)
+    def forget(self, stored: Stored) -> None:
+        room = whole_pages(stored.size)
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         dropped = self.arenas[room] = self.arenas.pop(room, [])
-        dropped.append((stored.arena, self.out.record_event()))
+        dropped.append((stored.place, self.out.record_event()))
         self.held_room -= room
-        self.moved.hold(-stored.size)
-        if not self.objects:  # sizes of the next pack are others; what it fetches is put first, and so comes after all that read these
-            self.spare, self.leaving = {}, {}
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         self._release(self.pinned_room)
 
-    def _pace(self, ready: Any, size: int) -> None:
+    def _pace(self, left: Any, size: int) -> None:
         """[Note: pace]"""
-        self.under_way.append((ready, size))
+        self.under_way.append((left, size))
         while len(self.under_way) > UNDER_WAY or (len(self.under_way) > 1 and sum(s for _, s in self.under_way) > UNDER_WAY_BYTES):
             self.under_way.popleft()[0].synchronize()
 
@@ -436,45 +404,30 @@ class HostTier(Tier):
 
 class BouncedTier(DiskTier):
     """Disk of a CUDA device. Threads copy piece by piece through pinned memory, on a stream each way, and wait for each copy: what is
-    written has left the device, and what is read is on it. `free`: by `id` of what was recycled, recorded after its last use."""
+    written has left the device, and what is read is on it."""
 
     def __init__(self, device: torch.device, folder: Path, in_flight_bytes: int = IN_FLIGHT_BYTES, checked: bool = False):
         super().__init__(folder, in_flight_bytes, checked)
         self.device = device
-        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.make_streams()
         self.slots = SimpleQueue[Arena]()
         for _ in range(BOUNCES):
             self.slots.put(Arena(BOUNCE_BYTES))
-        self.free: dict[int, Any] = {}
 
-    def put(self, key: Key, *tensors: Tensor) -> None:
-        tensors = tuple(t.contiguous() for t in tensors)
-        self.out.wait_stream(torch.cuda.current_stream(self.device))
-        super().put(key, *tensors)
+    def memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        with torch.cuda.stream(self.back):
+            return super().memory(shape, dtype)
 
-    def recycle(self, tensors: Sequence[Tensor]) -> None:
-        free = torch.cuda.current_stream(self.device).record_event()
-        self.free |= {id(tensor): free for tensor in tensors}
-        super().recycle(tensors)
-
-    def drop(self, key: Key) -> None:
-        super().drop(key)
-        if not self.objects:
-            self.free = {}
+    def fill_after(self, copy: Any) -> None:
+        if isinstance(copy, Future):
+            super().fill_after(copy)
+        else:
+            self.back.wait_event(copy)
 
     def close(self) -> None:
         super().close()
         while not self.slots.empty():
             self.slots.get().release()
-
-    def _memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """[Note: what waits on what] New memory is that of earlier packs, whose objects were written before this one."""
-        with torch.cuda.stream(self.back):
-            if not self.spare.get((shape, dtype)):
-                return torch.empty(shape, dtype=dtype, device=self.device)
-            tensor = super()._memory(shape, dtype)
-            self.back.wait_event(self.free.pop(id(tensor)))
-            return tensor
 
     def _bytes_out(self, tensor: Tensor) -> Iterator[memoryview]:
         for piece, slot in self._bounced(tensor):
@@ -517,17 +470,13 @@ def _pages(size: int) -> Tensor:
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(t.nbytes for t in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
-
-
 def _slices(memory: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Pieces of `memory`, bytes, one after another, as large as the tensors."""
-    return memory[: _bytes(tensors)].split([t.nbytes for t in tensors])
+    return memory[: _bytes(tensors)].split([tensor.nbytes for tensor in tensors])

@@ -85,7 +85,7 @@ def build_state(
     spec, rule = config.spec, config.train.rule
     precision = Precision.of(config.train.precision)
     source = continued(config, saved, precision.home) if saved else initial(config, precision.home)
-    home = Home.made(
+    home = Home(
         spec,
         home_layout(config.edges),
         world,

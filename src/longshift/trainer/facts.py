@@ -66,7 +66,7 @@ class SavedConfig(Part):
     @property
     def moments(self) -> dict[str, torch.dtype]:
         """Kinds of vectors that moments are kept as, and their types."""
-        return saved_moments(self.train.rule, self.home.moments, Precision.of(self.train.precision).home)
+        return saved_moments(self.train.rule.moments, self.home.moments, Precision.of(self.train.precision).home)
 
 
 class ChosenKernel(Part):

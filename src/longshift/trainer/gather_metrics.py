@@ -158,12 +158,12 @@ def _group_metrics(player: Player, visit: Visited, maximum: _VisitTotals, total:
 
 def gather_home_metrics(home: Home, world: World) -> HomeMetrics | None:
     """What moved between memory and disk since the last step; None without a state on disk."""
-    records = home.records
-    if records is None:
+    if home.records is None:
         return None
-    counts = [records.read_bytes, records.written_bytes, records.waited_s]
+    moved = home.records.moved
+    counts = [moved.fetched_bytes, moved.put_bytes, moved.waited_s]
     counts = torch.tensor(counts, dtype=torch.float64, device=world.device)
-    records.restart()
+    moved.restart()
     waited_s = float(world.everyone.all_reduce(counts[2].clone(), dist.ReduceOp.MAX))
     read_bytes, written_bytes, _ = world.everyone.all_reduce(counts).tolist()
     return HomeMetrics(int(read_bytes), int(written_bytes), waited_s)

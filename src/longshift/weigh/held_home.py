@@ -6,7 +6,8 @@ from longshift.layout.blocks import cut_blocks, elements_at_once
 from longshift.program.operations import Op
 from longshift.program.step import Steps
 from longshift.state.crossing import SLOT_BYTES, SLOTS, slots_in
-from longshift.state.records import ALIGN, PIECE, THREADS
+from longshift.state.records import PIECE
+from longshift.stream.disk_file import ALIGN, THREADS
 from longshift.weigh.book import Account, Held
 
 SMALL = 16 << 10  # scalars: losses, counters of updates, norms of runs of gradients
