@@ -22,7 +22,7 @@ from longshift.layout.layout import Layout
 from longshift.layout.placement import pieces_of
 from longshift.spec.formats import GradientWire, WeightWire, Wire
 from longshift.spec.model import ModelSpec
-from longshift.state import wire
+from longshift.state import block_codec, wire
 from longshift.state.copies import AlignedCopies
 from longshift.step.update import train_step
 
@@ -234,18 +234,18 @@ def sums_in_bf16(patch: pytest.MonkeyPatch) -> None:
 
 def infinity_saturates(patch: pytest.MonkeyPatch) -> None:
     """What is not finite is made the largest number before it is coded."""
-    native = wire.encode
-    patch.setattr(wire, "encode", lambda x, *how: native(x.nan_to_num(0.0, 448.0, -448.0), *how))
+    native = block_codec.encode
+    patch.setattr(block_codec, "encode", lambda x, *how: native(x.nan_to_num(0.0, 448.0, -448.0), *how))
 
 
 def scales_of_whole_rows(patch: pytest.MonkeyPatch) -> None:
-    native = wire.encode
+    native = block_codec.encode
 
     def wrong(x: Tensor, column: int, scales: Tensor, codes: Tensor) -> None:
         native(x, column, scales, codes)
         scales.copy_(scales.amax(-1, keepdim=True).expand_as(scales))
 
-    patch.setattr(wire, "encode", wrong)
+    patch.setattr(block_codec, "encode", wrong)
 
 
 def last_sender_forgotten(patch: pytest.MonkeyPatch) -> None:

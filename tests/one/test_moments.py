@@ -24,7 +24,8 @@ def made(x: Tensor, format: MomentFormat = "float8", root: bool = False, box: Bo
     blocks = sum(1 for _ in range(box.start[-1] // BLOCK, -(-box.stop[-1] // BLOCK))) * (x.numel() // x.shape[-1])
     codes = torch.zeros(x.numel(), dtype=kept.DTYPES[format])
     moment = PackedMoment([box], format, root, x.flatten().clone(), codes, torch.zeros(blocks) if format == "float8" else None)
-    moment.pack(moment.maxima() if moment.scales is not None else None, 1)
+    moment.measure()
+    moment.pack(1)
     return moment
 
 
@@ -53,7 +54,8 @@ def test_rounding_has_no_bias(format: MomentFormat, root: bool):
         moment = made(x.square() if root else x, format, root)
         moment.unpack()
         moment.wide.copy_((x.square() if root else x).flatten())
-        moment.pack(moment.maxima() if moment.scales is not None else None, number)
+        moment.measure()
+        moment.pack(number)
         found = seen(moment)
         mean += found.sqrt() if root else found
     assert (mean / BLOCK / x[0] - 1).abs().max() < 1e-3
@@ -86,7 +88,9 @@ def test_parts_of_a_block_are_coded_alike():
         moment.unpack()
         moment.wide.copy_(x[:, box.start[1] : box.stop[1]].flatten())
         first, last = box.start[1] // BLOCK, -(-box.stop[1] // BLOCK)
-        moment.pack(largest(x, 0, False)[:, first:last].flatten(), 1)
+        assert moment.scales is not None
+        moment.scales.copy_(largest(x, 0, False)[:, first:last].flatten())
+        moment.pack(1)
         found.append(moment.codes.view(torch.uint8).view(box.shape))
     assert torch.equal(torch.cat(found, 1), whole.codes.view(torch.uint8).view(WHOLE))
 
@@ -131,7 +135,8 @@ def descended(steps: int = 400) -> float:
         weight.grad = curvature * (weight.detach() + 0.3 * torch.randn(weight.shape, generator=generator))
         adamw.step()
         for moment in moments.values():
-            moment.pack(moment.maxima(), step + 1)
+            moment.measure()
+            moment.pack(step + 1)
     return float(weight.detach().square().mean())
 
 

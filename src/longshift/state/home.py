@@ -15,7 +15,7 @@ there (`layout.home_tiers`). Wherever a unit lies, it is updated there: of what 
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -274,38 +274,37 @@ class Home:
         number = self._wide.pop(unit, None)
         if number is None:
             return
-        maxima = list[dict[str, Tensor]]()
-        if self.packed == "float8":
-            maxima = [{name: moment.maxima() for name, moment in shard.packed.items()} for shard in self._learning(unit)]
-            if unit in self.cut:
-                self._together(unit, maxima, world)
-        for at, shard in enumerate(self._learning(unit)):
-            for name, moment in shard.packed.items():
-                moment.pack(maxima[at][name] if maxima else None, number)
+        for moment in self._moments(unit):
+            moment.measure()
+        if unit in self.cut:
+            self._share_maxima(unit, world)
+        for moment in self._moments(unit):
+            moment.pack(number)
 
-    def _together(self, unit: int, maxima: Sequence[Mapping[str, Tensor]], world: World) -> None:
-        """Make the maxima of a unit's shards, by moment, those of whole blocks. Collective."""
+    def _share_maxima(self, unit: int, world: World) -> None:
+        """Make the maxima of a unit's blocks those of whole blocks. Collective."""
         blocks, device = self.cut[unit], self.shards[0].master.device
-        several = torch.zeros(len(self.moments), blocks.count, device=device)
+        shared = torch.zeros(len(self.moments), blocks.count, device=device)
         pairs = [
             pair
-            for shard, found in zip(self._learning(unit), maxima)
-            for whole, name in zip(several, self.moments)
-            for pair in self._shared(shard, found[name], blocks, whole)
+            for shard in self._learning(unit)
+            for of_moment, name in zip(shared, self.moments)
+            for pair in self._cut_maxima(shard, name, blocks, of_moment)
         ]
-        for own, whole in pairs:
-            whole.copy_(torch.maximum(own, whole))
-        several.copy_(world.group(blocks.ranks, "scales").all_reduce(several.to(world.device), dist.ReduceOp.MAX))
-        for own, whole in pairs:
-            own.copy_(whole)
+        for part, whole in pairs:
+            whole.copy_(torch.maximum(part, whole))
+        shared.copy_(world.group(blocks.ranks, "scales").all_reduce(shared.to(world.device), dist.ReduceOp.MAX))
+        for part, whole in pairs:
+            part.copy_(whole)
 
-    def _shared(self, shard: Shard, maxima: Tensor, blocks: CutBlocks, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _cut_maxima(self, shard: Shard, name: str, blocks: CutBlocks, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The maxima of blocks that home cuts, as far as a shard has a part of them, and their places among those of all ranks."""
+        maxima = shard.vectors[name + SCALE].flat
         start = 0
-        for name, box in shard.boxes:
+        for weight, box in shard.boxes:
             own = scales_of(box)
-            first, columns = blocks.places.get(name, (0, ()))
-            leading = self.spec.by_name[name].shape[:-1]
+            first, columns = blocks.places.get(weight, (0, ()))
+            leading = self.spec.by_name[weight].shape[:-1]
             for at, column in enumerate(columns):
                 if own and own.start[-1] <= column < own.stop[-1]:
                     rows = whole[first:][: prod(leading) * len(columns)].view(*leading, len(columns))[..., at]

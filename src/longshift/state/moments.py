@@ -13,23 +13,22 @@ nearest it would never fall. So of the values that lie between two codes a share
 before the bits that a code has not are cut off, a number below one unit of its last bit is added, one of 128 equally far apart that take
 turns from place to place in a block and from update to update. Rounding so has no bias, and gives the same bits everywhere.
 
-[Note: not finite] A cast to e4m3 makes the largest code of infinity, silently. A block with a value that is not finite has an infinite
-scale instead, which is found where a moment in float32 would be, before a checkpoint, and gives values that are not finite.
+A block with a value that is not finite has an infinite scale ([Note: not finite] of `state.block_codec`), which is found where a moment in
+float32 would be, before a checkpoint, and gives values that are not finite.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longshift.layout.blocks import BLOCK, rows_at_once, scales_of, widened
 from longshift.layout.box import Box
-from longshift.spec.formats import LARGEST, LEAST_SCALE, MomentFormat
+from longshift.spec.formats import MomentFormat
+from longshift.state.block_codec import CODES, decode, in_blocks, in_rows, maxima_to_scales
 from longshift.state.resized import Resized
 
-DTYPES = {"bf16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+DTYPES = {"bf16": torch.bfloat16, "float8": CODES}
 CUT_BITS = {"bf16": 16, "float8": 20}  # of a float32, that the format has not
 SMALLEST = 2.0**-9  # of e4m3
 ROOTS = ("exp_avg_sq",)  # moments that are packed as square roots
@@ -42,72 +41,49 @@ def saved_moments(moments: Sequence[str], format: MomentFormat, home: torch.dtyp
     return {name: DTYPES.get(format, home) for name in moments} | scales
 
 
-@dataclass(repr=False)  # torch cannot print a tensor without storage
 class PackedMoment:
     """A moment of a shard. Mutable. `codes`: an element each; `scales`: a block each, box by box, None where the format needs none; `wide`:
     the moment in the home format, whose storage exists during an update."""
 
-    boxes: Sequence[Box]
-    format: MomentFormat
-    root: bool
-    wide: Tensor
-    codes: Tensor
-    scales: Tensor | None
-
-    def __post_init__(self) -> None:
-        self.memory = Resized(self.wide)
+    def __init__(self, boxes: Sequence[Box], format: MomentFormat, root: bool, wide: Tensor, codes: Tensor, scales: Tensor | None):
+        self.format, self.root, self.wide, self.codes, self.scales = format, root, wide, codes, scales
+        self.memory = Resized(wide)
+        self._runs: list[tuple[int, Tensor, Tensor, Tensor | None]] = []  # some rows at a time: column, moment, codes, scales
+        start = first = 0
+        for box in filter(None, boxes):
+            blocks, rows = scales_of(box), rows_at_once(box)
+            wides, coded = (flat[start:][: box.elements].view(-1, box.shape[-1]).split(rows) for flat in (wide, codes))
+            scaled = [None] * len(wides) if scales is None else scales[first:][: blocks.elements].view(-1, blocks.shape[-1]).split(rows)
+            self._runs += zip([box.start[-1]] * len(wides), wides, coded, scaled)
+            start, first = start + box.elements, first + blocks.elements
 
     def unpack(self) -> None:
         """Have the moment in the home format."""
         self.memory.hold()
-        for box, wide, codes, scales in self._runs(self.codes):
-            wide.copy_(decoded(codes, scales, box.start[-1], self.root, wide.dtype))
+        for column, wide, codes, scales in self._runs:
+            wide.copy_(decoded(codes, scales, column, self.root, wide.dtype))
 
-    def maxima(self) -> Tensor:
-        """By block, the largest magnitude that its scale is made for, of this rank's part of it; infinite where one is not finite."""
-        assert self.scales is not None
-        found = torch.empty_like(self.scales)
-        for box, wide, _, maxima in self._runs(self.codes, found):
-            assert maxima is not None
-            maxima.copy_(largest(wide, box.start[-1], self.root))
-        return found
+    def measure(self) -> None:
+        """Let `scales` be the largest magnitudes that scales are made for, of this rank's parts of blocks."""
+        for column, wide, _, scales in self._runs:
+            if scales is not None:
+                scales.copy_(largest(wide, column, self.root))
 
-    def pack(self, maxima: Tensor | None, number: int) -> None:
-        """Keep codes alone. `maxima`: of whole blocks; `number`: of the update."""
-        if maxima is not None:
-            torch.div(maxima, LARGEST, out=self.scales).clamp_(min=LEAST_SCALE)
-        for box, wide, codes, scales in self._runs(self.codes):
-            codes.copy_(encoded(wide, scales, box.start[-1], self.root, self.format, number))
+    def pack(self, number: int) -> None:
+        """Keep codes alone, with the scales of blocks that were measured. `number`: of the update."""
+        if self.scales is not None:
+            maxima_to_scales(self.scales)
+        for column, wide, codes, scales in self._runs:
+            codes.copy_(encoded(wide, scales, column, self.root, self.format, number))
         self.memory.drop()
-
-    def places(self) -> Iterator[tuple[Box, int]]:
-        """Every box of scales, and where its part of `scales` begins."""
-        start = 0
-        for box in map(scales_of, self.boxes):
-            yield box, start
-            start += box.elements
-
-    def _runs(self, codes: Tensor, scales: Tensor | None = None) -> Iterator[tuple[Box, Tensor, Tensor, Tensor | None]]:
-        """Some rows of a box at a time: the box, and the rows of the moment, of codes and of scales, all of two dims."""
-        scales, start = self.scales if scales is None else scales, 0
-        for box, (blocks, first) in zip(self.boxes, self.places()):
-            if not box:
-                continue
-            columns, per_row, rows = box.shape[-1], blocks.shape[-1], rows_at_once(box)
-            wide, coded = (flat[start : start + box.elements].view(-1, columns) for flat in (self.wide, codes))
-            scaled = None if scales is None else scales[first : first + blocks.elements].view(-1, per_row)
-            start += box.elements
-            for row in range(0, len(wide), rows):
-                part = slice(row, row + rows)
-                yield box, wide[part], coded[part], None if scaled is None else scaled[part]
 
 
 def largest(x: Tensor, column: int, root: bool) -> Tensor:
     """The largest magnitude of each block, float32 [rows, blocks], of rows that begin in this column of the weight; of square roots where
     `root`. Infinite where one is not finite."""
     blocks = in_blocks(x, column)
-    found = (blocks.sqrt_() if root else blocks.abs_()).amax(-1).float()
-    return torch.where(found.isfinite(), found, torch.inf)
+    maxima = (blocks.sqrt_() if root else blocks.abs_()).amax(-1).float()
+    return torch.where(maxima.isfinite(), maxima, torch.inf)
 
 
 def encoded(x: Tensor, scales: Tensor | None, column: int, root: bool, format: MomentFormat, number: int) -> Tensor:
@@ -122,8 +98,7 @@ def encoded(x: Tensor, scales: Tensor | None, column: int, root: bool, format: M
     bits = y.float().view(torch.int32)
     cut = CUT_BITS[format]
     bits = bits.add_((2 * turn(number, x.device) + 1) << (cut - 8)).bitwise_and_(-1 << cut)
-    codes = bits.view(torch.float32).to(DTYPES[format])
-    return codes.flatten(-2)[:, column % BLOCK :][:, : x.shape[-1]]
+    return in_rows(bits.view(torch.float32).to(DTYPES[format]), column, x.shape[-1])
 
 
 def turn(number: int, device: torch.device) -> Tensor:
@@ -135,9 +110,8 @@ def decoded(codes: Tensor, scales: Tensor | None, column: int, root: bool, dtype
     """What codes of rows that begin in this column of the weight stand for."""
     if scales is None:
         return codes.to(dtype)
-    y = in_blocks(codes.view(torch.uint8), column).view(codes.dtype).to(dtype).mul_(scales[..., None])
-    y = y.square_() if root else y
-    return y.flatten(-2)[..., column % BLOCK :][..., : codes.shape[-1]]
+    y = decode(codes, scales, column, dtype)
+    return y.square_() if root else y
 
 
 def converted(
@@ -151,28 +125,14 @@ def converted(
 ) -> tuple[Tensor, Tensor | None]:
     """Values, or codes and scales, of a box of a moment in one format, from what was saved in another. `read`: a kind's saved values of a
     box; `shape`: of the weight. Scales are those of whole blocks, whoever has the rest of them."""
-    root, whole = kind in ROOTS, widened(box, shape)
-    saved, scales = read(kind, whole), read(kind + SCALE, scales_of(box)) if was == "float8" else None
-    columns = whole.shape[-1]
-    flat = None if scales is None else scales.view(-1, scales.shape[-1])
-    values = (
-        saved.view(-1, columns) if was == "float32" else decoded(saved.view(-1, columns), flat, whole.start[-1], _root(root, was), dtype)
-    )
-    scales = None
+    whole, blocks, root = widened(box, shape), scales_of(box), kind in ROOTS
+    column, scales = whole.start[-1], None
+    values = read(kind, whole).view(-1, whole.shape[-1])
+    if was != "float32":
+        scales = read(kind + SCALE, blocks).view(-1, blocks.shape[-1]) if was == "float8" else None
+        values, scales = decoded(values, scales, column, root and was == "float8", dtype), None
     if now == "float8":
-        scales = largest(values, whole.start[-1], root).div_(LARGEST).clamp_(min=LEAST_SCALE)
+        scales = maxima_to_scales(largest(values, column, root))
     if now != "float32":
-        values = encoded(values, scales, whole.start[-1], _root(root, now), now, 0)
-    scales = None if scales is None else scales.view(scales_of(box).shape)
-    return values.view(whole.shape)[box.within(whole)], scales
-
-
-def _root(root: bool, format: MomentFormat) -> bool:
-    return root and format == "float8"
-
-
-def in_blocks(x: Tensor, column: int) -> Tensor:
-    """Rows [..., columns] that begin in this column of the weight as blocks [..., blocks, BLOCK], in memory of their own, with zeros beyond
-    the ends of the rows."""
-    before = column % BLOCK
-    return F.pad(x, (before, -(before + x.shape[-1]) % BLOCK)).unflatten(-1, (-1, BLOCK))
+        values = encoded(values, scales, column, root and now == "float8", now, 0)
+    return values.view(whole.shape)[box.within(whole)], None if scales is None else scales.view(blocks.shape)

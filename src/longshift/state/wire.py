@@ -9,10 +9,8 @@ and biases travel as they are ([Note: wide vectors] of `layout.strips`). Bytes o
 (`layout.strips.areas`), about W/P (1 + 4/128) of W elements.
 
 A gradient is coded once, by the rank that has it, and decoded once, by the owner of its row. Nothing is summed in fewer bits than home
-has, and no sum is coded. A rank's own part goes the same way, so that a sum does not depend on who owns it.
-
-[Note: not a number] A cast to e4m3 makes the largest code of infinity, silently. A block with a value that is not finite has the scale NaN,
-and arrives as NaN: the global norm is not finite then, as without codes.
+has, and no sum is coded. A rank's own part goes the same way, so that a sum does not depend on who owns it. A block with a value that is
+not finite arrives as NaN: the global norm is not finite then, as without codes.
 """
 
 from collections.abc import Iterator
@@ -20,13 +18,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from longshift.layout.blocks import BLOCK, scales_of
+from longshift.layout.blocks import scales_of
 from longshift.layout.strips import Strip, areas
-from longshift.spec.formats import LARGEST, LEAST_SCALE, GradientWire
-from longshift.state import moments
+from longshift.spec.formats import GradientWire
+from longshift.state import block_codec
 from longshift.state.fused import Strips, StripViews
-
-CODES = torch.float8_e4m3fn
 
 
 class Coded:
@@ -82,14 +78,14 @@ class Coded:
             return
         scales, codes = self._scales(strip, out), self._codes(strip, out)
         for rows in _runs(strip, len(x)):
-            encode(x[:, rows], strip.piece.box.start[-1], scales[:, rows], codes[:, rows])
+            block_codec.encode(x[:, rows], strip.piece.box.start[-1], scales[:, rows], codes[:, rows])
 
     def _decoded(self, strip: Strip, packed: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
         """[n, rows, ...]: some rows of a strip, of packed [n, size]."""
         if not strip.coded:
             return self._vectors(strip, packed)
         codes, scales = self._codes(strip, packed)[:, rows], self._scales(strip, packed)[:, rows]
-        return decoded(codes, scales, strip.piece.box.start[-1], dtype)
+        return block_codec.decode(codes, scales, strip.piece.box.start[-1], dtype)
 
     def _vectors(self, strip: Strip, packed: Tensor) -> Tensor:
         start, item = strip.before * self.wide.itemsize, self.wide.itemsize
@@ -101,7 +97,7 @@ class Coded:
 
     def _codes(self, strip: Strip, packed: Tensor) -> Tensor:
         start = self.areas.codes + strip.before
-        return packed[:, start : start + strip.elements].view(CODES).view(-1, strip.rows, *strip.piece.box.shape[1:])
+        return packed[:, start : start + strip.elements].view(block_codec.CODES).view(-1, strip.rows, *strip.piece.box.shape[1:])
 
 
 class Rounded:
@@ -124,30 +120,6 @@ class Rounded:
 def sent_gradients(format: GradientWire, strips: Strips, wide: torch.dtype) -> Coded | Rounded | None:
     """How the gradients of a bucket travel, whose sums have the format `wide`; None: as they are."""
     return {"float32": lambda *how: None, "bf16": Rounded, "float8": Coded}[format](strips, wide)
-
-
-def encode(x: Tensor, column: int, scales: Tensor, codes: Tensor) -> None:
-    """Code rows x [..., columns] that begin in this column of the weight. [Note: not a number]"""
-    whole = _whole(x, column)
-    blocks = x.unflatten(-1, (-1, BLOCK)) if whole else moments.in_blocks(x, column)
-    low, high = blocks.aminmax(dim=-1)
-    torch.maximum(low.neg_(), high, out=high)
-    largest = high.to(torch.float32).div_(LARGEST).clamp_(min=LEAST_SCALE)
-    scales.copy_(largest.masked_fill_(largest.isinf(), torch.nan))
-    scaled = torch.div(blocks, scales[..., None], out=torch.empty_like(blocks) if whole else blocks)
-    codes.copy_(scaled.flatten(-2)[..., column % BLOCK :][..., : x.shape[-1]])
-
-
-def decoded(codes: Tensor, scales: Tensor, column: int, dtype: torch.dtype) -> Tensor:
-    """What codes of rows that begin in this column of the weight stand for."""
-    if not _whole(codes, column):
-        return moments.decoded(codes, scales, column, False, dtype)
-    return codes.unflatten(-1, (-1, BLOCK)).to(dtype).mul_(scales[..., None]).flatten(-2)
-
-
-def _whole(x: Tensor, column: int) -> bool:
-    """Whether rows that begin in this column of the weight are whole blocks."""
-    return column % BLOCK == 0 and x.shape[-1] % BLOCK == 0
 
 
 def add_in_order(total: Tensor, sent: Tensor) -> None:
