@@ -106,22 +106,22 @@ def test_a_moment_that_is_not_finite_is_found(worlds: Worlds):
 
 def own_scales(patch: pytest.MonkeyPatch) -> None:
     """Scales are of a rank's part of a block."""
-    patch.setattr(Home, "_together", lambda home, unit, maxima, world: None)
+    patch.setattr(Home, "_share_maxima", lambda home, unit, world: None)
 
 
 def scales_of_others_lost(patch: pytest.MonkeyPatch) -> None:
     """The last owner of a cut block codes by its own part of it, whose scale is not kept."""
-    native = Home._together
+    native = Home._share_maxima
 
-    def together(home: Home, unit: int, maxima, world: World) -> None:
-        before = [{name: some.clone() for name, some in found.items()} for found in maxima]
-        native(home, unit, maxima, world)
+    def share_maxima(home: Home, unit: int, world: World) -> None:
+        scales = [moment.scales for moment in home._moments(unit) if moment.scales is not None]
+        before = [of_moment.clone() for of_moment in scales]
+        native(home, unit, world)
         if world.rank == world.size - 1:
-            for found, own in zip(maxima, before):
-                for name in found:
-                    found[name].copy_(own[name])
+            for of_moment, own in zip(scales, before):
+                of_moment.copy_(own)
 
-    patch.setattr(Home, "_together", together)
+    patch.setattr(Home, "_share_maxima", share_maxima)
 
 
 MUTANTS = {mutant.__name__: mutant for mutant in (own_scales, scales_of_others_lost)}

@@ -197,15 +197,18 @@ class Home:
                 vectors[kind] = Vector(torch.zeros(size, dtype=dtype, device=device if tier == "device" else "cpu"))
         decaying = sum(box.elements for name, box in boxes if self.spec.by_name[name].decay)
         shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors)
+        for vector in vectors.values():
+            vector.hold()
         if self.packed != "float32" and not bucket.frozen:
             shard.packed = {name: self._packed(shard, name) for name in self.moments}
         if self.crossing is not None and tier != "device":
             shard.crossing = self.crossing
             shard.pinned = self.crossing.pinned(shard.master) if tier == "host" and not bucket.frozen else None
-        vectors["master"].hold()
         fill(shard, source)
         vectors["master"].write()
-        vectors["master"].written()
+        vectors["master"].ready()
+        for vector in vectors.values():
+            vector.evict()
         return shard
 
     def _packed(self, shard: Shard, name: str) -> PackedMoment:

@@ -46,7 +46,8 @@ class PackedMoment:
     the moment in the home format, whose storage exists during an update."""
 
     def __init__(self, boxes: Sequence[Box], format: MomentFormat, root: bool, wide: Tensor, codes: Tensor, scales: Tensor | None):
-        self.format, self.root, self.wide, self.codes, self.scales = format, root, wide, codes, scales
+        self.format: MomentFormat = format
+        self.root, self.wide, self.codes, self.scales = root, wide, codes, scales
         self.memory = Resized(wide)
         self._runs: list[tuple[int, Tensor, Tensor, Tensor | None]] = []  # some rows at a time: column, moment, codes, scales
         start = first = 0

@@ -7,6 +7,7 @@ elements have equal values. Weights that lie alike share one `Spread` object, an
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from longshift.layout.box import Box
@@ -22,6 +23,19 @@ class Spread:
     """Boxes of one weight and the ranks, ascending, that have each. Compared by identity."""
 
     boxes: tuple[tuple[Box, tuple[int, ...]], ...]
+
+    @cached_property
+    def by_rank(self) -> dict[int, list[Box]]:
+        """The boxes of each rank, the largest first."""
+        boxes: dict[int, list[Box]] = {}
+        for box, ranks in sorted(self.boxes, key=lambda pair: -pair[0].elements):
+            for rank in ranks:
+                boxes.setdefault(rank, []).append(box)
+        return boxes
+
+    def around(self, part: Box, rank: int) -> Box | None:
+        """The largest box with this part that a rank has; None where it has none."""
+        return next((box for box in self.by_rank.get(rank, ()) if part in box), None)
 
 
 Placed = Mapping[str, Spread]  # by weight, in the order in which the weights move

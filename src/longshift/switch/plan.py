@@ -16,12 +16,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from longshift.layout.box import Box
-from longshift.switch.joined import Joined, joined
 from longshift.switch.links import Links
+from longshift.switch.merge_boxes import merge_boxes
 from longshift.switch.options import Planner
 from longshift.switch.placed import Placed, Spread
 from longshift.switch.planners import BETWEEN, ENTERED, INSIDE, Moves, assign
@@ -36,6 +37,15 @@ class Move:
     target: int
     name: str
     box: Box
+
+
+class Way(NamedTuple):
+    """When a box moves, and between which ranks."""
+
+    bucket: int
+    round: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -121,32 +131,50 @@ class Plan:
         return total.reshape(self.world, self.world)
 
     def turns(self, rank: int) -> Iterator[Turn]:
-        """What `rank` does, bucket by bucket. Slices that go the same way at the same time are joined to few boxes (`switch.joined`)."""
+        """What `rank` does, bucket by bucket. Slices that go the same way at the same time are merged into few boxes."""
         local: list[list[Move]] = [[] for _ in range(self.buckets)]
-        rounds: list[list[tuple[list[Move], list[Move]]]] = [[([], []) for _ in range(self.rounds)] for _ in range(self.buckets)]
-        known: dict[tuple[int, int, bytes], tuple[Joined, Joined]] = {}
-        for w in self.weights if rank < self.world else ():
-            begin = int(w.bucket[0]) if len(w.bucket) else 0
-            key = id(w.slices), id(w.moves), (w.bucket - begin).tobytes()
-            if key not in known:
-                known[key] = self._turns_of(w.slices, w.moves, w.bucket - begin, rank)
-            kept, moved = known[key]
-            for box, (bucket,) in zip(kept.boxes, kept.common.tolist()):
-                local[begin + bucket].append(Move(rank, rank, w.name, box))
-            for box, (bucket, number, source, target) in zip(moved.boxes, moved.common.tolist()):
-                rounds[begin + bucket][number][target == rank].append(Move(source, target, w.name, box))
-        for kept, played in zip(local, rounds):
-            yield Turn(tuple(kept), tuple(Round(tuple(sends), tuple(receives)) for sends, receives in played))
+        sends: list[list[list[Move]]] = [[[] for _ in range(self.rounds)] for _ in local]
+        receives: list[list[list[Move]]] = [[[] for _ in range(self.rounds)] for _ in local]
 
-    def _turns_of(self, slices: Slices, moves: Moves, bucket: np.ndarray, rank: int) -> tuple[Joined, Joined]:
-        """One weight's boxes that stay on `rank`, by bucket; those that come and go, by bucket, round, source and target."""
-        own = np.flatnonzero(slices.has[:, rank] & slices.wants[:, rank])
-        here = np.full(len(own), rank)
-        kept = joined(slices, own, bucket[own, None].astype(np.int64), here, here)
-        mine = np.flatnonzero((moves.source == rank) | (moves.target == rank))
-        index, number, source, target = (column[mine].astype(np.int64) for column in (moves.slice, moves.round, moves.source, moves.target))
-        ways = np.column_stack((bucket[index], number, source, target))
-        return kept, joined(slices, index, ways, *((target, source) if self.sums else (source, target)))
+        # Weights that lie and move alike have the same boxes, in buckets that begin elsewhere.
+        cache: dict[tuple[int, int, bytes], list[tuple[Way, Box]]] = {}
+        for weight in self.weights if rank < self.world else ():
+            first_bucket = int(weight.bucket[0]) if len(weight.bucket) else 0
+            bucket = weight.bucket - first_bucket
+            key = id(weight.slices), id(weight.moves), bucket.tobytes()
+            if key not in cache:
+                cache[key] = self._boxes(weight.slices, weight.moves, bucket.tolist(), rank)
+            for way, box in cache[key]:
+                move, at = Move(way.source, way.target, weight.name, box), first_bucket + way.bucket
+                if way.round < 0:
+                    local[at].append(move)
+                else:
+                    (receives if way.target == rank else sends)[at][way.round].append(move)
+
+        for bucket in range(self.buckets):
+            rounds = zip(sends[bucket], receives[bucket])
+            yield Turn(tuple(local[bucket]), tuple(Round(tuple(sent), tuple(received)) for sent, received in rounds))
+
+    def _boxes(self, slices: Slices, moves: Moves, bucket: list[int], rank: int) -> list[tuple[Way, Box]]:
+        """One weight's boxes that stay on `rank`, in round -1, that come and that go, in the order of the first slice of each. A box
+        lies in one that its sender has and in one that its receiver wants, as each is a view of one tensor there; what passes through is
+        not merged."""
+        together: dict[tuple, list[tuple[int, Box]]] = {}
+        for index in np.flatnonzero(slices.has[:, rank] & slices.wants[:, rank]).tolist():
+            way, box = Way(bucket[index], -1, rank, rank), slices.boxes[index]
+            together.setdefault((way, slices.held.around(box, rank), slices.wanted.around(box, rank)), []).append((index, box))
+        of_rank = np.flatnonzero((moves.source == rank) | (moves.target == rank))
+        columns = (column[of_rank].tolist() for column in (moves.slice, moves.round, moves.source, moves.target))
+        for index, number, source, target in zip(*columns):
+            way, box = Way(bucket[index], number, source, target), slices.boxes[index]
+            sender, receiver = (target, source) if self.sums else (source, target)
+            held, relayed = slices.held.around(box, sender), slices.wanted.around(box, sender)
+            wanted = slices.wanted.around(box, receiver)
+            passes = wanted is None or (held is None and relayed is None)
+            tensors = (box,) if passes else (held, None if held else relayed, wanted)
+            together.setdefault((way, *tensors), []).append((index, box))
+        merged = [(index, way, box) for (way, *_), parts in together.items() for index, box in merge_boxes(parts)]
+        return [(way, box) for _, way, box in sorted(merged)]
 
     def reversed(self) -> "Plan":
         """The sum plan of a plan that copies from home. Raises ValueError where an element is held twice: of which would it be a sum?"""

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
-from typing import Literal
 
 import numpy as np
 
@@ -42,35 +41,6 @@ class Slices:
     def needs(self) -> np.ndarray:
         """Who wants a slice and does not have it: bool [slices, world]."""
         return self.wants & ~self.has
-
-    @cached_property
-    def start(self) -> np.ndarray:
-        """First corners: int64 [slices, dims]."""
-        return np.array([box.start for box in self.boxes], np.int64)
-
-    @cached_property
-    def stop(self) -> np.ndarray:
-        """Last corners: int64 [slices, dims]."""
-        return np.array([box.stop for box in self.boxes], np.int64)
-
-    def place(self, side: Literal["held", "wanted"], index: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-        """The number of the largest box of a side that has a slice on its rank, -1 where none has: int64 [slices]."""
-        inside, members = self._by_box[side]
-        found = inside[index] & members[:, ranks].T
-        return np.where(found.any(1), found.argmax(1), -1)
-
-    @cached_property
-    def _by_box(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        return {"held": self._inside(self.held), "wanted": self._inside(self.wanted)}
-
-    def _inside(self, spread: Spread) -> tuple[np.ndarray, np.ndarray]:
-        """Which slices lie in each of the spread's boxes, the largest first, bool [slices, boxes], and who has it, bool [boxes, world]."""
-        ordered = sorted(spread.boxes, key=lambda pair: -pair[0].elements)
-        start, stop = (np.array([getattr(box, side) for box, _ in ordered]) for side in ("start", "stop"))
-        members = np.zeros((len(ordered), self.has.shape[1]), bool)
-        for number, (_, ranks) in enumerate(ordered):
-            members[number, list(ranks)] = True
-        return np.all((self.start[:, None] >= start) & (self.stop[:, None] <= stop), axis=2), members
 
     @cached_property
     def waves(self) -> tuple[np.ndarray, ...]:
