@@ -32,31 +32,30 @@ class StateCopy:
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
-        saved = [view for _, box, owned, views in optimizer.state() if owned and box for view in views.values()]
-        self._starts: dict[int, int] = {}  # by bytes of an element, the widest first: where they begin
-        self.nbytes = 0
-        for itemsize in sorted({view.itemsize for view in saved}, reverse=True):
-            self._starts[itemsize] = self.nbytes
-            self.nbytes += sum(view.nbytes for view in saved if view.itemsize == itemsize)
-        self._gpu = bool(saved) and saved[0].device.type == "cuda"
-        self._arena = Arena(self.nbytes) if self._gpu else None
-        self._bytes = self._arena.bytes if self._arena else torch.empty(self.nbytes, dtype=torch.uint8)
+        views: dict[tuple[str, Box, str], Tensor] = {}  # without storage: on disk, only one shard is in memory at a time
+        on_gpu = False
+        for name, box, owned, kinds in optimizer.state():
+            for kind, view in kinds.items() if owned and box else ():
+                views[name, box, kind] = torch.empty_like(view, device="meta")
+                on_gpu = on_gpu or view.device.type == "cuda"
+        self.nbytes = sum(view.nbytes for view in views.values())
+        self._arena = Arena(self.nbytes) if on_gpu else None
+        rest = self._arena.bytes if self._arena else torch.empty(self.nbytes, dtype=torch.uint8)
+        self._copies: dict[tuple[str, Box, str], Tensor] = {}
+        for key, view in sorted(views.items(), key=lambda item: -item[1].itemsize):  # the widest first, so that all are aligned
+            part, rest = rest.split((view.nbytes, len(rest) - view.nbytes))
+            self._copies[key] = part.view(view.dtype).view(view.shape)
 
     def filled(self) -> list[tuple[str, Box, bool, dict[str, Tensor]]]:
         """The state as it is now, like `Optimizer.state`, of what this rank saves."""
-        found, starts = [], dict(self._starts)
-        for name, box, owned, views in self._optimizer.state():
+        entries = []
+        for name, box, owned, kinds in self._optimizer.state():
             if owned and box:
-                there = {}
-                for kind, view in views.items():
-                    start = starts[view.itemsize]
-                    there[kind] = self._bytes[start : start + view.nbytes].view(view.dtype).view(view.shape)
-                    there[kind].copy_(view, non_blocking=True)
-                    starts[view.itemsize] += view.nbytes
-                found.append((name, box, owned, there))
-        if self._gpu:
+                copies = {kind: self._copies[name, box, kind].copy_(view, non_blocking=True) for kind, view in kinds.items()}
+                entries.append((name, box, owned, copies))
+        if self._arena:
             torch.cuda.synchronize()
-        return found
+        return entries
 
 
 class Saver:

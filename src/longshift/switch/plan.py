@@ -39,7 +39,7 @@ class Move:
     box: Box
 
 
-class Way(NamedTuple):
+class Transit(NamedTuple):
     """When a box moves, and between which ranks."""
 
     bucket: int
@@ -131,50 +131,50 @@ class Plan:
         return total.reshape(self.world, self.world)
 
     def turns(self, rank: int) -> Iterator[Turn]:
-        """What `rank` does, bucket by bucket. Slices that go the same way at the same time are merged into few boxes."""
+        """What `rank` does, bucket by bucket. Slices that travel together are merged into few boxes."""
         local: list[list[Move]] = [[] for _ in range(self.buckets)]
         sends: list[list[list[Move]]] = [[[] for _ in range(self.rounds)] for _ in local]
         receives: list[list[list[Move]]] = [[[] for _ in range(self.rounds)] for _ in local]
 
         # Weights that lie and move alike have the same boxes, in buckets that begin elsewhere.
-        cache: dict[tuple[int, int, bytes], list[tuple[Way, Box]]] = {}
+        cache: dict[tuple[int, int, bytes], list[tuple[Transit, Box]]] = {}
         for weight in self.weights if rank < self.world else ():
             first_bucket = int(weight.bucket[0]) if len(weight.bucket) else 0
             bucket = weight.bucket - first_bucket
             key = id(weight.slices), id(weight.moves), bucket.tobytes()
             if key not in cache:
                 cache[key] = self._boxes(weight.slices, weight.moves, bucket.tolist(), rank)
-            for way, box in cache[key]:
-                move, at = Move(way.source, way.target, weight.name, box), first_bucket + way.bucket
-                if way.round < 0:
+            for transit, box in cache[key]:
+                move, at = Move(transit.source, transit.target, weight.name, box), first_bucket + transit.bucket
+                if transit.round < 0:
                     local[at].append(move)
                 else:
-                    (receives if way.target == rank else sends)[at][way.round].append(move)
+                    (receives if transit.target == rank else sends)[at][transit.round].append(move)
 
         for bucket in range(self.buckets):
             rounds = zip(sends[bucket], receives[bucket])
             yield Turn(tuple(local[bucket]), tuple(Round(tuple(sent), tuple(received)) for sent, received in rounds))
 
-    def _boxes(self, slices: Slices, moves: Moves, bucket: list[int], rank: int) -> list[tuple[Way, Box]]:
+    def _boxes(self, slices: Slices, moves: Moves, bucket: list[int], rank: int) -> list[tuple[Transit, Box]]:
         """One weight's boxes that stay on `rank`, in round -1, that come and that go, in the order of the first slice of each. A box
         lies in one that its sender has and in one that its receiver wants, as each is a view of one tensor there; what passes through is
         not merged."""
         together: dict[tuple, list[tuple[int, Box]]] = {}
         for index in np.flatnonzero(slices.has[:, rank] & slices.wants[:, rank]).tolist():
-            way, box = Way(bucket[index], -1, rank, rank), slices.boxes[index]
-            together.setdefault((way, slices.held.around(box, rank), slices.wanted.around(box, rank)), []).append((index, box))
+            transit, box = Transit(bucket[index], -1, rank, rank), slices.boxes[index]
+            together.setdefault((transit, slices.held.around(box, rank), slices.wanted.around(box, rank)), []).append((index, box))
         of_rank = np.flatnonzero((moves.source == rank) | (moves.target == rank))
         columns = (column[of_rank].tolist() for column in (moves.slice, moves.round, moves.source, moves.target))
         for index, number, source, target in zip(*columns):
-            way, box = Way(bucket[index], number, source, target), slices.boxes[index]
+            transit, box = Transit(bucket[index], number, source, target), slices.boxes[index]
             sender, receiver = (target, source) if self.sums else (source, target)
             held, relayed = slices.held.around(box, sender), slices.wanted.around(box, sender)
             wanted = slices.wanted.around(box, receiver)
             passes = wanted is None or (held is None and relayed is None)
             tensors = (box,) if passes else (held, None if held else relayed, wanted)
-            together.setdefault((way, *tensors), []).append((index, box))
-        merged = [(index, way, box) for (way, *_), parts in together.items() for index, box in merge_boxes(parts)]
-        return [(way, box) for _, way, box in sorted(merged)]
+            together.setdefault((transit, *tensors), []).append((index, box))
+        merged = [(index, transit, box) for (transit, *_), parts in together.items() for index, box in merge_boxes(parts)]
+        return [(transit, box) for _, transit, box in sorted(merged)]
 
     def reversed(self) -> "Plan":
         """The sum plan of a plan that copies from home. Raises ValueError where an element is held twice: of which would it be a sum?"""
