@@ -70,9 +70,8 @@ def verbs(world: World, trial: dict, layout: str) -> dict[str, int]:
         gather(runner, salt)
     for unit, copies in runner.copies.units.items():
         runner.copies.release(unit)
-        if copies.flat is not None:
-            assert copies.flat.untyped_storage().nbytes() == 0
-            seen["released_bytes"] += copies.bytes
+        assert copies.memory.flat.untyped_storage().nbytes() == 0
+        seen["released_bytes"] += copies.memory.bytes
     seen["held"] = gather(runner, 1)
     for _ in range(2):  # a second micro-batch adds
         for unit, copies in runner.copies.units.items():

@@ -114,8 +114,8 @@ def program_of_switch(program: Program, last: int) -> tuple[list[Op], list[Op]]:
 
 def watch(held: list[int], transfer: Transfer, leaving: Stop | None, target: Stop) -> None:
     """Note the bytes of copies, buffers and passing slices that are held now; home's own tensors are not counted."""
-    copies = [u.flat for stop in (leaving, target) if stop and not stop.guest for u in stop.copies.units.values() if u.flat is not None]
-    buffers = [r.flat for r in (transfer.fused, *transfer.passing.values()) if r is not None and r.flat is not None]
+    copies = [unit.memory.flat for stop in (leaving, target) if stop and not stop.guest for unit in stop.copies.units.values()]
+    buffers = [r.flat for r in (transfer.fused, *transfer.passing.values()) if r is not None]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*copies, *buffers)}
     held.append(sum(size for at, size in storages.items() if at))
 
@@ -160,15 +160,14 @@ def disagree(world: World, trial: dict) -> dict[str, object]:
     switches = Switches(way, here, world, everyone, how)
     stop = Stop(spec, way.cuts[Layout.parse("tp4")], world, here, how)
     for copies in stop.copies.units.values():
-        copies.hold()
-        if copies.flat is not None:
-            copies.flat.zero_()
+        copies.memory.hold()
+        copies.memory.flat.zero_()
     try:
         switches.bring(None, stop)
         said = ""
     except PeerError as fault:
         said = str(fault)
-    untouched = all(not copies.flat.any() for copies in stop.copies.units.values() if copies.flat is not None)
+    untouched = all(not copies.memory.flat.any() for copies in stop.copies.units.values())
     world.forget()
     return {"said": said, "untouched": untouched}
 

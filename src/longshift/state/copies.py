@@ -18,6 +18,7 @@ storage before they are gathered for the first time.
 
 from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,16 +37,17 @@ from longshift.state.crossing import Crossing
 from longshift.state.fused import Strips
 from longshift.state.home import Home, Shard
 from longshift.state.precision import Precision
-from longshift.state.resized import Resized
+from longshift.state.resized import Tensors
 from longshift.state.wire import Coded, Rounded, sent_gradients
 
 
-class UnitCopies(Resized):
-    """One moving unit on this rank. Mutable. `flat` holds the weights that are not home's own tensors, the `borrowed` ones."""
+@dataclass(frozen=True)
+class UnitCopies:
+    """One moving unit on this rank. `memory`: of the weights that are not home's own tensors, the `borrowed` ones."""
 
-    def __init__(self, weights: dict[str, nn.Parameter], flat: Tensor | None, borrowed: set[str]):
-        super().__init__(flat)
-        self.weights, self.borrowed = weights, borrowed
+    weights: dict[str, nn.Parameter]
+    memory: Tensors[str]
+    borrowed: set[str]
 
 
 class Copies(ABC):
@@ -63,7 +65,7 @@ class Copies(ABC):
             self.boxes |= boxes
             self.units[unit] = self._allocate(unit, list(boxes))
             self.prepare(unit)
-            self.units[unit].drop()
+            self.units[unit].memory.drop()
 
     def prepare(self, unit: int) -> None:  # noqa: B027  (most need none)
         """Make the views of a unit's copies that are used again and again; the copies have storage now, and lose it after."""
@@ -76,16 +78,10 @@ class Copies(ABC):
             if shard.bucket.unit == unit and not shard.bucket.sharded and shard.master.dtype == self.compute and there:
                 at_home |= {name: view for name, box, view in shard.views(shard.master) if self.boxes[name] == (box,)}
         shapes = {name: local_shape(self.spec.by_name[name], self.boxes[name]) for name in names if name not in at_home}
-        flat, start = None, 0
-        weights = {name: nn.Parameter(view.data, not self.spec.by_name[name].frozen) for name, view in at_home.items()}
-        if shapes:
-            sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-            flat = torch.empty(sum(sizes.values()), dtype=self.compute, device=self.world.device)
-            alias = flat.data  # [Note: released storage]
-            for name, shape in shapes.items():
-                weights[name] = nn.Parameter(alias[start : start + sizes[name]].view(shape), not self.spec.by_name[name].frozen)
-                start += sizes[name]
-        return UnitCopies(weights, flat, set(at_home))
+        memory = Tensors(shapes, self.compute, self.world.device)  # [Note: released storage]
+        views = {name: view.data for name, view in at_home.items()} | memory.views
+        weights = {name: nn.Parameter(view, not self.spec.by_name[name].frozen) for name, view in views.items()}
+        return UnitCopies(weights, memory, set(at_home))
 
     def part(self, name: str, box: Box) -> Tensor | None:
         """A view of a box of a weight; None where it is not here."""
@@ -109,7 +105,7 @@ class Copies(ABC):
 
     def release(self, unit: int) -> None:
         """Drop a unit's copies. Gradients not yet accumulated must not need them."""
-        self.units[unit].drop()
+        self.units[unit].memory.drop()
 
     @abstractmethod
     def gather(self, unit: int) -> None:
@@ -218,7 +214,7 @@ class AlignedCopies(Copies):
 
     def gather(self, unit: int) -> None:
         fused = self.fused[unit]
-        self.units[unit].hold()
+        self.units[unit].memory.hold()
         fused.arriving = [self._start(fused, number) for number in range(len(fused.buckets))]
 
     def _start(self, fused: Fused, number: int) -> Pending:

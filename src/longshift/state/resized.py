@@ -10,34 +10,50 @@ to 0.3 s. The kernel is asked for these.
 import ctypes
 import mmap
 import sys
+from collections.abc import Mapping
+from math import prod
+from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from longshift.dist.world import LARGE
 
+Key = TypeVar("Key")
+
 
 class Resized:
-    """A tensor that has storage between `hold` and `drop`, or none at all. Mutable."""
+    """A tensor that has storage between `hold` and `drop`. Mutable."""
 
-    def __init__(self, flat: Tensor | None):
+    def __init__(self, flat: Tensor):
         self.flat = flat
-        self.bytes = 0 if flat is None else flat.untyped_storage().nbytes()
+        self.bytes = flat.untyped_storage().nbytes()
 
     def hold(self) -> None:
         """Have storage; contents are undefined where there was none."""
-        if self.flat is not None and not self.held:
+        if not self.held:
             storage = self.flat.untyped_storage()
             storage.resize_(self.bytes)
             if self.bytes >= LARGE and self.flat.device.type == "cpu":
                 in_large_pages(storage.data_ptr(), self.bytes)
 
     def drop(self) -> None:
-        if self.flat is not None:
-            self.flat.untyped_storage().resize_(0)
+        self.flat.untyped_storage().resize_(0)
 
     @property
     def held(self) -> bool:
-        return self.flat is not None and self.flat.untyped_storage().nbytes() == self.bytes
+        return self.flat.untyped_storage().nbytes() == self.bytes
+
+
+class Tensors(Resized, Generic[Key]):
+    """Tensors of these shapes, one after another in memory that comes and goes. Mutable. `views`: by key; they have a version counter
+    beside that of `flat`."""
+
+    def __init__(self, shapes: Mapping[Key, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
+        sizes = [prod(shape) for shape in shapes.values()]
+        super().__init__(torch.empty(sum(sizes), dtype=dtype, device=device))
+        parts = self.flat.data.split(sizes)
+        self.views = {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts)}
 
 
 def in_large_pages(address: int, size: int) -> None:

@@ -21,7 +21,7 @@ from longshift.dist.world import World
 from longshift.errors import PeerError
 from longshift.layout.box import Box
 from longshift.state.home import Shard
-from longshift.state.resized import Resized
+from longshift.state.resized import Resized, Tensors
 from longshift.state.views import Views
 from longshift.switch.plan import Move, Plan
 from longshift.switch.traffic import traffic
@@ -58,10 +58,9 @@ class Transfer:
         self.traffic = traffic(plan)
         self.known: dict[int, Exchange] = {}
         self.arriving: tuple[Pending, Exchange] | None = None
-        self.passing: dict[int, Resized] = {}  # by bucket
+        self.passing: dict[int, Tensors[tuple[str, Box]]] = {}  # by bucket, what this rank only passes on
         self.fused: Resized | None = None
         self.exposed_s, self.under_way_s, self._since = 0.0, 0.0, 0.0
-        self._passing: dict[int, dict[tuple[str, Box], Tensor]] = {}
         _agree(plan, world)
 
     def begin(self) -> "Transfer":
@@ -96,7 +95,7 @@ class Transfer:
             self.known[number] = self._resolved(number)
         exchange = self.known[number]
         if number in self.passing and self.plan.sums:
-            self.passing[number].flat.zero_()  # pyright: ignore[reportOptionalMemberAccess]
+            self.passing[number].flat.zero_()
         sources, targets = exchange.local
         self._put(targets.now(), sources.now())
         if exchange.leaving:
@@ -134,18 +133,14 @@ class Transfer:
         """The tensors of an exchange; all have storage."""
         sends, receives = ([[] for _ in range(self.group.size)] for _ in range(2))
         if number < len(self.turns):
-            self._passing[number] = self._pass_through(number)
+            self._pass_through(number)
         for which in range(self.plan.rounds):
             if 0 <= (bucket := number - which) < len(self.turns):
-                played, passing = self.turns[bucket].rounds[which], self._passing[bucket]
-                for move in played.sends:
-                    sends[move.target].append(self._source(move, passing))
-                for move in played.receives:
-                    receives[move.source].append(self._target(move, which, passing))
-        if number >= self.plan.rounds - 1:
-            del self._passing[number - self.plan.rounds + 1]
+                for move in self.turns[bucket].rounds[which].sends:
+                    sends[move.target].append(self._source(move, bucket))
+                for move in self.turns[bucket].rounds[which].receives:
+                    receives[move.source].append(self._target(move, bucket, which))
         assert self.fused is not None
-        assert self.fused.flat is not None
         in_sizes, out_sizes = ([sum(t.numel() for t in row) for row in rows] for rows in (receives, sends))
         out, into, _ = self.fused.flat.split((sum(out_sizes), sum(in_sizes), len(self.fused.flat) - sum(out_sizes) - sum(in_sizes)))
         sources = [t for row in sends for t in row]
@@ -162,27 +157,24 @@ class Transfer:
                 pairs.append((source, target))
         return Views([source for source, _ in pairs], self.renewed), Views([target for _, target in pairs], self.renewed)
 
-    def _pass_through(self, bucket: int) -> dict[tuple[str, Box], Tensor]:
-        """Tensors for the slices of a bucket that this rank only passes on."""
+    def _pass_through(self, bucket: int) -> None:
+        """Make tensors for the slices of a bucket that this rank only passes on."""
         moves = [move for played in self.turns[bucket].rounds[:-1] for move in played.receives]
         here = self.held if self.plan.sums else self.wanted
-        boxes = [key for key in dict.fromkeys((move.name, move.box) for move in moves) if here(*key) is None]
-        if not boxes:
-            return {}
-        sizes = [box.elements for _, box in boxes]
-        self.passing[bucket] = Resized(flat := torch.empty(sum(sizes), dtype=self.dtype, device=self.device))
-        return {key: part.view(key[1].shape) for key, part in zip(boxes, flat.split(sizes))}
+        shapes = {(move.name, move.box): move.box.shape for move in moves if here(move.name, move.box) is None}
+        if shapes:
+            self.passing[bucket] = Tensors(shapes, self.dtype, self.device)
 
-    def _source(self, move: Move, passing: dict[tuple[str, Box], Tensor]) -> Tensor:
-        found = self.held(move.name, move.box)
-        if found is None and not self.plan.sums:
-            found = self.wanted(move.name, move.box)
-        return passing[move.name, move.box] if found is None else found
+    def _source(self, move: Move, bucket: int) -> Tensor:
+        part = self.held(move.name, move.box)
+        if part is None and not self.plan.sums:
+            part = self.wanted(move.name, move.box)
+        return self.passing[bucket].views[move.name, move.box] if part is None else part
 
-    def _target(self, move: Move, which: int, passing: dict[tuple[str, Box], Tensor]) -> Tensor:
+    def _target(self, move: Move, bucket: int, which: int) -> Tensor:
         last = which == self.plan.rounds - 1
-        found = self.held(move.name, move.box) if self.plan.sums and not last else self.wanted(move.name, move.box)
-        return passing[move.name, move.box] if found is None else found
+        part = self.held(move.name, move.box) if self.plan.sums and not last else self.wanted(move.name, move.box)
+        return self.passing[bucket].views[move.name, move.box] if part is None else part
 
 
 def _cut(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -20,34 +20,24 @@ from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.layout.placement import moving_unit
 from longshift.spec.model import ModelSpec
-from longshift.state.copies import AlignedCopies, Copies, UnitCopies
+from longshift.state.copies import AlignedCopies, Copies
 from longshift.state.home import Home
 from longshift.state.precision import Precision
-from longshift.state.resized import Resized
+from longshift.state.resized import Resized, Tensors
 from longshift.state.transfer import Transfer
 from longshift.switch.itinerary import Cut, Itinerary
-
-
-class UnitSums(Resized):
-    """Gradient sums of one moving unit, in the home format. Mutable. `views`: shaped as the weights, by name."""
-
-    def __init__(self, copies: UnitCopies, dtype: torch.dtype):
-        learned = {name: weight for name, weight in copies.weights.items() if weight.requires_grad}
-        sizes = [weight.numel() for weight in learned.values()]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=next(iter(copies.weights.values())).device)
-        super().__init__(flat)
-        self.views = {name: part.view(weight.shape) for (name, weight), part in zip(learned.items(), flat.split(sizes))}
 
 
 class PlannedCopies(Copies):
     """Copies that switches fill, unit by unit, and empty. Mutable. `sums` have storage from the first gradients on until they are home."""
 
     def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
-        self.sums: dict[int, UnitSums] = {}
+        self.sums: dict[int, Tensors[str]] = {}
         super().__init__(spec, layout, world, home, precision)
 
     def prepare(self, unit: int) -> None:
-        self.sums[unit] = UnitSums(self.units[unit], self.sum_format)
+        shapes = {name: tuple(weight.shape) for name, weight in self.units[unit].weights.items() if weight.requires_grad}
+        self.sums[unit] = Tensors(shapes, self.sum_format, self.world.device)
         self.sums[unit].drop()
 
     def gather(self, unit: int) -> None:
@@ -104,7 +94,7 @@ class Stop:
         if self.guest:
             self._hold_rows({unit}, True)
         else:
-            self.copies.units[unit].hold()
+            self.copies.units[unit].memory.hold()
 
     def forget_totals(self) -> None:
         """Drop the gradient sums, which are at home."""
@@ -117,7 +107,7 @@ class Stop:
         """Drop the copies of a unit, of all where it is -1."""
         units = set(self.copies.units) if unit < 0 else {unit}
         for number in units:
-            self.copies.units[number].drop()
+            self.copies.units[number].memory.drop()
         self._hold_rows(units, False)
 
     def _hold_rows(self, units: set[int], hold: bool) -> None:
