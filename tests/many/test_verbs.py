@@ -132,7 +132,7 @@ def gathered(world: World, trial: dict, layout: str) -> list[int]:
     (runner,) = player.runners.values()
     with pytest.MonkeyPatch.context() as patch:
         for unit, copies in runner.copies.units.items():
-            patch.setattr(copies, "hold", lambda unit=unit, hold=copies.hold: (counts.update([unit]), hold()))
+            patch.setattr(copies.memory, "hold", lambda unit=unit, hold=copies.memory.hold: (counts.update([unit]), hold()))
         (batch,) = what.batches()
         train_step(state, batch, player)
     world.forget()
