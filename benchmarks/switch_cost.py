@@ -35,7 +35,7 @@ from longshift.spec.model import ModelSpec
 from longshift.state.home import Home, random_source
 from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
-from longshift.state.visit import Stop
+from longshift.state.visit import copies_of
 from longshift.switch.itinerary import Cut
 from longshift.switch.links import Links, assumed
 from longshift.switch.options import Planner, SwitchOptions
@@ -87,15 +87,15 @@ def measure(
     home_cut = replace(Layout.parse(layouts[0]), zero=1)
     home = Home(what.spec, home_cut, world, precision, lambda _, box: torch.zeros(box.shape))
     source = random_source(what.spec, 0, precision.compute)
-    stops = {text: Stop(what.spec, Cut(Layout.parse(text), "copies", False), world, home, precision) for text in layouts}
+    stops = {text: copies_of(what.spec, Cut(Layout.parse(text), "copies", False), world, home, precision) for text in layouts}
     for stop in stops.values():
-        for unit in stop.copies.units:
+        for unit in stop.units:
             stop.open(unit)
-        for name, boxes in stop.copies.boxes.items():
+        for name, boxes in stop.boxes.items():
             for box in boxes:
-                stop.copies.part(name, box).copy_(source(name, box))  # pyright: ignore[reportOptionalMemberAccess]
+                stop.part(name, box).copy_(source(name, box))  # pyright: ignore[reportOptionalMemberAccess]
     played = [
-        Transfer(plan, world, group, stops[src].weight, stops[dst].weight, precision.compute)
+        Transfer(plan, world, group, stops[src].part, stops[dst].part, precision.compute)
         for src, dst, plan in plans(what.spec, layouts, per_node, bucket_bytes)
     ]
     mean = sum(int(transfer.plan.bytes_by_pair.sum()) for transfer in played) // len(played)

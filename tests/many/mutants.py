@@ -43,12 +43,12 @@ from longshift.spec import model
 from longshift.spec.adapters import Lora
 from longshift.spec.model import ModelSpec, Part
 from longshift.state import copies as copies_module
-from longshift.state.copies import AlignedCopies
+from longshift.state.copies import AlignedCopies, Copies
 from longshift.state.fused import Strips, StripViews
 from longshift.state.home import Shard
 from longshift.state.optimizer import Optimizer
 from longshift.state.transfer import Transfer
-from longshift.state.visit import Stop, Switches
+from longshift.state.visit import Switches
 from longshift.step import chunked as chunked_module
 from longshift.step import runner as runner_module
 from longshift.step.chunked import ChunkedPacks, ChunkPlayer
@@ -857,7 +857,7 @@ def gradients_home_in_bf16(patch: Patch) -> None:
     """Gradients of a visited layout cross the wire in bfloat16."""
     take_home = Switches.take_home
 
-    def wrong(self: Switches, source: Stop) -> Transfer:
+    def wrong(self: Switches, source: Copies) -> Transfer:
         transfer = take_home(self, source)
         transfer.dtype = torch.bfloat16
         return transfer
@@ -869,8 +869,8 @@ def door_forgets_its_own(patch: Patch) -> None:
     """A rank that gathers its node's gradients sends on the others', not its own."""
     target = Transfer._target
 
-    def wrong(self: Transfer, move: Move, which: int, passing: dict) -> Tensor:
-        found = target(self, move, which, passing)
+    def wrong(self: Transfer, move: Move, bucket: int, which: int) -> Tensor:
+        found = target(self, move, bucket, which)
         return found.zero_() if self.plan.sums and which < self.plan.rounds - 1 else found
 
     patch.setattr(Transfer, "_target", wrong)

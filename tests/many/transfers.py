@@ -16,10 +16,11 @@ from longshift.program.operations import Op, Program
 from longshift.program.step import Steps
 from longshift.program.turns import Visit
 from longshift.spec.model import ModelSpec
+from longshift.state.copies import Copies
 from longshift.state.home import Home
 from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
-from longshift.state.visit import Stop, Switches
+from longshift.state.visit import RowCopies, Switches, copies_of
 from longshift.switch.itinerary import Itinerary
 from longshift.switch.links import Links
 from longshift.switch.options import SwitchOptions
@@ -53,7 +54,7 @@ def go_round(
     before, made = None, {}
     for number, text in enumerate(stops):
         cut = way.cuts[Layout.parse(text)]
-        stop = made[cut] = made.get(cut) or Stop(spec, cut, world, here, how)
+        stop = made[cut] = made.get(cut) or copies_of(spec, cut, world, here, how)
         if stop is before:
             before = None
         stop.close(-1)
@@ -72,18 +73,18 @@ def go_round(
                 assert before is not None
                 before.close(op.unit)
         seen["exchanges"] += len(held)
-        source = placed(spec, before.cut.layout, before.cut.side) if before and not before.guest else {}
-        if stop.guest is None:
+        source = placed(spec, before.cut.layout, before.cut.side) if before and not isinstance(before, RowCopies) else {}
+        if not isinstance(stop, RowCopies):
             units = {param.name: moving_unit(spec, param) for param in spec.params}
             assert max(held, default=0) <= most_bytes(transfer.plan, source, units)[world.rank], (text, max(held))
         for name, boxes in boxes_of(stop).items():
             for box in boxes:
-                there = stop.weight(name, box)
+                there = stop.part(name, box)
                 assert there is not None
                 assert torch.equal(there, numbered(spec, name, box, 0).to(how.compute)), (text, name, box)
                 seen["arrived"] += box.elements
         before = stop
-        fill_sums(stop, world.rank + 1 + 10 * number)
+        fill_sums(stop, how.home, world.rank + 1 + 10 * number)
         here.drop_gradients()
         switches.total(-1)
         back = switches.take_home(stop)
@@ -112,34 +113,34 @@ def program_of_switch(program: Program, last: int) -> tuple[list[Op], list[Op]]:
     return coming, [op for op in program if op.visit == last and op.way == "sums"]
 
 
-def watch(held: list[int], transfer: Transfer, leaving: Stop | None, target: Stop) -> None:
+def watch(held: list[int], transfer: Transfer, leaving: Copies | None, target: Copies) -> None:
     """Note the bytes of copies, buffers and passing slices that are held now; home's own tensors are not counted."""
-    copies = [unit.memory.flat for stop in (leaving, target) if stop and not stop.guest for unit in stop.copies.units.values()]
+    copies = [unit.memory.flat for stop in (leaving, target) if stop and not isinstance(stop, RowCopies) for unit in stop.units.values()]
     buffers = [r.flat for r in (transfer.fused, *transfer.passing.values()) if r is not None]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*copies, *buffers)}
     held.append(sum(size for at, size in storages.items() if at))
 
 
-def boxes_of(stop: Stop) -> dict[str, list[Box]]:
+def boxes_of(stop: Copies) -> dict[str, list[Box]]:
     """What a switch brings this rank."""
-    if stop.guest is None:
-        return {name: list(boxes) for name, boxes in stop.copies.boxes.items()}
+    if not isinstance(stop, RowCopies):
+        return {name: list(boxes) for name, boxes in stop.boxes.items()}
     found: dict[str, list[Box]] = {}
-    for shard in stop.guest.shards:
+    for shard in stop.home.shards:
         for name, box in shard.boxes:
             if box:
                 found.setdefault(name, []).append(box)
     return found
 
 
-def fill_sums(stop: Stop, salt: int) -> None:
+def fill_sums(stop: Copies, dtype: torch.dtype, salt: int) -> None:
     """As if micro-batches had left these gradients."""
-    if stop.guest is None:
-        for unit in stop.copies.units:
-            stop.copies.accumulate(unit)
+    if not isinstance(stop, RowCopies):
+        for unit in stop.units:
+            stop.accumulate(unit)
     else:
-        for shard in stop.guest.shards:
-            shard.grad = torch.zeros(shard.master.shape, dtype=stop.home.shards[0].master.dtype)
+        for shard in stop.home.shards:
+            shard.grad = torch.zeros(shard.master.shape, dtype=dtype)
     for name, boxes in boxes_of(stop).items():
         for box in boxes:
             total = stop.total(name, box)
@@ -158,8 +159,8 @@ def disagree(world: World, trial: dict) -> dict[str, object]:
     edges = [Edge(1, Layout.parse("tp4")), Edge(2, cut)]
     way = Itinerary(spec, edges, Links(2, 8.0, 1.0), 8, 8, options)
     switches = Switches(way, here, world, everyone, how)
-    stop = Stop(spec, way.cuts[Layout.parse("tp4")], world, here, how)
-    for copies in stop.copies.units.values():
+    stop = copies_of(spec, way.cuts[Layout.parse("tp4")], world, here, how)
+    for copies in stop.units.values():
         copies.memory.hold()
         copies.memory.flat.zero_()
     try:
@@ -167,7 +168,7 @@ def disagree(world: World, trial: dict) -> dict[str, object]:
         said = ""
     except PeerError as fault:
         said = str(fault)
-    untouched = all(not copies.memory.flat.any() for copies in stop.copies.units.values())
+    untouched = all(not copies.memory.flat.any() for copies in stop.units.values())
     world.forget()
     return {"said": said, "untouched": untouched}
 

@@ -18,6 +18,7 @@ storage before they are gathered for the first time.
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from longshift.dist.collectives import Pending
 from longshift.dist.world import World
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout
 from longshift.layout.placement import assemble, boxes_on, local_shape, moving_unit
 from longshift.model.decoder import Unit
 from longshift.model.functions import add_product
@@ -39,6 +39,7 @@ from longshift.state.home import Home, Shard
 from longshift.state.precision import Precision
 from longshift.state.resized import Tensors
 from longshift.state.wire import Coded, Rounded, sent_gradients
+from longshift.switch.itinerary import Cut
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,20 @@ class UnitCopies:
 
 
 class Copies(ABC):
-    """The working copies of `layout` on this rank, with `home` as their source. Mutable."""
+    """The working copies of one cut of the model on this rank, with `home` as their source. Mutable. `renewed`: whose gradient sums are
+    what `total` has views of."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
-        self.spec, self.layout, self.world, self.home, self.compute = spec, layout, world, home, precision.compute
+    renewed: Sequence[Shard] = ()
+
+    def __init__(self, spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Precision):
+        self.spec, self.cut, self.world, self.home, self.compute = spec, cut, world, home, precision.compute
         self.sum_format, self.wire = precision.home, precision.wire
         self.adds_inside = adds_inside(precision.compute.itemsize, precision.home.itemsize, world.device.type != "cpu")
         self.expected: dict[int, set[int]] = {}  # moving units that matmuls of a unit's backward add to
         self.blank: dict[int, set[str]] = {}  # weights whose sums have no numbers yet
         self.boxes: dict[str, tuple[Box, ...]] = {}
         self.units: dict[int, UnitCopies] = {}
-        for unit, boxes in boxes_on(spec, layout, world.rank).items():
+        for unit, boxes in boxes_on(spec, cut.layout, world.rank).items():
             self.boxes |= boxes
             self.units[unit] = self._allocate(unit, list(boxes))
             self.prepare(unit)
@@ -102,6 +106,22 @@ class Copies(ABC):
             if param.name in inside:
                 module.adds[param.role] = partial(self.add, moving, param.name)
                 self.expected.setdefault(module.unit, set()).add(moving)
+
+    def open(self, unit: int) -> None:
+        """Have storage for what a switch brings of a unit."""
+        self.units[unit].memory.hold()
+
+    def close(self, unit: int) -> None:
+        """Drop the copies of a unit, of all where it is -1."""
+        for number in self.units if unit < 0 else (unit,):
+            self.units[number].memory.drop()
+
+    def total(self, name: str, box: Box) -> Tensor | None:
+        """A view of a box of a gradient sum that a switch takes home; None where it is not here."""
+        return None
+
+    def forget_totals(self) -> None:  # noqa: B027  (at home there are none)
+        """Drop the gradient sums that a switch has taken home."""
 
     def release(self, unit: int) -> None:
         """Drop a unit's copies. Gradients not yet accumulated must not need them."""
@@ -198,9 +218,9 @@ class Fused:
 class AlignedCopies(Copies):
     """Copies of a layout that is cut as `home` is. Mutable."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
+    def __init__(self, spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Precision):
         self.fused: dict[int, Fused] = {}
-        super().__init__(spec, layout, world, home, precision)
+        super().__init__(spec, cut, world, home, precision)
 
     def prepare(self, unit: int) -> None:
         shards = [shard for shard in self.home.shards if shard.bucket.unit == unit]

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from longshift.dist.world import World
 from longshift.layout.box import Box
-from longshift.layout.layout import Layout
 from longshift.layout.placement import moving_unit
 from longshift.spec.model import ModelSpec
 from longshift.state.copies import AlignedCopies, Copies
@@ -31,9 +30,9 @@ from longshift.switch.itinerary import Cut, Itinerary
 class PlannedCopies(Copies):
     """Copies that switches fill, unit by unit, and empty. Mutable. `sums` have storage from the first gradients on until they are home."""
 
-    def __init__(self, spec: ModelSpec, layout: Layout, world: World, home: Home, precision: Precision):
+    def __init__(self, spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Precision):
         self.sums: dict[int, Tensors[str]] = {}
-        super().__init__(spec, layout, world, home, precision)
+        super().__init__(spec, cut, world, home, precision)
 
     def prepare(self, unit: int) -> None:
         shapes = {name: tuple(weight.shape) for name, weight in self.units[unit].weights.items() if weight.requires_grad}
@@ -55,87 +54,73 @@ class PlannedCopies(Copies):
         return [(view.unsqueeze(0), (slice(None),) * view.dim())]
 
     def total(self, name: str, box: Box) -> Tensor | None:
-        """A view of a box of a gradient sum; None where it is not here."""
         at = self.place(name, box)
         return None if at is None else self.sums[moving_unit(self.spec, self.spec.by_name[name])].views[name][at]
 
-    def forget(self) -> None:
-        """Drop the sums."""
+    def forget_totals(self) -> None:
         for sums in self.sums.values():
             sums.drop()
 
 
-class Stop:
-    """One cut of the model on this rank. Mutable: its copies come and go."""
+class RowCopies(AlignedCopies):
+    """Copies of a layout whose ranks gather and reduce rows among themselves; switches fill and empty these rows. Mutable."""
 
-    def __init__(self, spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Precision):
-        self.spec, self.cut, self.home = spec, cut, home
-        self.guest: Home | None = None
-        self.copies: Copies
-        self._rows: list[tuple[int, Resized]] = []  # of a guest, with their units
-        if cut.side == "copies" and not cut.at_home:
-            self.copies = self.planned = PlannedCopies(spec, cut.layout, world, home, precision)
-            return
-        if not cut.at_home:
-            formats = replace(precision, home=precision.compute)
-            self.guest = Home(spec, cut.layout, world, formats, lambda _, box: torch.zeros(box.shape))
-        self.copies = AlignedCopies(spec, cut.layout, world, self.guest or home, precision)
-        self._rows = [(shard.bucket.unit, Resized(shard.master)) for shard in self.guest.shards] if self.guest else []
-        self._hold_rows(set(self.copies.units), False)
+    def __init__(self, spec: ModelSpec, cut: Cut, world: World, precision: Precision):
+        formats = replace(precision, home=precision.compute)
+        super().__init__(spec, cut, world, Home(spec, cut.layout, world, formats, lambda _, box: torch.zeros(box.shape)), precision)
+        self.renewed = self.home.learning
+        self._rows = [(shard.bucket.unit, Resized(shard.master)) for shard in self.home.shards]
+        self.close(-1)
 
-    def weight(self, name: str, box: Box) -> Tensor | None:
-        return self.guest.part(name, box, "master") if self.guest else self.copies.part(name, box)
+    def part(self, name: str, box: Box) -> Tensor | None:
+        return self.home.part(name, box, "master")
 
     def total(self, name: str, box: Box) -> Tensor | None:
-        return self.guest.part(name, box, "grad") if self.guest else self.planned.total(name, box)
-
-    def open(self, unit: int) -> None:
-        """Have storage for what a switch brings of a unit."""
-        if self.guest:
-            self._hold_rows({unit}, True)
-        else:
-            self.copies.units[unit].memory.hold()
+        return self.home.part(name, box, "grad")
 
     def forget_totals(self) -> None:
-        """Drop the gradient sums, which are at home."""
-        if self.guest:
-            self.guest.drop_gradients()
-        else:
-            self.planned.forget()
+        self.home.drop_gradients()
+
+    def open(self, unit: int) -> None:
+        for of, rows in self._rows:
+            if of == unit:
+                rows.hold()
 
     def close(self, unit: int) -> None:
-        """Drop the copies of a unit, of all where it is -1."""
-        units = set(self.copies.units) if unit < 0 else {unit}
-        for number in units:
-            self.copies.units[number].memory.drop()
-        self._hold_rows(units, False)
+        super().close(unit)
+        for of, rows in self._rows:
+            if unit in (-1, of):
+                rows.drop()
 
-    def _hold_rows(self, units: set[int], hold: bool) -> None:
-        """Hold or drop storage for the rows that a guest keeps of some units."""
-        for unit, rows in self._rows:
-            if unit in units:
-                (rows.hold if hold else rows.drop)()
+
+def copies_of(spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Precision) -> Copies:
+    """The copies of one cut of the model on this rank."""
+    if cut.at_home:
+        return AlignedCopies(spec, cut, world, home, precision)
+    if cut.side == "copies":
+        return PlannedCopies(spec, cut, world, home, precision)
+    return RowCopies(spec, cut, world, precision)
 
 
 class Switches:
-    """The transfers between home and stops that `itinerary` plans, each made when it is first wanted. Mutable: a cache. Its methods are
+    """The transfers between home and copies that `itinerary` plans, each made when it is first wanted. Mutable: a cache. Its methods are
     collective over `ranks`."""
 
     def __init__(self, itinerary: Itinerary, home: Home, world: World, ranks: tuple[int, ...], precision: Precision):
         self.itinerary, self.home, self.world, self.ranks, self.precision = itinerary, home, world, ranks, precision
         self._transfers: dict[tuple[Cut | None, Cut | None], Transfer] = {}
 
-    def bring(self, source: Stop | None, target: Stop) -> Transfer:
+    def bring(self, source: Copies | None, target: Copies) -> Transfer:
         """The transfer that brings the weights of `target` from home and, where given, from what `source` holds."""
         key = source.cut if source else None, target.cut
         if key not in self._transfers:
 
             def held(name: str, box: Box) -> Tensor | None:
-                found = source.weight(name, box) if source else None
-                return self.home.part(name, box, "master") if found is None else found
+                part = source.part(name, box) if source else None
+                return self.home.part(name, box, "master") if part is None else part
 
             group = self.world.group(self.ranks, "weights")
-            self._transfers[key] = Transfer(self.itinerary.weights(*key), self.world, group, held, target.weight, self.precision.compute)
+            self._transfers[key] = Transfer(self.itinerary.weights(*key), self.world, group, held, target.part, self.precision.compute)
         return self._transfers[key].begin()
 
     def total(self, unit: int) -> None:
@@ -145,12 +130,12 @@ class Switches:
             if shard.grad is None and unit in (-1, shard.bucket.unit):
                 shard.begin().zero_()
 
-    def take_home(self, source: Stop) -> Transfer:
+    def take_home(self, source: Copies) -> Transfer:
         """The transfer that adds the gradient sums of `source` to home's, which are there."""
         key = source.cut, None
         if key not in self._transfers:
             group, wanted = self.world.group(self.ranks, "sums"), partial(self.home.part, what="grad")
             plan = self.itinerary.sums(source.cut)
-            sums = (*self.home.learning, *(source.guest.learning if source.guest else ()))
+            sums = (*self.home.learning, *source.renewed)
             self._transfers[key] = Transfer(plan, self.world, group, source.total, wanted, self.precision.home, sums)
         return self._transfers[key].begin()

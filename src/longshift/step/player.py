@@ -28,10 +28,11 @@ from longshift.program.step import Steps
 from longshift.program.turns import Visit
 from longshift.schedule.chunks import StreamOptions
 from longshift.spec.model import ModelSpec
+from longshift.state.copies import Copies
 from longshift.state.home import Home
 from longshift.state.precision import Precision
 from longshift.state.transfer import Transfer
-from longshift.state.visit import Stop, Switches
+from longshift.state.visit import Switches, copies_of
 from longshift.step.chunked import ChunkedPacks
 from longshift.step.compose import prepare
 from longshift.step.runner import Runner, WholePacks
@@ -105,16 +106,16 @@ class Player:
         self.kernel, self.why_kernel = choose(kernels(world.device, precision.compute), heads, precision.compute, world.device, slowest)
         self.by = compiled(world.device) if compile else WRITTEN_OUT
         self.runners: dict[Layout, Runner] = {}
-        self.stop_of: dict[Layout, Stop] = {}
-        stops: dict[Cut, Stop] = {}
+        self.copies_of: dict[Layout, Copies] = {}
+        by_cut: dict[Cut, Copies] = {}
         for layout, cut in self.itinerary.cuts.items():
             prepare(world, spec, layout)
-            if cut not in stops:
-                stops[cut] = Stop(spec, cut, world, home, precision)
-            self.stop_of[layout] = stops[cut]
+            if cut not in by_cut:
+                by_cut[cut] = copies_of(spec, cut, world, home, precision)
+            self.copies_of[layout] = by_cut[cut]
             self.runners[layout] = self._runner(layout)
         self.everyone = tuple(range(edges[0].use.world))
-        for purpose in ("weights", "sums") if any(not cut.at_home for cut in stops) else ():
+        for purpose in ("weights", "sums") if any(not cut.at_home for cut in by_cut) else ():
             world.prepare([self.everyone], purpose)
         self.switches = Switches(self.itinerary, home, world, self.everyone, precision)
         self.visited: list[Visited] = []
@@ -137,9 +138,9 @@ class Player:
             "leave": self._leave,
             "load": lambda op: self._runner_of(op).load(op.micro, self.packs[op.visit, op.micro]),
             "unload": lambda op: self._runner_of(op).unload(op.micro),
-            "gather": lambda op: self._stop(op).copies.gather(op.unit),
-            "await gather": lambda op: self._stop(op).copies.ready(op.unit),
-            "release": lambda op: self._stop(op).copies.release(op.unit),
+            "gather": lambda op: self._copies(op).gather(op.unit),
+            "await gather": lambda op: self._copies(op).ready(op.unit),
+            "release": lambda op: self._copies(op).release(op.unit),
             "receive": self._receive,
             "await receive": self._await_receive,
             "send": self._send,
@@ -151,13 +152,13 @@ class Player:
             "fetch": lambda op: self._runner_of(op).fetch(op),
             "await fetch": lambda op: self._runner_of(op).await_fetch(op),
             "drop": lambda op: self._runner_of(op).drop(op),
-            "accumulate": lambda op: self._stop(op).copies.accumulate(op.unit),
-            "reduce": lambda op: self._stop(op).copies.reduce(op.unit),
-            "await reduce": lambda op: self._stop(op).copies.reduced(op.unit),
-            "open": lambda op: self._stop(op).open(op.unit),
+            "accumulate": lambda op: self._copies(op).accumulate(op.unit),
+            "reduce": lambda op: self._copies(op).reduce(op.unit),
+            "await reduce": lambda op: self._copies(op).reduced(op.unit),
+            "open": lambda op: self._copies(op).open(op.unit),
             "exchange": self._exchange,
             "await exchange": lambda op: self._transfers[op.visit, op.way].take_in(op.number),
-            "close": lambda op: self._stop(op).close(op.unit),
+            "close": lambda op: self._copies(op).close(op.unit),
             "arrived": lambda op: self._count(op, "weights"),
             "total": self._total,
             "forget": self._forget,
@@ -172,8 +173,8 @@ class Player:
         }
 
     def _runner(self, layout: Layout) -> Runner:
-        stop, tier = self.stop_of[layout], None
-        how = self.spec, layout, self.world, stop.copies, self.precision, self.kernel, self.by
+        copies, tier = self.copies_of[layout], None
+        how = self.spec, layout, self.world, copies, self.precision, self.kernel, self.by
         if layout.chunk or layout.offload != "device":
             tier = tier_of(layout.offload, self.world.device, Path(self.stream.folder), self.stream.checked)
         if not layout.chunk:
@@ -182,7 +183,7 @@ class Player:
 
         def accumulate(unit: int) -> None:
             for moving in view.learning(unit):
-                stop.copies.accumulate(moving)
+                copies.accumulate(moving)
 
         assert tier is not None
         return ChunkedPacks(*how, tier=tier, ahead=self.stream.ahead, accumulate=accumulate)
@@ -245,8 +246,8 @@ class Player:
     def _runner_of(self, op: Op) -> Runner:
         return self.runners[self._layout(op)]
 
-    def _stop(self, op: Op) -> Stop:
-        return self.stop_of[self._layout(op)]
+    def _copies(self, op: Op) -> Copies:
+        return self.copies_of[self._layout(op)]
 
     def _enter(self, op: Op) -> None:
         group = self.groups_here[op.visit]
@@ -285,13 +286,13 @@ class Player:
 
     def _exchange(self, op: Op) -> None:
         if op.number == 0:
-            stop = self._stop(op)
+            copies = self._copies(op)
             if op.way == "sums":
-                self._transfers[op.visit, op.way] = self.switches.take_home(stop)
+                self._transfers[op.visit, op.way] = self.switches.take_home(copies)
             else:
                 before = self.groups_here[op.visit - 1].layout if op.visit else None
-                source = self.stop_of[before] if before is not None and self.steps.source(before) is not None else None
-                self._transfers[op.visit, op.way] = self.switches.bring(source, stop)
+                source = self.copies_of[before] if before is not None and self.steps.source(before) is not None else None
+                self._transfers[op.visit, op.way] = self.switches.bring(source, copies)
         self._transfers[op.visit, op.way].post(op.number)
 
     def _total(self, op: Op) -> None:
@@ -299,7 +300,7 @@ class Player:
         self.switches.total(op.unit)
 
     def _forget(self, op: Op) -> None:
-        self._stop(op).forget_totals()
+        self._copies(op).forget_totals()
         self._count(op, "sums")
 
     def _update(self, op: Op) -> None:
