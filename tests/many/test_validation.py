@@ -21,7 +21,7 @@ from longshift.errors import CheckpointError, UsageError
 from longshift.layout.box import Box
 from longshift.layout.layout import Layout
 from longshift.model.decoder import Decoder, Ops
-from longshift.state.checkpoint import Checkpoint
+from longshift.state.checkpoint import BEST, Checkpoint
 from longshift.trainer.corpus import open_corpus
 from longshift.trainer.metrics import StepMetrics, read_rows
 from longshift.workload.order import held_out
@@ -210,4 +210,4 @@ def test_what_cannot_be(place, tmp_path):
         with pytest.raises(UsageError, match=why):
             config_of(place, tmp_path / "run", "dp1", *overrides)
     with pytest.raises(CheckpointError, match="has no best checkpoint"):
-        Checkpoint.best(tmp_path, World.alone())
+        Checkpoint.latest(tmp_path, World.alone(), BEST)

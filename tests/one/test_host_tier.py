@@ -3,6 +3,7 @@ its memory, in a model of CUDA (`cuda_model`)."""
 
 import random
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from trial import Trial, build
 from longshift.dist.world import World
 from longshift.layout.layout import Layout
 from longshift.spec.model import ModelSpec, Rope
+from longshift.step import player
 from longshift.step.update import train_step
 from longshift.stream import tiers
-from longshift.stream.tiers import BOUNCES, BouncedTier, DeviceTier, HostTier, tier_of
+from longshift.stream.tiers import BOUNCES, BouncedTier, CopyTier, DeviceTier, HostTier, Stored, Tensors, tier_of
 
 TRIAL = Trial(
     ModelSpec("llama", 61, 24, 3, 6, 3, 4, 40, 128, rope=Rope()), lengths=((40, 21), (47,), (53, 6)), precision="bf16", capacity=61
@@ -138,9 +140,9 @@ def test_the_host_is_one_large_put_ahead_of_the_device(monkeypatch: pytest.Monke
 
 
 def losses(layout: str) -> list[float]:
-    state, player = build(TRIAL, [Layout.parse(layout)], World.alone())
-    found = [train_step(state, batch, player).loss for batch in TRIAL.batches()]
-    for runner in player.runners.values():
+    state, played = build(TRIAL, [Layout.parse(layout)], World.alone())
+    found = [train_step(state, batch, played).loss for batch in TRIAL.batches()]
+    for runner in played.runners.values():
         assert runner.tier is not None
         runner.tier.close()
     return found
@@ -153,3 +155,39 @@ def test_a_step_is_ordered_and_its_numbers_are_those_of_the_device_tier(monkeypa
     assert not cuda.races
     assert all(stream.seen[stream.number] > 20 for stream in cuda.streams)
     assert found == losses(layout)
+
+
+class PackedTier(CopyTier):
+    """A tier that is made here: objects wait in the host's memory, compressed. `forgets`: it mixes up what was put last."""
+
+    def __init__(self, device: torch.device, forgets: bool = False):
+        super().__init__(device)
+        self.forgets = forgets
+
+    def send(self, tensors: Tensors, size: int) -> tuple[list[bytes], None]:
+        assert size == sum(tensor.nbytes for tensor in tensors)
+        return [zlib.compress(tensor.view(-1).view(torch.uint8).numpy().tobytes(), 1) for tensor in tensors], None
+
+    def bring(self, stored: Stored) -> Callable[[], Tensors]:
+        tensors = tuple(self.memory(*shape) for shape in stored.shapes)
+        for tensor, packed in zip(tensors, stored.place):
+            values = torch.frombuffer(bytearray(zlib.decompress(packed)), dtype=tensor.dtype).view(tensor.shape)
+            tensor.copy_(values.zero_() if self.forgets else values)
+        return lambda: tensors
+
+    def fill_after(self, copy: object) -> None:
+        raise AssertionError("nothing is on its way")
+
+    def forget(self, stored: Stored) -> None:
+        stored.place.clear()
+
+    def close(self) -> None:
+        self.objects.clear()
+
+
+@pytest.mark.parametrize("layout", ["chunk13.disk.kv-offload", "chunk61.disk", "recompute-full.disk"])
+def test_a_tier_of_another_file_trains(monkeypatch: pytest.MonkeyPatch, layout: str):
+    expected = losses(layout)
+    for forgets in (False, True):
+        monkeypatch.setattr(player, "tier_of", lambda offload, device, *how, forgets=forgets: PackedTier(device, forgets))
+        assert (losses(layout) == expected) == (not forgets)

@@ -51,7 +51,7 @@ from longshift.state.manifest import (
 )
 from longshift.state.moments import SCALE
 
-BEST = "BEST"
+LATEST, BEST = "LATEST", "BEST"
 FILE_BYTES = 2 << 30
 Entries = Iterable[tuple[str, Box, bool, dict[str, Tensor]]]
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class Unfinished:
     def _begin(self) -> None:
         _sweep(self.run)
         self._scratch.mkdir(parents=True)
-        if not (self.run / "LATEST").exists():
+        if not (self.run / LATEST).exists():
             fresh = self.run / f".{IDENTITY}.writing"
             _write_text(fresh, new_identity())
             fresh.rename(self.run / IDENTITY)
@@ -146,16 +146,10 @@ class Checkpoint:
             self.types.setdefault(kind, set()).add(name)
 
     @classmethod
-    def latest(cls, run: Path, world: World) -> "Checkpoint":
-        """The checkpoint that LATEST names; collective. Raises CheckpointError, on every rank in the same words, when there is none or it
-        is damaged: the message names the file, and the older checkpoint that may serve instead."""
-        name = _together(world, f"{run} cannot be read", lambda: _latest(run))
-        return cls.open(run / "checkpoints" / world.gather_text(name)[0], world)
-
-    @classmethod
-    def best(cls, run: Path, world: World) -> "Checkpoint":
-        """The checkpoint that BEST names, of the lowest validation loss; collective. Raises CheckpointError as `latest` does."""
-        name = _together(world, f"{run} cannot be read", lambda: _latest(run, BEST))
+    def latest(cls, run: Path, world: World, pointer: str = LATEST) -> "Checkpoint":
+        """The checkpoint that LATEST names, or BEST, of the lowest validation loss; collective. Raises CheckpointError, on every rank in
+        the same words, when there is none or it is damaged: the message names the file, and the older checkpoint that may serve instead."""
+        name = _together(world, f"{run} cannot be read", lambda: _named(run, pointer))
         return cls.open(run / "checkpoints" / world.gather_text(name)[0], world)
 
     @classmethod
@@ -267,7 +261,7 @@ def _write_tensors(folder: Path, entries: Entries, rank: int) -> list[dict]:
 def _publish(run: Path, step: int, scratch: Path, best: int | None) -> None:
     """Make a finished folder the newest checkpoint. What may fail for want of space comes before the first rename, and LATEST last."""
     final = scratch.with_name(f"step-{step}")
-    named = {"LATEST": step}
+    named = {LATEST: step}
     if best == step or (best is not None and scratch.with_name(f"step-{best}").is_dir()):
         named = {BEST: best, **named}
     for name, of in named.items():
@@ -295,12 +289,13 @@ def _sweep(run: Path) -> None:
     """Remove what saves that died have left."""
     for path in (run / "checkpoints").glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
-    for name in ("LATEST", BEST, IDENTITY):
+    for name in (LATEST, BEST, IDENTITY):
         with suppress(OSError):
             (run / f".{name}.writing").unlink()
 
 
-def _latest(run: Path, name: str = "LATEST") -> str:
+def _named(run: Path, name: str) -> str:
+    """The folder of the checkpoint that a pointer names."""
     pointer = run / name
     if name == BEST and not pointer.exists():
         raise CheckpointError(f"{run} has no best checkpoint: it has not validated yet (data.valid, or data.held_out)")

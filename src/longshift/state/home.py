@@ -326,13 +326,11 @@ class Home:
             return [shard.vectors["master"] for shard in self.shards if shard.bucket.unit == unit]
         if part == "sums":
             return [shard.vectors["grad"] for shard in self._learning(unit) if shard.grad is not None]
-        if part == "state":
-            return self._written(unit, part)
-        return [vector for shard in self._learning(unit) for vector in shard.vectors.values()]
+        kinds = ("master", *self.saved, "grad") if part == "record" else ("master", *self.saved)
+        return [shard.vectors[kind] for shard in self._learning(unit) for kind in kinds]
 
     def _written(self, unit: int, part: str) -> list[Vector]:
-        kinds = ("grad",) if part == "sums" else ("master", *self.saved)
-        return [shard.vectors[kind] for shard in self._learning(unit) for kind in kinds]
+        return self._vectors(unit, "state" if part == "record" else part)
 
     # All of it
 

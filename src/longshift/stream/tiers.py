@@ -141,7 +141,7 @@ class CopyTier(Tier):
         if self.out is not None:
             self.out.wait_stream(torch.cuda.current_stream(self.device))
         place, left = self.send(tensors, size)
-        self.leaving |= {tensor.data_ptr(): left for tensor in tensors}
+        self.leaving |= {tensor.data_ptr(): left for tensor in tensors if left is not None}
         self.objects[key] = Stored(size, [(tensor.shape, tensor.dtype) for tensor in tensors], place, left)
         self.moved.put_bytes += size
         self.moved.hold(size)

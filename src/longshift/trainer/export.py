@@ -21,7 +21,7 @@ from longshift.spec.adapters import A, B
 from longshift.spec.config_json import CARRIED
 from longshift.spec.formats import FORMATS, WeightFormat
 from longshift.spec.model import ModelSpec, Param
-from longshift.state.checkpoint import Checkpoint
+from longshift.state.checkpoint import BEST, LATEST, Checkpoint
 from longshift.state.home import Source
 from longshift.state.precision import Precision
 from longshift.trainer.build_run import continued
@@ -38,7 +38,7 @@ def export(config: Config, run: Path, to: Path, precision: WeightFormat | None =
     CheckpointError, and UsageError where there is nothing to merge."""
     if merge and not config.spec.lora:
         raise UsageError(f"{run} trained without adapters: leave --merge out")
-    saved = (Checkpoint.best if best else Checkpoint.latest)(run, World.alone())
+    saved = Checkpoint.latest(run, World.alone(), BEST if best else LATEST)
     tokenizer = open_tokenizer(config)
     if tokenizer.fingerprint != Facts.of(saved).fingerprints.tokenizer:
         raise CheckpointError(f"the tokenizer changed since {saved.folder} was written; an export with it would be useless")
