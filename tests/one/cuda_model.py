@@ -230,7 +230,7 @@ def modelled(patch: pytest.MonkeyPatch, ignored: Line = ("", 0)) -> Iterator[Cud
         patched.setattr(disk_file, "ThreadPoolExecutor", AtOnce)
         patched.setattr(tiers, "BOUNCE_BYTES", 512)
         patched.setattr(tiers, "_bytes_of", cuda.bytes_of)
-        patched.setattr(disk_file, "ALIGN", 16)  # sizes here are less than a page
+        patched.setattr(tiers, "whole_pages", lambda size: -(-size // 16) * 16)  # sizes here are less than a page
         patched.setattr(home_module, "crossing_of", lambda device, slots: Crossing(device, slots))
         patched.setattr(crossing, "SLOT_BYTES", 512)
         yield cuda

@@ -36,10 +36,6 @@ class Slot:
     arena: Arena
     used: Any = None
 
-    def like(self, part: Tensor) -> Tensor:
-        """A tensor of this shape and format in the slot."""
-        return self.arena.bytes[: part.nbytes].view(part.dtype).view(part.shape)
-
 
 @dataclass
 class Landing:
@@ -68,7 +64,7 @@ class Crossing:
         """A tensor in pinned memory of exactly the bytes of another, with any numbers."""
         arena = Arena(max(1, like.nbytes))
         self._pinned[arena.bytes.data_ptr()] = arena
-        return arena.bytes[: like.nbytes].view(like.dtype).view(like.shape)
+        return arena.like(like)
 
     def bring(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Start to copy pairs of tensors [n, rows, ...] of one shape: the host's into the device's, in the format of the latter. The host's
@@ -79,7 +75,7 @@ class Crossing:
                 slot, part = self._leaving.popleft(), target[:, rows]
                 if slot.used is not None:
                     slot.used.synchronize()
-                staged = slot.like(part).copy_(source[:, rows])
+                staged = slot.arena.like(part).copy_(source[:, rows])
                 with torch.cuda.stream(self.back):
                     part.copy_(staged, non_blocking=True)
                     slot.used = self.back.record_event()
@@ -105,7 +101,7 @@ class Crossing:
                 self._land()
             slot, part = self._coming.popleft(), total[:, run]
             with torch.cuda.stream(self.out):
-                staged = slot.like(part).copy_(part, non_blocking=True)
+                staged = slot.arena.like(part).copy_(part, non_blocking=True)
                 self._landing.append(Landing(self.out.record_event(), staged, into[:, run], add))
             self._coming.append(slot)
 

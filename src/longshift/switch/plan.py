@@ -104,20 +104,9 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all that the ranks must agree on: hexadecimal."""
-        parts: dict[int, bytes] = {}
-
-        def part(value: Slices | Moves) -> bytes:
-            if id(value) not in parts:
-                if isinstance(value, Slices):
-                    content = "".join(map(str, value.boxes)).encode() + np.packbits(value.has & value.wants).tobytes()
-                else:
-                    content = b"".join(c.astype("<i4").tobytes() for c in (value.slice, value.round, value.source, value.target))
-                parts[id(value)] = hashlib.sha256(content).digest()
-            return parts[id(value)]
-
         whole = hashlib.sha256(repr((self.planner, self.world, self.itemsize, self.bucket_bytes, self.sums)).encode())
         for w in self.weights:
-            whole.update(w.name.encode() + b"\0" + part(w.slices) + part(w.moves) + w.bucket.astype("<i4").tobytes())
+            whole.update(w.name.encode() + b"\0" + w.slices.digest + w.moves.digest + w.bucket.astype("<i4").tobytes())
         return whole.hexdigest()
 
     @cached_property
@@ -159,13 +148,11 @@ class Plan:
         """One weight's boxes that stay on `rank`, in round -1, that come and that go, in the order of the first slice of each. A box
         lies in one that its sender has and in one that its receiver wants, as each is a view of one tensor there; what passes through is
         not merged."""
-        together: dict[tuple, list[tuple[int, Box]]] = {}
-        for index in np.flatnonzero(slices.has[:, rank] & slices.wants[:, rank]).tolist():
-            transit, box = Transit(bucket[index], -1, rank, rank), slices.boxes[index]
-            together.setdefault((transit, slices.held.around(box, rank), slices.wanted.around(box, rank)), []).append((index, box))
         of_rank = np.flatnonzero((moves.source == rank) | (moves.target == rank))
         columns = (column[of_rank].tolist() for column in (moves.slice, moves.round, moves.source, moves.target))
-        for index, number, source, target in zip(*columns):
+        kept = np.flatnonzero(slices.has[:, rank] & slices.wants[:, rank]).tolist()
+        together: dict[tuple, list[tuple[int, Box]]] = {}
+        for index, number, source, target in (*((index, -1, rank, rank) for index in kept), *zip(*columns)):
             transit, box = Transit(bucket[index], number, source, target), slices.boxes[index]
             sender, receiver = (target, source) if self.sums else (source, target)
             held, relayed = slices.held.around(box, sender), slices.wanted.around(box, sender)

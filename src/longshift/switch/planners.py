@@ -12,7 +12,9 @@
 Ties go to the lowest rank; loads are whole bytes. So every rank finds the same plan.
 """
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -32,6 +34,12 @@ class Moves:
     round: np.ndarray
     source: np.ndarray
     target: np.ndarray
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the moves."""
+        columns = self.slice, self.round, self.source, self.target
+        return hashlib.sha256(b"".join(column.astype("<i4").tobytes() for column in columns)).digest()
 
     def __len__(self) -> int:
         return len(self.slice)

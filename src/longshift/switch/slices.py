@@ -9,6 +9,7 @@ held                 wanted                slices
                                              x   y
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -36,6 +37,12 @@ class Slices:
 
     def __len__(self) -> int:
         return len(self.boxes)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the boxes, and of who has one already that it wants."""
+        text = "".join(map(str, self.boxes)).encode()
+        return hashlib.sha256(text + np.packbits(self.has & self.wants).tobytes()).digest()
 
     @cached_property
     def needs(self) -> np.ndarray:
