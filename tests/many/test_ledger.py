@@ -8,7 +8,7 @@ from forked import DEADLINE_S, Worlds
 from ledger import QUICK, Case, rows_of, wrong
 
 from longshift.weigh.book import Account
-from longshift.weigh.held_packs import HeldPacks
+from longshift.weigh.held_packs import HeldRunner
 from longshift.weigh.ledger import Ledger
 from longshift.weigh.recorder import RecordedGroup
 
@@ -37,8 +37,8 @@ def forgotten(*names: str, share: float = 0.0) -> Callable[[pytest.MonkeyPatch],
     def apply(patch: pytest.MonkeyPatch) -> None:
         native = Account.held
 
-        def held(self: Account, name: str, size: int, *place):
-            return native(self, name, int(size * share) if name.startswith(names) else size, *place)
+        def held(self: Account, name: str, size: int, *place, **shape):
+            return native(self, name, int(size * share) if name.startswith(names) else size, *place, **shape)
 
         patch.setattr(Account, "held", held)
 
@@ -68,7 +68,7 @@ def own_part_sent(patch: pytest.MonkeyPatch) -> None:
 
 def nothing_inside(patch: pytest.MonkeyPatch) -> None:
     """Compute operations need nothing but what they leave."""
-    patch.setattr(HeldPacks, "happen", lambda packs, found: [packs.account.send(*pair) for pair in found.sent.items()])
+    patch.setattr(HeldRunner, "happen", lambda packs, found: [packs.account.send(*pair) for pair in found.sent.items()])
 
 
 def attention_sends_twice(patch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ class ChunkedPacks(Runner):
         """Take what another stage computed, [T', D], the chunks end to end: x before the unit, its gradient after the unit."""
         x, back = self.crossing.pop((op.micro, op.chunk, op.turn)), op.turn == "backward"
         orders = self.lists(self.loaded[op.micro], op.unit).orders
-        parts = x.split([order.local_tokens // (self.layout.ulysses * self.layout.tp) for order in orders])
+        parts = self.split(x, [order.local_tokens // (self.layout.ulysses * self.layout.tp) for order in orders])
         for chunk, part in enumerate(parts):
             self.tier.put((op.micro, op.unit + back, "g" if back else "h", chunk), part)
 
@@ -80,10 +80,18 @@ class ChunkedPacks(Runner):
         what, count = "g" if back else "h", len(self.loaded[op.micro])
         keys = [(op.micro, op.unit + (not back), what, chunk) for chunk in range(count)]
         parts = [self.tier.fetch(key)()[0] for key in keys]
-        self.crossing[op.micro, op.chunk, op.turn] = torch.cat(parts)
+        self.crossing[op.micro, op.chunk, op.turn] = self.join(op.micro, parts)
         self.tier.recycle(parts)
         for key in keys:
             self.tier.drop(key)
+
+    def split(self, x: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
+        """The chunks of x [T', D], with so many tokens each."""
+        return x.split(list(tokens))
+
+    def join(self, micro: int, parts: list[Tensor]) -> Tensor:
+        """All chunks of a micro-batch end to end, [T', D]."""
+        return torch.cat(parts)
 
 
 class Segment(NamedTuple):
@@ -132,7 +140,7 @@ class ChunkPlayer:
                 self._here(buffer)
             if event.name in chunks.MULTIPLYING_BACK:
                 self.runner.copies.expect(self.unit)
-            getattr(self, event.name)(event)  # one of the methods below
+            self.compute(event)
         elif event.kind == "accumulate":
             self.runner.accumulate(self.unit)
         elif event.kind == "fetch":
@@ -145,6 +153,9 @@ class ChunkPlayer:
                 self.tier.recycle(gone)
         else:
             self.tier.drop(self.key(event.object))
+
+    def compute(self, event: Event) -> None:
+        getattr(self, event.name)(event)  # one of the methods below
 
     def key(self, buffer: chunks.Buffer) -> tuple:
         return tier_key(self.number, self.unit, buffer)

@@ -1,4 +1,4 @@
-"""The player: one table from kinds of operations to what they do on this rank's tensors.
+"""The player: what the operations of a program do on this rank's tensors.
 
 What differs between layouts is in the program; here is no choice among them. A rank keeps a `Runner` for every layout of the run, and the
 layouts' working copies by cut of the model (`state.visit`).
@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from longshift.cluster.cluster import Heads
-from longshift.dist.collectives import Group, Pending
+from longshift.dist.collectives import Group
 from longshift.dist.world import World
 from longshift.documents.batch import Document
 from longshift.documents.micro import HostPack
@@ -35,6 +34,7 @@ from longshift.state.transfer import Transfer
 from longshift.state.visit import Switches, copies_of
 from longshift.step.chunked import ChunkedPacks
 from longshift.step.compose import prepare
+from longshift.step.operation_player import OperationPlayer
 from longshift.step.runner import Runner, WholePacks
 from longshift.stream.tiers import Moved, tier_of
 from longshift.stream.trace import Recorder
@@ -77,7 +77,7 @@ def leave_alone(unit: int, early: bool, loss_sum: float, squared_norm: float) ->
     return False
 
 
-class Player:
+class Player(OperationPlayer):
     """Plays programs on this rank. Mutable: it knows where the step is, and what has begun to move."""
 
     def __init__(
@@ -96,6 +96,7 @@ class Player:
         """`home_cut`: the layout that `home` is cut by, where that is not `home_layout(edges)`. `links`: equal on all ranks
         (`switch.links.agreed`); assumed ones where None. `compile`: whether the arithmetic between matmuls is compiled. Raises
         UsageError where it cannot be."""
+        super().__init__()
         self.spec, self.edges, self.world, self.home, self.precision, self.stream = spec, tuple(edges), world, home, precision, stream
         sizes = precision.compute.itemsize, precision.home.itemsize
         self.itinerary = Itinerary(spec, edges, links or assumed(world.per_node), *sizes, switch, home_cut)
@@ -130,47 +131,6 @@ class Player:
         self.unclipped = False  # whether the last norm did not clip
         self.how: tuple[tuple[int, ...], bool] = (), False  # units whose updates were left to this step; whether it makes its own early
         self._began = 0.0
-        self._receiving: dict[int, tuple[Pending, Tensor]] = {}  # by tag
-        self._sending: dict[int, Pending] = {}
-        self._transfers: dict[tuple[int, str], Transfer] = {}
-        self.table: dict[str, Callable[[Op], object]] = {
-            "enter": self._enter,
-            "leave": self._leave,
-            "load": lambda op: self._runner_of(op).load(op.micro, self.packs[op.visit, op.micro]),
-            "unload": lambda op: self._runner_of(op).unload(op.micro),
-            "gather": lambda op: self._copies(op).gather(op.unit),
-            "await gather": lambda op: self._copies(op).ready(op.unit),
-            "release": lambda op: self._copies(op).release(op.unit),
-            "receive": self._receive,
-            "await receive": self._await_receive,
-            "send": self._send,
-            "await send": self._await_send,
-            "compute": lambda op: self._runner_of(op).compute(op),
-            "arrive": lambda op: self._runner_of(op).arrive(op),
-            "depart": lambda op: self._runner_of(op).depart(op),
-            "put": lambda op: self._runner_of(op).put(op),
-            "fetch": lambda op: self._runner_of(op).fetch(op),
-            "await fetch": lambda op: self._runner_of(op).await_fetch(op),
-            "drop": lambda op: self._runner_of(op).drop(op),
-            "accumulate": lambda op: self._copies(op).accumulate(op.unit),
-            "reduce": lambda op: self._copies(op).reduce(op.unit),
-            "await reduce": lambda op: self._copies(op).reduced(op.unit),
-            "open": lambda op: self._copies(op).open(op.unit),
-            "exchange": self._exchange,
-            "await exchange": lambda op: self._transfers[op.visit, op.way].take_in(op.number),
-            "close": lambda op: self._copies(op).close(op.unit),
-            "arrived": lambda op: self._count(op, "weights"),
-            "total": self._total,
-            "forget": self._forget,
-            "norm": self._norm,
-            "update": self._update,
-            "pack": lambda op: self.home.pack(op.unit, world),
-            "read": lambda op: self.home.read(op.unit, op.part),
-            "await read": lambda op: self.home.ready(op.unit, op.part),
-            "evict": lambda op: self.home.evict(op.unit, op.part),
-            "write": lambda op: self.home.write(op.unit, op.part),
-            "await write": lambda op: self.home.written(op.unit, op.part),
-        }
 
     def _runner(self, layout: Layout) -> Runner:
         copies, tier = self.copies_of[layout], None
@@ -267,41 +227,19 @@ class Player:
     def _group(self, op: Op) -> Group:
         return self.world.group(self._layout(op).ranks("pp", of=self.world.rank), op.way)
 
-    def _receive(self, op: Op) -> None:
-        buffer = self._runner_of(op).boundary(op.micro)
-        self._receiving[op.number] = self._group(op).receive(buffer, op.peer, op.number), buffer
-
-    def _await_receive(self, op: Op) -> None:
-        pending, buffer = self._receiving.pop(op.number)
-        pending.wait()
-        self._runner_of(op).received(op, buffer)
-
-    def _send(self, op: Op) -> None:
-        self._sending[op.number] = self._group(op).send(self._runner_of(op).to_send(op).contiguous(), op.peer, op.number)
-
-    def _await_send(self, op: Op) -> None:
-        self._sending.pop(op.number).wait()
-
     # Switches
 
-    def _exchange(self, op: Op) -> None:
-        if op.number == 0:
-            copies = self._copies(op)
-            if op.way == "sums":
-                self._transfers[op.visit, op.way] = self.switches.take_home(copies)
-            else:
-                before = self.groups_here[op.visit - 1].layout if op.visit else None
-                source = self.copies_of[before] if before is not None and self.steps.source(before) is not None else None
-                self._transfers[op.visit, op.way] = self.switches.bring(source, copies)
-        self._transfers[op.visit, op.way].post(op.number)
+    def _transfer(self, op: Op) -> Transfer:
+        copies = self._copies(op)
+        if op.way == "sums":
+            return self.switches.take_home(copies)
+        before = self.groups_here[op.visit - 1].layout if op.visit else None
+        source = self.copies_of[before] if before is not None and self.steps.source(before) is not None else None
+        return self.switches.bring(source, copies)
 
     def _total(self, op: Op) -> None:
         self.world.now()  # what the backward still does is no part of the switch
         self.switches.total(op.unit)
-
-    def _forget(self, op: Op) -> None:
-        self._copies(op).forget_totals()
-        self._count(op, "sums")
 
     def _update(self, op: Op) -> None:
         early = op.part == "early"

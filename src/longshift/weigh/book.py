@@ -1,12 +1,13 @@
 """Bytes by name and place, now and at the most."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
-from longshift.layout.layout import Layout, Tier
+from longshift.layout.layout import Tier
 from longshift.program.operations import START, Op
-from longshift.spec.formats import Wire, adds_inside
+from longshift.program.step import Steps
+from longshift.spec.formats import adds_inside
 from longshift.weigh.recorder import Transport
 
 Place = Tier
@@ -22,16 +23,20 @@ class Peak:
 
 
 class Held:
-    """A storage: so many bytes of a ledger, until nobody refers to it."""
+    """A tensor that is bytes of a book alone, until nobody refers to it. `shape`: alike for tensors of a size that may take over each
+    other's memory."""
 
-    __slots__ = ("book", "name", "place", "size")
+    __slots__ = ("book", "name", "nbytes", "place", "shape")
 
-    def __init__(self, book: "Book", name: str, size: int, place: Place = "device"):
-        self.book, self.name, self.size, self.place = book, name, size, place
+    def __init__(self, book: "Book", name: str, size: int, place: Place = "device", shape: Hashable = ()):
+        self.book, self.name, self.nbytes, self.place, self.shape = book, name, size, place, shape
         book.change(name, size, place)
 
     def __del__(self) -> None:
-        self.book.change(self.name, -self.size, self.place)
+        self.book.change(self.name, -self.nbytes, self.place)
+
+    def contiguous(self) -> "Held":
+        return self
 
 
 Moment = tuple[int, tuple]  # an operation of the step by number, and where in it
@@ -110,58 +115,38 @@ class Book:
         return Mark(most, self.op, dict(self.by_name[place]), most - self.now[place])
 
 
-@dataclass
 class Account:
-    """What all that is weighed on a rank shares: how the rank computes and moves, and where bytes are written down. Mutable.
+    """How a rank computes and moves, and what it holds and sends. Mutable.
 
     `transport`: how collectives move, which decides what they need besides their results; `same_format`: weights are computed with in
-    home's format; `host_is_device`: a CPU, whose host tier moves nothing; `home`: the layout that home is cut by; `home_tiers`: where it
-    lies, by unit; `added`: bytes of gradients that were added to their sums in a pass of its own; `coded`: bytes read and written to
-    send in the formats of `wire`; `home_sums`: by unit and bucket; `float8`: whether matmuls of blocks take factors of eight bits;
-    `inside`: whether peaks are wanted, and so what operations need inside themselves: what is sent between them, moved and added is known
-    without."""
+    home's format; `host_is_device`: a CPU, whose host tier moves nothing; `ahead`: of streams; `float8`: whether matmuls of blocks take
+    factors of eight bits; `inside`: whether peaks are wanted, and so what operations need inside themselves: what is sent between them,
+    moved and added is known without. `added`: bytes of gradients that were added to their sums in a pass of its own; `coded`: bytes read
+    and written to send in the formats of `wire`; `home_sums`: gradient sums at home, by unit and bucket."""
 
-    rank: int
-    home: Layout
-    weight_bytes: int
-    sum_bytes: int
-    transport: Transport
-    same_format: bool
-    host_is_device: bool
-    ahead: int
-    home_tiers: Mapping[int, Tier] = field(default_factory=dict)
-    book: Book = field(default_factory=Book)
-    sent: Counter[str] = field(default_factory=Counter)
-    moved: Counter[str] = field(default_factory=Counter)
-    flops: Counter[str] = field(default_factory=Counter)
-    added: int = 0
-    coded: int = 0
-    wire: Wire = Wire()  # noqa: RUF009  (frozen)
-    home_sums: dict[tuple[int, int], Held] = field(default_factory=dict)
-    float8: bool = False
-    inside: bool = True
+    def __init__(self, steps: Steps, transport: Transport, same_format: bool, host_is_device: bool, ahead: int, float8: bool, inside: bool):
+        self.steps, self.same_format, self.host_is_device = steps, same_format, host_is_device
+        self.transport: Transport = transport
+        self.ahead, self.float8, self.inside = ahead, float8, inside
+        self.weight_bytes, self.sum_bytes = steps.bytes
+        self.adds_inside = adds_inside(self.weight_bytes, self.sum_bytes, transport == "nccl")
+        self.host: Place = "device" if host_is_device else "host"
+        self.book = Book()
+        self.sent, self.moved, self.flops = Counter[str](), Counter[str](), Counter[str]()
+        self.added = self.coded = 0
+        self.home_sums: dict[tuple[int, int], Held] = {}
 
-    @property
-    def adds_inside(self) -> bool:
-        """See `spec.formats.adds_inside`."""
-        return adds_inside(self.weight_bytes, self.sum_bytes, self.transport == "nccl")
-
-    def held(self, name: str, size: int, place: Place = "device") -> Held:
-        return Held(self.book, name, size, place)
+    def held(self, name: str, size: int, place: Place = "device", shape: Hashable = ()) -> Held:
+        return Held(self.book, name, size, place, shape)
 
     def borrowed(self, unit: int) -> bool:
         """Whether copies of a unit may be tensors of home's own."""
-        tier = self.home_tiers[unit]
+        tier = self.steps.home_tiers[unit]
         return tier == "device" or (tier == "host" and self.host_is_device)
 
     def memory_of_home(self, unit: int) -> Place:
         """Where the training state of a unit is as far as it is in memory."""
         return "device" if self.borrowed(unit) else self.host
-
-    @property
-    def host(self) -> Place:
-        """The place of the host's memory."""
-        return "device" if self.host_is_device else "host"
 
     def at_home(self, name: str, size: int, unit: int) -> Held:
         """Memory of the training state of a unit, as far as it is in memory."""

@@ -50,7 +50,8 @@ class UnitSizes:
 def unit_sizes(account: Account, view: RankLayout, guest: bool) -> dict[int, UnitSizes]:
     """Elements of each moving unit on this rank. `guest`: the layout's copies have rows of their own, in the compute format, as their
     source, else home."""
-    spec, rank, home = view.spec, account.rank, view.cut.layout if guest else account.home
+    spec, rank, wire = view.spec, account.steps.rank, account.steps.wire
+    home = view.cut.layout if guest else account.steps.itinerary.home
     same_format, borrowed = guest or account.same_format, (lambda unit: True) if guest else account.borrowed
     mine = buckets_of(spec, home, rank)
     whole = (bucket for bucket in mine if not bucket.sharded and borrowed(bucket.unit) and (same_format or bucket.frozen))
@@ -58,8 +59,8 @@ def unit_sizes(account: Account, view: RankLayout, guest: bool) -> dict[int, Uni
     routes: dict[int, list[Route]] = {}
     for bucket in mine:
         master_bytes = account.weight_bytes if guest or bucket.frozen else account.sum_bytes
-        gathered = weights_of(bucket, rank, account.wire, account.weight_bytes, master_bytes)
-        reduced = gradients_of(bucket, rank, account.wire, account.sum_bytes)
+        gathered = weights_of(bucket, rank, wire, account.weight_bytes, master_bytes)
+        reduced = gradients_of(bucket, rank, wire, account.sum_bytes)
         route = Route(len(bucket.holders), bucket.sharded, bucket.width, bucket.kept(rank), bucket.frozen, gathered, reduced)
         routes.setdefault(bucket.unit, []).append(route)
     found = {}
@@ -72,136 +73,163 @@ def unit_sizes(account: Account, view: RankLayout, guest: bool) -> dict[int, Uni
 
 
 class HeldCopies:
-    """What `state.copies` and `state.visit` keep of one cut. Mutable."""
+    """`state.copies.Copies` on bytes, and `state.visit.RowCopies` of a guest, a cut that fused collectives bring here. Mutable."""
 
     def __init__(self, account: Account, view: RankLayout):
-        self.account, self.view, self.cut = account, view, view.cut
-        self.guest = view.collective and not view.cut.at_home
-        self.units = unit_sizes(account, view, self.guest)
+        self.account, self.view, self.is_guest = account, view, view.collective and not view.cut.at_home
+        self.units = unit_sizes(account, view, self.is_guest)
+        self.rows: dict[int, Held] = {}  # of a guest, by unit
+        self.totals: dict[tuple[int, int], Held] = {}  # sums of a guest, by unit and bucket
         self.name = str(view.cut.layout)
         self.flats: dict[int, Held] = {}
-        self.rows: dict[int, Held] = {}
-        self.gathering: dict[int, deque[Held]] = {}
+        self.arriving: dict[int, deque[tuple[Held, Coding | None]]] = {}
+        self.grads: dict[int, Held] = {}  # that a backward has left on weights
         self.sums: dict[int, list[Held]] = {}
         self.reducing: dict[int, deque[deque[tuple[Held, list[Held], Route]]]] = {}
-        self.guest_sums: dict[tuple[int, int], Held] = {}
-        self.compute, self.home = account.weight_bytes, account.sum_bytes
-
-    def hold(self, unit: int) -> None:
-        if unit not in self.flats:
-            self.flats[unit] = self.account.held(f"working copies of {self.name}", self.units[unit].flat * self.compute)
 
     def open(self, unit: int) -> None:
-        if self.guest:
+        if self.is_guest:
             own = sum(route.own for route in self.units[unit].routes)
-            self.rows[unit] = self.account.held(f"rows of {self.name}", own * self.compute)
+            self.rows[unit] = self.account.held(f"rows of {self.name}", own * self.account.weight_bytes)
         else:
             self.hold(unit)
 
-    def release(self, unit: int) -> None:
-        """Drop a unit's copies. Rows stay: the next gather is from them."""
-        self.flats.pop(unit, None)
-
     def close(self, unit: int) -> None:
         for number in list(self.units) if unit < 0 else [unit]:
-            self.flats.pop(number, None)
+            self.release(number)
             self.rows.pop(number, None)
+
+    def forget_totals(self) -> None:
+        self.sums.clear()
+        self.totals.clear()
+
+    def hold(self, unit: int) -> None:
+        if unit not in self.flats:
+            self.flats[unit] = self.account.held(f"working copies of {self.name}", self.units[unit].flat * self.account.weight_bytes)
+
+    def release(self, unit: int) -> None:
+        self.flats.pop(unit, None)
 
     def gather(self, unit: int) -> None:
         self.hold(unit)
-        coming = self.gathering[unit] = deque[Held]()
-        for route in self.units[unit].routes:
-            if route.sharded:
-                copied = self.account.transport == "gloo" and route.holders > 2  # then what is sent lies there once for each holder
-                size = route.width * self.compute
-                if coding := route.gathered:
-                    size = coding.size
-                    self.account.coded += coding.encoded
-                    place = "device" if self.guest else self.account.memory_of_home(unit)
-                    self.account.book.inside(size + coding.encoding, place)
-                coming.append(self.account.held("gathers under way", size * (2 * route.holders if copied else 1 + route.holders)))
-                self.account.book.inside(size if copied else 0)
-                self.account.send("gather", size * (route.holders - 1))
+        self.arriving[unit] = deque((self._start(unit, route), route.gathered) for route in self.units[unit].routes if route.sharded)
 
-    def gathered(self, unit: int) -> None:
-        coming = self.gathering.pop(unit)
-        for route in self.units[unit].routes if coming else ():
-            if coding := route.gathered:
+    def _start(self, unit: int, route: Route) -> Held:
+        account, size = self.account, route.width * self.account.weight_bytes
+        if coding := route.gathered:
+            size = coding.size
+            account.coded += coding.encoded
+            account.book.inside(size + coding.encoding, "device" if self.is_guest else account.memory_of_home(unit))
+        is_copied = account.transport == "gloo" and route.holders > 2  # then what is sent lies there once for each holder
+        buffer = account.held("gathers under way", size * (2 * route.holders if is_copied else 1 + route.holders))
+        account.book.inside(size if is_copied else 0)
+        account.send("gather", size * (route.holders - 1))
+        return buffer
+
+    def ready(self, unit: int) -> None:
+        arriving = self.arriving.pop(unit)
+        while arriving:
+            buffer, coding = arriving.popleft()
+            if coding:
                 self.account.coded += coding.decoded
                 self.account.book.inside(coding.decoding)
-            if route.sharded:
-                coming.popleft()
-
-    def expect(self, module: int) -> None:
-        """Make the sums that matmuls of a unit's backward add to."""
-        inside = self.inside(module)
-        for unit in self.view.learning(module):
-            if inside & self.units[unit].weights.keys():
-                self._begin(unit)
+            del buffer
 
     def inside(self, module: int) -> frozenset[str]:
         """Weights whose gradients go into their sums as they are formed."""
         return self.view.spec.multiplied[module] if self.account.adds_inside else frozenset()
 
+    def expect(self, module: int) -> None:
+        inside = self.inside(module)
+        for unit in self.view.learning(module):
+            if inside & self.units[unit].weights.keys():
+                self._begin(unit)
+
     def _begin(self, unit: int) -> None:
         if unit not in self.sums:
-            sizes = self.units[unit]
-            elements = [r.slots * r.width for r in sizes.learning] if self.view.collective else sizes.weights.values()
-            self.sums[unit] = [self.account.held("gradient sums", n * self.home) for n in elements]
+            sizes, item = self.units[unit], self.account.sum_bytes
+            elements = [route.slots * route.width for route in sizes.learning] if self.view.collective else sizes.weights.values()
+            self.sums[unit] = [self.account.held("gradient sums", count * item) for count in elements]
 
-    def accumulate(self, unit: int, grads: list[Held]) -> None:
+    def leave(self, unit: int, size: int) -> None:
+        """Have gradients on a unit's weights."""
+        self.grads[unit] = self.account.held("gradients of weights", size)
+
+    def accumulate(self, unit: int) -> None:
         self._begin(unit)
-        self.account.added += sum(held.size for held in grads)
-        grads.clear()
+        if grads := self.grads.pop(unit, None):
+            self.account.added += grads.nbytes
 
     def reduce(self, unit: int) -> None:
         sums, leaving = deque(self.sums.pop(unit)), deque[tuple[Held, list[Held], Route]]()
-        gloo = self.account.transport == "gloo"
         for route in self.units[unit].learning:
-            total, size, extra = sums.popleft(), route.width * self.home, list[Held]()
-            if coding := route.reduced:
-                self.account.coded += coding.encoded
-                extra = [self.account.held("reductions under way", route.slots * coding.size)]
-                self.account.book.inside(coding.encoding)
-                del total
-                out = self.account.held("reductions under way", route.slots * coding.size)
-                self.account.send("reduce", coding.size * (route.holders - 1))
-            elif route.sharded:
-                out = self.account.held("reductions under way", size)
-                extra = [total]
-                if gloo:
-                    extra.append(self.account.held("reductions under way", size * (1 if route.holders == 2 else route.holders)))
-                self.account.send("reduce", size * (route.holders - 1))
-            else:
-                out = total
-                if gloo and route.holders == 2:
-                    extra = [self.account.held("reductions under way", size)]
-                if route.holders > 1:
-                    self.account.send("reduce", size if gloo and route.holders == 2 else 2 * size * (route.holders - 1) // route.holders)
-            leaving.append((out, extra, route))
+            leaving.append((*self._leaving(route, [sums.popleft()]), route))
         self.reducing.setdefault(unit, deque()).append(leaving)
 
+    def _leaving(self, route: Route, total: list[Held]) -> tuple[Held, list[Held]]:
+        """Where a reduction ends, and what else it holds meanwhile, of the sum in a list, which is emptied."""
+        account, size, peers = self.account, route.width * self.account.sum_bytes, route.holders - 1
+        is_gloo, is_pair = account.transport == "gloo", route.holders == 2
+
+        def buffer(size: int) -> Held:
+            return account.held("reductions under way", size)
+
+        if coding := route.reduced:
+            account.coded += coding.encoded
+            codes = buffer(route.slots * coding.size)
+            account.book.inside(coding.encoding)
+            total.clear()
+            account.send("reduce", coding.size * peers)
+            return buffer(route.slots * coding.size), [codes]
+        if route.sharded:
+            account.send("reduce", size * peers)
+            out = buffer(size)
+            return out, [*total, *([buffer(size * (1 if is_pair else route.holders))] if is_gloo else [])]
+        swaps = is_gloo and is_pair
+        if peers:
+            account.send("reduce", size if swaps else 2 * size * peers // route.holders)
+        return total[0], [buffer(size)] if swaps else []
+
     def reduced(self, unit: int) -> None:
-        leaving = self.reducing[unit].popleft()
+        account, leaving = self.account, self.reducing[unit].popleft()
         for number in range(len(leaving)):
             out, extra, route = leaving.popleft()
-            if route.sharded and route.reduced is None and self.account.transport == "gloo" and route.holders > 2:
-                self.account.book.inside(route.width * self.home)
+            if route.sharded and route.reduced is None and account.transport == "gloo" and route.holders > 2:
+                account.book.inside(route.width * account.sum_bytes)
             extra.clear()
             if coding := route.reduced:
-                self.account.coded += coding.decoded
-                received, out = out, self.account.held("reductions under way", route.width * self.home)
-                self.account.book.inside(coding.decoding)
+                account.coded += coding.decoded
+                received, out = out, account.held("reductions under way", route.width * account.sum_bytes)
+                account.book.inside(coding.decoding)
                 del received
-            if self.guest:
-                self.guest_sums.setdefault((unit, number), out)
+            if self.is_guest:
+                self.totals.setdefault((unit, number), out)
             else:
-                self.account.receive(unit, number, out, route.own * self.home)
+                account.receive(unit, number, out, route.own * account.sum_bytes)
             del out
 
-    def forget(self) -> None:
-        self.sums.clear()
-        self.guest_sums.clear()
+
+class HeldTransfer:
+    """`state.transfer.Transfer` on bytes. Mutable. The fused buffer has the size of the largest exchange; what passes through stays for all
+    rounds of its bucket."""
+
+    def __init__(self, account: Account, plan: Plan, way: str):
+        self.account, self.way, self.rounds = account, way, plan.rounds
+        self.moved = exchanged(plan, account.steps.rank)
+        self.fused: Held | None = None
+        self.passing: dict[int, Held] = {}
+
+    def post(self, number: int) -> None:
+        self.account.send(self.way, self.moved.sent[number])
+        if number == 0:
+            self.fused = self.account.held("exchanges of a switch", self.moved.most)
+        if size := self.moved.passing[number]:
+            self.passing[number] = self.account.held("passing through", size)
+        self.passing.pop(number - self.rounds + 1, None)
+
+    def take_in(self, number: int) -> None:
+        if number == len(self.moved.sent) - 1:
+            self.fused = None
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """What the training state takes on a rank, in bytes, as `state.home` and `state.records` keep it: see `weigh.ledger`."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 from longshift.layout.blocks import cut_blocks, elements_at_once
-from longshift.program.operations import Op
 from longshift.program.step import Steps
 from longshift.state.crossing import SLOT_BYTES, SLOTS, slots_in
 from longshift.state.records import PIECE
@@ -20,120 +20,136 @@ def saved_bytes(steps: Steps) -> int:
     return sum(bucket.kept(steps.rank) * each.home_bytes + each.moments_of(bucket, steps.rank) for bucket in owned)
 
 
-class HeldHome:
-    """The training state of a rank. Mutable. `shards`, `frozen`: unit and elements
-    of each bucket that is trained, and that is not; `packed`: bytes of the moments of each that is trained, as they are between updates;
-    by unit `scales`, their bytes, and `at_once`, how many elements are packed at one time."""
+@dataclass
+class UnitState:
+    """What a rank keeps of a unit at home, in bytes. Mutable while it is made. `trained`, `frozen`: one vector of the weights that are
+    trained, and those that are not; `packed`: moments as they are between updates; `scales`: of these; `elements_at_once`: that are packed
+    at one time."""
 
-    def __init__(self, account: Account, steps: Steps):
-        self.account, self.steps = account, steps
-        (self.weight_bytes, self.sum_bytes), self.moments = steps.bytes, steps.moments
-        mine, each = steps.buckets, steps.state_bytes
-        self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in mine if not bucket.frozen]
-        self.frozen = [(bucket.unit, bucket.kept(steps.rank)) for bucket in mine if bucket.frozen]
-        blocks = [each.blocks(bucket, steps.rank) for bucket in mine if not bucket.frozen]
-        self.packed = [each.moments_of(bucket, steps.rank) for bucket in mine if not bucket.frozen]
-        self.scales = {bucket.unit: 0 for bucket in mine}
-        self.at_once = dict(self.scales)
-        for bucket, some in zip((bucket for bucket in mine if not bucket.frozen), blocks):
-            self.scales[bucket.unit] += 4 * some * self.moments
-            runs = [elements_at_once(box) for _, box in bucket.home(steps.rank) if box] if steps.packed != "float32" else []
-            self.at_once[bucket.unit] = max(self.at_once[bucket.unit], *runs, 0)
+    trained: int = 0
+    frozen: int = 0
+    packed: int = 0
+    scales: int = 0
+    elements_at_once: int = 0
+
+
+class HeldHome:
+    """`state.home.Home` on bytes. Mutable. `shards`: unit and elements of each bucket that is trained."""
+
+    def __init__(self, account: Account):
+        self.account, self.steps = account, account.steps
+        steps, each = account.steps, account.steps.state_bytes
+        self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in steps.buckets if not bucket.frozen]
+        self.units = {bucket.unit: UnitState() for bucket in steps.buckets}
         self.cut = cut_blocks(steps.itinerary.spec, steps.itinerary.home) if steps.packed == "float8" else {}
-        self.wide: list[Held] = []  # moments of the unit that is updated
+        self.unpacked: Held | None = None  # moments of the unit that is updated
         self.state = [account.held("scalars", SMALL)]
-        vectors = list[int]()
-        for (unit, elements), moments, some in zip(self.shards, self.packed, blocks):
-            masters, codes = elements * self.sum_bytes, elements * each.moment_bytes
-            if unit in steps.on_disk:
-                vectors += [masters] * 2 + [codes, 4 * some] * self.moments
-                vectors += [masters] + [codes] * self.moments if unit in steps.early else []
+        vectors = list[int]()  # on disk
+        for bucket in steps.buckets:
+            unit, on_disk = self.units[bucket.unit], bucket.unit in steps.on_disk
+            elements = bucket.kept(steps.rank)
+            if bucket.frozen:
+                size = elements * account.weight_bytes
+                unit.frozen += size
+                if on_disk:
+                    vectors.append(size)
+                else:
+                    self.state.append(account.at_home("weights not trained", size, bucket.unit))
+                continue
+            masters, moments = elements * account.sum_bytes, each.moments_of(bucket, steps.rank)
+            codes, scales = elements * each.moment_bytes, 4 * each.blocks(bucket, steps.rank)
+            unit.trained += masters
+            unit.packed += moments
+            unit.scales += scales * steps.moments
+            if steps.packed != "float32":
+                runs = [elements_at_once(box) for _, box in bucket.home(steps.rank) if box]
+                unit.elements_at_once = max(unit.elements_at_once, *runs, 0)
+            if on_disk:
+                vectors += [masters] * 2 + [codes, scales] * steps.moments
+                vectors += [masters] + [codes] * steps.moments if bucket.unit in steps.early else []
             else:
-                self.state += [account.at_home("master weights", masters, unit), account.at_home("moments", moments, unit)]
-        for unit, elements in self.frozen:
-            if unit in steps.on_disk:
-                vectors.append(elements * self.weight_bytes)
-            else:
-                self.state.append(account.at_home("weights not trained", elements * self.weight_bytes, unit))
+                self.state.append(account.at_home("master weights", masters, bucket.unit))
+                self.state.append(account.at_home("moments", moments, bucket.unit))
         if vectors:
             rooms = [-(-size // ALIGN) * ALIGN for size in vectors]
-            self.state += [account.held("training state", sum(rooms), "disk")]
-            self.state += [account.held("buffers of the disk", 2 * THREADS * (min(PIECE, max(rooms, default=0)) + ALIGN), account.host)]
-        slots = 0 if account.host_is_device else slots_in(steps.home_tiers, mine, steps.rank, self.weight_bytes)
+            self.state.append(account.held("training state", sum(rooms), "disk"))
+            self.state.append(account.held("buffers of the disk", 2 * THREADS * (min(PIECE, max(rooms)) + ALIGN), account.host))
+        slots = 0 if account.host_is_device else slots_in(steps.home_tiers, steps.buckets, steps.rank, account.weight_bytes)
         if slots:
             self.state.append(account.held("pinned slots", (slots + SLOTS) * SLOT_BYTES, "host"))
-        self.here: dict[tuple[str, int], list[Held]] = {}  # parts of units on disk that are in memory too
+        self.in_memory: dict[tuple[str, int], list[Held]] = {}  # parts of units on disk
 
-    def total(self, op: Op) -> None:
-        """Gradient sums of a unit, of all where it is -1."""
-        units = Counter[int]()
-        for unit, elements in self.shards:
-            key = unit, units[unit]
-            units[unit] += 1
-            if key not in self.account.home_sums and op.unit in (-1, unit):
-                self.account.home_sums[key] = self.account.at_home("gradients at home", elements * self.sum_bytes, unit)
+    def total(self, unit: int) -> None:
+        """Make the gradient sums of a unit, of all where it is -1, where there are none."""
+        numbers = Counter[int]()
+        for number, elements in self.shards:
+            key = number, numbers[number]
+            numbers[number] += 1
+            if key not in self.account.home_sums and unit in (-1, number):
+                sums = self.account.at_home("gradients at home", elements * self.account.sum_bytes, number)
+                self.account.home_sums[key] = sums
 
-    def update(self, op: Op) -> None:
-        """Of all, or of a unit: its moments are unpacked, and its gradient sums are done with."""
-        if op.unit < 0:
+    def update(self, unit: int) -> None:
+        """Update all, or a unit: its moments are unpacked, and its gradient sums are done with."""
+        if unit < 0:
             if not self.steps.by_unit:
                 self.account.home_sums.clear()
             return
         if self.steps.packed != "float32":
-            trained, _ = self._of(op.unit)
-            self.wide = [self.account.at_home("unpacked moments", self.moments * trained, op.unit)]
-            self._inside(op.unit, self.at_once[op.unit] * (self.sum_bytes + 1))
-        if op.unit not in self.steps.on_disk:
-            for key in [key for key in self.account.home_sums if key[0] == op.unit]:
-                del self.account.home_sums[key]
+            state = self.units[unit]
+            self.unpacked = self.account.at_home("unpacked moments", self.steps.moments * state.trained, unit)
+            self._inside(unit, state.elements_at_once * (self.account.sum_bytes + 1))
+        if unit not in self.steps.on_disk:
+            self._forget_sums(unit)
 
-    def pack(self, op: Op) -> None:
-        packing = self.scales[op.unit] + self.at_once[op.unit] * (self.sum_bytes + 1)
-        if op.unit in self.cut:
-            size, ranks = 4 * self.moments * self.cut[op.unit].count, len(self.cut[op.unit].ranks)
+    def _forget_sums(self, unit: int) -> None:
+        for key in [key for key in self.account.home_sums if key[0] == unit]:
+            del self.account.home_sums[key]
+
+    def pack(self, unit: int, world: object) -> None:
+        state = self.units[unit]
+        packing = state.scales + state.elements_at_once * (self.account.sum_bytes + 1)
+        if unit in self.cut:
+            size, ranks = 4 * self.steps.moments * self.cut[unit].count, len(self.cut[unit].ranks)
             self.account.send("scales", self.account.all_reduced(size, ranks))
-            packing = max(packing, self.scales[op.unit] + size * (2 + ranks))
-        self._inside(op.unit, packing)
-        self.wide = []
+            packing = max(packing, state.scales + size * (2 + ranks))
+        self._inside(unit, packing)
+        self.unpacked = None
 
     def _inside(self, unit: int, size: int) -> None:
         self.account.book.inside(size, self.account.memory_of_home(unit))
 
-    def read(self, op: Op) -> None:
-        trained, frozen = self._of(op.unit)
-        if op.part == "sums":
-            self.account.moved["home in"] += trained
-            self.total(op)
+    def read(self, unit: int, part: str) -> None:
+        state, key = self.units[unit], (part, unit)
+        if part == "sums":
+            self.account.moved["home in"] += state.trained
+            self.total(unit)
             return
-        packed = self._packed(op.unit)
-        sizes = {"master": [trained, frozen], "state": [trained, packed], "record": [trained, trained + packed]}[op.part]
-        other = {"master": "state", "state": "master"}.get(op.part, "")
-        self.here[op.part, op.unit] = found = self.here.get((other, op.unit), [])[:1]  # masters that are in memory are not read
-        for size in sizes[len(found) :]:
+        sizes = {
+            "master": [state.trained, state.frozen],
+            "state": [state.trained, state.packed],
+            "record": [state.trained, state.trained + state.packed],
+        }[part]
+        other = {"master": "state", "state": "master"}.get(part, "")
+        self.in_memory[key] = parts = self.in_memory.get((other, unit), [])[:1]  # masters that are in memory are not read
+        for size in sizes[len(parts) :]:
             self.account.moved["home in"] += size
-            found.append(self.account.at_home(f"{op.part} from disk", size, op.unit))
+            parts.append(self.account.at_home(f"{part} from disk", size, unit))
 
-    def evict(self, op: Op) -> None:
-        del self.here[op.part, op.unit]
+    def ready(self, unit: int, part: str) -> None:
+        """What is read has its memory already."""
 
-    def write(self, op: Op) -> None:
-        trained, _ = self._of(op.unit)
-        self.account.moved["home out"] += trained + (0 if op.part == "sums" else self._packed(op.unit))
-        if op.part == "record":
-            del self.here[op.part, op.unit][0]  # the gradient sums
+    def evict(self, unit: int, part: str) -> None:
+        del self.in_memory[part, unit]
 
-    def written(self, op: Op) -> None:
-        if op.part != "sums":
-            del self.here[op.part, op.unit]
-            return
-        for key in [key for key in self.account.home_sums if key[0] == op.unit]:
-            del self.account.home_sums[key]
+    def write(self, unit: int, part: str) -> None:
+        state = self.units[unit]
+        self.account.moved["home out"] += state.trained + (0 if part == "sums" else state.packed)
+        if part == "record":
+            del self.in_memory[part, unit][0]  # the gradient sums
 
-    def _packed(self, unit: int) -> int:
-        """Bytes of a unit's moments between updates."""
-        return sum(size for (at, _), size in zip(self.shards, self.packed) if at == unit)
-
-    def _of(self, unit: int) -> tuple[int, int]:
-        """Bytes of one vector of a unit's weights that are trained, and of those that are not."""
-        trained = self.sum_bytes * sum(elements for at, elements in self.shards if at == unit)
-        return trained, self.weight_bytes * sum(elements for at, elements in self.frozen if at == unit)
+    def written(self, unit: int, part: str) -> None:
+        if part == "sums":
+            self._forget_sums(unit)
+        else:
+            del self.in_memory[part, unit]

@@ -1,23 +1,25 @@
 """The ledger: a program played on bytes. Which tensors are alive when, where they lie, and how much that is at the most.
 
-The ledger keeps what the player keeps (`step.player`, `step.runner`, `state.copies`), under names instead of with numbers, and lets it go
-when the player does. What operations need inside themselves is in their profiles (`weigh.turn_profile`). Bytes of tensors: an
-allocator's rounding and holes, and the process itself, come on top.
+The ledger has the table and the runners of the player (`step.operation_player`, `step.runner`, `step.chunked`), and keeps what they do, as
+bytes with names. What operations need inside themselves is in their profiles (`weigh.turn_profile`). Bytes of tensors: an allocator's
+rounding and holes, and the process itself, come on top.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+from longshift.dist.collectives import Pending
 from longshift.layout.layout import Layout
 from longshift.program.operations import Op
 from longshift.program.step import Steps
 from longshift.program.turns import Visit
+from longshift.step.operation_player import OperationPlayer
 from longshift.switch.itinerary import Cut
-from longshift.switch.plan import Plan
-from longshift.weigh.book import Account, Held, Peak
-from longshift.weigh.held_copies import Exchanged, HeldCopies, exchanged
+from longshift.weigh.book import Account, Peak
+from longshift.weigh.held_copies import HeldCopies, HeldTransfer
 from longshift.weigh.held_home import HeldHome
-from longshift.weigh.held_packs import HeldChunked, HeldPacks, HeldWhole
+from longshift.weigh.held_packs import HeldChunked, HeldRunner, HeldWhole
 from longshift.weigh.recorder import Transport
 
 
@@ -36,7 +38,7 @@ class Weighed:
         return self.peaks["device"].total
 
 
-class Ledger:
+class Ledger(OperationPlayer):
     """Plays programs of one rank on bytes. The arguments are those of `Account`. Mutable."""
 
     def __init__(
@@ -49,64 +51,21 @@ class Ledger:
         float8: bool = False,
         inside: bool = True,
     ):
-        self.steps, home = steps, steps.itinerary.home
-        how = transport, same_format, host_is_device, ahead, steps.home_tiers
-        self.account = Account(steps.rank, home, *steps.bytes, *how, wire=steps.wire, float8=float8, inside=inside)
+        super().__init__()
+        self.steps = steps
+        self.account = Account(steps, transport, same_format, host_is_device, ahead, float8, inside)
         self.book = self.account.book
-        self.home = HeldHome(self.account, steps)
-        self.copies: dict[Cut, HeldCopies] = {}
-        self.runners: dict[Layout, HeldPacks] = {}
+        self.home = HeldHome(self.account)
+        self.copies_of: dict[Cut, HeldCopies] = {}
+        self.runners: dict[Layout, HeldRunner] = {}
         for layout, view in steps.views.items():
-            if view.cut not in self.copies:
-                self.copies[view.cut] = HeldCopies(self.account, view)
-            self.runners[layout] = (HeldChunked if layout.chunk else HeldWhole)(self.account, view, self.copies[view.cut])
+            if view.cut not in self.copies_of:
+                self.copies_of[view.cut] = HeldCopies(self.account, view)
+            self.runners[layout] = (HeldChunked if layout.chunk else HeldWhole)(self.account, view, self.copies_of[view.cut])
         self.left: tuple[int, ...] = ()  # units whose updates the step before has left
         self.played = 0  # steps
         self.visits: Sequence[Visit] = ()
-        self.at: list[tuple[HeldPacks, HeldCopies]] = []  # what a visit runs and has copies in
-        self.packs: Sequence[Sequence[Sequence[int]]] = ()
-        self.table: dict[str, Callable[[Op], object]] = {
-            "enter": lambda op: None,
-            "leave": lambda op: None,
-            "load": lambda op: self._runner(op).load(op.micro, self.packs[op.visit][op.micro]),
-            "unload": lambda op: self._runner(op).unload(op.micro),
-            "gather": lambda op: self._copies(op).gather(op.unit),
-            "await gather": lambda op: self._copies(op).gathered(op.unit),
-            "release": lambda op: self._copies(op).release(op.unit),
-            "receive": lambda op: self._runner(op).receive(op),
-            "await receive": lambda op: self._runner(op).received(op),
-            "send": lambda op: self._runner(op).send(op),
-            "await send": lambda op: self._runner(op).sending.pop(op.number),
-            "compute": lambda op: self._runner(op).compute(op),
-            "arrive": lambda op: self._runner(op).arrive(op),
-            "depart": lambda op: self._runner(op).depart(op),
-            "put": lambda op: self._runner(op).put(op),
-            "fetch": lambda op: self._runner(op).fetch(op),
-            "await fetch": lambda op: self._runner(op).await_fetch(op),
-            "drop": lambda op: self._runner(op).drop(op),
-            "accumulate": lambda op: self._copies(op).accumulate(op.unit, self._runner(op).grads.pop(op.unit, [])),
-            "reduce": lambda op: self._copies(op).reduce(op.unit),
-            "await reduce": lambda op: self._copies(op).reduced(op.unit),
-            "open": lambda op: self._copies(op).open(op.unit),
-            "exchange": self._exchange,
-            "await exchange": self._await_exchange,
-            "close": lambda op: self._copies(op).close(op.unit),
-            "arrived": lambda op: None,
-            "total": self.home.total,
-            "forget": lambda op: self._copies(op).forget(),
-            "norm": lambda op: self.account.send("everyone", self._of_norm()),
-            "update": self.home.update,
-            "pack": self.home.pack,
-            "read": self.home.read,
-            "await read": lambda op: None,
-            "evict": self.home.evict,
-            "write": self.home.write,
-            "await write": self.home.written,
-        }
-        self._fused: dict[tuple[int, str], Held] = {}
-        self._passing: dict[tuple[int, str, int], Held] = {}
-        self._moved: dict[int, Exchanged] = {}
-        self._switches: dict[tuple[int, str], tuple[Exchanged, int]] = {}
+        self.at: list[tuple[HeldRunner, HeldCopies]] = []  # what a visit runs and has copies in
 
     def play(
         self,
@@ -124,9 +83,9 @@ class Ledger:
         these are known."""
         steps = steps or (3 if self.steps.early else 2)
         self.book.told, inside = self._told, self.account.inside
-        self.visits, self.packs = visits, packs
-        self._switches.clear()
-        self.at = [(self.runners[visit.layout], self.copies[self.steps.views[visit.layout].cut]) for visit in visits]
+        self.visits = visits
+        self.packs = {(visit, micro): pack for visit, some in enumerate(packs) for micro, pack in enumerate(some)}
+        self.at = [(self.runners[visit.layout], self.copies_of[self.steps.views[visit.layout].cut]) for visit in visits]
         for step in range(steps):
             left, early = last if last and step == steps - 1 else (self.left, self.played > 0)
             opening = self.played == 0 and step < steps - 1
@@ -151,46 +110,44 @@ class Ledger:
         whole = len(self.visits) == 1 or op.kind in ("norm", "update", "pack") or op.part == "record"
         return str(op) if whole else f"{op} under {self.visits[op.visit].layout}"
 
-    def _runner(self, op: Op) -> HeldPacks:
+    def _runner_of(self, op: Op) -> HeldRunner:
         return self.at[op.visit][0]
 
     def _copies(self, op: Op) -> HeldCopies:
         return self.at[op.visit][1]
 
-    def _of_norm(self) -> int:
-        """Bytes that go out for the sum of two float64 over all ranks."""
-        return self.account.all_reduced(16, self.steps.world)
+    def _group(self, op: Op) -> "_Stages":
+        return _Stages(self.account, op.way)
 
-    def _exchange(self, op: Op) -> None:
-        """The fused buffer of a switch has the size of the largest exchange; what passes through stays for all rounds of its bucket."""
-        moved, rounds = self._switch(op)
-        self.account.send(op.way, moved.sent[op.number])
-        if op.number == 0:
-            self._fused[op.visit, op.way] = self.account.held("exchanges of a switch", moved.most)
-        if moved.passing[op.number]:
-            self._passing[op.visit, op.way, op.number] = self.account.held("passing through", moved.passing[op.number])
-        self._passing.pop((op.visit, op.way, op.number - rounds + 1), None)
-
-    def _await_exchange(self, op: Op) -> None:
-        if op.number == len(self._switch(op)[0].sent) - 1:
-            del self._fused[op.visit, op.way]
-
-    def _switch(self, op: Op) -> tuple[Exchanged, int]:
-        """What the switch of an exchange moves on the rank, and its rounds."""
-        key = op.visit, op.way
-        if key not in self._switches:
-            plan = self._plan(op)
-            if id(plan) not in self._moved:
-                self._moved[id(plan)] = exchanged(plan, self.steps.rank)
-            self._switches[key] = self._moved[id(plan)], plan.rounds
-        return self._switches[key]
-
-    def _plan(self, op: Op) -> Plan:
+    def _transfer(self, op: Op) -> HeldTransfer:
         cut = self.steps.views[self.visits[op.visit].layout].cut
         if op.way == "sums":
-            return self.steps.itinerary.sums(cut)
+            return HeldTransfer(self.account, self.steps.itinerary.sums(cut), op.way)
         before = self.visits[op.visit - 1].layout if op.visit else None
-        return self.steps.itinerary.weights(self.steps.source(before), cut)
+        return HeldTransfer(self.account, self.steps.itinerary.weights(self.steps.source(before), cut), op.way)
+
+    def _total(self, op: Op) -> None:
+        self.home.total(op.unit)
+
+    def _norm(self, op: Op) -> None:
+        self.account.send("everyone", self.account.all_reduced(16, self.steps.world))  # two float64
+
+    def _update(self, op: Op) -> None:
+        self.home.update(op.unit)
+
+
+class _Stages(NamedTuple):
+    """The stages that boundary activations go between."""
+
+    account: Account
+    way: str
+
+    def receive(self, out: Any, source: int, tag: int) -> Pending:
+        return Pending()
+
+    def send(self, x: Any, to: int, tag: int) -> Pending:
+        self.account.send(self.way, x.nbytes)
+        return Pending(keep=(x,))
 
 
 def _first_micro(visit: Visit, packs: Sequence[Sequence[int]]) -> Visit:
