@@ -151,7 +151,7 @@ def forecast(case: Case, machine: Cluster) -> dict:
     on_cpu = machine.device.kind == "cpu"
     weighed, time = case.weighed(on_cpu), clocked(case, machine)
     found = {"seconds": time.seconds, "tokens_per_s": case.tokens / time.seconds}
-    found["flops_per_s"] = {name: flops / time.seconds for name, flops in (case.flops | {"computed": sum(weighed.flops.values())}).items()}
+    found["flops_per_s"] = {name: flops / time.seconds for name, flops in (case.flops | {"computed": weighed.flops}).items()}
     found["device_peak_gib"] = weighed.device / GIB
     found |= {f"{way}_gib": size / GIB for way, size in weighed.moved.items()}
     if (host := weighed.peaks.get("host")) is not None:

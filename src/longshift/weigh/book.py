@@ -1,8 +1,9 @@
 """Bytes by name and place, now and at the most."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from longshift.layout.layout import Tier
 from longshift.program.operations import START, Op
@@ -40,16 +41,17 @@ class Held:
 
 
 Moment = tuple[int, tuple]  # an operation of the step by number, and where in it
+ALL: Moment = -1, ()  # all that is played, where no moments are told apart
 
 
-class Mark:
+class Mark(NamedTuple):
     """The most bytes in a place at one moment: during which operation, and what was there by name; `inside`: what the operation needed
     beyond that."""
 
-    __slots__ = ("by_name", "inside", "op", "total")
-
-    def __init__(self, total: int, op: Op, by_name: dict[str, int], inside: int):
-        self.total, self.op, self.by_name, self.inside = total, op, by_name, inside
+    total: int
+    op: Op
+    by_name: Mapping[str, int]
+    inside: int
 
     @property
     def alive(self) -> dict[str, int]:
@@ -57,27 +59,34 @@ class Mark:
         found = {name: size for name, size in self.by_name.items() if size}
         return found | {"gone when it ends": self.inside} if self.inside > 0 else found
 
+    def peak(self, name: Callable[[Op], str]) -> Peak:
+        """`name`: of an operation."""
+        return peak_of(self.total, name(self.op), self.alive)
+
+
+def peak_of(total: int, op: str, alive: Mapping[str, int]) -> Peak:
+    return Peak(total, op, tuple(sorted(alive.items(), key=lambda row: -row[1])))
+
 
 class Book:
     """Bytes by name, now and at the most of each place. Mutable.
 
-    `moments`: the mark of each place at every moment of the step, where wanted; `most`: of each place, ever, or since the last settling
-    where moments are wanted; `grew`: whether one of `most` did since the last settling; `told`: names operations."""
+    `most`: of each place, ever, or since the last settling where moments are told apart; `grew`: whether one of `most` did since the last
+    settling; `marks`: of each place, by moment."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
         self.most: dict[str, int] = {}
         self.grew = False
         self.by_name: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self.peaks: dict[str, Peak] = {}
-        self.moments: dict[Moment, dict[str, Mark]] | None = None
-        self.told: Callable[[Op], str] = str
+        self.has_moments = False
+        self.marks: dict[Moment, dict[str, Mark]] = {}
         self.number, self.op = 0, START
 
     def watch(self) -> dict[Moment, dict[str, Mark]]:
-        """Moments, which are written down from now on."""
-        self.most, self.moments = {}, {}
-        return self.moments
+        """Tell moments apart. Their marks are written down from now on."""
+        self.most, self.marks, self.has_moments = {}, {}, True
+        return self.marks
 
     def change(self, name: str, size: int, place: str) -> None:
         self.by_name[place][name] += size
@@ -98,21 +107,13 @@ class Book:
         """Write down the peaks that the operation, or this moment of it, has raised."""
         if not self.grew:
             return
+        marks = self.marks.setdefault((self.number, moment) if self.has_moments else ALL, {})
         for place, most in self.most.items():
-            known = self.peaks.get(place)
-            if known is None or most > known.total:
-                rows = self._mark(place, most).alive.items()
-                self.peaks[place] = Peak(most, self.told(self.op), tuple(sorted(rows, key=lambda row: -row[1])))
-        if self.moments is not None:
-            marks = self.moments.setdefault((self.number, moment), {})
-            for place, most in self.most.items():
-                if place not in marks or most > marks[place].total:
-                    marks[place] = self._mark(place, most)
+            if place not in marks or most > marks[place].total:
+                marks[place] = Mark(most, self.op, dict(self.by_name[place]), most - self.now[place])
+        if self.has_moments:
             self.most = {}
         self.grew = False
-
-    def _mark(self, place: str, most: int) -> Mark:
-        return Mark(most, self.op, dict(self.by_name[place]), most - self.now[place])
 
 
 class Account:
@@ -122,7 +123,7 @@ class Account:
     home's format; `host_is_device`: a CPU, whose host tier moves nothing; `ahead`: of streams; `float8`: whether matmuls of blocks take
     factors of eight bits; `inside`: whether peaks are wanted, and so what operations need inside themselves: what is sent between them,
     moved and added is known without. `added`: bytes of gradients that were added to their sums in a pass of its own; `coded`: bytes read
-    and written to send in the formats of `wire`; `home_sums`: gradient sums at home, by unit and bucket."""
+    and written to send in the formats of `wire`."""
 
     def __init__(self, steps: Steps, transport: Transport, same_format: bool, host_is_device: bool, ahead: int, float8: bool, inside: bool):
         self.steps, self.same_format, self.host_is_device = steps, same_format, host_is_device
@@ -132,9 +133,8 @@ class Account:
         self.adds_inside = adds_inside(self.weight_bytes, self.sum_bytes, transport == "nccl")
         self.host: Place = "device" if host_is_device else "host"
         self.book = Book()
-        self.sent, self.moved, self.flops = Counter[str](), Counter[str](), Counter[str]()
-        self.added = self.coded = 0
-        self.home_sums: dict[tuple[int, int], Held] = {}
+        self.sent, self.moved = Counter[str](), Counter[str]()
+        self.flops = self.added = self.coded = 0
 
     def held(self, name: str, size: int, place: Place = "device", shape: Hashable = ()) -> Held:
         return Held(self.book, name, size, place, shape)
@@ -151,11 +151,6 @@ class Account:
     def at_home(self, name: str, size: int, unit: int) -> Held:
         """Memory of the training state of a unit, as far as it is in memory."""
         return self.held(name, size, self.memory_of_home(unit))
-
-    def receive(self, unit: int, number: int, total: Held, size: int) -> None:
-        """Add a reduced gradient to the sum of a bucket at home, of `size` bytes; the first is the sum where it can be."""
-        if (unit, number) not in self.home_sums:
-            self.home_sums[unit, number] = total if self.borrowed(unit) else self.at_home("gradients at home", size, unit)
 
     def all_reduced(self, size: int, ranks: int) -> int:
         """Bytes out of a rank for a small all-reduce of `size` bytes: to each other rank on gloo, by a ring on NCCL."""

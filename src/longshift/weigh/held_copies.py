@@ -12,6 +12,7 @@ from longshift.program.turns import RankLayout
 from longshift.switch.plan import Plan
 from longshift.weigh.book import Account, Held
 from longshift.weigh.coding import Coding, gradients_of, weights_of
+from longshift.weigh.held_home import HeldHome
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def unit_sizes(account: Account, view: RankLayout, guest: bool) -> dict[int, Uni
 class HeldCopies:
     """`state.copies.Copies` on bytes, and `state.visit.RowCopies` of a guest, a cut that fused collectives bring here. Mutable."""
 
-    def __init__(self, account: Account, view: RankLayout):
-        self.account, self.view, self.is_guest = account, view, view.collective and not view.cut.at_home
+    def __init__(self, account: Account, view: RankLayout, home: HeldHome):
+        self.account, self.view, self.home, self.is_guest = account, view, home, view.collective and not view.cut.at_home
         self.units = unit_sizes(account, view, self.is_guest)
         self.rows: dict[int, Held] = {}  # of a guest, by unit
         self.totals: dict[tuple[int, int], Held] = {}  # sums of a guest, by unit and bucket
@@ -205,7 +206,7 @@ class HeldCopies:
             if self.is_guest:
                 self.totals.setdefault((unit, number), out)
             else:
-                account.receive(unit, number, out, route.own * account.sum_bytes)
+                self.home.receive(unit, number, out, route.own * account.sum_bytes)
             del out
 
 

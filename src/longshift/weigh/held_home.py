@@ -42,6 +42,7 @@ class HeldHome:
         self.shards = [(bucket.unit, bucket.kept(steps.rank)) for bucket in steps.buckets if not bucket.frozen]
         self.units = {bucket.unit: UnitState() for bucket in steps.buckets}
         self.cut = cut_blocks(steps.itinerary.spec, steps.itinerary.home) if steps.packed == "float8" else {}
+        self.sums: dict[tuple[int, int], Held] = {}  # of gradients, by unit and bucket
         self.unpacked: Held | None = None  # moments of the unit that is updated
         self.state = [account.held("scalars", SMALL)]
         vectors = list[int]()  # on disk
@@ -79,21 +80,28 @@ class HeldHome:
             self.state.append(account.held("pinned slots", (slots + SLOTS) * SLOT_BYTES, "host"))
         self.in_memory: dict[tuple[str, int], list[Held]] = {}  # parts of units on disk
 
+    def receive(self, unit: int, number: int, total: Held, size: int) -> None:
+        """Add a reduced gradient to the sum of a bucket, of `size` bytes; the first is the sum where it can be."""
+        if (unit, number) not in self.sums:
+            self.sums[unit, number] = total if self.account.borrowed(unit) else self._sums_of(unit, size)
+
+    def _sums_of(self, unit: int, size: int) -> Held:
+        return self.account.at_home("gradients at home", size, unit)
+
     def total(self, unit: int) -> None:
         """Make the gradient sums of a unit, of all where it is -1, where there are none."""
         numbers = Counter[int]()
         for number, elements in self.shards:
             key = number, numbers[number]
             numbers[number] += 1
-            if key not in self.account.home_sums and unit in (-1, number):
-                sums = self.account.at_home("gradients at home", elements * self.account.sum_bytes, number)
-                self.account.home_sums[key] = sums
+            if key not in self.sums and unit in (-1, number):
+                self.sums[key] = self._sums_of(number, elements * self.account.sum_bytes)
 
     def update(self, unit: int) -> None:
         """Update all, or a unit: its moments are unpacked, and its gradient sums are done with."""
         if unit < 0:
             if not self.steps.by_unit:
-                self.account.home_sums.clear()
+                self.sums.clear()
             return
         if self.steps.packed != "float32":
             state = self.units[unit]
@@ -103,8 +111,8 @@ class HeldHome:
             self._forget_sums(unit)
 
     def _forget_sums(self, unit: int) -> None:
-        for key in [key for key in self.account.home_sums if key[0] == unit]:
-            del self.account.home_sums[key]
+        for key in [key for key in self.sums if key[0] == unit]:
+            del self.sums[key]
 
     def pack(self, unit: int, world: object) -> None:
         state = self.units[unit]

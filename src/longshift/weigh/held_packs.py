@@ -148,8 +148,7 @@ class HeldRunner(Runner):
     def happen(self, turn: TurnProfile) -> None:
         """Write down what an operation needs inside, what it computes, and what it sends."""
         self.account.book.inside(turn.peak)
-        self.account.flops["matmul"] += turn.matmul_flops
-        self.account.flops["attention"] += turn.attention_flops
+        self.account.flops += turn.flops
         for axis, size in turn.sent.items():
             self.account.send(axis, size)
 
@@ -260,7 +259,7 @@ class EventWeigher(ChunkPlayer):
         self.made = runner.lists(runner.loaded[micro], unit)  # pyright: ignore[reportArgumentType]
         self.cut: tuple = runner.loaded[micro].chunks
         self.turns = runner.turns.setdefault((self.cut, self.block), {})
-        self.stands = standings(chunks.reach(self.cut)) if self.account.book.moments is not None else []
+        self.stands = standings(chunks.reach(self.cut)) if self.account.book.has_moments else []
 
     def _play(self, event: Event) -> None:
         super()._play(event)

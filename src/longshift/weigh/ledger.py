@@ -16,7 +16,7 @@ from longshift.program.step import Steps
 from longshift.program.turns import Visit
 from longshift.step.operation_player import OperationPlayer
 from longshift.switch.itinerary import Cut
-from longshift.weigh.book import Account, Peak
+from longshift.weigh.book import ALL, Account, Peak
 from longshift.weigh.held_copies import HeldCopies, HeldTransfer
 from longshift.weigh.held_home import HeldHome
 from longshift.weigh.held_packs import HeldChunked, HeldRunner, HeldWhole
@@ -31,7 +31,7 @@ class Weighed:
     peaks: dict[str, Peak]
     sent: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)
-    flops: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
 
     @property
     def device(self) -> int:
@@ -60,7 +60,7 @@ class Ledger(OperationPlayer):
         self.runners: dict[Layout, HeldRunner] = {}
         for layout, view in steps.views.items():
             if view.cut not in self.copies_of:
-                self.copies_of[view.cut] = HeldCopies(self.account, view)
+                self.copies_of[view.cut] = HeldCopies(self.account, view, self.home)
             self.runners[layout] = (HeldChunked if layout.chunk else HeldWhole)(self.account, view, self.copies_of[view.cut])
         self.left: tuple[int, ...] = ()  # units whose updates the step before has left
         self.played = 0  # steps
@@ -82,7 +82,7 @@ class Ledger(OperationPlayer):
         the last step's operations when they are done. `last`: which updates were left to it, and whether it makes its own early, where
         these are known."""
         steps = steps or (3 if self.steps.early else 2)
-        self.book.told, inside = self._told, self.account.inside
+        inside = self.account.inside
         self.visits = visits
         self.packs = {(visit, micro): pack for visit, some in enumerate(packs) for micro, pack in enumerate(some)}
         self.at = [(self.runners[visit.layout], self.copies_of[self.steps.views[visit.layout].cut]) for visit in visits]
@@ -93,8 +93,9 @@ class Ledger(OperationPlayer):
             program = self.steps.program(these, left=left, early=early)
             self.left = self.steps.left({op.unit for op in program if op.part == "early"})
             self.played += 1
-            for counted in (self.account.sent, self.account.moved, self.account.flops):
-                counted.clear()
+            self.account.sent.clear()
+            self.account.moved.clear()
+            self.account.flops = 0
             for number, op in enumerate(program):
                 if inside:
                     self.book.begin(number, op)
@@ -103,9 +104,10 @@ class Ledger(OperationPlayer):
                     self.book.settle()
                 if after and step == steps - 1:
                     after(op)
-        return Weighed(self.book.peaks, *map(dict, (self.account.sent, self.account.moved, self.account.flops)))
+        peaks = {place: mark.peak(self.name) for place, mark in self.book.marks.get(ALL, {}).items()}
+        return Weighed(peaks, dict(self.account.sent), dict(self.account.moved), self.account.flops)
 
-    def _told(self, op: Op) -> str:
+    def name(self, op: Op) -> str:
         """An operation, and under which layout, where there are several."""
         whole = len(self.visits) == 1 or op.kind in ("norm", "update", "pack") or op.part == "record"
         return str(op) if whole else f"{op} under {self.visits[op.visit].layout}"

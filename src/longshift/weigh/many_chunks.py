@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from longshift.program.operations import Op
 from longshift.program.turns import Visit
 from longshift.schedule import chunks
 from longshift.spec.model import ModelSpec
-from longshift.weigh.book import Mark, Moment, Peak
+from longshift.weigh.book import Mark, Moment, Peak, peak_of
 from longshift.weigh.ledger import Ledger, Weighed
 
 DOCUMENTS, CHUNKS, REST = (3, 4), (9, 12, 15), (5, 8)  # of small packs
@@ -35,47 +36,54 @@ Windows = Mapping[int | None, float]
 def full_pack(capacity: int, longest: int) -> Pack:
     """Lengths of the documents of a full pack, each as long as can be."""
     longest = max(1, min(capacity, longest))
-    whole, rest = divmod(capacity, longest)
-    return _pack(whole, longest, rest)
+    documents, rest = divmod(capacity, longest)
+    return PackShape(documents, longest, rest).lengths
+
+
+class PackShape(NamedTuple):
+    """So many documents of `longest` tokens, and a shorter one of `rest`, if any."""
+
+    documents: int
+    longest: int
+    rest: int
+
+    @property
+    def lengths(self) -> Pack:
+        return (self.longest,) * self.documents + ((self.rest,) if self.rest else ())
+
+    @classmethod
+    def of(cls, pack: Pack) -> "PackShape":
+        documents = pack.count(pack[0])
+        return cls(documents, pack[0], sum(pack) - documents * pack[0])
 
 
 def small_packs(layout: Layout, pack: Pack) -> tuple[Pack, list[Pack]]:
     """A full pack, and small packs that tell what it needs; itself where it is small. Of many documents that do not end with a chunk, each
     is taken to fill all the chunks that it may touch: an upper bound."""
-    longest, documents, rest = _shape(pack)
+    documents, longest, rest = PackShape.of(pack)
     if not layout.chunk:
         return pack, [pack]
 
     def few(tokens: int, sizes: Sequence[int]) -> list[int]:
         return [tokens] if tokens <= sizes[-1] * layout.chunk else [size * layout.chunk + tokens % layout.chunk for size in sizes]
 
-    numbers = {documents}
+    numbers: Sequence[int] = [documents]
     if documents * longest > CHUNKS[-1] * layout.chunk and documents > DOCUMENTS[-1]:
-        numbers, part = set(DOCUMENTS), longest % layout.chunk
+        numbers, part = DOCUMENTS, longest % layout.chunk
         longest += 2 * layout.chunk - part if part else 0
-    made = product(sorted(numbers), few(longest, CHUNKS), few(rest, REST))
-    return _pack(documents, longest, rest), [_pack(*one) for one in made]
-
-
-def _pack(documents: int, longest: int, rest: int) -> Pack:
-    return (longest,) * documents + ((rest,) if rest else ())
-
-
-def _shape(pack: Pack) -> tuple[int, int, int]:
-    """Tokens of each document, how many there are, and tokens of the shorter one at the end."""
-    whole = [length for length in pack if length == pack[0]]
-    return pack[0], len(whole), sum(pack) - sum(whole)
+    shapes = product(numbers, few(longest, CHUNKS), few(rest, REST))
+    return PackShape(documents, longest, rest).lengths, [PackShape(*shape).lengths for shape in shapes]
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What a step needs at each of its moments. `visits`: of each operation, by number; `traffic`: bytes by visit, kind and name; `told`:
-    names operations."""
+    """What a step needs at each of its moments. `visits`: of each operation, by number; `traffic`: bytes by visit, kind and name; `name`:
+    of an operation."""
 
     visits: tuple[int, ...]
     marks: Mapping[Moment, Mapping[str, Mark]]
     traffic: Mapping[tuple[int, str, str], int]
-    told: Callable[[Op], str]
+    name: Callable[[Op], str]
 
 
 def moments_of(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[Pack]]) -> Moments:
@@ -87,15 +95,13 @@ def moments_of(ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence
     def after(op: Op) -> None:
         nonlocal before
         order.append(op.visit)
-        now = Counter({("sent", name): size for name, size in ledger.account.sent.items()})
-        now |= Counter({("moved", name): size for name, size in ledger.account.moved.items()})
-        if now != before:
-            traffic.update({(op.visit, *key): size for key, size in (now - before).items()})
-            before = now
+        ways = ("sent", ledger.account.sent), ("moved", ledger.account.moved)
+        now = Counter({(way, name): size for way, sizes in ways for name, size in sizes.items()})
+        traffic.update({(op.visit, *key): size for key, size in (now - before).items()})
+        before = now
 
     ledger.play(visits, packs, after, steps=1)
-    ledger.book.moments = None
-    return Moments(tuple(order), moments, traffic, ledger.book.told)
+    return Moments(tuple(order), moments, traffic, ledger.name)
 
 
 def extended(
@@ -115,8 +121,8 @@ def extended(
             total = _sum(weights, [side.total for side in sides])
             if place not in peaks or total > peaks[place].total:
                 alive = [side.alive for side in sides]
-                rows = [(name, _sum(weights, [side.get(name, size) for side in alive])) for name, size in mark.alive.items()]
-                peaks[place] = Peak(total, last.told(mark.op), tuple(sorted(rows, key=lambda row: -row[1])))
+                sizes = {name: _sum(weights, [side.get(name, size) for side in alive]) for name, size in mark.alive.items()}
+                peaks[place] = peak_of(total, last.name(mark.op), sizes)
     traffic = {"sent": Counter[str](), "moved": Counter[str]()}
     for visit, what, name in last.traffic:
         traffic[what][name] += _sum(pairs[visit], [one.traffic[visit, what, name] for one in known])
@@ -135,7 +141,7 @@ def _weights(few: Sequence[Pack], pack: Pack, chunk: int, windows: Windows) -> l
 
 def _measures(pack: Pack, chunk: int, windows: Windows) -> list[float]:
     """`windows`: those of the model's blocks with their shares, where pairs of chunks count."""
-    longest, documents, rest = _shape(pack)
+    documents, longest, rest = PackShape.of(pack)
     found = [documents, longest / chunk, rest / chunk, documents * longest / chunk]
     if windows:
         cut = chunks.cut(pack, chunk)

@@ -42,8 +42,17 @@ class StepShape:
 
     def steps(self, rank: int) -> Steps:
         formats = self.formats
-        how = formats.compute_bytes, formats.home_bytes, self.home_in, formats.moments, formats.packed, formats.wire
-        return Steps(self.itinerary, rank, *how, doubled=self.early and not formats.scaled)
+        return Steps(
+            self.itinerary,
+            rank,
+            formats.compute_bytes,
+            formats.home_bytes,
+            self.home_in,
+            moments=formats.moments,
+            packed=formats.packed,
+            wire=formats.wire,
+            doubled=self.early and not formats.scaled,
+        )
 
     def ledger(self, rank: int, transport: Transport, host_is_device: bool, inside: bool = True) -> Ledger:
         same = self.formats.compute == self.formats.home

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -56,6 +56,10 @@ class Matmul(NamedTuple):
     columns: int
     sums_tokens: bool
 
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.rows * self.inner * self.columns
+
 
 class MemoryPass(NamedTuple):
     """A kernel that reads and writes memory: elementwise operations, sums, copies. `sizes`: bytes of each tensor that it touches."""
@@ -71,6 +75,11 @@ class AttentionCall(NamedTuple):
     keys: int
     pairs: float
     heads: Heads
+
+    @property
+    def flops(self) -> int:
+        """Causal scores are counted once."""
+        return int((BACKWARD if self.backward else FORWARD) * self.pairs * self.heads.query * self.heads.width)
 
 
 class Collective(NamedTuple):
@@ -100,10 +109,13 @@ class TurnProfile:
     graph: int = 0
     grads: int = 0
     sent: dict[str, int] = field(default_factory=dict)
-    matmul_flops: int = 0
-    attention_flops: int = 0
     buffers: dict[str, int] = field(default_factory=dict)
     calls: tuple[DeviceCall, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def flops(self) -> int:
+        """Of matmuls and of attention."""
+        return sum(call.flops for call in self.calls if isinstance(call, Matmul | AttentionCall))
 
 
 class TurnRecorder(TorchDispatchMode):
@@ -115,10 +127,9 @@ class TurnRecorder(TorchDispatchMode):
         self.now = self.peak = 0
         self.sizes: dict[int, int] = {}  # of storages that are alive, by address
         self.sent: Counter[str] = Counter()
-        self.flops: Counter[str] = Counter()
         self.calls: list[DeviceCall] = []
         self.in_kernel = False  # whether what is played is one kernel on a device, which is counted as a whole
-        self.pieces: dict[tuple, tuple[int, int, list[DeviceCall]]] = {}  # of attention, played before: peak, FLOPs, calls
+        self.pieces: dict[tuple, tuple[int, list[DeviceCall]]] = {}  # of attention, played before: peak, calls
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -129,7 +140,7 @@ class TurnRecorder(TorchDispatchMode):
     def recording(self) -> Iterator["TurnRecording"]:
         """Record one turn: yields what is known when it has ended."""
         turn = TurnRecording(self, self.now)
-        self.peak, self.sent, self.flops, self.calls = self.now, Counter(), Counter(), []
+        self.peak, self.sent, self.calls = self.now, Counter(), []
         with self, torch.enable_grad():
             yield turn
 
@@ -183,7 +194,6 @@ class TurnRecorder(TorchDispatchMode):
         if left is not None:
             rows, inner, columns = *args[left].shape[-2:], out.shape[-1]
             batch = out.numel() // max(1, rows * columns)
-            self.flops["matmul"] += 2 * batch * rows * inner * columns
             self.calls.append(Matmul(batch, rows, inner, columns, args[left].stride(-1) != 1))
             return
         if name in GATHERS:
@@ -196,7 +206,7 @@ class TurnRecorder(TorchDispatchMode):
         if any(sizes):
             self.calls.append(MemoryPass(sizes))
 
-    # Attention: FLOPs are of pairs of tokens, which shapes alone do not tell
+    # Attention: pairs of tokens that see each other, which shapes alone do not tell
 
     def attention(self, of: Attention) -> Attention:
         """The attention, whose calls are counted, and whose equal pieces are played once."""
@@ -205,14 +215,13 @@ class TurnRecorder(TorchDispatchMode):
     def play_piece(self, key: tuple, piece: Callable[[], None]) -> None:
         """Play a piece that leaves nothing behind, or count again what an equal one did."""
         if key not in self.pieces:
-            peak, flops, count, self.peak = self.peak, self.flops["attention"], len(self.calls), self.now
+            peak, count, self.peak = self.peak, len(self.calls), self.now
             piece()
-            self.pieces[key] = self.peak - self.now, self.flops["attention"] - flops, self.calls[count:]
+            self.pieces[key] = self.peak - self.now, self.calls[count:]
             self.peak = max(self.peak, peak)
             return
-        peak, flops, calls = self.pieces[key]
+        peak, calls = self.pieces[key]
         self.peak = max(self.peak, self.now + peak)
-        self.flops["attention"] += flops
         self.calls += calls
 
     def counted(self, kernel: Kernel) -> Kernel:
@@ -240,10 +249,7 @@ class TurnRecorder(TorchDispatchMode):
 
     def _counted(self, function: Callable[..., Any], call: Callable[..., AttentionCall]) -> Callable[..., Any]:
         def play(*args: Any) -> Any:
-            attention = call(*args)
-            times = BACKWARD if attention.backward else FORWARD
-            self.flops["attention"] += int(times * attention.pairs * attention.heads.query * attention.heads.width)
-            self.calls.append(attention)
+            self.calls.append(call(*args))
             with self.one_kernel():
                 return function(*args)
 
@@ -410,14 +416,7 @@ class TurnRecording:
         """What was recorded up to now; `sizes`: fields that only the caller knows."""
         recorder = self.recorder
         sent = {axis: size for axis, size in recorder.sent.items() if size}
-        return TurnProfile(
-            peak=recorder.peak - self.before,
-            sent=sent,
-            matmul_flops=recorder.flops["matmul"],
-            attention_flops=recorder.flops["attention"],
-            calls=tuple(recorder.calls),
-            **sizes,
-        )
+        return TurnProfile(peak=recorder.peak - self.before, sent=sent, calls=tuple(recorder.calls), **sizes)
 
 
 @dataclass(frozen=True)
