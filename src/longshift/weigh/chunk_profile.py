@@ -25,6 +25,9 @@ from longshift.step.chunked import ChunkPlayer, Segment
 from longshift.weigh.recorder import TurnProfile
 from longshift.weigh.turn_profile import RankPlayer, RankSetup, gradient_bytes, loss_turn
 
+# The event that writes a buffer with a graph, and the buffer that it is made from.
+WRITERS = {"o_tokens": ("to_tokens", "o"), "qkv": ("qkv", "x"), "graph": ("qkv", "x"), "exchange": ("to_heads", "qkv")}
+
 
 class EventShape(NamedTuple):
     """What decides what an event does. `order`: of the chunk; `keys_order`: of the chunk whose keys
@@ -114,7 +117,7 @@ class _EventPlayer:
                 self._make(name)
             graph_bytes = self._graph_bytes
             with self.recorder.recording() as turn, torch.no_grad():
-                self._call(shape.name, shape.writes)
+                self._call(shape.name, shape.reads, shape.writes)
         grads = gradient_bytes(self.module)
         buffers = {name: _storage_bytes(live[name, self._number(name)]) for name in shape.writes}
         match shape.name:
@@ -142,56 +145,49 @@ class _EventPlayer:
         of_keys = name in ("kv", "dkv") and self.shape.name in ("attend", "attend_back")
         return self.keys if of_keys else self.chunk
 
-    def _call(self, name: str, writes: Sequence[str], reads: Sequence[str] | None = None) -> None:
-        read, written = (
-            tuple((buffer, self._number(buffer)) for buffer in buffers)
-            for buffers in (self.shape.reads if reads is None else reads, writes)
-        )
+    def _call(self, name: str, reads: Sequence[str], writes: Sequence[str]) -> None:
+        read, written = (tuple((buffer, self._number(buffer)) for buffer in buffers) for buffers in (reads, writes))
         getattr(self.player, name)(Event("compute", name, self.chunk, read, written, self.keys))
 
     def _make(self, name: str) -> None:
         """Put a buffer where the event finds it."""
-        live, key, rank = self.player.live, (name, self._number(name)), self.rank
-        is_sent = self.setup.layout.ulysses > 1
+        order, keys_order = self.shape.order, self.shape.keys_order or self.shape.order
+        if name in WRITERS:
+            self._play_writer(name)
+            return
         match name:
-            case "x" | "y" | "dx" | "dy" | "dr":
-                live[key] = (rank.stream(),)
             case "q" | "do":
-                live[key] = (self._heads(self.shape.order)[0],)
+                tensors = (self._heads(order)[0],)
             case "kv":
-                live[key] = (self._heads(self.shape.keys_order or self.shape.order)[1],)
+                tensors = (self._heads(keys_order)[1],)
             case "dq":
-                live[key] = (self._heads(self.shape.order, wide=True)[0],)
+                tensors = (self._heads(order, wide=True)[0],)
             case "dkv":
-                live[key] = (self._heads(self.shape.keys_order or self.shape.order, wide=True)[1],)
+                tensors = (self._heads(keys_order, wide=True)[1],)
             case "o":
-                q = self._heads(self.shape.order, wide=self.shape.name == "attend")[0]
-                lse = rank.empty(*q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-                live[key] = (q, lse)
+                q = self._heads(order, wide=self.shape.name == "attend")[0]
+                tensors = q, self.rank.empty(*q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
             case "do_tokens":
-                live[key] = (self._tokens_output(),)
-            case "o_tokens":
-                self._make("o")
-                with self.recorder:
-                    self._call("to_tokens", ("o_tokens",))
-                del live["o", self.chunk]
-            case "qkv" | "graph":
-                live["x", self.chunk] = (rank.stream(),)
-                before = self.recorder.now
-                with self.recorder:
-                    self._call("qkv", (name, *(("qkv",) if is_sent and name != "qkv" else ())), reads=())
-                del live["x", self.chunk]
-                if name == "graph":
-                    live.pop(("qkv", self.chunk), None)
-                self._graph_bytes = self.recorder.now - before
-            case "exchange":
-                self._make("qkv")
-                with self.recorder:
-                    self._call("to_heads", ("exchange",), reads=())
-                del live["qkv", self.chunk]
+                tensors = (self._tokens_output(),)
             case "dqkv":
                 with self.recorder:
-                    live[key] = tuple(torch.empty_like(t) for t in live["graph", self.chunk].outputs)
+                    tensors = tuple(torch.empty_like(t) for t in self.player.live["graph", self.chunk].outputs)
+            case _:
+                tensors = (self.rank.stream(),)
+        self.player.live[name, self._number(name)] = tensors
+
+    def _play_writer(self, name: str) -> None:
+        """Make a buffer that has a graph: by the event that writes it, from one that it reads."""
+        event, read = WRITERS[name]
+        self._make(read)
+        before = self.recorder.now
+        writes = (name, "qkv") if name == "graph" and self.setup.layout.ulysses > 1 else (name,)
+        with self.recorder:
+            self._call(event, (), writes)
+        for buffer in (read, *writes[1:]):
+            del self.player.live[buffer, self.chunk]
+        if name == "graph":
+            self._graph_bytes = self.recorder.now - before
 
     def _heads(self, order: TokenOrder, wide: bool = False) -> tuple[Tensor, Tensor]:
         """q [L, N, H] and kv [2, L, K, H] of the heads that this rank attends with."""

@@ -6,7 +6,7 @@ A `Timeline` is entered before the state is built, so that it has seen every ten
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,15 +84,15 @@ class Predicted:
     peak: int
 
 
-def predicted(player: Player, steps: int = 1) -> Predicted:
-    """The ledger's prediction for the step whose program the player made last, after `steps` equal steps."""
+def predicted(player: Player) -> Predicted:
+    """The ledger's prediction for the step whose program the player made last."""
     precision, cpu = player.precision, player.world.device.type == "cpu"
     same = precision.compute == precision.home
     ledger = Ledger(player.steps, "gloo" if cpu else "nccl", same, host_is_device=cpu, ahead=player.stream.ahead, float8=precision.float8)
     visits, packs = player.steps.visits(player.groups_here, player.lengths)
     after: list[tuple[Op, int]] = []
     lengths = [[[player.lengths[d] for d in pack] for pack in some] for some in packs]
-    found = ledger.play(visits, lengths, lambda op: after.append((op, ledger.book.now["device"])), steps, player.how)
+    found = ledger.play(visits, lengths, lambda op: after.append((op, ledger.book.now["device"])), steps=1, last=player.how)
     return Predicted(tuple(after), found.device)
 
 
@@ -134,11 +134,11 @@ def write(path: Path, rank: int, played: Sequence[Played], told: Predicted, reco
     """A trace of both: two processes with the same lanes, and bytes on the device as a counter of each. What is predicted has no times of
     its own: an operation is shown when the one of its place in the program was played. Raises UsageError where the file cannot be
     written."""
-    spans = [*_spans(played, lambda one: {"bytes after": one.held})]
+    spans = list(_spans(played))
     chunks = [Span(_renamed(span.lane), span.name, span.start, span.end, span.facts) for span in recorder.spans] if recorder else []
     beside = [Played(op, one.start, one.end, size) for one, (op, size) in zip(played, told.after)]
     from_s = origin(spans)
-    both = (("recorded", [*spans, *chunks], played), ("predicted", [*_spans(beside, lambda one: {"bytes after": one.held})], beside))
+    both = (("recorded", [*spans, *chunks], played), ("predicted", list(_spans(beside)), beside))
     events: list[dict[str, Any]] = []
     for process, (name, shown, rows) in enumerate(both):
         events += events_of(shown, 2 * rank + process, f"rank {rank}, {name}", SHOWN, from_s)
@@ -146,14 +146,14 @@ def write(path: Path, rank: int, played: Sequence[Played], told: Predicted, reco
     save(path, events)
 
 
-def _spans(played: Iterable[Played], facts: Callable[[Played], dict[str, int]]) -> Iterator[Span]:
+def _spans(played: Iterable[Played]) -> Iterator[Span]:
     """A span for each operation. What is awaited later lasts until then, in its own lane; waiting for it is a slice among what computes."""
     under_way: dict[tuple, deque[Span]] = defaultdict(deque)
     for one in played:
         begun = under_way[one.op] if one.op.kind in AWAITED.values() else None
         if begun:
             begun.popleft().end = one.end
-        span = Span(LANES.get(one.op.kind, "compute"), str(one.op), one.start, one.end, facts(one))
+        span = Span(LANES.get(one.op.kind, "compute"), str(one.op), one.start, one.end, {"bytes after": one.held})
         if one.op.kind in AWAITED:
             under_way[(AWAITED[one.op.kind], *one.op[1:])].append(span)
         yield span
