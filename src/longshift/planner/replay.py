@@ -94,7 +94,7 @@ class Replay:
     def fastest(self, ways: Iterable[tuple[Edge, ...]]) -> list[Way]:
         """Those that fit, fastest first. All are played on the first step, in smaller packs where they do not fit else, and with the next
         lower ZeRO stage; then siblings of the fastest, of the fastest single layout and of the fastest of one cut, until these lead; then
-        the fastest FINALISTS that have a pipeline, with uneven stages. The two fastest of all these, the fastest way of each of the first
+        the fastest FINALISTS that have a pipeline, with uneven stages. The four fastest of all these, the fastest way of each of the first
         FINALISTS sets of meshes, the best single layout and the best of one cut are played on the STEPS after it. The rest are taken to be
         as much slower as on the first."""
         fitted = list(map(self._fitted, ways))
@@ -105,7 +105,7 @@ class Replay:
             first = self._first([*first, *self._possible(sibling for edges in leaders for sibling in siblings(edges))])
         pipelines = [edges for edges in first if any(edge.use.pp > 1 for edge in edges)]
         first = self._first([*first, *map(self.evened, pipelines[:FINALISTS])])
-        finalists = dict.fromkeys([*_leaders(first, 2), *first_of_meshes(first)[:FINALISTS]])
+        finalists = dict.fromkeys([*_leaders(first, 4), *first_of_meshes(first)[:FINALISTS]])
         means = {edges: self.mean_second(edges) for edges in finalists}
         scale = means[first[0]] / self.second(first[0], 0) if first else 1.0
         return _in_order(self.way(edges, means.get(edges, scale * self.second(edges, 0))) for edges in first)
