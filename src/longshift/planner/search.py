@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from longshift.errors import UsageError
 from longshift.planner.remedies import remedies
 from longshift.planner.replay import Replay, Way, one_cut
-from longshift.planner.shortlist import Comparison, Problem, Rival, best_singles, compare, shortlist, too_large
+from longshift.planner.shortlist import CandidateTable, Problem, Rival, best_singles, compare, shortlist, too_large
 from longshift.planner.siblings import first_of_meshes, plainness
 from longshift.planner.streaming import streamed_layouts
 from longshift.planner.task import Task
@@ -120,8 +120,8 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
     tell(f"{problem.known.total:,} layouts of {task.world} ranks compared")
 
     # 1. Ways of whole packs.
-    comparison = compare(problem, task.budget_bytes)
-    ways = _named(comparison, single)
+    table = compare(problem, task.budget_bytes)
+    ways = _named(table, single)
     for share in SHARES:
         ways += _named(compare(problem, share * task.budget_bytes), single)
     for share in SMALL_SHARES:
@@ -131,7 +131,7 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
     # 2. Streamed ones.
     if not any(map(replay.fits, ways)):
         tell("no whole pack fits; trying streamed layouts")
-        ways += _streamed(comparison, single)
+        ways += _streamed(table, single)
 
     # 3. On the ledger and the clock.
     ways = list(dict.fromkeys(ways))
@@ -141,8 +141,8 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
         ways=fastest,
         short=tuple(sorted(((way, int(lack), place) for way, lack, place in lacking), key=lambda row: row[1])),
         candidates=problem.known.total,
-        refused=_refused(comparison),
-        rivals=_rivals(comparison),
+        refused=_refused(table),
+        rivals=_rivals(table),
         changes=() if fastest else tuple(remedies(problem)),
     )
     while unsure := [way for way in (*choice.worth_trying(), choice.single, choice.context_parallel) if way and not way.sure]:
@@ -150,19 +150,19 @@ def search(task: Task, tell: Callable[[str], None] = lambda line: None, single: 
     return choice
 
 
-def _named(comparison: Comparison, single: bool = False) -> list[tuple[Edge, ...]]:
+def _named(table: CandidateTable, single: bool = False) -> list[tuple[Edge, ...]]:
     """Of a shortlist the first NAMED ways, as many of one cut of the weights, and the first NAMED_SINGLES of one layout."""
-    listed = [way.edges for way in (best_singles(comparison) if single else shortlist(comparison))]
+    listed = [way.edges for way in (best_singles(table) if single else shortlist(table))]
     of_one_cut = [edges for edges in listed if len(edges) > 1 and one_cut(edges)]
     singles = [edges for edges in listed if len(edges) == 1]
     return list(dict.fromkeys([*listed[:NAMED], *of_one_cut[:NAMED], *singles[:NAMED_SINGLES]]))
 
 
-def _streamed(comparison: Comparison, single: bool) -> list[tuple[Edge, ...]]:
+def _streamed(table: CandidateTable, single: bool) -> list[tuple[Edge, ...]]:
     """Streamed layouts for all documents; and for those longer than whole packs can be, with the best ways for the shorter ones."""
-    problem, task = comparison.problem, comparison.problem.task
+    problem, task = table.problem, table.problem.task
     ways = [(Edge(task.longest, layout),) for layout in streamed_layouts(problem, 0)]
-    number = comparison.longest_fitting
+    number = table.longest_fitting
     if single or number in (0, len(problem.tally.edges)):
         return ways
     upto, tokens = int(problem.tally.edges[number - 1]), int(problem.tally.sums[number, 1])
@@ -175,14 +175,14 @@ def _streamed(comparison: Comparison, single: bool) -> list[tuple[Edge, ...]]:
     return [*ways, *((*edges, Edge(task.longest, layout)) for layout in long for edges in named[:NAMED])]
 
 
-def _refused(comparison: Comparison) -> dict[str, int]:
+def _refused(table: CandidateTable) -> dict[str, int]:
     """How many candidates are impossible, by reason, or too large for any packs."""
-    shortest = comparison.problem.tally.edges[comparison.keys[0] - 1]
+    shortest = table.problem.tally.edges[table.keys[0] - 1]
     reason = f"weights, state and packs of {shortest} tokens above the device's memory"
-    refused = dict(comparison.problem.known.refused)
-    return refused | {reason: comparison.too_large} if comparison.too_large else refused
+    refused = dict(table.problem.known.refused)
+    return refused | {reason: table.too_large} if table.too_large else refused
 
 
-def _rivals(comparison: Comparison) -> tuple[Rival, ...]:
-    singles = best_singles(comparison)
-    return too_large(comparison, singles[0].seconds, MOST_RIVALS) if singles else ()
+def _rivals(table: CandidateTable) -> tuple[Rival, ...]:
+    singles = best_singles(table)
+    return too_large(table, singles[0].seconds, MOST_RIVALS) if singles else ()

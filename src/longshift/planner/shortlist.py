@@ -79,7 +79,7 @@ class Listed:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class CandidateTable:
     """Candidates at key lengths within a budget. `keys`: edges of the tally by number, 1 to E; `seconds`: float64 [candidates, keys], inf
     where packs of that length do not fit."""
 
@@ -105,7 +105,7 @@ class Comparison:
         return int(self.keys[fits & has_documents].max(initial=0))
 
 
-def compare(problem: Problem, budget_bytes: float) -> Comparison:
+def compare(problem: Problem, budget_bytes: float) -> CandidateTable:
     """Every candidate at every key length."""
     at, tally = problem.known.candidates, problem.tally
     keys = _key_edges(tally.edges)
@@ -123,7 +123,7 @@ def compare(problem: Problem, budget_bytes: float) -> Comparison:
     for packs in (lengths[key], largest[number]):  # as small as they may be, and as large as fits
         group = problem.seconds(at.take(number), packs, tally.between(before, keys[key])).group
         seconds[number, key] = np.minimum(seconds[number, key], group)
-    return Comparison(problem, budget_bytes, keys, seconds)
+    return CandidateTable(problem, budget_bytes, keys, seconds)
 
 
 def _key_edges(edges: np.ndarray) -> np.ndarray:
@@ -135,7 +135,7 @@ def _key_edges(edges: np.ndarray) -> np.ndarray:
     return np.array(keys[::-1])
 
 
-def shortlist(comparison: Comparison) -> list[Listed]:
+def shortlist(comparison: CandidateTable) -> list[Listed]:
     """The best ways by rate cards, fastest first: single layouts of different meshes, assignments to any layouts, and assignments to
     layouts that cut the weights alike, which switch no weights."""
     singles = best_singles(comparison)
@@ -149,7 +149,7 @@ def shortlist(comparison: Comparison) -> list[Listed]:
     return sorted(ways, key=lambda way: way.seconds)
 
 
-def best_singles(comparison: Comparison) -> list[Listed]:
+def best_singles(comparison: CandidateTable) -> list[Listed]:
     """The best single layout of each mesh that fits the longest documents, fastest first."""
     problem, at, budget = comparison.problem, comparison.candidates, comparison.budget_bytes
     longest = float(problem.tally.edges[-1])
@@ -182,7 +182,7 @@ def _step_seconds(problem: Problem, at: Candidates, capacity: float, load: Load)
     return found.group + found.once
 
 
-def _assigned(comparison: Comparison, numbers: Sequence[int]) -> list[Listed]:
+def _assigned(comparison: CandidateTable, numbers: Sequence[int]) -> list[Listed]:
     """The best assignments of documents to these candidates. Neighbours with one layout and equal packs are one group."""
     problem, edges = comparison.problem, (0, *map(int, comparison.problem.tally.edges))
     at = _shared(comparison.candidates.take(np.array(numbers)))
@@ -204,21 +204,21 @@ def _assigned(comparison: Comparison, numbers: Sequence[int]) -> list[Listed]:
     return [Listed(groups, seconds) for groups, seconds in ways.items()]
 
 
-def _survivors(comparison: Comparison, single: Layout) -> list[int]:
+def _survivors(comparison: CandidateTable, single: Layout) -> list[int]:
     """Numbers of the best single layout, and of the fastest meshes at each key by turns, long documents first."""
     at, wanted = comparison.candidates, Candidates.of([single])
     is_single = (at.columns() == wanted.columns()).all(1)
     return _by_turns(comparison, _is_sharded(at), np.flatnonzero(is_single).tolist())
 
 
-def _of_cut(comparison: Comparison, cut: Sequence[int]) -> list[int]:
+def _of_cut(comparison: CandidateTable, cut: Sequence[int]) -> list[int]:
     """Numbers of the fastest meshes at each key by turns, of those with this cut of the weights."""
     at = comparison.candidates
     is_of_cut = np.logical_and.reduce([getattr(at, name) == degree for name, degree in zip(CUT, cut)])
     return _by_turns(comparison, _is_sharded(at) & is_of_cut)
 
 
-def _by_turns(comparison: Comparison, is_usable: np.ndarray, first: Sequence[int] = ()) -> list[int]:
+def _by_turns(comparison: CandidateTable, is_usable: np.ndarray, first: Sequence[int] = ()) -> list[int]:
     ranked = [_first_of_meshes(comparison.candidates, np.where(is_usable, seconds, np.inf)) for seconds in comparison.seconds.T]
     numbers = list(first)
     for place in range(BEST_AT_KEY):
@@ -247,7 +247,7 @@ def _shared(at: Candidates) -> Candidates:
     return replace(at, zero=np.where(at.holders > 1, np.maximum(at.zero, 1), at.zero))
 
 
-def _table(comparison: Comparison, at: Candidates) -> tuple[np.ndarray, np.ndarray]:
+def _table(comparison: CandidateTable, at: Candidates) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of documents between two edges under each layout, float64 [E, E + 1, layouts], inf where it cannot; and the packs that take
     least, int64."""
     problem = comparison.problem
@@ -278,7 +278,7 @@ def _table(comparison: Comparison, at: Candidates) -> tuple[np.ndarray, np.ndarr
     return cost, packs
 
 
-def _largest_packs(comparison: Comparison, at: Candidates) -> np.ndarray:
+def _largest_packs(comparison: CandidateTable, at: Candidates) -> np.ndarray:
     """The largest pack of each layout, a power of two or the longest document, that fits, float64 [candidates]; 0 where none does."""
     problem = comparison.problem
     powers = [float(1 << n) for n in range(8, int(problem.task.tokens_per_step).bit_length())]
@@ -306,7 +306,7 @@ class Rival:
     short_bytes: float
 
 
-def too_large(comparison: Comparison, best_s: float, most: int) -> tuple[Rival, ...]:
+def too_large(comparison: CandidateTable, best_s: float, most: int) -> tuple[Rival, ...]:
     """Single layouts that fit shorter documents, would be faster than `best_s`, and lack least memory for the longest."""
     problem, at = comparison.problem, comparison.candidates
     longest = float(problem.tally.edges[-1])
