@@ -781,14 +781,20 @@ def stale_fetch(patch: Patch) -> None:
 
 def replayed_with_the_next_blocks_weights(patch: Patch) -> None:
     """The forward that is played again before a backward is that of the block after."""
-    init, passed = ChunkPlayer.__init__, set[int]()
+    compute, init = ChunkedPacks.compute, ChunkPlayer.__init__
+    passed, turns = set[int](), list[str]()
 
-    def wrong(self: ChunkPlayer, runner: ChunkedPacks, op: Op) -> None:
-        init(self, runner, op)
+    def noted(self: ChunkedPacks, op: Op) -> None:
+        turns.append(op.turn)
         passed.update({op.unit} if op.turn.startswith("pass") else ())
-        if op.turn == "forward" and op.unit + 1 in passed:
-            self.module = runner.modules[op.unit + 1]
+        compute(self, op)
 
+    def wrong(self: ChunkPlayer, runner: ChunkedPacks, unit: int, micro: int) -> None:
+        init(self, runner, unit, micro)
+        if turns[-1] == "forward" and unit + 1 in passed:
+            self.module = runner.modules[unit + 1]
+
+    patch.setattr(ChunkedPacks, "compute", noted)
     patch.setattr(ChunkPlayer, "__init__", wrong)
 
 

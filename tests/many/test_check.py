@@ -91,7 +91,7 @@ def waits_in(world: World, config: str, scratch: str) -> list[str]:
     small = SmallRun.of(parse_config(config), ways_of("chunk64.disk"))
     write_reference(world, config, [["chunk64.disk"]], scratch)
     _, player = small.build(small.groups([Layout.parse("chunk64.disk")]), world, Path(scratch))
-    return [str(runner.tier.folder) for runner in player.runners.values() if runner.tier]
+    return [str(runner.tier.file.folder) for runner in player.runners.values() if runner.tier]
 
 
 def test_a_layout_that_is_checked_waits_in_the_runs_own_folder(worlds, place, tmp_path_factory):

@@ -81,13 +81,15 @@ def _group_seconds(cost: Cost, at: Candidates, capacity: np.ndarray, load: Load)
     tokens = np.maximum(load.tokens, 1e-9)
     probability = np.maximum(load.probability, 1e-9)
     mean_length = load.squares / tokens  # of the document that a token is in
-    longest = np.maximum(load.longest, tokens / np.maximum(load.documents, 1e-9))
+    document = tokens / np.maximum(load.documents, 1e-9)
+    longest = np.maximum(load.longest, document)
     seen = 2 * spec.attended(longest) / np.maximum(longest, 1e-9)  # the longest document's length, as far as it is seen
 
     # 1. Packs of the busiest replica.
     share = load.tokens / probability / at.dp
     is_alone = longest * (linear + quadratic * seen) > share * (linear + quadratic * mean_length)
-    full_packs = np.maximum(1.0, np.ceil(share / (capacity - UNFILLED * mean_length)))
+    filled = np.where(2 * document > capacity, document, capacity - UNFILLED * mean_length)  # two long documents do not fit one pack
+    full_packs = np.maximum(1.0, np.ceil(share / filled - 1e-9))
     micros = np.where(is_alone, 1.0, full_packs)
     pack_tokens = np.maximum(np.where(is_alone, longest, share / micros), 1.0)
     pairs = pack_tokens * np.where(is_alone, seen, mean_length) / 2

@@ -337,7 +337,9 @@ class Cost:
         calls, row_share, pair_share, heads = (_pick(attention[:, column], index, np.asarray(tokens)) for column in range(4))
         rows, seen, calls = row_share * tokens, pair_share * pairs, np.maximum(calls, 1)
         flash_s = self.rates.attention_s(rows, seen, heads, float(attention[:, 4].max()), backward)
-        return flash_s / self.attention_gain(rows / calls, seen / calls, backward)
+        ring = _pick(np.array([turn.mesh[2] for turn in recorded]), index, np.asarray(tokens))
+        piece = tokens / np.where(ring > 1, 2 * ring, 1)  # a ring's calls have one or two of these, and some more than others
+        return flash_s / self.attention_gain(rows / calls, seen / calls, backward, piece)
 
     def piece_s(self, call: AttentionCall) -> float:
         """Seconds of one call of attention, by the curve of its kind where there is one."""
@@ -359,12 +361,13 @@ class Cost:
             )
         )
 
-    def attention_gain(self, queries: Number, pairs: Number, backward: bool) -> np.ndarray:
+    def attention_gain(self, queries: Number, pairs: Number, backward: bool, piece: Number | None = None) -> np.ndarray:
         """Speed of attention over that of the kernel that short documents go to. `queries` see `pairs`: documents are 2 * pairs / queries
-        long on average, weighed by their tokens; where that is more than the queries, they are a piece of one."""
+        long on average, weighed by their tokens; where that is more than the queries, they are a piece of one. `piece`: tokens that all
+        calls have multiples of; the queries if None."""
         rates, is_measured = self.rates, self.rates.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(queries, 1), 1.0)
-        even = (np.asarray(queries) % EVEN == 0) & (length >= queries)
+        even = (np.asarray(queries if piece is None else piece) % EVEN == 0) & (length >= queries)
         has_cudnn = rates.by_cudnn if is_measured else self.habits.cudnn
         takes = has_cudnn & (even | ((length >= LONG) & (np.asarray(queries) >= LONG)))
         if not np.any(takes):
