@@ -116,7 +116,7 @@ def test_a_mutant_of_the_mask_is_seen(plain, tmp_path, monkeypatch):
     path = write(tmp_path / "chats.jsonl", [{"messages": TURNS}])
     right = learned_of(load(folder), path, tmp_path / "a")
     monkeypatch.setattr("longshift.documents.tokens.TemplateProcess", nullcontext)  # the mistake is of this process
-    monkeypatch.setattr("longshift.documents.template.ChatTemplate._to_its_end", lambda self, said: said)
+    monkeypatch.setattr("longshift.documents.template.ChatTemplate._cut_after_end", lambda self, turn: turn)
     assert learned_of(load(folder), path, tmp_path / "b") != right
 
 

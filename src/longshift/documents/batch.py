@@ -49,12 +49,18 @@ class StepBatch:
 
 
 def document_from_ids(ids: np.ndarray, max_len: int | None = None, learned: np.ndarray | None = None) -> Document:
-    """The first `max_len` tokens of a source document (None: all), and the token after each; IGNORE after the source's last, and where
-    `learned` [tokens] says that the token after is no target."""
+    """The first `max_len` tokens of a source document (None: all), each with its next token as label.
+
+    The label is IGNORE after the source's last token, and where `learned` [tokens] excludes the next token.
+    """
     n = len(ids) if max_len is None else min(max_len, len(ids))
+
+    # The source may go on after the cut, so that the last token kept has a label, too.
+    next_ids = np.asarray(ids[1 : n + 1], np.int64)
+    if learned is not None:
+        next_ids = np.where(learned[1 : n + 1], next_ids, IGNORE)
     labels = np.full(n, IGNORE, np.int64)
-    following = np.asarray(ids[1 : n + 1], np.int64)
-    labels[: len(following)] = following if learned is None else np.where(learned[1 : n + 1], following, IGNORE)
+    labels[: len(next_ids)] = next_ids
     return Document(np.asarray(ids[:n], np.int64), labels)
 
 
@@ -75,13 +81,17 @@ class Batches:
         sources: "Sequence[TrainSource]" = (),
         held: float = 0.0,
     ) -> None:
-        """Documents of at most `max_len` tokens; `overlong` says what becomes of longer ones and may be None when there are none;
-        `sources`, of the cache, say how often each is read: a pass is every document once where they say nothing; `held`: the share of
-        documents that is left out, to validate on. Raises DataError for documents that are too long without a policy."""
+        """Documents of at most `max_len` tokens.
+
+        `overlong`: the policy for longer documents; None where there are none.
+        `sources`: of the cache, how often each is read. Where they say nothing, a pass is every document once.
+        `held`: the share of documents that is left out, to validate on.
+        Raises DataError for documents that are too long without a policy.
+        """
         longest = int(cache.lengths.argmax())
-        too_long = bool(cache.lengths[longest] > max_len)
-        if too_long and overlong is None:
-            raise DataError(_which_policy(cache, longest, max_len))
+        is_too_long = bool(cache.lengths[longest] > max_len)
+        if is_too_long and overlong is None:
+            raise DataError(_policy_choices(cache, longest, max_len))
         self.cache = cache
         self._tokens_per_step = tokens_per_step
         self.spans: Spans = spans(cache.lengths, max_len, overlong or "split")
@@ -89,28 +99,44 @@ class Batches:
             self.spans = self.spans.of(~held_out(self.spans.document, held))
         if not len(self.spans):
             raise DataError(f"data.overlong: drop leaves nothing: all {len(cache)} documents are longer than max_len: {max_len}")
-        self.order = self._mixed(seed, sources) or Order(len(self.spans), seed)
-        cut = f"{overlong} {max_len}" if too_long else ""
-        mixed = f" {self.order.sizes} {[hex(share) for share in self.order.shares]}" if isinstance(self.order, Mixture) else ""
-        mixed += f" without {held}" if held else ""
-        self.fingerprint = hashlib.sha256(f"{cache.fingerprint} {seed} {cut}{mixed}".encode()).hexdigest()
+        self.order = self._mixture(seed, sources) or Order(len(self.spans), seed)
+
+        # Only what is in use is in the fingerprint: a policy without a long document changes nothing.
+        description = f"{cache.fingerprint} {seed} "
+        if is_too_long:
+            description += f"{overlong} {max_len}"
+        if isinstance(self.order, Mixture):
+            description += f" {self.order.sizes} {[hex(share) for share in self.order.shares]}"
+        if held:
+            description += f" without {held}"
+        self.fingerprint = hashlib.sha256(description.encode()).hexdigest()
 
     @classmethod
     def of(cls, config: "Config", cache: "TokenCache") -> "Batches":
         """The batches that a run trains on."""
-        data, train = config.data, config.train
-        return cls(cache, train.seed, train.tokens_per_step, data.max_len, data.overlong, data.train, data.held_out or 0.0)
+        data = config.data
+        return cls(
+            cache,
+            seed=config.train.seed,
+            tokens_per_step=config.train.tokens_per_step,
+            max_len=data.max_len,
+            overlong=data.overlong,
+            sources=data.train,
+            held=data.held_out or 0.0,
+        )
 
-    def _mixed(self, seed: int, sources: "Sequence[TrainSource]") -> Mixture | None:
-        """The order of sources of which some are read more often than others."""
+    def _mixture(self, seed: int, sources: "Sequence[TrainSource]") -> Mixture | None:
+        """The order of sources of which some are read more often than others; None if all are read alike."""
         if all(source.epochs is None and source.weight is None for source in sources):
             return None
-        of = self.cache.source_of[self.spans.document]
-        documents = np.bincount(of, minlength=len(sources))
-        tokens = np.bincount(of, weights=self.spans.stop - self.spans.start, minlength=len(sources))
-        for source, n in zip(sources, documents):
-            if not n:
-                raise DataError(f"data.train: {source.path or source.corpus} gives no document, so it cannot be mixed with others")
+        source_of_span = self.cache.source_of[self.spans.document]
+        span_tokens = self.spans.stop - self.spans.start
+        documents = np.bincount(source_of_span, minlength=len(sources))
+        tokens = np.bincount(source_of_span, weights=span_tokens, minlength=len(sources))
+        for source, count in zip(sources, documents):
+            if not count:
+                name = source.path or source.corpus
+                raise DataError(f"data.train: {name} gives no document, so it cannot be mixed with others")
         shares = shares_of(
             tokens=tokens.astype(int).tolist(),
             documents=documents.tolist(),
@@ -126,38 +152,50 @@ class Batches:
         return 1.0 if learned is None else learned / int(self.cache.lengths.sum())
 
     def at(self, cursor: int) -> StepBatch:
-        """The step that begins at a global cursor >= 0, which counts documents as cut by the policy. O(1) to seek."""
-        documents, tokens, targets, after = [], 0, 0, cursor
+        """The step that begins at a global cursor >= 0, which counts documents as cut by the policy. O(1) to seek.
+
+        Raises DataError where a whole pass has no target.
+        """
+        documents = list[Document]()
+        tokens = 0
+        targets = 0
+        next_cursor = cursor
         while tokens < self._tokens_per_step or not targets:
-            documents.append(self.document(self.order[after]))
-            tokens += len(documents[-1].ids)
-            targets += int((documents[-1].labels != IGNORE).sum())
-            after += 1
+            document = self.document(self.order[next_cursor])
+            documents.append(document)
+            tokens += len(document.ids)
+            targets += int((document.labels != IGNORE).sum())
+            next_cursor += 1
+
+            # More documents than there are: every one was read, and the loop would never end.
             if not targets and tokens > self._tokens_per_step and len(documents) > len(self.spans):
                 raise DataError("data: no token that is learned is left, since max_len cuts all of them off: raise data.max_len")
-        return StepBatch(tuple(documents), targets, cursor, after)
+        return StepBatch(tuple(documents), targets, cursor, next_cursor)
 
     def where(self, cursor: int) -> str:
         """The document at a cursor, as a person finds it: file, line or row, and its tokens where it is a piece."""
-        span = self.order[cursor]
-        document, start, stop = (int(a[span]) for a in (self.spans.document, self.spans.start, self.spans.stop))
-        piece = f", tokens {start} to {stop}" if stop - start < self.cache.lengths[document] else ""
-        return self.cache.where(document) + piece
+        document, start, stop = self.spans.item(self.order[cursor])
+        is_piece = stop - start < self.cache.lengths[document]
+        return self.cache.where(document) + (f", tokens {start} to {stop}" if is_piece else "")
 
     def document(self, span: int) -> Document:
         """The document of one of `spans`."""
-        document, start, stop = (int(of_spans[span]) for of_spans in (self.spans.document, self.spans.start, self.spans.stop))
+        document, start, stop = self.spans.item(span)
         return document_part(self.cache, document, start, stop)
 
 
 def document_part(cache: "TokenCache", document: int, start: int, stop: int) -> Document:
     """Tokens `start` to `stop` of a document of the cache."""
-    piece = document, start, stop + 1
-    return document_from_ids(cache.tokens(*piece), stop - start, cache.learned(*piece))
+    # One token more than the part has: it is the label of the last.
+    ids = cache.tokens(document, start, stop + 1)
+    learned = cache.learned(document, start, stop + 1)
+    return document_from_ids(ids, max_len=stop - start, learned=learned)
 
 
-def _which_policy(cache: "TokenCache", longest: int, max_len: int) -> str:
-    loss, total = cap_loss(cache.lengths, max_len), int(cache.lengths.sum())
+def _policy_choices(cache: "TokenCache", longest: int, max_len: int) -> str:
+    """Message: what each policy for over-length documents would lose."""
+    loss = cap_loss(cache.lengths, max_len)
+    total = int(cache.lengths.sum())
     return (
         f"{loss.documents} of {len(cache)} documents are longer than data.max_len: {max_len} tokens; the longest has "
         f"{cache.lengths[longest]} ({cache.where(longest)}). Say under data what becomes of them, with one of:\n"

@@ -23,9 +23,9 @@ from longshift.errors import did_you_mean
 OPTIONAL = ("tools", "system", "chat_template_kwargs", "documents")  # fields beside messages that are read where a record has them
 LEARNED = ("weight", "train", "training", "loss")  # fields of a message that say whether it is learned
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-_SHAREGPT_ROLES = {name: name for name in _ROLES} | _OTHER_ROLES | {"observation": "tool", "chatgpt": "assistant"}
-_OF_RENDERING = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")
+_ROLE_ALIASES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+_SHAREGPT_ROLES = {name: name for name in _ROLES} | _ROLE_ALIASES | {"observation": "tool", "chatgpt": "assistant"}
+_RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")
 
 
 class BadRecord(Exception):
@@ -33,13 +33,18 @@ class BadRecord(Exception):
 
 
 def conversation(
-    messages: object, extra: Mapping[str, Any], template: TemplateProcess, learn: Learn, day: float, notes: RecordNotes
+    messages: object,
+    extra: Mapping[str, Any],
+    template: TemplateProcess,
+    learn: Learn,
+    day: float,
+    notes: RecordNotes,
 ) -> Rendered:
     """The document of a list of messages. `extra`: fields of `OPTIONAL` by name. Raises BadRecord."""
     chat = _chat(_messages(messages), extra, day)
     if learn != "all" and not any(message["role"] == "assistant" for message in chat.messages):
         raise BadRecord("no message is of the role assistant, so there is nothing to learn")
-    return _rendered(template, chat, learn, notes)
+    return _render(template, chat, learn, notes)
 
 
 def completed(
@@ -52,6 +57,7 @@ def completed(
     notes: RecordNotes,
 ) -> Rendered:
     """The document of a prompt and its completion, both text or both messages; the completion is learned. Raises BadRecord."""
+    # 1. Text needs no template.
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
             raise BadRecord("the completion is empty, so there is nothing to learn")
@@ -62,10 +68,14 @@ def completed(
         raise BadRecord(f"prompt and completion are both text or both lists of messages, not {_kind(prompt)} and {_kind(completion)}")
     if template is None:
         raise BadRecord("messages need a chat template, and none comes with the tokenizer; write data.template: FILE")
-    before, after = _messages(prompt), _messages(completion)
-    if [message["role"] for message in after] != ["assistant"]:
+
+    # 2. Messages are one conversation, whose last turn is the completion.
+    prompt_messages = _messages(prompt)
+    answer_messages = _messages(completion)
+    if [message["role"] for message in answer_messages] != ["assistant"]:
         raise BadRecord("a completion of messages is one message of the role assistant; write longer ones as messages")
-    return _rendered(template, _chat(before + after, extra, day), "all" if learn == "all" else "last", notes)
+    chat = _chat(prompt_messages + answer_messages, extra, day)
+    return _render(template, chat, "all" if learn == "all" else "last", notes)
 
 
 def _chat(messages: list[dict[str, Any]], extra: Mapping[str, Any], day: float) -> Chat:
@@ -75,42 +85,48 @@ def _chat(messages: list[dict[str, Any]], extra: Mapping[str, Any], day: float) 
     if system is not None and not isinstance(system, str):
         raise BadRecord(f"system is {_kind(system)}, where text is needed")
     first = messages[0]
-    if system and first["role"] in ("system", "developer") and first["content"] != system:
+    has_system_message = first["role"] in ("system", "developer")
+    if system and has_system_message and first["content"] != system:
         raise BadRecord("there is a field system and a message of the role system, and they differ: leave one out")
-    if system and first["role"] not in ("system", "developer"):
+    if system and not has_system_message:
         messages = [{"role": "system", "content": system}, *messages]
 
     # 2. More variables of the template.
     variables = _parsed(extra.get("chat_template_kwargs", {}))
     if not isinstance(variables, dict):
         raise BadRecord(f"chat_template_kwargs is {_kind(variables)}, where an object is needed")
-    if taken := [name for name in variables if name in _OF_RENDERING]:
-        raise BadRecord(f"chat_template_kwargs has {taken[0]}, which the record or the trainer sets")
+    if reserved := [name for name in variables if name in _RESERVED_VARIABLES]:
+        raise BadRecord(f"chat_template_kwargs has {reserved[0]}, which the record or the trainer sets")
     if "documents" in extra:
         variables = {"documents": _parsed(extra["documents"])} | variables
 
     # 3. Which messages the record says to learn.
     learned = [_is_learned(message, number) for number, message in enumerate(messages, 1)]
-    messages = [{name: value for name, value in message.items() if name not in LEARNED} for message in messages]
-    return Chat(messages, _parsed(extra.get("tools")), variables, day, learned)
+    plain = [{name: value for name, value in message.items() if name not in LEARNED} for message in messages]
+    return Chat(plain, _parsed(extra.get("tools")), variables, day, learned)
 
 
 def _is_learned(message: Mapping[str, Any], number: int) -> bool | None:
     """What a message says of itself: whether it is learned, or None. Raises BadRecord for what cannot be done."""
-    said = {name: message[name] for name in LEARNED if name in message}
-    for name, value in said.items():
+    flags = {name: message[name] for name in LEARNED if name in message}
+    for name, value in flags.items():
         if value not in (0, 1):
             raise BadRecord(f"message {number}: {name} is {value!r}, where 0 or 1, true or false is needed")
-    if len({bool(value) for value in said.values()}) > 1:
-        raise BadRecord(f"message {number}: {' and '.join(said)} do not say the same")
-    return next((bool(value) for value in said.values()), None)
+    if len({bool(value) for value in flags.values()}) > 1:
+        raise BadRecord(f"message {number}: {' and '.join(flags)} do not say the same")
+    return next((bool(value) for value in flags.values()), None)
 
 
-def _rendered(template: TemplateProcess, chat: Chat, learn: Learn, notes: RecordNotes) -> Rendered:
+def _render(template: TemplateProcess, chat: Chat, learn: Learn, notes: RecordNotes) -> Rendered:
+    """Render a conversation, and note what no token shows of it. Raises BadRecord."""
+    # Only turns of the assistant can be chosen by message: others are learned with learn: all, and never without.
     for number, (message, is_learned) in enumerate(zip(chat.messages, chat.learned), 1):
         if message["role"] != "assistant" and is_learned is (learn != "all"):
-            wish = "is to be learned, and only the assistant's are" if learn != "all" else "is not to be learned, and learn: all learns all"
-            raise BadRecord(f"message {number}, of the role {message['role']}, {wish}: leave {' or '.join(LEARNED)} out of it")
+            wish = "is not to be learned, and learn: all learns all"
+            if learn != "all":
+                wish = "is to be learned, and only the assistant's are"
+            names = " or ".join(LEARNED)
+            raise BadRecord(f"message {number}, of the role {message['role']}, {wish}: leave {names} out of it")
     try:
         check_unmarked([chat.messages, chat.tools, chat.variables])
         rendered = template.render(chat, learn)
@@ -132,43 +148,52 @@ def _message(entry: object, number: int) -> dict[str, Any]:
     which = f"message {number}"
     if not isinstance(entry, dict):
         raise BadRecord(f"{which} is {_kind(entry)}, where an object with role and content is needed")
-    message = _renamed(_without_null_fields(entry), which)
-    role, content = message.get("role"), message.get("content", "")
+    message = _rename_fields(_without_null_fields(entry), which)
+
+    role = message.get("role")
     if role not in _ROLES:
-        other = _OTHER_ROLES.get(role) if isinstance(role, str) else None
-        hint = f"; write {other}" if other else did_you_mean(str(role), _ROLES)
+        known_role = _ROLE_ALIASES.get(role) if isinstance(role, str) else None
+        hint = f"; write {known_role}" if known_role else did_you_mean(str(role), _ROLES)
         raise BadRecord(f"{which} has the role {role!r}{hint}")
+
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise BadRecord(f"{which}: tool_calls is {_kind(calls)}, where a list of objects is needed")
     if "content" not in message and not calls:
         raise BadRecord(f"{which} has no content")
-    return message | {"content": _joined(content, which)} | ({"tool_calls": [_call(call) for call in calls]} if calls else {})
+
+    message["content"] = _join_parts(message.get("content", ""), which)
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message
 
 
-def _renamed(message: dict[str, Any], which: str) -> dict[str, Any]:
-    """A message with `from` and `value`, as ShareGPT has them, with the names of others."""
+def _rename_fields(message: dict[str, Any], which: str) -> dict[str, Any]:
+    """A message whose ShareGPT fields `from` and `value` are `role` and `content`. Raises BadRecord for another speaker."""
     if "from" not in message or "role" in message:
         return message
     speaker = message["from"]
     role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         raise BadRecord(f"{which} is from {speaker!r}{did_you_mean(str(speaker), list(_SHAREGPT_ROLES))}")
-    renamed = {"from": "role", "value": "content"}
-    return {renamed.get(name, name): role if name == "from" else value for name, value in message.items()}
+    new_names = {"from": "role", "value": "content"}
+    return {new_names.get(name, name): role if name == "from" else value for name, value in message.items()}
 
 
-def _joined(content: object, which: str) -> str:
-    """The text of a content, which may be a list of text parts."""
+def _join_parts(content: object, which: str) -> str:
+    """The text of a content, which may be a list of text parts. Raises BadRecord for parts of other types."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
+    objects = [part for part in parts if isinstance(part, dict)]
+
     texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part for part in parts]
     if isinstance(content, list) and all(isinstance(text, str) for text in texts):
         return "".join(map(str, texts))
-    other = next((part.get("type") for part in parts if isinstance(part, dict) and part.get("type", "text") != "text"), None)
-    if other is not None:
-        raise BadRecord(f"{which}: content has a part of the type {other!r}; only parts of text are for these models")
+
+    media = next((part.get("type") for part in objects if part.get("type", "text") != "text"), None)
+    if media is not None:
+        raise BadRecord(f"{which}: content has a part of the type {media!r}; only parts of text are for these models")
     raise BadRecord(f"{which}: content is {_kind(content)}, where text or a list of text parts is needed")
 
 
@@ -197,5 +222,14 @@ def _parsed(value: object) -> object:
 
 
 def _kind(value: object) -> str:
-    names = {str: "text", list: "a list", dict: "an object", type(None): "null", bool: "true or false", int: "a number", float: "a number"}
+    """What a value is, as a message says it."""
+    names = {
+        str: "text",
+        list: "a list",
+        dict: "an object",
+        type(None): "null",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+    }
     return "an empty list" if value == [] else names.get(type(value), type(value).__name__)

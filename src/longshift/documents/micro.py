@@ -34,9 +34,10 @@ class Share:
 
     def pinned(self, device: torch.device) -> "Share":
         """The same in memory that a GPU copies from while the host goes on."""
+        arrays = ("tokens", "labels", "positions", "ends")
         with torch.cuda.device(device):  # a thread begins with the first GPU
-            pins = {name: torch.from_numpy(getattr(self, name)).pin_memory() for name in ("tokens", "labels", "positions", "ends")}
-        return replace(self, **pins)
+            tensors = {name: torch.from_numpy(getattr(self, name)).pin_memory() for name in arrays}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,54 +49,91 @@ class HostPack:
 
 
 def host_pack(documents: Sequence[Document], layout: Layout, rank: int, device: torch.device) -> HostPack:
-    """This rank's share of a pack, in memory that `device` can be given it from. No documents: one token without a target."""
-    documents, chunks = documents or [_nothing()], ()
+    """This rank's share of a pack, in host memory that `device` copies from: pinned for a GPU.
+
+    Without documents, it is one token without a target.
+    """
+    documents = documents or [_padding_document()]
+    chunks = ()
     if layout.chunk:
         chunks = cut([len(d.ids) for d in documents], layout.chunk)
         shares = tuple(_share_of_chunk(documents, runs, layout, rank) for runs in chunks)
     else:
         shares = (share(documents, layout, rank),)
-    return HostPack(tuple(one.pinned(device) for one in shares) if device.type == "cuda" else shares, chunks)
+    if device.type == "cuda":
+        shares = tuple(share.pinned(device) for share in shares)
+    return HostPack(shares, chunks)
 
 
 def share(documents: Sequence[Document], layout: Layout, rank: int, starts: Sequence[int] | None = None) -> Share:
-    """This rank's share of a pack. Tokens are first dealt over ring and Ulysses coordinates; tensor-parallel ranks of one such coordinate
-    see the same tokens between `enter` and `leave` and a contiguous share of them elsewhere. `starts`, of chunks: where each document
-    begins in the one that it is a piece of."""
-    at = layout.coord(rank)
+    """This rank's share of a pack, dealt over ring and Ulysses coordinates.
+
+    Tensor-parallel ranks of one such coordinate see the same tokens between `enter` and `leave`, elsewhere a contiguous share of them.
+    `starts`: of chunks, where each document begins in the whole document.
+    """
+    coord = layout.coord(rank)
     order = token_order([len(d.ids) for d in documents], layout.ring, layout.ulysses * layout.tp)
-    index, positions = order.index(at.ring), order.positions(at.ring)
+    runs = order.runs[coord.ring]
+    run_lengths = [run.length for run in runs]
+
+    # 1. The tokens of the ring coordinate. Index -1 is padding, which has no target.
+    index = order.index(coord.ring)
+    is_token = index >= 0
+    tokens = np.where(is_token, np.concatenate([d.ids for d in documents])[index], 0)
+    labels = np.where(is_token, np.concatenate([d.labels for d in documents])[index], IGNORE)
+
+    # 2. Their positions in whole documents, which chunks cut.
+    positions = order.positions(coord.ring)
     if starts is not None:
-        runs = order.runs[at.ring]
-        positions += np.repeat([0 if run.document == PADDING else starts[run.document] for run in runs], [run.length for run in runs])
-    tokens = np.where(index >= 0, np.concatenate([d.ids for d in documents])[index], 0)
-    labels = np.where(index >= 0, np.concatenate([d.labels for d in documents])[index], IGNORE)
-    seen = slice(at.ulysses * len(index) // layout.ulysses, (at.ulysses + 1) * len(index) // layout.ulysses)
-    ends = np.cumsum([0, *(run.length for run in order.runs[at.ring])], dtype=np.int32)
-    return Share(tokens[seen], labels[seen], positions[seen], ends, order)
+        run_starts = [0 if run.document == PADDING else starts[run.document] for run in runs]
+        positions += np.repeat(run_starts, run_lengths)
+
+    # 3. The Ulysses coordinate's slice of them.
+    begin = coord.ulysses * len(index) // layout.ulysses
+    end = (coord.ulysses + 1) * len(index) // layout.ulysses
+    ends = np.cumsum([0, *run_lengths], dtype=np.int32)
+    return Share(tokens[begin:end], labels[begin:end], positions[begin:end], ends, order)
 
 
 def _share_of_chunk(documents: Sequence[Document], runs: Sequence[Run], layout: Layout, rank: int) -> Share:
-    pieces = [(documents[run.document], slice(run.start, run.start + run.length)) for run in runs]
-    return share([Document(d.ids[part], d.labels[part]) for d, part in pieces], layout, rank, [run.start for run in runs])
+    pieces = list[Document]()
+    for run in runs:
+        document = documents[run.document]
+        end = run.start + run.length
+        pieces.append(Document(document.ids[run.start : end], document.labels[run.start : end]))
+    return share(pieces, layout, rank, starts=[run.start for run in runs])
 
 
 def micro_batch(
     spec: ModelSpec, documents: Sequence[Document], layout: Layout, rank: int, dtype: torch.dtype, device: torch.device
 ) -> MicroBatch:
     """This rank's share of a pack on the device, with the angles of its positions."""
-    return placed(spec, share(documents or [_nothing()], layout, rank), layout, rank, dtype, device)
+    rank_share = share(documents or [_padding_document()], layout, rank)
+    return placed(spec, rank_share, layout, rank, dtype, device)
 
 
 def placed(
     spec: ModelSpec, share: Share, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device, angles: bool = True
 ) -> MicroBatch:
     """A share on the device. `angles`: whether with those of its positions."""
-    host = (x if isinstance(x, Tensor) else torch.from_numpy(x) for x in (share.tokens, share.labels, share.positions, share.ends))
-    tokens_T, labels_T, positions_T, ends = (on_device(x, device) for x in host)
-    own, at = len(tokens_T) // layout.tp, layout.coord(rank)
-    rotary = {rope: rotary_table(rope, spec.rotary_width, positions_T, dtype) for rope in (spec.ropes if angles else ())}
-    return MicroBatch(tokens_T, labels_T, positions_T, positions_T[at.tp * own : (at.tp + 1) * own], rotary, share.order, ends)
+    tokens_T = _to_device(share.tokens, device)
+    labels_T = _to_device(share.labels, device)
+    positions_T = _to_device(share.positions, device)
+    ends = _to_device(share.ends, device)
+
+    rotary = {}
+    if angles:
+        rotary = {rope: rotary_table(rope, spec.rotary_width, positions_T, dtype) for rope in spec.ropes}
+
+    # Outside tensor-parallel blocks a rank has a contiguous slice of the tokens.
+    tp_tokens = len(tokens_T) // layout.tp
+    tp_begin = layout.coord(rank).tp * tp_tokens
+    tp_positions = positions_T[tp_begin : tp_begin + tp_tokens]
+    return MicroBatch(tokens_T, labels_T, positions_T, tp_positions, rotary, share.order, ends)
+
+
+def _to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    return on_device(values if isinstance(values, Tensor) else torch.from_numpy(values), device)
 
 
 class ChunkedPack:
@@ -103,8 +141,11 @@ class ChunkedPack:
     made where they are used."""
 
     def __init__(self, spec: ModelSpec, pack: HostPack, layout: Layout, rank: int, dtype: torch.dtype, device: torch.device):
-        self.spec, self.layout, self.dtype, self.chunks = spec, layout, dtype, pack.chunks
-        self.micros = [placed(spec, one, layout, rank, dtype, device, angles=False) for one in pack.shares]
+        self.spec = spec
+        self.layout = layout
+        self.dtype = dtype
+        self.chunks = pack.chunks
+        self.micros = [placed(spec, share, layout, rank, dtype, device, angles=False) for share in pack.shares]
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -116,12 +157,14 @@ class ChunkedPack:
 
     def rotated(self, chunk: int, block: int) -> MicroBatch:
         """A chunk with the angles of the block of this unit, where it has any."""
-        micro, rope = self.micros[chunk], self.spec.rope_of(block)
+        micro = self.micros[chunk]
+        rope = self.spec.rope_of(block)
         if rope is None:
             return micro
-        return replace(micro, rotary={rope: rotary_table(rope, self.spec.rotary_width, micro.positions_T, self.dtype)})
+        angles = rotary_table(rope, self.spec.rotary_width, micro.positions_T, self.dtype)
+        return replace(micro, rotary={rope: angles})
 
 
-def _nothing() -> Document:
+def _padding_document() -> Document:
     """One token without a target."""
     return Document(np.zeros(1, np.int64), np.full(1, IGNORE))

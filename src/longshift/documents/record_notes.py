@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 from longshift.documents.template import Chat, UnsoundTemplate
 from longshift.documents.template_process import TemplateProcess
 
-UNREAD, UNWRITTEN = "not read", "not written by the chat template"
+UNREAD = "not read"
+UNWRITTEN = "not written by the chat template"
 UNKNOWN = "not known to be written by the chat template, as there are too many names to ask it of each"
-_MOST_FIELDS = 200  # of which a template is asked, a rendering each
-_LONG = 12  # characters without blanks: a text of so many does not stand elsewhere by chance
-_CUT = ("arguments", "parameters")  # what is in them has no names that a template knows
-_OTHER = "longshift0sentinel"
+_MAX_FIELDS = 200  # of which a template is asked, a rendering each
+_LONG_CHARACTERS = 12  # without blanks: a text of so many does not stand elsewhere by chance
+_OPAQUE_FIELDS = ("arguments", "parameters")  # what is in them has no names that a template knows
+_SENTINEL = "longshift0sentinel"
 
 
 class Leaf(NamedTuple):
@@ -50,23 +51,38 @@ class RecordNotes:
     def add_unwritten(self, chat: Chat, text: str) -> None:
         """Count the fields of a conversation that do not show in its text."""
         squeezed = _squeeze(text)
+
+        # 1. Fields of messages, each once a message.
         for number, message in enumerate(chat.messages):
-            unshown = set[tuple[str, str]]()
+            role = message["role"]
+            faults = set[tuple[str, str]]()
             for leaf in _leaves({key: value for key, value in message.items() if key != "role"}):
-                kind = self._fault(chat, squeezed, text, ("messages", number), leaf, message["role"])
-                if kind == UNKNOWN:
-                    unshown.add((kind, f"fields of {message['role']} messages"))
-                elif kind:
-                    unshown.add((kind, f"{leaf.field} of {message['role']} messages"))
-            self.counts.update(unshown)
-        if chat.tools is not None and (key := json.dumps(chat.tools, sort_keys=True, default=str)) not in self._seen_tools:
-            self._seen_tools.add(key)
-            leaves = _leaves(chat.tools) if isinstance(chat.tools, list | dict) else ()
-            faults = {(self._fault(chat, squeezed, text, ("tools",), leaf, "tools"), leaf.field) for leaf in leaves}
-            unshown = {(kind, "fields" if kind == UNKNOWN else field) for kind, field in faults if kind}
-            self.counts.update((kind, f"{field} of tools".strip()) for kind, field in unshown)
+                kind = self._fault(chat, squeezed, text, ("messages", number), leaf, role)
+                field = "fields" if kind == UNKNOWN else leaf.field
+                if kind:
+                    faults.add((kind, f"{field} of {role} messages"))
+            self.counts.update(faults)
+
+        # 2. Fields of tools, once for all conversations with the same tools.
+        if chat.tools is not None:
+            key = json.dumps(chat.tools, sort_keys=True, default=str)
+            if key not in self._seen_tools:
+                self._seen_tools.add(key)
+                self.counts.update(self._tool_faults(chat, squeezed, text))
+
+        # 3. Variables that the template does not read.
         if self.template is not None:
             self.counts.update((UNWRITTEN, name) for name in chat.variables if name not in self.template.variables)
+
+    def _tool_faults(self, chat: Chat, squeezed: str, text: str) -> set[tuple[str, str]]:
+        """Kind and field of what does not show of the tools."""
+        faults = set[tuple[str, str]]()
+        for leaf in _leaves(chat.tools) if isinstance(chat.tools, list | dict) else ():
+            kind = self._fault(chat, squeezed, text, ("tools",), leaf, "tools")
+            field = "fields" if kind == UNKNOWN else leaf.field
+            if kind:
+                faults.add((kind, f"{field} of tools".strip()))
+        return faults
 
     def sentences(self) -> list[str]:
         """What happened to which fields, of how many records or messages."""
@@ -76,16 +92,22 @@ class RecordNotes:
         return [f"{kind}: {', '.join(fields)}" for kind, fields in by_kind.items()]
 
     def _fault(self, chat: Chat, squeezed: str, text: str, place: tuple[str | int, ...], leaf: Leaf, role: str) -> str:
-        """UNWRITTEN or UNKNOWN; empty where the value shows in the text."""
+        """UNWRITTEN or UNKNOWN; empty where the value shows in the text.
+
+        `squeezed`: the text without blanks; `place`: keys and indices that lead to the leaf's message, or to the tools.
+        """
         if isinstance(leaf.value, str):
-            wanted = _squeeze(leaf.value)
-            if not wanted:
+            value = _squeeze(leaf.value)
+            if not value:
                 return ""
-            if len(wanted) >= _LONG:
-                return "" if any(_squeeze(form) in squeezed for form in _forms(leaf.value)) else UNWRITTEN
+            if len(value) >= _LONG_CHARACTERS:
+                is_written = any(_squeeze(form) in squeezed for form in _forms(leaf.value))
+                return "" if is_written else UNWRITTEN
+
+        # A short value may stand elsewhere by chance, so the template is asked, once for each field.
         key = f"{role} {leaf.field}"
         if key not in self._is_written:
-            if len(self._is_written) >= _MOST_FIELDS:
+            if len(self._is_written) >= _MAX_FIELDS:
                 return UNKNOWN
             self._is_written[key] = self._changes(chat, text, (*place, *leaf.path))
         return "" if self._is_written[key] else UNWRITTEN
@@ -93,9 +115,10 @@ class RecordNotes:
     def _changes(self, chat: Chat, text: str, path: tuple[str | int, ...]) -> bool:
         """Whether another value at a place of the conversation gives another text."""
         assert self.template is not None
-        changed = _replaced({"messages": list(chat.messages), "tools": chat.tools}, path, _OTHER)
+        fields = _replace_leaf({"messages": list(chat.messages), "tools": chat.tools}, path, _SENTINEL)
+        changed_chat = chat._replace(messages=fields["messages"], tools=fields["tools"])
         try:
-            return self.template.write(chat._replace(messages=changed["messages"], tools=changed["tools"])) != text
+            return self.template.write(changed_chat) != text
         except UnsoundTemplate:  # it has read the value
             return True
 
@@ -103,8 +126,8 @@ class RecordNotes:
 def _leaves(value: Any, field: str = "", path: tuple[str | int, ...] = ()) -> Iterator[Leaf]:
     if isinstance(value, dict):
         for key, entry in value.items():
-            named = field if field.endswith(_CUT) else f"{field}.{key}".lstrip(".")
-            yield from _leaves(entry, named, (*path, key))
+            entry_field = field if field.endswith(_OPAQUE_FIELDS) else f"{field}.{key}".lstrip(".")
+            yield from _leaves(entry, entry_field, (*path, key))
     elif isinstance(value, list):
         for number, entry in enumerate(value):
             yield from _leaves(entry, field, (*path, number))
@@ -112,13 +135,14 @@ def _leaves(value: Any, field: str = "", path: tuple[str | int, ...] = ()) -> It
         yield Leaf(field, path, value)
 
 
-def _replaced(value: Any, path: tuple[str | int, ...], leaf: Any) -> Any:
-    """A copy, as far as it must be one, with another leaf at a path."""
+def _replace_leaf(value: Any, path: tuple[str | int, ...], leaf: Any) -> Any:
+    """A value with another leaf at a path. Only what holds the leaf is copied."""
     if not path:
         return leaf
-    copied: Any = dict(value) if isinstance(value, dict) else list(value)
-    copied[path[0]] = _replaced(value[path[0]], path[1:], leaf)
-    return copied
+    key, *rest = path
+    copy: Any = dict(value) if isinstance(value, dict) else list(value)
+    copy[key] = _replace_leaf(value[key], tuple(rest), leaf)
+    return copy
 
 
 def _squeeze(text: str) -> str:

@@ -35,8 +35,13 @@ if TYPE_CHECKING:  # the process of a template starts quickly
 Span = tuple[int, int]  # characters, the end excluded
 Message = Mapping[str, Any]
 
-FILE, CONFIGS = "chat_template.jinja", ("tokenizer_config.json", "special_tokens_map.json")
-_OPEN, _CLOSE, _OTHER = "\ufdd0", "\ufdd1", "\ufdd2"  # code points that Unicode keeps free for a program's own use
+FILE = "chat_template.jinja"
+CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
+
+# Code points that Unicode keeps free for a program's own use: no text has them.
+_OPEN = "\ufdd0"
+_CLOSE = "\ufdd1"
+_PLACEHOLDER = "\ufdd2"
 
 
 class Chat(NamedTuple):
@@ -74,7 +79,11 @@ class ChatTemplate:
 
     @cached_property
     def _environment(self) -> jinja2.Environment:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Marked, "jinja2.ext.loopcontrols"])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Marked, "jinja2.ext.loopcontrols"],
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _refuse
         return environment
@@ -95,48 +104,71 @@ class ChatTemplate:
         return _unmarked(self._write(chat))[0]
 
     def render(self, chat: Chat, learn: "Learn") -> Rendered:
-        """The conversation, and what of it is learned: all that the assistant says, its last turn, or everything; without the turns that
-        the record says not to learn. Raises UnsoundTemplate, also for what the template itself refuses."""
+        """The conversation, and what of it is learned, without the turns that the record excludes.
+
+        `learn`: all that the assistant says, its last turn, or everything.
+        Raises UnsoundTemplate, also for what the template itself refuses.
+        """
         turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
         excluded = {number for number in turns if chat.learned and chat.learned[number] is False}
-        text, marked = _unmarked(self._write(chat))
+        text, marks = _unmarked(self._write(chat))
         if learn == "all" and not excluded:
             return Rendered(text, ((0, len(text)),))
-        if learn == "assistant" and not excluded and marked:
-            return Rendered(text, tuple(marked))
+        if learn == "assistant" and not excluded and marks:
+            return Rendered(text, tuple(marks))
 
         # 1. The spans of each turn that counts.
-        selected = turns[-1:] if learn == "last" else sorted(excluded) if learn == "all" else turns
-        if marked:
-            spans = self._marked_spans(chat, turns, marked)
+        if learn == "last":
+            selected = turns[-1:]
+        elif learn == "all":
+            selected = sorted(excluded)
+        else:
+            selected = turns
+        if marks:
+            spans = self._marked_spans(chat, turns, marks)
         else:
             spans = {number: [self._turn(text, chat, number)] for number in selected}
 
         # 2. What is learned: these, or the rest of the text.
         if learn == "all":
-            return Rendered(text, _between(sorted(span for number in excluded for span in spans[number]), len(text)))
+            excluded_spans = sorted(span for number in excluded for span in spans[number])
+            return Rendered(text, _between(excluded_spans, len(text)))
+        learned = list[Span]()
         for number in selected:
-            if not spans[number] and number not in excluded:
+            if number in excluded:
+                continue
+            if not spans[number]:
                 raise UnsoundTemplate(f"the chat template ({self.where}) marks nothing in turn {number + 1}, of the assistant")
-        return Rendered(text, tuple(span for number in selected if number not in excluded for span in spans[number]))
+            learned += spans[number]
+        return Rendered(text, tuple(learned))
 
     def turn_end(self) -> str | None:
         """The special token that ends what is learned of a turn; None where none does, or the template refuses a short conversation."""
+        chat = Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         try:
-            rendered = self.render(Chat([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]), "last")
+            rendered = self.render(chat, "last")
         except UnsoundTemplate:
             return None
-        said = rendered.text[slice(*rendered.learned[-1])].rstrip() if rendered.learned else ""
-        return next((token for token in self.special if said.endswith(token)), None)
+        turn = ""
+        if rendered.learned:
+            begin, end = rendered.learned[-1]
+            turn = rendered.text[begin:end].rstrip()
+        return next((token for token in self.special if turn.endswith(token)), None)
 
     def _write(self, chat: Chat, first: int | None = None, prompt: bool = False) -> str:
-        """The text of the `first` messages, all without it, with marks; with `prompt`, and what asks for the assistant's turn."""
+        """The text of the `first` messages, with marks. `first`: None for all; `prompt`: add what asks for the assistant's turn."""
 
         def now(form: str) -> str:
             return time.strftime(form, time.gmtime(chat.day))
 
+        # A record may set `documents`, and none of the last four.
         variables = dict(self.names) | {"documents": None} | dict(chat.variables)
-        variables |= {"messages": chat.messages[:first], "tools": chat.tools, "add_generation_prompt": prompt, "strftime_now": now}
+        variables |= {
+            "messages": chat.messages[:first],
+            "tools": chat.tools,
+            "add_generation_prompt": prompt,
+            "strftime_now": now,
+        }
         try:
             return self._program.render(**variables)
         except (DataError, MemoryError):
@@ -144,73 +176,94 @@ class ChatTemplate:
         except Exception as fault:  # a template is a program: it may fail in any way
             raise UnsoundTemplate(f"the chat template ({self.where}) refuses it: {fault}") from None
 
-    def _marked_spans(self, chat: Chat, turns: Sequence[int], marked: Sequence[Span]) -> dict[int, list[Span]]:
+    def _marked_spans(self, chat: Chat, turns: Sequence[int], marks: Sequence[Span]) -> dict[int, list[Span]]:
         """The marked spans of each turn: those that come with it when the conversation is written turn by turn."""
-        spans, begin = {}, 0
+        spans = {}
+        begin = 0
         for number in turns:
-            end = len(_unmarked(self._write(chat, number + 1))[1])
-            spans[number] = list(marked[begin:end])
+            _, marks_so_far = _unmarked(self._write(chat, number + 1))
+            end = len(marks_so_far)
+            spans[number] = list(marks[begin:end])
             if end < begin:
                 break
             begin = end
-        if begin != len(marked) or len(spans) < len(turns):
+        if begin != len(marks) or len(spans) < len(turns):
             raise UnsoundTemplate(f"the chat template ({self.where}) marks earlier turns otherwise once others follow; mark each turn once")
         return spans
 
     def _turn(self, text: str, chat: Chat, number: int) -> Span:
         """Where one turn of the assistant stands in the text."""
-        asked, told = _unmarked(self._write(chat, number, prompt=True))[0], _unmarked(self._write(chat, number + 1))[0]
-        if told.startswith(asked):
-            said = self._to_its_end(told[len(asked) :])
-        elif content := self._content(told, chat, number):
-            asked, said = told[: content[0]], told[content[0] : content[1]]
+        prompt, _ = _unmarked(self._write(chat, number, prompt=True))
+        answered, _ = _unmarked(self._write(chat, number + 1))
+        if answered.startswith(prompt):
+            turn = self._cut_after_end(answered[len(prompt) :])
+        elif content := self._content(answered, chat, number):
+            begin, end = content
+            prompt = answered[:begin]
+            turn = answered[begin:end]
         else:
             raise UnsoundTemplate(
                 f"the chat template ({self.where}) writes messages before turn {number + 1} otherwise once the assistant has answered, so "
                 "what is said cannot be found; use a template that marks it with {% generation %} and {% endgeneration %}"
             )
-        if not said:
+        if not turn:
             raise UnsoundTemplate(f"the chat template ({self.where}) writes nothing for turn {number + 1}, of the assistant")
-        if not text.startswith(asked + said):
+        if not text.startswith(prompt + turn):
             raise UnsoundTemplate(
                 f"the chat template ({self.where}) writes turn {number + 1}, of the assistant, otherwise once others follow (it may drop "
                 "thoughts), so it cannot be learned as it is said; write learn: last beside messages, or use a template that marks what is "
                 "learned with {% generation %} and {% endgeneration %}"
             )
-        return len(asked), len(asked) + len(said)
+        return len(prompt), len(prompt) + len(turn)
 
-    def _content(self, told: str, chat: Chat, number: int) -> Span | None:
-        """Where the content of a turn stands in the conversation up to it, with the special token that follows it: where another content
-        gives another text. None if nothing of it is written."""
+    def _content(self, answered: str, chat: Chat, number: int) -> Span | None:
+        """The span of a turn's content in the conversation up to it, with the special token that ends it.
+
+        None if nothing of the content is written. `answered`: the conversation up to the turn.
+        """
         if not chat.messages[number]["content"]:
             return None
-        other = [*chat.messages[:number], {**chat.messages[number], "content": _OTHER}]
-        before, found, after = _unmarked(self._write(chat._replace(messages=other)))[0].partition(_OTHER)
-        if not found or not told.startswith(before) or not told.endswith(after) or len(told) < len(before) + len(after):
+
+        # The template writes a placeholder where it writes the content.
+        messages = [*chat.messages[:number], {**chat.messages[number], "content": _PLACEHOLDER}]
+        text, _ = _unmarked(self._write(chat._replace(messages=messages)))
+        head, placeholder, tail = text.partition(_PLACEHOLDER)
+        if not placeholder or not answered.startswith(head) or not answered.endswith(tail):
             return None
-        end = next((token for token in self.special if after.lstrip().startswith(token)), "")
-        return len(before), len(told) - len(after) + (after.index(end) + len(end) if end else 0)
+        if len(answered) < len(head) + len(tail):
+            return None
 
-    def _to_its_end(self, said: str) -> str:
-        """A turn to the special token that ends it, the first after which there are only blanks and special tokens; all without one."""
-        end, cut = len(said), said.rstrip()
-        while self.special and cut.endswith(self.special):
-            end = len(cut)
-            cut = cut.removesuffix(next(token for token in self.special if cut.endswith(token))).rstrip()
-        return said[:end]
+        end = len(answered) - len(tail)
+        end_token = next((token for token in self.special if tail.lstrip().startswith(token)), "")
+        if end_token:
+            end += tail.index(end_token) + len(end_token)
+        return len(head), end
+
+    def _cut_after_end(self, turn: str) -> str:
+        """A turn up to the first special token after which only blanks and special tokens follow; all of it without one."""
+        end = len(turn)
+        rest = turn.rstrip()
+        while self.special and rest.endswith(self.special):
+            end = len(rest)
+            end_token = next(token for token in self.special if rest.endswith(token))
+            rest = rest.removesuffix(end_token).rstrip()
+        return turn[:end]
 
 
-def read_template(given: Path | None, tokenizer: Path, special: Sequence[str]) -> ChatTemplate:
-    """The template in file `given`, else the one beside a `tokenizer.json` with these special tokens. Raises DataError where there is
-    none."""
-    configs = [(path, read_json(path)) for path in (tokenizer.parent / name for name in CONFIGS) if path.exists()]
+def read_template(file: Path | None, tokenizer: Path, special: Sequence[str]) -> ChatTemplate:
+    """The template in `file`, else the one beside a `tokenizer.json` with these special tokens.
+
+    Raises DataError where there is none.
+    """
+    paths = [tokenizer.parent / name for name in CONFIGS]
+    configs = [(path, read_json(path)) for path in paths if path.exists()]
     names = dict[str, str]()
     for _, config in configs:
         for name, token in config.items():
             token = token.get("content") if isinstance(token, dict) else token
             if name.endswith("_token") and isinstance(token, str):
                 names.setdefault(name, token)
-    for source, where in _sources(given, tokenizer, configs):
+    for source, where in _sources(file, tokenizer, configs):
         return ChatTemplate(source, where, tuple(sorted(names.items())), tuple(special))
     raise DataError(
         f"{tokenizer.parent}: no chat template comes with the tokenizer ({FILE}, or chat_template in {CONFIGS[0]}); "
@@ -218,54 +271,58 @@ def read_template(given: Path | None, tokenizer: Path, special: Sequence[str]) -
     )
 
 
-def _sources(given: Path | None, tokenizer: Path, configs: Sequence[tuple[Path, dict]]) -> Iterator[tuple[str, str]]:
+def _sources(file: Path | None, tokenizer: Path, configs: Sequence[tuple[Path, dict]]) -> Iterator[tuple[str, str]]:
     """Templates and where they are, the one that counts first."""
-    for path in [given] if given else [tokenizer.parent / FILE]:
-        try:
-            yield path.read_text(encoding="utf-8"), str(path)
-        except FileNotFoundError:
-            if given:
-                raise DataError(f"data.template: {given} does not exist; it is a file with a chat template") from None
-        except (OSError, UnicodeDecodeError) as fault:
-            raise DataError(f"{path}: cannot be read as a chat template: {fault}") from None
+    path = file or tokenizer.parent / FILE
+    try:
+        yield path.read_text(encoding="utf-8"), str(path)
+    except FileNotFoundError:
+        if file:
+            raise DataError(f"data.template: {file} does not exist; it is a file with a chat template") from None
+    except (OSError, UnicodeDecodeError) as fault:
+        raise DataError(f"{path}: cannot be read as a chat template: {fault}") from None
+
     for path, config in configs:
-        found = config.get("chat_template")
-        if isinstance(found, list):  # several of them, by name
-            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-            found = named.get("default") or next(iter(named.values()), None)
-        if isinstance(found, str):
-            yield found, str(path)
-        elif found is not None:
-            raise DataError(f"{path}: chat_template holds {type(found).__name__}, where a template is needed")
+        template = config.get("chat_template")
+        if isinstance(template, list):  # several of them, by name
+            templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = templates.get("default") or next(iter(templates.values()), None)
+        if isinstance(template, str):
+            yield template, str(path)
+        elif template is not None:
+            raise DataError(f"{path}: chat_template holds {type(template).__name__}, where a template is needed")
 
 
 def read_json(path: Path) -> dict:
     """The JSON object of a file. Raises DataError."""
     try:
-        found = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (ValueError, OSError, RecursionError) as fault:
         raise DataError(f"{path}: cannot be read: {fault}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: holds {type(found).__name__}, where an object is needed")
-    return found
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: holds {type(value).__name__}, where an object is needed")
+    return value
 
 
 def check_unmarked(value: object) -> None:
     """Raises UnsoundTemplate where a text has one of the two characters that mark what is learned."""
-    if any(mark in json.dumps(value, ensure_ascii=False, default=str) for mark in (_OPEN, _CLOSE)):
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if _OPEN in text or _CLOSE in text:
         raise UnsoundTemplate("it holds U+FDD0 or U+FDD1, which are no characters of a text")
 
 
 def _unmarked(text: str) -> tuple[str, list[Span]]:
-    """A text without its marks, and what was between them."""
-    pieces, spans, at = text.split(_OPEN), list[Span](), 0
-    plain = [pieces[0]]
-    at = len(pieces[0])
-    for piece in pieces[1:]:
-        said, _, rest = piece.partition(_CLOSE)
-        spans += [(at, at + len(said))] if said else []
-        plain += [said, rest]
-        at += len(said) + len(rest)
+    """A text without its marks, and the spans that were between them."""
+    head, *pieces = text.split(_OPEN)
+    plain = [head]
+    spans = list[Span]()
+    begin = len(head)
+    for piece in pieces:
+        marked, _, rest = piece.partition(_CLOSE)
+        if marked:
+            spans.append((begin, begin + len(marked)))
+        plain += [marked, rest]
+        begin += len(marked) + len(rest)
     return "".join(plain), spans
 
 
@@ -286,11 +343,16 @@ class _Marked(Extension):
 def _between(spans: Sequence[Span], end: int) -> tuple[Span, ...]:
     """What is left of a text of `end` characters without some spans."""
     edges = [0, *(edge for span in spans for edge in span), end]
-    return tuple((first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last)
+    gaps = zip(edges[::2], edges[1::2], strict=True)
+    return tuple((first, last) for first, last in gaps if first < last)
 
 
 def _to_json(
-    value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     """JSON without the escapes for HTML of Jinja's own filter; arguments in the order of `transformers`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

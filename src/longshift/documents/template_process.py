@@ -78,7 +78,8 @@ class TemplateProcess:
         assert self._child.stdin
         assert self._child.stdout
         try:
-            self._child.stdin.write(json.dumps({"method": method, "arguments": arguments}, default=str) + "\n")
+            request = json.dumps({"method": method, "arguments": arguments}, default=str)
+            self._child.stdin.write(request + "\n")
             self._child.stdin.flush()
             answer = json.loads(self._child.stdout.readline())
         except (BrokenPipeError, ValueError):
@@ -98,45 +99,54 @@ class TemplateProcess:
     def _why_gone(self) -> str:
         """Ends what is left of the child."""
         assert self._child
-        child, self._child = self._child, None
-        said = child.communicate()[1].strip().splitlines()
+        child = self._child
+        self._child = None
+        _, errors = child.communicate()
+        last_line = errors.strip().splitlines()[-1:]
         deadline_s, most_bytes = self._limits
         where = f"the chat template ({self.template.where})"
         if child.returncode == -signal.SIGPROF:
             return f"{where} computes for more than {deadline_s:g} s: look for loops in loops"
-        if "MemoryError" in said[-1:]:
+        if "MemoryError" in last_line:
             return f"{where} takes more than {most_bytes / 2**30:.3g} GiB of memory: look for texts that grow in a loop"
         if child.returncode == -signal.SIGKILL:
             return f"{where} was killed while it rendered: the machine may lack memory for it"
-        return f"{where} ended its process with {child.returncode}: {' '.join(said[-1:])[:300]}"
+        return f"{where} ended its process with {child.returncode}: {' '.join(last_line)[:300]}"
 
 
 def serve(template: str, deadline_s: str, most_bytes: str, parent: str) -> None:
     """Answer conversations from standard input until it ends. The process ends by SIGPROF where one takes too long."""
     end_with_parent(signal.SIGKILL, int(parent))
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    most = int(most_bytes) if hard == resource.RLIM_INFINITY else min(int(most_bytes), hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+    # A process may lower its hard limit, never raise it.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = int(most_bytes)
+    if hard_limit != resource.RLIM_INFINITY:
+        limit = min(limit, hard_limit)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     seconds = float(deadline_s)
 
     class Limited(ChatTemplate):
         """Each of its renderings has a deadline."""
 
-        def _write(self, *arguments: Any, **options: Any) -> str:
+        def _write(self, chat: Chat, first: int | None = None, prompt: bool = False) -> str:
             signal.setitimer(signal.ITIMER_PROF, seconds)
-            return super()._write(*arguments, **options)
+            return super()._write(chat, first, prompt)
 
     fields = json.loads(template)
     program = Limited(fields["source"], fields["where"], fields["names"], tuple(fields["special"]))
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        print(json.dumps(_answer(program, **json.loads(line))), flush=True)
+        request = json.loads(line)
+        answer = _answer(program, request["method"], request["arguments"])
+        print(json.dumps(answer), flush=True)
 
 
 def _answer(program: ChatTemplate, method: str, arguments: list[Any]) -> dict[str, Any]:
+    """The answer to a request, as JSON. A conversation, if there is one, is the first argument."""
     if arguments:
-        arguments[0] = Chat(*arguments[0])
+        arguments[0] = Chat._make(arguments[0])  # JSON made a list of it
     try:
         return {"value": getattr(program, method)(*arguments)}
     except UnsoundTemplate as fault:

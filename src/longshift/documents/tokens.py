@@ -37,7 +37,8 @@ from longshift.files import publish
 
 Progress = Callable[[int, int], None]  # bytes of the sources done, bytes in all
 
-FILES, MASK = ("tokens.bin", "offsets.bin"), "learned.bin"
+FILES = ("tokens.bin", "offsets.bin")
+MASK = "learned.bin"
 _FORMAT = 3
 _BATCH_CHARACTERS = 4 << 20
 
@@ -74,30 +75,33 @@ class TokenCache:
 
     @classmethod
     def open(cls, folder: Path | str, verify: bool = True) -> "TokenCache":
-        """Open a finished cache. Raises DataError with the reason when it is damaged; `verify` reads every token to be sure. Without it the
-        manifest and the sizes of files are checked, and `verify` may be called later."""
+        """Open a finished cache. `verify`: read every token to be sure.
+
+        Without `verify`, the manifest and the sizes of files are checked, and the method `verify` may be called later.
+        Raises DataError with the reason where the cache is damaged.
+        """
         folder = Path(folder)
         body = _read_manifest(folder)
-        masked = MASK in body["sha256"]
-        parts = [("tokens.bin", body["tokens"], body["dtype"]), ("offsets.bin", body["documents"] + 1, "<i8")]
-        for name, items, dtype in [*parts, *([(MASK, body["tokens"], "u1")] if masked else [])]:
-            _check_size(folder / name, items * np.dtype(dtype).itemsize)
+        has_mask = MASK in body["sha256"]
+
+        _check_size(folder / "tokens.bin", body["tokens"] * np.dtype(body["dtype"]).itemsize)
+        _check_size(folder / "offsets.bin", (body["documents"] + 1) * np.dtype("<i8").itemsize)
+        if has_mask:
+            _check_size(folder / MASK, body["tokens"] * np.dtype("u1").itemsize)
         if verify:
             _check_contents(folder, body["sha256"])
+
         offsets = np.memmap(folder / "offsets.bin", "<i8", "r")
-        counts = [f["documents"] for f in body["files"]]
         return cls(
             folder=folder,
             lengths=np.diff(offsets).astype(np.int64, copy=False),
             fingerprint=_digest(body["tokenizer"], body["sha256"]),
-            files=tuple(
-                CachedFile(f["path"], f["format"], end - n, n, f["source"]) for f, n, end in zip(body["files"], counts, accumulate(counts))
-            ),
+            files=_cached_files(body["files"]),
             skipped=tuple((path, why) for path, why in body["skipped"]),
             notes=tuple(body["notes"]),
             _offsets=offsets,
             _tokens=np.memmap(folder / "tokens.bin", body["dtype"], "r"),
-            _learned=np.memmap(folder / MASK, "u1", "r") if masked else None,
+            _learned=np.memmap(folder / MASK, "u1", "r") if has_mask else None,
             _sha256=body["sha256"],
         )
 
@@ -112,8 +116,9 @@ class TokenCache:
     def identity(self) -> str:
         """The files as this machine sees them, without reading them: equal for processes that have the same files open, of the same
         contents."""
-        stats = ((self.folder / name).stat() for name in self._sha256)
-        return json.dumps([platform.node(), *((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats), self.fingerprint])
+        stats = [(self.folder / name).stat() for name in self._sha256]
+        inodes = [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+        return json.dumps([platform.node(), *inodes, self.fingerprint])
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Tokens `start` to `stop` of a document, cut at its end: a read-only view of the file, uint16 or uint32."""
@@ -124,7 +129,8 @@ class TokenCache:
         return None if self._learned is None else self._learned[self._span(document, start, stop)]
 
     def _span(self, document: int, start: int, stop: int | None) -> slice:
-        begin, end = int(self._offsets[document]), int(self._offsets[document + 1])
+        begin = int(self._offsets[document])
+        end = int(self._offsets[document + 1])
         return slice(begin + start, end if stop is None else min(begin + stop, end))
 
     @property
@@ -140,11 +146,13 @@ class TokenCache:
     def where(self, document: int) -> str:
         """The file a document came from, and its line or row there."""
         file = self.files[bisect_right(self.files, document, key=lambda f: f.first) - 1]
-        nth = document - file.first
+        index = document - file.first
         if file.format in ("parquet", "arrow", "dataset"):
-            return f"{file.path}, row {nth}"
-        words = {"jsonl": "line", "json": "entry", "csv": "record", "tsv": "record"}
-        return f"{file.path}, {words[file.format]} {nth + 1}" if file.format in words else file.path
+            return f"{file.path}, row {index}"
+
+        # Editors count lines from 1. A text or a Python file is one document: it has no number.
+        units = {"jsonl": "line", "json": "entry", "csv": "record", "tsv": "record"}
+        return f"{file.path}, {units[file.format]} {index + 1}" if file.format in units else file.path
 
 
 def build(
@@ -161,73 +169,98 @@ def build(
     document; `verify` is as in `TokenCache.open`; `template`, of conversations, is the tokenizer's own where not given. Raises DataError
     for bad input, for a damaged cache, and when the folder cannot be written.
     """
-    inputs = [(nth, file) for nth, source in enumerate(sources) for file in files(source)]
+    inputs = [(index, file) for index, source in enumerate(sources) for file in files(source)]
     chat = _template(sources, tokenizer, template)
-    key = _digest(_FORMAT, tokenizer.fingerprint, [(nth, asdict(file)) for nth, file in inputs], *([asdict(chat)] if chat else []))
+
+    # The template is in the key only where there is one, so that caches of plain texts keep their key.
+    file_facts = [(source, asdict(file)) for source, file in inputs]
+    template_facts = [asdict(chat)] if chat else []
+    key = _digest(_FORMAT, tokenizer.fingerprint, file_facts, *template_facts)
+
     target = Path(folder).expanduser() / key[:16]
-    new = not target.exists()
-    if new:
+    is_new = not target.exists()
+    if is_new:
         try:
             publish(target, lambda scratch: _write(inputs, tokenizer, chat, scratch, progress or (lambda done, total: None)))
         except OSError as error:
             raise DataError(f"{target}: cannot write the token cache: {error.strerror or error}") from error
-    return TokenCache.open(target, verify and not new)  # the hash of a new one was made from what was written
+    return TokenCache.open(target, verify and not is_new)  # the hash of a new one was made from what was written
 
 
 # Writing
 
 
-def _template(sources: Sequence[Source], tokenizer: Tokenizer, given: Path | None) -> ChatTemplate | None:
-    """The chat template where a source needs one, or may need it."""
+def _template(sources: Sequence[Source], tokenizer: Tokenizer, path: Path | None) -> ChatTemplate | None:
+    """The chat template where a source needs one, or may need it. `path`: its file, None for the tokenizer's own."""
     if not any(source.format.is_masked for source in sources):
         return None
     try:
-        return read_template(given, tokenizer.file, tokenizer.special)
+        return read_template(path, tokenizer.file, tokenizer.special)
     except DataError:
-        if given is None and all(source.format.kind != "messages" for source in sources):
+        if path is None and all(source.format.kind != "messages" for source in sources):
             return None  # prompts and completions may be plain text
         raise
 
 
 def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatTemplate | None, folder: Path, progress: Progress) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab <= 1 << 16 else "<u4")
-    nothing, masked = len(tokenizer.encode([""])[0]), any(file.learn for _, file in inputs)
+    empty_tokens = len(tokenizer.encode([""])[0])
+    has_mask = any(file.learn for _, file in inputs)
+    num_sources = 1 + max(source for source, _ in inputs)
+
+    # 1. Tokens and masks of all documents. A document's first token is no target.
     lengths: list[int] = []
-    counts, skipped = [0] * len(inputs), []
-    sources = 1 + max(nth for nth, _ in inputs)
-    learned, seen = np.zeros(sources, np.int64), np.zeros(sources, np.int64)
-    renders = TemplateProcess(chat) if chat else nullcontext()
-    with open(folder / "tokens.bin", "wb") as out, open(folder / MASK, "wb") as mask_out, renders as template:
-        notes = [RecordNotes(template) for _ in range(sources)]
+    file_documents = [0] * len(inputs)
+    skipped: list[tuple[str, str]] = []
+    source_learned = np.zeros(num_sources, np.int64)
+    source_targets = np.zeros(num_sources, np.int64)
+    template_context = TemplateProcess(chat) if chat else nullcontext()
+    with (
+        open(folder / "tokens.bin", "wb") as token_file,
+        open(folder / MASK, "wb") as mask_file,
+        template_context as template,
+    ):
+        notes = [RecordNotes(template) for _ in range(num_sources)]
         for batch in _batches(_texts(inputs, template, notes, skipped, progress)):
-            for (nth, text), (ids, mask) in zip(batch, _encoded(tokenizer, [text for _, text in batch])):
-                if len(ids) == nothing:
+            encoded = _encoded(tokenizer, [text for _, text in batch])
+            for (file_index, text), (ids, mask) in zip(batch, encoded):
+                if len(ids) == empty_tokens:
                     raise DataError(f"{text.where}: the tokenizer finds no token in this text of {len(text.text)} characters")
-                out.write(np.array(ids, dtype).tobytes())
-                mask = np.ones(len(ids), bool) if mask is None else mask
-                if masked:
-                    mask_out.write(mask.astype("u1").tobytes())
+                token_file.write(np.array(ids, dtype).tobytes())
+                if mask is None:
+                    mask = np.ones(len(ids), bool)
+                if has_mask:
+                    mask_file.write(mask.astype("u1").tobytes())
                 lengths.append(len(ids))
-                counts[nth] += 1
-                learned[inputs[nth][0]] += int(mask[1:].sum())
-                seen[inputs[nth][0]] += len(ids) - 1
+                file_documents[file_index] += 1
+                source, _ = inputs[file_index]
+                source_learned[source] += int(mask[1:].sum())
+                source_targets[source] += len(ids) - 1
+
+    # 2. Checks that need all of them.
     if not lengths:
         raise DataError("the sources of data.train hold no document")
-    if masked:
-        _check_masks(inputs, learned, seen)
+    if has_mask:
+        _check_masks(inputs, source_learned, source_targets)
     else:
         (folder / MASK).unlink()
+
+    # 3. The manifest comes last: it has the hashes of the other files.
     np.array([0, *accumulate(lengths)], "<i8").tofile(folder / "offsets.bin")
+    names = [*FILES, MASK] if has_mask else FILES
+    sentences = list[str]()
+    for source, source_notes in enumerate(notes):
+        sentences += [f"{_source_name(inputs, source)}: {sentence}" for sentence in source_notes.sentences()]
     body = {
         "format": _FORMAT,
         "dtype": dtype.str,
         "documents": len(lengths),
         "tokens": sum(lengths),
         "tokenizer": tokenizer.fingerprint,
-        "sha256": {name: _sha256(folder / name) for name in (*FILES, *([MASK] if masked else []))},
-        "files": [{**asdict(file), "source": nth, "documents": count} for (nth, file), count in zip(inputs, counts)],
+        "sha256": {name: _sha256(folder / name) for name in names},
+        "files": [{**asdict(file), "source": source, "documents": count} for (source, file), count in zip(inputs, file_documents)],
         "skipped": skipped,
-        "notes": [f"{_source_name(inputs, nth)}: {sentence}" for nth, of_source in enumerate(notes) for sentence in of_source.sentences()],
+        "notes": sentences,
     }
     (folder / "manifest.json").write_text(json.dumps({"sha256": _digest(body), "body": body}, indent=1) + "\n")
 
@@ -240,21 +273,26 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[Text]) -> Iterator[tuple[list
         yield (next(plain), None) if text.learned is None else next(parts)
 
 
-def _check_masks(inputs: Sequence[tuple[int, File]], learned: np.ndarray, seen: np.ndarray) -> None:
-    """Raises DataError for a source of conversations of which nothing is learned, or everything."""
-    for nth, file in dict(reversed(inputs)).items():
-        if file.learn and learned[nth] == 0:
-            raise DataError(f"{file.path}: not one of {seen[nth]} tokens would be learned; look at them with longshift data CONFIG")
-        if file.learn in ("assistant", "last") and learned[nth] == seen[nth]:
+def _check_masks(inputs: Sequence[tuple[int, File]], learned: np.ndarray, targets: np.ndarray) -> None:
+    """Raises DataError for a source of conversations of which nothing is learned, or everything.
+
+    `learned`, `targets`: of each source, tokens that are learned and those that could be.
+    """
+    # Reversed, the first file of each source is the one that the dict keeps.
+    for source, file in dict(reversed(inputs)).items():
+        total = targets[source]
+        if file.learn and learned[source] == 0:
+            raise DataError(f"{file.path}: not one of {total} tokens would be learned; look at them with longshift data CONFIG")
+        if file.learn in ("assistant", "last") and learned[source] == total:
             raise DataError(
-                f"{file.path}: all {seen[nth]} tokens would be learned, not only what the assistant says: the template marks everything; "
+                f"{file.path}: all {total} tokens would be learned, not only what the assistant says: the template marks everything; "
                 "to mean that, write learn: all"
             )
 
 
 def _source_name(inputs: Sequence[tuple[int, File]], source: int) -> str:
     """The file of a source, or its first of several."""
-    paths = [file.path for nth, file in inputs if nth == source]
+    paths = [file.path for file_source, file in inputs if file_source == source]
     return paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
 
 
@@ -265,45 +303,63 @@ def _texts(
     skipped: list[tuple[str, str]],
     progress: Progress,
 ) -> Iterator[tuple[int, Text]]:
-    """The documents of all files, each with the number of its file; files that give none are added to `skipped`, and what of a source no
-    token shows to its `notes`."""
-    total, before = sum(file.size_bytes for _, file in inputs), 0
-    for nth, (source, file) in enumerate(inputs):
-        done = 0
+    """The documents of all files, each with the number of its file.
+
+    Adds files that give none to `skipped`, and what of a source no token shows to its `notes`.
+    """
+    total_bytes = sum(file.size_bytes for _, file in inputs)
+    finished_bytes = 0
+    for file_index, (source, file) in enumerate(inputs):
+        characters = 0
         for item in read(file, chat, notes[source]):
             if isinstance(item, Skipped):
                 skipped.append((item.where, item.why))
             else:
-                done += len(item.text)
-                yield nth, item
-            progress(before + min(done, file.size_bytes), total)
+                characters += len(item.text)
+                yield file_index, item
+
+            # Characters stand for bytes; templates write more of them than the file has.
+            progress(finished_bytes + min(characters, file.size_bytes), total_bytes)
         if not unchanged(file):
             raise DataError(f"{file.path}: changed while it was read; start again when nothing writes to it")
-        before += file.size_bytes
-        progress(before, total)
+        finished_bytes += file.size_bytes
+        progress(finished_bytes, total_bytes)
 
 
 def _batches(texts: Iterable[tuple[int, Text]]) -> Iterator[list[tuple[int, Text]]]:
     """Runs of documents that the tokenizer takes at once."""
-    batch, characters = [], 0
-    for nth, text in texts:
-        batch.append((nth, text))
+    batch = []
+    characters = 0
+    for file_index, text in texts:
+        batch.append((file_index, text))
         characters += len(text.text)
         if characters >= _BATCH_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch = []
+            characters = 0
     if batch:
         yield batch
 
 
-# Checking
+# Reading
+
+
+def _cached_files(rows: Sequence[Mapping[str, Any]]) -> tuple[CachedFile, ...]:
+    """The files of a manifest, each with the number of its first document."""
+    cached = list[CachedFile]()
+    first = 0
+    for row in rows:
+        cached.append(CachedFile(row["path"], row["format"], first, row["documents"], row["source"]))
+        first += row["documents"]
+    return tuple(cached)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     try:
         manifest = json.loads(path.read_bytes())
-        body, digest = manifest["body"], manifest["sha256"]
+        body = manifest["body"]
+        digest = manifest["sha256"]
     except FileNotFoundError:
         raise DataError(f"{path} is missing; {_again(folder)}") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -30,44 +30,64 @@ class ValidSet:
     def of(
         cls, cache: TokenCache, max_len: int, overlong: Overlong | None, tokens: int, tokens_per_step: int, share: float = 0.0
     ) -> "ValidSet":
-        """Documents of at most `max_len` tokens, until there are `tokens`, in batches of about `tokens_per_step`. `share`: those that were
-        held out; 0: all of them. Raises DataError where there is none, or one is too long without a policy."""
+        """Documents of at most `max_len` tokens, until there are `tokens`, in batches of about `tokens_per_step`.
+
+        `share`: the share of documents that was held out; 0: all documents are candidates.
+        Raises DataError where there is none, or one is too long without a policy.
+        """
         if overlong is None and cache.lengths.max() > max_len:
             longest = int(cache.lengths.argmax())
             raise DataError(
                 f"data.valid: {cache.where(longest)} has {cache.lengths[longest]} tokens, more than data.max_len; set data.overlong"
             )
         cut = spans(cache.lengths, max_len, overlong or "split")
-        chosen = np.flatnonzero(held_out(cut.document, share)) if share else np.arange(len(cut))
-        if not len(chosen):
+        candidates = np.flatnonzero(held_out(cut.document, share)) if share else np.arange(len(cut))
+        if not len(candidates):
             raise DataError("no document is left to validate on: raise data.held_out, or name others as data.valid")
-        sample, total, order = list[tuple[int, int, int]](), 0, Order(len(chosen), 0)
-        for nth in range(len(chosen)):
+
+        # 1. Draw a sample. Its seed is fixed, so that runs of any seed validate on the same documents.
+        order = Order(len(candidates), 0)
+        sample = list[tuple[int, int, int]]()
+        total = 0
+        for cursor in range(len(candidates)):
             if total >= tokens:
                 break
-            span = int(chosen[order[nth]])
-            sample.append((int(cut.document[span]), int(cut.start[span]), int(cut.stop[span])))
-            total += sample[-1][2] - sample[-1][1]
+            document, start, stop = cut.item(int(candidates[order[cursor]]))
+            sample.append((document, start, stop))
+            total += stop - start
+
+        # 2. Fill batches of each range of lengths, from short to long.
         ranges: dict[int, list[list[tuple[int, int, int]]]] = {}
-        for piece in sorted(sample, key=lambda piece: (piece[2] - piece[1], piece)):
-            some = ranges.setdefault(1 << (piece[2] - piece[1] - 1).bit_length(), [])
-            if not some or sum(stop - start for _, start, stop in some[-1]) >= tokens_per_step:
-                some.append([])
-            some[-1].append(piece)
-        return cls(cache, tuple((upto, tuple(map(tuple, some))) for upto, some in sorted(ranges.items())))
+        for piece in sorted(sample, key=lambda piece: (_length(piece), piece)):
+            max_length = 1 << (_length(piece) - 1).bit_length()
+            batches = ranges.setdefault(max_length, [])
+            if not batches or sum(map(_length, batches[-1])) >= tokens_per_step:
+                batches.append([])
+            batches[-1].append(piece)
+        return cls(cache, tuple((max_length, tuple(map(tuple, batches))) for max_length, batches in sorted(ranges.items())))
 
     def losses(self, score: Callable[[Sequence[Document]], float]) -> tuple[tuple[int, float, int], ...]:
-        """Longest length, mean loss and targets of each range of lengths that has targets; `score`: the loss sum of documents. Raises
-        DataError where none has."""
-        found = []
-        for upto, batches in self.batches:
-            total, targets = 0.0, 0
+        """Longest length, mean loss and targets of each range of lengths that has targets.
+
+        `score`: the loss sum of documents. Raises DataError where no range has a target.
+        """
+        rows = []
+        for max_length, batches in self.batches:
+            loss = 0.0
+            targets = 0
             for batch in batches:
-                documents = [document_part(self.cache, *piece) for piece in batch]
-                targets += (count := sum(int((d.labels != IGNORE).sum()) for d in documents))
-                total += score(documents) if count else 0.0
+                documents = [document_part(self.cache, document, start, stop) for document, start, stop in batch]
+                batch_targets = sum(int((d.labels != IGNORE).sum()) for d in documents)
+                targets += batch_targets
+                if batch_targets:  # a forward pass without a target would tell nothing
+                    loss += score(documents)
             if targets:
-                found.append((upto, total / targets, targets))
-        if not found:
+                rows.append((max_length, loss / targets, targets))
+        if not rows:
             raise DataError("data.valid: no token that is learned is left in it: raise data.max_len, or validation.tokens")
-        return tuple(found)
+        return tuple(rows)
+
+
+def _length(piece: tuple[int, int, int]) -> int:
+    _, start, stop = piece
+    return stop - start

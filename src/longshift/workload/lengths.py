@@ -45,9 +45,13 @@ class Spans:
     def __len__(self) -> int:
         return len(self.document)
 
-    def of(self, chosen: np.ndarray) -> "Spans":
-        """Those that a mask chooses."""
-        return Spans(self.document[chosen], self.start[chosen], self.stop[chosen])
+    def of(self, mask: np.ndarray) -> "Spans":
+        """The spans that a mask selects."""
+        return Spans(self.document[mask], self.start[mask], self.stop[mask])
+
+    def item(self, index: int) -> tuple[int, int, int]:
+        """Document, start and stop of one span."""
+        return int(self.document[index]), int(self.start[index]), int(self.stop[index])
 
 
 def histogram(lengths: np.ndarray) -> tuple[Bin, ...]:
@@ -55,10 +59,15 @@ def histogram(lengths: np.ndarray) -> tuple[Bin, ...]:
     if not len(lengths):
         return ()
     highs = 1 << np.arange(int(lengths.max() - 1).bit_length() + 1)
-    which = np.searchsorted(highs, lengths)
-    documents = np.bincount(which, minlength=len(highs))
-    tokens = np.bincount(which, weights=lengths, minlength=len(highs)).astype(np.int64)
-    return tuple(Bin(int(highs[i]) // 2, int(highs[i]), int(documents[i]), int(tokens[i])) for i in range(int(which.min()), len(highs)))
+    bin_index = np.searchsorted(highs, lengths)
+    documents = np.bincount(bin_index, minlength=len(highs))
+    tokens = np.bincount(bin_index, weights=lengths, minlength=len(highs)).astype(np.int64)
+
+    bins = list[Bin]()
+    for i in range(int(bin_index.min()), len(highs)):
+        high = int(highs[i])
+        bins.append(Bin(low=high // 2, high=high, documents=int(documents[i]), tokens=int(tokens[i])))
+    return tuple(bins)
 
 
 def quantiles(lengths: np.ndarray, shares: Sequence[float]) -> tuple[int, ...]:
@@ -69,8 +78,14 @@ def quantiles(lengths: np.ndarray, shares: Sequence[float]) -> tuple[int, ...]:
 def cap_loss(lengths: np.ndarray, cap: int) -> CapLoss:
     """What capping documents at `cap` tokens would cost under each over-length policy."""
     longer = lengths[lengths > cap]
-    pieces, kept = int(_pieces(longer, cap).sum()), len(longer) * cap
-    return CapLoss(cap, len(longer), pieces, int(longer.sum()) - kept, int(longer.sum()))
+    total = int(longer.sum())
+    return CapLoss(
+        cap=cap,
+        documents=len(longer),
+        split_pieces=int(_pieces(longer, cap).sum()),
+        truncate_tokens=total - len(longer) * cap,
+        drop_tokens=total,
+    )
 
 
 def spans(lengths: np.ndarray, max_len: int, overlong: Overlong) -> Spans:
@@ -83,12 +98,15 @@ def spans(lengths: np.ndarray, max_len: int, overlong: Overlong) -> Spans:
 
     `max_len` is at least 2: a shorter piece may have no target.
     """
-    pieces = np.where(lengths > max_len, {"split": _pieces(lengths, max_len), "truncate": 1, "drop": 0}[overlong], 1)
+    long_pieces = {"split": _pieces(lengths, max_len), "truncate": 1, "drop": 0}[overlong]
+    pieces = np.where(lengths > max_len, long_pieces, 1)
     document = np.repeat(np.arange(len(lengths)), pieces)
-    nth = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    start = nth * max_len
+    first_span = np.cumsum(pieces) - pieces
+    piece_index = np.arange(len(document)) - np.repeat(first_span, pieces)
+    start = piece_index * max_len
     return Spans(document, start, np.minimum(start + max_len, lengths[document]))
 
 
 def _pieces(lengths: np.ndarray, max_len: int) -> np.ndarray:
+    """Pieces of documents that are split: the last token is only a target, so that it needs no piece."""
     return -(-(lengths - 1) // max_len)
