@@ -20,7 +20,7 @@ import numpy as np
 from longshift.errors import DataError, UsageError
 
 BIN_POINTS = 64  # lengths that stand for a bin, at most
-COUNTED = 20_000  # documents, by whose steps it is known how many a step has
+COUNTED = 20_000  # documents that are drawn to count how many a step has
 MOST = 1 << 48  # tokens of a document, documents of a bin
 
 
@@ -40,7 +40,8 @@ class Lengths:
         """Of documents in any order, [documents]. Raises UsageError where there is none, or one without tokens."""
         if not len(lengths) or lengths.min() < 1:
             raise UsageError("lengths of documents: there must be one, and each is at least 1")
-        return cls(*np.unique(np.asarray(lengths, np.int64), return_counts=True))
+        unique_lengths, counts = np.unique(np.asarray(lengths, np.int64), return_counts=True)
+        return cls(unique_lengths, counts)
 
     @property
     def documents(self) -> int:
@@ -51,40 +52,61 @@ class Lengths:
         return int(self.lengths @ self.counts)
 
     def documents_per_step(self, tokens_per_step: float) -> float:
-        """Mean number of documents of a step, of some that are drawn one after another: a step ends with the document that completes its
-        tokens, which may be much more than was asked for."""
-        ends, mean = np.cumsum(self.counts), self.tokens / self.documents
-        steps = int(np.clip(COUNTED * mean / tokens_per_step, 4, 256))
+        """Mean number of documents of a step, by drawing documents one after another.
+
+        A step ends with the document that completes its tokens, which may be many more than `tokens_per_step`.
+        """
+        ends = np.cumsum(self.counts)
+        mean_length = self.tokens / self.documents
+
+        # 1. Draw documents for some steps, and a fifth more, as steps differ.
+        max_steps = int(np.clip(COUNTED * mean_length / tokens_per_step, 4, 256))
         random = np.random.default_rng(0)
-        drawn = random.integers(0, ends[-1], int(1.2 * steps * (tokens_per_step / mean + 2)))
-        total = np.cumsum(self.lengths[np.searchsorted(ends, drawn, side="right")])
-        stop = whole = 0
-        while whole < steps:
-            after = int(np.searchsorted(total, (total[stop - 1] if stop else 0) + tokens_per_step)) + 1
-            if after > len(total):
+        indices = random.integers(0, ends[-1], int(1.2 * max_steps * (tokens_per_step / mean_length + 2)))
+        total_tokens = np.cumsum(self.lengths[np.searchsorted(ends, indices, side="right")])
+
+        # 2. Cut them into steps. One that the draw does not complete is left out.
+        stop = 0
+        steps = 0
+        while steps < max_steps:
+            step_begin = total_tokens[stop - 1] if stop else 0
+            next_stop = int(np.searchsorted(total_tokens, step_begin + tokens_per_step)) + 1
+            if next_stop > len(total_tokens):
                 break
-            stop, whole = after, whole + 1
-        return float(total[stop - 1]) / whole / mean if whole else tokens_per_step / mean
+            stop = next_stop
+            steps += 1
+        if not steps:
+            return tokens_per_step / mean_length
+
+        # Their tokens over the mean length are less noisy than the number of documents.
+        return float(total_tokens[stop - 1]) / steps / mean_length
 
     def typical(self, steps: int, tokens_per_step: float) -> list[np.ndarray]:
-        """Lengths of the documents of so many steps that together stand for all, int64 in random order. They are evenly spaced quantiles of
-        the distribution, from the longest on each in the step that has least tokens yet; as many as steps have on average."""
+        """Lengths of the documents of so many steps that together stand for all, int64 in random order.
+
+        They are evenly spaced quantiles of the distribution, as many as steps have on average.
+        """
         ends = np.cumsum(self.counts)
-        number = max(steps, round(steps * self.documents_per_step(tokens_per_step)))
-        found = self.lengths[np.searchsorted(ends, (np.arange(number)[::-1] + 0.5) / number * ends[-1])]
-        dealt: list[list[int]] = [[] for _ in range(steps)]
-        least = [(0, step) for step in range(steps)]
-        for length in found.tolist():
-            tokens, step = least[0]
-            dealt[step].append(length)
-            heapreplace(least, (tokens + length, step))
+        num_documents = max(steps, round(steps * self.documents_per_step(tokens_per_step)))
+        ranks = (np.arange(num_documents)[::-1] + 0.5) / num_documents * ends[-1]
+        lengths = self.lengths[np.searchsorted(ends, ranks)]
+
+        # From the longest on, each document goes to the step that has the fewest tokens yet.
+        step_lengths: list[list[int]] = [[] for _ in range(steps)]
+        loads = [(0, step) for step in range(steps)]
+        for length in lengths.tolist():
+            tokens, step = loads[0]
+            step_lengths[step].append(length)
+            heapreplace(loads, (tokens + length, step))
         random = np.random.default_rng(0)
-        return [random.permutation(np.array(some, np.int64)) for some in dealt]
+        return [random.permutation(np.array(documents, np.int64)) for documents in step_lengths]
 
 
 def read_lengths(path: Path) -> Lengths:
-    """The lengths in a file: a histogram where its name ends with .csv or .csv.gz, else one a line. Raises UsageError where it cannot be
-    read, DataError with file and line where it holds something else."""
+    """The lengths in a file: a histogram where its name ends with .csv or .csv.gz, else one a line.
+
+    Raises UsageError where it cannot be read, DataError with file and line where it holds something else.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -97,30 +119,38 @@ def read_lengths(path: Path) -> Lengths:
         except (OSError, EOFError, zlib.error) as fault:
             raise DataError(f"{path} is damaged: not gzip to its end ({fault})") from None
     lines = content.splitlines()
-    is_histogram = [suffix.lower() for suffix in path.suffixes[-2:] if suffix.lower() != ".gz"][-1:] == [".csv"]
-    found = _histogram(lines, path) if is_histogram else _one_a_line(lines, path)
-    if found is None:
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:] if suffix.lower() != ".gz"]
+    is_histogram = suffixes[-1:] == [".csv"]
+    lengths = _read_histogram(lines, path) if is_histogram else _read_list(lines, path)
+    if lengths is None:
         raise DataError(f"{path} holds no document")
-    if found.lengths.astype(float) @ found.counts > 1 << 62:
+    # In floats, as the sum may overflow.
+    if lengths.lengths.astype(float) @ lengths.counts > 1 << 62:
         raise DataError(f"{path} has more tokens than can be counted")
-    return found
+    return lengths
 
 
-def _one_a_line(lines: list[bytes], path: Path) -> Lengths | None:
-    kept = [line for line in lines if line[:1].isdigit()]  # quick, where nothing is wrong
-    if len(kept) < len(lines):
-        kept = [line for line in lines if not _is_comment(line)]
-    if not kept:
+def _read_list(lines: list[bytes], path: Path) -> Lengths | None:
+    """Lengths, one a line. Raises DataError with the line that is none."""
+    numbers = [line for line in lines if line[:1].isdigit()]  # quick, where nothing is wrong
+    if len(numbers) < len(lines):
+        numbers = [line for line in lines if not _is_comment(line)]
+    if not numbers:
         return None
     try:
-        if b"".join(kept).translate(None, b"0123456789 \t"):
+        if b"".join(numbers).translate(None, b"0123456789 \t"):
             raise ValueError("something that is no number")
-        lengths = np.array(kept).astype(np.int64)
+        lengths = np.array(numbers).astype(np.int64)
         if lengths.min() < 1 or lengths.max() > MOST:
             raise ValueError("a number out of range")
     except (ValueError, OverflowError):
-        found = [(line.decode(errors="replace").strip(), number) for number, line in enumerate(lines, 1) if not _is_comment(line)]
-        lengths = np.array([_whole(text, 1, f"{path}:{number}", "a length in tokens") for text, number in found])
+        # One by one, to find the line at fault.
+        values = list[int]()
+        for number, line in enumerate(lines, 1):
+            if not _is_comment(line):
+                text = line.decode(errors="replace").strip()
+                values.append(_parse_whole(text, 1, f"{path}:{number}", "a length in tokens"))
+        lengths = np.array(values)
     return Lengths.from_array(lengths)
 
 
@@ -128,24 +158,28 @@ def _is_comment(line: bytes) -> bool:
     return not line.strip() or line.startswith(b"#")
 
 
-def _whole(text: str, least: int, place: str, what: str) -> int:
+def _parse_whole(text: str, minimum: int, place: str, noun: str) -> int:
     """A whole number. Raises DataError with its place."""
-    if not (re.fullmatch("[0-9]{1,30}", text) and least <= int(text) <= MOST):
-        raise DataError(f"{place}: {text[:40]!r} is not {what}, a whole number from {least} to {MOST}")
+    if not (re.fullmatch("[0-9]{1,30}", text) and minimum <= int(text) <= MOST):
+        raise DataError(f"{place}: {text[:40]!r} is not {noun}, a whole number from {minimum} to {MOST}")
     return int(text)
 
 
-def _histogram(lines: list[bytes], path: Path) -> Lengths | None:
-    """Every bin's documents, shared among lengths that stand for it."""
-    sums, before = dict[int, int](), (0, "")
-    for place, low, high, documents in sorted(_bins(lines, path), key=lambda found: found[1:3]):
-        if low <= before[0]:
-            raise DataError(f"{place}: the bin from {low} to {high} begins inside another ({before[1]})")
-        before = high, place
-        for length, count in zip(*_spread(low, high, documents)):
-            sums[length] = sums.get(length, 0) + count
-    ordered = np.array(sorted(sums.items()), np.int64).reshape(-1, 2)
-    return Lengths(ordered[:, 0], ordered[:, 1]) if len(ordered) else None
+def _read_histogram(lines: list[bytes], path: Path) -> Lengths | None:
+    """Every bin's documents, shared among lengths that stand for it. Raises DataError for bins that overlap."""
+    count_by_length = dict[int, int]()
+    previous_high = 0
+    previous_place = ""
+    for place, low, high, documents in sorted(_bins(lines, path), key=lambda row: row[1:3]):
+        if low <= previous_high:
+            raise DataError(f"{place}: the bin from {low} to {high} begins inside another ({previous_place})")
+        previous_high = high
+        previous_place = place
+        lengths, counts = _spread(low, high, documents)
+        for length, count in zip(lengths, counts):
+            count_by_length[length] = count_by_length.get(length, 0) + count
+    rows = np.array(sorted(count_by_length.items()), np.int64).reshape(-1, 2)
+    return Lengths(rows[:, 0], rows[:, 1]) if len(rows) else None
 
 
 def _bins(lines: list[bytes], path: Path) -> Iterator[tuple[str, int, int, int]]:
@@ -154,7 +188,9 @@ def _bins(lines: list[bytes], path: Path) -> Iterator[tuple[str, int, int, int]]
     for number, line in enumerate(lines, 1):
         if _is_comment(line):
             continue
-        place, row = f"{path}:{number}", [cell.strip() for cell in next(csv.reader([line.decode("utf-8-sig", errors="replace")]))]
+        place = f"{path}:{number}"
+        text = line.decode("utf-8-sig", errors="replace")
+        row = [cell.strip() for cell in next(csv.reader([text]))]
         if columns is None:
             columns = row
             if missing := [name for name in ("range", "number") if name not in columns]:
@@ -166,19 +202,24 @@ def _bins(lines: list[bytes], path: Path) -> Iterator[tuple[str, int, int, int]]
         match = re.fullmatch(r"\[\s*(\S+)\s*,\s*(\S+)\s*\]", cells["range"])
         if not match:
             raise DataError(f'{place}: {cells["range"]!r} is not a range of lengths, both ends included, such as "[501, 1024]"')
-        low, high = (_whole(match[1], 0, place, "a length in tokens"), _whole(match[2], 1, place, "a length in tokens"))
+        low = _parse_whole(match[1], 0, place, "a length in tokens")
+        high = _parse_whole(match[2], 1, place, "a length in tokens")
         if low > high:
             raise DataError(f"{place}: the range from {low} to {high} is empty")
-        yield place, max(1, low), high, _whole(cells["number"], 0, place, "a number of documents")
+        documents = _parse_whole(cells["number"], 0, place, "a number of documents")
+        yield place, max(1, low), high, documents
 
 
 def _spread(low: int, high: int, documents: int) -> tuple[list[int], list[int]]:
-    """Lengths that stand for a bin, and documents of each: the middles of equal parts of the range's logarithm, shared as evenly as whole
-    numbers can be."""
+    """Lengths that stand for a bin, and documents of each, as even as whole numbers can be.
+
+    The lengths are the middles of equal parts of the range's logarithm.
+    """
     points = min(BIN_POINTS, high - low + 1, documents)
     if not points:
         return [], []
     middles = (np.arange(points) + 0.5) / points
-    lengths = np.clip(np.rint(low * ((high + 1) / low) ** middles - 0.5), low, high)
+    continuous_lengths = low * ((high + 1) / low) ** middles - 0.5
+    lengths = np.clip(np.rint(continuous_lengths), low, high)
     counts = np.diff(np.arange(points + 1) * documents // points)
     return lengths.astype(int).tolist(), counts.tolist()

@@ -89,13 +89,14 @@ def parse_edges(items: Sequence[object]) -> tuple[Edge, ...]:
 
 
 def _parse_edge(item: object) -> Edge:
-    needed = ("upto", "use")
+    needed_keys = ("upto", "use")
+    keys = (*needed_keys, "pack")
     if not isinstance(item, dict):
         raise UsageError(f"{shown(item)}: a group has the keys upto and use, as in {{upto: 4K, use: dp4}}")
     for key in item:
-        if key not in (known := (*needed, "pack")):
-            raise UsageError(f"{str(key)[:80]}: no such key of a group{did_you_mean(str(key), known)}")
-    for key in needed:
+        if key not in keys:
+            raise UsageError(f"{str(key)[:80]}: no such key of a group{did_you_mean(str(key), keys)}")
+    for key in needed_keys:
         if key not in item:
             raise UsageError(f"{shown(item)}: a group needs {key}, as in {{upto: 4K, use: dp4}}")
     if not isinstance(item["use"], str):
@@ -110,8 +111,9 @@ def _tokens(key: str, value: object) -> int:
     except ValueError as fault:
         raise UsageError(f"{key}: {fault}") from None
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_SIZE:
-        most = f" of at most {MOST_SIZE}" if isinstance(size, int) and size > MOST_SIZE else ""
-        raise UsageError(f"{key}: {shown(value)} is not a number of tokens{most}, such as 4K")
+        is_too_large = isinstance(size, int) and size > MOST_SIZE
+        limit = f" of at most {MOST_SIZE}" if is_too_large else ""
+        raise UsageError(f"{key}: {shown(value)} is not a number of tokens{limit}, such as 4K")
     return size
 
 
@@ -119,46 +121,59 @@ def check_edges(edges: Sequence[Edge]) -> None:
     """Raise UsageError unless the edges ascend, there is one, and every pack holds its group's longest document."""
     if not edges:
         raise UsageError("layout: an empty list; name at least one group, as in layout: [{upto: 4K, use: dp4}]")
-    for before, after in pairwise(edges):
-        if after.upto <= before.upto:
-            wrong = f"upto {after.upto} ({after.use}) comes after {before.upto} ({before.use})"
-            raise UsageError(f"layout: {wrong}; groups go from short to long")
+    for shorter, longer in pairwise(edges):
+        if longer.upto <= shorter.upto:
+            fault = f"upto {longer.upto} ({longer.use}) comes after {shorter.upto} ({shorter.use})"
+            raise UsageError(f"layout: {fault}; groups go from short to long")
     if edges[0].upto < 1:
         raise UsageError(f"layout: upto {edges[0].upto} ({edges[0].use}) holds no document; it is at least 1")
     for edge in edges:
         if edge.pack < edge.upto:
-            pack, upto = format_size(edge.pack), format_size(edge.upto)
-            wrong = f"pack {pack} of upto {upto} ({edge.use}) does not hold the group's longest document"
-            raise UsageError(f"layout: {wrong}; write pack: {upto} or more, or leave it out")
+            upto = format_size(edge.upto)
+            fault = f"pack {format_size(edge.pack)} of upto {upto} ({edge.use}) does not hold the group's longest document"
+            raise UsageError(f"layout: {fault}; write pack: {upto} or more, or leave it out")
 
 
 def length_groups(lengths: Sequence[int], edges: Sequence[Edge], spec: ModelSpec) -> tuple[LengthGroup, ...]:
-    """The groups that have documents, from short to long. Raises UsageError for edges that do not ascend and for a document longer than
-    the last: the over-length policy comes before grouping."""
+    """The groups that have documents, from short to long.
+
+    Raises UsageError for edges that do not ascend, and for a document longer than the last edge: the over-length policy comes before.
+    """
     check_edges(edges)
+    last = edges[-1]
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
-    if longest is not None and lengths[longest] > (last := edges[-1]).upto:
+    if longest is not None and lengths[longest] > last.upto:
         raise UsageError(
             f"document {longest} of the step has {lengths[longest]} tokens and the last group ({last.use}) ends at {last.upto}; raise its "
             f"upto to {lengths[longest]}, or cut long documents with data.max_len and data.overlong"
         )
+    # An edge includes its length, so bisect_left finds the group.
     ends = [edge.upto for edge in edges]
     members: list[list[int]] = [[] for _ in edges]
     for index, length in enumerate(lengths):
         members[bisect_left(ends, length)].append(index)
-    return tuple(_group(lo, edge, some, lengths, spec) for lo, edge, some in zip((0, *ends), edges, members) if some)
+
+    groups = list[LengthGroup]()
+    for lo, edge, documents in zip((0, *ends), edges, members):
+        if documents:
+            groups.append(_group(lo, edge, documents, lengths, spec))
+    return tuple(groups)
 
 
-def _group(lo: int, edge: Edge, members: Sequence[int], lengths: Sequence[int], spec: ModelSpec) -> LengthGroup:
+def _group(lo: int, edge: Edge, documents: Sequence[int], lengths: Sequence[int], spec: ModelSpec) -> LengthGroup:
+    """The group of some documents: dealt over replicas by cost, then packed on each. `documents`: indices into `lengths`."""
+    document_costs = [cost([lengths[d]], spec) for d in documents]
     packs: list[tuple[int, ...]] = []
-    dealt: list[tuple[int, ...]] = []
-    for share in shares([cost([lengths[m]], spec) for m in members], edge.use.dp):
-        own = [members[i] for i in share]
-        first = len(packs)
-        packs += [tuple(own[i] for i in packed) for packed in pack([lengths[m] for m in own], edge.pack)]
-        dealt.append(tuple(range(first, len(packs))))
-    costs = tuple(cost([lengths[i] for i in documents], spec) for documents in packs)
-    return LengthGroup(lo, edge.upto, edge.use, tuple(packs), tuple(dealt), costs)
+    pack_shares: list[tuple[int, ...]] = []
+    for share in shares(document_costs, edge.use.dp):
+        replica_documents = [documents[i] for i in share]
+        first_pack = len(packs)
+        for indices in pack([lengths[d] for d in replica_documents], edge.pack):
+            packs.append(tuple(replica_documents[i] for i in indices))
+        pack_shares.append(tuple(range(first_pack, len(packs))))
+
+    pack_costs = tuple(cost([lengths[d] for d in pack_documents], spec) for pack_documents in packs)
+    return LengthGroup(lo, edge.upto, edge.use, tuple(packs), tuple(pack_shares), pack_costs)
 
 
 def visiting_order(first: Sequence[float], hop: Sequence[Sequence[float]]) -> tuple[int, ...]:
@@ -167,24 +182,40 @@ def visiting_order(first: Sequence[float], hop: Sequence[Sequence[float]]) -> tu
     `first[i]`: from home to node i. `hop[i][j]`: from i to j, with home's help. The way back costs nothing: gradients of every node go home
     in any order. Exact for up to MOST_EXACT nodes; more are visited in the order given.
     """
-    begin, hops = np.array(first, float), np.reshape(np.array(hop, float), (len(first), len(first)))
-    return _best_order(begin, hops) if len(begin) <= MOST_EXACT else tuple(range(len(begin)))
+    n = len(first)
+    if n > MOST_EXACT:
+        return tuple(range(n))
+    # Without a node, `hop` has no second dim.
+    hops = np.reshape(np.array(hop, float), (n, n))
+    return _best_order(np.array(first, float), hops)
 
 
 def _best_order(begin: np.ndarray, hops: np.ndarray) -> tuple[int, ...]:
-    """Dynamic programming over subsets (Held, Karp 1962), 2^n n^2 steps: of every set of nodes and every one of them to be visited first,
-    the least cost."""
+    """The cheapest order, by dynamic programming over subsets (Held, Karp 1962): 2^n n^2 steps.
+
+    `begin` [n]: from home to each node; `hops` [n, n].
+    """
     n = len(begin)
-    sets, least = np.arange(1 << n), np.full((1 << n, n), np.inf)
-    least[1 << np.arange(n), np.arange(n)] = 0.0
+    sets = np.arange(1 << n)  # a bit a node
     sizes = sum((sets >> i & 1 for i in range(n)), np.zeros_like(sets))
+
+    # 1. min_costs[s, i]: of visiting all nodes of set s, node i first. A node alone needs no hop.
+    min_costs = np.full((1 << n, n), np.inf)
+    min_costs[1 << np.arange(n), np.arange(n)] = 0.0
     for size in range(2, n + 1):
         for i in range(n):
-            some = sets[(sizes == size) & (sets >> i & 1 == 1)]
-            least[some, i] = (hops[i] + least[some ^ 1 << i]).min(1)
-    order, left, costs = [], (1 << n) - 1, begin
-    while left:
-        at = int((costs + least[left]).argmin())
-        order.append(at)
-        left, costs = left ^ 1 << at, hops[at]
+            has_node = sets >> i & 1 == 1
+            sets_with_node = sets[(sizes == size) & has_node]
+            rest = sets_with_node ^ 1 << i
+            min_costs[sets_with_node, i] = (hops[i] + min_costs[rest]).min(1)
+
+    # 2. Walk the cheapest way. argmin takes the first of equal nodes: the lexicographically least order.
+    order = []
+    unvisited = (1 << n) - 1
+    costs = begin
+    while unvisited:
+        node = int((costs + min_costs[unvisited]).argmin())
+        order.append(node)
+        unvisited ^= 1 << node
+        costs = hops[node]
     return tuple(order)

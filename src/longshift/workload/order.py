@@ -59,7 +59,8 @@ class Mixture:
 
     @cached_property
     def _orders(self) -> tuple[Order, ...]:
-        seeds = (_keys(self.seed, -1 - nth)[0] for nth in range(len(self.sizes)))
+        # Negative, as the key of number 0 gives the offset.
+        seeds = [_keys(self.seed, -1 - source)[0] for source in range(len(self.sizes))]
         return tuple(Order(n, seed) for n, seed in zip(self.sizes, seeds))
 
     @cached_property
@@ -73,22 +74,31 @@ class Mixture:
         return _keys(self.seed, 0)[0]
 
     def __getitem__(self, cursor: int) -> int:
-        documents, shares = self._ends
-        first, last, nth = 0, len(self.sizes), cursor
+        document_ends, share_ends = self._ends
+        first = 0
+        last = len(self.sizes)
         while last - first > 1:
             middle = (first + last) // 2
-            left, both = shares[middle] - shares[first], shares[last] - shares[first]
-            offset = self._offset * both >> 64
-            before, after = ((at * left + offset) // both for at in (nth, nth + 1))
-            if after > before:
-                last, nth = middle, before
+            low_share = share_ends[middle] - share_ends[first]
+            total_share = share_ends[last] - share_ends[first]
+            offset = self._offset * total_share >> 64
+
+            # Of the first `cursor` documents of sources first to last, sources up to middle give low_reads. The cursor is
+            # theirs if the next document raises the number.
+            low_reads = (cursor * low_share + offset) // total_share
+            next_low_reads = ((cursor + 1) * low_share + offset) // total_share
+            if next_low_reads > low_reads:
+                last = middle
+                cursor = low_reads
             else:
-                first, nth = middle, nth - before
-        return documents[first] + self._orders[first][nth]
+                first = middle
+                cursor -= low_reads
+        return document_ends[first] + self._orders[first][cursor]
 
 
 def held_out(documents: np.ndarray, share: float) -> np.ndarray:
     """Which documents, by number, belong to a share that is held out of training: bool, the same for every seed."""
+    # SplitMix64 of each number, as `_mix` has it, in arrays. Plus one, as zero would stay zero.
     word = (documents.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         word = (word ^ word >> np.uint64(shift)) * np.uint64(factor)
@@ -98,16 +108,20 @@ def held_out(documents: np.ndarray, share: float) -> np.ndarray:
 def shares_of(
     tokens: Sequence[int], documents: Sequence[int], epochs: Sequence[float | None], weights: Sequence[float | None]
 ) -> tuple[int, ...]:
-    """Whole numbers in the proportion in which documents of the sources are read. A source is read `epochs` times while others are read
-    once (None: 1); or, where all have `weights`, so often that the tokens of the sources are in their proportion. Nothing is rounded."""
-    times = [Fraction(1) if each is None else Fraction(str(each)) for each in epochs]
+    """Whole numbers in the proportion in which documents of the sources are read. Nothing is rounded.
+
+    `epochs`: how often a source is read while others are read once; None: 1.
+    `weights`: where all sources have one, the proportion of their tokens, which counts instead.
+    """
+    # Text gives the decimal that a person wrote: 0.1 is 1/10, not the nearest float.
+    passes = [Fraction(1) if count is None else Fraction(str(count)) for count in epochs]
     if all(weight is not None for weight in weights):
-        times = [Fraction(str(weight)) / count for weight, count in zip(weights, tokens)]
-    reads = [each * n for each, n in zip(times, documents)]
-    common = lcm(*(each.denominator for each in reads))
-    whole = [int(each * common) for each in reads]
-    divisor = gcd(*whole)
-    return tuple(each // divisor for each in whole)
+        passes = [Fraction(str(weight)) / source_tokens for weight, source_tokens in zip(weights, tokens)]
+    reads = [source_passes * n for source_passes, n in zip(passes, documents)]
+    denominator = lcm(*(read.denominator for read in reads))
+    numerators = [int(read * denominator) for read in reads]
+    divisor = gcd(*numerators)
+    return tuple(numerator // divisor for numerator in numerators)
 
 
 def _keys(seed: int, epoch: int) -> tuple[int, ...]:
@@ -119,10 +133,13 @@ def _keys(seed: int, epoch: int) -> tuple[int, ...]:
 def _feistel(index: int, bits: int, keys: tuple[int, ...]) -> int:
     """A permutation of 0 to 4**bits - 1, whatever the keys."""
     mask = (1 << bits) - 1
-    left, right = index >> bits, index & mask
+    high = index >> bits
+    low = index & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
-    return left << bits | right
+        mixed = high ^ (_mix(low ^ key) & mask)
+        high = low
+        low = mixed
+    return high << bits | low
 
 
 def _mix(word: int) -> int:

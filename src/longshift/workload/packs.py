@@ -19,11 +19,14 @@ def pack(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
         fit = bisect_left(free, (length, 0))
-        left, at = free.pop(fit) if fit < len(free) else (capacity, len(packs))
-        if at == len(packs):
+        if fit < len(free):
+            space, pack_index = free.pop(fit)
+        else:
+            space = capacity
+            pack_index = len(packs)
             packs.append([])
-        packs[at].append(index)
-        insort(free, (left - length, at))
+        packs[pack_index].append(index)
+        insort(free, (space - length, pack_index))
     return tuple(map(tuple, packs))
 
 
@@ -34,13 +37,13 @@ def shares(costs: Sequence[float], replicas: int) -> tuple[tuple[int, ...], ...]
     arguments alone: equal costs keep their order, and of equally loaded replicas the first is taken. The dearest share costs at
     most 4/3 of the best possible.
     """
-    taken: list[list[int]] = [[] for _ in range(replicas)]
-    loads = [(0.0, replica) for replica in range(replicas)]
+    replica_shares: list[list[int]] = [[] for _ in range(replicas)]
+    loads = [(0.0, replica) for replica in range(replicas)]  # sorted, so a heap
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
         load, replica = loads[0]
-        taken[replica].append(index)
+        replica_shares[replica].append(index)
         heapq.heapreplace(loads, (load + costs[index], replica))
-    return tuple(map(tuple, taken))
+    return tuple(map(tuple, replica_shares))
 
 
 def cost(lengths: Sequence[int], spec: ModelSpec) -> float:

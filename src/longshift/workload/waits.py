@@ -21,12 +21,19 @@ delays the news of a rank that hangs (one that dies is noticed at once); one tha
 
 
 def timeout_s(spec: ModelSpec, edges: Sequence[Edge], max_len: int, tokens_per_step: int, flops_per_s: float) -> float:
-    """Seconds after which a collective fails: LEAST_S, or more where the slowest replica of a step may compute for longer. Groups count
-    together, since those that share copies of the weights do not wait for each other. Stages of a pipeline do not shorten one pack."""
-    longest, mean = 0.0, 0.0
+    """Seconds after which a collective fails: LEAST_S, or more where the slowest replica of a step may compute for longer.
+
+    Stages of a pipeline do not shorten one pack.
+    """
+    longest_flops = 0.0
+    mean_flops = 0.0
     for edge in edges:
-        length, layout = min(edge.upto, max_len), edge.use
-        document = cost([length], spec) / layout.sequence
-        longest += document
-        mean = max(mean, document / length * (tokens_per_step + max_len) / layout.dp)
-    return max(LEAST_S, (longest + mean) / flops_per_s)
+        length = min(edge.upto, max_len)
+        document_flops = cost([length], spec) / edge.use.sequence
+
+        # Groups that share copies of the weights do not wait for each other, so their longest documents add up.
+        longest_flops += document_flops
+        # The last document of a step may exceed its tokens by max_len.
+        group_flops = document_flops / length * (tokens_per_step + max_len) / edge.use.dp
+        mean_flops = max(mean_flops, group_flops)
+    return max(LEAST_S, (longest_flops + mean_flops) / flops_per_s)
