@@ -31,15 +31,16 @@ class Fields:
     optional: tuple[str, ...]
     nested: bool
 
-    def read_from(self, known: Sequence[str], where: str) -> list[str]:
-        """The fields to read of those that are known. Raises DataError where one is not there, or is there twice."""
+    def read_from(self, names: Sequence[str], where: str) -> list[str]:
+        """The fields to read of a record with these `names`. Raises DataError where one is not there, or is there twice."""
         for field in self.needed:
-            if field not in known:
-                raise DataError(f"{where}: {_no_field(field, known)}")
-        selected = [*self.needed, *(field for field in self.optional if field in known)]
+            if field not in names:
+                raise DataError(f"{where}: {_no_field(field, names)}")
+        selected = [*self.needed, *(field for field in self.optional if field in names)]
         for field in selected:
-            if list(known).count(field) > 1:
-                raise DataError(f"{where}: {field!r} is the name of {list(known).count(field)} columns")
+            count = list(names).count(field)
+            if count > 1:
+                raise DataError(f"{where}: {field!r} is the name of {count} columns")
         return selected
 
 
@@ -78,7 +79,9 @@ def _lines(path: str) -> Iterator[tuple[int, int, bytes]]:
     """Number, first byte and contents of each line, without a byte order mark."""
     offset = 0
     with open_unpacked(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(_LINE_LIMIT_BYTES + 1), b""), 1):
+        # A limit, as the memory of the machine may not hold a file without line breaks.
+        lines = iter(lambda: file.readline(_LINE_LIMIT_BYTES + 1), b"")
+        for number, line in enumerate(lines, 1):
             if len(line) > _LINE_LIMIT_BYTES:
                 reason = f"the line is longer than {_LINE_LIMIT_BYTES} bytes; is this a file of JSON lines?"
                 raise DataError(f"{path}, line {number}, byte {offset}: {reason}")
@@ -92,24 +95,28 @@ def _decode(line: bytes, where: str, offset: int) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError as error:
-        at = offset + error.start
-        raise DataError(f"{where}, byte {at}: not UTF-8: {error.reason} (0x{line[error.start]:02x})") from None
+        byte = offset + error.start
+        raise DataError(f"{where}, byte {byte}: not UTF-8: {error.reason} (0x{line[error.start]:02x})") from None
 
 
 def _read_lines(path: str, fields: Fields) -> Iterator[Record]:
-    blank, records = None, 0
+    blank_error = None
+    records = 0
     for number, offset, line in _lines(path):
-        where, byte = f"{path}, line {number}", f", byte {offset}"
+        where = f"{path}, line {number}"
+        byte = f", byte {offset}"
         if not line.strip():
-            blank = blank or DataError(f'{where}{byte}: the line is empty; each line is one JSON object such as {{"text": "..."}}')
+            if blank_error is None:
+                blank_error = DataError(f'{where}{byte}: the line is empty; each line is one JSON object such as {{"text": "..."}}')
             continue
-        if blank:  # an empty line is read over at the end alone: elsewhere a record may be lost
-            raise blank
-        values = _parse_json(_decode(line, where, offset).rstrip("\r\n"), where, offset)
+        if blank_error:  # an empty line is read over at the end alone: elsewhere a record may be lost
+            raise blank_error
+        text = _decode(line, where, offset).rstrip("\r\n")
+        values = _parse_json(text, where, offset)
         yield _record(_checked_object(values, where + byte, "one object a line"), fields, where, byte)
         records += 1
-    if blank and not records:
-        raise blank
+    if blank_error and not records:
+        raise blank_error
 
 
 def _parse_json(text: str, where: str, offset: int | None) -> Any:
@@ -117,10 +124,10 @@ def _parse_json(text: str, where: str, offset: int | None) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, column {error.colno}"
-        if offset is not None:
-            at = f"byte {offset + len(text[: error.pos].encode())}"
-        raise DataError(f"{where}, {at}: not JSON: {error.msg}") from None
+        position = f"line {error.lineno}, column {error.colno}"
+        if offset is not None:  # `pos` counts characters
+            position = f"byte {offset + len(text[: error.pos].encode())}"
+        raise DataError(f"{where}, {position}: not JSON: {error.msg}") from None
     except (ValueError, RecursionError) as error:
         place = where if offset is None else f"{where}, byte {offset}"
         raise DataError(f"{place}: not JSON that can be read: {error}") from None
@@ -134,23 +141,25 @@ def _checked_object(value: object, place: str, needed: str) -> dict[str, Any]:
 
 def _record(values: dict[str, Any], fields: Fields, where: str, byte: str = "") -> Record:
     selected = fields.read_from(list(values), where + byte)
-    return Record(values, where, byte, tuple(name for name in values if name not in selected))
+    unread = tuple(name for name in values if name not in selected)
+    return Record(values, where, byte, unread)
 
 
 def _read_array(path: str, fields: Fields) -> Iterator[Record]:
+    """The objects of a JSON array, which is read as a whole."""
     with open_unpacked(path) as file:
         data = file.read(_LINE_LIMIT_BYTES + 1)
     if len(data) > _LINE_LIMIT_BYTES:
         raise DataError(f"{path}: has more than {_LINE_LIMIT_BYTES} bytes; write such an array as JSON lines")
-    entries = _parse_json(_decode(data.removeprefix(UTF8_MARK), path, 0), path, None)
+    text = _decode(data.removeprefix(UTF8_MARK), path, 0)
+    entries = _parse_json(text, path, None)
     if isinstance(entries, dict):
         lists = [name for name, value in entries.items() if isinstance(value, list)]
         hint = f", such as what is in {lists[0]!r}" if lists else ""
         raise DataError(f"{path}: holds one JSON object; records are an array of objects{hint}, or one object a line")
     if not isinstance(entries, list) or not entries:
-        raise DataError(
-            f"{path}: holds {'an empty array' if entries == [] else type(entries).__name__}, where an array of objects is needed"
-        )
+        kind = "an empty array" if entries == [] else type(entries).__name__
+        raise DataError(f"{path}: holds {kind}, where an array of objects is needed")
     for number, values in enumerate(entries, 1):
         where = f"{path}, entry {number}"
         yield _record(_checked_object(values, where, "an object"), fields, where)
@@ -161,16 +170,20 @@ def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Recor
     csv.field_size_limit(_LINE_LIMIT_BYTES)
     lines = (_decode(line, f"{path}, line {number}", offset) for number, offset, line in _lines(path))
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
-    names, row, begin = None, 0, 0
+    names = None
+    records = 0
+    previous_line = 0
     while True:
-        where = f"{path}, line {begin + 1}"
+        # A row begins below the last line of the row before: a quoted field may hold line breaks.
+        where = f"{path}, line {previous_line + 1}"
         try:
             values = next(rows, None)
         except csv.Error as error:
-            raise DataError(f"{where}: not {'CSV' if delimiter == ',' else 'TSV'}: {error}") from None
+            kind = "CSV" if delimiter == "," else "TSV"
+            raise DataError(f"{where}: not {kind}: {error}") from None
         if values is None:
             break
-        begin = rows.line_num
+        previous_line = rows.line_num
         if names is None:
             names = values
             selected = fields.read_from(names, path)
@@ -179,8 +192,8 @@ def _read_delimited(path: str, fields: Fields, delimiter: str) -> Iterator[Recor
             if len(values) != len(names):
                 raise DataError(f"{where}: {len(values)} fields, where the first line names {len(names)}")
             yield Record(dict(zip(names, values)), where, "", unread)
-            row += 1
-    if not row:
+            records += 1
+    if not records:
         raise DataError(f"{path}: there are no rows")
 
 
@@ -204,10 +217,12 @@ def _read_dataset(path: str, fields: Fields) -> Iterator[Record]:
     """A folder as `datasets` saves it: state.json names Arrow streams, in order."""
     folder = Path(path)
     if (folder / "dataset_dict.json").exists():
-        splits = sorted((state.parent.name for state in folder.glob("*/state.json")), key=lambda name: (name != "train", name))
+        names = [state.parent.name for state in folder.glob("*/state.json")]
+        splits = sorted(names, key=lambda name: (name != "train", name))  # train first
         name = splits[0] if splits else "train"
         raise DataError(f"{path}: holds splits ({', '.join(splits)}); name one, as in path: {path}/{name}")
-    yield from _read_streams(path, [folder / name for name in _stream_names(folder / "state.json")], fields)
+    streams = [folder / name for name in _stream_names(folder / "state.json")]
+    yield from _read_streams(path, streams, fields)
 
 
 def _stream_names(state: Path) -> list[str]:
@@ -217,6 +232,7 @@ def _stream_names(state: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{state}: _data_files does not name the files of a dataset: {type(error).__name__}: {error}") from error
     for name in names:
+        # A name that leads out of the folder would read files of the machine.
         if not isinstance(name, str) or not name or name.startswith(".") or "\0" in name or Path(name).name != name:
             raise DataError(f"{state}: _data_files: {shown(name)} is no name of a file in the folder")
     return names
@@ -240,32 +256,38 @@ def _read_batches(path: str, names: Sequence[str], fields: Fields, batches: Iter
     """Rows from number `row` on, of the columns that are read of these `names`."""
     selected = fields.read_from(names, path)
     unread = tuple(name for name in names if name not in selected)
-    first = row
+    first_row = row
     for batch in batches:
+        # In slices, as a batch may be a whole file, and Python objects are many times as large.
         for begin in range(0, len(batch), _ROWS):
             part = batch.select(selected).slice(begin, _ROWS)
-            columns = [_values(path, fields, name, part.column(name), row) for name in selected]
-            for values in zip(*columns, strict=True):
-                record = {name: _without_nulls(value) for name, value in zip(selected, values)}
+            columns = {name: _values(path, fields, name, part.column(name), row) for name in selected}
+            for index in range(len(part)):
+                record = {name: _without_nulls(values[index]) for name, values in columns.items()}
                 yield Record(record, f"{path}, row {row}", "", unread)
                 row += 1
-    if row == first == 0:
+    if row == first_row == 0:
         raise DataError(f"{path}: there are no rows")
 
 
 def _values(path: str, fields: Fields, name: str, column: pa.Array, row: int) -> list[Any]:
-    """The values of a column from a row on. Raises DataError for what is not UTF-8, ArrowInvalid where offsets lead out of the column: the
-    file is damaged, and reading on would end the process."""
+    """The values of a column from a row on.
+
+    Raises DataError for what is not UTF-8, ArrowInvalid where offsets lead out of the column.
+    """
     if isinstance(column, pa.DictionaryArray):
         column = column.dictionary_decode()
     kind = column.type
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+    # Offsets of a damaged file would end the process when they are read.
     try:
         column.validate(full=True)
     except pa.ArrowInvalid as error:
         index = re.search(r"Invalid UTF8 sequence at string index (\d+)", str(error))
         if index is None:
             raise
+        # Of a nested column, the index counts strings, not rows.
         where = f"row {row + int(index[1])}" if is_text else f"rows {row} to {row + len(column) - 1}"
         raise DataError(f"{path}, {where}: {name!r} is not UTF-8") from None
     if not is_text and not fields.nested:
@@ -279,13 +301,16 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _no_field(field: str, known: Sequence[str]) -> str:
-    close = nearest(field, known)
-    name = close[0] if close else known[0] if len(known) == 1 else None
-    if {"prompt", "completion"} <= set(known):
+def _no_field(field: str, names: Sequence[str]) -> str:
+    """Message: a record with these `names` has no such field, and what the source may have meant."""
+    chats = [name for name in names if name in ("messages", "conversation", "conversations", "chat")]
+    texts = nearest(field, names) or (names if len(names) == 1 else [])
+    if {"prompt", "completion"} <= set(names):
         hint = "; did you mean format: {prompt: prompt, completion: completion}?"
-    elif chats := [name for name in known if name in ("messages", "conversation", "conversations", "chat")]:
+    elif chats:
         hint = f"; did you mean format: {{messages: {chats[0]}}}?"
+    elif texts and texts[0]:
+        hint = f"; did you mean format: {{text: {texts[0]}}}?"
     else:
-        hint = f"; did you mean format: {{text: {name}}}?" if name else ""
-    return f"there is no field {field!r} (data.train), only {', '.join(map(repr, known)) or 'none'}{hint}"
+        hint = ""
+    return f"there is no field {field!r} (data.train), only {', '.join(map(repr, names)) or 'none'}{hint}"

@@ -24,7 +24,10 @@ from longshift.documents.template_process import TemplateProcess
 from longshift.errors import DataError, nearest
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
-_SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 1 << 14  # of each file, for its digest
+
+# Of each file, for its digest.
+_SAMPLED_BLOCKS = 16
+_BLOCK_BYTES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -65,23 +68,30 @@ class Skipped:
 
 
 def files(source: Source) -> tuple[File, ...]:
-    """The files of a source, sorted by path; `*`, `?`, `[...]` and `**` in it mean what they do in a shell. Raises DataError when there are
-    none, naming what does exist, and for a match that is neither a file nor a folder on the way to one: nothing is left out silently."""
+    """The files of a source, sorted by path; `*`, `?`, `[...]` and `**` in it mean what they do in a shell.
+
+    Raises DataError when there are none, naming what does exist. Raises it, too, for a match that is neither a file nor a folder on
+    the way to one: nothing is left out silently.
+    """
     if source.path is None:
         return tuple(_file(path, "python", (), None) for path in _library())
+
+    # A name that exists is taken as it is: it may have brackets.
     pattern = os.path.expanduser(source.path)
     matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-    found = [path for path in matches if os.path.isfile(path) or _is_dataset(path)]
-    if not found:
-        raise DataError(_nothing(source.path, pattern, matches))
-    for path in sorted(set(matches) - set(found)):
+    paths = [path for path in matches if os.path.isfile(path) or _is_dataset(path)]
+    if not paths:
+        raise DataError(_why_no_file(source.path, pattern, matches))
+    for path in sorted(set(matches) - set(paths)):
         if not os.path.isdir(path):
             raise DataError(f"{path} is no file that can be read (a link to nothing, or a device): remove it, or name others")
         if "**" not in pattern:
-            inside = f"{source.path.rstrip('*')}**/*"
-            raise DataError(f"{path} is a folder; to read what is in it, write path: {inside}, else one that leaves it out")
-    learn, fields = source.learn if source.format.is_masked else None, source.format.fields
-    return tuple(_file(path, format_of(path, bool(fields)), fields or ("text",), learn) for path in found)
+            contents = f"{source.path.rstrip('*')}**/*"
+            raise DataError(f"{path} is a folder; to read what is in it, write path: {contents}, else one that leaves it out")
+
+    learn = source.learn if source.format.is_masked else None
+    fields = source.format.fields
+    return tuple(_file(path, format_of(path, bool(fields)), fields or ("text",), learn) for path in paths)
 
 
 def read(file: File, template: TemplateProcess | None = None, notes: RecordNotes | None = None) -> Iterator[Text | Skipped]:
@@ -114,54 +124,76 @@ def unchanged(file: File) -> bool:
 
 def _library() -> list[str]:
     """The `.py` files of the standard library, by their path in it."""
-    root, found = sysconfig.get_path("stdlib"), []
+    root = sysconfig.get_path("stdlib")
+    paths = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
-        found += [os.path.join(folder, name) for name in names if name.endswith(".py") and name not in _NOT_LIBRARY]
-    return sorted(found, key=lambda path: Path(os.path.relpath(path, root)).as_posix())
+        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]  # in place: os.walk leaves these out
+        paths += [os.path.join(folder, name) for name in names if name.endswith(".py") and name not in _NOT_LIBRARY]
+    return sorted(paths, key=lambda path: Path(os.path.relpath(path, root)).as_posix())
 
 
 def _is_dataset(path: str) -> bool:
-    return os.path.isdir(path) and any(os.path.exists(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json"))
+    names = ("state.json", "dataset_dict.json")
+    return os.path.isdir(path) and any(os.path.exists(os.path.join(path, name)) for name in names)
 
 
 def _file(path: str, form: Format, fields: tuple[str, ...], learn: Learn | None) -> File:
+    """A file, or a folder of `datasets`, with what tells whether it has changed."""
     path = os.path.abspath(path)
-    inside = sorted(p for p in Path(path).rglob("*") if p.is_file()) if os.path.isdir(path) else [Path(path)]
-    stats = [p.stat() for p in inside]
+    parts = [Path(path)]
+    if os.path.isdir(path):
+        parts = sorted(part for part in Path(path).rglob("*") if part.is_file())
+    stats = [part.stat() for part in parts]
     digest = hashlib.sha256()
-    for part, stat in zip(inside, stats):
+    for part, stat in zip(parts, stats):
         _add_blocks(digest, part, stat.st_size)
-    return File(path, form, fields, learn, sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats), digest.hexdigest())
+    return File(
+        path=path,
+        format=form,
+        fields=fields,
+        learn=learn,
+        size_bytes=sum(stat.st_size for stat in stats),
+        mtime_ns=max(stat.st_mtime_ns for stat in stats),
+        digest=digest.hexdigest(),
+    )
 
 
 def _add_blocks(digest: "hashlib._Hash", path: Path, size: int) -> None:
     """Digest the first and the last block of a file, and some between: times alone miss what `cp -p` or `rsync` has replaced."""
     step = max(_BLOCK_BYTES, (size - _BLOCK_BYTES) // (_SAMPLED_BLOCKS - 1))
+    last_begin = max(0, size - _BLOCK_BYTES)
+    begins = sorted({*range(0, size, step), last_begin})
     with open(path, "rb") as file:
-        for begin in sorted({*range(0, size, step), max(0, size - _BLOCK_BYTES)}):
+        for begin in begins:
             file.seek(begin)
             digest.update(file.read(_BLOCK_BYTES))
 
 
-def _nothing(given: str, pattern: str, matches: Sequence[str]) -> str:
+def _why_no_file(path: str, pattern: str, matches: Sequence[str]) -> str:
     """Why a path gives no file: it names folders, or something on the way to it does not exist."""
     if matches and not os.path.isdir(matches[0]):
         return f"{matches[0]} is no file that can be read: it is a link to nothing, a pipe or a device"
     if matches:
-        return f"{given} is a folder, and not one of `datasets`; to read the files in it, write path: {matches[0].rstrip('/')}/**/*"
-    parent, rest = Path(pattern), []
+        return f"{path} is a folder, and not one of `datasets`; to read the files in it, write path: {matches[0].rstrip('/')}/**/*"
+
+    # Go up to what exists; `missing` is the first name below it that does not.
+    parent = Path(pattern)
+    missing = ""
     while not parent.exists():
-        parent, rest = parent.parent, [parent.name, *rest]
-    names = sorted(p.name for p in parent.iterdir()) if parent.is_dir() else []
-    close = nearest(rest[0], names, 1, 0.5)
+        missing = parent.name
+        parent = parent.parent
+
+    names = sorted(entry.name for entry in parent.iterdir()) if parent.is_dir() else []
+    close = nearest(missing, names, 1, 0.5)
     if close:
         hint = f"did you mean {parent / close[0]}?"
     elif names:
-        hint = f"it holds {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        hint = f"it holds {', '.join(names[:5])}"
+        if len(names) > 5:
+            hint += f" and {len(names) - 5} more"
     else:
         hint = "it is an empty folder" if parent.is_dir() else "it is a file"
-    return f"{given} matches no file. The nearest that exists is {parent.absolute()}; {hint}"
+    return f"{path} matches no file. The nearest that exists is {parent.absolute()}; {hint}"
 
 
 # Documents
@@ -169,14 +201,15 @@ def _nothing(given: str, pattern: str, matches: Sequence[str]) -> str:
 
 def _document(file: File, record: Record, template: TemplateProcess | None, notes: RecordNotes) -> Text:
     """The document of a record. Raises DataError for one that is none."""
-    first, *second = (record.fields[field] for field in file.fields)
+    first, *rest = (record.fields[field] for field in file.fields)
     if file.learn is None:
         return _text(first, record.where, file.fields[0], record.byte)
-    extra = {name: value for name in OPTIONAL if (value := record.fields.get(name)) is not None}
-    day = file.mtime_ns / 1e9
+
+    extra = {name: record.fields[name] for name in OPTIONAL if record.fields.get(name) is not None}
+    day = file.mtime_ns / 1e9  # for templates that write the date: tokens must not depend on today
     try:
-        if second:
-            rendered = completed(first, second[0], extra, template, file.learn, day, notes)
+        if rest:
+            rendered = completed(first, rest[0], extra, template, file.learn, day, notes)
         else:
             assert template is not None
             rendered = conversation(first, extra, template, file.learn, day, notes)
@@ -194,8 +227,8 @@ def _read_text(file: File, notes: RecordNotes) -> Iterator[Text]:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        why = f"not UTF-8: {error.reason} (0x{data[error.start]:02x})"
-        raise DataError(f"{file.path}, line {line}, byte {error.start}: {why}") from None
+        reason = f"not UTF-8: {error.reason} (0x{data[error.start]:02x})"
+        raise DataError(f"{file.path}, line {line}, byte {error.start}: {reason}") from None
     if not text:
         raise DataError(f"{file.path}: the file is empty")
     if begins_with_record(data[:HEAD_BYTES]):
@@ -211,14 +244,15 @@ def _read_python(file: File) -> Iterator[Text | Skipped]:
         yield Skipped(file.path, "not UTF-8")
 
 
-def _text(value: object, where: str, field: str, at: str = "") -> Text:
-    """A document, if the value is a string that can be one."""
+def _text(value: object, where: str, field: str, byte: str = "") -> Text:
+    """A document, if the value is a string that can be one. `byte`: of the record, for messages."""
+    place = where + byte
     if not isinstance(value, str):
-        raise DataError(f"{where}{at}: {field!r} holds {type(value).__name__}, where a string is needed")
+        raise DataError(f"{place}: {field!r} holds {type(value).__name__}, where a string is needed")
     if not value:
-        raise DataError(f"{where}{at}: {field!r} is empty")
+        raise DataError(f"{place}: {field!r} is empty")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}{at}: character {error.start} of {field!r} is half of a surrogate pair, no Unicode") from None
+        raise DataError(f"{place}: character {error.start} of {field!r} is half of a surrogate pair, no Unicode") from None
     return Text(value, where)

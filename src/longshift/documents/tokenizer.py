@@ -38,26 +38,31 @@ class Tokenizer:
     fingerprint: str
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text with the special tokens that the tokenizer itself adds (such as begin of text), closed by end of
-        text where the text does not end with it. A special token that is spelled out in a text becomes that token, as in
-        `transformers`."""
-        return [self._closed(text, one.ids) for text, one in zip(texts, self.core.encode_batch_fast(list(texts)))]
+        """Token ids of each text, closed by end of text where the text does not end with it.
+
+        The tokenizer itself adds its special tokens, such as begin of text. A special token that is spelled out in a text becomes that
+        token, as in `transformers`.
+        """
+        encodings = self.core.encode_batch_fast(list(texts))
+        return [self._close(text, encoding.ids) for text, encoding in zip(texts, encodings)]
 
     def encode_learned(self, texts: Sequence[Text]) -> list[tuple[list[int], np.ndarray]]:
-        """Token ids of each text, and which of them are targets, bool [tokens]: those that have a character that is learned, and end of
-        text where what comes before it is learned. A template has written all special tokens that there are; where one of them ends the
-        text, nothing closes it."""
-        found = []
-        for text in texts:
-            encoding = self.core.encode(text.text, add_special_tokens=not text.rendered)
-            ends = text.text.rstrip().endswith(self.special) if text.rendered else False
-            ids = encoding.ids if ends else self._closed(text.text, encoding.ids)
-            found.append((ids, _learned(text, encoding.offsets, len(ids))))
-        return found
+        """Token ids of each text, and which of them are targets, bool [tokens].
 
-    def _closed(self, text: str, ids: list[int]) -> list[int]:
-        closed = ids[-1:] == [self.eos] or text.rstrip().endswith(self.end)
-        return ids if closed else [*ids, self.eos]
+        Targets have a character that is learned; end of text is one where the token before it is.
+        """
+        encoded = []
+        for text in texts:
+            # A template has written all special tokens that there are. Where one of them ends the text, nothing closes it.
+            encoding = self.core.encode(text.text, add_special_tokens=not text.rendered)
+            is_closed = text.rendered and text.text.rstrip().endswith(self.special)
+            ids = encoding.ids if is_closed else self._close(text.text, encoding.ids)
+            encoded.append((ids, _learned(text, encoding.offsets, len(ids))))
+        return encoded
+
+    def _close(self, text: str, ids: list[int]) -> list[int]:
+        is_closed = ids[-1:] == [self.eos] or text.rstrip().endswith(self.end)
+        return ids if is_closed else [*ids, self.eos]
 
     @cached_property
     def end(self) -> str:
@@ -80,40 +85,57 @@ class Tokenizer:
 
 
 def load(path: Path | str) -> Tokenizer:
-    """Read `tokenizer.json`, given itself or its folder, and the end-of-text token that lies beside it, once it has been tried in another
-    process. Raises DataError."""
-    given = Path(path).expanduser()
-    at = given / "tokenizer.json" if given.is_dir() else given
-    if at.is_file() and (why := why_not(at)):
-        raise DataError(f"{at}: cannot be read as a tokenizer: {why}")
-    return _open(at)
+    """Read `tokenizer.json`, from its path or its folder's, and the end-of-text token that lies beside it.
+
+    Another process tries it first. Raises DataError.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        file = file / "tokenizer.json"
+    reason = why_not(file) if file.is_file() else None
+    if reason:
+        raise DataError(f"{file}: cannot be read as a tokenizer: {reason}")
+    return _open(file)
 
 
-def _open(at: Path) -> Tokenizer:
+def _open(file: Path) -> Tokenizer:
+    """Read a tokenizer that is known to return. Raises DataError."""
     try:
-        data = at.read_bytes()
+        data = file.read_bytes()
         core = tokenizers.Tokenizer.from_str(data.decode())
     except FileNotFoundError:
-        raise DataError(f"{at}: there is no tokenizer; a model folder carries one as tokenizer.json") from None
+        raise DataError(f"{file}: there is no tokenizer; a model folder carries one as tokenizer.json") from None
     except Exception as error:  # the library raises bare Exception for a file it cannot read
-        raise DataError(f"{at}: cannot be read as a tokenizer: {error}") from error
+        raise DataError(f"{file}: cannot be read as a tokenizer: {error}") from error
+
+    # A document is encoded as a whole, and alone.
     core.no_truncation()
     core.no_padding()
     if getattr(core.model, "dropout", None):
-        raise DataError(f"{at}: model.dropout is {core.model.dropout}: tokens are made once and must not be drawn; set it to null")
-    added = add_tokens_beside(core, at)
-    eos = _end_of_text(core, at)
-    fingerprint = hashlib.sha256(data + "\n".join(["", str(eos), *added]).encode()).hexdigest()
-    return Tokenizer(core, eos, max(core.get_vocab().values()) + 1, at, fingerprint)
+        raise DataError(f"{file}: model.dropout is {core.model.dropout}: tokens are made once and must not be drawn; set it to null")
+    added_tokens = add_tokens_beside(core, file)
+    eos = _end_of_text(core, file)
+    context = "\n".join(["", str(eos), *added_tokens])
+    return Tokenizer(
+        core=core,
+        eos=eos,
+        vocab=max(core.get_vocab().values()) + 1,
+        file=file,
+        fingerprint=hashlib.sha256(data + context.encode()).hexdigest(),
+    )
 
 
 def project_tokenizer(cache: Path | str, vocab: int = 4096) -> Tokenizer:
-    """The project's tokenizer: byte-level BPE of `vocab` tokens trained on every fourth file of the installed standard library
-    (about 8 MB, a second or two; all of them would save 1 % of the tokens). Kept in folder `cache` under a name that stands for
-    the files, the size and the trainer. Raises DataError when the folder cannot be written."""
+    """The project's tokenizer: byte-level BPE of `vocab` tokens, trained on the installed standard library.
+
+    It is kept in folder `cache` under a name that stands for the files, the size and the trainer.
+    Raises DataError when the folder cannot be written.
+    """
+    # Every fourth file: about 8 MB, a second or two. All files would save 1 % of the tokens.
     library = files(Source(corpus="python"))[::4]
-    made_from = (vocab, tokenizers.__version__, [(f.path, f.size_bytes, f.mtime_ns) for f in library])
-    key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+    file_facts = [(file.path, file.size_bytes, file.mtime_ns) for file in library]
+    inputs = (vocab, tokenizers.__version__, file_facts)
+    key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
     target = Path(cache).expanduser() / f"tokenizer-{key[:16]}"
     if not target.exists():
         texts = (item.text for file in library for item in read(file) if isinstance(item, Text))
@@ -122,7 +144,8 @@ def project_tokenizer(cache: Path | str, vocab: int = 4096) -> Tokenizer:
         except DataError:
             raise
         except Exception as error:  # the library raises bare Exception where it cannot write
-            raise DataError(f"{target}: cannot write the tokenizer: {getattr(error, 'strerror', None) or error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"{target}: cannot write the tokenizer: {reason}") from error
     return _open(target / "tokenizer.json")
 
 
@@ -143,14 +166,16 @@ def train(texts: Iterator[str], vocab: int) -> tokenizers.Tokenizer:
 
 
 def _learned(text: Text, offsets: Sequence[tuple[int, int]], tokens: int) -> np.ndarray:
-    """Which of a text's tokens are targets. Those without characters, which close it, are where its end is."""
+    """Which of a text's tokens are targets, bool [tokens]. `offsets`: the characters of each token."""
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     spans = text.learned or ()
     learned = np.zeros(tokens, bool)
     for first, last in spans:
         learned[: len(starts)] |= (starts < last) & (ends > first)
-    written = 1 + int(np.flatnonzero(ends > starts).max(initial=-1))
-    learned[written:] = bool(spans) and spans[-1][1] >= len(text.text.rstrip())
+
+    # The last tokens close the text and have no characters: they are targets where the text's end is learned.
+    closing_start = 1 + int(np.flatnonzero(ends > starts).max(initial=-1))
+    learned[closing_start:] = bool(spans) and spans[-1][1] >= len(text.text.rstrip())
     return learned
 
 
@@ -160,9 +185,10 @@ def _write(core: tokenizers.Tokenizer, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _end_of_text(core: tokenizers.Tokenizer, at: Path) -> int:
-    """The id of `eos_token` as the files beside the tokenizer name it, else of `<|endoftext|>`."""
-    for config in (at.parent / name for name in CONFIGS):
+def _end_of_text(core: tokenizers.Tokenizer, file: Path) -> int:
+    """The id of `eos_token` as the files beside the tokenizer name it, else of `<|endoftext|>`. Raises DataError for neither."""
+    for name in CONFIGS:
+        config = file.parent / name
         token = read_json(config).get("eos_token") if config.exists() else None
         token = token.get("content") if isinstance(token, dict) else token
         if token is None:
@@ -171,10 +197,10 @@ def _end_of_text(core: tokenizers.Tokenizer, at: Path) -> int:
             raise DataError(f"{config}: eos_token {shown(token)} is not a text")
         eos = core.token_to_id(token)
         if eos is None:
-            raise DataError(f"{config}: eos_token {shown(token)} is not a token of {at}")
+            raise DataError(f"{config}: eos_token {shown(token)} is not a token of {file}")
         return eos
     eos = core.token_to_id(END_OF_TEXT)
     if eos is None:
-        config = at.parent / "tokenizer_config.json"
-        raise DataError(f'{at}: which token ends a text is not known; write it into {config}: {{"eos_token": "..."}}')
+        config = file.parent / "tokenizer_config.json"
+        raise DataError(f'{file}: which token ends a text is not known; write it into {config}: {{"eos_token": "..."}}')
     return eos

@@ -180,8 +180,9 @@ def build(
     target = Path(folder).expanduser() / key[:16]
     is_new = not target.exists()
     if is_new:
+        report = progress or (lambda bytes_done, total_bytes: None)
         try:
-            publish(target, lambda scratch: _write(inputs, tokenizer, chat, scratch, progress or (lambda done, total: None)))
+            publish(target, lambda scratch: _write(inputs, tokenizer, chat, scratch, report))
         except OSError as error:
             raise DataError(f"{target}: cannot write the token cache: {error.strerror or error}") from error
     return TokenCache.open(target, verify and not is_new)  # the hash of a new one was made from what was written
@@ -215,11 +216,7 @@ def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatT
     source_learned = np.zeros(num_sources, np.int64)
     source_targets = np.zeros(num_sources, np.int64)
     template_context = TemplateProcess(chat) if chat else nullcontext()
-    with (
-        open(folder / "tokens.bin", "wb") as token_file,
-        open(folder / MASK, "wb") as mask_file,
-        template_context as template,
-    ):
+    with open(folder / "tokens.bin", "wb") as token_file, open(folder / MASK, "wb") as mask_file, template_context as template:
         notes = [RecordNotes(template) for _ in range(num_sources)]
         for batch in _batches(_texts(inputs, template, notes, skipped, progress)):
             encoded = _encoded(tokenizer, [text for _, text in batch])
@@ -248,9 +245,6 @@ def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatT
     # 3. The manifest comes last: it has the hashes of the other files.
     np.array([0, *accumulate(lengths)], "<i8").tofile(folder / "offsets.bin")
     names = [*FILES, MASK] if has_mask else FILES
-    sentences = list[str]()
-    for source, source_notes in enumerate(notes):
-        sentences += [f"{_source_name(inputs, source)}: {sentence}" for sentence in source_notes.sentences()]
     body = {
         "format": _FORMAT,
         "dtype": dtype.str,
@@ -260,7 +254,7 @@ def _write(inputs: Sequence[tuple[int, File]], tokenizer: Tokenizer, chat: ChatT
         "sha256": {name: _sha256(folder / name) for name in names},
         "files": [{**asdict(file), "source": source, "documents": count} for (source, file), count in zip(inputs, file_documents)],
         "skipped": skipped,
-        "notes": sentences,
+        "notes": _note_sentences(inputs, notes),
     }
     (folder / "manifest.json").write_text(json.dumps({"sha256": _digest(body), "body": body}, indent=1) + "\n")
 
@@ -288,6 +282,15 @@ def _check_masks(inputs: Sequence[tuple[int, File]], learned: np.ndarray, target
                 f"{file.path}: all {total} tokens would be learned, not only what the assistant says: the template marks everything; "
                 "to mean that, write learn: all"
             )
+
+
+def _note_sentences(inputs: Sequence[tuple[int, File]], notes: Sequence[RecordNotes]) -> list[str]:
+    """The notes of all sources, each with the name of its source."""
+    sentences = list[str]()
+    for source, source_notes in enumerate(notes):
+        name = _source_name(inputs, source)
+        sentences += [f"{name}: {sentence}" for sentence in source_notes.sentences()]
+    return sentences
 
 
 def _source_name(inputs: Sequence[tuple[int, File]], source: int) -> str:

@@ -14,7 +14,8 @@ import tokenizers
 
 from longshift.dist.parent import end_with_parent
 
-DEADLINE_S, WAITS = 120.0, 20  # the largest tokenizers take some seconds to open
+DEADLINE_S = 120.0  # of a processor: the largest tokenizers take some seconds to open
+WAITS = 20
 # What later texts are made of: words, numbers, spaces, signs, other scripts, one long run of each kind.
 PROBES = (
     "",
@@ -28,12 +29,13 @@ PROBES += ("1" * 3000 + "x", "aB1 " * 1000, "<|endoftext|><s></s>[UNK]\x01\x7f")
 
 def why_not(file: Path, deadline_s: float = DEADLINE_S) -> str | None:
     """Why the tokenizer of a file cannot be used; None where it can. A file that has not changed is tried once by a process."""
-    return _tried(file, file.stat().st_mtime_ns, file.stat().st_size, deadline_s)
+    return _try_in_child(file, file.stat().st_mtime_ns, file.stat().st_size, deadline_s)
 
 
 @lru_cache(maxsize=64)
-def _tried(file: Path, mtime_ns: int, size: int, deadline_s: float) -> str | None:
-    code = "import sys; from longshift.documents.trial import tried; tried(*sys.argv[1:])"
+def _try_in_child(file: Path, mtime_ns: int, size: int, deadline_s: float) -> str | None:
+    """`why_not`, of the file with this time and size, which are keys of the cache alone."""
+    code = "import sys; from longshift.documents.trial import encode_probes; encode_probes(*sys.argv[1:])"
     command = [sys.executable, "-P", "-c", code, str(file), str(deadline_s), str(os.getpid())]
     late = f"it does not cut a few short texts within {deadline_s:g} s: look for a pattern of its pre_tokenizer that never ends"
     try:
@@ -44,14 +46,20 @@ def _tried(file: Path, mtime_ns: int, size: int, deadline_s: float) -> str | Non
         return late
     if child.returncode == 0:
         return None
-    said = [line for line in child.stderr.decode(errors="replace").splitlines() if line.strip()]
-    how = f"the library of tokenizers was ended by signal {-child.returncode}" if child.returncode < 0 else "its library fails"
-    return f"{how}: {' '.join(said[-1:])[:300]}"
+
+    # The last line of a panic or a traceback says what is wrong.
+    lines = [line for line in child.stderr.decode(errors="replace").splitlines() if line.strip()]
+    message = " ".join(lines[-1:])[:300]
+    if child.returncode < 0:
+        return f"the library of tokenizers was ended by signal {-child.returncode}: {message}"
+    return f"its library fails: {message}"
 
 
-def tried(file: str, deadline_s: str, parent: str) -> None:
-    """Open a tokenizer and cut the probes; the process ends with an exit code other than 0 where that fails, and by SIGPROF where it
-    computes for longer."""
+def encode_probes(file: str, deadline_s: str, parent: str) -> None:
+    """Open a tokenizer and cut the probes.
+
+    The process ends with an exit code other than 0 where that fails, and by SIGPROF where it computes for longer.
+    """
     end_with_parent(signal.SIGKILL, int(parent))
     signal.setitimer(signal.ITIMER_PROF, float(deadline_s))
     core = tokenizers.Tokenizer.from_file(file)
@@ -60,7 +68,9 @@ def tried(file: str, deadline_s: str, parent: str) -> None:
     ids = core.get_vocab().values()
     if not ids:
         sys.exit("it holds no tokens")
-    largest = max((found for text in PROBES for found in core.encode(text).ids), default=0)
-    core.encode_batch_fast(list(PROBES))
+    largest = max((token_id for text in PROBES for token_id in core.encode(text).ids), default=0)
+    core.encode_batch_fast(list(PROBES))  # the call that documents take
+
+    # A post-processor may add an id that no token has.
     if largest > max(ids):
         sys.exit(f"it gives id {largest}, and the largest of its tokens is {max(ids)}: see its post_processor")
