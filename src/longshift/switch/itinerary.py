@@ -40,14 +40,15 @@ def cuts(spec: ModelSpec, edges: Sequence[Edge], home: Layout) -> dict[Layout, C
     """The cut of every layout; layouts with equal placements share theirs."""
     if len(edges) == 1 and edges[0].use == home:  # a run of one layout asks for no placement of all ranks
         return {home: Cut(home, "copies", True)}
-    found: dict[tuple, Cut] = {}
+    shared: dict[tuple, Cut] = {}
     result = {}
+    home_buckets = buckets(spec, home)
     for layout in dict.fromkeys(edge.use for edge in edges):
-        how = layout if len(edges) == 1 else replace(layout, zero=max(1, layout.zero))
-        own = buckets(spec, how)
-        at_home = own == buckets(spec, home)
-        side: Side = "rows" if how.zero >= 2 and not at_home else "copies"
-        result[layout] = found.setdefault((own, side), Cut(how, side, at_home))
+        sharded = layout if len(edges) == 1 else replace(layout, zero=max(1, layout.zero))
+        layout_buckets = buckets(spec, sharded)
+        at_home = layout_buckets == home_buckets
+        side: Side = "rows" if sharded.zero >= 2 and not at_home else "copies"
+        result[layout] = shared.setdefault((layout_buckets, side), Cut(sharded, side, at_home))
     return result
 
 
@@ -65,10 +66,13 @@ class Itinerary:
         home: Layout | None = None,
     ):
         """`weight_bytes`, `sum_bytes`: of an element on the wire. `home`: the layout that cuts it; `home_layout(edges)` by itself."""
-        self.spec, self.links, self.options = spec, links, options
+        self.spec = spec
+        self.links = links
+        self.options = options
         self.home = home or home_layout(edges)
         self.cuts = cuts(spec, edges, self.home)
-        self._bytes = weight_bytes, sum_bytes
+        self._weight_bytes = weight_bytes
+        self._sum_bytes = sum_bytes
         self._weights: dict[tuple[Cut | None, Cut], Plan] = {}
         self._sums: dict[Cut, Plan] = {}
         self._hops: dict[tuple[Cut | None, Cut], float] = {}
@@ -77,13 +81,13 @@ class Itinerary:
     def weights(self, source: Cut | None, target: Cut) -> Plan:
         """The plan of the weights of `target`, from home and, where given, from what `source` holds."""
         if (source, target) not in self._weights:
-            self._weights[source, target] = self._plan(source, target, self._bytes[0], False)
+            self._weights[source, target] = self._plan(source, target, self._weight_bytes, sums=False)
         return self._weights[source, target]
 
     def sums(self, source: Cut) -> Plan:
         """The plan of the gradient sums of `source`, to home."""
         if source not in self._sums:
-            self._sums[source] = self._plan(None, source, self._bytes[1], True)
+            self._sums[source] = self._plan(None, source, self._sum_bytes, sums=True)
         return self._sums[source]
 
     def source(self, layout: Layout) -> Cut | None:
@@ -92,43 +96,64 @@ class Itinerary:
         return None if cut.at_home and layout.zero == 3 else cut
 
     def order(self, layouts: tuple[Layout, ...]) -> tuple[int, ...]:
-        """In which order to visit these, of one step: the one whose switches take least. Layouts that share a cut follow one another, as
-        nothing moves between them; the last of them is one whose copies the next switch can take from, where there is one."""
+        """Order in which a step visits these layouts: the one whose switches take the least time.
+
+        Layouts that share a cut follow one another, as nothing moves between them. The last of them is one whose copies the next
+        switch can take from, where there is one.
+        """
         if layouts not in self._orders:
             members: dict[Cut, list[int]] = {}
             for index, layout in enumerate(layouts):
                 members.setdefault(self.cuts[layout], []).append(index)
-            for some in members.values():
-                some.sort(key=lambda index: (self.source(layouts[index]) is not None, index))
-            sources = [self.source(layouts[some[-1]]) for some in members.values()]
+            groups = list(members.values())
+            for group in groups:
+                group.sort(key=lambda index: (self.source(layouts[index]) is not None, index))
+            sources = [self.source(layouts[group[-1]]) for group in groups]
             first = [self._seconds(None, cut) for cut in members]
             hop = [[self._seconds(source, cut) for cut in members] for source in sources]
-            visited = visiting_order(first, hop)
-            nodes = list(members.values())
-            self._orders[layouts] = tuple(index for node in visited for index in nodes[node])
+            visits = visiting_order(first, hop)
+            self._orders[layouts] = tuple(index for visit in visits for index in groups[visit])
         return self._orders[layouts]
 
     def _seconds(self, source: Cut | None, target: Cut) -> float:
-        if len(set(self.cuts.values())) == 1 or source == target:
+        num_cuts = len(set(self.cuts.values()))
+        if num_cuts == 1 or source == target:
             return 0.0
-        key = (None if target.at_home else source), target
-        if key not in self._hops:
-            if len(set(self.cuts.values())) <= MOST_PLANNED:
-                self._hops[key] = traffic(self.weights(*key)).bound_s
+        if target.at_home:
+            source = None
+        if (source, target) not in self._hops:
+            if num_cuts <= MOST_PLANNED:
+                seconds = traffic(self.weights(source, target)).bound_s
             else:
-                held = _held(self.spec, (self.home, "rows"), key[0] and (key[0].layout, key[0].side))
-                self._hops[key] = least_s(held, placed(self.spec, target.layout, target.side), self.links, self._bytes[0])
-        return self._hops[key]
+                held = _held(self.spec, (self.home, "rows"), source and (source.layout, source.side))
+                target_side = placed(self.spec, target.layout, target.side)
+                seconds = least_s(held, target_side, self.links, self._weight_bytes)
+            self._hops[source, target] = seconds
+        return self._hops[source, target]
 
     def _plan(self, source: Cut | None, target: Cut, itemsize: int, sums: bool) -> Plan:
-        options, cuts = self.options, (cut and (plainest(cut.layout), cut.side) for cut in (source, target))
-        return _plan(self.spec, (plainest(self.home), "rows"), *cuts, self.links, itemsize, options.planner, options.bucket_bytes, sums)
+        # The plainest layouts that place alike are the keys, so that more calls meet in the cache.
+        return _plan(
+            spec=self.spec,
+            home=(plainest(self.home), "rows"),
+            source=source and (plainest(source.layout), source.side),
+            target=(plainest(target.layout), target.side),
+            links=self.links,
+            itemsize=itemsize,
+            planner=self.options.planner,
+            bucket_bytes=self.options.bucket_bytes,
+            sums=sums,
+        )
 
 
 def _held(spec: ModelSpec, home: tuple[Layout, Side], source: tuple[Layout, Side] | None) -> Placed:
-    """What home and `source` have."""
-    rows = placed(spec, *home)
-    return together(rows, placed(spec, *source)) if source else rows
+    """The boxes that home and `source` have."""
+    home_layout, home_side = home
+    rows = placed(spec, home_layout, home_side)
+    if source is None:
+        return rows
+    layout, side = source
+    return together(rows, placed(spec, layout, side))
 
 
 @lru_cache(maxsize=64)  # a planner asks for the same switches in many assignments
@@ -144,8 +169,10 @@ def _plan(
     sums: bool,
 ) -> Plan:
     """The plan of all weights; or, the other way, of the gradient sums of those that are trained."""
-    held, wanted = _held(spec, home, source), placed(spec, *target)
+    held = _held(spec, home, source)
+    layout, side = target
+    copies = placed(spec, layout, side)
     if sums:
-        wanted = {name: spread for name, spread in wanted.items() if not spec.by_name[name].frozen}
-    plan = switch_plan(held, turn_about(held, wanted), links, itemsize, planner, bucket_bytes)
+        copies = {name: spread for name, spread in copies.items() if not spec.by_name[name].frozen}
+    plan = switch_plan(held, turn_about(held, copies), links, itemsize, planner, bucket_bytes)
     return plan.reversed() if sums else plan

@@ -47,15 +47,22 @@ def assumed(per_node: int) -> Links:
 def links_of(cluster: Cluster | None, per_node: int, nodes: int = 1) -> Links:
     """The links of `nodes` machines with `per_node` ranks each, at the bandwidths that are reached: the cluster's where it knows every
     level that is crossed, else assumed. A level that is not crossed is given the rate of the other."""
-    reached = {level: link.bytes_per_s * cluster.shares[f"{level} link"] for level, link in cluster.links.items()} if cluster else {}
-    near, far = reached.get("node"), reached.get("network")
-    if cluster is None or (per_node > 1 and near is None) or (nodes > 1 and far is None) or (near or far) is None:
+    if cluster is None:
         return assumed(per_node)
-    near, far = (near if per_node > 1 else None) or far or near, (far if nodes > 1 else None) or near or far
-    assert near is not None
-    assert far is not None
+    rates = {level: link.bytes_per_s * cluster.shares[f"{level} link"] for level, link in cluster.links.items()}
+    node_rate = rates.get("node")
+    network_rate = rates.get("network")
+    is_unknown = (per_node > 1 and node_rate is None) or (nodes > 1 and network_rate is None)
+    if is_unknown or (node_rate or network_rate) is None:
+        return assumed(per_node)
+
+    # A level that is not crossed is given the rate of the other.
+    intra = (node_rate if per_node > 1 else None) or network_rate or node_rate
+    inter = (network_rate if nodes > 1 else None) or node_rate or network_rate
+    assert intra is not None
+    assert inter is not None
     latency_s = max(link.latency_s for level, link in cluster.links.items() if level != "device")
-    return Links(per_node, near, far, latency_s, cluster.origin)
+    return Links(per_node, intra, inter, latency_s, cluster.origin)
 
 
 def agreed(links: Links, gather_text: Callable[[str], list[str]]) -> Links:

@@ -17,7 +17,8 @@ Numbered = tuple[int, Box]  # a box, and the number of the first slice in it
 
 def merge_boxes(slices: Iterable[Numbered]) -> list[Numbered]:
     """Boxes that tile these slices, which share nothing."""
-    boxes, previous_count = list(slices), -1
+    boxes = list(slices)
+    previous_count = -1
     while len(boxes) not in (1, previous_count):
         previous_count = len(boxes)
         for dim in reversed(range(len(boxes[0][1].start))):
@@ -35,11 +36,13 @@ def _merge_along(dim: int, boxes: list[Numbered]) -> list[Numbered]:
     for row in rows.values():
         row.sort(key=lambda numbered: numbered[1].start[dim])
         first, box = row[0]
-        for number, after in row[1:]:
-            if after.start[dim] == box.stop[dim]:
-                first, box = min(first, number), box.cut(dim, box.start[dim], after.stop[dim])
+        for number, neighbor in row[1:]:
+            if neighbor.start[dim] == box.stop[dim]:
+                first = min(first, number)
+                box = box.cut(dim, box.start[dim], neighbor.stop[dim])
             else:
                 merged.append((first, box))
-                first, box = number, after
+                first = number
+                box = neighbor
         merged.append((first, box))
     return merged

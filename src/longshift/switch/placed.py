@@ -53,7 +53,9 @@ def placed(spec: ModelSpec, layout: Layout, side: Side) -> dict[str, Spread]:
     def spread(param: Param) -> Spread:
         key = param.shape, param.dim, param.parts, stages_of(spec, layout, param)
         if key not in alike:
-            alike[key] = Spread(tuple(part for piece in pieces_of(spec, layout, param) for part in _kept(piece, layout, side)))
+            pieces = pieces_of(spec, layout, param)
+            parts = [part for piece in pieces for part in _piece_boxes(piece, layout, side)]
+            alike[key] = Spread(tuple(parts))
         return alike[key]
 
     return {param.name: spread(param) for param in spec.params}
@@ -67,14 +69,15 @@ def plainest(layout: Layout) -> Layout:
 def together(*sides: Placed) -> dict[str, Spread]:
     """All that any of them has: home and the working copies of the layout before, for one."""
     alike: dict[tuple[Spread, ...], Spread] = {}
-    joined = {}
+    union = {}
     for name in dict.fromkeys(name for side in sides for name in side):
         parts = tuple(side[name] for side in sides if name in side)
-        joined[name] = alike.setdefault(parts, Spread(tuple(box for part in parts for box in part.boxes)))
-    return joined
+        boxes = tuple(box for part in parts for box in part.boxes)
+        union[name] = alike.setdefault(parts, Spread(boxes))
+    return union
 
 
-def _kept(piece: Piece, layout: Layout, side: Side) -> list[tuple[Box, tuple[int, ...]]]:
+def _piece_boxes(piece: Piece, layout: Layout, side: Side) -> list[tuple[Box, tuple[int, ...]]]:
     if side == "copies" or (side == "home" and not layout.zero):
         return [(piece.box, piece.holders)]
     return [(rows, (rank,)) for rank in piece.holders if (rows := piece.rows(rank))]
@@ -88,11 +91,11 @@ def turn_about(held: Placed, wanted: Placed) -> dict[str, Spread]:
 
 def _in_turn(by: Placed, order: Placed) -> dict[str, Spread]:
     """`order` with the weights that lie on the same ranks by `by` turn about with the others."""
-    ranks = {spread: frozenset(r for _, some in spread.boxes for r in some) for spread in set(by.values())}
+    ranks_of = {spread: frozenset(rank for _, ranks in spread.boxes for rank in ranks) for spread in set(by.values())}
     turns: Counter[frozenset[int]] = Counter()
     keys = []
     for place, name in enumerate(order):
-        where = ranks[by[name]]
-        keys.append((turns[where], place, name))
-        turns[where] += 1
+        ranks = ranks_of[by[name]]
+        keys.append((turns[ranks], place, name))
+        turns[ranks] += 1
     return {name: order[name] for _, _, name in sorted(keys)}

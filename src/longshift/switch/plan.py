@@ -104,19 +104,24 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of all that the ranks must agree on: hexadecimal."""
-        whole = hashlib.sha256(repr((self.planner, self.world, self.itemsize, self.bucket_bytes, self.sums)).encode())
+        facts = (self.planner, self.world, self.itemsize, self.bucket_bytes, self.sums)
+        digest = hashlib.sha256(repr(facts).encode())
         for w in self.weights:
-            whole.update(w.name.encode() + b"\0" + w.slices.digest + w.moves.digest + w.bucket.astype("<i4").tobytes())
-        return whole.hexdigest()
+            digest.update(w.name.encode() + b"\0" + w.slices.digest + w.moves.digest)
+            digest.update(w.bucket.astype("<i4").tobytes())
+        return digest.hexdigest()
 
     @cached_property
     def bytes_by_pair(self) -> np.ndarray:
         """Bytes from rank to rank: int64 [world, world]; what a rank has already is not moved and not counted."""
+        # Weights that move alike share their moves: count these once, times the weights.
         times = Counter(id(w.moves) for w in self.weights)
+        weights = {id(w.moves): w for w in self.weights}
         total = np.zeros(self.world * self.world, np.int64)
-        for w in {id(w.moves): w for w in self.weights}.values():
-            pair = w.moves.source.astype(np.int64) * self.world + w.moves.target
-            np.add.at(total, pair, w.slices.size_bytes[w.moves.slice] * times[id(w.moves)])
+        for w in weights.values():
+            moves = w.moves
+            pair = moves.source.astype(np.int64) * self.world + moves.target
+            np.add.at(total, pair, w.slices.size_bytes[moves.slice] * times[id(moves)])
         return total.reshape(self.world, self.world)
 
     def turns(self, rank: int) -> Iterator[Turn]:
@@ -134,79 +139,122 @@ class Plan:
             if key not in cache:
                 cache[key] = self._boxes(weight.slices, weight.moves, bucket.tolist(), rank)
             for transit, box in cache[key]:
-                move, at = Move(transit.source, transit.target, weight.name, box), first_bucket + transit.bucket
+                move = Move(transit.source, transit.target, weight.name, box)
+                number = first_bucket + transit.bucket
                 if transit.round < 0:
-                    local[at].append(move)
+                    local[number].append(move)
+                elif transit.target == rank:
+                    receives[number][transit.round].append(move)
                 else:
-                    (receives if transit.target == rank else sends)[at][transit.round].append(move)
+                    sends[number][transit.round].append(move)
 
-        for bucket in range(self.buckets):
-            rounds = zip(sends[bucket], receives[bucket])
-            yield Turn(tuple(local[bucket]), tuple(Round(tuple(sent), tuple(received)) for sent, received in rounds))
+        for number in range(self.buckets):
+            columns = zip(sends[number], receives[number])
+            rounds = tuple(Round(tuple(sent), tuple(received)) for sent, received in columns)
+            yield Turn(tuple(local[number]), rounds)
 
     def _boxes(self, slices: Slices, moves: Moves, bucket: list[int], rank: int) -> list[tuple[Transit, Box]]:
-        """One weight's boxes that stay on `rank`, in round -1, that come and that go, in the order of the first slice of each. A box
-        lies in one that its sender has and in one that its receiver wants, as each is a view of one tensor there; what passes through is
-        not merged."""
+        """Merged boxes of one weight that stay on `rank` (round -1), arrive or leave, each with its transit.
+
+        They are in the order of their first slices. A box lies in one tensor of its sender and in one of its receiver, as it is a
+        view of each. A slice that only passes through is not merged.
+        """
+        # 1. List the slices: those that stay, then those that move.
+        stays = np.flatnonzero(slices.has[:, rank] & slices.wants[:, rank]).tolist()
+        rows = [(index, -1, rank, rank) for index in stays]
         of_rank = np.flatnonzero((moves.source == rank) | (moves.target == rank))
-        columns = (column[of_rank].tolist() for column in (moves.slice, moves.round, moves.source, moves.target))
-        kept = np.flatnonzero(slices.has[:, rank] & slices.wants[:, rank]).tolist()
-        together: dict[tuple, list[tuple[int, Box]]] = {}
-        for index, number, source, target in (*((index, -1, rank, rank) for index in kept), *zip(*columns)):
-            transit, box = Transit(bucket[index], number, source, target), slices.boxes[index]
+        rows += zip(
+            moves.slice[of_rank].tolist(),
+            moves.round[of_rank].tolist(),
+            moves.source[of_rank].tolist(),
+            moves.target[of_rank].tolist(),
+        )
+
+        # 2. Group them by transit and by the tensors that they are views of.
+        groups: dict[tuple, list[tuple[int, Box]]] = {}
+        for index, number, source, target in rows:
+            transit = Transit(bucket[index], number, source, target)
+            box = slices.boxes[index]
             sender, receiver = (target, source) if self.sums else (source, target)
-            held, relayed = slices.held.around(box, sender), slices.wanted.around(box, sender)
-            wanted = slices.wanted.around(box, receiver)
-            passes = wanted is None or (held is None and relayed is None)
-            tensors = (box,) if passes else (held, None if held else relayed, wanted)
-            together.setdefault((transit, *tensors), []).append((index, box))
-        merged = [(index, transit, box) for (transit, *_), parts in together.items() for index, box in merge_boxes(parts)]
+            held = slices.held.around(box, sender)
+            relayed = slices.wanted.around(box, sender)
+            wanted_box = slices.wanted.around(box, receiver)
+            passes = wanted_box is None or (held is None and relayed is None)
+            tensors = (box,) if passes else (held, None if held else relayed, wanted_box)
+            groups.setdefault((transit, *tensors), []).append((index, box))
+
+        # 3. Merge each group.
+        merged = []
+        for (transit, *_), parts in groups.items():
+            merged += [(index, transit, box) for index, box in merge_boxes(parts)]
         return [(transit, box) for _, transit, box in sorted(merged)]
 
     def reversed(self) -> "Plan":
-        """The sum plan of a plan that copies from home. Raises ValueError where an element is held twice: of which would it be a sum?"""
-        turned: dict[int, Moves] = {}
+        """The sum plan of a plan that copies from home.
+
+        Raises ValueError where an element is held twice: of which would it be a sum?
+        """
+        cache: dict[int, Moves] = {}
         for w in self.weights:
             if (w.slices.has.sum(1) != 1).any():
                 raise ValueError(f"{w.name} is held more than once: a sum needs one home for every element")
             m = w.moves
-            if id(m) not in turned:
-                parts = m.slice, self.rounds - 1 - m.round, m.target, m.source
-                order = np.lexsort((parts[2], parts[1], parts[0]))
-                turned[id(m)] = Moves(*(column[order] for column in parts))
-        return replace(self, sums=not self.sums, weights=tuple(replace(w, moves=turned[id(w.moves)]) for w in self.weights))
+            if id(m) not in cache:
+                number = self.rounds - 1 - m.round
+                order = np.lexsort((m.source, number, m.slice))
+                cache[id(m)] = Moves(
+                    slice=m.slice[order],
+                    round=number[order],
+                    source=m.target[order],
+                    target=m.source[order],
+                )
+        weights = tuple(replace(w, moves=cache[id(w.moves)]) for w in self.weights)
+        return replace(self, sums=not self.sums, weights=weights)
 
 
 def switch_plan(
-    held: Placed, wanted: Placed, links: Links, itemsize: int, planner: Planner = "fan_out", bucket_bytes: int | None = None
+    held: Placed,
+    wanted: Placed,
+    links: Links,
+    itemsize: int,
+    planner: Planner = "fan_out",
+    bucket_bytes: int | None = None,
 ) -> Plan:
-    """The plan that brings every wanted element to every rank that wants it and does not have it, in the order of `wanted`.
+    """The plan that brings every wanted element to every rank that lacks it, in the order of `wanted`.
 
-    `itemsize`: bytes an element on the wire. `bucket_bytes` None: one bucket. Raises ValueError for an element that nobody holds,
-    UsageError for a bucket too small to move a single one.
+    `itemsize`: bytes an element on the wire.
+    `bucket_bytes`: None makes one bucket.
+    Raises ValueError for an element that nobody holds, UsageError for a bucket too small to move a single one.
     """
     world = world_of(held, wanted)
     loads = np.zeros((3, world), np.int64)
-    refined: dict[tuple[Spread, Spread], Slices] = {}
-    known: dict[tuple[Slices, bytes], tuple[Moves, np.ndarray]] = {}
-    found = []
+    slices_cache: dict[tuple[Spread, Spread], Slices] = {}
+    moves_cache: dict[tuple[Slices, bytes], tuple[Moves, np.ndarray]] = {}
+    rows = []
     for name, spread in wanted.items():
-        key = held.get(name, Spread(())), spread
-        if key not in refined:
+        # 1. Refine, once for all weights that lie alike.
+        source = held.get(name, Spread(()))
+        if (source, spread) not in slices_cache:
             try:
-                refined[key] = refine(*key, world, itemsize, bucket_bytes)
+                slices_cache[source, spread] = refine(source, spread, world, itemsize, bucket_bytes)
             except ValueError as fault:
                 raise ValueError(f"{name}: {fault}") from None
-        slices = refined[key]
-        state = slices, _differences(slices, links, loads)
-        if state not in known:
-            before = loads.copy()
-            known[state] = assign(planner, slices, links, loads), loads - before
+        slices = slices_cache[source, spread]
+
+        # 2. Assign, once for all that the planner would assign alike.
+        key = (slices, _differences(slices, links, loads))
+        if key in moves_cache:
+            moves, added_loads = moves_cache[key]
+            loads += added_loads
         else:
-            loads += known[state][1]
-        found.append((name, slices, known[state][0]))
-    buckets, buffer_bytes = _buckets(found, world, bucket_bytes)
-    weights = tuple(WeightPlan(name, slices, moves, bucket) for (name, slices, moves), bucket in zip(found, buckets))
+            previous_loads = loads.copy()
+            moves = assign(planner, slices, links, loads)
+            moves_cache[key] = (moves, loads - previous_loads)
+        rows.append((name, slices, moves))
+
+    # 3. Deal the slices into buckets.
+    buckets, buffer_bytes = _buckets(rows, world, bucket_bytes)
+    weights = tuple(WeightPlan(name, slices, moves, bucket) for (name, slices, moves), bucket in zip(rows, buckets))
     return Plan(planner, links, world, itemsize, bucket_bytes, buffer_bytes, weights)
 
 
@@ -217,46 +265,58 @@ def world_of(*sides: Placed) -> int:
 
 
 def _differences(slices: Slices, links: Links, loads: np.ndarray) -> bytes:
-    """All that a planner's decisions about these slices depend on: by how much the loads of ranks that it compares differ. Weights of
-    many layers meet the same differences again and again, and are then decided once."""
+    """Differences between the loads of ranks that a planner compares: its decisions depend on nothing else.
+
+    Weights of many layers meet the same differences again and again. They are then decided once.
+    """
     world = loads.shape[1]
+    per_node = min(links.per_node, world)
     needed = slices.needs.any(1)
     choice = slices.has[needed & (slices.has.sum(1) > 1)].any(0)
-    nodes = np.arange(0, world, min(links.per_node, world))
-    node = np.arange(world) // min(links.per_node, world)
+    starts = np.arange(0, world, per_node)
+    node = np.arange(world) // per_node
     relevant = np.zeros_like(loads)
     for row in (INSIDE, ENTERED):
-        relevant[row] = loads[row] - np.minimum.reduceat(loads[row], nodes)[node]
+        relevant[row] = loads[row] - np.minimum.reduceat(loads[row], starts)[node]
     relevant[INSIDE] *= choice
     if choice.any():
         relevant[BETWEEN, choice] = loads[BETWEEN, choice] - loads[BETWEEN, choice].min()
     return relevant.tobytes()
 
 
-def _buckets(found: Sequence[tuple[str, Slices, Moves]], world: int, bucket_bytes: int | None) -> tuple[list[np.ndarray], int]:
-    """The bucket of every slice, by weight, and the most that a rank sends and receives in one. A bucket ends before the slice with
-    which some rank would send, or receive, more than `bucket_bytes`."""
+def _buckets(rows: Sequence[tuple[str, Slices, Moves]], world: int, bucket_bytes: int | None) -> tuple[list[np.ndarray], int]:
+    """The bucket of every slice, by weight, and the most bytes that a rank sends and receives in one bucket.
+
+    A bucket ends before the slice with which some rank would send, or receive, more than `bucket_bytes`.
+    """
     limit = np.iinfo(np.int64).max if bucket_bytes is None else bucket_bytes
     totals: dict[int, np.ndarray] = {}
-    number, most, used = 0, 0, np.zeros((2, world), np.int64)  # used: sent, received
-    result = []
-    for _, slices, moves in found:
+    number = 0
+    buffer_bytes = 0
+    used = np.zeros((2, world), np.int64)  # sent, received
+    buckets = []
+    for _, slices, moves in rows:
+        # A whole weight that has room needs no look at its slices.
         if id(moves) not in totals:
             totals[id(moves)] = _volumes(slices, moves, slice(None), world)
-        if (used + totals[id(moves)]).max() <= limit:
-            used = used + totals[id(moves)]
-            result.append(np.full(len(slices), number, np.int32))
+        total = totals[id(moves)]
+        if (used + total).max() <= limit:
+            used = used + total
+            buckets.append(np.full(len(slices), number, np.int32))
             continue
+
         edges = np.searchsorted(moves.slice, np.arange(len(slices) + 1))
         bucket = np.zeros(len(slices), np.int32)
         for index in range(len(slices)):
-            more = _volumes(slices, moves, slice(edges[index], edges[index + 1]), world)
-            if (used + more).max() > limit:
-                number, most, used = number + 1, max(most, int(used.sum(0).max())), np.zeros_like(used)
-            used = used + more
+            volumes = _volumes(slices, moves, slice(edges[index], edges[index + 1]), world)
+            if (used + volumes).max() > limit:
+                buffer_bytes = max(buffer_bytes, int(used.sum(0).max()))
+                number += 1
+                used = np.zeros_like(used)
+            used = used + volumes
             bucket[index] = number
-        result.append(bucket)
-    return result, max(most, int(used.sum(0).max()))
+        buckets.append(bucket)
+    return buckets, max(buffer_bytes, int(used.sum(0).max()))
 
 
 def _volumes(slices: Slices, moves: Moves, part: slice, world: int) -> np.ndarray:

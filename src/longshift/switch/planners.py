@@ -55,9 +55,9 @@ def assign(planner: Planner, slices: Slices, links: Links, loads: np.ndarray) ->
         parts = [part for rows in slices.waves for part in wave(slices, rows, links, loads).parts()]
     if not parts:
         return Moves(*(np.zeros(0, np.int32) for _ in range(4)))
-    joined = [np.concatenate(column).astype(np.int32) for column in zip(*parts)]
-    order = np.lexsort((joined[3], joined[1], joined[0]))
-    return Moves(*(column[order] for column in joined))
+    row, number, source, target = (np.concatenate([part[field] for part in parts]).astype(np.int32) for field in range(4))
+    order = np.lexsort((target, number, row))
+    return Moves(slice=row[order], round=number[order], source=source[order], target=target[order])
 
 
 Part = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # slice, round, source, target
@@ -67,15 +67,21 @@ class _Wave:
     """Slices `rows` of a weight, no two with a common holder. `near`: needed where the node has a holder; `far`: where it has none."""
 
     def __init__(self, slices: Slices, rows: np.ndarray, links: Links, loads: np.ndarray):
-        self.rows, self.loads = rows, loads
-        self.has, self.wants, self.size = slices.has[rows], slices.wants[rows], slices.size_bytes[rows]
+        self.rows = rows
+        self.loads = loads
+        self.has = slices.has[rows]
+        self.wants = slices.wants[rows]
+        self.size = slices.size_bytes[rows]
+
         world = self.has.shape[1]
         self.per_node = min(links.per_node, world)
         self.node = np.arange(world) // self.per_node
         self.starts = np.arange(0, world, self.per_node)
+
         needs = slices.needs[rows]
-        held_near = self._by_node(self.has)[:, self.node] > 0
-        self.near, self.far = needs & held_near, needs & ~held_near
+        is_on_node = self._by_node(self.has)[:, self.node] > 0
+        self.near = needs & is_on_node
+        self.far = needs & ~is_on_node
 
     def _by_node(self, flags: np.ndarray) -> np.ndarray:
         """Counts, int64 [slices, nodes]."""
@@ -84,84 +90,111 @@ class _Wave:
     def _deal_near(self) -> Part:
         """The moves inside each node, whose holders share what the others need."""
         count = self._by_node(self.near)
-        which, targets = np.nonzero(self.near)
+        row, targets = np.nonzero(self.near)
+
+        # A slice and a node that needs it are a group; its members are the node's holders.
         group = np.cumsum(count.ravel() > 0).reshape(count.shape) - 1
-        row, holder = np.nonzero(self.has & (count > 0)[:, self.node])
-        asked = np.nonzero(count)
-        sources = deal(group[row, self.node[holder]], holder, count[asked], self.size[asked[0]], self.loads[INSIDE])
-        return self.rows[which], np.zeros_like(which), sources, targets
+        group_row, group_node = np.nonzero(count)
+        holder_row, holder = np.nonzero(self.has & (count > 0)[:, self.node])
+        sources = deal(
+            group=group[holder_row, self.node[holder]],
+            rank=holder,
+            count=count[group_row, group_node],
+            size=self.size[group_row],
+            load=self.loads[INSIDE],
+        )
+        return self.rows[row], np.zeros_like(row), sources, targets
 
     def _deal_far(self, count: np.ndarray) -> np.ndarray:
         """The sources, by slice, where all holders of a slice share its `count` sends to other nodes."""
-        asked = np.flatnonzero(count)
-        row, holder = np.nonzero(self.has[asked])
-        return deal(row, holder, count[asked], self.size[asked], self.loads[BETWEEN])
+        rows = np.flatnonzero(count)
+        group, holder = np.nonzero(self.has[rows])
+        return deal(group, holder, count[rows], self.size[rows], self.loads[BETWEEN])
 
 
 class _Algorithm1(_Wave):
     def parts(self) -> list[Part]:
-        which, targets = np.nonzero(self.far)
+        row, targets = np.nonzero(self.far)
         sources = self._deal_far(self.far.sum(1))
-        return [self._deal_near(), (self.rows[which], np.zeros_like(which), sources, targets)]
+        return [self._deal_near(), (self.rows[row], np.zeros_like(row), sources, targets)]
 
 
 class _FanOut(_Wave):
     def parts(self) -> list[Part]:
+        # Round 0: each slice enters each node that lacks it, by one rank.
         lacking = self._by_node(self.far) > 0
-        which, nodes = np.nonzero(lacking)
+        row, nodes = np.nonzero(lacking)
         entries = self._entries(lacking)
-        doors = entries[which, nodes]
-        first = self.rows[which], np.zeros_like(which), self._deal_far(lacking.sum(1)), doors
+        doors = entries[row, nodes]
+        first = (self.rows[row], np.zeros_like(row), self._deal_far(lacking.sum(1)), doors)
+
+        # Round 1: that rank sends it to all others of its node that need it.
         spread = self.far.copy()
-        spread[which, doors] = False
+        spread[row, doors] = False
         inner, targets = np.nonzero(spread)
         sources = entries[inner, self.node[targets]]
         np.add.at(self.loads[INSIDE], sources, self.size[inner])
-        second = self.rows[inner], np.ones_like(inner), sources, targets
+        second = (self.rows[inner], np.ones_like(inner), sources, targets)
         return [first, second, self._deal_near()]
 
     def _entries(self, lacking: np.ndarray) -> np.ndarray:
-        """The rank by which each slice enters each lacking node: the one that has received least from outside. One that does not want
-        the slice counts as one slice fuller, for it would only pass it on. int64 [slices, nodes], -1 where nothing enters."""
-        rows, nodes = lacking.shape
-        world, places = len(self.node), nodes * self.per_node
-        received = np.full(places, FULL)
+        """The rank by which each slice enters each lacking node: int64 [slices, nodes], -1 where nothing enters.
+
+        It is the rank that has received least from outside. A rank that does not want the slice counts as one slice fuller, for it
+        would only pass it on.
+        """
+        num_rows, num_nodes = lacking.shape
+        world = len(self.node)
+
+        # The last node may have fewer ranks: its missing ones are full.
+        received = np.full(num_nodes * self.per_node, FULL)
         received[:world] = self.loads[ENTERED]
-        detour = np.zeros((rows, places), np.int64)
+        received = received.reshape(num_nodes, self.per_node)
+        detour = np.zeros((num_rows, num_nodes * self.per_node), np.int64)
         detour[:, :world] = self.size[:, None] * ~self.wants
-        received, detour = received.reshape(nodes, self.per_node), detour.reshape(rows, nodes, self.per_node)
+        detour = detour.reshape(num_rows, num_nodes, self.per_node)
+
         entries = np.full(lacking.shape, -1)
         for row in np.flatnonzero(lacking.any(1)):
-            into = np.flatnonzero(lacking[row])
-            door = (received[into] + detour[row, into]).argmin(1)
-            received[into, door] += self.size[row]
-            entries[row, into] = into * self.per_node + door
+            nodes = np.flatnonzero(lacking[row])
+            door = (received[nodes] + detour[row, nodes]).argmin(1)
+            received[nodes, door] += self.size[row]
+            entries[row, nodes] = nodes * self.per_node + door
         self.loads[ENTERED] = received.ravel()[:world]
         return entries
 
 
 def deal(group: np.ndarray, rank: np.ndarray, count: np.ndarray, size: np.ndarray, load: np.ndarray) -> np.ndarray:
-    """The ranks taken, by group, in the order of taking: `count` times the member of least load, the first of equals, takes `size`.
+    """The ranks that are picked, by group, in the order of picking. `count` times the member of least load, the first of equals,
+    takes `size`.
 
     `group`, `rank`: the members, by group (0, 1, ... without gaps), then by rank; no rank is in two.
     `count`, `size`: by group. Adds the sizes to `load`.
 
-    A member taken j times before has load + j * size: the picks of a group are the `count` least of these numbers.
+    A member picked j times before has load + j * size: the picks of a group are the `count` least of these numbers.
     """
     groups = np.arange(len(count))
     first = np.searchsorted(group, groups)
     members = np.diff(np.append(first, len(group)))
     if (members == 1).all():
-        taken = rank.repeat(count)
+        picks = rank.repeat(count)
     else:
+        # 1. Find a level up to which a group has `count` numbers or more.
         base = load[rank]
-        level = np.maximum.reduceat(base, first) + size * (-(-count // members) - 1)  # up to here there are `count` numbers or more
+        even_share = -(-count // members)
+        level = np.maximum.reduceat(base, first) + size * (even_share - 1)
+
+        # 2. List each member's numbers up to there, least first.
         turns = np.minimum((level[group] - base) // size[group] + 1, count[group])
         member = np.repeat(np.arange(len(rank)), turns)
         nth = np.arange(len(member)) - np.repeat(np.cumsum(turns) - turns, turns)
-        order = np.lexsort((member, base[member] + nth * size[group[member]], group[member]))
+        number = base[member] + nth * size[group[member]]
+        order = np.lexsort((member, number, group[member]))
+
+        # 3. Keep the first `count` of each group.
         member = member[order]
-        place = np.arange(len(member)) - np.searchsorted(group[member], groups)[group[member]]
-        taken = rank[member[place < count[group[member]]]]
-    np.add.at(load, taken, size.repeat(count))
-    return taken
+        group_of = group[member]
+        place = np.arange(len(member)) - np.searchsorted(group_of, groups)[group_of]
+        picks = rank[member[place < count[group_of]]]
+    np.add.at(load, picks, size.repeat(count))
+    return picks

@@ -53,50 +53,65 @@ class Slices:
     def waves(self) -> tuple[np.ndarray, ...]:
         """Indices of the slices somebody needs, in runs that can be dealt at one time: no two of a run share a holder, and of two that
         do, the earlier one is in an earlier run."""
-        last = np.full(self.has.shape[1], -1)
-        found: list[list[int]] = []
+        last_wave = np.full(self.has.shape[1], -1)
+        waves: list[list[int]] = []
         for index in np.flatnonzero(self.needs.any(1)):
             holders = self.has[index]
-            wave = last[holders].max() + 1
-            last[holders] = wave
-            if wave == len(found):
-                found.append([])
-            found[wave].append(int(index))
-        return tuple(np.array(wave) for wave in found)
+            number = last_wave[holders].max() + 1
+            last_wave[holders] = number
+            if number == len(waves):
+                waves.append([])
+            waves[number].append(int(index))
+        return tuple(np.array(wave) for wave in waves)
 
 
 def refine(held: Spread, wanted: Spread, world: int, itemsize: int, bucket_bytes: int | None) -> Slices:
     """The slices that somebody wants. With `bucket_bytes`, small enough that all who need one can get it from one rank within a bucket.
     Raises ValueError for a wanted slice that nobody holds, UsageError for a bucket too small for one element."""
-    dims = range(len(wanted.boxes[0][0].start)) if wanted.boxes else range(0)
-    cuts = [sorted({edge for spread in (held, wanted) for box, _ in spread.boxes for edge in (box.start[d], box.stop[d])}) for d in dims]
-    spans = [list(pairwise(edges)) for edges in cuts]
-    has, wants = (_members(spread, cuts, world) for spread in (held, wanted))
-    cells = [_box(cell) for cell in product(*spans)]
-    used = wants.any(1)
-    for missing in np.flatnonzero(used & ~has.any(1)):
-        raise ValueError(f"{cells[missing]} is wanted on rank {int(wants[missing].argmax())}, and no rank holds it")
-    boxes = [cells[i] for i in np.flatnonzero(used)]
-    has, wants = has[used], wants[used]
+    # 1. Cut the weight into a grid, at every edge of every box.
+    num_dims = len(wanted.boxes[0][0].start) if wanted.boxes else 0
+    all_boxes = [box for box, _ in (*held.boxes, *wanted.boxes)]
+    cuts = [sorted({edge for box in all_boxes for edge in (box.start[dim], box.stop[dim])}) for dim in range(num_dims)]
+    has = _members(held, cuts, world)
+    wants = _members(wanted, cuts, world)
+    cells = [_box(cell) for cell in product(*map(pairwise, cuts))]
+
+    # 2. Keep the cells that somebody wants.
+    is_wanted = wants.any(1)
+    for missing in np.flatnonzero(is_wanted & ~has.any(1)):
+        rank = int(wants[missing].argmax())
+        raise ValueError(f"{cells[missing]} is wanted on rank {rank}, and no rank holds it")
+    boxes = [cells[i] for i in np.flatnonzero(is_wanted)]
+    has = has[is_wanted]
+    wants = wants[is_wanted]
+
+    # 3. Cut those that are too large for a bucket.
     if bucket_bytes is not None:
-        most = bucket_bytes // itemsize // np.maximum(1, (wants & ~has).sum(1))
-        if boxes and most.min() < 1:
-            least = itemsize * int((wants & ~has).sum(1).max())
-            raise UsageError(f"a bucket of {bucket_bytes} bytes cannot hold one element for each rank that needs it: at least {least}")
-        parts = [list(_cut(box, int(limit))) for box, limit in zip(boxes, most)]
+        num_needing = (wants & ~has).sum(1)
+        max_elements = bucket_bytes // itemsize // np.maximum(1, num_needing)
+        if boxes and max_elements.min() < 1:
+            min_bytes = itemsize * int(num_needing.max())
+            raise UsageError(f"a bucket of {bucket_bytes} bytes cannot hold one element for each rank that needs it: at least {min_bytes}")
+        parts = [list(_cut(box, int(limit))) for box, limit in zip(boxes, max_elements)]
         counts = [len(part) for part in parts]
-        has, wants, boxes = has.repeat(counts, 0), wants.repeat(counts, 0), [box for part in parts for box in part]
+        boxes = [box for part in parts for box in part]
+        has = has.repeat(counts, 0)
+        wants = wants.repeat(counts, 0)
+
+    # 4. Order them so that any run of slices keeps all ranks busy.
     order = _spread_out(wants, _spread_out(has, range(len(boxes))))
-    has, wants, boxes = has[order], wants[order], [boxes[i] for i in order]
-    return Slices(tuple(boxes), np.array([box.elements * itemsize for box in boxes], np.int64), has, wants, held, wanted)
+    boxes = [boxes[i] for i in order]
+    size_bytes = np.array([box.elements * itemsize for box in boxes], np.int64)
+    return Slices(tuple(boxes), size_bytes, has[order], wants[order], held, wanted)
 
 
 def _members(spread: Spread, cuts: list[list[int]], world: int) -> np.ndarray:
     """Which rank has which cell of the grid that `cuts` make: bool [cells, world]."""
-    at = [{edge: i for i, edge in enumerate(edges)} for edges in cuts]
+    indices = [{edge: i for i, edge in enumerate(edges)} for edges in cuts]
     grid = np.zeros((*(len(edges) - 1 for edges in cuts), world), bool)
     for box, ranks in spread.boxes:
-        cells = tuple(slice(index[a], index[b]) for index, a, b in zip(at, box.start, box.stop))
+        spans = zip(indices, box.start, box.stop)
+        cells = tuple(slice(index[start], index[stop]) for index, start, stop in spans)
         grid[(*cells, np.array(ranks))] = True
     return grid.reshape(-1, world)
 
@@ -116,12 +131,12 @@ def _box(cell: tuple[tuple[int, int], ...]) -> Box:
     return Box(tuple(a for a, _ in cell), tuple(b for _, b in cell))
 
 
-def _cut(box: Box, most: int) -> Iterator[Box]:
-    """Halves of halves along the longest dim, until none has more than `most` elements."""
-    if box.elements <= most:
+def _cut(box: Box, max_elements: int) -> Iterator[Box]:
+    """Halves of halves along the longest dim, until none has more than `max_elements`."""
+    if box.elements <= max_elements:
         yield box
         return
     dim = max(range(len(box.start)), key=lambda d: box.shape[d])
     middle = (box.start[dim] + box.stop[dim]) // 2
-    yield from _cut(box.cut(dim, box.start[dim], middle), most)
-    yield from _cut(box.cut(dim, middle, box.stop[dim]), most)
+    yield from _cut(box.cut(dim, box.start[dim], middle), max_elements)
+    yield from _cut(box.cut(dim, middle, box.stop[dim]), max_elements)

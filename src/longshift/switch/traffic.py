@@ -28,52 +28,77 @@ class Traffic:
     by_node: tuple[tuple[int, ...], ...]  # from node, to node; the diagonal is inside nodes
 
     def __str__(self) -> str:
-        inside, between = self.intra_node_bytes / 1e9, self.inter_node_bytes / 1e9
-        lines = [f"{inside:.3g} GB inside nodes, {between:.3g} GB between them, at least {self.bound_s:.3g} s"]
-        for source, row in enumerate(self.by_node if between else ()):
-            moved = ", ".join(f"{size / 1e9:.3g} GB to node {target}" for target, size in enumerate(row) if size and target != source)
-            lines += [f"  node {source}: {row[source] / 1e9:.3g} GB inside" + (f", {moved}" if moved else "")]
+        inside_gb = self.intra_node_bytes / 1e9
+        between_gb = self.inter_node_bytes / 1e9
+        lines = [f"{inside_gb:.3g} GB inside nodes, {between_gb:.3g} GB between them, at least {self.bound_s:.3g} s"]
+        for source, row in enumerate(self.by_node if between_gb else ()):
+            parts = [f"  node {source}: {row[source] / 1e9:.3g} GB inside"]
+            for target, size in enumerate(row):
+                if size and target != source:
+                    parts.append(f"{size / 1e9:.3g} GB to node {target}")
+            lines.append(", ".join(parts))
         return "\n".join(lines)
 
 
 def traffic(plan: Plan) -> Traffic:
     """What a plan puts on the links. Of a device's links to its node and to other nodes, one way each, the busiest sets the time."""
-    pairs, links = plan.bytes_by_pair, plan.links
-    played = _by_round(plan)
-    overlapped = _by_exchange(plan, played)
+    links = plan.links
+    pairs = plan.bytes_by_pair
     starts = np.arange(0, plan.world, links.per_node)
     by_node = np.add.reduceat(np.add.reduceat(pairs, starts, 0), starts, 1)
+    round_bytes = _by_round(plan)
+    total_bytes = round_bytes.sum((0, 1))[None]
+    exchange_bytes = _by_exchange(plan, round_bytes)
     return Traffic(
         max_received_bytes=int(pairs.sum(0).max()),
         inter_node_bytes=int(by_node.sum() - by_node.trace()),
         intra_node_bytes=int(by_node.trace()),
-        bound_s=float(_seconds(played.sum((0, 1))[None], replace(links, latency_s=0.0)).sum()),
-        overlapped_s=float(_seconds(overlapped, links).sum()),
-        in_order_s=float(_seconds(played.reshape(-1, *played.shape[2:]), links).sum()),
+        bound_s=float(_seconds(total_bytes, replace(links, latency_s=0.0)).sum()),
+        overlapped_s=float(_seconds(exchange_bytes, links).sum()),
+        in_order_s=float(_seconds(round_bytes.reshape(-1, 4, plan.world), links).sum()),
         by_node=tuple(tuple(map(int, row)) for row in by_node),
     )
 
 
 def least_s(held: Placed, wanted: Placed, links: Links, itemsize: int) -> float:
-    """Lower bound of `bound_s` for `fan_out` and `algorithm1`, some fifty times faster than a plan: the busiest link of a node or a rank
-    where all that a planner may choose is dealt evenly. What a node has no holder of enters it once, from the holders' node where there is
-    only one; the rest moves inside the node, from the holder where there is only one."""
+    """Lower bound of `bound_s` for `fan_out` and `algorithm1`, some fifty times faster than a plan.
+
+    It is the time of the busiest link of a node or a rank, where all that a planner may choose is dealt evenly. A slice enters a node
+    without holders once, from the holders' node where there is only one. Otherwise it moves inside the node, from the holder where
+    there is only one.
+    """
     world = world_of(held, wanted)
     starts = np.arange(0, world, min(links.per_node, world))
     devices = np.diff(np.append(starts, world))
-    near, far = np.zeros((2, world), np.int64), np.zeros((2, len(starts)), np.int64)  # sent, received: by rank inside, by node between
-    for (have, want), count in Counter((held[name], wanted[name]) for name in wanted).items():
-        slices = refine(have, want, world, itemsize, None)
-        size, node = count * slices.size_bytes, np.repeat(np.arange(len(starts)), devices)
+    node = np.repeat(np.arange(len(starts)), devices)
+    sent_inside = np.zeros(world, np.int64)  # by rank
+    received_inside = np.zeros(world, np.int64)
+    sent_between = np.zeros(len(starts), np.int64)  # by node
+    received_between = np.zeros(len(starts), np.int64)
+
+    pairs = Counter((held[name], wanted[name]) for name in wanted)
+    for (source, target), count in pairs.items():
+        slices = refine(source, target, world, itemsize, None)
+        size = count * slices.size_bytes
         holders = np.add.reduceat(slices.has, starts, 1, dtype=np.int64)
         lacking = np.add.reduceat(slices.needs, starts, 1, dtype=np.int64)
-        entering = (lacking > 0) & (holders == 0)
-        far[1] += size @ entering
-        alone = (holders > 0).sum(1) == 1
-        far[0] += (size * entering.sum(1) * alone) @ (holders > 0)
-        near[1] += size @ (slices.needs & (holders[:, node] > 0))
-        near[0] += size @ (slices.has & (holders[:, node] == 1) * lacking[:, node])
-    return max(float(near.max()) / links.intra_bytes_s, float((far / devices).max()) / links.inter_bytes_s)
+        has_holder = holders > 0
+
+        entering = (lacking > 0) & ~has_holder
+        received_between += size @ entering
+        is_one_node = has_holder.sum(1) == 1
+        sent_between += (size * entering.sum(1) * is_one_node) @ has_holder
+
+        received_inside += size @ (slices.needs & has_holder[:, node])
+        is_one_holder = holders[:, node] == 1
+        sent_inside += size @ (slices.has & is_one_holder * lacking[:, node])
+
+    inside_bytes = max(sent_inside.max(), received_inside.max())
+    between_bytes = np.maximum(sent_between, received_between) / devices
+    return max(
+        float(inside_bytes) / links.intra_bytes_s,
+        float(between_bytes.max()) / links.inter_bytes_s,
+    )
 
 
 def seconds_by_exchange(plan: Plan) -> list[float]:
@@ -87,12 +112,12 @@ def _seconds(loads: np.ndarray, links: Links) -> np.ndarray:
     return (loads.max(2) / rates).max(1) + links.latency_s * loads.any((1, 2))
 
 
-def _by_exchange(plan: Plan, played: np.ndarray) -> np.ndarray:
+def _by_exchange(plan: Plan, round_bytes: np.ndarray) -> np.ndarray:
     """Bytes of every exchange, each a bucket's first round with later rounds of the buckets before: int64 [exchanges, 4, world]."""
-    found = np.zeros((plan.exchanges, *played.shape[2:]), np.int64)
+    exchange_bytes = np.zeros((plan.exchanges, 4, plan.world), np.int64)
     for number in range(plan.rounds):
-        found[number : number + plan.buckets] += played[:, number]
-    return found
+        exchange_bytes[number : number + plan.buckets] += round_bytes[:, number]
+    return exchange_bytes
 
 
 def _by_round(plan: Plan) -> np.ndarray:
@@ -100,8 +125,11 @@ def _by_round(plan: Plan) -> np.ndarray:
     world]."""
     loads = np.zeros((plan.buckets, plan.rounds, 4, plan.world), np.int64)
     for w in plan.weights:
-        m, bucket, size = w.moves, w.bucket[w.moves.slice], w.slices.size_bytes[w.moves.slice]
-        sent = 2 * (m.source // plan.links.per_node != m.target // plan.links.per_node)
-        np.add.at(loads, (bucket, m.round, sent, m.source), size)
-        np.add.at(loads, (bucket, m.round, sent + 1, m.target), size)
+        moves = w.moves
+        bucket = w.bucket[moves.slice]
+        size = w.slices.size_bytes[moves.slice]
+        is_between = moves.source // plan.links.per_node != moves.target // plan.links.per_node
+        sent = 2 * is_between
+        np.add.at(loads, (bucket, moves.round, sent, moves.source), size)
+        np.add.at(loads, (bucket, moves.round, sent + 1, moves.target), size)
     return loads
