@@ -22,9 +22,10 @@ CODES = torch.float8_e4m3fn
 def in_blocks(x: Tensor, column: int, copy: bool = True) -> Tensor:
     """Rows [..., columns] that begin in this column of the weight as blocks [..., blocks, BLOCK], with zeros beyond the ends of the rows.
     `copy`: in memory of their own, also where rows are whole blocks."""
-    before, behind = column % BLOCK, -(column + x.shape[-1]) % BLOCK
-    if copy or before or behind:
-        x = F.pad(x, (before, behind))
+    left_pad = column % BLOCK
+    right_pad = -(column + x.shape[-1]) % BLOCK
+    if copy or left_pad or right_pad:
+        x = F.pad(x, (left_pad, right_pad))
     return x.unflatten(-1, (-1, BLOCK))
 
 

@@ -51,7 +51,8 @@ from longshift.state.manifest import (
 )
 from longshift.state.moments import SCALE
 
-LATEST, BEST = "LATEST", "BEST"
+LATEST = "LATEST"
+BEST = "BEST"
 FILE_BYTES = 2 << 30
 Entries = Iterable[tuple[str, Box, bool, dict[str, Tensor]]]
 T = TypeVar("T")
@@ -81,7 +82,12 @@ class Unfinished:
     Collective: making it, and `finish`. Mutable."""
 
     def __init__(self, run: Path, step: int, facts: Mapping[str, Any], world: World, keep: int, best: int | None):
-        self.run, self.step, self.facts, self.world, self.keep, self.best = run, step, facts, world, keep, best
+        self.run = run
+        self.step = step
+        self.facts = facts
+        self.world = world
+        self.keep = keep
+        self.best = best
         self._scratch = run / "checkpoints" / f".step-{step}.writing"
         self._fault = f"checkpoint {run / 'checkpoints' / f'step-{step}'} cannot be written; the ones before it are untouched"
         self._writing: Background[list[dict]] | None = None
@@ -99,13 +105,20 @@ class Unfinished:
 
     def finish(self, entries: Entries = ()) -> None:
         """Write what is not written in the background, and have the checkpoint take its place. Raises CheckpointError as `save` does."""
-        run, world, first = self.run, self.world, self.world.rank == 0
+        run = self.run
+        world = self.world
+        is_first = world.rank == 0
         write = self._writing.result if self._writing else lambda: _write_tensors(self._scratch, entries, world.rank)
         with self._swept():
-            own = _together(world, self._fault, write)
-            files = [row for text in world.gather_text(json.dumps(own)) for row in json.loads(text)]
-            _together(world, self._fault, (lambda: self._publish(files)) if first else None)
-            purge = (lambda: _purge(run, self.step, self.keep, self.best)) if first else None
+            # 1. Write this rank's files, and tell all ranks of them.
+            rank_files = _together(world, self._fault, write)
+            texts = world.gather_text(json.dumps(rank_files))
+            files = [row for text in texts for row in json.loads(text)]
+
+            # 2. Rank 0 makes the folder the newest checkpoint, and removes old ones.
+            publish = (lambda: self._publish(files)) if is_first else None
+            _together(world, self._fault, publish)
+            purge = (lambda: _purge(run, self.step, self.keep, self.best)) if is_first else None
             _together(world, f"old checkpoints of {run} cannot be removed", purge)
 
     def _begin(self) -> None:
@@ -140,7 +153,11 @@ class Checkpoint:
 
     def __init__(self, folder: Path, manifest: Manifest, index: Index, files: dict[Path, Any]):
         """`files`: those that are open already."""
-        self.folder, self.step, self.facts, self._index, self._files = folder, manifest.step, manifest.facts, index, files
+        self.folder = folder
+        self.step = manifest.step
+        self.facts = manifest.facts
+        self._index = index
+        self._files = files
         self.types: dict[str, set[str]] = {}  # by kind
         for kind, name in chain.from_iterable(file.types.items() for file in manifest.files):
             self.types.setdefault(kind, set()).add(name)
@@ -149,7 +166,7 @@ class Checkpoint:
     def latest(cls, run: Path, world: World, pointer: str = LATEST) -> "Checkpoint":
         """The checkpoint that LATEST names, or BEST, of the lowest validation loss; collective. Raises CheckpointError, on every rank in
         the same words, when there is none or it is damaged: the message names the file, and the older checkpoint that may serve instead."""
-        name = _together(world, f"{run} cannot be read", lambda: _named(run, pointer))
+        name = _together(world, f"{run} cannot be read", lambda: _read_pointer(run, pointer))
         return cls.open(run / "checkpoints" / world.gather_text(name)[0], world)
 
     @classmethod
@@ -179,21 +196,28 @@ class Checkpoint:
     def expect(self, spec: ModelSpec, moments: Sequence[str]) -> None:
         """Refuse a checkpoint that does not hold every value of the model's weights, their moments and scales, or holds another weight's.
         Raises CheckpointError."""
-        for name, of in ((p.name, Box.whole(p.shape)) for p in spec.params if not p.frozen):
+        for param in spec.params:
+            if param.frozen:
+                continue
+            name = param.name
+            weight_box = Box.whole(param.shape)
             for kind in ("master", *moments):
-                whole = scales_of(of) if kind.endswith(SCALE) else of
+                needed = scales_of(weight_box) if kind.endswith(SCALE) else weight_box
                 boxes = [saved.box for saved in self._index.get((kind, name), ())]
-                held = sum(box.elements for box in boxes)
-                if held != whole.elements or not all(len(box.shape) == len(whole.shape) and box in whole for box in boxes):
-                    is_ = f"is {', '.join(map(str, boxes[:4]))}{', ...' if len(boxes) > 4 else ''}" if boxes else "is not there"
-                    raise CheckpointError(f"{self.folder}: {kind} {name} {is_}, {whole} is needed: incomplete, or of another model")
+                num_elements = sum(box.elements for box in boxes)
+                fit = all(len(box.shape) == len(needed.shape) and box in needed for box in boxes)
+                if num_elements != needed.elements or not fit:
+                    more = ", ..." if len(boxes) > 4 else ""
+                    state = f"is {', '.join(map(str, boxes[:4]))}{more}" if boxes else "is not there"
+                    raise CheckpointError(f"{self.folder}: {kind} {name} {state}, {needed} is needed: incomplete, or of another model")
         foreign = sorted({name for _, name in self._index} - set(spec.by_name))
         if foreign:
             raise CheckpointError(f"{self.folder} holds {foreign[0]}, which this model does not have: it is of another model")
 
     def read(self, kind: str, name: str, box: Box) -> Tensor:
         """The values inside `box`, put together from whatever boxes were saved. Raises CheckpointError where some are missing."""
-        out, found = None, 0
+        out = None
+        num_read = 0
         for saved in self._index.get((kind, name), ()):
             part = saved.box & box
             if not part:
@@ -203,9 +227,9 @@ class Checkpoint:
             values = self._files[saved.path].get_slice(saved.key)[part.within(saved.box)]
             out = torch.empty(box.shape, dtype=values.dtype) if out is None else out
             out[part.within(box)] = values
-            found += part.elements
-        if out is None or found != box.elements:
-            raise CheckpointError(f"{self.folder} holds {found} of the {box.elements} values of {kind} {name}{box}")
+            num_read += part.elements
+        if out is None or num_read != box.elements:
+            raise CheckpointError(f"{self.folder} holds {num_read} of the {box.elements} values of {kind} {name}{box}")
         return out
 
     def source(self, kind: str = "master") -> Source:
@@ -213,16 +237,19 @@ class Checkpoint:
         return lambda name, box: self.read(kind, name, box) if box else torch.empty(box.shape)
 
 
-def _together(world: World, what: str, work: Callable[[], T] | None) -> T:
+def _together(world: World, failure: str, work: Callable[[], T] | None) -> T:
     """The result of `work` on this rank; None has nothing to do. A failure on any rank is everyone's, in the words of the lowest that
     failed: OutOfMemoryError where its disk has no room, CheckpointError else."""
-    result, fault, is_full = None, "", False
+    result = None
+    fault = ""
+    is_full = False
     try:
         result = work() if work is not None else None
     except CheckpointError as error:
         fault = str(error)
     except (OSError, SafetensorError) as error:
-        fault, is_full = f"{what}: rank {world.rank}: {error}", is_no_room(error)
+        fault = f"{failure}: rank {world.rank}: {error}"
+        is_full = is_no_room(error)
     faults = [json.loads(text) for text in world.gather_text(json.dumps([fault, is_full]))]
     for message, no_room in faults:
         if message:
@@ -240,8 +267,13 @@ def _write_tensors(folder: Path, entries: Entries, rank: int) -> list[dict]:
         with usual_mode(path):
             save_file(tensors, path)
         sync(path)
-        types = {_kind(key): TYPES[view.dtype] for key, view in tensors.items()}
-        row = {"name": path.name, "bytes": path.stat().st_size, "sha256": _sha256(path), "types": types, "tensors": sorted(tensors)}
+        row = {
+            "name": path.name,
+            "bytes": path.stat().st_size,
+            "sha256": _sha256(path),
+            "types": {_kind(key): TYPES[view.dtype] for key, view in tensors.items()},
+            "tensors": sorted(tensors),
+        }
         files.append(row)
         tensors.clear()
 
@@ -261,16 +293,16 @@ def _write_tensors(folder: Path, entries: Entries, rank: int) -> list[dict]:
 def _publish(run: Path, step: int, scratch: Path, best: int | None) -> None:
     """Make a finished folder the newest checkpoint. What may fail for want of space comes before the first rename, and LATEST last."""
     final = scratch.with_name(f"step-{step}")
-    named = {LATEST: step}
-    if best == step or (best is not None and scratch.with_name(f"step-{best}").is_dir()):
-        named = {BEST: best, **named}
-    for name, of in named.items():
-        _write_text(run / f".{name}.writing", f"step-{of}\n")
+    pointers = {LATEST: step}
+    if best is not None and (best == step or scratch.with_name(f"step-{best}").is_dir()):
+        pointers = {BEST: best, **pointers}
+    for name, target in pointers.items():
+        _write_text(run / f".{name}.writing", f"step-{target}\n")
     if final.exists():
         final.rename(final.with_name(f".{final.name}.replaced"))
     scratch.rename(final)
     sync(final.parent)
-    for name in named:
+    for name in pointers:
         (run / f".{name}.writing").rename(run / name)
     sync(run)
 
@@ -294,7 +326,7 @@ def _sweep(run: Path) -> None:
             (run / f".{name}.writing").unlink()
 
 
-def _named(run: Path, name: str) -> str:
+def _read_pointer(run: Path, name: str) -> str:
     """The folder of the checkpoint that a pointer names."""
     pointer = run / name
     if name == BEST and not pointer.exists():
@@ -303,8 +335,8 @@ def _named(run: Path, name: str) -> str:
         step = pointer.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as fault:
         raise CheckpointError(f"{pointer} cannot be read: {fault}.{instead(run / 'checkpoints' / 'none')}") from None
-    known = re.fullmatch(r"step-[0-9]+", step) is not None
-    folder = run / "checkpoints" / (step if known else "none")
+    is_step = re.fullmatch(r"step-[0-9]+", step) is not None
+    folder = run / "checkpoints" / (step if is_step else "none")
     if not folder.is_dir():
         raise CheckpointError(f"{pointer} names {step!r}, which is not a checkpoint of this run.{instead(folder)}")
     return step
@@ -312,29 +344,30 @@ def _named(run: Path, name: str) -> str:
 
 def _index(folder: Path, manifest: Manifest) -> Index:
     """Where every box lies; the boxes of a weight are disjoint."""
-    path, index = folder / "manifest.json", Index()
-    known: dict[str, Box] = {}  # by text: the kinds of a weight have the same boxes
+    path = folder / "manifest.json"
+    index = Index()
+    cache: dict[str, Box] = {}  # by text: the kinds of a weight have the same boxes
     for file in manifest.files:
-        where = folder / file.name
         for key in file.tensors:
-            kind, name, box = _parse_key(path, key, known)
-            index.setdefault((kind, name), []).append(Saved(where, key, box))
-    for (kind, name), saved in index.items():
-        both = _overlap([s.box for s in saved])
-        if both:
-            raise CheckpointError(f"{path} is malformed: {kind} {name} is there twice, as {both[0]} and {both[1]}.{instead(folder)}")
+            kind, name, box = _parse_key(path, key, cache)
+            index.setdefault((kind, name), []).append(Saved(folder / file.name, key, box))
+    for (kind, name), entries in index.items():
+        overlap = _overlap([saved.box for saved in entries])
+        if overlap:
+            first, second = overlap
+            raise CheckpointError(f"{path} is malformed: {kind} {name} is there twice, as {first} and {second}.{instead(folder)}")
     return index
 
 
-def _parse_key(path: Path, key: str, known: dict[str, Box]) -> tuple[str, str, Box]:
-    """Kind, weight and box of a key; `known` remembers the boxes that were parsed."""
+def _parse_key(path: Path, key: str, cache: dict[str, Box]) -> tuple[str, str, Box]:
+    """Kind, weight and box of a key; `cache` remembers the boxes that were parsed."""
     try:
         kind, name, text = key.split("|")
-        if text in known:
-            return kind, name, known[text]
+        if text in cache:
+            return kind, name, cache[text]
         box = Box.parse(text)
         if str(box) == text and box and min(box.start) >= 0:
-            known[text] = box
+            cache[text] = box
             return kind, name, box
     except ValueError:
         pass
@@ -343,13 +376,13 @@ def _parse_key(path: Path, key: str, known: dict[str, Box]) -> tuple[str, str, B
 
 def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
     """Two boxes that share a value or differ in their number of dims, if any. Sweeps along dim 0."""
-    beside: list[Box] = []
+    candidates: list[Box] = []
     for box in sorted(boxes):
-        beside = [other for other in beside if other.stop[0] > box.start[0]]
-        for other in beside:
-            if len(other.shape) != len(box.shape) or other & box:
-                return other, box
-        beside.append(box)
+        candidates = [candidate for candidate in candidates if candidate.stop[0] > box.start[0]]
+        for candidate in candidates:
+            if len(candidate.shape) != len(box.shape) or candidate & box:
+                return candidate, box
+        candidates.append(box)
     return None
 
 
@@ -373,8 +406,9 @@ def _verify(folder: Path, files: Sequence[SavedFile], index: Index) -> dict[Path
             if {key: tuple(part.get_shape()) for key, part in slices.items()} != listed[path]:
                 raise CheckpointError(f"{path} does not hold the boxes that manifest.json lists.{instead(folder)}")
             for key, part in slices.items():
-                if part.get_dtype() != (written := file.types.get(_kind(key))):
-                    raise CheckpointError(f"{path} holds {key} as {part.get_dtype()}, {written} was written.{instead(folder)}")
+                type_name = file.types.get(_kind(key))
+                if part.get_dtype() != type_name:
+                    raise CheckpointError(f"{path} holds {key} as {part.get_dtype()}, {type_name} was written.{instead(folder)}")
         except (OSError, SafetensorError) as fault:
             raise CheckpointError(f"{path} cannot be read: {fault}.{instead(folder)}") from None
     return opened

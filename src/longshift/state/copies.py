@@ -34,7 +34,7 @@ from longshift.model.functions import add_product
 from longshift.spec.formats import Wire, adds_inside
 from longshift.spec.model import ModelSpec
 from longshift.state.crossing import Crossing
-from longshift.state.fused import Strips
+from longshift.state.fused import Strips, StripViews
 from longshift.state.home import Home, Shard
 from longshift.state.precision import Precision
 from longshift.state.resized import Tensors
@@ -58,8 +58,13 @@ class Copies(ABC):
     renewed: Sequence[Shard] = ()
 
     def __init__(self, spec: ModelSpec, cut: Cut, world: World, home: Home, precision: Precision):
-        self.spec, self.cut, self.world, self.home, self.compute = spec, cut, world, home, precision.compute
-        self.sum_format, self.wire = precision.home, precision.wire
+        self.spec = spec
+        self.cut = cut
+        self.world = world
+        self.home = home
+        self.compute = precision.compute
+        self.sum_format = precision.home
+        self.wire = precision.wire
         self.adds_inside = adds_inside(precision.compute.itemsize, precision.home.itemsize, world.device.type != "cpu")
         self.expected: dict[int, set[int]] = {}  # moving units that matmuls of a unit's backward add to
         self.blank: dict[int, set[str]] = {}  # weights whose sums have no numbers yet
@@ -76,21 +81,30 @@ class Copies(ABC):
 
     def _allocate(self, unit: int, names: list[str]) -> UnitCopies:
         """Tensors of a unit: home's own where home keeps all of a weight in the compute format, else slices of one flat vector."""
-        at_home = {}
+        # 1. Borrow home's tensors.
+        borrowed = {}
         for shard in self.home.shards:
-            there = shard.master.device == self.world.device and not shard.on_disk
-            if shard.bucket.unit == unit and not shard.bucket.sharded and shard.master.dtype == self.compute and there:
-                at_home |= {name: view for name, box, view in shard.views(shard.master) if self.boxes[name] == (box,)}
-        shapes = {name: local_shape(self.spec.by_name[name], self.boxes[name]) for name in names if name not in at_home}
-        memory = Tensors(shapes, self.compute, self.world.device)  # [Note: released storage]
-        views = {name: view.data for name, view in at_home.items()} | memory.views
-        weights = {name: nn.Parameter(view, not self.spec.by_name[name].frozen) for name, view in views.items()}
-        return UnitCopies(weights, memory, set(at_home))
+            is_local = shard.master.device == self.world.device and not shard.on_disk
+            is_whole = shard.bucket.unit == unit and not shard.bucket.sharded
+            if is_local and is_whole and shard.master.dtype == self.compute:
+                for name, box, view in shard.views(shard.master):
+                    if self.boxes[name] == (box,):
+                        borrowed[name] = view
+
+        # 2. Make the others. [Note: released storage]
+        shapes = {name: local_shape(self.spec.by_name[name], self.boxes[name]) for name in names if name not in borrowed}
+        memory = Tensors(shapes, self.compute, self.world.device)
+        views = {name: view.data for name, view in borrowed.items()} | memory.views
+        weights = {name: nn.Parameter(view, requires_grad=not self.spec.by_name[name].frozen) for name, view in views.items()}
+        return UnitCopies(weights, memory, set(borrowed))
 
     def part(self, name: str, box: Box) -> Tensor | None:
         """A view of a box of a weight; None where it is not here."""
-        at = self.place(name, box)
-        return None if at is None else self.units[moving_unit(self.spec, self.spec.by_name[name])].weights[name].data[at]
+        place = self.place(name, box)
+        if place is None:
+            return None
+        unit = moving_unit(self.spec, self.spec.by_name[name])
+        return self.units[unit].weights[name].data[place]
 
     def place(self, name: str, box: Box) -> tuple[slice, ...] | None:
         """Where a box lies in the rank's tensor of a weight; None where it is not here."""
@@ -155,12 +169,20 @@ class Copies(ABC):
         """Add the gradients that a backward left on the unit's weights to their sums, in the home format. A weight that computed nothing
         contributes zeros."""
         self._begin(unit)
-        blank, weights = self.blank[unit], self.units[unit].weights
+        blank = self.blank[unit]
+        weights = self.units[unit].weights
         grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-        for some, put in ((grads.keys() & blank, torch._foreach_copy_), (grads.keys() - blank, torch._foreach_add_)):
-            places = [(total, grads[name][at]) for name in weights if name in some for total, at in self.sum_of(unit, name)]
-            if places:
-                put([total for total, _ in places], [part.unflatten(0, total.shape[:2]) for total, part in places])
+        # A sum without numbers takes a copy of its first gradient, and needs no zeros.
+        for names, put in ((grads.keys() & blank, torch._foreach_copy_), (grads.keys() - blank, torch._foreach_add_)):
+            totals = []
+            parts = []
+            for name in weights:
+                if name in names:
+                    for total, place in self.sum_of(unit, name):
+                        totals.append(total)
+                        parts.append(grads[name][place].unflatten(0, total.shape[:2]))
+            if totals:
+                put(totals, parts)
         empty = [total for name in blank - grads.keys() for total, _ in self.sum_of(unit, name)]
         if empty:
             torch._foreach_zero_(empty)
@@ -195,12 +217,17 @@ class Fused:
         self.coded = [Coded(strips, compute) if wire.weights == "float8" and strips.bucket.sharded else None for strips, _ in buckets]
         self.sent = [sent_gradients(wire.gradients, strips, sums) if strips.bucket.sharded else None for strips, _ in self.learning]
         # Of every bucket, what a gather writes: the strips of the weights that are not home's own; `sources`, where home is not sharded.
-        self.wanted = [[strip for strip in strips.strips if strip.name not in copies.borrowed] for strips, _ in buckets]
-        self.targets = [[strip.in_weight(copies.weights[strip.name].data) for strip in some] for some in self.wanted]
-        self.sources = [
-            [] if strips.bucket.sharded else [strip.in_buffer(shard.master.unsqueeze(0)) for strip in some]
-            for (strips, shard), some in zip(buckets, self.wanted)
-        ]
+        self.gather_strips: list[list[StripViews]] = []
+        self.targets: list[list[Tensor]] = []
+        self.sources: list[list[Tensor]] = []
+        for strips, shard in buckets:
+            views = [strip for strip in strips.strips if strip.name not in copies.borrowed]
+            self.gather_strips.append(views)
+            self.targets.append([strip.in_weight(copies.weights[strip.name].data) for strip in views])
+            if strips.bucket.sharded:
+                self.sources.append([])
+            else:
+                self.sources.append([strip.in_buffer(shard.master.unsqueeze(0)) for strip in views])
         self.arriving: list[Pending] | None = None
         self.sums: list[Tensor] | None = None  # fused gradient buffers, one a bucket that is trained
         self.reducing: deque[list[tuple[Pending, Tensor, Coded | Rounded | None, Shard]]] = deque()
@@ -208,10 +235,13 @@ class Fused:
     def copy_in(self, number: int, buffer: Tensor | None = None) -> None:
         """Copy into the weights: from the fused buffer of a bucket, or from home where that is not sharded."""
         if (coded := self.coded[number]) is not None and buffer is not None:
-            for strip, target in zip(self.wanted[number], self.targets[number]):
+            for strip, target in zip(self.gather_strips[number], self.targets[number]):
                 coded.decode(strip, buffer, target)
         elif self.targets[number]:
-            sources = self.sources[number] if buffer is None else [strip.in_buffer(buffer) for strip in self.wanted[number]]
+            if buffer is None:
+                sources = self.sources[number]
+            else:
+                sources = [strip.in_buffer(buffer) for strip in self.gather_strips[number]]
             torch._foreach_copy_(self.targets[number], sources)
 
 
@@ -245,12 +275,12 @@ class AlignedCopies(Copies):
             fused.copy_in(number)
             return Pending()
         if (coded := fused.coded[number]) is not None:
-            own = coded.own(shard.master).to(self.world.device)
+            rank_slot = coded.own(shard.master).to(self.world.device)
         else:
-            own = torch.zeros(strips.width, dtype=self.compute, device=self.world.device)
-            own[: strips.own].copy_(shard.master)
-        buffer = own.new_empty((strips.slots, len(own)))
-        pending = self.world.group(strips.bucket.holders, "gather").all_gather(buffer, own)
+            rank_slot = torch.zeros(strips.width, dtype=self.compute, device=self.world.device)
+            rank_slot[: strips.own].copy_(shard.master)
+        buffer = rank_slot.new_empty((strips.slots, len(rank_slot)))
+        pending = self.world.group(strips.bucket.holders, "gather").all_gather(buffer, rank_slot)
         pending.finish = partial(fused.copy_in, number, buffer)
         return pending
 
@@ -261,14 +291,15 @@ class AlignedCopies(Copies):
             crossing.bring(zip(fused.sources[number], fused.targets[number]))
             return Pending(finish=crossing.arrived())
         if (coded := fused.coded[number]) is not None:
-            source, width, dtype = coded.own(shard.master), coded.size, torch.uint8
+            source = coded.own(shard.master)
+            rank_slot = torch.zeros(coded.size, dtype=torch.uint8, device=self.world.device)
         else:
-            source, width, dtype = shard.master, strips.width, self.compute
-        own = torch.zeros(width, dtype=dtype, device=self.world.device)
-        buffer = own.new_empty((strips.slots, width))
-        crossing.bring([(source[None], own[None, : len(source)])])
+            source = shard.master
+            rank_slot = torch.zeros(strips.width, dtype=self.compute, device=self.world.device)
+        buffer = rank_slot.new_empty((strips.slots, len(rank_slot)))
+        crossing.bring([(source[None], rank_slot[None, : len(source)])])
         with torch.cuda.stream(crossing.back):
-            pending = self.world.group(strips.bucket.holders, "gather").all_gather(buffer, own)
+            pending = self.world.group(strips.bucket.holders, "gather").all_gather(buffer, rank_slot)
         arrived = crossing.arrived()
         pending.finish = lambda: (arrived(), fused.copy_in(number, buffer))
         return pending
@@ -293,11 +324,15 @@ class AlignedCopies(Copies):
         return [(strip.in_buffer(total), strip.at) for strips, total in buffers for strip in strips]
 
     def reduce(self, unit: int) -> None:
-        fused, sums = self.fused[unit], self.fused[unit].sums
+        fused = self.fused[unit]
+        sums = fused.sums
         assert sums is not None, f"unit {unit} has no gradients"
-        fused.sums, leaving = None, []
+        fused.sums = None
+        leaving = []
         while sums:
-            (strips, shard), sent, total = fused.learning[len(leaving)], fused.sent[len(leaving)], sums.pop(0)
+            strips, shard = fused.learning[len(leaving)]
+            sent = fused.sent[len(leaving)]
+            total = sums.pop(0)
             group = self.world.group(strips.bucket.holders, "reduce")
             if sent is not None:
                 total = sent.pieces(total)

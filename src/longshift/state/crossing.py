@@ -26,7 +26,9 @@ from longshift.layout.layout import Tier
 from longshift.layout.placement import Bucket
 from longshift.stream.tiers import Arena
 
-SLOTS, SLOT_BYTES = 4, 32 << 20  # pinned slots each way, at least, between a GPU and a home outside it. A row of a weight fits into one
+# Pinned slots each way, at least, between a GPU and a home outside it. A row of a weight fits into one.
+SLOTS = 4
+SLOT_BYTES = 32 << 20
 
 
 @dataclass
@@ -54,8 +56,10 @@ class Crossing:
     def __init__(self, device: torch.device, slots: int):
         """`slots`: on the way in, see `slots_in`."""
         self.device = device
-        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._leaving, self._coming = (deque(Slot(Arena(SLOT_BYTES)) for _ in range(count)) for count in (slots, SLOTS))
+        self.out = torch.cuda.Stream(device)
+        self.back = torch.cuda.Stream(device)
+        self._leaving = deque(Slot(Arena(SLOT_BYTES)) for _ in range(slots))
+        self._coming = deque(Slot(Arena(SLOT_BYTES)) for _ in range(SLOTS))
         self._landing: deque[Landing] = deque()
         self._pinned: dict[int, Arena] = {}  # by address
         self._direct: Any = None  # recorded after the last copy to a place of its own
@@ -72,7 +76,8 @@ class Crossing:
         self.back.wait_stream(torch.cuda.current_stream(self.device))
         for source, target in pairs:
             for rows in runs(target):
-                slot, part = self._leaving.popleft(), target[:, rows]
+                slot = self._leaving.popleft()
+                part = target[:, rows]
                 if slot.used is not None:
                     slot.used.synchronize()
                 staged = slot.arena.like(part).copy_(source[:, rows])
@@ -95,11 +100,14 @@ class Crossing:
                 into.copy_(total, non_blocking=True)
                 self._direct = self.out.record_event()
             return
-        total, into = total[None], into[None]
+        # `runs` and slots are of tensors [n, rows, ...].
+        total = total[None]
+        into = into[None]
         for run in runs(total):
             if len(self._landing) == SLOTS:
                 self._land()
-            slot, part = self._coming.popleft(), total[:, run]
+            slot = self._coming.popleft()
+            part = total[:, run]
             with torch.cuda.stream(self.out):
                 staged = slot.arena.like(part).copy_(part, non_blocking=True)
                 self._landing.append(Landing(self.out.record_event(), staged, into[:, run], add))
@@ -117,14 +125,17 @@ class Crossing:
         """Copy, or add, what left first."""
         oldest = self._landing.popleft()
         oldest.left.synchronize()
-        (oldest.into.add_ if oldest.add else oldest.into.copy_)(oldest.staged)
+        if oldest.add:
+            oldest.into.add_(oldest.staged)
+        else:
+            oldest.into.copy_(oldest.staged)
 
 
 def runs(x: Tensor) -> Iterator[slice]:
     """Rows of x [n, rows, ...] that fit into a slot together, one after another."""
     n, rows = x.shape[:2]
-    most = max(1, SLOT_BYTES * rows // max(1, x.nbytes)) if n else rows
-    return (slice(start, min(start + most, rows)) for start in range(0, rows, most))
+    step = max(1, SLOT_BYTES * rows // max(1, x.nbytes)) if n else rows
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def crossing_of(device: torch.device, slots: int) -> Crossing | None:
@@ -139,5 +150,5 @@ def slots_in(tiers: Mapping[int, Tier], mine: Iterable[Bucket], rank: int, weigh
     for bucket in mine:
         if bucket.unit in outside:
             outside[bucket.unit] += bucket.kept(rank) * weight_bytes
-    most = max(outside.values(), default=0)
-    return max(SLOTS, -(-2 * most // SLOT_BYTES)) if most else 0
+    unit_bytes = max(outside.values(), default=0)
+    return max(SLOTS, -(-2 * unit_bytes // SLOT_BYTES)) if unit_bytes else 0

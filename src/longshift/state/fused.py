@@ -43,21 +43,22 @@ class Strips:
         self.bucket = bucket
         self.slots = len(bucket.holders) if bucket.sharded else 1
         self.index = bucket.holders.index(rank) if bucket.sharded else 0
-        found: list[StripViews] = []
+        views: list[StripViews] = []
         for strip in strips_of(bucket):
-            piece, slots = strip.piece, strip.last - strip.first
+            piece = strip.piece
+            slots = strip.last - strip.first
             start = piece.box.start[0] + strip.begin
             box = piece.box.cut(0, start, start + strip.rows * slots)
-            at = assemble(box, boxes[piece.name], spec.by_name[piece.name].dim)
-            found.append(StripViews(piece.name, strip, (slots, strip.rows, *box.shape[1:]), at))
-        self.strips = tuple(found)
+            place = assemble(box, boxes[piece.name], spec.by_name[piece.name].dim)
+            views.append(StripViews(piece.name, strip, (slots, strip.rows, *box.shape[1:]), place))
+        self.strips = tuple(views)
         self.width = bucket.width
         self.own = bucket.kept(rank)
 
     @cached_property
     def of(self) -> dict[str, list[StripViews]]:
         """Strips by weight."""
-        found: dict[str, list[StripViews]] = {}
+        strips: dict[str, list[StripViews]] = {}
         for strip in self.strips:
-            found.setdefault(strip.name, []).append(strip)
-        return found
+            strips.setdefault(strip.name, []).append(strip)
+        return strips

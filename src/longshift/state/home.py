@@ -132,7 +132,9 @@ class Home:
         """The home of this rank of a world, cut as `cut` is. `home_in`: where which units lie, on disk below `folder`. `rule`: of its
         updates, None where there are none; its moments are `packed` into this format between them. `early`: whether units on disk may be
         updated before the norm, unless gradients are scaled. Collective where moments are packed into float8."""
-        self.spec, self.rank, self.home_in = spec, world.rank, home_in
+        self.spec = spec
+        self.rank = world.rank
+        self.home_in = home_in
         self.moments = rule.moments if rule else ()
         self.packed: MomentFormat = packed if self.moments else "float32"
         self.saved = saved_moments(self.moments, self.packed, precision.home)
@@ -140,8 +142,8 @@ class Home:
         self._wide: dict[int, int] = {}  # units whose moments are unpacked, for which update
 
         buckets = [bucket for bucket in buckets_of(spec, cut) if self.rank in bucket.holders]
-        each = StateBytes(precision.compute.itemsize, precision.home.itemsize, len(self.moments), self.packed)
-        self.tiers = tiers_of(home_in, buckets, self.rank, each)
+        state_bytes = StateBytes(precision.compute.itemsize, precision.home.itemsize, len(self.moments), self.packed)
+        self.tiers = tiers_of(home_in, buckets, self.rank, state_bytes)
         slots = slots_in(self.tiers, buckets, self.rank, precision.compute.itemsize)
         self.crossing = crossing_of(world.device, slots) if slots else None
         self.shards = [self._shard(bucket, precision, world.device, source) for bucket in buckets]
@@ -182,7 +184,10 @@ class Home:
             self.records.close()
 
     def _shard(self, bucket: Bucket, precision: Precision, device: torch.device, source: Source) -> Shard:
-        boxes, tier = bucket.home(self.rank), self.tiers[bucket.unit]
+        boxes = bucket.home(self.rank)
+        tier = self.tiers[bucket.unit]
+
+        # 1. Make its vectors.
         elements = sum(box.elements for _, box in boxes)
         formats = {"master": (elements, precision.compute if bucket.frozen else precision.home)}
         if not bucket.frozen:
@@ -197,6 +202,8 @@ class Home:
                 vectors[kind] = Vector(torch.zeros(size, dtype=dtype, device=device if tier == "device" else "cpu"))
         decaying = sum(box.elements for name, box in boxes if self.spec.by_name[name].decay)
         shard = Shard(bucket, boxes, bucket.owns(self.rank), decaying, vectors)
+
+        # 2. Fill the master, with all of it in memory.
         for vector in vectors.values():
             vector.hold()
         if self.packed != "float32" and not bucket.frozen:
@@ -212,10 +219,15 @@ class Home:
         return shard
 
     def _packed(self, shard: Shard, name: str) -> PackedMoment:
-        boxes, scales = [box for _, box in shard.boxes], shard.vectors.get(name + SCALE)
-        root = name in ROOTS and self.packed == "float8"
-        wide = torch.empty(shard.master.shape, dtype=shard.master.dtype, device=shard.master.device)
-        moment = PackedMoment(boxes, self.packed, root, wide, shard.vectors[name].flat, scales.flat if scales else None)
+        scales = shard.vectors.get(name + SCALE)
+        moment = PackedMoment(
+            boxes=[box for _, box in shard.boxes],
+            format=self.packed,
+            root=name in ROOTS and self.packed == "float8",
+            wide=torch.empty(shard.master.shape, dtype=shard.master.dtype, device=shard.master.device),
+            codes=shard.vectors[name].flat,
+            scales=scales.flat if scales else None,
+        )
         moment.memory.drop()
         return moment
 
@@ -286,34 +298,39 @@ class Home:
 
     def _share_maxima(self, unit: int, world: World) -> None:
         """Make the maxima of a unit's blocks those of whole blocks. Collective."""
-        blocks, device = self.cut[unit], self.shards[0].master.device
+        blocks = self.cut[unit]
+        device = self.shards[0].master.device
         shared = torch.zeros(len(self.moments), blocks.count, device=device)
-        pairs = [
-            pair
-            for shard in self._learning(unit)
-            for of_moment, name in zip(shared, self.moments)
-            for pair in self._cut_maxima(shard, name, blocks, of_moment)
-        ]
-        for part, whole in pairs:
-            whole.copy_(torch.maximum(part, whole))
-        shared.copy_(world.group(blocks.ranks, "scales").all_reduce(shared.to(world.device), dist.ReduceOp.MAX))
-        for part, whole in pairs:
-            part.copy_(whole)
+        pairs = []
+        for shard in self._learning(unit):
+            for row, name in zip(shared, self.moments):
+                pairs += self._cut_maxima(shard, name, blocks, row)
 
-    def _cut_maxima(self, shard: Shard, name: str, blocks: CutBlocks, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        # 1. Enter this rank's maxima; all ranks keep the largest.
+        for part, total in pairs:
+            total.copy_(torch.maximum(part, total))
+        group = world.group(blocks.ranks, "scales")
+        shared.copy_(group.all_reduce(shared.to(world.device), dist.ReduceOp.MAX))
+
+        # 2. Take the result back into the shards.
+        for part, total in pairs:
+            part.copy_(total)
+
+    def _cut_maxima(self, shard: Shard, name: str, blocks: CutBlocks, shared: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The maxima of blocks that home cuts, as far as a shard has a part of them, and their places among those of all ranks."""
         maxima = shard.vectors[name + SCALE].flat
         start = 0
         for weight, box in shard.boxes:
-            own = scales_of(box)
+            scales = scales_of(box)
             first, columns = blocks.places.get(weight, (0, ()))
             leading = self.spec.by_name[weight].shape[:-1]
-            for at, column in enumerate(columns):
-                if own and own.start[-1] <= column < own.stop[-1]:
-                    rows = whole[first:][: prod(leading) * len(columns)].view(*leading, len(columns))[..., at]
-                    theirs = rows[tuple(slice(*ends) for ends in zip(box.start[:-1], box.stop[:-1]))]
-                    yield maxima[start:][: own.elements].view(own.shape)[..., column - own.start[-1]], theirs
-            start += own.elements
+            box_rows = tuple(slice(begin, end) for begin, end in zip(box.start[:-1], box.stop[:-1]))
+            for index, column in enumerate(columns):
+                if scales and scales.start[-1] <= column < scales.stop[-1]:
+                    grid = shared[first:][: prod(leading) * len(columns)].view(*leading, len(columns))
+                    shard_maxima = maxima[start:][: scales.elements].view(scales.shape)
+                    yield shard_maxima[..., column - scales.start[-1]], grid[..., index][box_rows]
+            start += scales.elements
 
     def _moments(self, unit: int) -> list[PackedMoment]:
         return [moment for shard in self._learning(unit) for moment in shard.packed.values()]
@@ -336,10 +353,13 @@ class Home:
 
     def part(self, name: str, box: Box, what: Literal["master", "grad"]) -> Tensor | None:
         """A view of a box of a master or gradient sum; None where it is not here, or not whole."""
-        for shard, held, start in self._places.get(name, ()):
-            if box in held:
+        for shard, shard_box, start in self._places.get(name, ()):
+            if box in shard_box:
                 flat = shard.master if what == "master" else shard.grad
-                return None if flat is None else flat[start : start + held.elements].view(held.shape)[box.within(held)]
+                if flat is None:
+                    return None
+                values = flat[start : start + shard_box.elements].view(shard_box.shape)
+                return values[box.within(shard_box)]
         return None
 
     def squared_norm(self) -> Tensor:
@@ -355,9 +375,12 @@ class Home:
 
     def not_finite(self, what: Literal["master", "grad"]) -> list[str]:
         """Names of the weights whose master, or gradient, has a value here that is not finite."""
-        here = (s for s in self.shards if what == "master" or s.grad is not None)
-        views = ((name, view) for s in here for name, _, view in s.views(self.flat(s, what)))
-        return [name for name, view in views if not bool(view.isfinite().all())]
+        names = []
+        for shard in self.shards:
+            if what == "master" or shard.grad is not None:
+                views = shard.views(self.flat(shard, what))
+                names += [name for name, _, view in views if not bool(view.isfinite().all())]
+        return names
 
     def drop_gradients(self) -> None:
         for shard in self.shards:
@@ -404,9 +427,10 @@ def random_source(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Source:
         std /= (2 * spec.layers) ** 0.5 if param.init == "normal_out" else 1.0
         out = np.empty(box.shape, np.float32)
         for number, block in _blocks(box, param.shape):
-            drawn = np.random.Generator(np.random.Philox(key=key, counter=number << 128)).standard_normal(block.shape, np.float32)
-            both = block & box
-            out[both.within(box)] = drawn[both.within(block)]
+            generator = np.random.Generator(np.random.Philox(key=key, counter=number << 128))
+            values = generator.standard_normal(block.shape, np.float32)
+            overlap = block & box
+            out[overlap.within(box)] = values[overlap.within(block)]
         out *= np.float32(std)
         return torch.from_numpy(out).to(dtype)
 
@@ -422,6 +446,7 @@ def _blocks(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Box]]:
     grid = (range(first // size, -(-last // size)) for first, last, size in zip(box.start, box.stop, sizes))
     per_row = -(-shape[1] // columns) if len(shape) > 1 else 1
     for place in product(*grid):
-        start = tuple(at * size for at, size in zip(place, sizes))
+        start = tuple(index * size for index, size in zip(place, sizes))
+        stop = tuple(min(first + size, end) for first, size, end in zip(start, sizes, shape))
         number = place[0] * per_row + sum(place[1:])
-        yield number, Box(start, tuple(min(first + size, end) for first, size, end in zip(start, sizes, shape)))
+        yield number, Box(start, stop)

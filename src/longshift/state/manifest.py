@@ -65,12 +65,12 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     if not intact:
         raise CheckpointError(f"{path} is damaged: its own SHA-256 differs.{instead(folder)}")
     if body.get("format") != FORMAT:
-        found = f"{path} has format {shown(body.get('format'))}, this version of longshift reads {FORMAT}: use the one that wrote it."
-        raise CheckpointError(found + instead(folder))
+        message = f"{path} has format {shown(body.get('format'))}, this version of longshift reads {FORMAT}: use the one that wrote it."
+        raise CheckpointError(message + instead(folder))
     seal = body.pop("seal", None)
     if body | {"seal": seal} != sealed(folder.parent.parent, body):
-        why = f"it is of another run, or it, or {IDENTITY} in the run folder, was changed"
-        raise CheckpointError(f"{path} was not written by this run: {why}.{instead(folder)}")
+        reason = f"it is of another run, or it, or {IDENTITY} in the run folder, was changed"
+        raise CheckpointError(f"{path} was not written by this run: {reason}.{instead(folder)}")
     try:
         return Manifest(**body), digest
     except ValidationError as fault:

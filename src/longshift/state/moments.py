@@ -47,16 +47,25 @@ class PackedMoment:
 
     def __init__(self, boxes: Sequence[Box], format: MomentFormat, root: bool, wide: Tensor, codes: Tensor, scales: Tensor | None):
         self.format: MomentFormat = format
-        self.root, self.wide, self.codes, self.scales = root, wide, codes, scales
+        self.root = root
+        self.wide = wide
+        self.codes = codes
+        self.scales = scales
         self.memory = Resized(wide)
         self._runs: list[tuple[int, Tensor, Tensor, Tensor | None]] = []  # some rows at a time: column, moment, codes, scales
         start = first = 0
         for box in filter(None, boxes):
-            blocks, rows = scales_of(box), rows_at_once(box)
-            wides, coded = (flat[start:][: box.elements].view(-1, box.shape[-1]).split(rows) for flat in (wide, codes))
-            scaled = [None] * len(wides) if scales is None else scales[first:][: blocks.elements].view(-1, blocks.shape[-1]).split(rows)
-            self._runs += zip([box.start[-1]] * len(wides), wides, coded, scaled)
-            start, first = start + box.elements, first + blocks.elements
+            blocks = scales_of(box)
+            rows = rows_at_once(box)
+            wide_runs = wide[start:][: box.elements].view(-1, box.shape[-1]).split(rows)
+            code_runs = codes[start:][: box.elements].view(-1, box.shape[-1]).split(rows)
+            if scales is None:
+                scale_runs = [None] * len(wide_runs)
+            else:
+                scale_runs = scales[first:][: blocks.elements].view(-1, blocks.shape[-1]).split(rows)
+            self._runs += zip([box.start[-1]] * len(wide_runs), wide_runs, code_runs, scale_runs)
+            start += box.elements
+            first += blocks.elements
 
     def unpack(self) -> None:
         """Have the moment in the home format."""
@@ -94,8 +103,9 @@ def encoded(x: Tensor, scales: Tensor | None, column: int, root: bool, format: M
     if scales is not None:
         y = y.div_(scales[..., None])
     if scales is not None and root:
-        kept = y > 0
-        y = y.clamp_(min=SMALLEST).mul_(kept)
+        # Only what is zero becomes zero. [Note: square root]
+        is_positive = y > 0
+        y = y.clamp_(min=SMALLEST).mul_(is_positive)
     bits = y.float().view(torch.int32)
     cut = CUT_BITS[format]
     bits = bits.add_((2 * turn(number, x.device) + 1) << (cut - 8)).bitwise_and_(-1 << cut)
@@ -126,14 +136,21 @@ def converted(
 ) -> tuple[Tensor, Tensor | None]:
     """Values, or codes and scales, of a box of a moment in one format, from what was saved in another. `read`: a kind's saved values of a
     box; `shape`: of the weight. Scales are those of whole blocks, whoever has the rest of them."""
-    whole, blocks, root = widened(box, shape), scales_of(box), kind in ROOTS
-    column, scales = whole.start[-1], None
-    values = read(kind, whole).view(-1, whole.shape[-1])
+    # Blocks that the box has a part of are read, and coded, as a whole.
+    wide_box = widened(box, shape)
+    blocks = scales_of(box)
+    root = kind in ROOTS
+    column = wide_box.start[-1]
+    values = read(kind, wide_box).view(-1, wide_box.shape[-1])
+
     if was != "float32":
         scales = read(kind + SCALE, blocks).view(-1, blocks.shape[-1]) if was == "float8" else None
-        values, scales = decoded(values, scales, column, root and was == "float8", dtype), None
+        values = decoded(values, scales, column, root and was == "float8", dtype)
+
+    scales = None
     if now == "float8":
         scales = maxima_to_scales(largest(values, column, root))
     if now != "float32":
         values = encoded(values, scales, column, root and now == "float8", now, 0)
-    return values.view(whole.shape)[box.within(whole)], None if scales is None else scales.view(blocks.shape)
+    values = values.view(wide_box.shape)[box.within(wide_box)]
+    return values, None if scales is None else scales.view(blocks.shape)

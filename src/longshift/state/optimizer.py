@@ -43,9 +43,9 @@ class Schedule:
             return self.lr * (step + 1) / self.warmup
         if self.kind == "constant":
             return self.lr
-        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
-        falling = 0.5 * (1 + math.cos(math.pi * done)) if self.kind == "cosine" else 1 - done
-        return self.min_lr + (self.lr - self.min_lr) * falling
+        progress = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        factor = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
+        return self.min_lr + (self.lr - self.min_lr) * factor
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,10 @@ class Optimizer:
 
     def __init__(self, home: Home, rule: Rule):
         assert home.moments == rule.moments
-        self.home, self.rule, self.steps, self._lr = home, rule, 0, 0.0
+        self.home = home
+        self.rule = rule
+        self.steps = 0
+        self._lr = 0.0
         self._factor: float | None = None
         self._left: set[int] = set()  # units that the last update has not reached
         self._early: set[int] = set()  # units that were updated before this step's norm was known
@@ -91,9 +94,11 @@ class Optimizer:
 
     def update(self, lr: float, factor: float = 1.0) -> None:
         """One step with the gradients at home, times `factor`, which are dropped. Of a home that is updated by unit, the units follow."""
-        self._lr, self._factor = lr, factor
+        self._lr = lr
+        self._factor = factor
         self.steps += 1
         if factor == 1.0:
+            # Early updates assumed this factor: they stand.
             for shard in self._of(self._early):
                 shard.grad = None
                 shard.take_second_places()
@@ -123,9 +128,9 @@ class Optimizer:
                 part.updates.sub_(1)
         self._early = set()
 
-    def _begin(self, done: Collection[int] = ()) -> None:
+    def _begin(self, updated: Collection[int] = ()) -> None:
         if self.home.by_unit:
-            self._left = {shard.bucket.unit for shard in self.home.learning}.difference(done)
+            self._left = {shard.bucket.unit for shard in self.home.learning}.difference(updated)
         else:
             self._update(self.home.learning)
 
@@ -159,12 +164,15 @@ class Optimizer:
                 if grad is not None:
                     grad.mul_(factor)
             factor = 1.0
-        found = [(part, grad[part.place]) for part in self._parts if (grad := grads.get(id(part.shard))) is not None]
-        together: dict[tuple[float, torch.device], list[tuple[Part, Tensor]]] = {}
-        for part, grad in found:
-            together.setdefault((part.decay, part.master.device), []).append((part, grad))
-        for (decay, _), alike in together.items():
-            _fused(self.rule, lr, decay, alike, factor)
+        # A fused kernel takes tensors of one device and one weight decay.
+        groups: dict[tuple[float, torch.device], list[tuple[Part, Tensor]]] = {}
+        for part in self._parts:
+            grad = grads.get(id(part.shard))
+            if grad is not None:
+                key = (part.decay, part.master.device)
+                groups.setdefault(key, []).append((part, grad[part.place]))
+        for (decay, _), pairs in groups.items():
+            _fused(self.rule, lr, decay, pairs, factor)
 
     def resume(self, steps: int) -> None:
         """Take `steps` as done: AdamW's bias correction depends on it."""
@@ -195,9 +203,15 @@ class Optimizer:
                     values = read(kind, name, box)
                     scales = read(kind + SCALE, name, scales_of(box)) if was == "float8" else None
                 else:
-                    of = partial(_of_weight, read, name)
-                    shape, dtype = self.home.spec.by_name[name].shape, self.home.shards[0].master.dtype
-                    values, scales = converted(of, kind, box, shape, was, self.home.packed, dtype)
+                    values, scales = converted(
+                        read=partial(_of_weight, read, name),
+                        kind=kind,
+                        box=box,
+                        shape=self.home.spec.by_name[name].shape,
+                        was=was,
+                        now=self.home.packed,
+                        dtype=self.home.shards[0].master.dtype,
+                    )
                 views[kind].copy_(values)
                 if scales is not None:
                     views[kind + SCALE].copy_(scales)
@@ -207,30 +221,61 @@ def _of_weight(read: Read, name: str, kind: str, box: Box) -> Tensor:
     return read(kind, name, box)
 
 
-def _fused(rule: Rule, lr: float, decay: float, found: Sequence[tuple[Part, Tensor]], factor: float) -> None:
+def _fused(rule: Rule, lr: float, decay: float, pairs: Sequence[tuple[Part, Tensor]], factor: float) -> None:
     """Update parts of one device that decay alike by their gradients times `factor`. These are the kernels of torch.optim, which imports
     torch's compiler: 1.3 s."""
-    masters, grads = [part.master for part, _ in found], [grad for _, grad in found]
-    moments = [list(some) for some in zip(*(part.moments for part, _ in found))]
+    masters = [part.master for part, _ in pairs]
+    grads = [grad for _, grad in pairs]
+    moments = [list(column) for column in zip(*(part.moments for part, _ in pairs))]
+    # The kernels divide gradients by this number.
     divisor = None if factor == 1.0 else torch.tensor(1.0 / factor, dtype=torch.float32, device=masters[0].device)
     if rule.name == "sgd":
         [momenta] = moments or [[]]
-        how = {"dampening": 0.0, "nesterov": False, "maximize": False, "is_first_step": False, "grad_scale": divisor}
-        torch._fused_sgd_(masters, grads, momenta, lr=lr, weight_decay=decay, momentum=rule.momentum, **how)
+        torch._fused_sgd_(
+            masters,
+            grads,
+            momenta,
+            lr=lr,
+            weight_decay=decay,
+            momentum=rule.momentum,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+            grad_scale=divisor,
+        )
     else:
-        [first, second], updates = moments, [part.updates for part, _ in found]
+        [first, second] = moments
+        updates = [part.updates for part, _ in pairs]
         torch._foreach_add_(updates, 1)
-        how = {"beta1": rule.betas[0], "beta2": rule.betas[1], "eps": rule.eps, "amsgrad": False, "maximize": False, "grad_scale": divisor}
-        torch._fused_adamw_(masters, grads, first, second, [], updates, lr=lr, weight_decay=decay, **how)
+        torch._fused_adamw_(
+            masters,
+            grads,
+            first,
+            second,
+            [],  # largest second moments, of AMSGrad
+            updates,
+            lr=lr,
+            weight_decay=decay,
+            beta1=rule.betas[0],
+            beta2=rule.betas[1],
+            eps=rule.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=divisor,
+        )
 
 
 def torch_optimizer(rule: Rule, params: Iterable, fused: bool) -> torch.optim.Optimizer:
     """torch's optimizer of a rule, over parameters or groups of them with a weight decay of their own; its kernels fused, or one operation
     after another."""
-    how = {"lr": 0.0, "weight_decay": rule.weight_decay, "fused": fused} | ({} if fused else {"foreach": False})
+    # Both take the same words; `foreach` beside `fused` would be refused.
+    options = {"lr": 0.0, "weight_decay": rule.weight_decay, "fused": fused}
+    if not fused:
+        options["foreach"] = False
     if rule.name == "sgd":
-        return torch.optim.SGD(params, momentum=rule.momentum, **how)
-    return torch.optim.AdamW(params, betas=rule.betas, eps=rule.eps, **how)
+        return torch.optim.SGD(params, momentum=rule.momentum, **options)
+    return torch.optim.AdamW(params, betas=rule.betas, eps=rule.eps, **options)
 
 
 def decay_groups(spec: ModelSpec, rule: Rule, weights: Mapping[str, Tensor]) -> list[dict]:
@@ -243,8 +288,11 @@ def decay_groups(spec: ModelSpec, rule: Rule, weights: Mapping[str, Tensor]) -> 
 
 def _halves(shard: Shard, rule: Rule) -> list[tuple[slice, float]]:
     """The elements that decay, and those that do not, as far as there are any, with their weight decay."""
-    both = (slice(0, shard.decaying), rule.weight_decay), (slice(shard.decaying, shard.master.numel()), 0.0)
-    return [(place, decay) for place, decay in both if place.stop > place.start]
+    halves = [
+        (slice(0, shard.decaying), rule.weight_decay),
+        (slice(shard.decaying, shard.master.numel()), 0.0),
+    ]
+    return [(place, decay) for place, decay in halves if place.stop > place.start]
 
 
 def _views(shard: Shard, flats: Mapping[str, Tensor], changing: bool) -> Iterator[tuple[str, Box, bool, dict[str, Tensor]]]:
@@ -252,10 +300,17 @@ def _views(shard: Shard, flats: Mapping[str, Tensor], changing: bool) -> Iterato
     start = first = 0
     for name, box in shard.boxes:
         blocks = scales_of(box)
-        views = {kind: flat[start:][: box.elements].view(box.shape) for kind, flat in flats.items() if not kind.endswith(SCALE)}
-        scales = {kind: flat[first:][: blocks.elements].view(blocks.shape) for kind, flat in flats.items() if kind.endswith(SCALE)}
+        views = {}
+        scales = {}
+        for kind, flat in flats.items():
+            if kind.endswith(SCALE):
+                scales[kind] = flat[first:][: blocks.elements].view(blocks.shape)
+            else:
+                views[kind] = flat[start:][: box.elements].view(box.shape)
         yield name, box, shard.owned, views | (scales if changing else {})
         if scales and not changing:
+            # Two shards may have parts of a block: the one where it begins speaks for it.
             begun = begun_in(box)
             yield name, begun, shard.owned, {kind: view[begun.within(blocks)] for kind, view in scales.items()}
-        start, first = start + box.elements, first + blocks.elements
+        start += box.elements
+        first += blocks.elements

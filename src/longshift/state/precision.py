@@ -45,4 +45,5 @@ class LossScale:
         if not finite:
             self.scale = max(self.scale / 2, 1.0)
         elif self.good_steps == self.patience:
-            self.scale, self.good_steps = self.scale * 2, 0
+            self.scale *= 2
+            self.good_steps = 0

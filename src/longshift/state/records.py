@@ -66,7 +66,8 @@ class DiskVector(Vector):
 
     def __init__(self, records: "Records", flat: Tensor, start: int):
         super().__init__(flat)
-        self.records, self.start = records, start
+        self.records = records
+        self.start = start
         self.second: int | None = None
         self.memory = Resized(flat)
         self.memory.drop()
@@ -163,11 +164,14 @@ class Records(DiskFile):
     def double(self, vectors: Sequence[DiskVector], ranks: int = 1) -> bool:
         """Give vectors second places, if the disk has as much room again beside them, for all of the `ranks` that share it; whether it
         has."""
-        room, disk = sum(vector.room for vector in vectors), os.statvfs(self.fileno())
-        if not room or 2 * ranks * room > disk.f_bavail * disk.f_frsize or not self._grow(room):
+        room = sum(vector.room for vector in vectors)
+        disk = os.statvfs(self.fileno())
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if not room or 2 * ranks * room > free_bytes or not self._grow(room):
             return False
         for vector in vectors:
-            vector.second, self.end = self.end, self.end + vector.room
+            vector.second = self.end
+            self.end += vector.room
         return True
 
     def _grow(self, room: int) -> bool:

@@ -59,5 +59,7 @@ class Tensors(Resized, Generic[Key]):
 def in_large_pages(address: int, size: int) -> None:
     """Advise the kernel to take large pages for `size` bytes from `address` on; the kernel need not follow it."""
     if sys.platform == "linux":
-        first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+        # The kernel takes whole pages alone.
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_HUGEPAGE)

@@ -63,7 +63,10 @@ class Saver:
     copy that it is written from. Collective, but for `busy`."""
 
     def __init__(self, run: Path, world: World, keep: int, background: bool):
-        self.run, self.world, self.keep, self.background = run, world, keep, background
+        self.run = run
+        self.world = world
+        self.keep = keep
+        self.background = background
         self._under_way: Unfinished | None = None
         self._copy: StateCopy | None = None
 
@@ -87,7 +90,8 @@ class Saver:
 
     def _allocate(self, optimizer: Optimizer) -> StateCopy | None:
         """Memory for a copy of the state; None where some rank gets none."""
-        copy, fault = None, ""
+        copy = None
+        fault = ""
         try:
             copy = StateCopy(optimizer)
         except (OutOfMemoryError, RuntimeError) as error:
@@ -99,7 +103,8 @@ class Saver:
     def finish(self) -> None:
         """Have the checkpoint that is being written take its place, if there is one. Raises CheckpointError where a rank could not
         write."""
-        under_way, self._under_way = self._under_way, None
+        under_way = self._under_way
+        self._under_way = None  # also where it fails: it is not tried again
         if under_way:
             under_way.finish()
 

@@ -52,48 +52,57 @@ class Transfer:
     Collective. Raises PeerError, before anything moves, when the ranks do not agree on the plan."""
 
     def __init__(self, plan: Plan, world: World, group: Group, held: Part, wanted: Part, dtype: torch.dtype, renewed: Sequence[Shard] = ()):
-        self.plan, self.group, self.held, self.wanted, self.dtype, self.device = plan, group, held, wanted, dtype, world.device
+        self.plan = plan
+        self.group = group
+        self.held = held
+        self.wanted = wanted
+        self.dtype = dtype
+        self.device = world.device
         self.renewed = renewed
-        self.turns, self.moving = list(plan.turns(world.rank)), bool(plan.bytes_by_pair.any())
+        self.turns = list(plan.turns(world.rank))
+        self.moving = bool(plan.bytes_by_pair.any())
         self.traffic = traffic(plan)
-        self.known: dict[int, Exchange] = {}
+        self._exchanges: dict[int, Exchange] = {}
         self.arriving: tuple[Pending, Exchange] | None = None
         self.passing: dict[int, Tensors[tuple[str, Box]]] = {}  # by bucket, what this rank only passes on
         self.fused: Resized | None = None
-        self.exposed_s, self.under_way_s, self._since = 0.0, 0.0, 0.0
+        self.exposed_s = 0.0
+        self.under_way_s = 0.0
+        self._posted_s = 0.0
         _agree(plan, world)
 
     def begin(self) -> "Transfer":
         """Reset the transfer's times and return it."""
-        self.exposed_s, self.under_way_s = 0.0, 0.0
+        self.exposed_s = 0.0
+        self.under_way_s = 0.0
         return self
 
     def post(self, number: int) -> None:
         """Start an exchange; the one before has been taken in."""
-        began = time.perf_counter()
+        begin_s = time.perf_counter()
         self._post(number)
-        self._since = time.perf_counter()
-        self.exposed_s += self._since - began
+        self._posted_s = time.perf_counter()
+        self.exposed_s += self._posted_s - begin_s
 
     def take_in(self, number: int) -> None:
         """Wait for an exchange, and put what it brought where it belongs."""
-        began = time.perf_counter()
+        begin_s = time.perf_counter()
         if self.arriving is not None:
             pending, exchange = self.arriving
-            self.under_way_s += began - self._since
+            self.under_way_s += begin_s - self._posted_s
             pending.wait()
             self.arriving = None
             for coming, receives in exchange.receives:  # peer by peer: two may add to the same target
                 self._put(receives.now(), coming)
         if number == self.plan.exchanges - 1 and self.fused is not None:
             self.fused.drop()
-        self.exposed_s += time.perf_counter() - began
+        self.exposed_s += time.perf_counter() - begin_s
 
     def _post(self, number: int) -> None:
-        self._room(number)
-        if number not in self.known:
-            self.known[number] = self._resolved(number)
-        exchange = self.known[number]
+        self._make_room(number)
+        if number not in self._exchanges:
+            self._exchanges[number] = self._resolve(number)
+        exchange = self._exchanges[number]
         if number in self.passing and self.plan.sums:
             self.passing[number].flat.zero_()
         sources, targets = exchange.local
@@ -103,65 +112,94 @@ class Transfer:
         if (gone := self.passing.get(number - self.plan.rounds + 1)) is not None:
             gone.drop()
         if self.moving:
-            self.arriving = self.group.trade(exchange.into, exchange.out, exchange.in_sizes, exchange.out_sizes), exchange
+            pending = self.group.trade(exchange.into, exchange.out, exchange.in_sizes, exchange.out_sizes)
+            self.arriving = (pending, exchange)
 
-    def _room(self, number: int) -> None:
+    def _make_room(self, number: int) -> None:
         """Have storage for what only passes through, and for the fused buffer. All exchanges share that: memory is slow when it is touched
         for the first time."""
         if self.fused is None:
-            self.fused = Resized(torch.empty(self._most(), dtype=self.dtype, device=self.device))
+            self.fused = Resized(torch.empty(self._max_elements(), dtype=self.dtype, device=self.device))
         elif number == 0:
             self.fused.hold()
         if number in self.passing:
             self.passing[number].hold()
 
-    def _most(self) -> int:
+    def _max_elements(self) -> int:
         """Elements that go out and come in, in the largest exchange."""
         totals = [0] * (len(self.turns) + self.plan.rounds)
         for bucket, turn in enumerate(self.turns):
-            for which, played in enumerate(turn.rounds):
-                totals[bucket + which] += sum(move.box.elements for move in (*played.sends, *played.receives))
+            for index, bucket_round in enumerate(turn.rounds):
+                moves = (*bucket_round.sends, *bucket_round.receives)
+                totals[bucket + index] += sum(move.box.elements for move in moves)
         return max(totals)
 
     def _put(self, targets: list[Tensor], sources: list[Tensor]) -> None:
         if targets:
             if targets[0].device != sources[0].device:  # sums of a home in host memory
                 sources = [source.to(targets[0].device) for source in sources]
-            (torch._foreach_add_ if self.plan.sums else torch._foreach_copy_)(targets, sources)
+            put = torch._foreach_add_ if self.plan.sums else torch._foreach_copy_
+            put(targets, sources)
 
-    def _resolved(self, number: int) -> Exchange:
+    def _resolve(self, number: int) -> Exchange:
         """The tensors of an exchange; all have storage."""
-        sends, receives = ([[] for _ in range(self.group.size)] for _ in range(2))
+        # 1. List the tensors of each peer.
+        sends: list[list[Tensor]] = [[] for _ in range(self.group.size)]
+        receives: list[list[Tensor]] = [[] for _ in range(self.group.size)]
         if number < len(self.turns):
             self._pass_through(number)
-        for which in range(self.plan.rounds):
-            if 0 <= (bucket := number - which) < len(self.turns):
-                for move in self.turns[bucket].rounds[which].sends:
+        for index in range(self.plan.rounds):
+            bucket = number - index
+            if 0 <= bucket < len(self.turns):
+                bucket_round = self.turns[bucket].rounds[index]
+                for move in bucket_round.sends:
                     sends[move.target].append(self._source(move, bucket))
-                for move in self.turns[bucket].rounds[which].receives:
-                    receives[move.source].append(self._target(move, bucket, which))
+                for move in bucket_round.receives:
+                    receives[move.source].append(self._target(move, bucket, index))
+
+        # 2. Give each a part of the fused buffer.
         assert self.fused is not None
-        in_sizes, out_sizes = ([sum(t.numel() for t in row) for row in rows] for rows in (receives, sends))
-        out, into, _ = self.fused.flat.split((sum(out_sizes), sum(in_sizes), len(self.fused.flat) - sum(out_sizes) - sum(in_sizes)))
+        out_sizes = [sum(t.numel() for t in row) for row in sends]
+        in_sizes = [sum(t.numel() for t in row) for row in receives]
+        num_out = sum(out_sizes)
+        num_in = sum(in_sizes)
+        out = self.fused.flat[:num_out]
+        into = self.fused.flat[num_out : num_out + num_in]
         sources = [t for row in sends for t in row]
-        coming = [(_cut(part, row), Views(row, self.renewed)) for part, row in zip(into.split(in_sizes), receives) if row]
-        return Exchange(self._local(number), Views(sources, self.renewed), _cut(out, sources), out, out_sizes, coming, into, in_sizes)
+        coming = []
+        for part, row in zip(into.split(in_sizes), receives):
+            if row:
+                coming.append((_cut(part, row), Views(row, self.renewed)))
+        return Exchange(
+            local=self._local(number),
+            sends=Views(sources, self.renewed),
+            leaving=_cut(out, sources),
+            out=out,
+            out_sizes=out_sizes,
+            receives=coming,
+            into=into,
+            in_sizes=in_sizes,
+        )
 
     def _local(self, number: int) -> tuple[Views, Views]:
         pairs: list[tuple[Tensor, Tensor]] = []
         for move in self.turns[number].local if number < len(self.turns) else ():
-            source, target = self.held(move.name, move.box), self.wanted(move.name, move.box)
+            source = self.held(move.name, move.box)
+            target = self.wanted(move.name, move.box)
             assert source is not None
             assert target is not None
             if self.plan.sums or source.data_ptr() != target.data_ptr():
                 pairs.append((source, target))
-        return Views([source for source, _ in pairs], self.renewed), Views([target for _, target in pairs], self.renewed)
+        sources = Views([source for source, _ in pairs], self.renewed)
+        targets = Views([target for _, target in pairs], self.renewed)
+        return sources, targets
 
     def _pass_through(self, bucket: int) -> None:
         """Make tensors for the slices of a bucket that this rank only passes on."""
-        moves = [move for played in self.turns[bucket].rounds[:-1] for move in played.receives]
-        here = self.held if self.plan.sums else self.wanted
-        shapes = {(move.name, move.box): move.box.shape for move in moves if here(move.name, move.box) is None}
+        # What the last round brings stays here: only earlier rounds bring what passes through.
+        moves = [move for bucket_round in self.turns[bucket].rounds[:-1] for move in bucket_round.receives]
+        local_part = self.held if self.plan.sums else self.wanted
+        shapes = {(move.name, move.box): move.box.shape for move in moves if local_part(move.name, move.box) is None}
         if shapes:
             self.passing[bucket] = Tensors(shapes, self.dtype, self.device)
 
@@ -171,9 +209,11 @@ class Transfer:
             part = self.wanted(move.name, move.box)
         return self.passing[bucket].views[move.name, move.box] if part is None else part
 
-    def _target(self, move: Move, bucket: int, which: int) -> Tensor:
-        last = which == self.plan.rounds - 1
-        part = self.held(move.name, move.box) if self.plan.sums and not last else self.wanted(move.name, move.box)
+    def _target(self, move: Move, bucket: int, index: int) -> Tensor:
+        is_last = index == self.plan.rounds - 1
+        # Earlier rounds of a sum plan add to what a rank will send; the last one adds to home.
+        local_part = self.held if self.plan.sums and not is_last else self.wanted
+        part = local_part(move.name, move.box)
         return self.passing[bucket].views[move.name, move.box] if part is None else part
 
 

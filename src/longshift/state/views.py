@@ -37,7 +37,7 @@ class Views:
         return self._views if self._last else [view if isinstance(view, Tensor) else _of_sum(view) for view in self._views]  # pyright: ignore[reportReturnType]
 
 
-def _of_sum(at: _InSum) -> Tensor:
-    grad = at.shard.grad
+def _of_sum(view: _InSum) -> Tensor:
+    grad = view.shard.grad
     assert grad is not None
-    return grad.as_strided(at.size, at.stride, at.offset + grad.storage_offset())
+    return grad.as_strided(view.size, view.stride, view.offset + grad.storage_offset())

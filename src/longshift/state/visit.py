@@ -54,8 +54,11 @@ class PlannedCopies(Copies):
         return [(view.unsqueeze(0), (slice(None),) * view.dim())]
 
     def total(self, name: str, box: Box) -> Tensor | None:
-        at = self.place(name, box)
-        return None if at is None else self.sums[moving_unit(self.spec, self.spec.by_name[name])].views[name][at]
+        place = self.place(name, box)
+        if place is None:
+            return None
+        unit = moving_unit(self.spec, self.spec.by_name[name])
+        return self.sums[unit].views[name][place]
 
     def forget_totals(self) -> None:
         for sums in self.sums.values():
@@ -82,14 +85,14 @@ class RowCopies(AlignedCopies):
         self.home.drop_gradients()
 
     def open(self, unit: int) -> None:
-        for of, rows in self._rows:
-            if of == unit:
+        for rows_unit, rows in self._rows:
+            if rows_unit == unit:
                 rows.hold()
 
     def close(self, unit: int) -> None:
         super().close(unit)
-        for of, rows in self._rows:
-            if unit in (-1, of):
+        for rows_unit, rows in self._rows:
+            if unit in (-1, rows_unit):
                 rows.drop()
 
 
@@ -107,12 +110,17 @@ class Switches:
     collective over `ranks`."""
 
     def __init__(self, itinerary: Itinerary, home: Home, world: World, ranks: tuple[int, ...], precision: Precision):
-        self.itinerary, self.home, self.world, self.ranks, self.precision = itinerary, home, world, ranks, precision
+        self.itinerary = itinerary
+        self.home = home
+        self.world = world
+        self.ranks = ranks
+        self.precision = precision
         self._transfers: dict[tuple[Cut | None, Cut | None], Transfer] = {}
 
     def bring(self, source: Copies | None, target: Copies) -> Transfer:
         """The transfer that brings the weights of `target` from home and, where given, from what `source` holds."""
-        key = source.cut if source else None, target.cut
+        source_cut = source.cut if source else None
+        key = (source_cut, target.cut)
         if key not in self._transfers:
 
             def held(name: str, box: Box) -> Tensor | None:
@@ -120,7 +128,8 @@ class Switches:
                 return self.home.part(name, box, "master") if part is None else part
 
             group = self.world.group(self.ranks, "weights")
-            self._transfers[key] = Transfer(self.itinerary.weights(*key), self.world, group, held, target.part, self.precision.compute)
+            plan = self.itinerary.weights(source_cut, target.cut)
+            self._transfers[key] = Transfer(plan, self.world, group, held, target.part, self.precision.compute)
         return self._transfers[key].begin()
 
     def total(self, unit: int) -> None:
@@ -134,8 +143,14 @@ class Switches:
         """The transfer that adds the gradient sums of `source` to home's, which are there."""
         key = source.cut, None
         if key not in self._transfers:
-            group, wanted = self.world.group(self.ranks, "sums"), partial(self.home.part, what="grad")
-            plan = self.itinerary.sums(source.cut)
-            sums = (*self.home.learning, *source.renewed)
-            self._transfers[key] = Transfer(plan, self.world, group, source.total, wanted, self.precision.home, sums)
+            group = self.world.group(self.ranks, "sums")
+            self._transfers[key] = Transfer(
+                plan=self.itinerary.sums(source.cut),
+                world=self.world,
+                group=group,
+                held=source.total,
+                wanted=partial(self.home.part, what="grad"),
+                dtype=self.precision.home,
+                renewed=(*self.home.learning, *source.renewed),
+            )
         return self._transfers[key].begin()

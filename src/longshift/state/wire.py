@@ -29,7 +29,8 @@ class Coded:
     """The slots of a bucket in eight bits. Immutable. `size`: bytes of a slot; `wide`: type of what travels as it is."""
 
     def __init__(self, strips: Strips, wide: torch.dtype):
-        self.strips, self.wide = strips, wide
+        self.strips = strips
+        self.wide = wide
         self.areas = areas(tuple(views.strip for views in strips.strips), wide.itemsize)
         self.size = self.areas.size
 
@@ -59,10 +60,11 @@ class Coded:
 
     def decode(self, views: StripViews, gathered: Tensor, out: Tensor) -> None:
         """out [slots, rows, ...] = a strip of all slots as they were sent: gathered [slots, size]."""
-        strip, wide = views.strip, torch.promote_types(self.wide, torch.float32)
+        strip = views.strip
+        dtype = torch.promote_types(self.wide, torch.float32)
         slots = gathered[strip.first : strip.last]
         for rows in _runs(strip, len(slots)):
-            out[:, rows].copy_(self._decoded(strip, slots, rows, wide))
+            out[:, rows].copy_(self._decoded(strip, slots, rows, dtype))
 
     def _own(self, flat: Tensor) -> Iterator[tuple[StripViews, Tensor]]:
         """The strips that this rank's slot is in, and its rows of each in `flat`."""
@@ -76,7 +78,8 @@ class Coded:
         if not strip.coded:
             self._vectors(strip, out).copy_(x)
             return
-        scales, codes = self._scales(strip, out), self._codes(strip, out)
+        scales = self._scales(strip, out)
+        codes = self._codes(strip, out)
         for rows in _runs(strip, len(x)):
             block_codec.encode(x[:, rows], strip.piece.box.start[-1], scales[:, rows], codes[:, rows])
 
@@ -84,27 +87,34 @@ class Coded:
         """[n, rows, ...]: some rows of a strip, of packed [n, size]."""
         if not strip.coded:
             return self._vectors(strip, packed)
-        codes, scales = self._codes(strip, packed)[:, rows], self._scales(strip, packed)[:, rows]
+        codes = self._codes(strip, packed)[:, rows]
+        scales = self._scales(strip, packed)[:, rows]
         return block_codec.decode(codes, scales, strip.piece.box.start[-1], dtype)
 
     def _vectors(self, strip: Strip, packed: Tensor) -> Tensor:
-        start, item = strip.before * self.wide.itemsize, self.wide.itemsize
-        return packed[:, start : start + strip.elements * item].view(self.wide)
+        start = strip.before * self.wide.itemsize
+        size = strip.elements * self.wide.itemsize
+        return packed[:, start : start + size].view(self.wide)
 
     def _scales(self, strip: Strip, packed: Tensor) -> Tensor:
-        start, shape = self.areas.scales + 4 * strip.scales_before, scales_of(strip.piece.box).shape[1:]
-        return packed[:, start : start + 4 * strip.rows * strip.scales].view(torch.float32).view(-1, strip.rows, *shape)
+        start = self.areas.scales + 4 * strip.scales_before
+        size = 4 * strip.rows * strip.scales
+        row_shape = scales_of(strip.piece.box).shape[1:]
+        return packed[:, start : start + size].view(torch.float32).view((-1, strip.rows, *row_shape))
 
     def _codes(self, strip: Strip, packed: Tensor) -> Tensor:
         start = self.areas.codes + strip.before
-        return packed[:, start : start + strip.elements].view(block_codec.CODES).view(-1, strip.rows, *strip.piece.box.shape[1:])
+        row_shape = strip.piece.box.shape[1:]
+        codes = packed[:, start : start + strip.elements].view(block_codec.CODES)
+        return codes.view((-1, strip.rows, *row_shape))
 
 
 class Rounded:
     """The slots of a bucket in bf16. Immutable. `wide`: the format of sums."""
 
     def __init__(self, strips: Strips, wide: torch.dtype):
-        self.strips, self.wide = strips, wide
+        self.strips = strips
+        self.wide = wide
 
     def pieces(self, buffer: Tensor) -> Tensor:
         """bf16 [slots, width]: the fused buffer."""
@@ -119,14 +129,16 @@ class Rounded:
 
 def sent_gradients(format: GradientWire, strips: Strips, wide: torch.dtype) -> Coded | Rounded | None:
     """How the gradients of a bucket travel, whose sums have the format `wide`; None: as they are."""
-    return {"float32": lambda *how: None, "bf16": Rounded, "float8": Coded}[format](strips, wide)
+    if format == "float32":
+        return None
+    return Rounded(strips, wide) if format == "bf16" else Coded(strips, wide)
 
 
 def add_in_order(total: Tensor, sent: Tensor) -> None:
     """total [...] = the sum of sent [holders, ...], holder by holder, in the format of `total`."""
     total.copy_(sent[0])
-    for one in sent[1:]:
-        total.add_(one)
+    for part in sent[1:]:
+        total.add_(part)
 
 
 def _runs(strip: Strip, slots: int) -> Iterator[slice]:
