@@ -45,7 +45,9 @@ class DiskFile:
     the seconds for which somebody waited. Raises LongshiftError where no file can be made, or what was written cannot be read."""
 
     def __init__(self, folder: Path, subject: str, moved: Moved):
-        self.folder, self.subject, self.moved = folder, subject, moved
+        self.folder = folder
+        self.subject = subject
+        self.moved = moved
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as fault:
@@ -59,8 +61,10 @@ class DiskFile:
     def write(self, start: int, data: memoryview) -> None:
         """Write all of `data` from byte `start` on. Raises OSError."""
         while data:
-            written = os.pwrite(self.fileno(), data, start)
-            data, start = data[written:], start + written
+            # The system may write a part.
+            count = os.pwrite(self.fileno(), data, start)
+            data = data[count:]
+            start += count
 
     def read(self, start: int, into: memoryview, needed: int) -> None:
         """Fill at least the first `needed` bytes of `into` with what lies from byte `start` on."""
@@ -69,7 +73,8 @@ class DiskFile:
             count = os.preadv(self.fileno(), [into], start)
             if not count:
                 raise LongshiftError(f"{self.subject}: the file in {self.folder} ends before byte {start}")
-            into, start = into[count:], start + count
+            into = into[count:]
+            start += count
 
     @property
     def taken_bytes(self) -> int:

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -34,28 +35,36 @@ from longshift.stream.disk_file import DiskFile, Moved, whole_pages
 Key = Hashable
 Tensors = tuple[Tensor, ...]
 
-WRITES, UNDER_WAY = 2, 4  # puts of a disk tier, and of a GPU's host tier, that keep what they send
-IN_FLIGHT_BYTES, UNDER_WAY_BYTES = 256 << 20, 512 << 20  # that these puts may have together, but for one alone
-BOUNCES, BOUNCE_BYTES = 4, 8 << 20  # pinned pieces that a GPU's disk tier copies through
+# Puts that keep what they send, and the bytes that these may have together, but for one alone.
+WRITES = 2  # of a disk tier
+IN_FLIGHT_BYTES = 256 << 20
+UNDER_WAY = 4  # of a GPU's host tier
+UNDER_WAY_BYTES = 512 << 20
+# Pinned pieces that a GPU's disk tier copies through.
+BOUNCES = 4
+BOUNCE_BYTES = 8 << 20
 
 
 class _Clock:
     """`with` it, in any number of threads: adds to `copying_s` the time for which at least one is inside. Mutable."""
 
     def __init__(self, moved: Moved):
-        self.moved, self.inside, self.since, self.lock = moved, 0, 0.0, threading.Lock()
+        self.moved = moved
+        self.num_inside = 0
+        self.begin_s = 0.0
+        self.lock = threading.Lock()
 
     def __enter__(self) -> None:
         with self.lock:
-            if not self.inside:
-                self.since = time.perf_counter()
-            self.inside += 1
+            if not self.num_inside:
+                self.begin_s = time.perf_counter()
+            self.num_inside += 1
 
     def __exit__(self, *error: object) -> None:
         with self.lock:
-            self.inside -= 1
-            if not self.inside:
-                self.moved.copying_s += time.perf_counter() - self.since
+            self.num_inside -= 1
+            if not self.num_inside:
+                self.moved.copying_s += time.perf_counter() - self.begin_s
 
 
 class Tier(ABC):
@@ -131,18 +140,21 @@ class CopyTier(Tier):
         self.spare: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, list[Any]]]] = {}  # with what must end before they are filled
 
     def make_streams(self) -> None:
-        self.out, self.back = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self.out = torch.cuda.Stream(self.device)
+        self.back = torch.cuda.Stream(self.device)
 
     def put(self, key: Key, *tensors: Tensor) -> None:
         if key in self.objects:
             self.drop(key)
         tensors = tuple(tensor.contiguous() for tensor in tensors)
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         size = _bytes(tensors)
         if self.out is not None:
             self.out.wait_stream(torch.cuda.current_stream(self.device))
-        place, left = self.send(tensors, size)
-        self.leaving |= {tensor.data_ptr(): left for tensor in tensors if left is not None}
-        self.objects[key] = Stored(size, [(tensor.shape, tensor.dtype) for tensor in tensors], place, left)
+        place, copy_end = self.send(tensors, size)
+        if copy_end is not None:
+            self.leaving |= {tensor.data_ptr(): copy_end for tensor in tensors}
+        self.objects[key] = Stored(size, shapes, place, copy_end)
         self.moved.put_bytes += size
         self.moved.hold(size)
 
@@ -152,17 +164,21 @@ class CopyTier(Tier):
         return self.bring(stored)
 
     def recycle(self, tensors: Sequence[Tensor]) -> None:
-        used = [] if self.out is None else [torch.cuda.current_stream(self.device).record_event()]
+        # [Note: what waits on what]
+        readers = [] if self.out is None else [torch.cuda.current_stream(self.device).record_event()]
         for tensor in tensors:
-            left = self.leaving.get(tensor.data_ptr())
-            self.spare.setdefault((tensor.shape, tensor.dtype), []).append((tensor, used if left is None else [*used, left]))
+            copy_end = self.leaving.get(tensor.data_ptr())
+            copies = readers if copy_end is None else [*readers, copy_end]
+            self.spare.setdefault((tensor.shape, tensor.dtype), []).append((tensor, copies))
 
     def drop(self, key: Key) -> None:
         stored = self.objects.pop(key)
         self.forget(stored)
         self.moved.hold(-stored.size)
-        if not self.objects:  # sizes of the next pack are others; what it fetches is put first, and so comes after all that read these
-            self.spare, self.leaving = {}, {}
+        # Sizes of the next pack are others. What it fetches is put first, and so comes after all that read these.
+        if not self.objects:
+            self.spare = {}
+            self.leaving = {}
 
     def memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor to bring something into. [Note: what waits on what] New memory of a GPU is that of earlier packs, whose objects had left
@@ -202,7 +218,8 @@ class DiskTier(CopyTier):
 
     def __init__(self, folder: Path, in_flight_bytes: int = IN_FLIGHT_BYTES, checked: bool = False):
         super().__init__(torch.device("cpu"))
-        self.in_flight_bytes, self.checked = in_flight_bytes, checked
+        self.in_flight_bytes = in_flight_bytes
+        self.checked = checked
         self.file = DiskFile(folder, "offload", self.moved)
         self.copying = _Clock(self.moved)
         self.end = 0
@@ -210,16 +227,23 @@ class DiskTier(CopyTier):
         self.writing: deque[tuple[Future, int, Tensors]] = deque()
 
     def send(self, tensors: Tensors, size: int) -> tuple[int, Future]:
-        while len(self.writing) >= WRITES or (self.writing and size + sum(s for _, s, _ in self.writing) > self.in_flight_bytes):
+        while self._is_too_much(size):
             self.file.wait(self.writing.popleft()[0])
         start = self._extent(size)
-        written = self._start(self.file.writers, self._write, start, [*tensors])
-        self.writing.append((written, size, tensors))
-        return start, written
+        copy = self._start(self.file.writers, partial(self._write, start, [*tensors]))
+        self.writing.append((copy, size, tensors))
+        return start, copy
+
+    def _is_too_much(self, size: int) -> bool:
+        """Whether `size` bytes have to wait for puts that are on their way out; one alone never has to."""
+        if not self.writing:
+            return False
+        in_flight_bytes = sum(written_bytes for _, written_bytes, _ in self.writing)
+        return len(self.writing) >= WRITES or size + in_flight_bytes > self.in_flight_bytes
 
     def bring(self, stored: Stored) -> Callable[[], Tensors]:
         tensors = tuple(self.memory(shape, dtype) for shape, dtype in stored.shapes)
-        reading = self._start(self.file.readers, self._read, stored, tensors)
+        reading = self._start(self.file.readers, partial(self._read, stored, tensors))
 
         def wait() -> Tensors:
             self.file.wait(reading)
@@ -234,7 +258,8 @@ class DiskTier(CopyTier):
         self.file.wait(stored.left)
         self.holes.setdefault(whole_pages(stored.size), []).append(stored.place)
         if not self.objects:
-            self.end, self.holes = 0, {}
+            self.end = 0
+            self.holes = {}
             self.writing.clear()
 
     def close(self) -> None:
@@ -247,16 +272,17 @@ class DiskTier(CopyTier):
         self.end += room
         return self.end - room
 
-    def _start(self, threads: ThreadPoolExecutor, copy: Callable[..., Any], *arguments: object) -> Future:
-        future = threads.submit(self._timed, copy, *arguments)
+    def _start(self, threads: ThreadPoolExecutor, copy: Callable[[], object]) -> Future:
+        """Start a copy in a thread, where `watch` sees it."""
+        future = threads.submit(self._timed, copy)
         if self.watch:
             self.watch(future)
         return future
 
-    def _timed(self, copy: Callable[..., Any], *arguments: object) -> Any:
+    def _timed(self, copy: Callable[[], object]) -> object:
         """In a thread."""
         with self.copying:
-            return copy(*arguments)
+            return copy()
 
     def _write(self, start: int, tensors: list[Tensor]) -> int:
         """In a thread. Returns the CRC, or 0. The list is empty then: a pool keeps its arguments for a moment after a future has ended."""
@@ -267,24 +293,29 @@ class DiskTier(CopyTier):
                 try:
                     self.file.write(start, view)
                 except OSError as fault:
-                    took, held = self.file.taken_bytes / 2**30, self.moved.held_bytes / 2**30
+                    file_gib = self.file.taken_bytes / 2**30
+                    needed_gib = self.moved.held_bytes / 2**30
                     raise OutOfMemoryError(
-                        f"offload: {self.file.folder} took {took:.2f} of {held:.2f} GiB and no more: {fault.strerror}; choose another "
-                        "stream.folder, every1 or shorter documents"
+                        f"offload: {self.file.folder} took {file_gib:.2f} of {needed_gib:.2f} GiB and no more: "
+                        f"{fault.strerror}; choose another stream.folder, every1 or shorter documents"
                     ) from None
                 start += len(view)
         return crc
 
     def _read(self, stored: Stored, tensors: Tensors) -> None:
         """In a thread."""
-        written, crc, start = stored.left.result(), 0, stored.place
+        written_crc = stored.left.result()
+        crc = 0
+        start = stored.place
         for tensor in tensors:
             for view in self._bytes_in(tensor):
                 self.file.read(start, view, len(view))
                 start += len(view)
                 crc = zlib.crc32(view, crc) if self.checked else 0
-        if crc != written:
-            raise LongshiftError(f"offload: {stored.size} bytes came back from {self.file.folder} changed (CRC {crc:#x}, was {written:#x})")
+        if crc != written_crc:
+            raise LongshiftError(
+                f"offload: {stored.size} bytes came back from {self.file.folder} changed (CRC {crc:#x}, was {written_crc:#x})"
+            )
 
     def _bytes_out(self, tensor: Tensor) -> Iterator[memoryview]:
         """In a thread: the bytes of a tensor, piece by piece."""
@@ -343,9 +374,9 @@ class HostTier(CopyTier):
             for tensor, place in zip(tensors, _slices(arena.bytes, tensors)):
                 place.copy_(tensor.view(-1).view(torch.uint8), non_blocking=True)
                 tensor.record_stream(self.out)
-            left = self.out.record_event()
-        self._pace(left, size)
-        return arena, left
+            copy_end = self.out.record_event()
+        self._pace(copy_end, size)
+        return arena, copy_end
 
     def bring(self, stored: Stored) -> Callable[[], Tensors]:
         with torch.cuda.stream(self.back):
@@ -375,14 +406,18 @@ class HostTier(CopyTier):
         torch.cuda.synchronize(self.device)
         self._release(self.pinned_room)
 
-    def _pace(self, left: Any, size: int) -> None:
-        """[Note: pace]"""
-        self.under_way.append((left, size))
-        while len(self.under_way) > UNDER_WAY or (len(self.under_way) > 1 and sum(s for _, s in self.under_way) > UNDER_WAY_BYTES):
-            self.under_way.popleft()[0].synchronize()
+    def _pace(self, copy_end: Any, size: int) -> None:
+        """Wait for the device, which is too many puts behind. [Note: pace]"""
+        self.under_way.append((copy_end, size))
+        while len(self.under_way) > 1:
+            under_way_bytes = sum(put_bytes for _, put_bytes in self.under_way)
+            if len(self.under_way) <= UNDER_WAY and under_way_bytes <= UNDER_WAY_BYTES:
+                break
+            oldest_end, _ = self.under_way.popleft()
+            oldest_end.synchronize()
 
     def _arena(self, room: int) -> Arena:
-        """[Note: arenas]"""
+        """Pinned memory of a dropped object of this size, else new. [Note: arenas]"""
         self.held_room += room
         self.most_room = max(self.most_room, self.held_room)
         if self.arenas.get(room):
@@ -392,11 +427,11 @@ class HostTier(CopyTier):
         return Arena(room)
 
     def _release(self, count: int) -> None:
-        """At least so many bytes of dropped arenas, as far as there are any."""
+        """Give back at least `count` bytes of dropped arenas, as far as there are any."""
         for room, dropped in self.arenas.items():
             while dropped and count > 0:
-                arena, after = dropped.pop(0)
-                after.synchronize()
+                arena, last_use = dropped.pop(0)
+                last_use.synchronize()
                 arena.release()
                 self.pinned_room -= room
                 count -= room
@@ -433,8 +468,8 @@ class BouncedTier(DiskTier):
         for piece, slot in self._bounced(tensor):
             with torch.cuda.stream(self.out):
                 slot.copy_(piece, non_blocking=True)
-                left = self.out.record_event()
-            left.synchronize()
+                copy_end = self.out.record_event()
+            copy_end.synchronize()
             yield _bytes_of(slot)
 
     def _bytes_in(self, tensor: Tensor) -> Iterator[memoryview]:

@@ -20,7 +20,7 @@ from longshift.schedule.chunks import LANES, Buffer, Event
 
 SHOWN = ("compute", "in", "out", "link")  # from the top
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -56,19 +56,20 @@ class Recorder:
             self.spans += [span] if span.lane else []
             self.now = None
 
-    def waiting(self, buffer: Buffer, wait: Callable[[], Found]) -> Found:
+    def waiting(self, buffer: Buffer, wait: Callable[[], Result]) -> Result:
+        """The result of a wait for a buffer, which is a span of its own."""
         start = time.perf_counter()
-        found = wait()
+        result = wait()
         if self.now is not None:
             name, chunk = buffer
             self.spans.append(Span(self.now.lane, f"wait for {name} {chunk}", start, time.perf_counter(), {}))
-        return found
+        return result
 
     def copying(self, copy: Future) -> None:
         """A copy began for the event that is played."""
         span = self.now
         if span is not None:
-            copy.add_done_callback(lambda done: setattr(span, "end", time.perf_counter()))
+            copy.add_done_callback(lambda _: setattr(span, "end", time.perf_counter()))
 
     def write(self, path: Path, rank: int) -> None:
         """When all copies have ended. Raises UsageError where the file cannot be written."""
@@ -109,13 +110,17 @@ def events_of(spans: Iterable[Span], process: int, name: str, shown: Sequence[st
     """In the Trace Event Format, microseconds from `from_s`. `shown`: lanes, from the top."""
     spans = sorted(spans, key=lambda span: (span.start, -span.end))
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-    lanes = [row for lane in shown for row in _rows([span for span in spans if span.lane == lane], nested=lane in ("compute", "link"))]
-    for thread, row in enumerate(lanes):
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": row[0].lane}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
+    rows: list[list[Span]] = []
+    for lane in shown:
+        lane_spans = [span for span in spans if span.lane == lane]
+        rows += _rows(lane_spans, nested=lane in ("compute", "link"))
+    for thread, row in enumerate(rows):
+        place = {"pid": process, "tid": thread}
+        yield {"ph": "M", "name": "thread_name", **place, "args": {"name": row[0].lane}}
+        yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread}}
         for span in row:
-            start_us, duration_us = (span.start - from_s) * 1e6, (span.end - span.start) * 1e6
-            yield {"ph": "X", "name": span.name, "pid": process, "tid": thread, "ts": start_us, "dur": duration_us, "args": span.facts}
+            times = {"ts": (span.start - from_s) * 1e6, "dur": (span.end - span.start) * 1e6}
+            yield {"ph": "X", "name": span.name, **place, **times, "args": span.facts}
 
 
 def _rows(spans: Iterable[Span], nested: bool) -> list[list[Span]]:
