@@ -17,7 +17,7 @@ from longshift.planner.candidates import Candidates
 from longshift.planner.group_seconds import step_seconds
 from longshift.program.turns import visit_of
 from longshift.schedule import pipeline
-from longshift.simulate.clock import HOST_BYTES_PER_S, Clock, GroupPacks, StepTime, _weigh
+from longshift.simulate.clock import HOST_BYTES_PER_S, Clock, GroupPacks, StepTime, _record_traffic
 from longshift.simulate.cost import Cost, habits
 from longshift.simulate.lanes import Begin, End, Timed, part, play
 from longshift.simulate.rates import FITTED, Constants, rates
@@ -279,7 +279,7 @@ def test_what_travels_is_known_without_what_operations_need_inside(texts: tuple[
     found = []
     for inside in (True, False):
         ledger = clock_of(edges, home=home).shape.ledger(0, "gloo" if on_cpu else "nccl", on_cpu, inside)
-        known = [one for visit in _weigh(ledger, visits, packs, on_cpu, None) for one in visit if one.op.kind != "compute"]
+        known = [one for visit in _record_traffic(ledger, visits, packs, on_cpu, None) for one in visit if one.op.kind != "compute"]
         found.append([[getattr(one, name) for name in one.__slots__] for one in known])
     assert found[0] == found[1]
     assert len(found[0]) > 100

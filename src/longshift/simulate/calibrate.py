@@ -23,7 +23,8 @@ FREE: Mapping[str, float] = {
 }  # fmt: skip
 ERROR = 0.05  # logarithm: what a step's seconds differ by from one run to the next, and what no constant explains
 OUTLIER = 0.12  # logarithm: three times what repeats of a published measurement differ by, and more
-ROUNDS, STEP = 8, 1e-4
+ROUNDS = 8
+STEP = 1e-4  # of a logarithm, for differences
 MOST = 5  # constants that steps of a run move
 LEAST_SHARE = 0.005  # of a step's seconds, that a figure must stand for
 WORSE = 0.05  # how much more time a figure is given to see what it stands for, and a change that is worth another look
@@ -53,31 +54,40 @@ def fit(
     weights: np.ndarray | None = None,
 ) -> Constants:
     """Constants for which `predict` (seconds of each step) is nearest to `measured_s`. `weights`: of each step in the sum of squares."""
-    names, measured_s = tuple(widths), np.asarray(measured_s, dtype=float)
+    names = tuple(widths)
+    measured_s = np.asarray(measured_s, dtype=float)
     root = np.sqrt(np.ones_like(measured_s) if weights is None else weights) / ERROR
     springs = np.diag([1 / widths[name] for name in names])
-    at, best = np.zeros(len(names)), np.inf
-    stride = 1.0
 
-    def error(logs: np.ndarray) -> np.ndarray:
-        return root * bounded(np.log(predict(moved(prior, dict(zip(names, logs)))) / measured_s))
+    def residuals(logs: np.ndarray) -> np.ndarray:
+        seconds = predict(moved(prior, dict(zip(names, logs))))
+        return root * bounded(np.log(seconds / measured_s))
 
+    def loss(errors: np.ndarray, logs: np.ndarray) -> float:
+        return float(errors @ errors + np.sum((springs @ logs) ** 2))
+
+    logs = np.zeros(len(names))
     for _ in range(ROUNDS):
-        here = error(at)
-        slopes = np.stack([(error(at + STEP * one) - here) / STEP for one in np.eye(len(names))], axis=1)
-        left, right = np.vstack([slopes, springs]), np.concatenate([-here, -springs @ at])
-        change = np.linalg.lstsq(left, right, rcond=None)[0]
-        best, stride = float(here @ here + np.sum((springs @ at) ** 2)), 1.0
+        # 1. Solve the linear problem around these logarithms.
+        errors = residuals(logs)
+        slopes = [(residuals(logs + STEP * unit) - errors) / STEP for unit in np.eye(len(names))]
+        matrix = np.vstack([np.stack(slopes, axis=1), springs])
+        target = np.concatenate([-errors, -springs @ logs])
+        change = np.linalg.lstsq(matrix, target, rcond=None)[0]
+
+        # 2. Halve the step until it makes the loss no larger.
+        limit = loss(errors, logs)
+        stride = 1.0
         while stride > 0.05:
-            to = at + stride * change
-            after = error(to)
-            if float(after @ after + np.sum((springs @ to) ** 2)) <= best:
+            trial = logs + stride * change
+            if loss(residuals(trial), trial) <= limit:
                 break
             stride /= 2
-        at = at + stride * change if stride > 0.05 else at
+        if stride > 0.05:
+            logs = logs + stride * change
         if np.max(np.abs(change)) < 1e-3:
             break
-    return moved(prior, dict(zip(names, at)))
+    return moved(prior, dict(zip(names, logs)))
 
 
 @dataclass(frozen=True)
@@ -101,8 +111,11 @@ class _StepParts:
     @classmethod
     def by(cls, play: Callable[[Mapping[str, float]], np.ndarray], constants: Mapping[str, float]) -> "_StepParts":
         seconds = play(constants)
-        worse = {name: play({**constants, name: value * (1 + WORSE) ** _power(name)}) for name, value in constants.items()}
-        return cls(constants, seconds, {name: (slower - seconds) / WORSE for name, slower in worse.items()})
+        parts = {}
+        for name, value in constants.items():
+            slower_s = play({**constants, name: value * (1 + WORSE) ** _power(name)})
+            parts[name] = (slower_s - seconds) / WORSE
+        return cls(constants, seconds, parts)
 
     def at(self, constants: Mapping[str, float]) -> np.ndarray:
         """Seconds of each step."""
@@ -116,8 +129,9 @@ class _StepParts:
         def predict(constants: Constants) -> np.ndarray:
             return self.at({name: getattr(constants, name) for name in self.parts})[rows]
 
-        found = fit(predict, measured_s[rows], prior, {name: FREE[name] for name in self.parts})
-        return {name: getattr(found, name) for name in self.parts}
+        widths = {name: FREE[name] for name in self.parts}
+        constants = fit(predict, measured_s[rows], prior, widths)
+        return {name: getattr(constants, name) for name in self.parts}
 
 
 def band_of_errors(errors: Sequence[float] | np.ndarray) -> float:
@@ -131,21 +145,36 @@ def by_steps(play: Callable[[Mapping[str, float]], np.ndarray], measured_s: np.n
     """What steps that took `measured_s`, two or more, say. `play`: the clock's seconds of each step where figures of the cluster are so
     many times what they are (`Cluster.moved`)."""
     measured_s = np.asarray(measured_s, dtype=float)
-    count, every = len(measured_s), np.ones(len(measured_s), dtype=bool)
-    shown = _StepParts.by(play, dict.fromkeys(MOVED, 1.0))
-    before = measured_s / shown.seconds - 1
-    shares = {name: float(np.max(part / shown.seconds)) for name, part in shown.parts.items()}
-    most = sorted((name for name in MOVED if shares[name] >= LEAST_SHARE), key=lambda name: -shares[name])[:MOST]
-    shown = replace(shown, parts={name: shown.parts[name] for name in most}, constants=dict.fromkeys(most, 1.0))
-    found = shown.fitted(measured_s, every)
+    num_steps = len(measured_s)
+    all_steps = np.ones(num_steps, dtype=bool)
+
+    # 1. Choose the figures that stand for most of the seconds.
+    parts = _StepParts.by(play, dict.fromkeys(MOVED, 1.0))
+    prior_errors = measured_s / parts.seconds - 1
+    shares = {name: float(np.max(part / parts.seconds)) for name, part in parts.parts.items()}
+    names = [name for name in MOVED if shares[name] >= LEAST_SHARE]
+    names = sorted(names, key=lambda name: -shares[name])[:MOST]
+    parts = replace(
+        parts,
+        parts={name: parts.parts[name] for name in names},
+        constants=dict.fromkeys(names, 1.0),
+    )
+
+    # 2. Fit them, and play again where they moved far: what is fitted is linear in each.
+    constants = parts.fitted(measured_s, all_steps)
     for _ in range(LOOKS - 1):
-        if all(abs(np.log(found[name] / shown.constants[name])) < WORSE for name in most):
+        changes = [abs(np.log(constants[name] / parts.constants[name])) for name in names]
+        if all(change < WORSE for change in changes):
             break
-        shown = _StepParts.by(play, found)
-        found = shown.fitted(measured_s, every)
-    alone = np.eye(count, dtype=bool)
-    held_back = np.array([float(measured_s[one] / shown.at(shown.fitted(measured_s, ~own))[one]) - 1 for one, own in enumerate(alone)])
-    return StepFit(found, before, held_back)
+        parts = _StepParts.by(play, constants)
+        constants = parts.fitted(measured_s, all_steps)
+
+    # 3. Predict each step by what the others say.
+    held_back = []
+    for step, is_step in enumerate(np.eye(num_steps, dtype=bool)):
+        predicted_s = parts.at(parts.fitted(measured_s, ~is_step))[step]
+        held_back.append(float(measured_s[step] / predicted_s) - 1)
+    return StepFit(constants, prior_errors, np.array(held_back))
 
 
 def _power(name: str) -> int:

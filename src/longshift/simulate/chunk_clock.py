@@ -47,29 +47,40 @@ class ChunkClock:
 
     def lists(self, cut: Sequence[Sequence[Run]], window: int | None) -> Lists:
         """Event lists of the first rank, which has no fewer heads than another."""
-        layout, element_bytes = self.layout, int(self.cost.rates.element_bytes)
+        layout = self.layout
+        element_bytes = int(self.cost.rates.element_bytes)
         return lists(self.cost.spec, layout, layout.coord(0), cut, element_bytes, chunks.AHEAD, window)
 
-    def _seconds(self, made: Lists, cut: Sequence[Sequence[Run]], window: int | None) -> Callable[[Event], float]:
+    def _seconds(self, events: Lists, cut: Sequence[Sequence[Run]], window: int | None) -> Callable[[Event], float]:
         """Seconds of events of these lists. Events of equal chunks, as far apart, take equally long."""
-        spec, cache = self.cost.spec, dict[tuple, float]()
+        spec = self.cost.spec
+        cache: dict[tuple, float] = {}
         block = next(number for number in range(1, spec.layers + 1) if spec.window(number) == window)
 
         def seconds(event: Event) -> float:
             if event.kind in ("fetch", "store"):
                 return self._copy_s(event)
             is_attention = event.name.startswith("attend")
-            keys = made.orders[event.keys] if is_attention else event.keys if event.name in ("loss", "score") else None
-            distance = event.chunk - event.keys if is_attention and window else event.chunk == event.keys
-            key = event.name, made.orders[event.chunk], keys, distance, len(event.reads), len(event.writes)
+            keys = None
+            if is_attention:
+                keys = events.orders[event.keys]
+            elif event.name in ("loss", "score"):
+                keys = event.keys
+            # A window cuts pairs of chunks by their distance; else the diagonal alone differs.
+            distance = event.chunk == event.keys
+            if is_attention and window:
+                distance = event.chunk - event.keys
+            queries = events.orders[event.chunk]
+            key = event.name, queries, keys, distance, len(event.reads), len(event.writes)
             if key not in cache:
-                cache[key] = self._compute_s(made, cut, event, block)
+                cache[key] = self._compute_s(events, cut, event, block)
             return cache[key]
 
         return seconds
 
-    def _compute_s(self, made: Lists, cut: Sequence[Sequence[Run]], event: Event, block: int) -> float:
-        cost, rates = self.cost, self.cost.rates
+    def _compute_s(self, events: Lists, cut: Sequence[Sequence[Run]], event: Event, block: int) -> float:
+        cost = self.cost
+        rates = cost.rates
         layout = self.layout
         setup = RankSetup(
             spec=cost.spec,
@@ -80,32 +91,43 @@ class ChunkClock:
             float8=cost.rounds,
             compiled=cost.habits.compiled,
         )
-        profile = event_turn(setup, made, cut, event, block)
+        profile = event_turn(setup, events, cut, event, block)
         is_block = event.name not in ("embed", "embed_back", "loss", "score")
         work = cost.event((layout.tp, layout.ulysses, layout.ring), profile.calls, is_block)
         seconds = float(work.exposed_s(cost.launch_s))
         if profile.grads:  # gradients that the event leaves on weights are added to their sums after it
             elements = profile.grads / rates.element_bytes
-            seconds += float(rates.elementwise_s(elements * (rates.element_bytes + 2 * cost.habits.gradient_bytes)))
+            element_bytes = rates.element_bytes + 2 * cost.habits.gradient_bytes
+            seconds += float(rates.elementwise_s(elements * element_bytes))
         return seconds
 
     def _copy_s(self, event: Event) -> float:
         """The disk is one for all ranks of a node; a CPU's host tier moves nothing."""
-        tier, cluster = self.layout.offload, self.cluster
-        if not self.moving or tier == "device" or (tier == "host" and cluster.device.kind == "cpu"):
+        tier = self.layout.offload
+        is_same_memory = tier == "host" and self.cluster.device.kind == "cpu"
+        if not self.moving or tier == "device" or is_same_memory:
             return 0.0
-        return tier_copy_s(cluster, tier, self.layout.world, event.bytes, "in" if event.kind == "fetch" else "out")
+        direction = "in" if event.kind == "fetch" else "out"
+        return tier_copy_s(self.cluster, tier, self.layout.world, event.bytes, direction)
 
 
 def timeline(events: Sequence[Event], seconds: Callable[[Event], float]) -> list[Timed]:
-    """The pieces of work of a list by number, on the lanes of `schedule.chunks.LANES`, each of which does one thing at a time, in the
-    list's order. What has no lane takes no time: who waits for it waits for what it waits for."""
-    after: list[tuple[int, ...]] = []
+    """The pieces of work of a list by number, on the lanes of `schedule.chunks.LANES`.
+
+    Each lane does one thing at a time, in the list's order. An event without a lane takes no time:
+    who waits for it waits for its own dependencies.
+    """
+    waits_of_event: list[tuple[int, ...]] = []
     actions: Mapping[str, list[Begin | End]] = {lane: [] for lane in LANES.values()}
-    for number, (event, earlier) in enumerate(zip(events, dependencies(events))):
-        waits = {other for one in earlier for other in ((one,) if events[one].kind in LANES else after[one])}
-        after.append(tuple(sorted(waits)))
+    for number, (event, earlier_events) in enumerate(zip(events, dependencies(events))):
+        waits: set[int] = set()
+        for earlier in earlier_events:
+            has_lane = events[earlier].kind in LANES
+            waits.update((earlier,) if has_lane else waits_of_event[earlier])
+        waits_of_event.append(tuple(sorted(waits)))
         lane = LANES.get(event.kind)
         if lane:
-            actions[lane] += [*map(End, after[number]), Begin(number, lane, seconds(event), ()), End(number)]
-    return sorted(play(list(actions.values())), key=lambda piece: piece.key)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            actions[lane] += [End(wait) for wait in waits_of_event[number]]
+            actions[lane] += [Begin(number, lane, seconds(event), ()), End(number)]
+    pieces = play(list(actions.values()))
+    return sorted(pieces, key=lambda piece: piece.key)  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -90,328 +90,572 @@ class StepTime:
         return total
 
 
-class _Moved:
-    """An operation, bytes that the ledger saw it send, move, and read and write for the wire's format; `elements` that it adds or updates,
-    or that cross between the device and a home outside it. `home`: the memory that its unit's state lies in; "device" on a CPU."""
+@dataclass(slots=True)
+class _OpTraffic:
+    """An operation and what it moves, as the ledger counts it.
 
-    __slots__ = ("coded", "elements", "home", "moved", "op", "sent")
+    `format_bytes`: read and written on the device to convert to or from the wire's format.
+    `elements`: that the operation adds or updates, or that cross between device and host.
+    `home`: the memory that holds the optimizer state of its unit; "device" on a CPU.
+    """
 
-    def __init__(self, op: Op, sent: int, moved: int, coded: int, elements: int, home: Tier):
-        self.op, self.sent, self.moved, self.coded, self.elements, self.home = op, sent, moved, coded, elements, home
+    op: Op
+    sent_bytes: int
+    moved_bytes: int
+    format_bytes: int
+    elements: int
+    home: Tier
 
 
 class Clock:
-    """Plays steps of a run on a cluster's rates. Mutable: it keeps what it has computed."""
+    """Plays steps of a run on a cluster's rates. Mutable: it caches what it has computed."""
 
     def __init__(self, shape: StepShape, cluster: Cluster, cost: Cost, precision: str):
-        self.shape, self.cluster, self.cost, self.dtype = shape, cluster, cost, arithmetic(precision)
+        self.shape = shape
+        self.cluster = cluster
+        self.cost = cost
+        self.dtype = arithmetic(precision)
         self.on_cpu = cluster.device.kind == "cpu"
-        self.spec, self.rates = shape.itinerary.spec, cost.rates
+        self.spec = shape.itinerary.spec
+        self.rates = cost.rates
         self.per_node = int(self.rates.fabric.per_node)
-        self.cores_shares = {level: cluster.cores_share(level) if self.on_cpu else 1.0 for level in ("node", "network")}
-        self.turns: dict[tuple, list[tuple[str, float]]] = {}
+        self.cores_shares = {"node": 1.0, "network": 1.0}
+        if self.on_cpu:
+            self.cores_shares = {level: cluster.cores_share(level) for level in ("node", "network")}
+
+        # Seconds of a visit per second of one block on its packs. Known of sampled layouts alone.
+        self.paces: dict[Layout, float] = {}
+
+        # Caches. Ledgers are kept by rank and by the layouts that its steps visit.
+        self.ledgers: dict[tuple[int, tuple[Layout, ...]], Ledger] = {}
+        self.turns: dict[tuple, dict[str, float]] = {}
         self.exchanges: dict[int, list[float]] = {}
         self.collectives: dict[tuple[Layout, str, int], float] = {}
         self.passes: dict[float, float] = {}
-        self.ledgers: dict[tuple[int, tuple[Layout, ...]], Ledger] = {}  # by rank and the layouts that its steps visit
-        self.paces: dict[Layout, float] = {}  # seconds of a visit for one of a block's on its packs
 
     def step(self, groups: Sequence[GroupPacks]) -> StepTime:
         """A step that visits these groups, in this order."""
-        packs = [self.dearest(group) for group in groups]
-        costs = [self.packs_s(group.layout, own) for group, own in zip(groups, packs)]
-        many, few = zip(*(_chosen(group.layout, cost) for group, cost in zip(groups, costs)))
+        # 1. Choose a sample of each group's micro-batches, and a smaller one.
         layouts = [group.layout for group in groups]
-        played = self._played(layouts, [[own[n] for n in some] for own, some in zip(packs, many)])
-        ends = [max((piece.end for piece in pieces), default=0.0) for pieces in played]
-        if any(some != less and layout not in self.paces for layout, some, less in zip(layouts, many, few)):
-            fewer = self._played(layouts, [[own[n] for n in some] for own, some in zip(packs, few)])
-            for layout, cost, some, less, end, pieces in zip(layouts, costs, many, few, ends, fewer):
-                if some != less:
-                    more_s = end - max(piece.end for piece in pieces)
-                    self.paces[layout] = more_s / float(cost[list(some)].sum() - cost[list(less)].sum())
-        now, starts, shares = float(self.rates.constants.begin_s), [], []
-        for layout, cost, some, end in zip(layouts, costs, many, ends):
-            left = float(cost.sum() - cost[list(some)].sum())
-            starts.append(now)
-            shares.append(1 - left / float(cost.sum()))
-            now += (end + self.paces.get(layout, 0.0) * left) * (1 + float(self.rates.constants.jitter) * math.log2(layout.world))
-        return StepTime(float(now), tuple(starts), tuple(map(tuple, played)), tuple(shares))
+        packs_by_visit = [self.busiest_replica(group) for group in groups]
+        costs_by_visit = []
+        samples: list[tuple[int, ...]] = []
+        small_samples: list[tuple[int, ...]] = []
+        for layout, packs in zip(layouts, packs_by_visit):
+            costs = self.block_seconds(layout, packs)
+            size, small_size = _sample_sizes(layout, len(packs))
+            costs_by_visit.append(costs)
+            samples.append(_even_choice(costs, size))
+            small_samples.append(_even_choice(costs, small_size))
 
-    def _played(self, layouts: Sequence[Layout], packs: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Timed]]:
-        """Pieces of work of one rank of each stage, by visit."""
-        visits = tuple(visit_of(self.spec, layout, own) for layout, own in zip(layouts, packs))
-        seen: dict[int, list[list[_Moved]]] = {}
-        found = []
-        for number, (layout, own) in enumerate(zip(layouts, packs)):
-            stages = [layout.rank(Coord(0, 0, 0, 0, stage)) for stage in range(layout.pp)]
-            for rank in stages:
-                if rank not in seen:
-                    seen[rank] = self._weighed(rank, visits, packs)
-            actions = [list(_Stage(self, layout, stage, visits, own).actions(seen[rank][number])) for stage, rank in enumerate(stages)]
-            found.append(play(actions, float(self.rates.constants.crowd)))
-        return found
+        # 2. Play the samples.
+        timelines = self._play(layouts, _selected(packs_by_visit, samples))
+        ends = [max((piece.end for piece in timeline), default=0.0) for timeline in timelines]
 
-    def _weighed(self, rank: int, visits: tuple[Visit, ...], packs: Sequence[Sequence[tuple[int, ...]]]) -> list[list[_Moved]]:
-        """The operations of a rank's step by visit, and what the ledger says of them. A ledger that has played a step of the same visits
-        goes on from there: its copies are as that step has left them."""
+        # 3. Learn from the smaller ones at which pace a layout computes further micro-batches.
+        is_partial = [large != small for large, small in zip(samples, small_samples)]
+        if any(partial and layout not in self.paces for layout, partial in zip(layouts, is_partial)):
+            small_timelines = self._play(layouts, _selected(packs_by_visit, small_samples))
+            for visit, layout in enumerate(layouts):
+                if is_partial[visit]:
+                    costs = costs_by_visit[visit]
+                    cost = float(costs[list(samples[visit])].sum() - costs[list(small_samples[visit])].sum())
+                    small_end_s = max(piece.end for piece in small_timelines[visit])
+                    self.paces[layout] = (ends[visit] - small_end_s) / cost
+
+        # 4. Extrapolate each group to all its micro-batches. The next group begins when all ranks
+        #    have ended this one.
+        start_s = float(self.rates.constants.begin_s)
+        starts: list[float] = []
+        shares: list[float] = []
+        for layout, costs, sample, end_s in zip(layouts, costs_by_visit, samples, ends):
+            skipped_cost = float(costs.sum() - costs[list(sample)].sum())
+            skipped_s = self.paces.get(layout, 0.0) * skipped_cost
+            wait_factor = 1 + float(self.rates.constants.jitter) * math.log2(layout.world)
+            starts.append(start_s)
+            shares.append(1 - skipped_cost / float(costs.sum()))
+            start_s += (end_s + skipped_s) * wait_factor
+        return StepTime(
+            seconds=float(start_s),
+            starts=tuple(starts),
+            played=tuple(tuple(timeline) for timeline in timelines),
+            shares=tuple(shares),
+        )
+
+    def _play(self, layouts: Sequence[Layout], packs_by_visit: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Timed]]:
+        """Play a step. Returns the pieces of work of one rank of each stage, by visit."""
+        visits = tuple(visit_of(self.spec, layout, packs) for layout, packs in zip(layouts, packs_by_visit))
+        traffic_of_rank: dict[int, list[list[_OpTraffic]]] = {}
+        timelines = []
+        for number, (layout, packs) in enumerate(zip(layouts, packs_by_visit)):
+            actions_by_stage = []
+            for stage in range(layout.pp):
+                rank = layout.rank(Coord(0, 0, 0, 0, stage))
+                if rank not in traffic_of_rank:
+                    traffic_of_rank[rank] = self._traffic(rank, visits, packs_by_visit)
+                stage_actions = _Stage(self, layout, stage, visits, packs)
+                actions_by_stage.append(list(stage_actions.actions(traffic_of_rank[rank][number])))
+            timelines.append(play(actions_by_stage, float(self.rates.constants.crowd)))
+        return timelines
+
+    def _traffic(
+        self,
+        rank: int,
+        visits: tuple[Visit, ...],
+        packs_by_visit: Sequence[Sequence[tuple[int, ...]]],
+    ) -> list[list[_OpTraffic]]:
+        """The operations of a rank's step by visit, with what they move."""
         key = rank, tuple(visit.layout for visit in visits)
-        steps = 1 if key in self.ledgers else None
-        if key not in self.ledgers:
-            self.ledgers[key] = self.shape.ledger(rank, "gloo" if self.on_cpu else "nccl", self.on_cpu, inside=False)
-        return _weigh(self.ledgers[key], visits, packs, self.on_cpu, steps)
+        steps = None
+        if key in self.ledgers:
+            # Weights are as the last step of the same visits has left them: one step is enough.
+            steps = 1
+        else:
+            transport = "gloo" if self.on_cpu else "nccl"
+            self.ledgers[key] = self.shape.ledger(rank, transport, self.on_cpu, inside=False)
+        return _record_traffic(self.ledgers[key], visits, packs_by_visit, self.on_cpu, steps)
 
-    def dearest(self, group: GroupPacks) -> Packs:
-        """The packs of the replica with most to do. Under ZeRO-3 replicas gather unit by unit together, so that each micro-batch is the
-        dearest of all replicas'."""
-        count = max(map(len, group.replicas))
-        full = [replica + ((),) * (count - len(replica)) for replica in group.replicas]
-        seconds = self.packs_s(group.layout, [pack for replica in full for pack in replica]).reshape(len(full), count)
+    def busiest_replica(self, group: GroupPacks) -> Packs:
+        """The packs of the replica with the most work.
+
+        Under ZeRO-3 replicas gather each unit together, so every micro-batch takes as long as the
+        largest one of any replica. Those largest ones are returned.
+        """
+        num_packs = max(len(packs) for packs in group.replicas)
+        replicas = [packs + ((),) * (num_packs - len(packs)) for packs in group.replicas]
+        all_packs = [pack for packs in replicas for pack in packs]
+        seconds = self.block_seconds(group.layout, all_packs).reshape(len(replicas), num_packs)
         if group.layout.zero == 3:
-            return tuple(full[replica][micro] for micro, replica in enumerate(seconds.argmax(0)))
-        return full[int(seconds.sum(1).argmax())]
+            slowest_replica = seconds.argmax(axis=0)
+            return tuple(replicas[r][number] for number, r in enumerate(slowest_replica))
+        return replicas[int(seconds.sum(axis=1).argmax())]
 
-    def packs_s(self, layout: Layout, packs: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Seconds of a block's forward and backward on each pack."""
+    def block_seconds(self, layout: Layout, packs: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """Seconds of one block's forward and backward on each pack, float64 [packs]."""
         if layout.chunk:
-            return np.array([sum(self._chunked_s(layout, pack, turn) for turn in ("forward", "backward")) for pack in packs])
-        tokens, pairs = (np.array([sum(of(pack or (1,))) for pack in packs], float) for of in (iter, self._pairs))
-        mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
-        works = [self.cost.turn("block", turn, "block", mesh, tokens, pairs, recompute_code(layout)) for turn in ("forward", "backward")]
-        return sum((np.asarray(work.exposed_s(self.cost.launch_s)) for work in works), np.zeros(len(packs)))
+            forward = [self._chunked_turn_s(layout, pack, "forward") for pack in packs]
+            backward = [self._chunked_turn_s(layout, pack, "backward") for pack in packs]
+            return np.array(forward) + np.array(backward)
 
-    def _pairs(self, lengths: Sequence[int]) -> Iterator[float]:
-        """Causal pairs of documents, the mean of all blocks."""
-        return (float(self.spec.attended(n)) for n in lengths)
-
-    def turn(self, layout: Layout, pack: tuple[int, ...], blocks: int, kind: UnitKind, turn: str, part: str) -> list[tuple[str, float]]:
-        """Seconds of a turn of a unit on a pack, by lane, in a row; `blocks` of rows of a loss. The ring goes on under attention."""
-        key = layout, pack, blocks, kind, turn, part
-        if key not in self.turns:
-            self.turns[key] = [("compute", self._chunked_s(layout, pack, turn))] if layout.chunk else self._whole(*key)
-        return self.turns[key]
-
-    def _whole(self, layout: Layout, pack: tuple[int, ...], blocks: int, kind: UnitKind, turn: str, part: str) -> list[tuple[str, float]]:
-        lengths = pack or (1,)
+        tokens = np.array([sum(pack or (1,)) for pack in packs], float)
+        pairs = np.array([self._causal_pairs(pack or (1,)) for pack in packs], float)
         mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
         code = recompute_code(layout)
-        tokens, pairs = sum(lengths), sum(self._pairs(lengths))
-        work = self.cost.turn(kind, turn, part, mesh, tokens, pairs, code, blocks)
-        computes, attention = float(work.compute_s(self.cost.launch_s)), float(work.attention_s)
-        under = min(attention, computes) if float(work.ring_s) else 0.0
-        found = [("compute", computes - under), ("tp", float(work.tensor_s)), ("ulysses", float(work.ulysses_s))]
-        return [*found, ("attention", under), ("ring", float(work.ring_s))]
+        seconds = np.zeros(len(packs))
+        for turn in ("forward", "backward"):
+            work = self.cost.turn("block", turn, "block", mesh, tokens, pairs, code)
+            seconds = seconds + np.asarray(work.exposed_s(self.cost.launch_s))
+        return seconds
 
-    def _chunked_s(self, layout: Layout, pack: tuple[int, ...], turn: str) -> float:
+    def _causal_pairs(self, lengths: Sequence[int]) -> float:
+        """Pairs of tokens that attend to each other in a pack, as a mean over all blocks."""
+        return sum(float(self.spec.attended(length)) for length in lengths)
+
+    def turn_seconds(
+        self,
+        layout: Layout,
+        pack: tuple[int, ...],
+        loss_blocks: int,
+        kind: UnitKind,
+        turn: str,
+        part: str,
+    ) -> dict[str, float]:
+        """Seconds of a turn of a unit on a pack, by lane, in the order in which they are spent.
+
+        `loss_blocks`: into how many blocks of rows the loss is cut. "ring" goes on under
+        "attention", all others one after another.
+        """
+        key = layout, pack, loss_blocks, kind, turn, part
+        if key not in self.turns:
+            if layout.chunk:
+                self.turns[key] = {"compute": self._chunked_turn_s(layout, pack, turn)}
+            else:
+                self.turns[key] = self._whole_turn(layout, pack, loss_blocks, kind, turn, part)
+        return self.turns[key]
+
+    def _whole_turn(
+        self,
+        layout: Layout,
+        pack: tuple[int, ...],
+        loss_blocks: int,
+        kind: UnitKind,
+        turn: str,
+        part: str,
+    ) -> dict[str, float]:
+        """`turn_seconds` of a pack that is computed whole."""
+        lengths = pack or (1,)  # a replica without a pack computes one token
+        mesh = Mesh(layout.tp, layout.ulysses, layout.ring)
+        tokens = sum(lengths)
+        pairs = self._causal_pairs(lengths)
+        code = recompute_code(layout)
+        work = self.cost.turn(kind, turn, part, mesh, tokens, pairs, code, loss_blocks)
+
+        compute_s = float(work.compute_s(self.cost.launch_s))
+        ring_s = float(work.ring_s)
+        attention_s = min(float(work.attention_s), compute_s) if ring_s else 0.0
+        return {
+            "compute": compute_s - attention_s,
+            "tp": float(work.tensor_s),
+            "ulysses": float(work.ulysses_s),
+            "attention": attention_s,
+            "ring": ring_s,
+        }
+
+    def _chunked_turn_s(self, layout: Layout, pack: tuple[int, ...], turn: str) -> float:
         """Seconds of a turn of a unit of a chunked pack."""
         chunk_clock = ChunkClock(self.cost, self.cluster, layout)
         return chunk_clock.turn_s(pack or (1,), turn)  # pyright: ignore[reportArgumentType]
 
     def pass_s(self, moved_bytes: float) -> float:
-        """Seconds of a pass over so many bytes."""
+        """Seconds of one elementwise pass over so many bytes of device memory."""
         if moved_bytes not in self.passes:
             self.passes[moved_bytes] = float(self.rates.elementwise_s(moved_bytes))
         return self.passes[moved_bytes]
 
     def collective_s(self, layout: Layout, kind: str, sent_bytes: int) -> float:
-        """Seconds of a gather or a reduction in which a rank sends so many bytes. Its members share one cut of the weights."""
+        """Seconds of a gather or a reduction in which each rank sends so many bytes.
+
+        Its members hold shards of the same cut of the weights.
+        """
         key = layout, kind, sent_bytes
         if key not in self.collectives:
-            self.collectives[key] = self._collective_s(*key)
+            self.collectives[key] = self._collective_s(layout, kind, sent_bytes)
         return self.collectives[key]
 
     def _collective_s(self, layout: Layout, kind: str, sent_bytes: int) -> float:
-        holders = layout.dp * layout.ulysses * layout.ring
-        if holders == 1 or not sent_bytes:
+        members = layout.dp * layout.ulysses * layout.ring
+        if members == 1 or not sent_bytes:
             return 0.0
         per_node = max(1, self.per_node // layout.tp)
-        move = "all_to_all" if kind == "reduce" and self.shape.formats.wire.gradients != "float32" else MOVES[kind]
-        return float(self.rates.collective_s(move, sent_bytes * holders / (holders - 1), holders, per_node))  # pyright: ignore[reportArgumentType]
+        collective = MOVES[kind]
+        if kind == "reduce" and self.shape.formats.wire.gradients != "float32":
+            collective = "all_to_all"  # the owner decodes rounded gradients before it sums them
+        total_bytes = sent_bytes * members / (members - 1)
+        return float(self.rates.collective_s(collective, total_bytes, members, per_node))
 
     def message_s(self, layout: Layout, stage: int, peer: int, sent_bytes: int) -> float:
-        """Seconds of a message between stages."""
-        per_node = 2 if self.together(layout, stage, peer) else 1
-        return float(self.rates.constants.messages) * float(self.rates.collective_s("send", sent_bytes, 2, per_node))
+        """Seconds of a message between two stages."""
+        per_node = 2 if self.on_one_node(layout, stage, peer) else 1
+        seconds = float(self.rates.collective_s("send", sent_bytes, 2, per_node))
+        return float(self.rates.constants.messages) * seconds
 
-    def together(self, layout: Layout, stage: int, peer: int) -> bool:
+    def on_one_node(self, layout: Layout, stage: int, peer: int) -> bool:
         """Whether two stages are on one node."""
         ranks = layout.world // layout.pp
-        return abs(stage - peer) * ranks < self.per_node and stage * ranks // self.per_node == peer * ranks // self.per_node
+        node = stage * ranks // self.per_node
+        peer_node = peer * ranks // self.per_node
+        return abs(stage - peer) * ranks < self.per_node and node == peer_node
 
-    def exchanges_s(self, visits: Sequence[Visit], op: Op) -> list[float]:
-        """Seconds of every exchange of the switch that `op` belongs to, each on the busiest link of any rank."""
+    def exchange_seconds(self, visits: Sequence[Visit], op: Op) -> list[float]:
+        """Seconds of every exchange in the switch of `op`, each on the busiest link of any rank."""
         itinerary = self.shape.itinerary
         cut = itinerary.cuts[visits[op.visit].layout]
         if op.way == "sums":
             plan = itinerary.sums(cut)
+        elif op.visit == 0:
+            plan = itinerary.weights(None, cut)
         else:
-            before = visits[op.visit - 1].layout if op.visit else None
-            plan = itinerary.weights(None if before is None else itinerary.source(before), cut)
+            plan = itinerary.weights(itinerary.source(visits[op.visit - 1].layout), cut)
         if id(plan) not in self.exchanges:
             self.exchanges[id(plan)] = seconds_by_exchange(plan)
         return self.exchanges[id(plan)]
 
 
-def _chosen(layout: Layout, costs: np.ndarray) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Micro-batches of a replica that are played, by number; and fewer of them, from which the pace is found. Both are even choices by
-    cost, and whole rounds of the stages fewer than all. Where there are not many, both are all of them."""
-    count, most = len(costs), max(LEAST_PLAYED, FILLS * layout.pp * layout.virtual)
-    many = count - layout.pp * -(-max(0, count - most) // layout.pp)
-    few = many - layout.pp * max(1, most // 2 // layout.pp)
-    if count == many or few < 1:
-        return tuple(range(count)), tuple(range(count))
-    order = np.argsort(costs, kind="stable")
-    many_, few_ = (tuple(sorted(order[((np.arange(n) + 0.5) * count / n).astype(int)].tolist())) for n in (many, few))
-    return many_, few_
+def _sample_sizes(layout: Layout, num_packs: int) -> tuple[int, int]:
+    """How many micro-batches the larger and the smaller sample have; both all of them if few.
+
+    Each leaves out whole rounds of the stages, so that the pipeline runs full in the same way.
+    """
+    target = max(LEAST_PLAYED, FILLS * layout.pp * layout.virtual)
+    surplus = max(0, num_packs - target)
+    large = num_packs - layout.pp * -(-surplus // layout.pp)
+    small = large - layout.pp * max(1, target // 2 // layout.pp)
+    if large == num_packs or small < 1:
+        return num_packs, num_packs
+    return large, small
 
 
-def _weigh(
-    ledger: Ledger, visits: Sequence[Visit], packs: Sequence[Sequence[tuple[int, ...]]], on_cpu: bool, steps: int | None
-) -> list[list[_Moved]]:
-    """The operations of a rank's step by visit, norm and update with the last one's, and what the ledger says of them."""
-    found: list[list[_Moved]] = [[]]
-    account, sent, moved, added, coded = ledger.account, 0, 0, 0, 0
-    at_home = [ledger.steps.views[visit.layout].cut.at_home for visit in visits]
+def _even_choice(costs: np.ndarray, size: int) -> tuple[int, ...]:
+    """Choose `size` micro-batches at even quantiles of the costs. Returns their numbers."""
+    by_cost = np.argsort(costs, kind="stable")
+    quantiles = ((np.arange(size) + 0.5) * len(costs) / size).astype(int)
+    return tuple(sorted(by_cost[quantiles].tolist()))
 
-    def after(op: Op) -> None:
-        nonlocal sent, moved, added, coded
-        elements, home = 0, "device" if on_cpu else ledger.steps.home_tiers.get(op.unit, "device")
-        earlier, added = added, account.added
+
+def _selected(packs_by_visit: Sequence[Packs], samples: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
+    """The packs of each visit's sample."""
+    return [[packs[number] for number in sample] for packs, sample in zip(packs_by_visit, samples)]
+
+
+def _record_traffic(
+    ledger: Ledger,
+    visits: Sequence[Visit],
+    packs_by_visit: Sequence[Sequence[tuple[int, ...]]],
+    on_cpu: bool,
+    steps: int | None,
+) -> list[list[_OpTraffic]]:
+    """Play `steps` steps on the ledger, and return the last one's operations by visit.
+
+    The norm and the update belong to the last visit.
+    """
+    by_visit: list[list[_OpTraffic]] = [[]]
+    account = ledger.account
+    uses_home = [ledger.steps.views[visit.layout].cut.at_home for visit in visits]
+    # The ledger's counters after the operation before. What earlier steps have left in them goes
+    # to the first operation, which moves nothing.
+    total_sent = total_moved = total_coded = total_added = 0
+
+    def shard_elements(unit: int) -> int:
+        return sum(size for owner, size in ledger.home.shards if owner == unit)
+
+    def updated_elements(op: Op, home: Tier) -> int:
         if op.kind == "accumulate":
-            elements = (added - earlier) // account.weight_bytes
-        elif op.kind == "update":
-            all_at_once = not ledger.steps.by_unit
-            elements = sum(size for unit, size in ledger.home.shards if op.unit == unit or (all_at_once and op.unit < 0))
-        elif op.kind == "pack" or (home != "device" and op.kind in ("gather", "await reduce") and at_home[op.visit]):
-            elements = sum(size for unit, size in ledger.home.shards if op.unit == unit)
-        before = sent, moved, coded
-        sent, moved, coded = sum(account.sent.values()), sum(account.moved.values()), account.coded
-        found[-1].append(_Moved(op, sent - before[0], moved - before[1], coded - before[2], elements, home))
-        if op.kind == "leave" and op.visit < len(visits) - 1:
-            found.append([])
+            return (account.added - total_added) // account.weight_bytes
+        if op.kind == "update" and op.unit < 0 and not ledger.steps.by_unit:
+            return sum(size for _, size in ledger.home.shards)
+        if op.kind in ("update", "pack"):
+            return shard_elements(op.unit)
+        crosses_link = home != "device" and op.kind in ("gather", "await reduce")
+        return shard_elements(op.unit) if crosses_link and uses_home[op.visit] else 0
 
-    ledger.play(visits, packs, after, steps)
-    return found
+    def record(op: Op) -> None:
+        nonlocal total_sent, total_moved, total_coded, total_added
+        home: Tier = "device" if on_cpu else ledger.steps.home_tiers.get(op.unit, "device")
+        sent_bytes = sum(account.sent.values())
+        moved_bytes = sum(account.moved.values())
+        by_visit[-1].append(
+            _OpTraffic(
+                op=op,
+                sent_bytes=sent_bytes - total_sent,
+                moved_bytes=moved_bytes - total_moved,
+                format_bytes=account.coded - total_coded,
+                elements=updated_elements(op, home),
+                home=home,
+            )
+        )
+        total_sent = sent_bytes
+        total_moved = moved_bytes
+        total_coded = account.coded
+        total_added = account.added
+        if op.kind == "leave" and op.visit < len(visits) - 1:
+            by_visit.append([])
+
+    ledger.play(visits, packs_by_visit, record, steps)
+    return by_visit
 
 
 class _Stage:
     """What a rank of one stage does in a visit, as actions on lanes. Mutable while it is made."""
 
-    def __init__(self, clock: Clock, layout: Layout, stage: int, visits: Sequence[Visit], packs: Sequence[tuple[int, ...]]):
-        self.clock, self.layout, self.stage, self.visits, self.packs = clock, layout, stage, visits, packs
-        self.under_way: dict[tuple, deque[Hashable]] = {}
-        self.turns: dict[tuple, dict[str, float]] = {}  # seconds by lane, of each turn of a kind of unit on a micro-batch
-        self.exchanges: dict[tuple[int, str], list[float]] = {}  # seconds of each, by visit and way
-        self.count = 0
-        spans = {"tp": layout.tp, "ulysses": layout.tp * layout.ulysses, "ring": layout.tp * layout.ulysses * layout.ring}
-        self.links = {lane: ("network",) if ranks > clock.per_node else ("node",) for lane, ranks in spans.items()}
-        self.far = ("network",) if spans["ring"] * layout.dp > clock.per_node else ("node",)
+    def __init__(
+        self,
+        clock: Clock,
+        layout: Layout,
+        stage: int,
+        visits: Sequence[Visit],
+        packs: Sequence[tuple[int, ...]],
+    ):
+        self.clock = clock
+        self.layout = layout
+        self.stage = stage
+        self.visits = visits
+        self.packs = packs
+        self.num_pieces = 0
+        self.under_way: dict[tuple, deque[Hashable]] = {}  # keys of pieces, by what awaits them
 
-    def actions(self, moved: Sequence[_Moved]) -> Iterator[Begin | End]:
-        for one in moved:
-            op = one.op
+        # Seconds that the clock was asked for. Its own caches hash a whole layout, which is slow
+        # to do for each operation.
+        self.turns: dict[tuple, dict[str, float]] = {}  # by micro-batch, unit kind, turn and part
+        self.exchanges: dict[tuple[int, str], list[float]] = {}  # by visit and way
+
+        # Ranks of an axis are neighbors, tp innermost: an axis that spans more ranks than a node
+        # has uses the network.
+        tp_span = layout.tp
+        ulysses_span = tp_span * layout.ulysses
+        ring_span = ulysses_span * layout.ring
+        self.links = {
+            "tp": self._link(tp_span),
+            "ulysses": self._link(ulysses_span),
+            "ring": self._link(ring_span),
+        }
+        self.holders_link = self._link(ring_span * layout.dp)
+
+    def _link(self, span: int) -> tuple[str, ...]:
+        return ("network",) if span > self.clock.per_node else ("node",)
+
+    def actions(self, operations: Sequence[_OpTraffic]) -> Iterator[Begin | End]:
+        """Yield which pieces of work the rank begins, and which it waits for."""
+        for traffic in operations:
+            op = traffic.op
             if op.kind in AWAITED:
-                yield from self._cast(one)
-                yield from self._coded(one)
-                yield self._begin(one)
+                yield from self._cast_masters(traffic)
+                yield from self._convert_format(traffic)
+                yield self._begin(traffic)
             elif op.kind in AWAITED.values():
-                key = (op.kind, *op[1:])
-                if self.under_way.get(key):  # else it was begun in the visit before, and has ended
-                    yield End(self.under_way[key].popleft())
-                yield from self._coded(one)
-                if op.kind == "await reduce" and one.elements:
-                    size = one.elements * self.clock.shape.formats.home_bytes
-                    copy_s = float(self.clock.cluster.copy_s("to_host pinned", size, beyond=True))
-                    crosses = self._piece(op, "home out", copy_s, ("host out",))
-                    yield crosses
-                    if one.home == "disk":
-                        yield End(crosses.key)
+                yield from self._await(traffic)
             elif op.kind == "compute":
-                yield from self._turn(op)
+                yield from self._compute(op)
             elif op.kind in ("accumulate", "update", "pack"):
-                formats, rates = self.clock.shape.formats, self.clock.rates
-                of_one = {
-                    "accumulate": formats.compute_bytes + 2 * formats.home_bytes,  # a gradient is read, a sum read and written
-                    "update": update_bytes(formats.moments) * (rates.constants.update if one.home == "device" else 1.0),
-                    "pack": packing_bytes(formats),
-                }[op.kind]
-                if op.kind != "accumulate" and one.home != "device":
-                    yield self._piece(op, LANES["gather"], one.elements * of_one / HOST_BYTES_PER_S, ("host",))
-                else:
-                    yield from self._alone("compute", op, self.clock.pass_s(one.elements * of_one))
+                yield from self._pass_over_memory(traffic)
             elif op.kind == "put":
-                yield self._piece(op, LANES["put"], self._copy_s(one, "out"), ("host out",))
+                seconds = self._copy_s(traffic, "out")
+                yield self._piece(op, LANES["put"], seconds, ("host out",))
 
-    def _cast(self, one: _Moved) -> Iterator[Begin]:
-        """Masters of a home outside a GPU, cast by the host and copied to the device."""
-        if one.op.kind == "gather" and one.elements:
-            formats = self.clock.shape.formats
-            cast_s = one.elements * (formats.home_bytes + formats.compute_bytes) / HOST_BYTES_PER_S
-            copy_s = float(self.clock.cluster.copy_s("to_device pinned", one.elements * formats.compute_bytes, beyond=True))
-            yield self._piece(one.op, LANES["gather"], max(cast_s, copy_s), ("host",))
+    def _cast_masters(self, traffic: _OpTraffic) -> Iterator[Begin]:
+        """The host casts masters of a home outside a GPU, and copies them to the device."""
+        if traffic.op.kind != "gather" or not traffic.elements:
+            return
+        formats = self.clock.shape.formats
+        cast_bytes = traffic.elements * (formats.home_bytes + formats.compute_bytes)
+        cast_s = cast_bytes / HOST_BYTES_PER_S
+        copied_bytes = traffic.elements * formats.compute_bytes
+        copy_s = float(self.clock.cluster.copy_s("to_device pinned", copied_bytes, beyond=True))
+        yield self._piece(traffic.op, LANES["gather"], max(cast_s, copy_s), ("host",))
 
-    def _coded(self, one: _Moved) -> Iterator[Begin | End]:
-        """What the device does to send or to take in another format."""
-        if one.coded:
-            yield from self._alone("compute", one.op, self.clock.pass_s(one.coded))
+    def _convert_format(self, traffic: _OpTraffic) -> Iterator[Begin | End]:
+        """The device converts to or from the format of the wire."""
+        if traffic.format_bytes:
+            seconds = self.clock.pass_s(traffic.format_bytes)
+            yield from self._blocking_piece("compute", traffic.op, seconds)
 
-    def _begin(self, one: _Moved) -> Begin:
-        op, clock, everyone = one.op, self.clock, tuple(range(self.layout.pp))
-        sent_bytes = one.sent
-        ended = (AWAITED[op.kind], *op[1:])
+    def _begin(self, traffic: _OpTraffic) -> Begin:
+        """Begin what a later operation awaits."""
+        op = traffic.op
         if op.kind in ("gather", "reduce"):
-            made = self._piece(op, LANES[op.kind], clock.collective_s(self.layout, op.kind, sent_bytes), self.far)
+            seconds = self.clock.collective_s(self.layout, op.kind, traffic.sent_bytes)
+            piece = self._piece(op, LANES[op.kind], seconds, self.holders_link)
         elif op.kind in ("send", "receive"):
-            ends = min(self.stage, op.peer), max(self.stage, op.peer)
-            key = "message", op.visit, op.number
-            seconds = clock.message_s(self.layout, self.stage, op.peer, sent_bytes) if op.kind == "send" else 0.0
-            link = ("node",) if clock.together(self.layout, *ends) else ("network",)
-            made = Begin(key, f"messages {op.way} {ends[0]}-{ends[1]}", seconds, self.uses(link), ends, share=self.share(link))
+            piece = self._message(traffic)
         elif op.kind == "exchange":
-            key, switch = ("exchange", op.visit, op.way, op.number), (op.visit, op.way)
-            if switch not in self.exchanges:
-                self.exchanges[switch] = clock.exchanges_s(self.visits, op)
-            seconds = self.exchanges[switch][op.number]
-            made = Begin(key, LANES[op.kind], seconds, self.uses(self.far), everyone, self.crowds(self.far), self.share(self.far))
+            piece = self._exchange(op)
         else:
-            way = "out" if op.kind == "write" else "in"
-            made = self._piece(op, LANES[op.kind], self._copy_s(one, way), (f"host {way}",))
-        self.under_way.setdefault(ended, deque()).append(made.key)
-        return made
+            direction = "out" if op.kind == "write" else "in"
+            seconds = self._copy_s(traffic, direction)
+            piece = self._piece(op, LANES[op.kind], seconds, (f"host {direction}",))
+        awaiting_op = (AWAITED[op.kind], *op[1:])
+        self.under_way.setdefault(awaiting_op, deque()).append(piece.key)
+        return piece
 
-    def _copy_s(self, one: _Moved, way: Literal["out", "in"]) -> float:
-        tier = "disk" if one.op.kind in ("read", "write") else self.layout.offload
-        return tier_copy_s(self.clock.cluster, tier, self.layout.world, one.moved, way)
+    def _message(self, traffic: _OpTraffic) -> Begin:
+        """A message between two stages. Both begin it, and the sender alone knows its bytes."""
+        op = traffic.op
+        first = min(self.stage, op.peer)
+        last = max(self.stage, op.peer)
+        seconds = 0.0
+        if op.kind == "send":
+            sent_bytes = traffic.sent_bytes
+            seconds = self.clock.message_s(self.layout, self.stage, op.peer, sent_bytes)
+        link = ("node",) if self.clock.on_one_node(self.layout, first, last) else ("network",)
+        return Begin(
+            key=("message", op.visit, op.number),
+            lane=f"messages {op.way} {first}-{last}",
+            seconds=seconds,
+            uses=self.uses(link),
+            parties=(first, last),
+            share=self.share(link),
+        )
 
-    def _turn(self, op: Op) -> Iterator[Begin | End]:
-        kind: UnitKind = "embeddings" if op.unit == 0 else "head" if op.unit > self.clock.spec.layers else "block"
+    def _exchange(self, op: Op) -> Begin:
+        """An exchange of a switch, in which all stages take part."""
+        switch = op.visit, op.way
+        if switch not in self.exchanges:
+            self.exchanges[switch] = self.clock.exchange_seconds(self.visits, op)
+        return Begin(
+            key=("exchange", op.visit, op.way, op.number),
+            lane=LANES[op.kind],
+            seconds=self.exchanges[switch][op.number],
+            uses=self.uses(self.holders_link),
+            parties=tuple(range(self.layout.pp)),
+            crowds=self.crowds(self.holders_link),
+            share=self.share(self.holders_link),
+        )
+
+    def _await(self, traffic: _OpTraffic) -> Iterator[Begin | End]:
+        """Wait for what was begun, and do on the device what its arrival needs."""
+        op = traffic.op
+        pieces = self.under_way.get((op.kind, *op[1:]))
+        if pieces:  # else it was begun in the visit before, and has ended
+            yield End(pieces.popleft())
+        yield from self._convert_format(traffic)
+        if op.kind == "await reduce" and traffic.elements:
+            # Reduced gradients go to an optimizer state outside the device.
+            size_bytes = traffic.elements * self.clock.shape.formats.home_bytes
+            copy_s = float(self.clock.cluster.copy_s("to_host pinned", size_bytes, beyond=True))
+            piece = self._piece(op, "home out", copy_s, ("host out",))
+            yield piece
+            if traffic.home == "disk":
+                yield End(piece.key)
+
+    def _pass_over_memory(self, traffic: _OpTraffic) -> Iterator[Begin | End]:
+        """Pass over gradients or optimizer state, on the device or on the host."""
+        op = traffic.op
+        formats = self.clock.shape.formats
+        on_device = traffic.home == "device"
+        if op.kind == "accumulate":
+            # A gradient is read, its sum read and written; both are on the device.
+            on_device = True
+            element_bytes = formats.compute_bytes + 2 * formats.home_bytes
+        elif op.kind == "update":
+            update_factor = float(self.clock.rates.constants.update) if on_device else 1.0
+            element_bytes = update_bytes(formats.moments) * update_factor
+        else:
+            element_bytes = packing_bytes(formats)
+
+        moved_bytes = traffic.elements * element_bytes
+        if on_device:
+            yield from self._blocking_piece("compute", op, self.clock.pass_s(moved_bytes))
+        else:
+            yield self._piece(op, LANES["gather"], moved_bytes / HOST_BYTES_PER_S, ("host",))
+
+    def _copy_s(self, traffic: _OpTraffic, direction: Literal["out", "in"]) -> float:
+        tier = "disk" if traffic.op.kind in ("read", "write") else self.layout.offload
+        world = self.layout.world
+        return tier_copy_s(self.clock.cluster, tier, world, traffic.moved_bytes, direction)
+
+    def _compute(self, op: Op) -> Iterator[Begin | End]:
+        """A turn of a unit: its lanes one after another, the ring under attention."""
+        kind: UnitKind = "block"
+        if op.unit == 0:
+            kind = "embeddings"
+        elif op.unit > self.clock.spec.layers:
+            kind = "head"
         key = op.micro, kind, op.turn, op.part
         if key not in self.turns:
-            blocks = self.visits[op.visit].loss_blocks[op.micro] if op.turn == "loss" and not self.layout.chunk else 1
-            self.turns[key] = dict(self.clock.turn(self.layout, self.packs[op.micro], blocks, kind, op.turn, op.part))
-        times = self.turns[key]
-        for lane, seconds in times.items():
+            loss_blocks = 1
+            if op.turn == "loss" and not self.layout.chunk:
+                loss_blocks = self.visits[op.visit].loss_blocks[op.micro]
+            pack = self.packs[op.micro]
+            self.turns[key] = self.clock.turn_seconds(self.layout, pack, loss_blocks, kind, op.turn, op.part)
+        seconds_by_lane = self.turns[key]
+        for lane, seconds in seconds_by_lane.items():
             if lane not in ("ring", "attention"):
-                yield from self._alone(lane, op, seconds)
-        if times.get("ring"):
-            travels = self._piece(op, "ring", times["ring"], self.links["ring"])
-            yield travels
-            yield from self._alone("compute", op, times.get("attention", 0.0))
-            yield End(travels.key)
+                yield from self._blocking_piece(lane, op, seconds)
+        if seconds_by_lane.get("ring"):
+            transfer = self._piece(op, "ring", seconds_by_lane["ring"], self.links["ring"])
+            yield transfer
+            yield from self._blocking_piece("compute", op, seconds_by_lane.get("attention", 0.0))
+            yield End(transfer.key)
 
-    def _alone(self, lane: str, name: Op, seconds: float) -> Iterator[Begin | End]:
-        """Begins a piece and waits for it."""
+    def _blocking_piece(self, lane: str, name: Op, seconds: float) -> Iterator[Begin | End]:
+        """Begin a piece, and wait for it."""
         if seconds > 0:
-            made = self._piece(name, lane, seconds, self.links.get(lane, ()))
-            yield made
-            yield End(made.key)
+            piece = self._piece(name, lane, seconds, self.links.get(lane, ()))
+            yield piece
+            yield End(piece.key)
 
-    def _piece(self, name: Op, lane: str, seconds: float, uses: tuple[str, ...]) -> Begin:
-        self.count += 1
-        return Begin((name, self.stage, self.count), lane, seconds, self.uses(uses), (), self.crowds(uses), self.share(uses))
+    def _piece(self, name: Op, lane: str, seconds: float, links: tuple[str, ...]) -> Begin:
+        self.num_pieces += 1
+        return Begin(
+            key=(name, self.stage, self.num_pieces),
+            lane=lane,
+            seconds=seconds,
+            uses=self.uses(links),
+            crowds=self.crowds(links),
+            share=self.share(links),
+        )
 
     def uses(self, links: tuple[str, ...]) -> tuple[str, ...]:
-        """Resources of a piece of work. On CPUs what moves takes of the cores that computing takes."""
+        """Resources of a piece of work. On CPUs traffic takes of the cores that compute."""
         return (*links, "cores") if self.clock.on_cpu or not links else links
 
     def share(self, links: tuple[str, ...]) -> float:
@@ -419,16 +663,21 @@ class _Stage:
         return min((self.clock.cores_shares.get(link, 1.0) for link in links), default=1.0)
 
     def crowds(self, links: tuple[str, ...]) -> tuple[str, ...]:
-        """Resources that a piece of work crowds: a collective of GPUs takes some of their multiprocessors and memory."""
-        return ("cores",) if not self.clock.on_cpu and links in (("node",), ("network",)) else ()
+        """Resources that a piece of work crowds.
+
+        A collective of GPUs takes some of their multiprocessors and memory.
+        """
+        is_collective = links in (("node",), ("network",))
+        return ("cores",) if is_collective and not self.clock.on_cpu else ()
 
 
 def in_visiting_order(shape: StepShape, lengths: Sequence[int]) -> list[GroupPacks]:
-    """The groups of a step of documents of these lengths, dealt and packed, as they are visited."""
+    """The groups of a step of documents of these lengths, packed, in the order of their visits."""
     groups = length_groups(lengths, shape.edges, shape.itinerary.spec)
-    visited = []
+    visits = []
     for index in shape.itinerary.order(tuple(group.layout for group in groups)):
         group = groups[index]
-        packs = [tuple(lengths[d] for d in pack) for pack in group.packs]
-        visited.append(GroupPacks(group.layout, tuple(tuple(packs[p] for p in share) for share in group.shares)))
-    return visited
+        packs = [tuple(lengths[document] for document in pack) for pack in group.packs]
+        replicas = tuple(tuple(packs[number] for number in share) for share in group.shares)
+        visits.append(GroupPacks(group.layout, replicas))
+    return visits

@@ -37,7 +37,9 @@ REST = 1.9
 # Where factors of a matmul are multiplied as codes: elements of the compute format that making the codes in one kernel reads and writes,
 # and how many times as fast codes are multiplied as bf16. On an H100 8192 x 4096 elements take 36 us, and products of 8192 tokens with
 # weights of Llama 3 8B's MLP 0.75 ms and 1.21 to 1.23 ms, with one of 4096 x 4096 0.27 and 0.37 (benchmarks/results/gpu_first_day.json).
-CODED, CODED_KERNELS, CODES_GAIN = 1.5, 2.0, 1.6
+CODED = 1.5
+CODED_KERNELS = 2.0
+CODES_GAIN = 1.6
 # Bytes over those that were recorded, of memory passes, by transport: those that broadcast or mix formats have half of the bytes/s of a
 # plain one. On GPUs such that steps of two layers of Llama 3 8B, not compiled and compiled, take what a profile of their H100 or H200 says
 # (benchmarks/results/gpu_kernels.json; 0.99 to 1.04 of it, a step that recomputed attention 1.06). On a CPU all but matmuls and attention
@@ -50,7 +52,9 @@ OF_PRESETS = 0.87
 # Seconds of a launch, with what Longshift's Python does for it, over those of published trainers: a visit of Qwen3 0.6B with a pack of 667
 # tokens, 28 blocks of 128 kernels, took 0.14 s on an H200, not compiled (benchmarks/results/gpu_auto.json).
 LAUNCHES = 4.0
-HOPPER, CUDNN = re.compile(r"\bG?H(20|100|200|800)\b"), re.compile(r"\b(G?H(20|100|200|800)|G?B[123]00)\b")  # names of devices
+# Names of devices.
+HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+CUDNN = re.compile(r"\b(G?H(20|100|200|800)|G?B[123]00)\b")
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,10 @@ class Habits:
 
 def habits(compile: bool, precision: str, device: Device, wire: Wire = Wire()) -> Habits:  # noqa: B008  (frozen)
     """Those of a run with `train.compile` or without, in this precision on this device, with these formats on the wire."""
-    weight_bytes, sum_bytes = FORMATS[precision].compute_bytes, FORMATS[precision].home_bytes
-    is_hopper, has_cudnn = HOPPER.search(device.name) is not None, CUDNN.search(device.name) is not None
+    weight_bytes = FORMATS[precision].compute_bytes
+    sum_bytes = FORMATS[precision].home_bytes
+    is_hopper = HOPPER.search(device.name) is not None
+    has_cudnn = CUDNN.search(device.name) is not None
     rounded = FORMATS[precision].float8
     return Habits(
         compiled=compile,
@@ -124,16 +130,30 @@ class Sizes:
 @lru_cache(maxsize=64)
 def sizes(spec: ModelSpec) -> Sizes:
     """Sizes of a model."""
-    inner, keys = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
+    inner = spec.heads * spec.head_width
+    keys = spec.kv_heads * spec.head_width
     block_elements = spec.width * (2 * inner + 2 * keys + (2 + spec.gated) * spec.ffn)
     head_elements = spec.width * spec.vocab
     trained = head_trained = 1.0
     if spec.learned != spec.parameters:
-        learned = [p for p in spec.params if not p.frozen]
-        in_blocks = sum(p.elements for p in learned if 1 <= p.unit <= spec.layers)
-        in_head = sum(p.elements for p in learned if len(p.shape) > 1 and spec.layers + 1 in (p.unit, p.also_unit))
-        trained, head_trained = in_blocks / (spec.layers * block_elements), in_head / head_elements
-    return Sizes(spec.layers, inner, block_elements, head_elements, int(spec.tied), trained, head_trained)
+        learned = [param for param in spec.params if not param.frozen]
+        head_unit = spec.layers + 1
+        in_blocks = sum(param.elements for param in learned if 1 <= param.unit <= spec.layers)
+        in_head = 0
+        for param in learned:
+            if len(param.shape) > 1 and head_unit in (param.unit, param.also_unit):
+                in_head += param.elements
+        trained = in_blocks / (spec.layers * block_elements)
+        head_trained = in_head / head_elements
+    return Sizes(
+        layers=spec.layers,
+        inner=inner,
+        block_elements=block_elements,
+        head_elements=head_elements,
+        tied=int(spec.tied),
+        trained=trained,
+        head_trained=head_trained,
+    )
 
 
 @dataclass(frozen=True)
@@ -151,9 +171,15 @@ class Mesh:
         if columns[0].ndim == 0:
             return [(int(columns[0]), int(columns[1]), int(columns[2]))], 0
         tp, ulysses, ring = (column.astype(np.int64) for column in columns)
-        codes, index = np.unique((tp * MOST_RANKS + ulysses) * MOST_RANKS + ring, return_inverse=True)
-        pairs = [divmod(int(code), MOST_RANKS) for code in codes]
-        return [(*divmod(pair, MOST_RANKS), ring) for pair, ring in pairs], index.reshape(columns[0].shape)
+        # A mesh as one number: numpy finds different numbers faster than different rows.
+        codes = (tp * MOST_RANKS + ulysses) * MOST_RANKS + ring
+        distinct_codes, index = np.unique(codes, return_inverse=True)
+        meshes = []
+        for code in distinct_codes:
+            prefix, ring_degree = divmod(int(code), MOST_RANKS)
+            tp_degree, ulysses_degree = divmod(prefix, MOST_RANKS)
+            meshes.append((tp_degree, ulysses_degree, ring_degree))
+        return meshes, index.reshape(columns[0].shape)
 
 
 def recompute_code(layout: Layout) -> int:
@@ -173,11 +199,13 @@ class Work:
     ulysses_s: Number = 0.0
     ring_s: Number = 0.0
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def __add__(self, addend: "Work") -> "Work":
+        names = [field.name for field in fields(self)]
+        return Work(**{name: getattr(self, name) + getattr(addend, name) for name in names})
 
     def times(self, factor: Number) -> "Work":
-        return Work(*(getattr(self, f.name) * factor for f in fields(self)))
+        names = [field.name for field in fields(self)]
+        return Work(**{name: getattr(self, name) * factor for name in names})
 
     @property
     def device_s(self) -> Number:
@@ -190,7 +218,8 @@ class Work:
 
     def exposed_s(self, launch_s: Number) -> np.ndarray:
         """Seconds in Longshift: tensor and Ulysses traffic exposed, ring under attention, or what the launches take if that is longer."""
-        busy_s = self.device_s + self.tensor_s + self.ulysses_s + np.maximum(0.0, np.asarray(self.ring_s) - self.attention_s)
+        exposed_ring_s = np.maximum(0.0, np.asarray(self.ring_s) - self.attention_s)
+        busy_s = self.device_s + self.tensor_s + self.ulysses_s + exposed_ring_s
         return np.maximum(busy_s, np.asarray(self.kernels) * launch_s)
 
 
@@ -205,7 +234,7 @@ class Cost:
     @property
     def transport(self) -> Transport:
         """Gloo stands for CPUs, whose traffic takes a share of their cores."""
-        return "nccl" if self.rates.taken is None else "gloo"
+        return "nccl" if self.rates.core_shares is None else "gloo"
 
     @property
     def rounds(self) -> bool:
@@ -236,76 +265,99 @@ class Cost:
         `pairs` (sum of n^2/2 over documents), both over all ranks that share it. A loss turn has 1/`loss_blocks` of the tokens.
         `recompute`: a code of RECOMPUTE."""
         # A forward has the kernels of a pass, which keeps nothing and is recorded alone, but where it takes attention's output from one.
-        is_pass = turn not in ("forward", "backward") and not (turn == "again" and part == "block with output")
-        phase: Phase = "backward" if turn == "backward" else "pass" if is_pass else "forward"
+        takes_output = turn == "again" and part == "block with output"
+        phase: Phase = "pass"
+        if turn == "backward":
+            phase = "backward"
+        elif turn == "forward" or takes_output:
+            phase = "forward"
         parts: dict[UnitKind, Part] = {"embeddings": "embed", "head": "block"}
+        unit_part = parts.get(kind, part)
         is_selective = kind == "block" and recompute == RECOMPUTE.index("selective")
-        recorded = self._recorded(mesh, kind, parts.get(kind, part), phase, is_selective)  # pyright: ignore[reportArgumentType]
+        recorded = self._recorded(mesh, kind, unit_part, phase, is_selective)  # pyright: ignore[reportArgumentType]
         if kind == "head":
             tokens = np.asarray(tokens) / loss_blocks
         index = mesh.distinct[1]
-        attention_s = [self._attention_s(recorded, index, tokens, pairs, backward) for backward in (False, True)]
-        return replace(self._work(recorded, index, tokens, kind == "block"), attention_s=sum(attention_s, np.zeros(())))
+        work = self._work(recorded, index, tokens, kind == "block")
+        forward_s = self._attention_s(recorded, index, tokens, pairs, backward=False)
+        backward_s = self._attention_s(recorded, index, tokens, pairs, backward=True)
+        return replace(work, attention_s=np.zeros(()) + forward_s + backward_s)
 
     def event(self, mesh: tuple[int, int, int], calls: Sequence[DeviceCall], is_block: bool) -> Work:
         """Work of an event of a chunk, recorded with these calls. `is_block`: whether its matmuls are a block's, whose factors may have
         eight bits."""
         attention = [call for call in calls if isinstance(call, AttentionCall)]
-        recorded = [exact_calls(mesh, [call for call in calls if not isinstance(call, AttentionCall)])]
-        work = self._work(recorded, 0, 0.0, is_block)
+        remainder = [call for call in calls if not isinstance(call, AttentionCall)]
+        work = self._work([exact_calls(mesh, remainder)], 0, 0.0, is_block)
         attention_s = sum((self.piece_s(call) for call in attention), 0.0)
         return replace(work, attention_s=attention_s, kernels=work.kernels + len(attention))
 
     def _recorded(self, mesh: Mesh, kind: UnitKind, part: Part, phase: Phase, is_selective: bool) -> list[TurnCalls]:
         """The turn's calls on each of the different meshes."""
-        return [
-            turn_calls(
-                TurnKind(
-                    self.spec,
-                    degrees,
-                    kind,
-                    part,
-                    phase,
-                    is_selective,
-                    int(self.rates.element_bytes),
-                    self.transport,
-                    kind == "block" and self.rounds,
-                    self.habits.compiled,
-                )
+        recorded = []
+        for degrees in mesh.distinct[0]:
+            turn_kind = TurnKind(
+                spec=self.spec,
+                mesh=degrees,
+                unit=kind,
+                part=part,
+                phase=phase,
+                selective=is_selective,
+                compute_bytes=int(self.rates.element_bytes),
+                transport=self.transport,
+                float8=kind == "block" and self.rounds,
+                compiled=self.habits.compiled,
             )
-            for degrees in mesh.distinct[0]
-        ]
+            recorded.append(turn_calls(turn_kind))
+        return recorded
 
     def _work(self, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: Number, is_block: bool) -> Work:
         """All but attention."""
         tokens = np.asarray(tokens, dtype=float)
-        matmul_s, coding_kernels = self._matmuls(recorded, index, tokens, is_block and self.habits.codes)
+        has_codes = is_block and self.habits.codes
+        matmul_s, coding_kernels = self._matmuls(recorded, index, tokens, has_codes)
         pass_bytes = _value(_stack(recorded, "pass_bytes"), index, tokens)
-        kernels = _pick(np.array([calls.kernels for calls in recorded]), index, tokens) + coding_kernels
-        slowed = (FUSED_PASSES if self.habits.compiled else PASSES)[self.transport]
-        elementwise_s = self.rates.elementwise_s(slowed * pass_bytes)
+        kernels = _pick(np.array([calls.kernels for calls in recorded]), index, tokens)
+        kernels = kernels + coding_kernels
+        byte_factor = (FUSED_PASSES if self.habits.compiled else PASSES)[self.transport]
+        elementwise_s = self.rates.elementwise_s(byte_factor * pass_bytes)
         elementwise_s = elementwise_s + kernels * self.rates.dispatch_s
-        traffic_s = [self._collectives_s(axis, recorded, index, tokens) for axis in TOKEN_AXES]
-        return Work(matmul_s, 0.0, elementwise_s, kernels, *traffic_s)
+        return Work(
+            matmul_s=matmul_s,
+            elementwise_s=elementwise_s,
+            kernels=kernels,
+            tensor_s=self._collectives_s("tp", recorded, index, tokens),
+            ulysses_s=self._collectives_s("ulysses", recorded, index, tokens),
+            ring_s=self._collectives_s("ring", recorded, index, tokens),
+        )
 
     def _matmuls(
         self, recorded: Sequence[TurnCalls], index: np.ndarray | int, tokens: np.ndarray, has_codes: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Seconds of all matmuls, with making their codes; and how many kernels make codes. Meshes of one model have as many matmuls, in
         one order."""
-        counts, kinds = _stack(recorded, "counts"), _stack(recorded, "matmuls")  # [meshes, kinds], [meshes, kinds, 5, degrees]
+        counts = _stack(recorded, "counts")  # [meshes, kinds]
+        kinds = _stack(recorded, "matmuls")  # [meshes, kinds, 5, degrees]
         # All kinds of one pack are one array; of many packs each kind is, which stays in the cache.
         is_one_pack = not tokens.ndim and not np.ndim(index)
-        parts = [slice(None)] if is_one_pack else [slice(number, number + 1) for number in range(kinds.shape[1])]
-        matmul_s, coded_elements, coding_kernels = np.zeros(()), np.zeros(()), np.zeros(())
+        parts = [slice(None)]
+        if not is_one_pack:
+            parts = [slice(number, number + 1) for number in range(kinds.shape[1])]
+        matmul_s = np.zeros(())
+        coded_elements = np.zeros(())
+        coding_kernels = np.zeros(())
         for part in parts:
-            batch, rows, inner, columns, sums_tokens = (_value(kinds[:, part, size], index, tokens) for size in range(5))
-            count, seconds = _pick(counts[:, part], index, tokens), self.rates.matmul_s(rows, inner, columns)
+            sides = (_value(kinds[:, part, side], index, tokens) for side in range(5))
+            batch, rows, inner, columns, sums_tokens = sides
+            count = _pick(counts[:, part], index, tokens)
+            seconds = self.rates.matmul_s(rows, inner, columns)
             if has_codes:
                 has_code = (sums_tokens == 0) & (inner % BLOCK == 0) & (columns % BLOCK == 0)
                 seconds = np.where(has_code, seconds / CODES_GAIN, seconds)
-                coded_elements = coded_elements + (count * np.where(has_code, rows * inner + inner * columns, 0.0)).sum(0)
-                coding_kernels = coding_kernels + (count * np.where(has_code, 2 * CODED_KERNELS, 0.0)).sum(0)
+                elements = np.where(has_code, rows * inner + inner * columns, 0.0)
+                kernels = np.where(has_code, 2 * CODED_KERNELS, 0.0)
+                coded_elements = coded_elements + (count * elements).sum(0)
+                coding_kernels = coding_kernels + (count * kernels).sum(0)
             matmul_s = matmul_s + (count * batch * seconds).sum(0)
         if self.rates.cluster is None:
             matmul_s = matmul_s * OF_PRESETS
@@ -317,10 +369,15 @@ class Cost:
         """Seconds of the collectives along one axis, of which those of one kind are as large as their mean."""
         degrees = np.array([calls.mesh for calls in recorded])
         place = TOKEN_AXES.index(axis)
-        ranks, inside = _pick(degrees[:, place], index, tokens), _pick(np.prod(degrees[:, :place], axis=1), index, tokens)
-        per_node = np.maximum(1, self.rates.fabric.per_node / inside)
+        ranks = _pick(degrees[:, place], index, tokens)
+        # Ranks of the inner axes are neighbors: an axis has one of each such group on a node.
+        inner_ranks = _pick(np.prod(degrees[:, :place], axis=1), index, tokens)
+        per_node = np.maximum(1, self.rates.fabric.per_node / inner_ranks)
         seconds = np.zeros(())
-        for key in {key: None for calls in recorded for key in calls.collectives if key[0] == axis}:
+        keys = dict.fromkeys(key for calls in recorded for key in calls.collectives)
+        for key in keys:
+            if key[0] != axis:
+                continue
             rows = np.array([calls.collectives.get(key, np.zeros(4)) for calls in recorded])
             number = _pick(rows[:, 0], index, tokens)
             size_bytes = _value(rows[:, 1:], index, tokens) / np.maximum(number, 1)
@@ -334,16 +391,22 @@ class Cost:
         attention = _stack(recorded, "attention")[:, int(backward)]
         if not attention.any():
             return np.zeros(())
-        calls, row_share, pair_share, heads = (_pick(attention[:, column], index, np.asarray(tokens)) for column in range(4))
-        rows, seen, calls = row_share * tokens, pair_share * pairs, np.maximum(calls, 1)
-        flash_s = self.rates.attention_s(rows, seen, heads, float(attention[:, 4].max()), backward)
+        columns = (_pick(attention[:, column], index, np.asarray(tokens)) for column in range(4))
+        calls, row_share, pair_share, heads = columns
+        calls = np.maximum(calls, 1)
+        rows = row_share * tokens
+        rank_pairs = pair_share * pairs
+        width = float(attention[:, 4].max())
+        flash_s = self.rates.attention_s(rows, rank_pairs, heads, width, backward)
         ring = _pick(np.array([turn.mesh[2] for turn in recorded]), index, np.asarray(tokens))
-        piece = tokens / np.where(ring > 1, 2 * ring, 1)  # a ring's calls have one or two of these, and some more than others
-        return flash_s / self.attention_gain(rows / calls, seen / calls, backward, piece)
+        # Calls of a ring have one or two of these pieces, and some more than others.
+        piece = tokens / np.where(ring > 1, 2 * ring, 1)
+        return flash_s / self.attention_gain(rows / calls, rank_pairs / calls, backward, piece)
 
     def piece_s(self, call: AttentionCall) -> float:
         """Seconds of one call of attention, by the curve of its kind where there is one."""
-        rates, heads = self.rates, call.heads
+        rates = self.rates
+        heads = call.heads
         if rates.cluster is None:
             flash_s = rates.attention_s(call.rows, call.pairs, heads.query, heads.width, call.backward)
             return float(flash_s / self.attention_gain(call.rows, call.pairs, call.backward))
@@ -365,30 +428,38 @@ class Cost:
         """Speed of attention over that of the kernel that short documents go to. `queries` see `pairs`: documents are 2 * pairs / queries
         long on average, weighed by their tokens; where that is more than the queries, they are a piece of one. `piece`: tokens that all
         calls have multiples of; the queries if None."""
-        rates, is_measured = self.rates, self.rates.cluster is not None
+        rates = self.rates
+        is_measured = rates.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(queries, 1), 1.0)
-        even = (np.asarray(queries if piece is None else piece) % EVEN == 0) & (length >= queries)
+        is_even = (np.asarray(queries if piece is None else piece) % EVEN == 0) & (length >= queries)
+        is_long = (length >= LONG) & (np.asarray(queries) >= LONG)
         has_cudnn = rates.by_cudnn if is_measured else self.habits.cudnn
-        takes = has_cudnn & (even | ((length >= LONG) & (np.asarray(queries) >= LONG)))
-        if not np.any(takes):
+        uses_cudnn = has_cudnn & (is_even | is_long)
+        if not np.any(uses_cudnn):
             return np.ones(())
         gain = FLASH3["backward_gain" if backward else "forward_gain"]
-        fast = rates.cudnn_gain(length, self.spec.head_width, backward) if is_measured else gain
-        rest = np.where(even, 0.0, np.minimum(1.0, EVEN / length))  # half of EVEN rows at the end, which see every key
-        return np.maximum(1.0, np.where(takes, 1 / (REST * rest + (1 - rest) / fast), 1.0))
+        if is_measured:
+            gain = rates.cudnn_gain(length, self.spec.head_width, backward)
+        # Half of EVEN rows at the end, which see every key.
+        rest = np.where(is_even, 0.0, np.minimum(1.0, EVEN / length))
+        speed = 1 / (REST * rest + (1 - rest) / gain)
+        return np.maximum(1.0, np.where(uses_cudnn, speed, 1.0))
 
     def again(self, forward: Work, code: np.ndarray) -> Work:
         """What a backward computes again of a block's `forward`: attention alone, or all but attention. `code`: of RECOMPUTE."""
         attention = Work(attention_s=forward.attention_s, ring_s=forward.ring_s)
-        others = forward + attention.times(-1)
-        return attention.times(code == RECOMPUTE.index("selective")) + others.times(code == RECOMPUTE.index("full"))
+        remainder = forward + attention.times(-1)
+        is_selective = code == RECOMPUTE.index("selective")
+        is_full = code == RECOMPUTE.index("full")
+        return attention.times(is_selective) + remainder.times(is_full)
 
     def accumulated(self, mesh: Mesh, elements: Number, embeddings: bool = False) -> Work:
         """Of adding the gradients of so many weights of matmuls, or of `embeddings`, to their sum where matmuls do not: the gradient is
         read, the sum read and written."""
         if not (embeddings or self.habits.accumulated):
             return Work()
-        moved_bytes = np.asarray(elements) / mesh.tp * (self.rates.element_bytes + 2 * self.habits.gradient_bytes)
+        element_bytes = self.rates.element_bytes + 2 * self.habits.gradient_bytes
+        moved_bytes = np.asarray(elements) / mesh.tp * element_bytes
         return Work(elementwise_s=self.rates.elementwise_s(moved_bytes))
 
 
@@ -396,7 +467,11 @@ def _stack(recorded: Sequence[TurnCalls], name: str) -> np.ndarray:
     """A field of the calls of each mesh, in one array; matmuls that a mesh has not are none."""
     arrays = [getattr(calls, name) for calls in recorded]
     length = max(len(array) for array in arrays)
-    return np.stack([np.concatenate((array, np.zeros((length - len(array), *array.shape[1:])))) for array in arrays])
+    rows = []
+    for array in arrays:
+        padding = np.zeros((length - len(array), *array.shape[1:]))
+        rows.append(np.concatenate((array, padding)))
+    return np.stack(rows)
 
 
 def _pick(values: np.ndarray, index: np.ndarray | int, tokens: np.ndarray) -> np.ndarray:
@@ -408,5 +483,8 @@ def _pick(values: np.ndarray, index: np.ndarray | int, tokens: np.ndarray) -> np
 
 def _value(sizes: np.ndarray, index: np.ndarray | int, tokens: np.ndarray) -> np.ndarray:
     """Sizes [meshes, ..., degrees] at these tokens, as `_pick` gives them."""
-    terms = [_pick(sizes[..., degree], index, tokens) * tokens**degree for degree in DEGREES if degree == 0 or sizes[..., degree].any()]
-    return sum(terms[1:], terms[0])
+    total = _pick(sizes[..., 0], index, tokens) * tokens ** DEGREES[0]
+    for degree in DEGREES[1:]:
+        if sizes[..., degree].any():
+            total = total + _pick(sizes[..., degree], index, tokens) * tokens**degree
+    return total

@@ -52,13 +52,18 @@ class Timed(NamedTuple):
 
 @dataclass(slots=True)
 class _Work:
-    """A piece under way, or not yet. Mutable. `queues`: its lane of each rank that has begun it; `places`, `crowds`: resources of all of
-    them; `share`: the largest of all parties'; `left`: seconds at full rate, as of `since`, the most of all parties'; `version`: of its
-    entry in the heap."""
+    """A piece under way, or not yet. Mutable.
+
+    `remaining_s`: seconds at full rate, as of `since`, the most of all parties'.
+    `share`: the largest of all parties'.
+    `queues`: its lane of each rank that has begun it.
+    `places`, `crowds`: resources of all of them.
+    `version`: of its entry in the heap.
+    """
 
     begin: Begin
     parties: tuple[int, ...]
-    left: float = 0.0
+    remaining_s: float = 0.0
     share: float = 0.0
     queues: dict[int, int] = field(default_factory=dict)
     places: list[int] = field(default_factory=list)
@@ -75,17 +80,20 @@ def play(lists: Sequence[Sequence[Begin | End]], crowd: float = 0.0) -> list[Tim
     return _Lanes(lists, crowd).run()
 
 
-def part(needs: Collection[float], whole: float) -> float:
-    """What a user of a resource gets of it at most, where users need these shares: an equal part of what is left beside those who need less
-    (max-min fairness)."""
+def part(needs: Collection[float], capacity: float) -> float:
+    """The most that a user of a resource gets of it, where users need these shares.
+
+    It is an equal part of what those who need less leave (max-min fairness).
+    """
     count = len(needs)
     if count == 1 or min(needs) == 1.0:
-        return whole / count
+        return capacity / count
     for need in sorted(needs):
-        if need * count > whole:
+        if need * count > capacity:
             break
-        whole, count = whole - need, count - 1
-    return whole / count if count else math.inf
+        capacity -= need
+        count -= 1
+    return capacity / count if count else math.inf
 
 
 class _Lanes:
@@ -100,7 +108,7 @@ class _Lanes:
         self.works: list[_Work | None] = [None] * len(numbers)
         self.ended = bytearray(len(numbers))
         self.waiting: dict[int, list[int]] = {}  # ranks, by the piece that they wait for
-        self.known: dict[tuple[int, tuple[str, ...]], list[int]] = {}  # resources of a rank by name
+        self.resources: dict[tuple[int, tuple[str, ...]], list[int]] = {}  # of a rank, by names
         self.lanes: dict[tuple[int, str], int] = {}
         self.places: dict[tuple[int, str], int] = {}
         self.queues: list[deque[int]] = []
@@ -126,30 +134,38 @@ class _Lanes:
         return self.spans
 
     def _advance(self, rank: int) -> None:
-        actions, at = self.lists[rank], self.next[rank]
-        while at < len(actions):
-            number, action = actions[at]
+        """Play a rank's actions until one has to wait."""
+        actions = self.lists[rank]
+        index = self.next[rank]
+        while index < len(actions):
+            number, action = actions[index]
             if isinstance(action, Begin):
-                if self._undisturbed(actions, at, action):
-                    start, self.now, self.ended[number] = self.now, self.now + action.seconds, True
+                if self._undisturbed(actions, index, action):
+                    # Its time is known already, so it needs no heap.
+                    start = self.now
+                    self.now = start + action.seconds
+                    self.ended[number] = True
                     self.spans.append(Timed(rank, action.lane, action.key, start, self.now))
-                    at += 1
+                    index += 1
                 else:
                     self._begin(rank, number, action)
             elif not self.ended[number]:
                 self.waiting.setdefault(number, []).append(rank)
                 break
-            at += 1
-        self.next[rank] = at
+            index += 1
+        self.next[rank] = index
 
-    def _undisturbed(self, actions: Sequence[tuple[int, Begin | End]], at: int, action: Begin) -> bool:
-        """Whether a piece that is begun here takes its own seconds: of one rank, which awaits it at once while nothing else goes on."""
+    def _undisturbed(self, actions: Sequence[tuple[int, Begin | End]], index: int, action: Begin) -> bool:
+        """Whether a piece that begins here takes its own seconds.
+
+        It does if a single rank awaits it at once while nothing else goes on.
+        """
         return (
             len(self.lists) == 1
             and not self.under_way
-            and at + 1 < len(actions)
-            and actions[at + 1][0] == actions[at][0]
-            and isinstance(actions[at + 1][1], End)
+            and index + 1 < len(actions)
+            and actions[index + 1][0] == actions[index][0]
+            and isinstance(actions[index + 1][1], End)
             and not (action.crowds and set(action.crowds) & set(action.uses))
         )
 
@@ -161,7 +177,8 @@ class _Lanes:
         lane = self.lanes.setdefault((rank, action.lane), len(self.queues))
         if lane == len(self.queues):
             self.queues.append(deque())
-        work.left, work.share = max(work.left, action.seconds), max(work.share, action.share)
+        work.remaining_s = max(work.remaining_s, action.seconds)
+        work.share = max(work.share, action.share)
         work.queues[rank] = lane
         work.places += self._resources(rank, action.uses)
         work.crowds += self._resources(rank, action.crowds)
@@ -169,28 +186,35 @@ class _Lanes:
         self._start(number, work)
 
     def _resources(self, rank: int, names: tuple[str, ...]) -> list[int]:
+        """The numbers of a rank's resources."""
         key = rank, names
-        if key not in self.known:
-            self.known[key] = [self.places.setdefault((rank, name), len(self.places)) for name in names]
-            more = len(self.places) - len(self.users)
-            self.users += [{} for _ in range(more)]
-            self.crowding += [0] * more
-        return self.known[key]
+        if key not in self.resources:
+            numbers = [self.places.setdefault((rank, name), len(self.places)) for name in names]
+            self.resources[key] = numbers
+            num_new = len(self.places) - len(self.users)
+            self.users += [{} for _ in range(num_new)]
+            self.crowding += [0] * num_new
+        return self.resources[key]
 
     def _start(self, number: int, work: _Work) -> None:
         """Start a piece that all parties have begun, where it is first in all lanes."""
-        if work.start >= 0 or len(work.queues) < len(work.parties) or any(self.queues[lane][0] != number for lane in work.queues.values()):
+        if work.start >= 0 or len(work.queues) < len(work.parties):
+            return
+        if any(self.queues[lane][0] != number for lane in work.queues.values()):
             return
         work.start = work.since = self.now
-        uses = len(work.begin.uses)
-        for at, place in enumerate(work.places, 1):
-            self.users[place][number] = 1.0 if at % uses else work.share
+        # Each party's resources stand in a row; a share is of the last of them.
+        num_uses = len(work.begin.uses)
+        for count, place in enumerate(work.places, 1):
+            self.users[place][number] = 1.0 if count % num_uses else work.share
         for place in work.crowds:
             self.crowding[place] += 1
         self._share((*work.places, *work.crowds), number)
 
     def _finish(self, number: int, work: _Work) -> None:
-        self.ended[number], self.works[number] = True, None
+        """End a piece, and go on with all that waits for it."""
+        self.ended[number] = True
+        self.works[number] = None
         self.under_way -= 1
         for place in work.places:
             del self.users[place][number]
@@ -215,15 +239,21 @@ class _Lanes:
         if fresh >= 0:
             numbers[fresh] = None
         for number in numbers:
-            work, slowed = self.works[number], 1.0
+            work = self.works[number]
             assert work is not None
+            slowdown = 1.0
             for place in work.places:
-                users, whole = self.users[place], 1.0 - self.crowd * (self.crowding[place] > 0)
-                slowed = max(slowed, users[number] / part(users.values(), whole))
-            rate = 1.0 / slowed
-            if rate != work.rate or number == fresh:
-                work.left -= (self.now - work.since) * work.rate
-                work.since, work.rate = self.now, rate
-                work.version += 1
-                self.count += 1
-                heapq.heappush(self.heap, (self.now + max(0.0, work.left) / rate, self.count, work.version, number))
+                users = self.users[place]
+                capacity = 1.0 - self.crowd * (self.crowding[place] > 0)
+                slowdown = max(slowdown, users[number] / part(users.values(), capacity))
+            rate = 1.0 / slowdown
+            if rate == work.rate and number != fresh:
+                continue
+            work.remaining_s -= (self.now - work.since) * work.rate
+            work.since = self.now
+            work.rate = rate
+            # Entries of older versions stay in the heap, and are passed over.
+            work.version += 1
+            self.count += 1
+            end_s = self.now + max(0.0, work.remaining_s) / rate
+            heapq.heappush(self.heap, (end_s, self.count, work.version, number))

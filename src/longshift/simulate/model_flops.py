@@ -11,7 +11,8 @@ from longshift.simulate.cost import Sizes
 def model_flops(sizes: Sizes, tokens: Number, pairs: Number, parameters: Number) -> dict[str, np.ndarray]:
     """FLOP of one step of `tokens` with so many causal `pairs`, in each convention of the field that divides by seconds and peak to an MFU.
     `parameters`: all weights, tied ones once."""
-    tokens, pairs = np.asarray(tokens, dtype=float), np.asarray(pairs, dtype=float)
+    tokens = np.asarray(tokens, dtype=float)
+    pairs = np.asarray(pairs, dtype=float)
     weights = sizes.layers * sizes.block_elements
     scores = 12.0 * sizes.layers * sizes.inner * pairs
     with_head = 6.0 * (weights + sizes.head_elements) * tokens

@@ -28,7 +28,8 @@ POWER_KNOWN = 312 / 400  # peak TFLOP/s a watt of an A100, whose share of matmul
 MULTIPROCESSORS = 108.0  # where a cluster does not say: A100's
 # Of a CPU with 2 cores. A micro-batch of tiny-llama takes 9 ms however short it is; some 5 of them are charged to its operations, 16 us
 # each, where an addition in place takes 2.6. A collective of such a step takes two ranks on gloo 0.4 ms longer than in a loop of its own.
-DISPATCHES, LATE_S = 6.0, 4e-4
+DISPATCHES = 6.0
+LATE_S = 4e-4
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ OF_CPU_CURVES = {"launch": 1.0, "hot": 0.9}
 class Rates:
     """Rates of a device as a step reaches them, in FLOP/s and bytes/s; seconds of one launch. `cluster`: where curves come from, in
     `dtype`. Of a CPU: `dispatch_s`, seconds before each operation, which nothing hides; `late_s`, by which ranks come to a collective
-    one after another; and `taken`, shares of a rank's cores that traffic takes inside a node and between nodes."""
+    one after another; and `core_shares`, shares of a rank's cores that traffic takes inside a node and between nodes."""
 
     matmul_flops_per_s: Number
     forward_flops_per_s: Number
@@ -122,7 +123,7 @@ class Rates:
     dtype: str = "bf16"
     dispatch_s: Number = 0.0
     late_s: Number = 0.0
-    taken: tuple[float, float] | None = None
+    core_shares: tuple[float, float] | None = None
 
     def matmul_s(self, m: Number, k: Number, n: Number) -> np.ndarray:
         """Seconds of [m, k] @ [k, n], without its launch."""
@@ -130,15 +131,19 @@ class Rates:
             return self.cluster.matmul_s(np.maximum(m, 1), k, n, self.dtype, beyond=True) / self.constants.hot
         tiles = np.ceil(np.asarray(m) / TILE[0]) * np.ceil(np.asarray(n) / TILE[1])
         tiles = tiles + self.constants.tail * self.multiprocessors
-        compute_s = 2.0 * TILE[0] * TILE[1] * (k + self.constants.ramp) * tiles / self.matmul_flops_per_s
-        return np.maximum(compute_s, self.element_bytes * (m * k + k * n + m * n) / self.memory_bytes_per_s)
+        depth = k + self.constants.ramp
+        compute_s = 2.0 * TILE[0] * TILE[1] * depth * tiles / self.matmul_flops_per_s
+        moved_bytes = self.element_bytes * (m * k + k * n + m * n)
+        return np.maximum(compute_s, moved_bytes / self.memory_bytes_per_s)
 
     def attention_s(self, rows: Number, pairs: Number, heads: Number, width: Number, backward: bool) -> np.ndarray:
         """Seconds of attention of `rows` queries to `pairs` (query, key) pairs in each of `heads` heads of `width`, by the kernel that
         short documents go to: not by cuDNN's."""
         if self.cluster is not None:
             return self._measured_attention_s(rows, pairs, heads, width, backward)
-        flops = (10.0 if backward else 4.0) * heads * width * (pairs + EXTRA_PAIRS * np.asarray(rows, dtype=float))
+        pair_flops = 10.0 if backward else 4.0
+        paid_pairs = pairs + EXTRA_PAIRS * np.asarray(rows, dtype=float)
+        flops = pair_flops * heads * width * paid_pairs
         return flops / (self.backward_flops_per_s if backward else self.forward_flops_per_s)
 
     def elementwise_s(self, moved_bytes: Number) -> np.ndarray:
@@ -150,17 +155,18 @@ class Rates:
     def collective_s(self, operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
         """Seconds of a collective; see `cluster.network`. On a CPU ranks come to it one after another: both of a send, or all."""
         if self.cluster is not None:
-            found = collective_s(self.cluster, operation, size_bytes, ranks, ranks_per_node)
+            seconds = collective_s(self.cluster, operation, size_bytes, ranks, ranks_per_node)
         else:
-            found = self.fabric.collective_s(operation, size_bytes, ranks, ranks_per_node)
+            seconds = self.fabric.collective_s(operation, size_bytes, ranks, ranks_per_node)
         late_s = self.late_s
         if self.cluster is not None and "late" in self.cluster.curves:
-            late_s = self.cluster.curves["late"](np.minimum(ranks, 2.0) if operation == "send" else ranks, beyond=True)
-        return found + np.where(np.asarray(ranks) > 1, late_s, 0.0)
+            members = np.minimum(ranks, 2.0) if operation == "send" else ranks
+            late_s = self.cluster.curves["late"](members, beyond=True)
+        return seconds + np.where(np.asarray(ranks) > 1, late_s, 0.0)
 
     def crowd(self, between: Number) -> np.ndarray:
         """Share of hidden traffic's seconds that it takes from the computation beside it, inside a node or `between` nodes."""
-        inside, across = self.taken or (self.constants.crowd, self.constants.crowd)
+        inside, across = self.core_shares or (self.constants.crowd, self.constants.crowd)
         return np.where(between, across, inside)
 
     @property
@@ -172,62 +178,97 @@ class Rates:
         """Speed of cuDNN's measured attention to one causal document of this length over that of the fastest other kernel, where it is
         faster, else 1: who trains takes it only there."""
         tokens = np.asarray(length, dtype=float)
-        slow, fast = (self._measured_attention_s(tokens, tokens**2 / 2, 1, width, backward, cudnn) for cudnn in (False, True))
-        return np.maximum(1.0, slow / fast)
+        pairs = tokens**2 / 2
+        slow_s = self._measured_attention_s(tokens, pairs, 1, width, backward, cudnn=False)
+        fast_s = self._measured_attention_s(tokens, pairs, 1, width, backward, cudnn=True)
+        return np.maximum(1.0, slow_s / fast_s)
 
     def _measured_attention_s(
         self, rows: Number, pairs: Number, heads: Number, width: Number, backward: bool, cudnn: bool = False
     ) -> np.ndarray:
-        """Of documents whose causal pairs a row are these: the curve of one such document, as often as it fits. A document shorter than all
-        that were measured takes as long as the shortest of them where it has a call of its own, as on a CPU. In a call for a whole pack
-        its rows take what rows of that one take, in proportion to what they see, EXTRA_PAIRS included. By cuDNN, or by the fastest of the
-        other kernels."""
+        """Seconds of the attention of documents with so many causal pairs a row.
+
+        They are the curve of one such document, as often as it fits, by cuDNN or by the fastest
+        other kernel. A document shorter than all measured ones takes as long as the shortest of
+        them if it has a call of its own, as on a CPU. In a call for a whole pack its rows take what
+        rows of that one take, in proportion to their pairs, EXTRA_PAIRS included.
+        """
         assert self.cluster is not None
         length = np.maximum(2.0 * np.asarray(pairs) / np.maximum(rows, 1.0), 1.0)
         direction: Literal["forward", "backward"] = "backward" if backward else "forward"
-        known = self.cluster.measured_heads
-        at = min(known, key=lambda one: abs(np.log(one.width / np.mean(width)))) if known else Heads(1, 1, 64)
-        shortest = self.cluster.shortest_attention(at, self.dtype, direction)
-        there = np.maximum(length, shortest)
-        backend, without = (CUDNN_BACKEND, None) if cudnn else (None, CUDNN_BACKEND)
-        one_s = self.cluster.attention_s(there, there, at, self.dtype, direction, True, backend, beyond=True, without=without)
-        share = there / length if self.dispatch_s else (length / 2 + EXTRA_PAIRS) / (there / 2 + EXTRA_PAIRS)
-        return one_s * np.asarray(rows) / there * share * (heads * width / (at.query * at.width))
+        nearest = Heads(1, 1, 64)
+        if self.cluster.measured_heads:
+            mean_width = np.mean(width)
+            nearest = min(
+                self.cluster.measured_heads,
+                key=lambda choice: abs(np.log(choice.width / mean_width)),
+            )
+        shortest = self.cluster.shortest_attention(nearest, self.dtype, direction)
+        curve_length = np.maximum(length, shortest)
+        document_s = self.cluster.attention_s(
+            curve_length,
+            curve_length,
+            nearest,
+            self.dtype,
+            direction,
+            causal=True,
+            backend=CUDNN_BACKEND if cudnn else None,
+            beyond=True,
+            without=None if cudnn else CUDNN_BACKEND,
+        )
+        if self.dispatch_s:
+            row_factor = curve_length / length
+        else:
+            row_factor = (length / 2 + EXTRA_PAIRS) / (curve_length / 2 + EXTRA_PAIRS)
+        head_factor = heads * width / (nearest.query * nearest.width)
+        return document_s * np.asarray(rows) / curve_length * row_factor * head_factor
 
 
 def clock(flops_per_s: Number, watts: Number | None, power: Number) -> Number:
     """Share of the clock that a device keeps in long dense arithmetic under its power limit, beside an A100."""
-    return 1.0 if watts is None else np.minimum(1.0, (1.0 + POWER_KNOWN / power) / (1.0 + flops_per_s / 1e12 / watts / power))
+    if watts is None:
+        return 1.0
+    a100_demand = 1.0 + POWER_KNOWN / power
+    demand = 1.0 + flops_per_s / 1e12 / watts / power
+    return np.minimum(1.0, a100_demand / demand)
 
 
 def rates(cluster: Cluster, precision: str = "bf16", constants: Constants | None = None) -> Rates:
     """Rates of a device of `cluster` in a run of this precision."""
     dtype = arithmetic(precision)
     reached = constants or FITTED
-    device, shares = cluster.device, cluster.shares
-    peak = device.flops_per_s[dtype] * clock(device.flops_per_s[dtype], device.watts, reached.power)
-    found, on_cpu = fabric(cluster), device.kind == "cpu"
-    if cluster.curves:
-        reached = replace(reached, **({"launch": 1.0} if constants else OF_CPU_CURVES if on_cpu else OF_CURVES))
+    device = cluster.device
+    shares = cluster.shares
+    on_cpu = device.kind == "cpu"
+    flops_per_s = device.flops_per_s[dtype]
+    peak = flops_per_s * clock(flops_per_s, device.watts, reached.power)
+    links = fabric(cluster)
+    if cluster.curves and constants:
+        reached = replace(reached, launch=1.0)
+    elif cluster.curves:
+        reached = replace(reached, **(OF_CPU_CURVES if on_cpu else OF_CURVES))
+    core_shares = None
+    if on_cpu:
+        core_shares = cluster.cores_share("node"), cluster.cores_share("network")
     return Rates(
-        peak * shares["matmul"] * reached.matmul,
-        peak * shares["attention forward"] * reached.attention,
-        peak * shares["attention backward"] * reached.attention,
-        device.memory_bytes_per_s * shares["memory"] * reached.memory,
-        0.0 if on_cpu else device.launch_s * reached.launch,
-        device.multiprocessors or MULTIPROCESSORS,
-        replace(
-            found,
-            node_bytes_per_s=found.node_bytes_per_s * reached.node,
-            network_bytes_per_s=found.network_bytes_per_s * reached.network,
+        matmul_flops_per_s=peak * shares["matmul"] * reached.matmul,
+        forward_flops_per_s=peak * shares["attention forward"] * reached.attention,
+        backward_flops_per_s=peak * shares["attention backward"] * reached.attention,
+        memory_bytes_per_s=device.memory_bytes_per_s * shares["memory"] * reached.memory,
+        launch_s=0.0 if on_cpu else device.launch_s * reached.launch,
+        multiprocessors=device.multiprocessors or MULTIPROCESSORS,
+        fabric=replace(
+            links,
+            node_bytes_per_s=links.node_bytes_per_s * reached.node,
+            network_bytes_per_s=links.network_bytes_per_s * reached.network,
         ),
-        reached,
-        FORMATS[dtype].compute_bytes,
-        cluster if cluster.curves else None,
-        dtype,
-        DISPATCHES * device.launch_s if on_cpu else 0.0,
-        LATE_S if on_cpu else 0.0,
-        (cluster.cores_share("node"), cluster.cores_share("network")) if on_cpu else None,
+        constants=reached,
+        element_bytes=FORMATS[dtype].compute_bytes,
+        cluster=cluster if cluster.curves else None,
+        dtype=dtype,
+        dispatch_s=DISPATCHES * device.launch_s if on_cpu else 0.0,
+        late_s=LATE_S if on_cpu else 0.0,
+        core_shares=core_shares,
     )
 
 
@@ -236,6 +277,9 @@ def tier_copy_s(cluster: Cluster, tier: Tier, ranks: int, moved_bytes: float, di
     if not moved_bytes:
         return 0.0
     if tier == "host":
-        return float(cluster.copy_s("to_host pinned both" if direction == "out" else "to_device pinned both", moved_bytes, beyond=True))
+        copy = "to_host pinned both" if direction == "out" else "to_device pinned both"
+        return float(cluster.copy_s(copy, moved_bytes, beyond=True))
     sharers = min(ranks, cluster.devices_per_node)
-    return sharers * float(cluster.disk_s("write" if direction == "out" else "read", moved_bytes, depth=1, mode="plain", beyond=True))
+    access = "write" if direction == "out" else "read"
+    block_s = cluster.disk_s(access, moved_bytes, depth=1, mode="plain", beyond=True)
+    return sharers * float(block_s)

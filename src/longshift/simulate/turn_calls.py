@@ -79,7 +79,8 @@ def turn_calls(kind: TurnKind) -> TurnCalls:
     if ulysses > 2 and kind.spec.kv_heads % (tp * ulysses) == 0:
         return _on_mesh(turn_calls(kind._replace(mesh=(tp, 2, ring))), kind.mesh)
     if ring > 4:
-        two, four = (turn_calls(kind._replace(mesh=(tp, ulysses, few))) for few in (2, 4))
+        two = turn_calls(kind._replace(mesh=(tp, ulysses, 2)))
+        four = turn_calls(kind._replace(mesh=(tp, ulysses, 4)))
         return _longer_ring(two, four, ring)
     return _mean_calls(kind)
 
@@ -155,13 +156,27 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
     recompute: Recompute = "selective" if kind.selective else "none"
     layout = Layout(tp=tp, ulysses=ulysses, ring=ring, recompute=recompute)
     spec = replace(kind.spec, loss_rows=EVEN)
-    setup = RankSetup(spec, layout, layout.coord(0), kind.compute_bytes, kind.transport, kind.float8, kind.compiled)
+    setup = RankSetup(
+        spec=spec,
+        layout=layout,
+        coord=layout.coord(0),
+        compute_bytes=kind.compute_bytes,
+        transport=kind.transport,
+        float8=kind.float8,
+        compiled=kind.compiled,
+    )
     prime = _token_prime(kind.spec, kind.mesh)
     # Logits of up to EVEN rows are computed at once. Attention to whole multiples of EVEN is one call.
-    rows = EVEN // prime - (EVEN // prime % prime == 0) if kind.unit == "head" else 2 * EVEN  # without the prime factor again
+    rows = 2 * EVEN
+    if kind.unit == "head":
+        rows = EVEN // prime
+        rows -= rows % prime == 0  # without the prime factor again
     length = rows * prime * tp * ulysses * ring
     order = token_order([length], ring, ulysses * tp)
-    profile = loss_turn(setup, order, 0) if kind.unit == "head" else unit_turn(setup, order, kind.part, kind.phase, block)
+    if kind.unit == "head":
+        profile = loss_turn(setup, order, 0)
+    else:
+        profile = unit_turn(setup, order, kind.part, kind.phase, block)
     calls = calls_by_degree(kind.mesh, profile.calls, length, float(kind.spec.attended(length)), prime)
     return replace(calls, held_bytes=np.array([profile.graph, profile.peak - profile.grads]) / length)
 
@@ -170,17 +185,26 @@ def _recorded_calls(kind: TurnKind, block: int) -> TurnCalls:
 def _token_prime(spec: ModelSpec, mesh: tuple[int, int, int]) -> int:
     """The smallest prime from 11 on that divides no side of a weight, no rank's share of one and no degree of the mesh."""
     tp, ulysses, _ = mesh
-    whole = {side for param in spec.params for side in param.shape} | {spec.heads, spec.kv_heads, spec.head_width}
-    shares = {side // ranks + more for side in whole for ranks in (tp, tp * ulysses) for more in (0, 1)}  # nearly equal ones
-    sizes = (whole | shares | set(mesh)) - {0}
-    primes = (number for number in range(11, EVEN, 2) if all(number % n for n in range(3, number, 2)))
+    sides = {side for param in spec.params for side in param.shape}
+    sides |= {spec.heads, spec.kv_heads, spec.head_width}
+    shares = set()
+    for side in sides:
+        for ranks in (tp, tp * ulysses):
+            shares |= {side // ranks, side // ranks + 1}  # nearly equal ones
+    sizes = (sides | shares | set(mesh)) - {0}
+
+    def is_prime(number: int) -> bool:
+        return all(number % divisor for divisor in range(3, number, 2))
+
+    primes = (number for number in range(11, EVEN, 2) if is_prime(number))
     return next(prime for prime in primes if all(size % prime for size in sizes))
 
 
 def calls_by_degree(mesh: tuple[int, int, int], calls: Sequence[DeviceCall], tokens: int, pairs: float, prime: int) -> TurnCalls:
     """The calls of a turn on a document of so many tokens and causal pairs. `prime`: divides what has tokens."""
     matmuls: dict[Matmul, int] = {}
-    pass_bytes, attention = np.zeros(3), np.zeros((2, 5))
+    pass_bytes = np.zeros(3)
+    attention = np.zeros((2, 5))
     collectives: dict[tuple[str, str], np.ndarray] = {}
     for call in calls:
         match call:
