@@ -185,49 +185,68 @@ class Cluster:
         for name, curve in self.curves.items():
             words = name.split()
             rate = constants.get(words[1] if words[0] in OPERATIONS else RATES.get(words[0], ""), 1.0)
-            curves[name] = replace(curve, seconds=tuple(one / rate for one in curve.seconds))
+            curves[name] = replace(curve, seconds=tuple(seconds / rate for seconds in curve.seconds))
         device = replace(self.device, launch_s=self.device.launch_s * constants.get("launch", 1.0))
         return replace(self, shares=shares, curves=curves, device=device)
 
     def with_arithmetic(self, dtype: str) -> "Cluster":
-        """The machine with rates of arithmetic in `dtype`, itself where it has them: a profile of a CPU lacks float64 and fp16. Others are
-        then taken in their place, at the speed that STAND_INS says. Raises UsageError where there is nothing to take."""
-        if dtype in self.device.flops_per_s:
+        """The machine with rates of arithmetic in `dtype`, itself where it has them.
+
+        A profile of a CPU lacks float64 and fp16. Those of another format stand in, at the speed
+        that STAND_INS says. Raises UsageError where none does.
+        """
+        flops_per_s = self.device.flops_per_s
+        if dtype in flops_per_s:
             return self
-        stand_in, slower = next(((name, times) for name, times in STAND_INS[dtype] if name in self.device.flops_per_s), (None, 1.0))
+        stand_ins = ((name, times) for name, times in STAND_INS[dtype] if name in flops_per_s)
+        stand_in, slowdown = next(stand_ins, (None, 1.0))
         if stand_in is None:
             raise self._unknown(f"arithmetic in {dtype}")
+
         curves = dict(self.curves)
         for name, curve in self.curves.items():
             words = name.split()
             if words[0] in ("matmul", "elementwise", "attention") and stand_in in words:
-                times = 1.0 if words[0] == "elementwise" else slower  # of bytes, which are as slow in any format
-                curves[" ".join(dtype if word == stand_in else word for word in words)] = replace(
-                    curve, seconds=tuple(times * seconds for seconds in curve.seconds)
-                )
-        rates = {**self.device.flops_per_s, dtype: self.device.flops_per_s[stand_in] / slower}
-        backends = tuple(replace(backend, dtype=dtype) for backend in self.backends if backend.dtype == stand_in)
-        return replace(self, device=replace(self.device, flops_per_s=rates), curves=curves, backends=(*self.backends, *backends))
+                # An elementwise curve is over bytes, which are as slow in any format.
+                times = 1.0 if words[0] == "elementwise" else slowdown
+                new_name = " ".join(dtype if word == stand_in else word for word in words)
+                seconds = tuple(times * seconds for seconds in curve.seconds)
+                curves[new_name] = replace(curve, seconds=seconds)
+        rates = {**flops_per_s, dtype: flops_per_s[stand_in] / slowdown}
+        backends = [replace(b, dtype=dtype) for b in self.backends if b.dtype == stand_in]
+        return replace(
+            self,
+            device=replace(self.device, flops_per_s=rates),
+            curves=curves,
+            backends=(*self.backends, *backends),
+        )
 
     def shared(self, ranks: int) -> "Cluster":
-        """The machine with `ranks` on each node. CPU ranks share the node's memory and cores: what fewer ranks have measured takes longer
-        where all together want more cores than there are."""
+        """The machine with `ranks` on each node.
+
+        CPU ranks share the node's memory and cores. What fewer ranks have measured takes longer
+        where all together want more cores than there are.
+        """
         if self.device.kind != "cpu" or ranks == self.devices_per_node:
             return self
-        more = ranks / self.devices_per_node
-        cores, threads = (float(self.facts.get(name, 0.0)) for name in ("cores", "threads"))
-        idle = cores / (threads * self.devices_per_node) if threads else 1.0  # times the cores that were wanted, while it was measured
-        slower = max(more / max(1.0, idle), min(1.0, more))
-        curves = {
-            name: replace(curve, seconds=tuple(slower * one for one in curve.seconds)) if name.split()[0] in RATES else curve
-            for name, curve in self.curves.items()
-        }
+        growth = ranks / self.devices_per_node
+        cores = float(self.facts.get("cores", 0.0))
+        threads = float(self.facts.get("threads", 0.0))
+        # Cores of the node over those that all threads of the measurement could use.
+        spare_factor = cores / (threads * self.devices_per_node) if threads else 1.0
+        slowdown = max(growth / max(1.0, spare_factor), min(1.0, growth))
+
+        curves = dict(self.curves)
+        for name, curve in self.curves.items():
+            if name.split()[0] in RATES:
+                seconds = tuple(slowdown * seconds for seconds in curve.seconds)
+                curves[name] = replace(curve, seconds=seconds)
         device = replace(
             self.device,
-            memory_bytes=self.device.memory_bytes / more,
-            memory_bytes_per_s=self.device.memory_bytes_per_s / slower,
-            flops_per_s={dtype: rate / slower for dtype, rate in self.device.flops_per_s.items()},
-            cores=self.device.cores and self.device.cores / slower,
+            memory_bytes=self.device.memory_bytes / growth,
+            memory_bytes_per_s=self.device.memory_bytes_per_s / slowdown,
+            flops_per_s={dtype: rate / slowdown for dtype, rate in self.device.flops_per_s.items()},
+            cores=self.device.cores and self.device.cores / slowdown,
         )
         return replace(self, devices_per_node=ranks, device=device, curves=curves)
 
@@ -257,38 +276,54 @@ class Cluster:
         to heads and width."""
         if causal and np.any(np.asarray(queries) != np.asarray(keys)):
             raise UsageError("a causal attention is square; cut a longer one into a diagonal and full pairs")
-        measured = self._attentions(dtype, direction, causal, backend, without)
-        if not measured and backend is None:
-            queries, keys = np.asarray(queries, dtype=float), np.asarray(keys, dtype=float)
+        curves = self._attentions(dtype, direction, causal, backend, without)
+        if not curves and backend is None:
+            queries = np.asarray(queries, dtype=float)
+            keys = np.asarray(keys, dtype=float)
             flops = attention_flops(queries, keys, heads, direction, causal)
             tensors = 2 if direction == "forward" else 4  # q and out; and their gradients
-            moved_bytes = FORMATS[dtype].compute_bytes * tensors * heads.width * (heads.query * queries + heads.key * keys)
+            rows = heads.query * queries + heads.key * keys
+            moved_bytes = FORMATS[dtype].compute_bytes * tensors * heads.width * rows
             return self._roofline(flops, moved_bytes, dtype, f"attention {direction}")
-        known = {at for _, at in measured}
-        if not known:
+        choices = {curve_heads for _, curve_heads in curves}
+        if not choices:
             raise self._unknown(f"attention {direction} by {backend} in {dtype}")
-        if heads not in known and not beyond:
-            raise UsageError(f"attention with heads {heads} was not measured, only {', '.join(map(str, known))}; beyond=True guesses")
-        nearest = min(known, key=lambda at: (abs(np.log(at.width / heads.width)), abs(np.log(at.query / heads.query))))
+        if heads not in choices and not beyond:
+            raise UsageError(f"attention with heads {heads} was not measured, only {', '.join(map(str, choices))}; beyond=True guesses")
+
+        def distance(choice: Heads) -> tuple[float, float]:
+            """Of the widths first, in logarithms."""
+            width_ratio = choice.width / heads.width
+            return abs(np.log(width_ratio)), abs(np.log(choice.query / heads.query))
+
+        nearest = min(choices, key=distance)
         scale = heads.query * heads.width / (nearest.query * nearest.width)
-        sizes = (queries,) if causal else (queries, keys)
-        options = [curve(*sizes, beyond=beyond) for (_, at), curve in measured.items() if at == nearest]
+        options = []
+        for (_, curve_heads), curve in curves.items():
+            if curve_heads == nearest:
+                seconds = curve(queries, beyond=beyond) if causal else curve(queries, keys, beyond=beyond)
+                options.append(seconds)
         return np.asarray(scale * np.minimum.reduce(options))
 
     def shortest_attention(self, heads: Heads, dtype: str, direction: Literal["forward", "backward"]) -> float:
         """Tokens of the shortest causal attention of these heads that was measured; 1 where none was."""
-        measured = self._attentions(dtype, direction, True)
-        return min((curve.axes[0].sizes[0] for (_, at), curve in measured.items() if at == heads), default=1.0)
+        curves = self._attentions(dtype, direction, True)
+        lengths = [curve.axes[0].sizes[0] for key, curve in curves.items() if key[1] == heads]
+        return min(lengths, default=1.0)
 
     def best_backend(
         self, queries: float, keys: float, heads: Heads, dtype: str, direction: Literal["forward", "backward"] = "forward", causal=False
     ) -> str:
         """The fastest backend for this shape that ring attention and streaming can use."""
-        names = {name for name, at in self._attentions(dtype, direction, causal) if at == heads}
+        curves = self._attentions(dtype, direction, causal)
+        names = {name for name, curve_heads in curves if curve_heads == heads}
         if not names:
             raise self._unknown(f"attention {direction} with heads {heads} in {dtype}")
-        at = (queries, keys, heads, dtype, direction, causal)
-        return min(sorted(names), key=lambda name: float(self.attention_s(*at, backend=name, beyond=True)))
+
+        def seconds(name: str) -> float:
+            return float(self.attention_s(queries, keys, heads, dtype, direction, causal, backend=name, beyond=True))
+
+        return min(sorted(names), key=seconds)
 
     def elementwise_s(self, moved_bytes: Number, dtype: str, beyond: bool = False) -> np.ndarray:
         """Seconds of an operation that reads and writes so many bytes in all."""
@@ -297,12 +332,16 @@ class Cluster:
 
     def over_nodes(self, operation: Operation) -> list[tuple[int, Curve]]:
         """Curves of groups with several ranks on each of several nodes, and how many on each."""
-        return [(count, curve) for known, count, curve in self._over_nodes if known == operation]
+        return [(count, curve) for name, count, curve in self._over_nodes if name == operation]
 
     @cached_property
     def _over_nodes(self) -> list[tuple[str, int, Curve]]:
-        named = [(*name.split(), curve) for name, curve in self.curves.items() if " network by " in name]
-        return [(operation, int(count), curve) for operation, _, _, count, curve in named]
+        curves = []
+        for name, curve in self.curves.items():
+            if " network by " in name:
+                operation, _, _, count = name.split()
+                curves.append((operation, int(count), curve))
+        return curves
 
     def cores_share(self, level: Level) -> float:
         """Share of a CPU rank's cores that a message takes while it travels at this level, sent and received: of the largest one that was
@@ -311,7 +350,8 @@ class Cluster:
             return 1.0
         curve = self.curves["cores send"]
         size_bytes = curve.axes[-1].sizes[-1]
-        return min(1.0, float(curve(size_bytes) / self.device.cores / self.curves[f"send {level}"](2, size_bytes, beyond=True)))
+        send_s = self.curves[f"send {level}"](2, size_bytes, beyond=True)
+        return min(1.0, float(curve(size_bytes) / self.device.cores / send_s))
 
     def copy_s(self, way: str, size_bytes: Number, beyond: bool = False) -> np.ndarray:
         """Seconds of a copy between host and device. `way` is to_device or to_host, with how it is done and what runs beside it where
@@ -341,8 +381,11 @@ class Cluster:
         where there is no other."""
         usable = self.legal(dtype) if backend is None else {backend}
         kind = dtype, direction, "causal" if causal else "full"
-        found = {(of.backend, of.heads): curve for of, curve in self._measured if of.backend in usable and of[1:4] == kind}
-        return {key: curve for key, curve in found.items() if key[0] != without} or found
+        curves = {}
+        for attention, curve in self._attention_curves:
+            if attention.backend in usable and attention[1:4] == kind:
+                curves[attention.backend, attention.heads] = curve
+        return {key: curve for key, curve in curves.items() if key[0] != without} or curves
 
     def legal(self, dtype: str) -> set[str]:
         """Backends that ring attention and streaming can use."""
@@ -350,18 +393,24 @@ class Cluster:
 
     def knows(self, backend: str, dtype: str) -> bool:
         """Whether attention by a legal backend was measured."""
-        return backend in self.legal(dtype) and any(of[:2] == (backend, dtype) for of, _ in self._measured)
+        keys = [(attention.backend, attention.dtype) for attention, _ in self._attention_curves]
+        return backend in self.legal(dtype) and (backend, dtype) in keys
 
     @cached_property
-    def _measured(self) -> list[tuple[AttentionOf, Curve]]:
+    def _attention_curves(self) -> list[tuple[AttentionOf, Curve]]:
         """Attentions that were measured, and the curve of each."""
-        named = [(name.split()[1:6], curve) for name, curve in self.curves.items() if name.startswith("attention ")]
-        return [(AttentionOf(*kind, Heads.parse(heads)), curve) for (*kind, heads), curve in named]  # pyright: ignore[reportCallIssue]
+        curves = []
+        for name, curve in self.curves.items():
+            if name.startswith("attention "):
+                backend, dtype, direction, kind, heads = name.split()[1:6]
+                attention = AttentionOf(backend, dtype, direction, kind, Heads.parse(heads))
+                curves.append((attention, curve))
+        return curves
 
     @cached_property
     def measured_heads(self) -> list[Heads]:
         """Those of which attention was measured."""
-        return sorted({of.heads for of, _ in self._measured}, key=str)
+        return sorted({attention.heads for attention, _ in self._attention_curves}, key=str)
 
     def _roofline(self, flops: Number, moved_bytes: Number, dtype: str, share: str) -> np.ndarray:
         if dtype not in self.device.flops_per_s:
@@ -376,9 +425,10 @@ class Cluster:
             raise self._unknown(f"links of level {level}")
         return self.links[level], self.shares[f"{level} link"]
 
-    def _unknown(self, what: str) -> UsageError:
-        known = ", ".join(sorted({" ".join(name.split()[:3]) for name in self.curves})) or "constants only"
-        return UsageError(f"nothing is known of {what} on {self.name} ({known}); measure it there with: longshift profile")
+    def _unknown(self, subject: str) -> UsageError:
+        families = sorted({" ".join(name.split()[:3]) for name in self.curves})
+        contents = ", ".join(families) or "constants only"
+        return UsageError(f"nothing is known of {subject} on {self.name} ({contents}); measure it there with: longshift profile")
 
 
 def attention_flops(queries: Number, keys: Number, heads: Heads, direction: str, causal: bool) -> Number:

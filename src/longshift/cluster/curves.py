@@ -32,8 +32,9 @@ class Axis:
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        known = np.asarray(self.sizes, dtype=float)
-        if not known.size or not np.all(np.isfinite(known)) or known[0] <= 0 or np.any(np.diff(known) <= 0):
+        sizes = np.asarray(self.sizes, dtype=float)
+        is_valid = sizes.size and np.all(np.isfinite(sizes)) and sizes[0] > 0
+        if not is_valid or np.any(np.diff(sizes) <= 0):
             raise UsageError(f"axis {self.name}: sizes {list(self.sizes)} must be positive and ascending")
         if not (np.isfinite(self.power) and self.power >= 0):
             raise UsageError(f"axis {self.name}: work cannot grow with the power {self.power}")
@@ -81,22 +82,33 @@ class Curve:
             sizes = tuple(np.asarray(size, dtype=float) for size in sizes)
         for axis, size in zip(self.axes, sizes):
             self._check(axis, size, beyond)
-        find, log, exp, least, most = NUMBERS if numbers else ARRAYS
-        knowns, logs = self._numbers if numbers else self._arrays
-        corners, growth = [(0, 1.0)], 0.0
-        for axis, known, size in zip(self.axes, knowns, sizes):
-            at, count = log(size), len(axis.sizes)
-            growth = growth + axis.power * most(0.0, at - known[-1])
-            corners = [(first * count, weight) for first, weight in corners]
-            if count > 1:
-                at = least(most(at, known[0]), known[-1])
-                left = least(find(known, at) - 1, count - 2)
-                share = (at - known[left]) / (known[left + 1] - known[left])
-                corners = [(first + left + side, w * own) for first, w in corners for side, own in ((0, 1.0 - share), (1, share))]
-        return np.asarray(exp(sum((weight * logs[corner] for corner, weight in corners), growth)))
+        find, log, exp, minimum, maximum = NUMBERS if numbers else ARRAYS
+        log_axes, log_seconds = self._numbers if numbers else self._arrays
+
+        # A corner of the cell that holds the point: its place among `seconds`, and its weight.
+        corners = [(0, 1.0)]
+        growth = 0.0
+        for axis, log_sizes, size in zip(self.axes, log_axes, sizes):
+            point = log(size)
+            count = len(axis.sizes)
+            growth = growth + axis.power * maximum(0.0, point - log_sizes[-1])
+            corners = [(place * count, weight) for place, weight in corners]
+            if count == 1:
+                continue
+            point = minimum(maximum(point, log_sizes[0]), log_sizes[-1])
+            low = minimum(find(log_sizes, point) - 1, count - 2)
+            share = (point - log_sizes[low]) / (log_sizes[low + 1] - log_sizes[low])
+            cell_corners = []
+            for place, weight in corners:
+                cell_corners.append((place + low, weight * (1.0 - share)))
+                cell_corners.append((place + low + 1, weight * share))
+            corners = cell_corners
+        total = sum((weight * log_seconds[place] for place, weight in corners), growth)
+        return np.asarray(exp(total))
 
     def _check(self, axis: Axis, size: float | np.ndarray, beyond: bool) -> None:
-        low, high = (size, size) if isinstance(size, float | int) else (size.min(initial=inf), size.max(initial=-inf))
+        low = size if isinstance(size, float | int) else size.min(initial=inf)
+        high = size if isinstance(size, float | int) else size.max(initial=-inf)
         if not low > 0:
             raise UsageError(f"{axis.name} = {_span(low, high)}: a size is positive")
         if not beyond and (low < axis.sizes[0] or high > axis.sizes[-1]):
@@ -113,8 +125,8 @@ class Curve:
     @cached_property
     def _numbers(self) -> tuple[list[list[float]], list[float]]:
         """As `_arrays`, in Python's numbers."""
-        known, logs = self._arrays
-        return [one.tolist() for one in known], logs.tolist()
+        log_axes, log_seconds = self._arrays
+        return [log_sizes.tolist() for log_sizes in log_axes], log_seconds.tolist()
 
     @property
     def _shape(self) -> tuple[int, ...]:
@@ -126,13 +138,17 @@ class Curve:
 
 
 def monotone(seconds: np.ndarray) -> np.ndarray:
-    """The given grid where it grows along every dim already; elsewhere the middle (in logarithms) between the least growing grid above
-    it and the greatest below it."""
-    above, below = np.array(seconds, dtype=float), np.array(seconds, dtype=float)
-    for dim in range(above.ndim):
-        above = np.maximum.accumulate(above, axis=dim)
-        below = np.flip(np.minimum.accumulate(np.flip(below, dim), axis=dim), dim)
-    return np.where(above == below, above, np.sqrt(above) * np.sqrt(below))
+    """The grid itself where it grows along every dim already.
+
+    Elsewhere the middle, in logarithms, between the least growing grid above it and the greatest
+    below it.
+    """
+    upper = np.array(seconds, dtype=float)
+    lower = np.array(seconds, dtype=float)
+    for dim in range(upper.ndim):
+        upper = np.maximum.accumulate(upper, axis=dim)
+        lower = np.flip(np.minimum.accumulate(np.flip(lower, dim), axis=dim), dim)
+    return np.where(upper == lower, upper, np.sqrt(upper) * np.sqrt(lower))
 
 
 def _span(low: float, high: float) -> str:

@@ -32,9 +32,9 @@ def presets() -> tuple[str, ...]:
 
 def preset(name: str) -> Cluster:
     """A machine that comes with Longshift. Raises UsageError that names the nearest."""
-    known = presets()
-    if name.lower() not in known:
-        raise UsageError(f"preset {name!r} does not exist{did_you_mean(name.lower(), known)}")
+    names = presets()
+    if name.lower() not in names:
+        raise UsageError(f"preset {name!r} does not exist{did_you_mean(name.lower(), names)}")
     file = resources.files("longshift.cluster") / "presets" / f"{name.lower()}.json"
     return _read(file.read_text(encoding="utf-8"), f"preset {name}")
 
@@ -57,12 +57,12 @@ def load(path: Path, facts: Mapping[str, object] | None = None) -> Cluster:
         raise UsageError(f"{path} does not exist; presets are {', '.join(presets())}, and longshift profile -o writes a file") from None
     except (OSError, UnicodeDecodeError) as fault:
         raise UsageError(f"{path} cannot be read: {fault}") from None
-    found = _read(text, str(path))
-    if facts is not None and fingerprint(found.facts) != fingerprint(facts):
-        keys = [key for key in {**facts, **found.facts} if facts.get(key) != found.facts.get(key)]
-        differ = "; ".join(f"{key} {found.facts.get(key)!r}, here {facts.get(key)!r}" for key in keys)
-        raise UsageError(f"{path} was measured elsewhere ({differ}); measure here with: longshift profile --fresh")
-    return found
+    profile = _read(text, str(path))
+    if facts is not None and fingerprint(profile.facts) != fingerprint(facts):
+        keys = [key for key in {**facts, **profile.facts} if facts.get(key) != profile.facts.get(key)]
+        differences = "; ".join(f"{key} {profile.facts.get(key)!r}, here {facts.get(key)!r}" for key in keys)
+        raise UsageError(f"{path} was measured elsewhere ({differences}); measure here with: longshift profile --fresh")
+    return profile
 
 
 def save(profile: Cluster, path: Path) -> None:
@@ -110,17 +110,17 @@ def _read(text: str, name: str) -> Cluster:
     if document.get("origin") != "published" and digest != _digest(document):
         raise UsageError(f"{name} is damaged or was edited: its SHA-256 differs; measure again with: longshift profile --fresh")
     try:
-        found = decode(document)
+        profile = decode(document)
     except (UsageError, KeyError, TypeError, ValueError, AttributeError) as fault:
         raise UsageError(f"{name} is damaged: {type(fault).__name__}: {fault}") from None
-    if found.calibration is not None and found.calibration.fingerprint != figures(found):
+    if profile.calibration is not None and profile.calibration.fingerprint != figures(profile):
         raise UsageError(f"{name} has a calibration of other figures than its own; write it again with: longshift calibrate RUN -o {name}")
-    return found
+    return profile
 
 
 def decode(body: dict[str, Any]) -> Cluster:
     """Inverse of `encode`. Raises one of several errors for what cannot be a cluster."""
-    made: dict[str, Callable[[Any], Any]] = {
+    decoders: dict[str, Callable[[Any], Any]] = {
         "device": lambda value: Device(**value),
         "disk": lambda value: None if value is None else Disk(**value),
         "links": lambda value: {level: Link(**link) for level, link in value.items()},
@@ -128,49 +128,60 @@ def decode(body: dict[str, Any]) -> Cluster:
         "backends": lambda value: tuple(Backend(**backend) for backend in value),
         "calibration": Calibration.from_json,
     }
-    found = Cluster(**{key: made.get(key, lambda value: value)(value) for key, value in body.items()})
-    _check(found)
-    return found
+    values = {key: decoders[key](value) if key in decoders else value for key, value in body.items()}
+    profile = Cluster(**values)
+    _check(profile)
+    return profile
 
 
 def decode_curves(values: Mapping[str, dict[str, Any]]) -> dict[str, Curve]:
     """Curves by name, from JSON values."""
-    found = {}
+    curves = {}
     for name, value in values.items():
         axes = tuple(Axis(**{**axis, "sizes": tuple(axis["sizes"])}) for axis in value["axes"])
-        found[name] = Curve(axes, tuple(value["seconds"]), tuple(value["spread"]))
-    return found
+        curves[name] = Curve(axes, tuple(value["seconds"]), tuple(value["spread"]))
+    return curves
 
 
-def constants(found: Cluster) -> dict[str, float]:
+def constants(profile: Cluster) -> dict[str, float]:
     """Every constant by its path, such as `device.flops_per_s.bf16` or `links.node.latency_s`."""
-    tree = {key: encode(found)[key] for key in ("device", "host_bytes", "disk", "links", "shares")}
+    body = encode(profile)
+    tree = {key: body[key] for key in ("device", "host_bytes", "disk", "links", "shares")}
     flat: dict[str, float] = {}
 
-    def walk(node: object, at: str) -> None:
+    def walk(node: object, path: str) -> None:
         if isinstance(node, dict):
             for key, value in node.items():
-                walk(value, f"{at}.{key}" if at else key)
+                walk(value, f"{path}.{key}" if path else key)
         elif isinstance(node, int | float):
-            flat[at] = node
+            flat[path] = node
 
     walk(tree, "")
     return flat
 
 
-def _check(found: Cluster) -> None:
+def _check(profile: Cluster) -> None:
     """Raises ValueError for a cluster that cannot be."""
-    numbers = constants(found)
-    wrong = [path for path, value in numbers.items() if not (math.isfinite(value) and value > 0)]
-    wrong += [f"links.{level}" for level in found.links if level not in LEVELS]
-    wrong += [f"shares.{name}" for name in SHARES if not 0 < found.shares.get(name, 0) <= 1]
-    wrong += [name for name in ("nodes", "devices_per_node") if not (isinstance(getattr(found, name), int) and getattr(found, name) > 0)]
-    if found.calibration is not None:
-        told = {**found.calibration.constants, "band": found.calibration.band}
-        known = (*MOVED, "band")
-        wrong += [f"calibration.{name}" for name, value in told.items() if name not in known or not (math.isfinite(value) and value > 0)]
-    wrong += ["origin"] if found.origin not in ("measured", "published") else []
+
+    def is_positive(value: float) -> bool:
+        return math.isfinite(value) and value > 0
+
+    numbers = constants(profile)
+    wrong = [path for path, value in numbers.items() if not is_positive(value)]
+    wrong += [f"links.{level}" for level in profile.links if level not in LEVELS]
+    wrong += [f"shares.{name}" for name in SHARES if not 0 < profile.shares.get(name, 0) <= 1]
+    for name in ("nodes", "devices_per_node"):
+        count = getattr(profile, name)
+        if not (isinstance(count, int) and count > 0):
+            wrong.append(name)
+    if profile.calibration is not None:
+        values = {**profile.calibration.constants, "band": profile.calibration.band}
+        for name, value in values.items():
+            if name not in (*MOVED, "band") or not is_positive(value):
+                wrong.append(f"calibration.{name}")
+    if profile.origin not in ("measured", "published"):
+        wrong.append("origin")
     if wrong:
         raise ValueError(f"impossible: {', '.join(wrong)}")
-    if unsourced := sorted(set(numbers) - set(found.sources)):
+    if unsourced := sorted(set(numbers) - set(profile.sources)):
         raise ValueError(f"no source for {', '.join(unsourced)}")

@@ -31,16 +31,29 @@ def profile_of_host(
     numbers of threads may differ from those of now: this is for what they hardly change, such as links. Files that are damaged are passed
     over.
     """
-    here, found = host_facts(cores), []
+    facts = host_facts(cores)
+    best_profile = None
+    best_rank: tuple = ()
     for file in sorted((cache.expanduser() / "profiles").glob("*.json")):
         try:
-            known = load(file)
+            profile = load(file)
         except UsageError:
             continue
-        if all(known.facts.get(name) == value for name, value in here.items()) and kind in (None, known.device.kind):
-            shape = (known.nodes == nodes, known.devices_per_node == per_node)
-            found.append((known.device.kind == "cuda", *shape, known.facts.get("measured") == "full", file.name, known))
-    return max(found, key=lambda one: one[:-1], default=(None,))[-1]
+        is_here = all(profile.facts.get(name) == value for name, value in facts.items())
+        if not is_here or kind not in (None, profile.device.kind):
+            continue
+        # The name makes the choice the same whatever the order of the files.
+        rank = (
+            profile.device.kind == "cuda",
+            profile.nodes == nodes,
+            profile.devices_per_node == per_node,
+            profile.facts.get("measured") == "full",
+            file.name,
+        )
+        if rank > best_rank:
+            best_profile = profile
+            best_rank = rank
+    return best_profile
 
 
 def has_gpu() -> bool:
@@ -65,10 +78,12 @@ def core_quota() -> float | None:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
         for _, controllers, path in groups:
             if controllers == "":
-                quota, period = (Path("/sys/fs/cgroup") / path.strip("/") / "cpu.max").read_text().split()
+                folder = Path("/sys/fs/cgroup") / path.strip("/")
+                quota, period = (folder / "cpu.max").read_text().split()
             elif "cpu" in controllers.split(","):
-                at = Path("/sys/fs/cgroup/cpu") / path.strip("/")
-                quota, period = ((at / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+                folder = Path("/sys/fs/cgroup/cpu") / path.strip("/")
+                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+                period = (folder / "cpu.cfs_period_us").read_text().strip()
             else:
                 continue
             if quota not in ("max", "-1"):

@@ -35,17 +35,20 @@ class Fabric:
 
     def collective_s(self, operation: Operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
         """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node. bytes: see `cluster.cluster`."""
-        size_bytes, ranks = np.asarray(size_bytes, dtype=float), np.asarray(ranks, dtype=float)
+        size_bytes = np.asarray(size_bytes, dtype=float)
+        ranks = np.asarray(ranks, dtype=float)
         inside = np.minimum(ranks_per_node, ranks)
         nodes = np.ceil(ranks / inside)
         if operation == "send":
-            rate = np.where(nodes > 1, np.minimum(self.network_bytes_per_s, self.node_bytes_per_s), self.node_bytes_per_s)
+            across_bytes_per_s = np.minimum(self.network_bytes_per_s, self.node_bytes_per_s)
+            rate = np.where(nodes > 1, across_bytes_per_s, self.node_bytes_per_s)
             latency_s = np.where(nodes > 1, self.network_latency_s, self.node_latency_s)
             return np.asarray(np.where(ranks > 1, self.begin_s + latency_s + size_bytes / rate, 0.0))
         hops_s = (ranks - nodes) * self.node_latency_s + (nodes - 1) * self.network_latency_s
         if operation == "all_to_all":
             between_s = size_bytes * (ranks - inside) / ranks / self.network_bytes_per_s
-            wire_s = np.maximum(between_s, size_bytes * (inside - 1) / ranks / self.node_bytes_per_s)
+            inside_s = size_bytes * (inside - 1) / ranks / self.node_bytes_per_s
+            wire_s = np.maximum(between_s, inside_s)
         else:
             cards = np.where(nodes > 1, inside * self.network_bytes_per_s, np.inf)
             wire_s = size_bytes * (ranks - 1) / ranks / np.minimum(self.node_bytes_per_s, cards)
@@ -74,29 +77,42 @@ def fabric(cluster: Cluster, node: float = 1.0, network: float = 1.0) -> Fabric:
 
 
 def collective_s(cluster: Cluster, operation: Operation, size_bytes: Number, ranks: Number, ranks_per_node: Number) -> np.ndarray:
-    """Seconds of a collective of `ranks`, of which `ranks_per_node` share each node: from curves where the cluster has them, else from its
-    constants. Of groups over nodes the curve counts that was measured with so many ranks on each node. Where there is none, the curve of
-    groups with one rank a node, and so with one card a node, counts: the bytes of a ring are divided by the cards that it leaves a node
-    through, those of a send and of an all_to_all are not."""
+    """Seconds of a collective: from curves where the cluster has them, else from its constants.
+
+    `ranks_per_node`: of the `ranks`, how many share each node. Of groups over nodes the curve with
+    so many ranks a node counts. Where there is none, that of one rank, and so one card, a node does.
+    """
     inside = np.minimum(ranks_per_node, ranks)
-    names = {level: f"{operation} {level}" for level in ("node", "network")}
     by_constants = fabric(cluster).collective_s(operation, size_bytes, ranks, ranks_per_node)
-    if names["node"] not in cluster.curves:
+    node_curve = cluster.curves.get(f"{operation} node")
+    network_curve = cluster.curves.get(f"{operation} network")
+    if node_curve is None:
         return by_constants
-    ranks, size_bytes = np.asarray(ranks, dtype=float), np.maximum(np.asarray(size_bytes, dtype=float), 1.0)
-    here = there = ranks, size_bytes
+    ranks = np.asarray(ranks, dtype=float)
+    size_bytes = np.maximum(np.asarray(size_bytes, dtype=float), 1.0)
+
+    # 1. At which points of the two curves the parts inside a node and between nodes are.
+    node_ranks = network_ranks = ranks
+    node_bytes = network_bytes = size_bytes
     if operation == "all_to_all":
-        here, there = (inside, np.maximum(size_bytes * inside / ranks, 1.0)), (np.ceil(ranks / inside), size_bytes)
+        node_ranks = inside
+        node_bytes = np.maximum(size_bytes * inside / ranks, 1.0)
+        network_ranks = np.ceil(ranks / inside)
     elif operation != "send":
-        there = ranks, size_bytes / inside
-    found = cluster.curves[names["node"]](np.maximum(here[0], 2), here[1], beyond=True)
-    if names["network"] in cluster.curves:
-        between = cluster.curves[names["network"]](np.maximum(there[0], 2), there[1], beyond=True)
-        found = np.where(inside < ranks, np.maximum(found, between), found)
+        # A ring leaves a node through as many cards as it has ranks there.
+        network_bytes = size_bytes / inside
+
+    # 2. A group over nodes takes the longer of the two, or what a group like it was measured with.
+    seconds = node_curve(np.maximum(node_ranks, 2), node_bytes, beyond=True)
+    is_over_nodes = inside < ranks
+    if network_curve is not None:
+        network_s = network_curve(np.maximum(network_ranks, 2), network_bytes, beyond=True)
+        seconds = np.where(is_over_nodes, np.maximum(seconds, network_s), seconds)
         for count, curve in cluster.over_nodes(operation):
-            known = (inside == count) & (inside < ranks)
-            if np.any(known):
-                found = np.where(known, curve(np.maximum(ranks, 2), size_bytes, beyond=True), found)
+            is_like_it = (inside == count) & is_over_nodes
+            if np.any(is_like_it):
+                group_s = curve(np.maximum(ranks, 2), size_bytes, beyond=True)
+                seconds = np.where(is_like_it, group_s, seconds)
     elif "network" in cluster.links:
-        found = np.where(inside < ranks, np.maximum(found, by_constants), found)
-    return np.asarray(np.where(ranks > 1, found, 0.0))
+        seconds = np.where(is_over_nodes, np.maximum(seconds, by_constants), seconds)
+    return np.asarray(np.where(ranks > 1, seconds, 0.0))
