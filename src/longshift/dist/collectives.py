@@ -37,7 +37,9 @@ class Pending:
                 work.wait()
         if self.finish is not None:
             self.finish()
-        self.works, self.keep, self.finish = (), (), None
+        self.works = ()
+        self.keep = ()
+        self.finish = None
 
     def done(self) -> bool:
         """Whether `wait` would not wait."""
@@ -48,8 +50,10 @@ class Group:
     """`ranks` in ascending order; `index` is this rank's place among them; alone when `handle` is None."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None):
-        self.ranks, self.handle = ranks, handle
-        self.size, self.index = len(ranks), ranks.index(rank)
+        self.ranks = ranks
+        self.handle = handle
+        self.size = len(ranks)
+        self.index = ranks.index(rank)
         self.direct = handle is not None and dist.get_backend(handle) == "gloo"
         self.swaps = self.direct and self.size == 2
 
@@ -64,7 +68,7 @@ class Group:
             rows[self.index].copy_(x.reshape(-1))
             return pending
         if self.direct:
-            copies = x.expand(self.size, *x.shape).contiguous()
+            copies = x.expand((self.size, *x.shape)).contiguous()
             return Pending([self._native_all_to_all(out.view_as(copies), copies)], (copies, out))
         return Pending([self._native_all_gather(out.view(-1), x.view(-1))], (x, out))
 
@@ -74,16 +78,17 @@ class Group:
             out.copy_(x.view_as(out))
             return Pending()
         if self.swaps:
-            theirs, parts = torch.empty_like(out), x.view(2, *out.shape)
-            pending = self._swap(theirs, parts[1 - self.index])
-            pending.finish = lambda: torch.add(parts[self.index], theirs, out=out)
+            peer_part = torch.empty_like(out)
+            parts = x.view((2, *out.shape))
+            pending = self._swap(peer_part, parts[1 - self.index])
+            pending.finish = lambda: torch.add(parts[self.index], peer_part, out=out)
             return pending
         if not self.direct:
             return Pending([self._native_reduce_scatter(out.view(-1), x.view(-1))], (x, out))
-        parts = torch.empty_like(x).view(self.size, *out.shape)
+        parts = torch.empty_like(x).view((self.size, *out.shape))
         work = self._native_all_to_all(parts, x.view_as(parts))
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return Pending([work], (parts, x), lambda: out.copy_(torch.sum(parts, 0, dtype=wide)))
+        sum_dtype = torch.promote_types(x.dtype, torch.float32)
+        return Pending([work], (parts, x), lambda: out.copy_(torch.sum(parts, 0, dtype=sum_dtype)))
 
     def all_to_all(self, out: Tensor, x: Tensor) -> Pending:
         """out [P, ...] = what each rank has for this one, its own part too; x [P, ...] goes out likewise. Valid after `wait`."""
@@ -106,23 +111,34 @@ class Group:
         """x = sum over ranks of their x, in place, bitwise the same on all. Valid after `wait`. A pair on gloo trades whole buffers, the
         bytes of gloo's ring in one step."""
         if self.swaps:
-            theirs = torch.empty_like(x)
-            pending = self._swap(theirs, x)
-            pending.finish = lambda: x.add_(theirs)
+            peer_x = torch.empty_like(x)
+            pending = self._swap(peer_x, x)
+            pending.finish = lambda: x.add_(peer_x)
             return pending
-        return Pending([self._native_all_reduce(x, later=True)] if self.handle is not None else (), (x,))
+        if self.handle is None:
+            return Pending((), (x,))
+        return Pending([self._native_all_reduce(x, later=True)], (x,))
 
     def exchange(self, sends: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> tuple[Pending, list[Tensor]]:
         """Send `sends[i]` to the i-th rank and receive a tensor of `shapes[i]` from it; all of one dtype, empty ones included. Returns
         what has arrived after `wait`. Both sides of a pair must agree on the size."""
-        own = sends[self.index]
-        out_sizes = [0 if i == self.index else math.prod(shape) for i, shape in enumerate(shapes)]
-        in_sizes = [0 if i == self.index else t.numel() for i, t in enumerate(sends)]
-        fused = torch.cat([own.new_empty(0), *(t.reshape(-1) for i, t in enumerate(sends) if i != self.index)])
-        out = own.new_empty(sum(out_sizes))
+        local = sends[self.index]
+        out_sizes = [math.prod(shape) for shape in shapes]
+        in_sizes = [tensor.numel() for tensor in sends]
+        # What a rank keeps for itself is not copied.
+        out_sizes[self.index] = 0
+        in_sizes[self.index] = 0
+        # Copies that `reshape` makes get no name, so that they are gone after `cat`.
+        fused = torch.cat(
+            [local.new_empty(0), *(t.reshape(-1) for i, t in enumerate(sends) if i != self.index)]
+        )
+        out = local.new_empty(sum(out_sizes))
         pieces = out.split(out_sizes)
-        received = [own if i == self.index else pieces[i].view(shape) for i, shape in enumerate(shapes)]
-        return self.trade(out, fused, out_sizes, in_sizes), received
+        received = []
+        for index, shape in enumerate(shapes):
+            received.append(local if index == self.index else pieces[index].view(shape))
+        pending = self.trade(out, fused, out_sizes, in_sizes)
+        return pending, received
 
     def trade(self, out: Tensor, x: Tensor, out_sizes: list[int], in_sizes: list[int]) -> Pending:
         """out [sum(out_sizes)] = what each rank has for this one, by rank; x [sum(in_sizes)] goes out likewise. Valid after `wait`."""
@@ -144,11 +160,11 @@ class Group:
     def _native_all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, later: bool = False) -> dist.Work | None:
         return dist.all_reduce(x, op, group=self.handle, async_op=later)
 
-    def _swap(self, theirs: Tensor, mine: Tensor) -> Pending:
-        """theirs = the other rank's `mine`, of a pair. Valid after `wait`."""
+    def _swap(self, out: Tensor, x: Tensor) -> Pending:
+        """out = the other rank's x, of a pair. Valid after `wait`."""
         sizes = [0, 0]
-        sizes[1 - self.index] = mine.numel()
-        return self.trade(theirs.view(-1), mine.reshape(-1), sizes, sizes)
+        sizes[1 - self.index] = x.numel()
+        return self.trade(out.view(-1), x.reshape(-1), sizes, sizes)
 
     def meet(self, device: torch.device) -> None:
         """Each rank sends a byte to the next, around the group. [Note: first contact] NCCL makes the communicator of a pair when the two

@@ -40,5 +40,10 @@ def cores_beside(place: str, machine: Path = MACHINE) -> set[int]:
 
 def parsed(listed: str) -> set[int]:
     """Numbers of a list of the kernel's, such as 0-15,32-47. Raises ValueError."""
-    ends = [part.split("-") for part in listed.strip().split(",") if part]
-    return {core for first, *last in ends for core in range(int(first), int(last[0] if last else first) + 1)}
+    cores: set[int] = set()
+    for part in listed.strip().split(","):
+        if part:
+            first, *last = part.split("-")
+            end = last[0] if last else first
+            cores |= set(range(int(first), int(end) + 1))
+    return cores

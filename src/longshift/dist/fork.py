@@ -67,16 +67,19 @@ class ForkedWorld:
                     answers[waiting[read]] = json.loads(buffers[read])
                 if "error" in answers.get(waiting[read], {}):
                     until = min(until, time.monotonic() + GRACE_S)
-        failed = sorted((answer["cause"], rank) for rank, answer in answers.items() if "error" in answer)
-        if failed:
+        failures = sorted((a["cause"], rank) for rank, a in answers.items() if "error" in a)
+        if failures:
             self.close()
-            cause, rank = failed[0]
+            cause, rank = failures[0]
+            error = answers[rank]["error"]
             if "kind" in answers[rank]:
-                raise getattr(errors, answers[rank]["kind"])(answers[rank]["error"])
-            raise PeerError(f"{function}: rank {rank} {answers[rank]['error'] if cause == 0 else 'failed: ' + answers[rank]['error']}")
+                raise getattr(errors, answers[rank]["kind"])(error)
+            outcome = error if cause == 0 else f"failed: {error}"
+            raise PeerError(f"{function}: rank {rank} {outcome}")
         if len(answers) < self.size:
             self.close()
-            raise PeerError(f"{function}: no answer from ranks {sorted(set(range(self.size)) - set(answers))} in {deadline_s} s")
+            silent = sorted(set(range(self.size)) - set(answers))
+            raise PeerError(f"{function}: no answer from ranks {silent} in {deadline_s} s")
         return [answers[rank]["value"] for rank in range(self.size)]
 
     def close(self) -> None:
@@ -88,7 +91,8 @@ class ForkedWorld:
         for pipe in self._pipes:
             for end in pipe:
                 os.close(end)
-        self._pids, self._pipes = [], []
+        self._pids = []
+        self._pipes = []
 
     def __enter__(self) -> "ForkedWorld":
         return self
@@ -102,9 +106,9 @@ class ForkedWorld:
 
     def listener(self) -> socket.socket:
         """A bound socket, at whose address the ranks meet."""
-        found = socket.socket()
-        found.bind(("127.0.0.1", 0))
-        return found
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        return listener
 
     def _start(self) -> None:
         listener = self.listener()
@@ -112,11 +116,12 @@ class ForkedWorld:
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in range(self.size):
-            calls, answers = os.pipe(), os.pipe()
-            self._pids.append(self._begin(rank, listener, calls[0], answers[1]))
-            os.close(calls[0])
-            os.close(answers[1])
-            self._pipes.append((calls[1], answers[0]))
+            read_calls, write_calls = os.pipe()
+            read_answers, write_answers = os.pipe()
+            self._pids.append(self._begin(rank, listener, read_calls, write_answers))
+            os.close(read_calls)
+            os.close(write_answers)
+            self._pipes.append((write_calls, read_answers))
         listener.close()
 
     def _begin(self, rank: int, listener: socket.socket, calls: int, answers: int) -> int:
@@ -167,22 +172,25 @@ def _serve(host: ForkedWorld, rank: int, listener: socket.socket, calls: int, an
             for end in pipe:
                 os.close(end)
         torch.set_num_threads(1)
-        world = _join(rank, host.size, listener, torch.device("cuda", rank) if host.device == "cuda" else torch.device("cpu"))
+        device = torch.device("cuda", rank) if host.device == "cuda" else torch.device("cpu")
+        world = _join(rank, host.size, listener, device)
         with os.fdopen(calls) as lines:
             for line in lines:
                 call = json.loads(line)
                 module, name = call["function"].split(":")
                 try:
-                    value = {"value": getattr(importlib.import_module(module), name)(world, **call["arguments"])}
+                    function = getattr(importlib.import_module(module), name)
+                    answer = {"value": function(world, **call["arguments"])}
                 except LongshiftError as fault:
-                    value = {"error": str(fault), "kind": type(fault).__name__, "cause": 1}
+                    answer = {"error": str(fault), "kind": type(fault).__name__, "cause": 1}
                 except Exception as fault:
-                    lost_peer = isinstance(fault, (dist.DistError, RuntimeError)) and any(w in str(fault) for w in ("gloo", "NCCL"))
-                    value = {"error": traceback.format_exc(), "cause": 2 if lost_peer else 1}
-                data = json.dumps(value).encode() + b"\n"
+                    is_transport = any(word in str(fault) for word in ("gloo", "NCCL"))
+                    lost_peer = isinstance(fault, (dist.DistError, RuntimeError)) and is_transport
+                    answer = {"error": traceback.format_exc(), "cause": 2 if lost_peer else 1}
+                data = json.dumps(answer).encode() + b"\n"
                 while data:
                     data = data[os.write(answers, data) :]
-                if "error" in value:
+                if "error" in answer:
                     return  # so that peers which wait for this rank learn of it
     finally:
         os._exit(0)
@@ -194,8 +202,10 @@ def _join(rank: int, size: int, listener: socket.socket, device: torch.device) -
     if size == 1:
         return World(0, 1, device)
     address, port = listener.getsockname()
-    listening = {"is_master": True, "master_listen_fd": listener.detach()} if rank == 0 else {"is_master": False}
-    store = dist.TCPStore(address, port, wait_for_workers=False, timeout=TIMEOUT, **listening)
+    options = {"is_master": False}
+    if rank == 0:
+        options = {"is_master": True, "master_listen_fd": listener.detach()}
+    store = dist.TCPStore(address, port, wait_for_workers=False, timeout=TIMEOUT, **options)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, device)

@@ -42,23 +42,26 @@ class HeldBytes(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *how: Any) -> None:
-        super().__exit__(*how)
+    def __exit__(self, kind: Any, fault: Any, trace: Any) -> None:
+        super().__exit__(kind, fault, trace)
         for unseen in self._unseen:
             unseen.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        before = {x.untyped_storage()._cdata for x in given}
-        for x in given:
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        input_storages = {x.untyped_storage()._cdata for x in inputs}
+        for x in inputs:
             self._see(x, new=False)
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
-                self._see(x, new=x.untyped_storage()._cdata not in before)  # else a view, or changed in place
+                # Else it is a view, or was changed in place.
+                is_new = x.untyped_storage()._cdata not in input_storages
+                self._see(x, new=is_new)
         if "flash_attention_backward" in func._opname and args[1].device.type != "cpu":
-            device = args[1].device.type
-            self.most[device] = max(self.most[device], self.now[device] + flash_backward_bytes(*args[1:3]))
+            q, k = args[1:3]
+            peak_bytes = self.now[q.device.type] + flash_backward_bytes(q, k)
+            self.most[q.device.type] = max(self.most[q.device.type], peak_bytes)
         return out
 
     @property
@@ -98,18 +101,19 @@ class HeldBytes(TorchDispatchMode):
         self._size(held, storage)
 
     def _size(self, held: "_Held", storage: torch.UntypedStorage) -> None:
-        now, size = self.now, storage.nbytes()
+        now = self.now
+        size = storage.nbytes()
         now[held.device] += size - held.size
         held.size = size
         self.most[held.device] = max(self.most[held.device], now[held.device])
 
     def _resize(self, native: Any) -> Any:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            found = native(storage, size)
+            result = native(storage, size)
             held = self._held.get(storage._cdata)
             if held is not None and held.storage() is storage:
                 self._size(held, storage)
-            return found
+            return result
 
         return resize_
 
@@ -126,9 +130,11 @@ def flash_backward_bytes(q: Tensor, k: Tensor) -> int:
     """Bytes that FlashAttention-2 holds inside its backward (`mha_bwd` of its flash_api.cpp): gradients of queries in float32, a float32 for
     every query and head, and where query heads share keys, gradients of keys and values for every query head. Heads are the second dim of
     [1, N, T, H] and of [T, N, H]."""
-    queries = 4 * (q.numel() + q.numel() // q.shape[-1])
-    expanded = 2 * k.itemsize * (k.numel() // k.shape[1]) * q.shape[1] if q.shape[1] != k.shape[1] else 0
-    return queries + expanded
+    query_bytes = 4 * (q.numel() + q.numel() // q.shape[-1])
+    if q.shape[1] == k.shape[1]:
+        return query_bytes
+    head_elements = k.numel() // k.shape[1]
+    return query_bytes + 2 * k.itemsize * head_elements * q.shape[1]
 
 
 @dataclass(eq=False)
@@ -153,7 +159,9 @@ class _PromptWork:
     """A work that ends when nothing of it is left."""
 
     def __init__(self, work: dist.Work, tensors: tuple[Tensor, ...], counts: tuple[int, ...]):
-        self.work, self.tensors, self.counts = work, tensors, counts
+        self.work = work
+        self.tensors = tensors
+        self.counts = counts
 
     def wait(self) -> None:
         if self.work is not None:
@@ -169,9 +177,9 @@ class _PromptWork:
 
 
 def _prompt(native: Callable[..., Any]) -> Callable[..., Any]:
-    def all_to_all_single(out: Tensor, x: Tensor, *sizes: Any, **how: Any) -> Any:
+    def all_to_all_single(out: Tensor, x: Tensor, *sizes: Any, **options: Any) -> Any:
         counts = tuple(t._use_count() for t in (out, x))  # pyright: ignore[reportAttributeAccessIssue]
-        work = native(out, x, *sizes, **how)
-        return _PromptWork(work, (out, x), counts) if how.get("async_op") else work
+        work = native(out, x, *sizes, **options)
+        return _PromptWork(work, (out, x), counts) if options.get("async_op") else work
 
     return all_to_all_single

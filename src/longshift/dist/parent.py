@@ -6,13 +6,13 @@ import signal
 import sys
 
 
-def end_with_parent(how: signal.Signals, parent: int | None = None) -> None:
+def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """Send this process a signal when the one that started it dies, rather than run on unwatched; at once where that was process `parent`
     and is gone already. It holds for a parent's thread: the one that starts processes has to live as long as they do."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
         if parent is not None and os.getppid() != parent:
-            os.kill(os.getpid(), how)
+            os.kill(os.getpid(), number)
 
 
 def call_this_process(name: str) -> None:

@@ -89,18 +89,19 @@ class Seed:
     `load`: imports what ranks need; `work`: what a rank does with its arguments, in the environment of its place. Mutable: its pipes."""
 
     def __init__(self, load: Callable[[], object], work: Callable[[Sequence[str]], object]):
-        orders, events = os.pipe(), os.pipe()
+        read_orders, self._orders = os.pipe()
+        self._events, write_events = os.pipe()
+        self._open = True
         launcher = os.getpid()
         _flush()
         with _blocked(SIGNALS):
             self.pid = os.fork()
             if self.pid == 0:
-                os.close(orders[1])
-                os.close(events[0])
-                _grow(launcher, orders[0], events[1], load, work)
-        os.close(orders[0])
-        os.close(events[1])
-        self._orders, self._events, self._open = orders[1], events[0], True
+                os.close(self._orders)
+                os.close(self._events)
+                _grow(launcher, read_orders, write_events, load, work)
+        os.close(read_orders)
+        os.close(write_events)
 
     def __enter__(self) -> "Seed":
         return self
@@ -132,7 +133,10 @@ class _Forked(Ranks):
 
     def __init__(self, events: int, size: int):
         super().__init__({})
-        self._pipe, self._size, self._codes, self._rest = events, size, dict[int, int](), b""
+        self._pipe = events
+        self._size = size
+        self._codes: dict[int, int] = {}
+        self._rest = b""
         while len(self.pids) < size and not self._codes:
             self._read()
 
@@ -151,7 +155,10 @@ class _Forked(Ranks):
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             event = json.loads(line)
-            (self.pids if "pid" in event else self._codes)[event["rank"]] = event["pid" if "pid" in event else "code"]
+            if "pid" in event:
+                self.pids[event["rank"]] = event["pid"]
+            else:
+                self._codes[event["rank"]] = event["code"]
 
 
 def _grow(launcher: int, orders: int, events: int, load: Callable[[], object], work: Callable[[Sequence[str]], object]) -> NoReturn:
@@ -166,11 +173,11 @@ def _grow(launcher: int, orders: int, events: int, load: Callable[[], object], w
             line = lines.readline()
         if line:
             order = json.loads(line)
+            children: dict[int, int] = {}
             with _blocked(SIGNALS):
-                children = {
-                    _fork(events, order["arguments"], environment, order["held"], work): rank
-                    for rank, environment in enumerate(order["environments"])
-                }
+                for rank, environment in enumerate(order["environments"]):
+                    pid = _fork(events, order["arguments"], environment, order["held"], work)
+                    children[pid] = rank
             for pid, rank in children.items():
                 _tell(events, rank=rank, pid=pid)
             for _ in range(len(children)):
@@ -207,8 +214,8 @@ def _fork(events: int, arguments: Sequence[str], environment: Mapping[str, str],
         os._exit(code)
 
 
-def _tell(events: int, **what: int) -> None:
-    os.write(events, json.dumps(what).encode() + b"\n")
+def _tell(events: int, **event: int) -> None:
+    os.write(events, json.dumps(event).encode() + b"\n")
 
 
 def _as_at_first(blocked: Sequence[signal.Signals] = ()) -> None:
@@ -227,8 +234,8 @@ def _flush() -> None:
 @contextmanager
 def _blocked(numbers: Sequence[signal.Signals]) -> Iterator[None]:
     """Signals held back meanwhile, in processes that start meanwhile too."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

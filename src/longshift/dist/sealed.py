@@ -32,7 +32,8 @@ class SealedStore(Store):
 
     def __init__(self, store: Store, secret: str):
         super().__init__()
-        self._store, self._secret = store, bytes.fromhex(secret)
+        self._store = store
+        self._secret = bytes.fromhex(secret)
 
     @property
     def plain(self) -> Store:
@@ -44,10 +45,14 @@ class SealedStore(Store):
         self._store.set(key, self._seal(key, data) + data)  # pyright: ignore[reportArgumentType]
 
     def get(self, key: str) -> bytes:
-        found = bytes(self._store.get(key))
-        seal, data = found[:SEAL_BYTES], found[SEAL_BYTES:]
+        record = bytes(self._store.get(key))
+        seal = record[:SEAL_BYTES]
+        data = record[SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(key, data)):
-            raise PeerError(f"the store of this run holds {key!r}, which none of its ranks has written: another process writes there")
+            raise PeerError(
+                f"the store of this run holds {key!r}, which none of its ranks has written: "
+                "another process writes there"
+            )
         return data
 
     def add(self, key: str, amount: int) -> int:

@@ -101,7 +101,10 @@ class World:
     a collective of those groups fails. `cores`: how many this process might use when it joined."""
 
     def __init__(self, rank: int, size: int, device: torch.device, per_node: int | None = None, timeout: timedelta = TIMEOUT):
-        self.rank, self.size, self.device, self.per_node = rank, size, device, per_node or size
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.per_node = per_node or size
         self.cores = core_count()
         self.everyone = Group(tuple(range(size)), rank, dist.group.WORLD if size > 1 else None)
         self._groups: dict[tuple[tuple[int, ...], str], Group | None] = {}
@@ -118,18 +121,24 @@ class World:
         os.environ.update(allocator())
         if not launched():
             return cls.alone()
-        rank, size, device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), own_device()
+        rank = int(os.environ["RANK"])
+        size = int(os.environ["WORLD_SIZE"])
+        device = own_device()
         cuda = device.type == "cuda"
+        backend = "nccl" if cuda else "gloo"
         if cuda:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=timeout_s)
         try:
             store = launchers_store(TIMEOUT)
             if store is not None:
-                meeting = store.plain if cuda else store  # NCCL's own threads go on asking, also when Python has ended
-                dist.init_process_group("nccl" if cuda else "gloo", store=meeting, rank=rank, world_size=size, timeout=timeout)
+                # NCCL's own threads go on asking, also when Python has ended.
+                meeting = store.plain if cuda else store
+                dist.init_process_group(
+                    backend, store=meeting, rank=rank, world_size=size, timeout=timeout
+                )
             else:
-                dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
+                dist.init_process_group(backend, timeout=timeout)
         except (dist.DistError, RuntimeError, ValueError) as fault:
             raise PeerError(f"rank {rank} of {size} could not join the others: {fault}") from fault
         if store is not None:
@@ -162,15 +171,21 @@ class World:
 
     def gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank, on every rank."""
-        everyone, data = self.everyone, text.encode()
+        data = text.encode()
         sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        everyone.all_gather(sizes, torch.tensor([len(data)], device=self.device)).wait()
+        self.everyone.all_gather(sizes, torch.tensor([len(data)], device=self.device)).wait()
         longest = max(1, int(sizes.max()))
-        own = torch.zeros(longest, dtype=torch.uint8, device=self.device)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-        rows = own.new_empty((self.size, longest))
-        everyone.all_gather(rows, own).wait()
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows.cpu(), sizes.tolist())]
+
+        # An all-gather takes as much of every rank: texts are filled up to the longest.
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        if data:  # `frombuffer` refuses an empty one
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = padded.new_empty((self.size, longest))
+        self.everyone.all_gather(rows, padded).wait()
+        texts = []
+        for row, size in zip(rows.cpu(), sizes.tolist()):
+            texts.append(bytes(row[:size].tolist()).decode())
+        return texts
 
     def now(self) -> float:
         """Seconds on a clock, when this rank's device has done all that it was asked to."""
@@ -189,10 +204,11 @@ class World:
 
     def agree(self, fault: LongshiftError | None) -> None:
         """Raise on every rank when one of them has a fault: its own there, the lowest faulty rank's elsewhere, of the same class."""
-        told = [text.partition(" ") for text in self.gather_text(f"{type(fault).__name__} {fault}" if fault else "")]
+        text = f"{type(fault).__name__} {fault}" if fault else ""
+        faults = [rank_text.partition(" ") for rank_text in self.gather_text(text)]
         if fault is not None:
             raise fault
-        for kind, _, message in told:
+        for kind, _, message in faults:
             if kind:
                 raise getattr(errors, kind)(message)
 
