@@ -9,13 +9,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
 
 from longshift.cluster.curves import Axis, Curve, monotone
 
-FEWEST, MOST = 3, 15  # rounds
+FEWEST = 3  # rounds
+MOST = 15  # rounds
 SHORT_S = 2e-3  # operations that are shorter are repeated inside one timing
 LONG_S = 0.05  # the same where cores are shared or capped: several periods of the kernel's scheduler, to see what is sustained
 
@@ -30,34 +32,51 @@ class Plan:
     axes: tuple[Axis, ...]
     prepare: Callable[..., Run]
 
+    @property
+    def points(self) -> list[tuple[float, ...]]:
+        """Sizes of every point, as in `Curve.points`."""
+        return list(product(*(axis.sizes for axis in self.axes)))
+
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how thoroughly. `least_s`: of one timing."""
+    """Where and how thoroughly. `least_s`: of one timing. FEWEST are made whatever they take."""
 
     device: torch.device
     quick: bool
     least_s: float = SHORT_S
 
     def curves(self, plans: Mapping[str, Plan], budget_s: float) -> dict[str, Curve]:
-        """Measure a family in about `budget_s`, preparation aside; FEWEST rounds are made whatever they take."""
-        curves = {name: Curve(plan.axes, (1.0,) * math.prod(len(a.sizes) for a in plan.axes)).points for name, plan in plans.items()}
-        runs = [(name, plans[name].prepare(*point)) for name, points in curves.items() for point in points]
-        found = iter(self.seconds([run for _, run in runs], budget_s))
-        return {name: curve_of(plan.axes, [next(found) for _ in curves[name]]) for name, plan in plans.items()}
+        """Measure a family in about `budget_s`, preparation aside."""
+        runs = []
+        for plan in plans.values():
+            for sizes in plan.points:
+                runs.append(plan.prepare(*sizes))
+        samples = iter(self.seconds(runs, budget_s))
+
+        curves = {}
+        for name, plan in plans.items():
+            curves[name] = curve_of(plan.axes, [next(samples) for _ in plan.points])
+        return curves
 
     def seconds(self, runs: Sequence[Run], budget_s: float) -> list[list[float]]:
         """For each operation its seconds in every round."""
         repeats = []
         for run in runs:
             run()
-            repeats.append(max(1, math.ceil(self.least_s / max(1e-9, self._time(run, 1)))))
+            run_s = max(1e-9, self._time(run, 1))
+            repeats.append(max(1, math.ceil(self.least_s / run_s)))
+
         samples: list[list[float]] = [[] for _ in runs]
-        started, rounds = time.perf_counter(), 0
-        while rounds < FEWEST or (rounds < MOST and (time.perf_counter() - started) * (rounds + 1) / rounds < budget_s):
-            for run, count, kept in zip(runs, repeats, samples):
-                kept.append(self._time(run, count))
-            rounds += 1
+        begin_s = time.perf_counter()
+        for round_number in range(MOST):
+            if round_number >= FEWEST:
+                elapsed_s = time.perf_counter() - begin_s
+                # One more round takes as long as those before.
+                if elapsed_s * (round_number + 1) / round_number >= budget_s:
+                    break
+            for run, count, run_samples in zip(runs, repeats, samples):
+                run_samples.append(self._time(run, count))
         return samples
 
     def wait(self) -> None:
@@ -67,12 +86,15 @@ class Bench:
 
     def _time(self, run: Run, count: int) -> float:
         self.wait()
-        started, own_s = time.perf_counter(), []
+        begin_s = time.perf_counter()
+        reported_s = []
         for _ in range(count):
-            if isinstance(took := run(), float):
-                own_s.append(took)
+            if isinstance(seconds := run(), float):
+                reported_s.append(seconds)
         self.wait()
-        return statistics.median(own_s) if own_s else (time.perf_counter() - started) / count
+        if reported_s:
+            return statistics.median(reported_s)
+        return (time.perf_counter() - begin_s) / count
 
 
 def curve_of(axes: tuple[Axis, ...], samples: Sequence[Sequence[float]]) -> Curve:

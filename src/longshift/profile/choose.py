@@ -36,22 +36,25 @@ def chosen(config: Config, tell: Callable[[str], None]) -> Config:
     """The config with every `chunk-auto` and `recompute-auto` replaced; `tell`: each choice and why. Raises UsageError in a rank,
     whose peers may be other machines and choose differently."""
     if launched():
-        open_chunk = any(edge.use.chunk == AUTO for edge in config.edges)
-        word, what = ("chunk-auto", "chunk") if open_chunk else ("recompute-auto", "layout")
+        word = "recompute-auto"
+        part = "layout"
+        if any(edge.use.chunk == AUTO for edge in config.edges):
+            word = "chunk-auto"
+            part = "chunk"
         where = "that longshift train CONFIG --explain tells on one machine"
-        raise UsageError(f"{word} is chosen before ranks start: write the {what} {where}")
+        raise UsageError(f"{word} is chosen before ranks start: write the {part} {where}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     cluster = kept(device, 1, max(1, torch.cuda.device_count()), True, CACHE, tell)
     edges = []
     for edge in config.edges:
         layout = edge.use
         if layout.chunk == AUTO:
-            tokens, why = _choice(config, edge, device, cluster)
+            tokens, reason = _choice(config, edge, device, cluster)
             layout = replace(layout, chunk=tokens)
-            tell(f"{edge.use}: chunks of {format_size(tokens)}: {why}")
+            tell(f"{edge.use}: chunks of {format_size(tokens)}: {reason}")
         elif layout.recompute == "auto":
-            layout, why = _activations(config, edge, device, cluster)
-            tell(f"{edge.use}: {layout}: {why}")
+            layout, reason = _activations(config, edge, device, cluster)
+            tell(f"{edge.use}: {layout}: {reason}")
         edges.append(replace(edge, use=layout))
     return config.model_copy(update={"layout": edges[0].use if isinstance(config.layout, Layout) else tuple(edges)})
 
@@ -83,33 +86,40 @@ def _memory(config: Config, device: torch.device) -> int:
 
 def _activations(config: Config, edge: Edge, device: torch.device, cluster: Cluster | None) -> tuple[Layout, str]:
     """What blocks of a group keep, and why. A machine that was not measured is taken for the preset of a CPU or an H100."""
-    spec, free, cpu = config.spec, FREE_SHARE * _memory(config, device), device.type == "cpu"
+    spec = config.spec
+    free = FREE_SHARE * _memory(config, device)
     dtype = arithmetic(config.train.precision)
-    known = (cluster or preset("cpu" if cpu else "h100")).with_arithmetic(dtype)
-    cost = Cost(spec, rates(known, dtype), habits(config.train.compile, config.train.precision, known.device))
+    stand_in = "cpu" if device.type == "cpu" else "h100"
+    machine = (cluster or preset(stand_in)).with_arithmetic(dtype)
+    run_habits = habits(config.train.compile, config.train.precision, machine.device)
+    cost = Cost(spec, rates(machine, dtype), run_habits)
     pack = tuple(full_pack(edge.pack, min(edge.upto, config.data.max_len)))
 
     def seconds(way: Layout) -> float:
         micros = max(1, config.train.tokens_per_step // (edge.pack * way.dp))
-        clock = Clock(_shape(config, edge, way), known, cost, dtype)
+        clock = Clock(_shape(config, edge, way), machine, cost, dtype)
         return clock.step([GroupPacks(way, ((pack,) * micros,) * way.dp)]).seconds
 
     blocks = max(stop - start for start, stop in edge.use.layers_of(spec.layers))
-    best, others = choose_activations(edge.use, blocks, free, cache(partial(_of_layout, config, edge, device)), seconds)
+    layout_bytes = cache(partial(_of_layout, config, edge, device))
+    best, ranking = choose_activations(edge.use, blocks, free, layout_bytes, seconds)
     room = f"{best.bytes / 2**30:.2f} of {free / 2**30:.2f} GiB"
-    if not others:
+    if not ranking:
         return best.layout, f"the smallest, and more than is free: {room}"
-    slower = ", ".join(f"{one.layout} {one.seconds / best.seconds - 1:+.0%}" for one in others[1:3])
+    slower = ", ".join(f"{rival.layout} {rival.seconds / best.seconds - 1:+.0%}" for rival in ranking[1:3])
     return best.layout, f"the fastest that fits, {room}" + (f"; {slower}" if slower else "")
 
 
 def _of_layout(config: Config, edge: Edge, device: torch.device, way: Layout) -> int:
     """What a rank needs on its device for a group under another layout."""
-    cpu = device.type == "cpu"
-    return most(needs(_shape(config, edge, way), [replace(edge, use=way)], "gloo" if cpu else "nccl", cpu)).device.total
+    on_cpu = device.type == "cpu"
+    transport = "gloo" if on_cpu else "nccl"
+    edges = [replace(edge, use=way)]
+    return most(needs(_shape(config, edge, way), edges, transport, on_cpu)).device.total
 
 
 def _shape(config: Config, edge: Edge, way: Layout) -> StepShape:
     """The shape of a run's steps with another layout for a group."""
-    edges = tuple(replace(one, use=way) if one == edge else one for one in config.edges)
-    return shape_of(config.model_copy(update={"layout": way if isinstance(config.layout, Layout) else edges}))
+    edges = tuple(replace(group, use=way) if group == edge else group for group in config.edges)
+    layout = way if isinstance(config.layout, Layout) else edges
+    return shape_of(config.model_copy(update={"layout": layout}))

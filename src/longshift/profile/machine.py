@@ -11,7 +11,7 @@ from longshift.cluster.host import cpu_name, host_facts
 
 def facts(device: torch.device, nodes: int, devices_per_node: int, quick: bool) -> dict[str, str | int | float]:
     """Hardware, driver, torch and a CPU's threads, and how much was measured."""
-    found = host_facts() | {
+    values = host_facts() | {
         "measured": "quick" if quick else "full",
         "device": device_name(device),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -20,10 +20,12 @@ def facts(device: torch.device, nodes: int, devices_per_node: int, quick: bool) 
         "devices_per_node": devices_per_node,
     }
     if device.type == "cpu":
-        found["threads"] = torch.get_num_threads()
+        values["threads"] = torch.get_num_threads()
     else:
-        found |= {"driver": driver(), "cuda": torch.version.cuda or "none", "cudnn": str(torch.backends.cudnn.version())}
-    return found
+        values["driver"] = driver()
+        values["cuda"] = torch.version.cuda or "none"
+        values["cudnn"] = str(torch.backends.cudnn.version())
+    return values
 
 
 def device_name(device: torch.device) -> str:

@@ -21,9 +21,16 @@ def write_html(cluster: Cluster, file: Path) -> None:
         if family not in dict(FAMILIES):
             continue
         along = 0 if family in RATES else -1  # rows of a matmul, queries; bytes
-        ends = tuple(axis.sizes[-1] for axis in curve.axes)
-        points = [(p, s) for p, s in zip(curve.points, curve.seconds) if all(p[d] == ends[d] for d in range(len(p)) if d != along % len(p))]
-        x, y = [p[along] for p, _ in points], [rate(name, p, s)[0] for p, s in points]
+        # The line where all other sizes are largest.
+        largest = [axis.sizes[-1] for axis in curve.axes]
+        x = []
+        y = []
+        for point, seconds in zip(curve.points, curve.seconds):
+            line_point = list(largest)
+            line_point[along] = point[along]
+            if list(point) == line_point:
+                x.append(point[along])
+                y.append(rate(name, point, seconds)[0])
         hover = f"{name}<br>%{{x}}: %{{y:.3s}}"
         trace = go.Scatter(x=x, y=y, mode="lines+markers", name=name, hovertemplate=hover)
         figure.add_trace(trace, row=1 if family in RATES else 2, col=1)

@@ -79,9 +79,17 @@ def _summary(cluster: Cluster) -> Table:
 def _backends(cluster: Cluster) -> Table:
     table = Table("attention kernel", "dtype", "log-sum-exp", "takes a global one", "error fwd", "bwd", "", title="kernels", box=None)
     for backend in cluster.backends:
-        errors = [f"{error:.1e}" if error is not None else "" for error in (backend.forward_error, backend.backward_error)]
-        answers = ("yes" if yes else "no" for yes in (backend.lse, backend.global_lse)) if not backend.why_not else ("", "")
-        table.add_row(backend.name, backend.dtype, *answers, *errors, escape(f"not here: {backend.why_not}") if backend.why_not else "")
+        cells = [backend.name, backend.dtype, "", "", "", "", ""]
+        if not backend.why_not:
+            cells[2] = "yes" if backend.lse else "no"
+            cells[3] = "yes" if backend.global_lse else "no"
+        if backend.forward_error is not None:
+            cells[4] = f"{backend.forward_error:.1e}"
+        if backend.backward_error is not None:
+            cells[5] = f"{backend.backward_error:.1e}"
+        if backend.why_not:
+            cells[6] = escape(f"not here: {backend.why_not}")
+        table.add_row(*cells)
     return table
 
 
@@ -94,13 +102,17 @@ def _rates(title: str, rows: Sequence[tuple[str, Curve]]) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for name, curve in rows:
-        shown: dict[tuple[float, ...], dict[float, str]] = {}
+        cells_of: dict[tuple[float, ...], dict[float, str]] = {}  # by leading sizes and last size
         for point, seconds in zip(curve.points, curve.seconds):
-            shown.setdefault(point[:-1], {})[point[-1]] = si(rate(name, point, seconds)[0])
+            cells_of.setdefault(point[:-1], {})[point[-1]] = si(rate(name, point, seconds)[0])
         spread = f"{sorted(curve.spread)[len(curve.spread) // 2]:.0%}" if curve.spread else ""
-        for first, cells in shown.items():
-            at = [", ".join(f"{axis.name} {_size(size)}" for axis, size in zip(curve.axes, first))] if leading else []
-            table.add_row(name, *at, *(cells.get(size, "") for size in sizes), spread)
+        for leading_sizes, cells in cells_of.items():
+            row = [name]
+            if leading:
+                labels = zip(curve.axes, leading_sizes)
+                row.append(", ".join(f"{axis.name} {_size(size)}" for axis, size in labels))
+            row += [cells.get(size, "") for size in sizes]
+            table.add_row(*row, spread)
     return table
 
 

@@ -49,15 +49,19 @@ def measure_here(per_node: int, quick: bool, fresh: bool, tell: Callable[[str], 
     The result is in the cache."""
     if launched() or torch.cuda.device_count() <= 1:
         world = World.from_environment()
-        found = obtain(world, per_node, quick, fresh, tell)
+        cluster = obtain(world, per_node, quick, fresh, tell)
         world.close()
-        return found
+        return cluster
     count = torch.cuda.device_count()
     with temporary_folder() as scratch:
-        written = scratch / "profile.json"
-        words = [str(written), str(count), *["quick"] * quick, *["fresh"] * fresh]
-        launch([sys.executable, "-m", "longshift.profile.run", *words], count, RunFolder(scratch), tell)
-        return load(written)
+        file = scratch / "profile.json"
+        command = [sys.executable, "-m", "longshift.profile.run", str(file), str(count)]
+        if quick:
+            command.append("quick")
+        if fresh:
+            command.append("fresh")
+        launch(command, count, RunFolder(scratch), tell)
+        return load(file)
 
 
 def obtain(world: World, per_node: int, quick: bool, fresh: bool, tell: Callable[[str], None], cache: Path = CACHE) -> Cluster:
@@ -65,10 +69,13 @@ def obtain(world: World, per_node: int, quick: bool, fresh: bool, tell: Callable
     same."""
     if world.size % per_node:
         raise UsageError(f"{world.size} ranks do not fill nodes of {per_node}; start as many on each node")
-    known = None if fresh else kept(world.device, world.size // per_node, per_node, quick, cache, tell)
-    if all(world.gather_text("known" if known else "")) and known:
-        tell(f"measured before; kept in {cache_file(known.facts, cache)}")
-        return known
+    cluster = None
+    if not fresh:
+        cluster = kept(world.device, world.size // per_node, per_node, quick, cache, tell)
+    # Ranks measure together: all of them do where one has nothing.
+    if all(world.gather_text("known" if cluster else "")) and cluster:
+        tell(f"measured before; kept in {cache_file(cluster.facts, cache)}")
+        return cluster
     return profile(world, per_node, quick, tell, cache)
 
 
@@ -96,11 +103,14 @@ def profile(world: World, per_node: int, quick: bool, tell: Callable[[str], None
     which = 2 * (world.device.type == "cuda") + (not quick)
     budget_s = {family: budgets[which] for family, budgets in BUDGETS_S.items()}
 
-    cores, wanted = time_compute.granted_cores(), min(torch.get_num_threads(), core_quota() or core_count())
-    if cores < BUSY * wanted:
-        tell(f"this process gets {cores:.2f} of its {wanted:g} cores: others run, or its cores are capped; the numbers hold for that")
-    (busy,) = world.everyone.all_reduce(torch.tensor([float(cores < BUSY * wanted)], device=world.device), ReduceOp.MAX).tolist()
-    least_s = LONG_S if busy else SHORT_S
+    cores = time_compute.granted_cores()
+    threads = min(torch.get_num_threads(), core_quota() or core_count())
+    is_busy = cores < BUSY * threads
+    if is_busy:
+        tell(f"this process gets {cores:.2f} of its {threads:g} cores: others run, or its cores are capped; the numbers hold for that")
+    busy_ranks = torch.tensor([float(is_busy)], device=world.device)
+    any_busy = world.everyone.all_reduce(busy_ranks, ReduceOp.MAX).item()
+    least_s = LONG_S if any_busy else SHORT_S
     tell("collectives")
     curves = _collectives(world, per_node, quick, budget_s["links"], least_s)
     bench = Bench(world.device, quick, least_s)
@@ -111,16 +121,17 @@ def profile(world: World, per_node: int, quick: bool, tell: Callable[[str], None
     curves |= time_compute.elementwise(bench, budget_s["elementwise"])
     curves |= time_copies.copies(bench, budget_s["copies"])
     tell("attention")
-    backends, measured = time_attention.attention(bench, budget_s["attention"])
-    curves |= measured
+    backends, attention_curves = time_attention.attention(bench, budget_s["attention"])
+    curves |= attention_curves
     if world.rank % per_node == 0:  # ranks of a node share its disk
         tell("disk")
         with suppress(OSError):
             curves |= time_disk.disk(bench, cache.expanduser(), budget_s["disk"])
 
-    mine = _cluster(world, per_node, facts, curves, cores, cache.expanduser())
-    mine = replace(mine, backends=backends)
-    merged = merge([decode(json.loads(text)) for text in world.gather_text(json.dumps(encode(mine)))])
+    rank_cluster = _cluster(world, per_node, facts, curves, cores, cache.expanduser())
+    rank_cluster = replace(rank_cluster, backends=backends)
+    texts = world.gather_text(json.dumps(encode(rank_cluster)))
+    merged = merge([decode(json.loads(text)) for text in texts])
     if world.rank == 0:
         save(merged, cache_file(facts, cache))
     return merged
@@ -131,9 +142,14 @@ def merge(ranks: list[Cluster]) -> Cluster:
     names = dict.fromkeys(name for rank in ranks for name in rank.curves)
     curves = {}
     for name in names:
-        found = [rank.curves[name] for rank in ranks if name in rank.curves]
-        medians = [tuple(map(statistics.median, zip(*(getattr(curve, part) for curve in found)))) for part in ("seconds", "spread")]
-        curves[name] = Curve(found[0].axes, *medians)
+        rank_curves = [rank.curves[name] for rank in ranks if name in rank.curves]
+        seconds = zip(*(curve.seconds for curve in rank_curves))
+        spreads = zip(*(curve.spread for curve in rank_curves))
+        curves[name] = Curve(
+            axes=rank_curves[0].axes,
+            seconds=tuple(statistics.median(values) for values in seconds),
+            spread=tuple(statistics.median(values) for values in spreads),
+        )
     devices = [rank.device for rank in ranks]
 
     def median(part: str) -> float:
@@ -163,13 +179,22 @@ def _collectives(world: World, per_node: int, quick: bool, budget_s: float, leas
 def _cluster(world: World, per_node: int, facts: dict, curves: dict[str, Curve], cores: float, folder: Path) -> Cluster:
     """What the curves say, with the constants that follow from them."""
     device = world.device
-    flops = {name.split()[1]: _best(curve, lambda m, k, n: 2 * m * k * n) for name, curve in curves.items() if name.startswith("matmul ")}
-    stream = curves["elementwise float32"]
-    found: dict[str, Link] = {name.split()[1]: time_links.link_of(curve) for name, curve in curves.items() if name.startswith("send ")}
+    flops = {}
+    links: dict[str, Link] = {}
+    for name, curve in curves.items():
+        words = name.split()
+        if words[0] == "matmul":
+            flops[words[1]] = _best(curve, lambda m, k, n: 2 * m * k * n)
+        elif words[0] == "send":
+            links[words[1]] = time_links.link_of(curve)
     if device.type == "cuda":
-        found["device"] = time_links.link_of(curves["copy to_device pinned"])
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else psutil.virtual_memory().total / per_node
-    reads, writes = ([c for name, c in curves.items() if name.startswith(f"disk {way}")] for way in ("read", "write"))
+        links["device"] = time_links.link_of(curves["copy to_device pinned"])
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = psutil.virtual_memory().total / per_node
+    stream = curves["elementwise float32"]
+    reads = [curve for name, curve in curves.items() if name.startswith("disk read")]
+    writes = [curve for name, curve in curves.items() if name.startswith("disk write")]
     cluster = Cluster(
         name=str(facts["device"]),
         origin="measured",
@@ -185,7 +210,7 @@ def _cluster(world: World, per_node: int, facts: dict, curves: dict[str, Curve],
             cores=cores,
         ),
         host_bytes=float(psutil.virtual_memory().total),
-        links=found,
+        links=links,
         shares=dict.fromkeys(SHARES, 1.0),
         sources={},
         disk=Disk(float(shutil.disk_usage(folder).total), _rate(reads), _rate(writes)) if reads else None,
@@ -197,7 +222,8 @@ def _cluster(world: World, per_node: int, facts: dict, curves: dict[str, Curve],
 
 def _best(curve: Curve, work: Callable[..., float]) -> float:
     """Largest rate among the measured points."""
-    return max(work(*point) / seconds for point, seconds in zip(curve.points, curve.seconds))
+    rates = [work(*point) / seconds for point, seconds in zip(curve.points, curve.seconds)]
+    return max(rates)
 
 
 def _rate(curves: list[Curve]) -> float:
@@ -209,9 +235,9 @@ def _rank(file: str, per_node: str, *words: str) -> None:
     """One of the processes that `measure_here` started."""
     world = World.from_environment()
     tell = (lambda line: print(f"longshift: {line}", file=sys.stderr, flush=True)) if world.rank == 0 else (lambda line: None)
-    found = obtain(world, int(per_node), "quick" in words, "fresh" in words, tell)
+    cluster = obtain(world, int(per_node), "quick" in words, "fresh" in words, tell)
     if world.rank == 0:
-        save(found, Path(file))
+        save(cluster, Path(file))
     world.close()
 
 

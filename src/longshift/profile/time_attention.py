@@ -34,13 +34,15 @@ def dtypes(device: torch.device) -> dict[str, torch.dtype]:
 
 def tried(device: torch.device, dtype: torch.dtype) -> tuple[Kernel, ...]:
     """All kernels that are worth a measurement."""
-    own = (TILED,) if device.type == "cpu" and dtype == torch.bfloat16 else ()
-    return FLASH, *own, CUDNN
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        return FLASH, TILED, CUDNN
+    return FLASH, CUDNN
 
 
 def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[str, Curve]]:
     """Every kernel's verdict, and the curves `attention KERNEL DTYPE DIRECTION causal|full HEADS` of those that run."""
-    verdicts, plans = [], {}
+    verdicts = []
+    plans = {}
     kind = bench.device.type, bench.quick
     shown = HEADS["cpu"][:1] if kind == ("cpu", True) else HEADS[bench.device.type]
     for name, dtype in dtypes(bench.device).items():
@@ -48,9 +50,12 @@ def attention(bench: Bench, budget_s: float) -> tuple[tuple[Backend, ...], dict[
         for kernel in tried(bench.device, dtype):
             verdict = probe(kernel, dtype, name, bench.device)
             verdicts.append(verdict)
-            for heads, direction, causal in product(shown if not verdict.why_not else (), ("forward", "backward"), (True, False)):
+            if verdict.why_not:
+                continue
+            for heads, direction, causal in product(shown, ("forward", "backward"), (True, False)):
                 plan = _plan(kernel, heads, inputs[heads], kind, direction == "backward", causal)
-                plans[f"attention {kernel.name} {name} {direction} {'causal' if causal else 'full'} {heads}"] = plan
+                shape = "causal" if causal else "full"
+                plans[f"attention {kernel.name} {name} {direction} {shape} {heads}"] = plan
     return tuple(verdicts), bench.curves(plans, budget_s)
 
 
@@ -63,7 +68,11 @@ def _inputs(heads: Heads, tokens: int, dtype: torch.dtype, device: torch.device)
 def _plan(kernel: Kernel, heads: Heads, inputs: list[Tensor], kind: tuple[str, bool], is_backward: bool, causal: bool) -> Plan:
     """Attention of the first queries to the first keys."""
     square, pairs = TOKENS[kind]
-    lengths = tuple(n for n in (square if causal else pairs) if attention_flops(n, n, heads, "backward", causal) <= MOST_FLOPS[kind])
+    lengths = []
+    for length in square if causal else pairs:
+        flops = attention_flops(length, length, heads, "backward", causal)
+        if flops <= MOST_FLOPS[kind]:
+            lengths.append(length)
 
     def prepare(queries: int, keys: int | None = None) -> Run:
         keys = keys or queries
@@ -72,4 +81,6 @@ def _plan(kernel: Kernel, heads: Heads, inputs: list[Tensor], kind: tuple[str, b
             return gradients(kernel, grad, q, k, v, causal, heads.width**-0.5)
         return partial(kernel.forward, q, k, v, causal, heads.width**-0.5)
 
-    return Plan((Axis("tokens", lengths, 2.0),) if causal else (Axis("queries", lengths), Axis("keys", lengths)), prepare)
+    if causal:
+        return Plan((Axis("tokens", tuple(lengths), 2.0),), prepare)
+    return Plan((Axis("queries", tuple(lengths)), Axis("keys", tuple(lengths))), prepare)

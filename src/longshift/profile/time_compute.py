@@ -35,9 +35,10 @@ def matmuls(bench: Bench, budget_s: float) -> dict[str, Curve]:
         x, w, out = (noise(max(rows + widths) * max(widths), dtype, bench.device) for _ in range(3))
 
         def prepare(m: int, k: int, n: int) -> Run:
-            operands = x[: m * k].view(m, k), w[: n * k].view(n, k).t()
-            into = out[: m * n].view(m, n)
-            return lambda: torch.mm(*operands, out=into)
+            x_mk = x[: m * k].view(m, k)
+            w_kn = w[: n * k].view(n, k).t()
+            out_mn = out[: m * n].view(m, n)
+            return lambda: torch.mm(x_mk, w_kn, out=out_mn)
 
         return Plan(axes, prepare)
 
@@ -79,13 +80,15 @@ def granted_cores() -> float:
     x = noise(512 * 512, torch.float32, torch.device("cpu")).view(512, 512)
     out = torch.empty_like(x)
     torch.mm(x, x, out=out)
-    started, used = time.perf_counter(), time.process_time()
-    while time.perf_counter() - started < SPIN_S:
+    begin_s = time.perf_counter()
+    begin_process_s = time.process_time()
+    while time.perf_counter() - begin_s < SPIN_S:
         torch.mm(x, x, out=out)
-    return (time.process_time() - used) / (time.perf_counter() - started)
+    return (time.process_time() - begin_process_s) / (time.perf_counter() - begin_s)
 
 
 def noise(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Normal numbers; a run of them, over and over, where that saves time: power and speed do not depend on more."""
-    some = torch.randn(min(count, 2**20), generator=torch.Generator().manual_seed(count)).to(dtype)
-    return some.repeat(math.ceil(count / len(some)))[:count].to(device)
+    generator = torch.Generator().manual_seed(count)
+    block = torch.randn(min(count, 2**20), generator=generator).to(dtype)
+    return block.repeat(math.ceil(count / len(block)))[:count].to(device)

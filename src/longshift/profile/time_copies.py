@@ -24,7 +24,8 @@ BOTH_WAYS_BYTES = (2**26, 2**28)  # long enough to overlap
 def copies(bench: Bench, budget_s: float) -> dict[str, Curve]:
     """Curves `copy to_device|to_host pinned`, and those with ` both` at their end, of copies during others in the opposite direction."""
     sizes = SIZES[bench.device.type, bench.quick]
-    axes, largest = (Axis("bytes", sizes),), max(sizes)
+    axes = (Axis("bytes", sizes),)
+    largest = max(sizes)
     if bench.device.type == "cpu":
         source, target = (noise(largest, torch.uint8, bench.device) for _ in range(2))
         return bench.curves({"copy host": Plan(axes, _copier(target, source))}, budget_s)
@@ -41,8 +42,10 @@ def copies(bench: Bench, budget_s: float) -> dict[str, Curve]:
     device, host = _memory(max(BOTH_WAYS_BYTES), bench.device)
     other_device, other_host = _memory(max(BOTH_WAYS_BYTES), bench.device)
     streams = torch.cuda.Stream(bench.device), torch.cuda.Stream(bench.device)
-    to_device, other_to_device = _copier(device, host), _copier(other_device, other_host)
-    to_host, other_to_host = _copier(host, device), _copier(other_host, other_device)
+    to_device = _copier(device, host)
+    to_host = _copier(host, device)
+    other_to_device = _copier(other_device, other_host)
+    other_to_host = _copier(other_host, other_device)
     plans |= {
         "copy to_device pinned both": Plan(long, _copier_beside(to_device, other_to_host, streams)),
         "copy to_host pinned both": Plan(long, _copier_beside(to_host, other_to_device, streams)),
@@ -65,17 +68,20 @@ def _copier_beside(
     """Prepares copies that time themselves: each on one stream, while opposite ones of the same size are under way on the other."""
 
     def prepare(size: int) -> Run:
-        measured, surround = copy(size), opposite(size)
+        timed_copy = copy(size)
+        opposite_copy = opposite(size)
 
         def run() -> float:
             torch.cuda.synchronize()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            # Three, so that one is under way from the timed copy's begin to its end.
             with torch.cuda.stream(streams[0]):
                 for _ in range(3):
-                    surround()
+                    opposite_copy()
             with torch.cuda.stream(streams[1]):
                 begin.record()
-                measured()
+                timed_copy()
                 end.record()
             torch.cuda.synchronize()
             return begin.elapsed_time(end) / 1e3

@@ -25,12 +25,18 @@ from longshift.dist.collectives import Group
 from longshift.dist.world import World
 from longshift.profile.bench import curve_of
 
-SMALLEST_BYTES, LARGEST_BYTES = 2**12, 2**26
-SENDS, LEAST_CORES_S = 4, 1e-6  # in a row while processor time is read, and what at least one took by that
-SIDE, LEAST_WORK_S = 128, 0.01  # of matmuls before a collective, and how long they take at least
-WORKS, LATENESSES, LEAST_LATE_S = 6, 15, 1e-5  # how often both are done in a row, rounds of that, and what lateness is at least
+SMALLEST_BYTES = 2**12
+LARGEST_BYTES = 2**26
+SENDS = 4  # in a row while processor time is read
+LEAST_CORES_S = 1e-6  # of a send, by that
+SIDE = 128  # of matmuls before a collective
+LEAST_WORK_S = 0.01  # that they take
+WORKS = 6  # how often both are done in a row
+LATENESSES = 15  # rounds of that
+LEAST_LATE_S = 1e-5
 LONGEST_S = {True: 0.03, False: 0.1}  # of one operation, quick or not; sizes go up to where it takes so long
-FEWEST, MOST = 3, 11
+FEWEST = 3  # rounds
+MOST = 11
 
 
 def collectives(world: World, per_node: int, quick: bool, budget_s: float, least_s: float) -> dict[str, dict]:
@@ -71,17 +77,18 @@ def collectives(world: World, per_node: int, quick: bool, budget_s: float, least
 def _cores_of_sends(world: World, sends: Mapping[int, tuple[Group, Callable[[], None]]]) -> Curve:
     """Processor seconds of a rank that sends and receives, over bytes: of both ranks of a group that send and receive, the mean of all
     groups."""
-    mine = []
+    seconds = []
     for group, run in sends.values():
         for _ in range(FEWEST):
             group.all_reduce(torch.zeros(1))
-            before = time.process_time()
+            begin_s = time.process_time()
             for _ in range(SENDS):
                 run()
-            mine.append((time.process_time() - before) / SENDS)
+            seconds.append((time.process_time() - begin_s) / SENDS)
     groups = world.size / next(iter(sends.values()))[0].size
-    total = world.everyone.all_reduce(torch.tensor(mine, dtype=torch.float64)) / groups
-    return curve_of((Axis("bytes", tuple(sends)),), total.view(len(sends), FEWEST).clamp_min(LEAST_CORES_S).tolist())
+    totals = world.everyone.all_reduce(torch.tensor(seconds, dtype=torch.float64)) / groups
+    samples = totals.view(len(sends), FEWEST).clamp_min(LEAST_CORES_S).tolist()
+    return curve_of((Axis("bytes", tuple(sends)),), samples)
 
 
 def _lateness(world: World, groups: Mapping[int, Group], work_s: float) -> Curve:
@@ -99,16 +106,27 @@ def _lateness(world: World, groups: Mapping[int, Group], work_s: float) -> Curve
         works(count)
         collective()
 
+    # 1. As many matmuls as take `work_s` on the slowest rank.
     works(1)
-    count = max(1, round(work_s / _slowest(world, [[_time(world, world.everyone, partial(works, 8), 1) / 8]])[0][0]))
-    sizes, mine = sorted(groups), []
+    matmul_s = _time(world, world.everyone, partial(works, 8), 1) / 8
+    slowest_s = _slowest(world, [[matmul_s]])[0][0]
+    count = max(1, round(work_s / slowest_s))
+
+    # 2. How late each rank is in groups of each size.
+    sizes = sorted(groups)
+    late_s = []
     for _ in range(LATENESSES):
         for size in sizes:
-            small = _operation("all_to_all", groups[size], SMALLEST_BYTES, world.device)
-            runs = partial(meets, count, small), small, partial(works, count)
-            together_s, *alone_s = (_time(world, groups[size], run, WORKS) for run in runs)
-            mine.append(together_s - sum(alone_s))
-    means = world.everyone.all_reduce(torch.tensor(mine, dtype=torch.float64)).view(LATENESSES, -1) / world.size
+            group = groups[size]
+            small = _operation("all_to_all", group, SMALLEST_BYTES, world.device)
+            together_s = _time(world, group, partial(meets, count, small), WORKS)
+            collective_s = _time(world, group, small, WORKS)
+            computing_s = _time(world, group, partial(works, count), WORKS)
+            late_s.append(together_s - (collective_s + computing_s))
+    totals = world.everyone.all_reduce(torch.tensor(late_s, dtype=torch.float64))
+
+    # 3. The time within which ranks end their computing, of all sizes together.
+    means = totals.view(LATENESSES, -1) / world.size
     shares = torch.tensor([size / (size + 1) - 0.5 for size in sizes], dtype=torch.float64)
     within_s = (means.sum(1) / shares.sum()).clamp_min(LEAST_LATE_S)
     return curve_of((Axis("ranks", tuple(map(float, sizes)), 0.0),), (shares[:, None] * within_s).tolist())
@@ -116,7 +134,8 @@ def _lateness(world: World, groups: Mapping[int, Group], work_s: float) -> Curve
 
 def link_of(curve: Curve) -> Link:
     """Latency and bandwidth of the messages that a `send` curve timed: the smallest one's seconds, the largest two's slope."""
-    sizes, seconds = curve.axes[-1].sizes, curve.grid.reshape(-1, len(curve.axes[-1].sizes))[0]
+    sizes = curve.axes[-1].sizes
+    seconds = curve.grid.reshape(-1, len(sizes))[0]
     rate = sizes[-1] / seconds[-1]
     if len(sizes) > 1 and seconds[-1] > seconds[-2]:
         rate = (sizes[-1] - sizes[-2]) / (seconds[-1] - seconds[-2])
@@ -126,20 +145,21 @@ def link_of(curve: Curve) -> Link:
 def _groups(world: World, per_node: int) -> dict[str, dict[int, Group]]:
     """This rank's group of every size, by level; made by all ranks together."""
     nodes = world.size // per_node
-    found: dict[str, dict[int, Group]] = {}
+    groups_of: dict[str, dict[int, Group]] = {}
     for count, inside in product((1, *_powers(nodes)), (1, *_powers(per_node))):
         if count == inside == 1:
             continue
         level = "node" if count == 1 else "network" if inside == 1 else f"network by {inside}"
-        groups = [
-            tuple(node * per_node + first + place for node in range(start, start + count) for place in range(inside))
-            for start in range(0, nodes, count)
-            for first in range(0, per_node, inside)
-        ]
+        groups = []
+        for first_node, first_place in product(range(0, nodes, count), range(0, per_node, inside)):
+            group_nodes = range(first_node, first_node + count)
+            places = range(first_place, first_place + inside)
+            ranks = tuple(node * per_node + place for node, place in product(group_nodes, places))
+            groups.append(ranks)
         world.prepare(groups, "profile")
-        mine = next(ranks for ranks in groups if world.rank in ranks)
-        found.setdefault(level, {})[count * inside] = world.group(mine, "profile")
-    return found
+        rank_group = next(ranks for ranks in groups if world.rank in ranks)
+        groups_of.setdefault(level, {})[count * inside] = world.group(rank_group, "profile")
+    return groups_of
 
 
 def _powers(count: int) -> list[int]:
@@ -162,8 +182,11 @@ def _largest(world: World, group: Group, longest_s: float) -> int:
 def _operation(operation: str, group: Group, size_bytes: int, device: torch.device) -> Callable[[], None]:
     """One collective, complete on this rank when it returns (on a GPU: enqueued)."""
     share = max(1, size_bytes // 4 // group.size)
-    whole, other = (torch.ones(share * group.size, device=device) for _ in range(2))
-    part, rows, shapes = whole[:share].clone(), list(whole.view(group.size, share)), [(share,)] * group.size
+    buffer = torch.ones(share * group.size, device=device)
+    sums = torch.ones(share * group.size, device=device)
+    part = buffer[:share].clone()
+    rows = list(buffer.view(group.size, share))
+    shapes = [(share,)] * group.size
     if operation == "send":
         message = torch.ones(max(1, size_bytes // 4), device=device)
         if group.index > 1:
@@ -172,9 +195,9 @@ def _operation(operation: str, group: Group, size_bytes: int, device: torch.devi
             return lambda: group.send(message, 1, tag=0).wait()
         return lambda: group.receive(message, 0, tag=0).wait()
     return {
-        "all_gather": lambda: group.all_gather(whole, part).wait(),
-        "reduce_scatter": lambda: group.reduce_scatter(part, whole).wait(),
-        "all_reduce": lambda: group.start_all_reduce(other).wait(),
+        "all_gather": lambda: group.all_gather(buffer, part).wait(),
+        "reduce_scatter": lambda: group.reduce_scatter(part, buffer).wait(),
+        "all_reduce": lambda: group.start_all_reduce(sums).wait(),
         "all_to_all": lambda: group.exchange(rows, shapes)[0].wait(),
     }[operation]
 
@@ -189,8 +212,10 @@ def _rounds(world: World, runs: list[tuple[Group, Callable[[], None]]], budget_s
     repeats = [max(1, math.ceil(least_s / seconds)) for seconds in agreed]
     a_round_s = sum(seconds * count for seconds, count in zip(agreed, repeats))
     rounds = int(min(MOST, max(FEWEST, budget_s / a_round_s)))
-    mine = [[_time(world, group, run, count) for (group, run), count in zip(runs, repeats)] for _ in range(rounds)]
-    return np.array(_slowest(world, mine)).T.tolist()
+    samples = []
+    for _ in range(rounds):
+        samples.append([_time(world, group, run, n) for (group, run), n in zip(runs, repeats)])
+    return np.array(_slowest(world, samples)).T.tolist()
 
 
 def _time(world: World, group: Group, run: Callable[[], None], count: int) -> float:
@@ -202,6 +227,7 @@ def _time(world: World, group: Group, run: Callable[[], None], count: int) -> fl
     return (world.now() - started) / count
 
 
-def _slowest(world: World, mine: list[list[float]]) -> list[list[float]]:
-    """Of the ranks, at every place."""
-    return world.everyone.all_reduce(torch.tensor(mine, dtype=torch.float64, device=world.device), torch.distributed.ReduceOp.MAX).tolist()
+def _slowest(world: World, seconds: list[list[float]]) -> list[list[float]]:
+    """The seconds of the slowest rank, at every place."""
+    tensor = torch.tensor(seconds, dtype=torch.float64, device=world.device)
+    return world.everyone.all_reduce(tensor, torch.distributed.ReduceOp.MAX).tolist()
