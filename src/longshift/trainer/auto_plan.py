@@ -37,42 +37,51 @@ from longshift.workload.lengths import spans
 Tell = Callable[[str], None]
 
 RIVALS = 5  # other ways that are told
+TRIALS_NOTE = "layout: auto trains some steps of each of these, and goes on with the fastest by these steps and the clock:"
 LANES = ("compute", "attention", "tp", "ulysses", "ring", "gather", "reduce", "switch", "tier in", "tier out")
 
 
 def cut(lengths: Lengths, config: Config) -> Lengths:
     """The lengths of a corpus as the run cuts them. Raises UsageError where some are too long and the config does not say what to do."""
-    longest, policy = config.data.max_len, config.data.overlong
+    longest = config.data.max_len
+    policy = config.data.overlong
     if int(lengths.lengths[-1]) <= longest:
         return lengths
     if policy is None:
-        most, limit = f"{int(lengths.lengths[-1]):,}", format_size(longest)
+        longest_document = f"{int(lengths.lengths[-1]):,}"
         raise UsageError(
-            f"data: documents have up to {most} tokens and data.max_len is {limit}; write data.overlong: split, or truncate, drop"
+            f"data: documents have up to {longest_document} tokens and data.max_len is "
+            f"{format_size(longest)}; write data.overlong: split, or truncate, drop"
         )
     pieces = spans(lengths.lengths, longest, policy)
-    sizes_, counts = pieces.stop - pieces.start, lengths.counts[pieces.document]
-    if not len(sizes_):
+    piece_lengths = pieces.stop - pieces.start
+    if not len(piece_lengths):
         raise UsageError(f"data.overlong: drop leaves no document of at most {format_size(longest)} tokens; write data.overlong: split")
-    known, where = np.unique(sizes_, return_inverse=True)
-    return Lengths(known, np.bincount(where, counts).astype(np.int64))
+
+    # A document stands for as many of its length as were counted, and so does each of its pieces.
+    counts = lengths.counts[pieces.document]
+    distinct, index = np.unique(piece_lengths, return_inverse=True)
+    return Lengths(distinct, np.bincount(index, counts).astype(np.int64))
 
 
-def _coded_stages(config: Config, asked: AutoLayout, world: int) -> dict[str, tuple[int, ...]]:
-    """The stages of ZeRO that a plan may choose under the config's `wire`: 1 to 3, of those asked for. Empty where it excludes none."""
+def _coded_stages(config: Config, request: AutoLayout, world: int) -> dict[str, tuple[int, ...]]:
+    """The stages of ZeRO, of those in `request`, that the config's `wire` allows: 1 to 3.
+
+    Empty where it excludes none."""
     if world == 1 or not config.formats.wire.coded:
         return {}
-    return {"z": tuple(zero for zero in dict(asked.fixed).get("z", (1, 2, 3)) if zero)}
+    zero_stages = dict(request.fixed).get("z", (1, 2, 3))
+    return {"z": tuple(zero for zero in zero_stages if zero)}
 
 
 def _homes(config: Config, cluster: Cluster) -> tuple[HomeTiers, ...]:
     """Homes that a plan may choose from. On a CPU the host is the device."""
-    found = [HomeTiers()]
+    homes = [HomeTiers()]
     if cluster.device.kind != "cpu":
-        found.append(HomeTiers("host"))
+        homes.append(HomeTiers("host"))
     if cluster.disk is not None:
-        found.append(HomeTiers("disk"))
-    return tuple(found)
+        homes.append(HomeTiers("disk"))
+    return tuple(homes)
 
 
 def other_ranks(config: Config, cluster: Cluster) -> str | None:
@@ -86,8 +95,10 @@ def other_ranks(config: Config, cluster: Cluster) -> str | None:
 def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: float | None = None, all_devices: bool = False) -> Task:
     """What is planned for a config whose layout is chosen on a cluster. `all_devices`: for every device, however many ranks the config's
     own layout has."""
-    asked = config.layout if isinstance(config.layout, AutoLayout) else AutoLayout(None if all_devices else config.world)
-    world = asked.ranks or cluster.devices
+    request = config.layout
+    if not isinstance(request, AutoLayout):
+        request = AutoLayout(None if all_devices else config.world)
+    world = request.ranks or cluster.devices
     return Task(
         spec=config.spec,
         cluster=on_cluster(cluster, world, config.train.precision),
@@ -95,7 +106,7 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
         tokens_per_step=config.train.tokens_per_step,
         precision=config.train.precision,
         world=world,
-        fixed=dict(asked.fixed) | _coded_stages(config, asked, world),
+        fixed=dict(request.fixed) | _coded_stages(config, request, world),
         memory_bytes=memory_bytes,
         switch=config.switch.options,
         moments=config.formats.moments,
@@ -109,11 +120,11 @@ def task_of(config: Config, cluster: Cluster, lengths: Lengths, memory_bytes: fl
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan: what was asked and what was found. `others`: the same with other homes that were compared."""
+    """A task and the choice for it. `alternatives`: plans with the other homes that were compared."""
 
     task: Task
     choice: Choice
-    others: tuple["Planned", ...] = ()
+    alternatives: tuple["Planned", ...] = ()
 
     @property
     def band(self) -> float:
@@ -130,16 +141,23 @@ class Planned:
 
     def groups(self, way: Way) -> tuple[PlannedGroup, ...]:
         """What each group of a way has and takes, of the mean step, in the order of lengths."""
-        documents, tokens, seconds = Counter[int](), Counter[int](), defaultdict[int, float](float)  # by a group's longest document
+        # By a group's longest document.
+        documents = Counter[int]()
+        tokens = Counter[int]()
+        seconds = defaultdict[int, float](float)
         ends = [edge.upto for edge in way.edges]
         for step, lengths in way.steps:
             for length in lengths:
                 end = ends[bisect_left(ends, length)]
                 documents[end] += 1
                 tokens[end] += length
-            visited = in_visiting_order(way.shape, lengths)
-            for group, start, stop in zip(visited, [0.0, *step.starts[1:]], [*step.starts[1:], step.seconds]):
-                longest = max(max(pack, default=1) for replica in group.replicas for pack in replica)
+
+            # A step visits its groups one after another: one stops where the next starts.
+            starts = [0.0, *step.starts[1:]]
+            stops = [*step.starts[1:], step.seconds]
+            for group, start, stop in zip(in_visiting_order(way.shape, lengths), starts, stops):
+                packs = [pack for replica in group.replicas for pack in replica]
+                longest = max(max(pack, default=1) for pack in packs)
                 seconds[ends[bisect_left(ends, longest)]] += stop - start
         steps = len(way.steps)
         return tuple(
@@ -159,19 +177,31 @@ class Planned:
     def flops(self) -> dict[str, float]:
         """Model FLOP of a mean step, by convention."""
         task = self.task
-        lengths, counts = task.lengths.lengths.astype(float), task.lengths.counts.astype(float)
+        lengths = task.lengths.lengths.astype(float)
+        counts = task.lengths.counts.astype(float)
         scale = task.tokens_per_step / (lengths @ counts)
-        found = model_flops(sizes(task.spec), task.tokens_per_step, scale * float(lengths**2 @ counts) / 2, task.spec.parameters)
-        return {name: float(value) for name, value in found.items()}
+        # Under a causal mask, half of a document's pairs of tokens attend.
+        pairs = scale * float(lengths**2 @ counts) / 2
+        flops = model_flops(sizes(task.spec), task.tokens_per_step, pairs, task.spec.parameters)
+        return {name: float(value) for name, value in flops.items()}
 
     def result(self) -> LayoutPlan:
         """What is said of the plan, to a person and to programs."""
-        task, choice, best = self.task, self.choice, self.choice.best
+        task = self.task
+        choice = self.choice
+        best = choice.best
+        cluster = PlannedCluster(
+            name=task.cluster.name,
+            nodes=task.cluster.nodes,
+            devices_per_node=task.cluster.devices_per_node,
+        )
+        homes = [PlannedHome(home=plan.task.home.to_json(), seconds=plan.choice.seconds) for plan in (self, *self.alternatives)]
+        too_large = [Short(way=self.layout(way), bytes=lack, place=place) for way, lack, place in choice.short[:RIVALS]]
         plan = LayoutPlan(
-            cluster=PlannedCluster(name=task.cluster.name, nodes=task.cluster.nodes, devices_per_node=task.cluster.devices_per_node),
+            cluster=cluster,
             ranks=task.world,
             home=task.home.to_json(),
-            homes=tuple(PlannedHome(home=plan.task.home.to_json(), seconds=plan.choice.seconds) for plan in (self, *self.others)),
+            homes=tuple(homes),
             tokens_per_step=task.tokens_per_step,
             documents=task.lengths.documents,
             longest=task.longest,
@@ -180,13 +210,14 @@ class Planned:
             budget_bytes=int(task.budget_bytes),
             fits=best is not None,
             changes=choice.changes,
-            short=tuple(Short(way=self.layout(way), bytes=lack, place=place) for way, lack, place in choice.short[:RIVALS]),
+            short=tuple(too_large),
             notes=tuple(self.lines()),
         )
         if best is None:
             return plan
         peak = task.cluster.device.flops_per_s[arithmetic(task.precision)]
-        shares = mfu({name: np.asarray(flops) for name, flops in self.flops.items()}, best.seconds, task.world, peak)
+        flops = {name: np.asarray(value) for name, value in self.flops.items()}
+        shares = mfu(flops, best.seconds, task.world, peak)
         return plan.model_copy(
             update={
                 "best": self._way(best, groups=self.groups(best), lanes=self.lanes(best)),
@@ -198,7 +229,7 @@ class Planned:
             }
         )
 
-    def _way(self, way: Way, **more: Any) -> PlannedWay:
+    def _way(self, way: Way, **fields: Any) -> PlannedWay:
         return PlannedWay(
             layout=self.layout(way),
             seconds=way.seconds,
@@ -206,58 +237,84 @@ class Planned:
             most_s=way.seconds * (1 + self.band),
             bytes=way.bytes,
             peak=way.peak,
-            **more,
+            **fields,
         )
 
     def lanes(self, way: Way) -> dict[str, float]:
         """Seconds in which each lane of the busiest stage does something, of the mean step."""
-        found = {lane: float(np.mean([step.busy_s(lane) for step, _ in way.steps])) for lane in LANES}
-        return {lane: seconds for lane, seconds in found.items() if seconds}
+        busy_s = {lane: float(np.mean([step.busy_s(lane) for step, _ in way.steps])) for lane in LANES}
+        return {lane: seconds for lane, seconds in busy_s.items() if seconds}
 
     def lines(self) -> Iterator[str]:
         """Sentences about the choice, after the table of its groups."""
-        task, choice, best = self.task, self.choice, self.choice.best
+        best = self.choice.best
         if best is None:
-            others = "".join(f" and {_gib(task.limits[place])} of {place}" for place in task.places[1:])
-            homes = [str(one.task.home) for one in self.others]
-            tried = f", with home: {task.home}, nor with {' or '.join(homes)}" if homes else ""
-            yield f"nothing fits in {_gib(task.budget_bytes)} a device{others}{tried}"
-            for way, lack, place in choice.short[:RIVALS]:
-                yield f"  {way}: {_short(lack, place)}" + f", at {way.peak}" * (place == "device")
-            if any(place == "host" for _, _, place in choice.short) and "host" in task.home.named:
-                yield "home: disk, or a part of it, keeps less in host memory"
-            yield from choice.changes
-            return
-        left = task.budget_bytes - best.bytes["device"]
-        least_s, most_s = best.seconds * (1 - self.band), best.seconds * (1 + self.band)
-        told = task.cluster.calibration
-        by = f", calibrated by {told.steps} steps" if told else ""
-        yield f"a step takes {best.seconds:.3g} s ({least_s:.3g} to {most_s:.3g}), on the clock{by}"
-        yield f"a device needs {_gib(best.bytes['device'])}: {_gib(left)} left; most at {best.peak}"
-        for place, where in (("host", "in host memory"), ("disk", "on disk")):
-            if size := best.bytes[place]:
-                room = task.limits[place]
-                yield f"{where} a rank keeps {_gib(size)}" + (f": {_gib(room - size)} left" if room < float("inf") else "")
+            yield from self._misfit_lines()
+        else:
+            yield from self._need_lines(best)
+            yield from self._comparison_lines(best)
+
+    def _misfit_lines(self) -> Iterator[str]:
+        """Sentences where no layout fits."""
+        task = self.task
+        limits = "".join(f" and {_gib(task.limits[place])} of {place}" for place in task.places[1:])
+        alternatives = " or ".join(str(plan.task.home) for plan in self.alternatives)
+        homes = f", with home: {task.home}, nor with {alternatives}" if alternatives else ""
+        yield f"nothing fits in {_gib(task.budget_bytes)} a device{limits}{homes}"
+        for way, lack, memory in self.choice.short[:RIVALS]:
+            yield f"  {way}: {_short(lack, memory)}" + f", at {way.peak}" * (memory == "device")
+        lacks_host = any(memory == "host" for _, _, memory in self.choice.short)
+        if lacks_host and "host" in task.home.named:
+            yield "home: disk, or a part of it, keeps less in host memory"
+        yield from self.choice.changes
+
+    def _need_lines(self, best: Way) -> Iterator[str]:
+        """Sentences about the seconds and the memory of the best way."""
+        task = self.task
+        min_s = best.seconds * (1 - self.band)
+        max_s = best.seconds * (1 + self.band)
+        calibration = task.cluster.calibration
+        source = f", calibrated by {calibration.steps} steps" if calibration else ""
+        yield f"a step takes {best.seconds:.3g} s ({min_s:.3g} to {max_s:.3g}), on the clock{source}"
+        device_bytes = best.bytes["device"]
+        spare = task.budget_bytes - device_bytes
+        yield f"a device needs {_gib(device_bytes)}: {_gib(spare)} left; most at {best.peak}"
+        for memory, where in (("host", "in host memory"), ("disk", "on disk")):
+            if size := best.bytes[memory]:
+                room = task.limits[memory]
+                rest = f": {_gib(room - size)} left" if room < inf else ""
+                yield f"{where} a rank keeps {_gib(size)}{rest}"
         if "disk" in task.home.named and not best.shape.early:
             yield "updates before the norm have no room there: all are made under the next forward"
-        for other in self.others:
-            seconds = other.choice.seconds
-            found = "nothing fits" if seconds is None else f"a step takes {seconds / best.seconds:.2f} times as long"
-            yield f"home: {task.home}; with home: {other.task.home} {found}"
-        single, context = choice.single, choice.context_parallel
+
+    def _comparison_lines(self, best: Way) -> Iterator[str]:
+        """Sentences about other homes and other ways, beside the best."""
+        choice = self.choice
+        home = self.task.home
+        for plan in self.alternatives:
+            seconds = plan.choice.seconds
+            outcome = "nothing fits"
+            if seconds is not None:
+                outcome = f"a step takes {seconds / best.seconds:.2f} times as long"
+            yield f"home: {home}; with home: {plan.task.home} {outcome}"
+        single = choice.single
+        context = choice.context_parallel
         if single is not None and single is not best:
             yield f"the best single layout, {single}, takes {single.seconds / best.seconds:.2f} times as long"
         if context is not None and context not in (best, single):
-            yield f"the best by context parallelism alone, {context}, takes {context.seconds / best.seconds:.2f} times as long"
+            times = context.seconds / best.seconds
+            yield f"the best by context parallelism alone, {context}, takes {times:.2f} times as long"
         for way in choice.ways[1 : 1 + RIVALS]:
             yield f"  {way}: {way.seconds / best.seconds - 1:+.1%}"
-        for way, lack, place in choice.short[:RIVALS]:
-            yield f"  {way}: {_short(lack, place)}"
+        for way, lack, memory in choice.short[:RIVALS]:
+            yield f"  {way}: {_short(lack, memory)}"
         for rival in choice.rivals:
-            yield f"  {rival.layout}: {rival.times - 1:+.1%} over the best single layout (rate cards), {_gib(rival.short_bytes)} short"
-        if len(tried := choice.worth_trying()) > 1:
-            yield "layout: auto trains some steps of each of these, and goes on with the fastest by these steps and the clock:"
-            yield from (f"  {way}: {way.seconds:.3g} s" for way in tried)
+            excess = f"{rival.times - 1:+.1%} over the best single layout (rate cards)"
+            yield f"  {rival.layout}: {excess}, {_gib(rival.short_bytes)} short"
+        trials = choice.worth_trying()
+        if len(trials) > 1:
+            yield TRIALS_NOTE
+            yield from (f"  {way}: {way.seconds:.3g} s" for way in trials)
         yield f"{choice.candidates:,} layouts were compared"
         for reason, count in choice.refused.items():
             yield f"  {count:,} refused: {reason}"
@@ -272,18 +329,23 @@ def _gib(size: float) -> str:
 
 
 def plan(task: Task, tell: Callable[[str], None] = lambda line: None) -> Planned:
-    """The plan of a task, with the home that makes it fastest where several are compared; on disk only where nothing fits otherwise.
-    `tell`: what is being done."""
-    found: list[Planned] = []
+    """The plan of a task. Where homes are compared, it has the fastest.
+
+    `tell`: is called with the home that is searched next."""
+    plans: list[Planned] = []
     for home in task.homes or (task.home,):
-        if home.last == "disk" and any(one.choice.best for one in found):
+        # A disk is the slowest home, so it is searched only if nothing fits without it.
+        if home.last == "disk" and any(plan.choice.best for plan in plans):
             continue
         if task.homes:
             tell(f"home: {home}")
-        one = replace(task, home=home, homes=())
-        found.append(Planned(one, search(one, tell)))
-    best = min(found, key=lambda one: one.choice.seconds or inf) if any(one.choice.best for one in found) else found[-1]
-    return replace(best, others=tuple(one for one in found if one is not best))
+        home_task = replace(task, home=home, homes=())
+        plans.append(Planned(home_task, search(home_task, tell)))
+
+    best = plans[-1]
+    if any(plan.choice.best for plan in plans):
+        best = min(plans, key=lambda plan: plan.choice.seconds or inf)
+    return replace(best, alternatives=tuple(plan for plan in plans if plan is not best))
 
 
 def resolve_layout(
@@ -291,34 +353,53 @@ def resolve_layout(
 ) -> tuple[Config, PlanFile | None]:
     """The config with `layout: auto` chosen, and the plan that is kept in the run's folder. A run that has a plan for what is asked goes on
     with it. `cluster`: this machine, for a number of ranks; `lengths`: of the run's corpus. Raises OutOfMemoryError where nothing fits."""
-    asked = config.layout
-    if not isinstance(asked, AutoLayout):
+    request = config.layout
+    if not isinstance(request, AutoLayout):
         return config, None
-    kept = read(Path(config.save.dir))
-    if kept is not None and kept.asked == asked.to_json() and (kept.home is not None) == config.home.at.auto:
-        tell(f"layout: auto: as {place(Path(config.save.dir))} says")
-        return kept.config(config), kept
-    found = plan(task_of(config, cluster(asked.ranks or core_count()), lengths()), tell)
-    if found.choice.best is None:
-        raise OutOfMemoryError("\n  ".join(["layout: auto:", *found.lines()]))
-    ways = found.choice.worth_trying()
-    choices = tuple(found.layout(way) for way in ways)
-    home = found.task.home.to_json() if config.home.at.auto else None
-    file = PlanFile(asked.to_json(), choices, found.result().to_json(), chosen=None if len(choices) > 1 else 0, home=home)
-    if home is not None:
-        tell(f"home: auto: {found.task.home}")
+
+    # 1. Keep the plan that the run has, if it answers the same request.
+    run = Path(config.save.dir)
+    saved = read(run)
+    if saved is not None:
+        is_same_layout = saved.asked == request.to_json()
+        is_same_home = (saved.home is not None) == config.home.at.auto
+        if is_same_layout and is_same_home:
+            tell(f"layout: auto: as {place(run)} says")
+            return saved.config(config), saved
+
+    # 2. Plan.
+    task = task_of(config, cluster(request.ranks or core_count()), lengths())
+    result = plan(task, tell)
+    if result.choice.best is None:
+        raise OutOfMemoryError("\n  ".join(["layout: auto:", *result.lines()]))
+
+    # 3. Take the best choice; among several, the trials decide.
+    ways = result.choice.worth_trying()
+    choices = tuple(result.layout(way) for way in ways)
+    file = PlanFile(
+        asked=request.to_json(),
+        choices=choices,
+        facts=result.result().to_json(),
+        chosen=None if len(choices) > 1 else 0,
+        home=result.task.home.to_json() if config.home.at.auto else None,
+    )
+    if file.home is not None:
+        tell(f"home: auto: {result.task.home}")
     for number, (choice, way) in enumerate(zip(choices, ways)):
-        tell(f"layout: auto: {'first' if number == 0 else 'then'} {layout_text(choice)}, {way.seconds:.3g} s a step")
+        order = "first" if number == 0 else "then"
+        tell(f"layout: auto: {order} {layout_text(choice)}, {way.seconds:.3g} s a step")
     return file.config(config), file
 
 
-def write_config(config: Config, found: Planned, path: Path) -> None:
+def write_config(config: Config, plan: Planned, path: Path) -> None:
     """Write the config with the best choice. Raises UsageError where there is none or the file cannot be written."""
-    if found.choice.best is None:
+    best = plan.choice.best
+    if best is None:
         raise UsageError("--emit: nothing fits, so there is no layout to write")
     try:
-        home = found.task.home.to_json() if config.home.at.auto else None
-        path.write_text(config.with_layout(found.layout(found.choice.best), home).to_yaml(), encoding="utf-8")
+        home = plan.task.home.to_json() if config.home.at.auto else None
+        text = config.with_layout(plan.layout(best), home).to_yaml()
+        path.write_text(text, encoding="utf-8")
     except OSError as fault:
         raise UsageError(f"{path} cannot be written: {fault.strerror}") from None
 
@@ -331,8 +412,10 @@ def write_trace(way: Way, path: Path) -> None:
         for piece in pieces:
             lane = "messages" if piece.lane.startswith("messages") else piece.lane
             name = str(piece.key[0] if isinstance(piece.key, tuple) else piece.key)
-            spans.setdefault(piece.rank, []).append(Span(lane, name, start + piece.start, start + piece.end, {}))
+            span = Span(lane, name, start + piece.start, start + piece.end, {})
+            spans.setdefault(piece.rank, []).append(span)
+    lanes = (*LANES, "messages")
     events = []
-    for stage, some in sorted(spans.items()):
-        events += events_of(some, stage, f"stage {stage}, predicted", (*LANES, "messages"), 0.0)
+    for stage, stage_spans in sorted(spans.items()):
+        events += events_of(stage_spans, stage, f"stage {stage}, predicted", lanes, 0.0)
     save(path, events)

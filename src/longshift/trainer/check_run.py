@@ -70,7 +70,9 @@ PROBES = 6
 PROBED_TOKENS = 512
 ROWS = 8  # of differences that are shown
 DEADLINE_S = 1800.0
-DOCUMENTS, TRUTH = "documents.json", "truth.safetensors"  # files of a check
+# Files of a check.
+DOCUMENTS = "documents.json"
+TRUTH = "truth.safetensors"
 
 
 @dataclass(frozen=True)
@@ -96,16 +98,34 @@ class SmallRun:
         sharing = max(layout.sequence * layout.tp for layout in layouts)
         longest = max(LEAST * sharing, min(LONGEST, MOST_TOKENS // (2 * replicas * micros)))
         longest = min(config.data.max_len, longest)
-        share, edges, packs = longest / config.data.max_len, [0], list[int]()
+
+        # Groups in proportion. Rounding must not make one empty, so each edge is above the last.
+        share = longest / config.data.max_len
+        edges = [0]
+        packs: list[int] = []
         for edge in config.edges[:-1]:
             edges.append(max(math.ceil(edge.upto * share), edges[-1] + 1))
             packs.append(max(math.ceil(edge.pack * share), edges[-1]))
         longest = max(longest, edges[-1] + 1)
+
+        # A window that the longest document exceeds, as it does in the run.
         spec = config.spec
-        if spec.sliding_window is not None and spec.sliding_window < config.data.max_len:
-            spec = replace(spec, sliding_window=min(math.ceil(spec.sliding_window * share), longest - 1))
-        small = cls(config, longest, (*edges[1:], longest), (*packs, 2 * longest), replicas, micros, spec)
-        return replace(small, spec=replace(spec, loss_rows=min(small._loss_rows(ways), default=spec.loss_rows)))
+        window = spec.sliding_window
+        if window is not None and window < config.data.max_len:
+            small_window = min(math.ceil(window * share), longest - 1)
+            spec = replace(spec, sliding_window=small_window)
+
+        small = cls(
+            config=config,
+            longest=longest,
+            edges=(*edges[1:], longest),
+            packs=(*packs, 2 * longest),
+            replicas=replicas,
+            micros=micros,
+            spec=spec,
+        )
+        loss_rows = min(small._loss_rows(ways), default=spec.loss_rows)
+        return replace(small, spec=replace(spec, loss_rows=loss_rows))
 
     def groups(self, way: Sequence[Layout]) -> list[Edge]:
         """The groups of a way, with chunks that cut the longest documents as often as the run's own, CHUNKS times at the least. A single
@@ -117,9 +137,12 @@ class SmallRun:
     def _loss_rows(self, ways: Ways) -> Iterator[int]:
         """For each group whose loss the run computes in several blocks of rows: how many rows make a few blocks here."""
         for way in ways:
-            for layout, edge, group in zip(way, self.config.edges[-len(way) :], self.groups(way)):
-                if loss_blocks(self.spec, (layout.chunk or edge.pack) // layout.sequence) > 1:
-                    yield max(1, (group.use.chunk or group.pack) // layout.sequence // CHUNKS)
+            run_edges = self.config.edges[-len(way) :]
+            for layout, edge, group in zip(way, run_edges, self.groups(way)):
+                run_rows = (layout.chunk or edge.pack) // layout.sequence
+                if loss_blocks(self.spec, run_rows) > 1:
+                    small_rows = (group.use.chunk or group.pack) // layout.sequence
+                    yield max(1, small_rows // CHUNKS)
 
     @property
     def max_norms(self) -> tuple[float | None, ...]:
@@ -130,40 +153,53 @@ class SmallRun:
 
     def lengths(self) -> list[int]:
         """Lengths of a step's documents, which give every replica `micros` packs of every group, the longest there may be among them."""
-        lengths, low = list[int](), 0
+        lengths: list[int] = []
+        low = 0
         for edge, pack in zip(self.edges, self.packs):
             group = [edge]
             while sum(group) < self.replicas * self.micros * pack:
                 group += [low + 1 + (edge - low) // 2, edge, low + 1]
-            lengths, low = [*lengths, *group], edge
+            lengths += group
+            low = edge
         return lengths
 
     def documents(self, batches: Batches) -> list[list[tuple[list[int], list[int]]]]:
         """Token ids and labels of each document of each step: pieces of the run's first documents."""
-        lengths, given, batch = self.lengths() * len(self.max_norms), list[Document](), batches.at(0)
+        step_lengths = self.lengths()
+        lengths = step_lengths * len(self.max_norms)
+        num_tokens = sum(lengths)
+
+        # 1. Read documents until there are enough tokens; too few are repeated.
+        run_documents: list[Document] = []
+        batch = batches.at(0)
         for _ in range(MOST_READ):
-            given += batch.documents
-            if sum(len(document.ids) for document in given) >= sum(lengths):
+            run_documents += batch.documents
+            if sum(len(document.ids) for document in run_documents) >= num_tokens:
                 break
             batch = batches.at(batch.next_cursor)
-        all_ids = np.resize(np.concatenate([document.ids for document in given]), sum(lengths))
-        all_labels = np.resize(np.concatenate([document.labels for document in given]), sum(lengths))
+        all_ids = np.concatenate([document.ids for document in run_documents])
+        all_ids = np.resize(all_ids, num_tokens)
+        all_labels = np.concatenate([document.labels for document in run_documents])
+        all_labels = np.resize(all_labels, num_tokens)
+
+        # 2. Cut them into documents of the small run's lengths.
         documents = []
         for length, end in zip(lengths, np.cumsum(lengths)):
-            ids, labels = all_ids[end - length : end], all_labels[end - length : end].copy()
+            ids = all_ids[end - length : end]
+            labels = all_labels[end - length : end].copy()
             labels[-1] = IGNORE
             if (labels == IGNORE).all():  # a piece of a prompt: any label will do
                 labels[:-1] = ids[1:]
             documents.append((ids.tolist(), labels.tolist()))
-        a_step = len(self.lengths())
-        return [documents[begin : begin + a_step] for begin in range(0, len(documents), a_step)]
+        begins = range(0, len(documents), len(step_lengths))
+        return [documents[begin : begin + len(step_lengths)] for begin in begins]
 
     def run(self, groups: Sequence[Edge]) -> Config:
         """The config of the small run under groups of lengths, in float64, with a short cosine of its own."""
-        run, steps = self.config, len(self.max_norms)
+        run = self.config
         precision = "float64-float8" if run.formats.float8 else "float64"
         rates = {"lr": LR, "min_lr": LR / 10, "warmup": 0, "schedule": "cosine"}
-        sizes = {"steps": steps, "tokens_per_step": sum(self.lengths()), "pack_tokens": None}
+        sizes = {"steps": len(self.max_norms), "tokens_per_step": sum(self.lengths()), "pack_tokens": None}
         return run.model_copy(
             update={
                 "spec": self.spec,  # in place of that of run.model
@@ -177,9 +213,11 @@ class SmallRun:
 
     def case(self, scratch: Path) -> Case:
         """What is trained, with the documents that lie in `scratch`."""
-        steps = json.loads((scratch / DOCUMENTS).read_text(encoding="utf-8"))
-        documents = [[Document(np.array(ids), np.array(labels)) for ids, labels in step] for step in steps]
-        targets = [sum(int((document.labels != IGNORE).sum()) for document in step) for step in documents]
+        batches = []
+        for step in json.loads((scratch / DOCUMENTS).read_text(encoding="utf-8")):
+            documents = tuple(Document(np.array(ids), np.array(labels)) for ids, labels in step)
+            targets = sum(int((document.labels != IGNORE).sum()) for document in documents)
+            batches.append(StepBatch(documents, targets, 0, len(documents)))
         run = self.run([])
         return Case(
             spec=self.spec,
@@ -187,7 +225,7 @@ class SmallRun:
             rule=run.train.rule,
             schedule=schedule_of(run),
             source=initial(run, torch.float32),
-            batches=[StepBatch(tuple(step), count, 0, len(step)) for step, count in zip(documents, targets)],
+            batches=batches,
             clips=self.max_norms,
         )
 
@@ -206,9 +244,17 @@ def check(stages: Sequence[tuple[Config, Ways]], device: str = "cpu") -> Checked
     for config, ways in stages:
         _make_room(SmallRun.of(config, ways), ways, device)
     results = [_check_stage(config, ways, device) for config, ways in stages]
-    rows = [CheckedLayout(stage=number, **row) for number, (_, rows) in enumerate(results, 1) for row in rows]
-    references = [reference for reference, _ in results]
-    worst = {kind: max((getattr(row, kind) for row in rows), key=lambda value: (math.isnan(value), value)) for kind in KINDS}
+    references = []
+    rows = []
+    for number, (reference, stage_rows) in enumerate(results, 1):
+        references.append(reference)
+        rows += [CheckedLayout(stage=number, **row) for row in stage_rows]
+
+    # A difference that is no number is worse than any.
+    worst = {}
+    for kind in KINDS:
+        differences = [getattr(row, kind) for row in rows]
+        worst[kind] = max(differences, key=lambda value: (math.isnan(value), value))
     leaked = sum(row.leaked_positions for row in rows)
     wrong = sum(reference["wrong_labels"] for reference in references)
     return Checked(
@@ -231,65 +277,85 @@ def _check_stage(config: Config, ways: Ways, device: str) -> tuple[dict[str, Any
     small = SmallRun.of(config, ways)
     worlds = [_ranks(way[0].world, device, device) for way in ways]
     with temporary_folder() as scratch:
-        run = {"config": config.to_yaml(), "ways": [[str(layout) for layout in way] for way in ways], "scratch": str(scratch)}
+        run = {
+            "config": config.to_yaml(),
+            "ways": [[str(layout) for layout in way] for way in ways],
+            "scratch": str(scratch),
+        }
         with _ranks(1, "cpu", device) as alone:
             (reference,) = alone.call("longshift.trainer.check_run:write_reference", DEADLINE_S, **run)
         rows = []
         for number, (way, ranks) in enumerate(zip(ways, worlds)):
             with ranks as world:
                 answers = world.call("longshift.trainer.check_run:compare", DEADLINE_S, **run, number=number)
-            computed = _joined(group.use for group in small.groups(way))
+            computed = _join_names(group.use for group in small.groups(way))
             worst = {kind: max(answer[kind] for answer in answers) for kind in KINDS}
-            rows.append({"layout": _joined(way), "computed": computed} | answers[0] | worst)
+            rows.append({"layout": _join_names(way), "computed": computed} | answers[0] | worst)
     return reference, rows
 
 
 def not_exercised(stages: Sequence[tuple[Config, Ways]]) -> list[str]:
     """What a run has that its check does not compute, with the reason where it is not plain, a line each."""
     run = stages[0][0]
-    found = []
+    features = []
     if run.train.precision == "float8":
-        found.append("train.precision: float8's bf16 (float64 instead, with factors of eight bits)")
+        features.append("train.precision: float8's bf16 (float64 instead, with factors of eight bits)")
     elif run.train.precision != "float64":
-        found.append(f"train.precision: {run.train.precision} (float64 instead)")
+        features.append(f"train.precision: {run.train.precision} (float64 instead)")
     if run.home.moments != "float32":
-        found.append(f"home.moments: {run.home.moments} (kept whole)")
+        features.append(f"home.moments: {run.home.moments} (kept whole)")
     if run.wire.gradients != "float32":
-        found.append(f"wire.gradients: {run.wire.gradients} (sent whole)")
+        features.append(f"wire.gradients: {run.wire.gradients} (sent whole)")
     if run.wire.weights != "compute":
-        found.append(f"wire.weights: {run.wire.weights} (sent whole)")
+        features.append(f"wire.weights: {run.wire.weights} (sent whole)")
     if len(stages) > 1:
-        found.append("train.stages: the checkpoint between two stages (each begins with weights of its own)")
-    found.append("train.lr, train.warmup, train.schedule (a short cosine of its own)")
+        features.append("train.stages: the checkpoint between two stages (each begins with weights of its own)")
+    features.append("train.lr, train.warmup, train.schedule (a short cosine of its own)")
     if run.data.valid is not None or run.data.held_out is not None:
-        found.append("validation")
+        features.append("validation")
     for number, (config, _) in enumerate(stages, 1):
         where = f"stage {number}: " if len(stages) > 1 else ""
         window = config.spec.sliding_window
         if window is not None and window >= config.data.max_len:
-            found.append(f"{where}windows of {window} tokens (documents have {config.data.max_len} at the most)")
-    return list(dict.fromkeys(found))
+            features.append(f"{where}windows of {window} tokens (documents have {config.data.max_len} at the most)")
+    return list(dict.fromkeys(features))
 
 
 def wrong_labels(batches: Batches, cache: TokenCache) -> int:
     """How many tokens and labels of a run's first documents, and of its first pieces of cut ones, are not what the tokens on disk say: a
     label is the token that follows in the whole document, where that is learned."""
     cuts = batches.spans
-    pieces = np.flatnonzero(cuts.stop - cuts.start < cache.lengths[cuts.document])[:PIECES]
+    is_piece = cuts.stop - cuts.start < cache.lengths[cuts.document]
+    pieces = np.flatnonzero(is_piece)[:PIECES].tolist()
     first = batches.at(0)
+    first_spans = [batches.order[cursor] for cursor in range(first.cursor, first.next_cursor)]
+
     wrong = 0
-    for span in {*pieces.tolist(), *(batches.order[cursor] for cursor in range(first.cursor, first.next_cursor))}:
-        number, start, stop = (int(of[span]) for of in (cuts.document, cuts.start, cuts.stop))
-        whole, learned, found = cache.tokens(number), cache.learned(number), batches.document(span)
-        labels = np.append(whole[1:], IGNORE).astype(np.int64)
+    for span in {*pieces, *first_spans}:
+        number = int(cuts.document[span])
+        start = int(cuts.start[span])
+        stop = int(cuts.stop[span])
+
+        # 1. Make the labels of the whole document again, from the tokens on disk alone.
+        tokens = cache.tokens(number)
+        labels = np.append(tokens[1:], IGNORE).astype(np.int64)
+        learned = cache.learned(number)
         if learned is not None:
             labels[:-1][learned[1:] == 0] = IGNORE
-        pairs = ((found.ids, whole[start:stop]), (found.labels, labels[start:stop]))
-        wrong += sum(int((ours != truth).sum()) if len(ours) == len(truth) else len(truth) for ours, truth in pairs)
+
+        # 2. Compare the document that the run trains on with its part of them.
+        document = batches.document(span)
+        wrong += _num_different(document.ids, tokens[start:stop])
+        wrong += _num_different(document.labels, labels[start:stop])
     return wrong
 
 
-def _joined(layouts: Iterable[Layout]) -> str:
+def _num_different(ours: np.ndarray, truth: np.ndarray) -> int:
+    """How many values differ from the truth: all of them where the lengths differ."""
+    return int((ours != truth).sum()) if len(ours) == len(truth) else len(truth)
+
+
+def _join_names(layouts: Iterable[Layout]) -> str:
     return " > ".join(map(str, layouts))
 
 
@@ -308,9 +374,11 @@ def _in_proportion(layout: Layout, share: float, longest: int) -> Layout:
 
 def _make_room(small: SmallRun, ways: Ways, device: str) -> None:
     """Raises OutOfMemoryError where this machine's memory does not hold the reference, or what the ranks of a way have together."""
-    asked = {"one process": [Layout()]} | {_joined(way): way for way in ways if device == "cpu"}
+    on_cpu: dict[str, Sequence[Layout]] = {"one process": [Layout()]}
+    if device == "cpu":
+        on_cpu |= {_join_names(way): way for way in ways}
     free = host_memory()[1]
-    for name, way in asked.items():
+    for name, way in on_cpu.items():
         shape = shape_of(small.run(small.groups(way)))
         need = way[0].world * most(needs(shape, shape.edges, "gloo", True)).device.total
         if need > free:
@@ -324,27 +392,35 @@ def timeline(config: Config, device: str = "cpu") -> MemoryCheck:
     """The first step of a run, played on devices of this type and recorded beside what the ledger predicts: peaks of every rank, and the
     largest differences in bytes after an operation. Raises LongshiftError."""
     with temporary_folder() as scratch, _ranks(config.world, device, device) as world:
-        found = world.call("longshift.trainer.check_run:recorded", DEADLINE_S, config=config.to_yaml(), scratch=str(scratch))
-    differences = [{"rank": rank, **row} for rank, answer in enumerate(found) for row in answer.pop("differences")]
+        answers = world.call(
+            "longshift.trainer.check_run:recorded",
+            DEADLINE_S,
+            config=config.to_yaml(),
+            scratch=str(scratch),
+        )
+    differences = []
+    for rank, answer in enumerate(answers):
+        differences += [{"rank": rank, **row} for row in answer.pop("differences")]
+    largest = sorted(differences, key=rank_of)[:ROWS]
     return MemoryCheck(
-        within=all(answer["within"] for answer in found),
-        ranks=tuple(RankPeak(rank=rank, **answer) for rank, answer in enumerate(found)),
-        differences=tuple(MemoryDifference(**row) for row in sorted(differences, key=rank_of)[:ROWS]),
+        within=all(answer["within"] for answer in answers),
+        ranks=tuple(RankPeak(rank=rank, **answer) for rank, answer in enumerate(answers)),
+        differences=tuple(MemoryDifference(**row) for row in largest),
     )
 
 
 def recorded(world: World, config: str, scratch: str) -> dict:
     """What `weigh.timeline.verdict` says of a run's first step on this rank."""
     run = parse_config(config)
-    with Timeline(world.device) as seen:
+    with Timeline(world.device) as memory:
         state = build_state(run, world, Path(scratch))
         player = build_player(run, world, state, Path(scratch))
         batches, _ = open_data(run, world)
         batch = batches.at(state.cursor)
-        seen.watch(player)
+        memory.watch(player)
         train_step(state, batch, player)
         player.after = None
-    return verdict(seen, predicted(player), ROWS)
+    return verdict(memory, predicted(player), ROWS)
 
 
 def _parse(config: str, ways: Sequence[Sequence[str]]) -> tuple[SmallRun, list[list[Layout]]]:
@@ -358,32 +434,46 @@ def write_reference(world: World, config: str, ways: Sequence[Sequence[str]], sc
     small, _ = _parse(config, ways)
     _, cache = open_corpus(small.config)
     batches = Batches.of(small.config, cache)
-    (Path(scratch) / DOCUMENTS).write_text(json.dumps(small.documents(batches)), encoding="utf-8")
+    documents = json.dumps(small.documents(batches))
+    (Path(scratch) / DOCUMENTS).write_text(documents, encoding="utf-8")
     case = small.case(Path(scratch))
     reference = Reference(case)
     for step in range(len(case.batches)):
         reference.train(step)
     truth = reference.result()
     save_file(truth, Path(scratch) / TRUTH)
-    first, wrong = case.batches[0], wrong_labels(batches, cache)
-    return {"documents": len(first.documents), "tokens": first.tokens, "loss": float(truth["loss"][-1]), "wrong_labels": wrong}
+    first = case.batches[0]
+    return {
+        "documents": len(first.documents),
+        "tokens": first.tokens,
+        "loss": float(truth["loss"][-1]),
+        "wrong_labels": wrong_labels(batches, cache),
+    }
 
 
 def compare(world: World, config: str, ways: Sequence[Sequence[str]], scratch: str, number: int) -> dict[str, Any]:
     """Differences of a way to the truth in `scratch`, and how many of some target positions see what they must not; collective."""
     small, layouts = _parse(config, ways)
-    case, groups = small.case(Path(scratch)), small.groups(layouts[number])
+    case = small.case(Path(scratch))
+    groups = small.groups(layouts[number])
+
+    # 1. Train the steps beside the truth.
     state, player = small.build(groups, world, Path(scratch))
     comparison = Comparison(case, load_file(Path(scratch) / TRUTH))
     for step in range(len(case.batches)):
         comparison.train(step, state, player)
     differences = comparison.result(state, player)
-    del state, player
-    leaked = probed = 0
+    del state, player  # the next players need their memory
+
+    # 2. Probe each layout alone, with all documents in one group.
+    leaked = 0
+    probed = 0
     for layout in dict.fromkeys(group.use for group in groups):
-        _, player = small.build([Edge(small.longest, layout, small.packs[-1])], world, Path(scratch))
-        seen = leaks(player, case, small.config.train.seed)
-        leaked, probed = leaked + sum(seen), probed + len(seen)
+        group = Edge(small.longest, layout, small.packs[-1])
+        _, player = small.build([group], world, Path(scratch))
+        has_leaked = leaks(player, case, small.config.train.seed)
+        leaked += sum(has_leaked)
+        probed += len(has_leaked)
     return differences | {"leaked_positions": leaked, "probed_positions": probed}
 
 
@@ -391,31 +481,45 @@ def leaks(player: Player, case: Case, seed: int) -> list[bool]:
     """For some target positions, whether their loss depends on what they must not see."""
     documents = sorted(case.batches[0].documents, key=lambda document: len(document.ids))
     documents = [documents[-1], *documents[:-1]]  # the longest, and short ones
-    documents = documents[: max(2, bisect_left(list(accumulate(len(d.ids) for d in documents)), PROBED_TOKENS))]
+    ends = list(accumulate(len(document.ids) for document in documents))
+    documents = documents[: max(2, bisect_left(ends, PROBED_TOKENS))]
+
+    targets = [
+        (number, int(position)) for number, document in enumerate(documents) for position in np.flatnonzero(document.labels != IGNORE)
+    ]
+    num_probes = min(PROBES, len(targets))
+    probes = [targets[i] for i in np.linspace(0, len(targets) - 1, num_probes).astype(int)]
+
     random = np.random.default_rng(seed)
-    targets = [(d, int(p)) for d, document in enumerate(documents) for p in np.flatnonzero(document.labels != IGNORE)]
-    chosen = [targets[i] for i in np.linspace(0, len(targets) - 1, min(PROBES, len(targets))).astype(int)]
-    leaked = []
-    for document, position in chosen:
-        original, replaced = list[Document](), list[Document]()
-        for number, other in enumerate(documents):
-            seen = position + 1 if number == document else 0
-            labels = np.full_like(other.labels, IGNORE)
-            if number == document:
-                labels[position] = other.labels[position]
-            noise = random.integers(0, case.spec.vocab, len(other.ids))
-            original.append(Document(other.ids, labels))
-            replaced.append(Document(np.where(np.arange(len(other.ids)) < seen, other.ids, noise), labels))
-        leaked.append(_loss(player, original) != _loss(player, replaced))
-    return leaked
+    has_leaked = []
+    for target_number, target_position in probes:
+        original = list[Document]()
+        replaced = list[Document]()
+        for number, document in enumerate(documents):
+            is_target = number == target_number
+            labels = np.full_like(document.labels, IGNORE)
+            if is_target:
+                labels[target_position] = document.labels[target_position]
+
+            # Of the target's document, the tokens up to the target stay. All others are replaced.
+            stays = target_position + 1 if is_target else 0
+            noise = random.integers(0, case.spec.vocab, len(document.ids))
+            ids = np.where(np.arange(len(document.ids)) < stays, document.ids, noise)
+            original.append(Document(document.ids, labels))
+            replaced.append(Document(ids, labels))
+        has_leaked.append(_loss(player, original) != _loss(player, replaced))
+    return has_leaked
 
 
 def _loss(player: Player, documents: Sequence[Document]) -> float:
     """Loss sum of one pack, over all ranks; every replica computes it."""
     ((layout, runner),) = player.runners.items()
     pack = tuple(range(len(documents)))
-    group = LengthGroup(0, sum(len(d.ids) for d in documents), layout, (pack,), ((0,),) * layout.dp, (0.0,))
+    num_tokens = sum(len(document.ids) for document in documents)
+    group = LengthGroup(0, num_tokens, layout, (pack,), ((0,),) * layout.dp, (0.0,))
     program = player.take(player.ready(documents, [group]), 1.0)
-    player.play(program[: next(number for number, op in enumerate(program) if op.kind == "norm")])
+    # The update, which begins with the norm, must not change the weights.
+    norm = next(number for number, op in enumerate(program) if op.kind == "norm")
+    player.play(program[:norm])
     player.home.drop_gradients()
     return float(player.world.everyone.all_reduce(runner.loss))

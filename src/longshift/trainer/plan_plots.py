@@ -13,27 +13,34 @@ from longshift.trainer.auto_plan import Planned
 GIB = 2**30
 
 
-def write_html(found: Planned, file: Path) -> None:
-    """Raises UsageError where the file cannot be written."""
-    task, choice, best = found.task, found.choice, found.choice.best
+def write_html(plan: Planned, file: Path) -> None:
+    """Write the plots. Raises UsageError where the file cannot be written."""
+    task = plan.task
+    best = plan.choice.best
     titles = ("seconds of the busiest stage, by lane", "seconds and tokens of each group", "ways: seconds against GiB a device")
     figure = make_subplots(rows=3, cols=1, subplot_titles=titles, vertical_spacing=0.1, specs=[[{}], [{"secondary_y": True}], [{}]])
     if best is not None:
-        for lane, seconds in found.lanes(best).items():
+        for lane, seconds in plan.lanes(best).items():
             figure.add_trace(go.Bar(x=[seconds], y=["step"], orientation="h", name=lane), row=1, col=1)
-        rows = found.groups(best)
+        rows = plan.groups(best)
         names = [f"up to {format_size(row.upto)}: {row.layout}, packs of {format_size(row.pack)}" for row in rows]
         figure.add_trace(go.Bar(x=names, y=[row.seconds for row in rows], name="seconds"), row=2, col=1)
         tokens = go.Scatter(x=names, y=[row.tokens for row in rows], mode="markers", name="tokens", marker={"size": 12})
         figure.add_trace(tokens, row=2, col=1, secondary_y=True)
-    for name, ways in (
-        ("single layouts", [w for w in choice.ways if len(w.edges) == 1]),
-        ("groups", [w for w in choice.ways if len(w.edges) > 1]),
-    ):
-        x, y, text = [w.bytes["device"] / GIB for w in ways], [w.seconds for w in ways], [str(w).replace("<", "&lt;") for w in ways]
-        figure.add_trace(
-            go.Scatter(x=x, y=y, text=text, mode="markers", name=name, hovertemplate="%{text}<br>%{x:.1f} GiB, %{y:.3g} s"), row=3, col=1
+    single = [way for way in plan.choice.ways if len(way.edges) == 1]
+    grouped = [way for way in plan.choice.ways if len(way.edges) > 1]
+    for name, ways in (("single layouts", single), ("groups", grouped)):
+        points = go.Scatter(
+            x=[way.bytes["device"] / GIB for way in ways],
+            y=[way.seconds for way in ways],
+            text=[str(way).replace("<", "&lt;") for way in ways],  # plotly reads it as HTML
+            mode="markers",
+            name=name,
+            hovertemplate="%{text}<br>%{x:.1f} GiB, %{y:.3g} s",
         )
+        figure.add_trace(points, row=3, col=1)
+
+    # The axes, and what the cluster is.
     figure.add_vline(x=task.budget_bytes / GIB, line_dash="dash", row=3, col=1)  # pyright: ignore[reportArgumentType]
     figure.update_xaxes(title="seconds", row=1, col=1)
     figure.update_yaxes(title="seconds", rangemode="tozero", row=2, col=1, secondary_y=False)
